@@ -1,0 +1,70 @@
+"""What kernels are passed: tensors with their strides and masks, grouped so that a launch reads like a call.
+
+Two layouts share every kernel. Cross product: D is ``[Nd, Ld, d]`` and every document meets every query. Candidates:
+D is ``[Nq, K, Ld, d]`` and a document meets the one query that owns it. A document is found at
+``owner * stride_owner + k * stride_doc``, with ``stride_owner = 0`` and ``owner = 0`` for the cross product.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Queries(NamedTuple):
+    """Query tokens ``[Nq, Lq, d]`` with optional mask and weight ``[Nq, Lq]`` (None where absent)."""
+
+    ptr: Any
+    stride_n: Any
+    stride_l: Any
+    stride_d: Any
+    mask: Any
+    mask_stride_n: Any
+    mask_stride_l: Any
+    weight: Any
+    weight_stride_n: Any
+    weight_stride_l: Any
+
+
+class Documents(NamedTuple):
+    """Document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` with an optional mask (None where absent)."""
+
+    ptr: Any
+    stride_owner: Any
+    stride_doc: Any
+    stride_l: Any
+    stride_d: Any
+    mask: Any
+    mask_stride_owner: Any
+    mask_stride_doc: Any
+    mask_stride_l: Any
+
+
+class Sizes(NamedTuple):
+    """Queries, documents (of each query, for candidates), query tokens, document tokens."""
+
+    Nq: Any
+    K: Any
+    Lq: Any
+    Ld: Any
+
+
+class Upstream(NamedTuple):
+    """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners."""
+
+    grad_scores: Any
+    stride_q: Any
+    stride_k: Any
+    argmax: Any
+
+
+class Config(NamedTuple):
+    """Compile-time choices. Every value is correct for every shape; a table picks the fast ones."""
+
+    BM: int  # query rows of a tile
+    BN: int  # document tokens of a tile
+    BD: int  # features of a step
+    SLOT: int  # forward: rows that one query takes in a tile, a power of two <= BM
+    LANES: int  # forward: threads that share a row, 4 if the matrix unit leaves rows in quads as wgmma does, else 1
+    CANDIDATES: bool
+    ONE_CHUNK: bool  # BD covers d
+    NORMALIZE: bool
+    WIDE: bool  # offsets within one document need 64 bits
+    PRECISION: str  # of tl.dot on fp32 operands

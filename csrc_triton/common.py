@@ -1,0 +1,96 @@
+"""Pieces that the kernels share: NaN-keeping maxima, ordered sums, finding and loading rows, normalisation."""
+
+import triton
+import triton.language as tl
+
+NORM_EPS = tl.constexpr(1e-12)
+NO_TOKEN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def ordered_sum(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum each of GROUPS aligned groups of WIDTH (a power of two) neighbours, always as the same binary tree.
+
+    Pairs are added one level at a time, so the bits do not depend on how the compiler lays `x` out over threads, and a
+    query gets the same sum whatever tile it is scored in.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    if HALF >= 1:
+        x = tl.sum(tl.reshape(x, (GROUPS * HALF, 2)), axis=1)
+        x = ordered_sum(x, GROUPS, HALF)
+    return x
+
+
+@triton.jit
+def inverse_norm(sum_of_squares):
+    """``1 / max(||x||, 1e-12)``, as torch.nn.functional.normalize."""
+    return 1.0 / tl.maximum(tl.sqrt(sum_of_squares), NORM_EPS)
+
+
+@triton.jit
+def wide(k):
+    """A loop counter as int64 (the interpreter counts in Python integers, which have no `.to`)."""
+    return tl.full((), k, tl.int64)
+
+
+@triton.jit
+def document_base(D, owner, k):
+    return D.ptr + owner.to(tl.int64) * D.stride_owner + k.to(tl.int64) * D.stride_doc
+
+
+@triton.jit
+def load_tokens(base, t, ok, columns, d, D, WIDE: tl.constexpr):
+    """Document tokens `t` of one document, features `columns`; zeros where not `ok` or beyond d."""
+    if WIDE:
+        t = t.to(tl.int64)
+    offsets = (t * D.stride_l)[:, None] + (columns * D.stride_d)[None, :]
+    return tl.load(base + offsets, mask=ok[:, None] & (columns < d)[None, :], other=0.0)
+
+
+@triton.jit
+def row_pointers(Q, i, s):
+    """Where query token ``Q[i, s]`` begins."""
+    return Q.ptr + i.to(tl.int64) * Q.stride_n + s.to(tl.int64) * Q.stride_l
+
+
+@triton.jit
+def load_rows(pointers, ok, columns, d, stride_d):
+    """Rows at `pointers`, features `columns`; zeros where not `ok` or beyond d."""
+    return tl.load(
+        pointers[:, None] + (columns * stride_d)[None, :], mask=ok[:, None] & (columns < d)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def rows_sum_of_squares(pointers, ok, d, stride_d, BD: tl.constexpr):
+    """``sum_k x[k]^2`` of each row in fp32, read in chunks of BD features."""
+    total = tl.zeros(ok.shape, tl.float32)
+    for c0 in range(0, d, BD):
+        x = load_rows(pointers, ok, c0 + tl.arange(0, BD), d, stride_d).to(tl.float32)
+        total += tl.sum(x * x, axis=1)
+    return total
+
+
+@triton.jit
+def query_keep(Q, i, s, ok):
+    """`ok` without the masked query tokens."""
+    if Q.mask is not None:
+        offsets = i.to(tl.int64) * Q.mask_stride_n + s.to(tl.int64) * Q.mask_stride_l
+        ok = ok & (tl.load(Q.mask + offsets, mask=ok, other=0) != 0)
+    return ok
+
+
+@triton.jit
+def query_weight(Q, i, s, ok):
+    """The weight of each kept query token, 1 where there are no weights, 0 where not `ok`."""
+    if Q.weight is not None:
+        offsets = i.to(tl.int64) * Q.weight_stride_n + s.to(tl.int64) * Q.weight_stride_l
+        w = tl.load(Q.weight + offsets, mask=ok, other=0.0)
+    else:
+        w = tl.where(ok, 1.0, 0.0)
+    return w

@@ -1,0 +1,220 @@
+"""The forward kernel: packed query rows against one document at a time, the row maxima summed per query."""
+
+import triton
+import triton.language as tl
+
+from .arguments import Sizes
+from .common import (
+    NO_TOKEN,
+    document_base,
+    inverse_norm,
+    load_rows,
+    load_tokens,
+    nan_max,
+    ordered_sum,
+    query_keep,
+    query_weight,
+    row_pointers,
+    rows_sum_of_squares,
+)
+
+
+@triton.jit
+def _similarities(q, pointers, row_ok, base, t, Q, D, d, C: tl.constexpr):
+    """``<q[s], D[t]>`` of a [BM, BN] tile in fp32, over the norms of the document tokens if normalising.
+
+    `q` holds the rows where one step covers d; else they are read again step by step.
+    """
+    t_ok = t >= 0
+    S = tl.full((C.BM, C.BN), 0, tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    if C.ONE_CHUNK:
+        x = load_tokens(base, t, t_ok, tl.arange(0, C.BD), d, D, C.WIDE)
+        S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)
+        if C.NORMALIZE:
+            squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+    else:
+        for c0 in range(0, d, C.BD):
+            columns = c0 + tl.arange(0, C.BD)
+            y = load_rows(pointers, row_ok, columns, d, Q.stride_d)
+            x = load_tokens(base, t, t_ok, columns, d, D, C.WIDE)
+            S = tl.dot(y, tl.trans(x), S, input_precision=C.PRECISION)
+            if C.NORMALIZE:
+                squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+    if C.NORMALIZE:
+        S = S * inverse_norm(squares)[None, :]
+    return S
+
+
+@triton.jit
+def _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C: tl.constexpr):
+    """Similarities of tokens t0.. of a document, ``-inf`` where masked; the tokens, and which of them are kept.
+
+    The last tile repeats the last token: that changes no maximum, and a repeat loses every tie.
+    """
+    t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
+    S = _similarities(q, pointers, row_ok, base, t, Q, D, d, C)
+    keep = t >= 0
+    if D.mask is not None:
+        keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
+        # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
+        S = tl.where(keep[None, :], S, float("-inf"))
+    return S, t, keep
+
+
+@triton.jit
+def _first_larger(v0, c0, v1, c1):
+    """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
+    return nan_max(v0, v1), tl.where(v1 > v0, c1, c0)
+
+
+@triton.jit
+def _lanes(S, C: tl.constexpr):
+    """[BM, BN] as [BM, BN // 8, 4, 2]: how wgmma spreads a row over the 4 lanes of a quad, so axes 1 and 3 stay in a
+    thread."""
+    return tl.reshape(S, (C.BM, C.BN // 8, 4, 2))
+
+
+@triton.jit
+def _lane_maxima(S, C: tl.constexpr):
+    """The maxima [BM, LANES] of a tile, with no exchange between threads where LANES is 4."""
+    if C.LANES == 1:
+        m = tl.reduce(S, 1, nan_max)[:, None]
+    else:
+        m = tl.reduce(tl.reduce(_lanes(S, C), 3, nan_max), 1, nan_max)
+    return m
+
+
+@triton.jit
+def _lane_winners(S, t, keep, t0, C: tl.constexpr):
+    """The maxima [BM, LANES] of a tile and the first tokens that attain them.
+
+    With 4 lanes the tokens are relative to their lane (`_merged` adds it), and the columns are constants of the
+    compiled code: 2.5 instructions an element.
+    """
+    if C.LANES == 1:
+        m = tl.reduce(S, 1, nan_max)[:, None]
+        where = tl.min(tl.where((S == m) & keep[None, :], t[None, :], NO_TOKEN), axis=1)[:, None]
+    else:
+        column = tl.arange(0, C.BN // 8)[None, :, None, None] * 8 + tl.arange(0, 2)[None, None, None, :]
+        column = tl.broadcast_to(column, (C.BM, C.BN // 8, 4, 2))
+        m, where = tl.reduce((_lanes(S, C), column), 3, _first_larger)
+        m, where = tl.reduce((m, where), 1, _first_larger)
+        where += t0
+    return m, where
+
+
+@triton.jit
+def _merged(best, where, Ld, C: tl.constexpr):
+    """Each row's winner from those of its lanes, the lowest token where they are equal; NO_TOKEN where best is NaN."""
+    if C.LANES > 1:
+        where = tl.where(where == NO_TOKEN, NO_TOKEN, where + 2 * tl.arange(0, C.LANES)[None, :])
+    row_best = tl.reduce(best, 1, nan_max)
+    where = tl.min(tl.where(best == row_best[:, None], where, NO_TOKEN), axis=1)
+    return row_best, tl.where(where == NO_TOKEN, NO_TOKEN, tl.minimum(where, Ld - 1))
+
+
+@triton.jit
+def _search(best, where, q, pointers, row_ok, base, mask_base, Q, D, Ld, d, C: tl.constexpr):
+    """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
+    for t0 in tl.range(0, Ld, C.BN, num_stages=1):
+        S, t, keep = _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C)
+        hit = (S == best[:, None]) | (S != S)
+        hit = hit & keep[None, :]
+        first = tl.min(tl.where(hit, t[None, :], NO_TOKEN), axis=1)
+        where = tl.where(where == NO_TOKEN, first, where)
+    return where
+
+
+@triton.jit
+def _row_maxima(pointers, row_ok, base, mask_base, Q, D, Ld, d, ARGMAX: tl.constexpr, C: tl.constexpr):
+    """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
+    best = tl.full((C.BM, C.LANES), float("-inf"), tl.float32)
+    where = tl.full((C.BM, C.LANES), NO_TOKEN, tl.int32)
+    kept = tl.full((C.BN,), 0, tl.int32)
+    q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d)
+    for t0 in range(0, Ld, C.BN):
+        S, t, keep = _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C)
+        if D.mask is not None:
+            kept = kept | keep.to(tl.int32)
+        if ARGMAX:
+            m, tokens = _lane_winners(S, t, keep, t0, C)
+            where = tl.where(m > best, tokens, where)
+        else:
+            m = _lane_maxima(S, C)
+        best = nan_max(best, m)
+    any_kept = tl.max(kept, axis=0) if D.mask is not None else (Ld > 0).to(tl.int32)
+    if ARGMAX:
+        row_best, row_where = _merged(best, where, Ld, C)
+        if (tl.max((row_ok & (row_where == NO_TOKEN)).to(tl.int32), axis=0) > 0) & (any_kept > 0):
+            row_where = _search(row_best, row_where, q, pointers, row_ok, base, mask_base, Q, D, Ld, d, C)
+    else:
+        row_best = tl.reduce(best, 1, nan_max)
+        row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
+    if C.NORMALIZE:
+        row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, row_ok, d, Q.stride_d, C.BD))
+    return row_best, row_where, any_kept
+
+
+@triton.jit
+def _score_rows(i, s, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr):
+    """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    row_ok = i_ok & (s < sizes.Lq)
+    keep = query_keep(Q, i, s, row_ok)
+    pointers = row_pointers(Q, i, s)
+    best, where, any_kept = _row_maxima(pointers, keep, base, mask_base, Q, D, sizes.Ld, d, argmax is not None, C)
+    if argmax is not None:
+        where = tl.where(keep & (where != NO_TOKEN), where, -1)
+        tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=row_ok)
+    terms = tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0)
+    sums = ordered_sum(terms, GROUPS, C.SLOT)
+    keeps = tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
+    return sums, keeps, any_kept
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
+def maxsim_forward(Q, D, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
+    """Scores [Nq, K] of one (row tile, document) a program; winners too unless `argmax` is None.
+
+    A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more, taken SLOT tokens at a time.
+    Neighbouring programs share a document, so it is read from device memory once.
+    """
+    sizes = Sizes(Nq, K, Lq, Ld)
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    pid = tl.program_id(0)
+    lane = tl.arange(0, C.BM)
+    group = tl.arange(0, GROUPS)
+    if C.CANDIDATES:
+        owner = pid // sizes.K
+        k = pid % sizes.K
+        first_query = owner
+        queries = owner + 1
+        argmax_base = pid.to(tl.int64) * sizes.Lq
+    else:
+        row_tiles = tl.cdiv(sizes.Nq, GROUPS)
+        owner = pid * 0
+        k = pid // row_tiles
+        first_query = (pid % row_tiles) * GROUPS
+        queries = sizes.Nq
+        argmax_base = (k.to(tl.int64) * sizes.Nq + first_query) * sizes.Lq
+    i = first_query + lane // C.SLOT
+    i_ok = i < queries
+    argmax_row = argmax_base + (lane // C.SLOT).to(tl.int64) * sizes.Lq
+    base = document_base(D, owner, k)
+    mask_base = D.mask
+    if D.mask is not None:
+        mask_base = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
+
+    total, keeps, any_kept = _score_rows(i, lane % C.SLOT, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d, C)
+    if GROUPS == 1:  # only a query alone in its tile can be longer than its slot
+        for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
+            more, keeps_more, any_kept = _score_rows(
+                i, s0 + lane, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d, C
+            )
+            total += more
+            keeps = keeps | keeps_more
+
+    empty = tl.where(keeps > 0, float("-inf"), 0.0)
+    query = first_query + group
+    tl.store(scores + query.to(tl.int64) * sizes.K + k, tl.where(any_kept > 0, total, empty), mask=query < queries)

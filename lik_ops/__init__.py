@@ -1,0 +1,17 @@
+"""MaxSim, the scoring of late-interaction retrieval, as PyTorch operators under ``torch.ops.lik``."""
+
+from . import reference
+from ._backend_choice import use_backend
+from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
+from ._version import __version__
+from .scorer import MaxSimScorer
+
+__all__ = [
+    "MaxSimScorer",
+    "__version__",
+    "maxsim",
+    "maxsim_pairs",
+    "maxsim_with_argmax",
+    "reference",
+    "use_backend",
+]

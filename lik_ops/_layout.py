@@ -1,0 +1,127 @@
+"""The arguments that every MaxSim entry point shares: what they may be, and the errors when they are not.
+
+Two layouts, told apart by the rank of D: the cross product ``Q [Nq, Lq, d]``, ``D [Nd, Ld, d]`` and the candidates
+``Q [Nq, Lq, d]``, ``D [Nq, K, Ld, d]``. Sizes may be symbolic (torch.compile, torch.export): they are only compared.
+"""
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BACKWARDS = ("auto", "lowmem", "unified")
+_MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INT16_MAX = 32767
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for every input dtype, fp64 for fp64: scores, weights and their gradients."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _same(a, b, message) -> None:
+    """Raise ValueError unless two sizes are equal; sizes unknown while tracing become a run-time check."""
+    if isinstance(a, int) and isinstance(b, int):
+        if a != b:
+            raise ValueError(message())
+    else:
+        torch._check_value(a == b, message)
+
+
+def _shape(t: Tensor) -> str:
+    return str(list(t.shape))
+
+
+def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
+    for name, t, ranks in (("Q", Q, (2, 3)), ("D", D, (2, 3, 4))):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
+        if t.dim() not in ranks:
+            expected = "[Lq, d] or [Nq, Lq, d]" if name == "Q" else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
+            raise ValueError(f"{op}: {name}: expected {expected}, got {_shape(t)}")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+        if t.layout != torch.strided:
+            raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got layout {t.layout}")
+    if D.dtype != Q.dtype:
+        raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
+    if D.device != Q.device:
+        raise ValueError(f"{op}: D: expected the device of Q, {Q.device}, got {D.device}")
+    _same(D.shape[-1], Q.shape[-1], lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {_shape(Q)}, got {_shape(D)}")
+    if isinstance(Q.shape[-1], int) and Q.shape[-1] < 1:
+        raise ValueError(f"{op}: Q: expected d >= 1, got {_shape(Q)}")
+    if D.dim() == 4:
+        if Q.dim() == 2:
+            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {_shape(Q)}")
+        _same(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {_shape(D)}")
+
+
+def _check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor) -> None:
+    """A mask or weight has the shape of its tensor without d, exactly (no broadcasting), and its device."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
+    expected = of.shape[:-1]
+
+    def message() -> str:
+        return f"{op}: {name}: expected shape {list(expected)} to match {of_name} {_shape(of)}, got {_shape(x)}"
+
+    if x.dim() != len(expected):
+        raise ValueError(message())
+    for a, b in zip(x.shape, expected, strict=True):
+        _same(a, b, message)
+    if x.device != of.device:
+        raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
+
+
+def check(
+    op: str,
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    backward: str = "auto",
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+    _check_embeddings(op, Q, D)
+    _check_per_token(op, "q_mask", q_mask, "Q", Q)
+    _check_per_token(op, "d_mask", d_mask, "D", D)
+    _check_per_token(op, "q_weight", q_weight, "Q", Q)
+    for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
+        if mask is not None and mask.dtype not in _MASK_DTYPES:
+            raise TypeError(f"{op}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")
+    if q_weight is not None and q_weight.dtype != score_dtype(Q.dtype):
+        raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
+    if backward not in BACKWARDS:
+        raise ValueError(f"{op}: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
+
+
+def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
+    """What the inner ops ask beyond `check`: 3-D Q, 3-D or 4-D D, bool masks."""
+    if Q.dim() != 3 or D.dim() not in (3, 4):
+        raise ValueError(
+            f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {_shape(Q)}, {_shape(D)}"
+        )
+    for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"{op}: {name}: expected bool (lik::maxsim converts integers), got {mask.dtype}")
+
+
+def as_bool(mask: Tensor | None) -> Tensor | None:
+    """Integer masks read as ``!= 0``."""
+    return mask if mask is None or mask.dtype == torch.bool else mask != 0
+
+
+def lift(x: Tensor | None, is_flat: bool) -> Tensor | None:
+    """Give a per-query or per-document tensor the leading axis that its 2-D `Q` or `D` lacks."""
+    return x.unsqueeze(0) if is_flat and x is not None else x
+
+
+def argmax_dtype_for(Ld) -> torch.dtype:
+    """int16 where every token index of a document is known to fit, else int32; a symbolic Ld stays unguarded."""
+    if isinstance(Ld, int):
+        return torch.int16 if Ld <= _INT16_MAX else torch.int32
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return torch.int16 if statically_known_true(Ld <= _INT16_MAX) else torch.int32

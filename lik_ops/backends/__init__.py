@@ -1,0 +1,44 @@
+"""Who computes: `cuda` launches the Triton kernels, `portable` streams through plain torch on any device."""
+
+import logging
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from .._backend_choice import requested_backend
+from . import portable
+
+_log = logging.getLogger("lik_ops")
+_has_triton = find_spec("triton") is not None
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if the Triton kernels can compute on `device` in `dtype`, else the reason why not."""
+    if not _has_triton:
+        return "triton is not installed"
+    if dtype == torch.float64:
+        return "the Triton kernels have no fp64"
+    from . import cuda
+
+    return cuda.unavailable(device)
+
+
+def select(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The backend module for tensors of `device` and `dtype` under the current choice.
+
+    Raises:
+        RuntimeError: ``"triton"`` was asked for and cannot run there.
+    """
+    requested = requested_backend()
+    if requested == "portable" or (requested == "auto" and device.type == "cpu"):
+        return portable
+    reason = why_not_triton(device, dtype)
+    if reason is None:
+        from . import cuda
+
+        return cuda
+    if requested == "triton":
+        raise RuntimeError(f"lik_ops: backend 'triton' cannot compute {dtype} on {device}: {reason}")
+    _log.debug("portable backend for %s on %s: %s", dtype, device, reason)
+    return portable

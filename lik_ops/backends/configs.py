@@ -1,0 +1,156 @@
+"""Which tile sizes each kernel takes: a static table, so that no call ever benchmarks anything.
+
+Every configuration is correct for every shape; the table chooses one that is fast and fits the device. The choice
+depends on Lq, d, dtype and architecture, so a score has the same bits whatever batch it is computed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..csrc_triton.arguments import Config
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the choice depends on: the shared memory that one program may take, and the kind of matrix unit."""
+
+    name: str  # "sm_90", "gfx942"
+    shared_memory: int  # bytes
+    wavefront: int = 32
+
+    @property
+    def is_amd(self) -> bool:
+        return self.name.startswith("gfx")
+
+
+ARCHITECTURES = {
+    a.name: a
+    for a in (
+        Architecture("sm_80", 163 * 1024),
+        Architecture("sm_86", 99 * 1024),
+        Architecture("sm_89", 99 * 1024),
+        Architecture("sm_90", 227 * 1024),
+        Architecture("sm_100", 227 * 1024),
+        Architecture("sm_120", 99 * 1024),
+        Architecture("gfx942", 64 * 1024, wavefront=64),
+    )
+}
+
+# Runs every program in numpy, custom reductions element by element: small tiles, on the code path of sm_90.
+INTERPRETER = Architecture("interpreter", 2**31)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's compile-time configuration with its warps and pipeline stages."""
+
+    config: Config
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # None: ptxas decides, which on some targets spills a few to run more warps
+
+    def options(self, arch: Architecture) -> dict[str, int]:
+        """Triton's launch options."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers and not arch.is_amd:
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
+    """How tl.dot multiplies fp32 operands: as fp32 unless the user allowed TF32 in torch; half types ignore it."""
+    if arch.is_amd:
+        return "ieee"
+    return "tf32" if allow_tf32 and dtype == torch.float32 else "tf32x3"
+
+
+def forward(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    Lq: int,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: bool,
+    tf32: bool,
+) -> Launch:
+    """Row tiles hold whole queries, each in a slot of the next power of two; at least 64 rows, as wgmma needs.
+
+    Nq only picks a smaller tile where few rows would leave a large one empty. That changes no bits: the slot, in which
+    a query is summed, does not depend on it, and every tile is made of the same matrix instructions.
+    """
+    half = dtype != torch.float32
+    BD = min(max(next_power_of_2(d), 16), 128 if half else 32)
+    least, most, BN = 64, 128, 64
+    if arch == INTERPRETER:
+        least, most, BN = 16, 32, 16
+    elif arch.is_amd or not half:
+        most = 64
+    elif arch.name == "sm_90" and d <= BD:
+        most = 256
+    slot = min(next_power_of_2(max(Lq, 1)), most)
+    rows = slot if candidates else min(Nq * slot, most)
+    BM = max(least, next_power_of_2(rows))
+    config = Config(
+        BM=BM,
+        BN=BN,
+        BD=BD,
+        SLOT=slot,
+        LANES=4 if arch.name in ("sm_90", INTERPRETER.name) else 1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(dtype, arch, tf32),
+    )
+    return Launch(
+        config,
+        num_warps=4 if BM == 64 else 8,
+        num_stages=1 if arch.is_amd else 3 if half else 2,
+        max_registers=255 if arch.name == "sm_100" else None,
+    )
+
+
+def gather(d: int, *, candidates: bool, normalize: bool, rows: int = 8) -> Launch:
+    """Kernels that read whole rows: `maxsim_grad_queries`, `maxsim_scatter`, `maxsim_finish`."""
+    BD = max(next_power_of_2(d), 16) if d <= 256 else 128
+    config = Config(
+        BM=rows,
+        BN=rows,
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=True,
+        PRECISION="ieee",
+    )
+    return Launch(config, num_warps=4, num_stages=2, max_registers=128)
+
+
+def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: bool, wide: bool) -> Launch:
+    """The one-hot product multiplies fp32 operands, whatever the inputs: weights keep the upstream gradient's bits."""
+    BD = min(max(next_power_of_2(d), 16), 128)
+    config = Config(
+        BM=16,
+        BN=64,
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(torch.float32, arch, False),
+    )
+    return Launch(config, num_warps=8, num_stages=1, max_registers=255)

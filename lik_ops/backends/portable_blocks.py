@@ -1,0 +1,164 @@
+"""Shapes of the portable backend's matrix products, and how tokens get into them.
+
+All similarities come from `torch.bmm` over *slices*: one slice is ``[rows, d] x [d, columns]``, document tokens against
+query tokens. A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone and a token's place in it from its place
+in its document or query, so the bits of a similarity cannot depend on the batch: the number of slices in a call is
+free. Only documents shorter than `MIN_ROWS` and queries shorter than `MIN_COLUMNS` share a slice, in fp32: there a
+token's place varies and the matrix product has to treat all rows and all columns alike, which `tests/test_portable.py`
+checks on the machine it runs on (MKL's fp64 kernels do not).
+
+Documents are copied into the slices even where a view would do. From main memory MKL reaches 0.55 of its rate on
+``[300, 128] x [128, 32]``, after a copy into the cache 0.70 with the copy counted, and every slice then starts at a
+multiple of 64 bytes: MKL's fp64 kernels give other bits at other alignments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_ROWS, MAX_ROWS = 24, 1024
+SHARED_ROWS = 64  # rows of a slice that short documents share
+MIN_COLUMNS, MAX_COLUMNS = 32, 128  # torch's vectorised amax needs 32 columns
+ALIGNMENT = 64  # bytes
+NORM_EPS = 1e-12
+
+MiB = 1 << 20
+# Budgets in bytes; together with small change they stay below 32 MiB. On CPU the first two follow the threads, see
+# `budgets`; a slice never exceeds SLICE_BYTES on either side while d is below 2^20 (fp32).
+PANEL_BYTES = 6 * MiB
+BEST_BYTES = 2 * MiB
+SLICE_BYTES = 4 * MiB
+
+
+def budgets() -> tuple[int, int]:
+    """Bytes of documents and of similarities in one bmm: what the cores' caches hold, and slices for all of them."""
+    threads = torch.get_num_threads()
+    return min(8 * MiB, max(2, threads) * 3 * MiB // 2), min(4 * MiB, max(2, threads) * MiB // 2)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+class SliceShape(NamedTuple):
+    """The shape of a slice and what lies in it."""
+
+    rows: int
+    documents: int  # whole documents in a slice; 1 where a document fills one slice or several
+    starts: tuple[int, ...]  # first token of each slice of a document; the last slice may overlap the one before
+    columns: int
+    queries: int  # whole queries in a slice; 1 where a query fills one slice or several
+    panels: int  # slices of a query
+
+
+def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
+    """How documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
+    token_bytes = d * dtype.itemsize
+    sharing = dtype == torch.float32
+    starts: tuple[int, ...] = (0,)
+    max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, SLICE_BYTES // token_bytes), 1)
+    if sharing and Ld < MIN_ROWS and max_rows >= SHARED_ROWS:
+        rows, documents = SHARED_ROWS, SHARED_ROWS // Ld
+    else:
+        tiles = ceil_div(Ld, max_rows)
+        rows, documents = Ld if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
+        starts = tuple(min(tile * rows, Ld - rows) for tile in range(ceil_div(Ld, rows)))
+    max_columns = max(min(MAX_COLUMNS, 2 * MiB // token_bytes // 32 * 32), min(32, SLICE_BYTES // token_bytes), 1)
+    if sharing and Lq < MIN_COLUMNS <= max_columns:
+        columns, queries, panels = MIN_COLUMNS, MIN_COLUMNS // Lq, 1
+    else:
+        panels = ceil_div(Lq, max_columns)
+        columns = min(max_columns, round_up(ceil_div(Lq, panels), 32))
+        queries = 1
+    return SliceShape(rows, documents, starts, columns, queries, panels)
+
+
+def slices_buffer(like: Tensor, slices: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised ``[slices, rows, d]`` whose slices start at multiples of `ALIGNMENT` bytes."""
+    stride = round_up(rows * d, ALIGNMENT // dtype.itemsize)
+    storage = like.new_empty((slices, stride), dtype=dtype)
+    return storage[:, : rows * d].unflatten(1, (rows, d))
+
+
+def copy_grouped(target: Tensor, source: Tensor) -> None:
+    """Copy ``source [..., n, L, w]`` into ``target [..., m, group, L, w]``, ``m * group >= n``; the rest stays."""
+    count, group = source.shape[-3], target.shape[-3]
+    full, rest = divmod(count, group)
+    if group == 1:
+        target.squeeze(-3)[..., :full, :, :].copy_(source)
+        return
+    if full:
+        target[..., :full, :, :, :].copy_(source[..., : full * group, :, :].unflatten(-3, (full, group)))
+    if rest:
+        target[..., full, :rest, :, :].copy_(source[..., full * group :, :, :])
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """``max(||row||, eps)`` as ``[..., 1]``."""
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(NORM_EPS)
+
+
+def fold_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis, overwriting `x`, in an order that depends on its length alone.
+
+    torch.sum picks its order from sizes, strides and the number of threads.
+    """
+    length = x.shape[-1]
+    while length > 1:
+        half = ceil_div(length, 2)
+        x[..., : length - half] += x[..., half:length]
+        length = half
+    return x[..., 0]
+
+
+def first_true(mask: Tensor) -> Tensor:
+    """Index of the first True of the last axis, 0 where there is none."""
+    return mask.view(torch.uint8).argmax(-1)
+
+
+class Layout(NamedTuple):
+    """Both layouts as one: B batches of X documents against Y queries. Views, nothing copied.
+
+    The cross product is one batch with ``Y = Nq``; candidates are ``B = Nq`` batches with ``Y = 1``.
+    """
+
+    Q: Tensor  # [B, Y, Lq, d]
+    D: Tensor  # [B, X, Ld, d]
+    q_mask: Tensor | None  # [B, Y, Lq]
+    d_mask: Tensor | None  # [B, X, Ld]
+    q_weight: Tensor | None  # [B, Y, Lq]
+    pairs: Tensor  # [B, X, Y], scores or their gradients
+    argmax: Tensor | None  # [B, X, Y, Lq]
+
+
+def unified_layout(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    pairs: Tensor,
+    argmax: Tensor | None,
+) -> Layout:
+    """`Layout` of arguments in either layout; `argmax` of no elements is none."""
+    cross = D.dim() == 3
+
+    def lifted(x: Tensor | None, axis: int) -> Tensor | None:
+        return None if x is None else x.unsqueeze(axis)
+
+    return Layout(
+        Q=Q.unsqueeze(0 if cross else 1),
+        D=D.unsqueeze(0) if cross else D,
+        q_mask=lifted(q_mask, 0 if cross else 1),
+        d_mask=lifted(d_mask, 0) if cross else d_mask,
+        q_weight=lifted(q_weight, 0 if cross else 1),
+        pairs=pairs.t().unsqueeze(0) if cross else pairs.unsqueeze(2),
+        argmax=None if argmax is None or argmax.dim() != 3 else argmax.unsqueeze(0 if cross else 2),
+    )

@@ -1,0 +1,347 @@
+"""The portable forward: slices of similarities, the maximum of each query token, the sums of these.
+
+`portable_blocks` says what a slice is. Queries that share a slice, or a single query, are a *unit*; a unit has one or
+several panels, the query sides of its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isnan
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .portable_blocks import (
+    BEST_BYTES,
+    PANEL_BYTES,
+    Layout,
+    SliceShape,
+    budgets,
+    ceil_div,
+    copy_grouped,
+    first_true,
+    fold_sum,
+    row_norms,
+    slice_shape,
+    slices_buffer,
+    unified_layout,
+)
+
+NEG_INF = float("-inf")
+
+
+def forward(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, Nd]`` and winners ``[Nd, Nq, Lq]``, or ``[Nq, K]`` and ``[Nq, K, Lq]`` for 4-D `D`.
+
+    Arguments are validated and lifted already. Scores are fp32 (fp64 for fp64 inputs); winners are of `argmax_dtype`,
+    and ``[0]`` where it is None.
+    """
+    cross = D.dim() == 3
+    (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
+    columns = D.shape[0] if cross else D.shape[1]
+    scores = Q.new_empty((Nq, columns), dtype=torch.float64 if Q.dtype == torch.float64 else torch.float32)
+    if argmax_dtype is None:
+        argmax = Q.new_empty((0,), dtype=torch.int32)
+    else:
+        argmax = Q.new_empty((columns, Nq, Lq) if cross else (Nq, columns, Lq), dtype=argmax_dtype)
+    if scores.numel() == 0:
+        return scores, argmax
+    if Lq == 0:
+        return scores.zero_(), argmax
+    if Ld == 0:
+        scores.fill_(NEG_INF)
+        if q_mask is not None:
+            scores.masked_fill_(~q_mask.any(-1)[:, None], 0)
+        return scores, argmax.fill_(-1)
+    _Forward(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize).run()
+    return scores, argmax
+
+
+class _Cut(NamedTuple):
+    """How much is done at a time: a slab holds the maxima of ``[batches, documents, units]``, blocks fill it."""
+
+    block_batches: int  # batches in one bmm; above 1 only where a block holds all documents of its batches
+    block_slices: int  # slices of each of them
+    slab_batches: int
+    slab_documents: int
+    slab_units: int
+    span_units: int  # units whose panels are kept
+    span_panels: int  # and how many panels of each
+
+
+def _most_slices(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
+    """Slices that the budgets of a block allow."""
+    documents, similarities = (shape.rows * n * dtype.itemsize for n in (d, shape.columns))
+    document_bytes, similarity_bytes = budgets()
+    return max(2, min(document_bytes // documents, similarity_bytes // similarities))
+
+
+def _cut(shape: SliceShape, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> _Cut:
+    size = dtype.itemsize
+    unit_width = shape.panels * shape.columns
+    panel_bytes = shape.columns * d * size
+    entries = BEST_BYTES // size
+    most = min(_most_slices(shape, d, dtype), entries // (unit_width * shape.documents))
+    per_batch, units = ceil_div(X, shape.documents), ceil_div(Y, shape.queries)
+    # Batches of few documents go several at a time, and then each slice has panels of its own.
+    batches = max(1, min(B, min(most, PANEL_BYTES // panel_bytes) // per_batch)) if B > 1 else 1
+    block_slices = per_batch if batches > 1 else max(1, min(most, per_batch))
+    block_documents = block_slices * shape.documents
+
+    def steps(budget: int, total: int) -> int:
+        return max(1, min(budget, total))
+
+    slab_units = steps(min(entries // (unit_width * block_documents * batches), (1 << 14) // unit_width), units)
+    blocks = steps(entries // (unit_width * slab_units * block_documents * batches), ceil_div(X, block_documents))
+    slab_batches = 1
+    if batches > 1:
+        per_slab = entries // (unit_width * slab_units * block_documents * batches)
+        slab_batches = batches * steps(per_slab, ceil_div(B, batches))
+        panel_bytes *= batches * block_slices
+    span_panels = steps(PANEL_BYTES // panel_bytes, shape.panels)
+    span_units = steps(PANEL_BYTES // (panel_bytes * shape.panels), slab_units) if span_panels == shape.panels else 1
+    return _Cut(batches, block_slices, slab_batches, blocks * block_documents, slab_units, span_units, span_panels)
+
+
+class _Block(NamedTuple):
+    """The documents of one bmm: ``[x0, x1)`` of the batches ``[b0, b1)``."""
+
+    b0: int
+    b1: int
+    x0: int
+    x1: int
+
+
+class _Panel(NamedTuple):
+    """The query side of one bmm."""
+
+    unit: int
+    tile: int  # of the unit's panels
+    columns: Tensor  # [slices of the block | 1, d, columns]
+
+
+class _Forward:
+    """One call: its cut, its buffers and the loops over slabs, blocks and panels."""
+
+    def __init__(self, layout: Layout, normalize: bool) -> None:
+        self.layout, self.normalize = layout, normalize
+        B, Y, Lq, d = layout.Q.shape
+        X, Ld = layout.D.shape[1:3]
+        dtype = layout.pairs.dtype
+        self.on_cpu = layout.Q.device.type == "cpu"
+        self.shape = shape = slice_shape(Lq, Ld, d, dtype)
+        self.cut = cut = _cut(shape, B, X, Y, d, dtype)
+        # One slice alone would go to another kernel of MKL than several. Other libraries may choose by their number.
+        most = _most_slices(shape, d, dtype)
+        self.slices = max(2, cut.block_batches * cut.block_slices) if self.on_cpu else most
+        new = layout.Q.new_empty
+        self.documents = slices_buffer(layout.Q, self.slices, shape.rows, d, dtype)
+        self.similarities = new((self.slices, shape.rows, shape.columns), dtype=dtype)
+        self.masked = None if layout.d_mask is None else layout.Q.new_zeros((self.slices, shape.rows), dtype=torch.bool)
+        each = self.slices if cut.block_batches > 1 else 1
+        self.panels = layout.Q.new_zeros((each, cut.span_units, cut.span_panels * shape.columns, d), dtype=dtype)
+        self.best = new(
+            (cut.slab_batches, cut.slab_documents, cut.slab_units, shape.panels * shape.columns), dtype=dtype
+        )
+
+    def run(self) -> None:
+        B, Y = self.layout.Q.shape[:2]
+        X, cut = self.layout.D.shape[1], self.cut
+        units = ceil_div(Y, self.shape.queries)
+        for b0 in range(0, B, cut.slab_batches):
+            for u0 in range(0, units, cut.slab_units):
+                for x0 in range(0, X, cut.slab_documents):
+                    slab = _Block(b0, min(b0 + cut.slab_batches, B), x0, min(x0 + cut.slab_documents, X))
+                    u1 = min(u0 + cut.slab_units, units)
+                    self._fill(slab, u0, u1)
+                    self._finish(slab, u0, u1)
+
+    def _fill(self, slab: _Block, u0: int, u1: int) -> None:
+        """The maxima of a slab, block by block; winners go straight to the output."""
+        cut, shape = self.cut, self.shape
+        step = cut.block_slices * shape.documents
+        for b0 in range(slab.b0, slab.b1, cut.block_batches):
+            b1 = min(b0 + cut.block_batches, slab.b1)
+            for panels in self._spans(b0, b1, u0, u1):
+                for x0 in range(slab.x0, slab.x1, step):
+                    block = _Block(b0, b1, x0, min(x0 + step, slab.x1))
+                    best = self.best[b0 - slab.b0 : b1 - slab.b0, x0 - slab.x0 :]
+                    for start in shape.starts:
+                        documents = self._load_documents(block, start)
+                        for panel in panels:
+                            self._score(block, start, documents, panel, best[:, :, panel.unit - u0])
+
+    def _spans(self, b0: int, b1: int, u0: int, u1: int) -> Iterator[list[_Panel]]:
+        """Load the panels of units ``[u0, u1)``, as many at a time as there is room for."""
+        cut, shape = self.cut, self.shape
+        for v0 in range(u0, u1, cut.span_units):
+            v1 = min(v0 + cut.span_units, u1)
+            for p0 in range(0, shape.panels, cut.span_panels):
+                p1 = min(p0 + cut.span_panels, shape.panels)
+                loaded = self._load_panels(b0, b1, v0, v1, p0, p1)
+                yield [
+                    _Panel(unit, p, loaded[:, unit - v0, (p - p0) * shape.columns : (p - p0 + 1) * shape.columns].mT)
+                    for unit in range(v0, v1)
+                    for p in range(p0, p1)
+                ]
+
+    def _load_panels(self, b0: int, b1: int, u0: int, u1: int, p0: int, p1: int) -> Tensor:
+        """Tokens of the queries of units ``[u0, u1)`` in panels ``[p0, p1)``: ``[slices | 1, units, columns, d]``."""
+        shape, Q = self.shape, self.layout.Q
+        queries = Q[b0:b1, None, u0 * shape.queries : u1 * shape.queries]
+        queries = queries[..., p0 * shape.columns : p1 * shape.columns, :]
+        tokens = queries.shape[-2]
+        loaded = self.panels[:, : u1 - u0]
+        used = (b1 - b0) * (self.cut.block_slices if self.cut.block_batches > 1 else 1)
+        target = loaded[:used].unflatten(0, (b1 - b0, -1))[..., : shape.queries * tokens, :]
+        target = target.unflatten(-2, (shape.queries, tokens))
+        copy_grouped(target, queries.expand(-1, target.shape[1], -1, -1, -1))
+        if self.normalize:
+            loaded /= row_norms(loaded)
+        return loaded
+
+    def _load_documents(self, block: _Block, start: int) -> Tensor:
+        """Tokens from `start` of the documents of `block`, as slices; one at least, two on CPU (one may be stale)."""
+        shape, tokens = self.shape, self._tokens()
+        part = self.layout.D[block.b0 : block.b1, block.x0 : block.x1, start : start + tokens]
+        batches = block.b1 - block.b0
+        used = batches * ceil_div(block.x1 - block.x0, shape.documents)
+        self.used = used
+        target = self.documents[:used].unflatten(0, (batches, -1))[:, :, : shape.documents * tokens]
+        copy_grouped(target.unflatten(2, (shape.documents, tokens)), part)
+        loaded = self.documents[: max(used, 2)] if self.on_cpu else self.documents
+        if self.normalize:
+            loaded /= row_norms(loaded)
+        if self.layout.d_mask is not None:
+            self._load_mask(block, start)
+        return loaded
+
+    def _tokens(self) -> int:
+        """Tokens of one document in a slice."""
+        return self.layout.D.shape[2] if self.shape.documents > 1 else self.shape.rows
+
+    def _load_mask(self, block: _Block, start: int) -> None:
+        """Find the masked rows of the loaded slices: their indices on CPU, ``[slices, rows, 1]`` elsewhere."""
+        assert self.layout.d_mask is not None and self.masked is not None
+        shape, tokens = self.shape, self._tokens()
+        part = self.layout.d_mask[block.b0 : block.b1, block.x0 : block.x1, start : start + tokens]
+        target = self.masked[: self.used].unflatten(0, (block.b1 - block.b0, -1))[:, :, : shape.documents * tokens]
+        copy_grouped(target.unflatten(2, (shape.documents, tokens)).unsqueeze(-1), ~part.unsqueeze(-1))
+        masked = self.masked[: self.used]
+        self.masked_rows = masked.reshape(-1).nonzero().reshape(-1) if self.on_cpu else masked.unsqueeze(-1)
+
+    def _score(self, block: _Block, start: int, documents: Tensor, panel: _Panel, best: Tensor) -> None:
+        """One bmm: update `best`, ``[batches, documents of the slab from x0 on, width of a unit]``, and the winners."""
+        shape, n = self.shape, documents.shape[0]
+        columns = panel.columns[:n] if panel.columns.shape[0] > 1 else panel.columns.expand(n, -1, -1)
+        S = torch.bmm(documents, columns, out=self.similarities[:n])[: self.used]
+        if self.layout.d_mask is not None:
+            if not self.on_cpu:
+                S.masked_fill_(self.masked_rows, NEG_INF)
+            elif self.masked_rows.numel():
+                S.view(-1, shape.columns).index_fill_(0, self.masked_rows, NEG_INF)
+        batches, c0 = block.b1 - block.b0, panel.tile * shape.columns
+        best = best[:, : self.used // batches * shape.documents, c0 : c0 + shape.columns]
+        tokens = self._tokens()
+        if self.layout.argmax is not None:
+            value, index = winners(S, tokens)
+            self._keep_winners(block, start, panel, best, value.view(best.shape), index.view(best.shape))
+            return
+        flat = best.view(-1, shape.columns)
+        if shape.documents > 1:
+            S = S[:, : shape.documents * tokens].unflatten(1, (shape.documents, tokens))
+            flat = flat.unflatten(0, (-1, shape.documents))
+        if start == 0:
+            torch.amax(S, -2, out=flat)
+        else:
+            torch.maximum(flat, S.amax(-2), out=flat)
+
+    def _keep_winners(
+        self, block: _Block, start: int, panel: _Panel, best: Tensor, value: Tensor, index: Tensor
+    ) -> None:
+        """Put the maxima of a tile into `best` and its winners into the output where no earlier tile has as much."""
+        assert self.layout.argmax is not None
+        q, count = self.shape.queries, block.x1 - block.x0
+        target = self.layout.argmax[block.b0 : block.b1, block.x0 : block.x1]
+        if q > 1:
+            target = target[:, :, panel.unit * q : panel.unit * q + q]
+        else:
+            c0 = panel.tile * self.shape.columns
+            target = target[:, :, panel.unit, c0 : c0 + self.shape.columns].unsqueeze(-2)
+
+        def of_tokens(x: Tensor) -> Tensor:
+            """``[batches, documents, columns]`` as ``[batches, documents, queries, tokens]``, padding cut off."""
+            tokens, queries = target.shape[-1], target.shape[-2]
+            return x[:, :count, : queries * tokens].unflatten(-1, (queries, tokens))
+
+        if start == 0:
+            best.copy_(value)
+            target.copy_(of_tokens(index))
+            return
+        better = (value > best) | (value.isnan() & ~best.isnan())
+        best.copy_(torch.where(better, value, best))
+        target.copy_(torch.where(of_tokens(better), of_tokens(index + start).to(target.dtype), target))
+
+    def _finish(self, slab: _Block, u0: int, u1: int) -> None:
+        """The scores of a slab, and its winners where a mask decides."""
+        layout, q, Lq = self.layout, self.shape.queries, self.layout.Q.shape[2]
+        y0, y1 = u0 * q, min(u1 * q, layout.Q.shape[1])
+        batches, documents = slice(slab.b0, slab.b1), slice(slab.x0, slab.x1)
+        best = self.best[: slab.b1 - slab.b0, : slab.x1 - slab.x0, : u1 - u0, : q * Lq].unflatten(-1, (q, Lq))
+        q_mask = None if layout.q_mask is None else layout.q_mask[batches, y0:y1]
+        d_mask = None if layout.d_mask is None else layout.d_mask[batches, documents]
+        if layout.argmax is not None:
+            argmax = layout.argmax[batches, documents, y0:y1]
+            if d_mask is not None:
+                lost = (best == NEG_INF).flatten(2, 3)[:, :, : y1 - y0]
+                first = first_true(d_mask).to(argmax.dtype)[:, :, None, None]
+                argmax.copy_(torch.where(lost, first, argmax))
+                argmax.masked_fill_(~d_mask.any(-1)[:, :, None, None], -1)
+            if q_mask is not None:
+                argmax.masked_fill_(~q_mask[:, None], -1)
+        if layout.q_weight is not None:
+            best *= self._by_unit(layout.q_weight[batches, y0:y1], u1 - u0)
+        if q_mask is not None:
+            best.masked_fill_(self._by_unit(~q_mask, u1 - u0), 0)
+        scores = layout.pairs[batches, documents, y0:y1]
+        scores.copy_(fold_sum(best).flatten(2)[:, :, : y1 - y0])
+        if d_mask is not None:
+            empty = ~d_mask.any(-1)[:, :, None]
+            scores.masked_fill_(empty if q_mask is None else empty & q_mask.any(-1)[:, None], NEG_INF)
+
+    def _by_unit(self, x: Tensor, units: int) -> Tensor:
+        """``[batches, queries, Lq]`` as ``[batches, 1, units, queries of a unit, Lq]``."""
+        q, (batches, queries, Lq) = self.shape.queries, x.shape
+        if queries < units * q:
+            x = torch.cat([x, x.new_zeros((batches, units * q - queries, Lq))], 1)
+        return x.unflatten(1, (units, q)).unsqueeze(1)
+
+
+def winners(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Maxima of each `tokens` rows of ``S [n, rows, columns]`` and their first indices; NaN counts as the maximum.
+
+    Both are ``[n, rows // tokens, columns]``.
+    """
+    n, rows, columns = S.shape
+    if S.device.type == "cpu":
+        # torch.max finds indices one element at a time; pooling over an image of `columns` channels, channels last,
+        # a vector at a time. Of several NaN it takes the last.
+        image = S.unsqueeze(-2).permute(0, 3, 1, 2)
+        pooled = F.max_pool2d(image, (tokens, 1), return_indices=True)
+        value, index = (x.permute(0, 2, 3, 1).reshape(n, -1, columns) for x in pooled)
+        if not isnan(value.sum()):
+            if tokens < rows:
+                index -= torch.arange(0, rows // tokens * tokens, tokens).unsqueeze(-1)
+            return value, index
+    return S[:, : rows // tokens * tokens].unflatten(1, (-1, tokens)).max(2)

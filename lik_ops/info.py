@@ -1,0 +1,73 @@
+"""``python -m lik_ops.info``: versions, devices, and which backend and kernel a call would use on each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+
+import torch
+
+from . import __version__, backends
+from ._backend_choice import ENVIRONMENT_VARIABLE, requested_backend
+from .backends import portable
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[tuple[torch.device, str]]:
+    devices = [(torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    if torch.cuda.is_available():
+        devices += [(torch.device("cuda", i), torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
+    return devices
+
+
+def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -> str:
+    """The backend, and for Triton the kernel with its configuration, that a cross-product call would use."""
+    try:
+        backend = backends.select(device, dtype)
+    except RuntimeError as error:
+        return f"error: {error}"
+    if backend is portable:
+        reason = None if device.type == "cpu" else backends.why_not_triton(device, dtype)
+        return "portable" + (f" ({reason})" if reason else "")
+    from .backends import configs, cuda
+
+    arch = cuda.architecture(device)
+    launch = configs.forward(
+        arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=False, tf32=cuda.allow_tf32()
+    )
+    c = launch.config
+    return (
+        f"triton maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "
+        f"{launch.num_warps} warps, {launch.num_stages} stages"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report; ``--nq``, ``--lq`` and ``--d`` name the shape whose kernel is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
+    parser.add_argument("--nq", type=int, default=256, help="number of queries (default 256)")
+    parser.add_argument("--d", type=int, default=128, help="features of a token (default 128)")
+    parser.add_argument("--lq", type=int, default=32, help="tokens of a query (default 32)")
+    args = parser.parse_args(argv)
+    print(f"lik_ops  {__version__}")
+    print(f"python   {platform.python_version()} on {platform.system()}")
+    print(f"torch    {torch.__version__}")
+    print(f"triton   {_version('triton')}")
+    print(f"backend  {requested_backend()} ({ENVIRONMENT_VARIABLE} or lik_ops.use_backend)")
+    for device, name in _devices():
+        print(f"{device}: {name}")
+        for dtype in _DTYPES:
+            print(f"  {str(dtype).removeprefix('torch.'):9} {choice(device, dtype, args.nq, args.lq, args.d)}")
+
+
+if __name__ == "__main__":
+    main()

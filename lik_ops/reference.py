@@ -1,0 +1,132 @@
+"""MaxSim as written in the paper, with the whole similarity tensor in memory: the oracle of every test.
+
+``score[i, j] = sum_s w[i, s] * max_t <Q[i, s], D[j, t]>`` (Khattab and Zaharia, ColBERT, 2020, equation 3), with the
+masks, ties and empty documents of the project's contract. Plain torch, differentiable by autograd; computes in the
+dtype it is given (half precision is widened to fp32), so an oracle is a call with ``.double()`` tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["maxsim", "maxsim_at", "maxsim_pairs", "maxsim_with_argmax", "similarities"]
+
+
+def similarities(Q: Tensor, D: Tensor) -> Tensor:
+    """Every inner product: ``[Nq, Nd, Lq, Ld]`` for ``D [Nd, Ld, d]``, ``[Nq, K, Lq, Ld]`` for ``D [Nq, K, Ld, d]``."""
+    return torch.einsum("isd,jtd->ijst" if D.dim() == 3 else "isd,ijtd->ijst", Q, D)
+
+
+def _prepared(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The tokens with masked ones zeroed (they may hold NaN), normalised if asked; and the mask, all True if None."""
+    X = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
+    keep = torch.ones(X.shape[:-1], dtype=torch.bool, device=X.device) if mask is None else mask != 0
+    X = torch.where(keep[..., None], X, 0)
+    return (F.normalize(X, dim=-1) if normalize else X), keep
+
+
+def _lifted(Q: Tensor, D: Tensor, *per_token: tuple[Tensor | None, bool]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Add the axis that a 2-D `Q` or `D` lacks; `per_token` pairs a mask or weight with True if it belongs to Q."""
+    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
+    lifted = [x if x is None or not (q_flat if of_q else d_flat) else x[None] for x, of_q in per_token]
+    return (Q[None] if q_flat else Q), (D[None] if d_flat else D), lifted
+
+
+def _dropped(x: Tensor, Q: Tensor, D: Tensor) -> Tensor:
+    """Remove from an output ``[Nq, Nd, ...]`` the axes that a 2-D `Q` or `D` did not have."""
+    x = x.squeeze(1) if D.dim() == 2 else x
+    return x.squeeze(0) if Q.dim() == 2 else x
+
+
+def maxsim_with_argmax(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, Nd]`` (``[Nq, K]`` for 4-D `D`) and winners int64 ``[Nq, Nd, Lq]``, -1 where there is none."""
+    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    Qn, q_keep = _prepared(Q3, q_mask, normalize)
+    Dn, d_keep = _prepared(D3, d_mask, normalize)
+    if Dn.shape[-2] == 0:  # argmax needs one token; a masked one changes nothing
+        Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
+    d_keep = d_keep[:, :, None] if D3.dim() == 4 else d_keep[None, :, None]  # [Nq | 1, Nd | K, 1, Ld]
+    S = similarities(Qn, Dn).masked_fill(~d_keep, float("-inf"))
+    argmax = S.argmax(-1)  # the first index; NaN counts as the maximum
+    best = S.gather(-1, argmax[..., None])[..., 0]
+    first_kept = d_keep.int().argmax(-1)
+    argmax = torch.where(best == float("-inf"), first_kept, argmax)
+    argmax = torch.where(d_keep.any(-1) & q_keep[:, None], argmax, -1)
+    scores = _scores(best, argmax, q_keep, q_weight, d_keep.any(-1)[..., 0])
+    return _dropped(scores, Q, D), _dropped(argmax, Q, D)
+
+
+def _scores(best: Tensor, argmax: Tensor, q_keep: Tensor, q_weight: Tensor | None, d_any: Tensor) -> Tensor:
+    """Sum each query's maxima ``best [Nq, Nd, Lq]`` where there is a winner; -inf for documents that keep nothing."""
+    terms = torch.where(argmax >= 0, best, 0)
+    if q_weight is not None:
+        terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
+    return terms.sum(-1).masked_fill(q_keep.any(-1)[:, None] & ~d_any, float("-inf"))
+
+
+def maxsim(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """The scores of `maxsim_with_argmax` alone."""
+    return maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)[0]
+
+
+def maxsim_pairs(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Query i against document i: ``Q [B, Lq, d]``, ``D [B, Ld, d]`` -> ``[B]``."""
+    d_mask = None if d_mask is None else d_mask[:, None]
+    return maxsim(Q, D[:, None], q_mask, d_mask, q_weight=q_weight, normalize=normalize)[:, 0]
+
+
+def maxsim_at(
+    Q: Tensor,
+    D: Tensor,
+    argmax: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Scores with the winners given: ``sum_s w[i, s] * <Q[i, s], D[j, argmax[i, j, s]]>`` over winners >= 0.
+
+    Differentiable, so it gives the exact gradients at an argmax that a kernel found, which rounding may have moved to
+    another token than the oracle's. `argmax` is ``[Nq, Nd, Lq]``, or ``[Nq, K, Lq]`` for 4-D `D`.
+    """
+    won = argmax >= 0
+    if D.shape[-2] == 0:  # indexing needs one token; nothing won it
+        D = F.pad(D, (0, 0, 0, 1))
+    index = argmax.clamp(min=0).long()
+    rows = torch.arange(Q.shape[0], device=Q.device)[:, None, None]
+    columns = torch.arange(argmax.shape[1], device=Q.device)[:, None]
+    # Rows that win nothing are cut out before any arithmetic: they may hold NaN, and 0 * NaN is NaN.
+    Qz = torch.where(won.any(1)[..., None], Q, 0)
+    Dz = D[columns, index] if D.dim() == 3 else D[rows, columns, index]
+    Dz = torch.where(won[..., None], Dz, 0)
+    if normalize:
+        Qz, Dz = F.normalize(Qz, dim=-1), F.normalize(Dz, dim=-1)
+    terms = torch.einsum("isd,ijsd->ijs", Qz, Dz)
+    if q_weight is not None:
+        terms = terms * torch.where(won.any(1), q_weight, 0)[:, None]
+    return terms.sum(-1)

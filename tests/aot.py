@@ -1,0 +1,166 @@
+"""Compile kernels ahead of time for GPUs that are not here, and read the compiler's resource report."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lik_ops.backends import configs
+from lik_ops.backends.configs import Architecture, Launch
+from lik_ops.csrc_triton import backward_lowmem, backward_unified, forward
+from lik_ops.csrc_triton.arguments import Documents, Queries, Upstream
+
+_POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with the arguments that decide how it compiles."""
+
+    kernel: str
+    dtype: torch.dtype = torch.bfloat16
+    d: int = 128
+    Nq: int = 256
+    Lq: int = 32
+    candidates: bool = False
+    normalize: bool = False
+    options: bool = False  # masks, weights
+    argmax: bool = False
+    wide: bool = False
+
+    def __str__(self) -> str:
+        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
+        return "-".join(
+            [self.kernel, str(self.dtype).split(".")[1], f"d{self.d}", f"Nq{self.Nq}", f"Lq{self.Lq}", *flags]
+        )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled kernel uses: matrix instruction, bytes of shared memory, registers and spills of a thread."""
+
+    text: str
+    shared: int
+    registers: int
+    spills: int
+
+
+def _queries(case: Case) -> tuple[Queries, dict]:
+    pointer = _POINTER[case.dtype]
+    mask = ("*i1", "i32", "constexpr") if case.options else ("constexpr",) * 3
+    weight = ("*fp32", "i32", "constexpr") if case.options else ("constexpr",) * 3
+    constants = {3: 1, 6: 1 if case.options else 0, 9: 1 if case.options else 0}
+    if not case.options:
+        constants |= {4: None, 5: 0, 7: None, 8: 0}
+    return Queries(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
+
+
+def _documents(case: Case) -> tuple[Documents, dict]:
+    pointer, owner = _POINTER[case.dtype], "i32" if case.candidates else "constexpr"
+    constants = {4: 1} if case.candidates else {1: 0, 4: 1}
+    if case.options:
+        if not case.candidates:
+            constants[6] = 0
+        constants[8] = 1
+        mask = ("*i1", owner, "i32", "constexpr")
+    else:
+        constants |= {5: None, 6: 0, 7: 0, 8: 0}
+        mask = ("constexpr",) * 4
+    return Documents(pointer, owner, "i32", "i32", "constexpr", *mask), constants
+
+
+def _launch(case: Case, arch: Architecture) -> Launch:
+    shared = {"candidates": case.candidates, "normalize": case.normalize}
+    if case.kernel == "maxsim_forward":
+        return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, wide=case.wide, tf32=False, **shared)
+    if case.kernel == "maxsim_grad_documents":
+        return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
+    return configs.gather(case.d, **shared)
+
+
+def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
+    """The kernel's source with its signature, as a launch would specialise it on 16-byte aligned tensors."""
+    launch = _launch(case, arch)
+    queries, query_constants = _queries(case)
+    documents, document_constants = _documents(case)
+    up = Upstream("*fp32", "i32", "i32", "*i16")
+    gradient = _POINTER[case.dtype]
+    arguments: dict[str, object]
+    if case.kernel == "maxsim_forward":
+        kernel = forward.maxsim_forward
+        arguments = {"Q": queries, "D": documents, "scores": "*fp32", "argmax": "*i16" if case.argmax else "constexpr"}
+    elif case.kernel == "maxsim_grad_queries":
+        kernel = backward_lowmem.maxsim_grad_queries
+        weight = "*fp32" if case.options else "constexpr"
+        arguments = {"Q": queries, "D": documents, "up": up, "grad_Q": gradient, "grad_weight": weight}
+    elif case.kernel == "maxsim_grad_documents":
+        kernel = backward_lowmem.maxsim_grad_documents
+        arguments = {"Q": queries, "D": documents, "up": up, "grad_D": gradient}
+    elif case.kernel == "maxsim_scatter":
+        kernel = backward_unified.maxsim_scatter
+        arguments = {"Q": queries, "D": documents, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"}
+    else:
+        kernel = backward_unified.maxsim_finish
+        weight = "*fp32" if case.options else "constexpr"
+        arguments = {"X": documents, "Q": queries, "sums": "*fp32", "grad": gradient, "grad_weight": weight}
+    arguments |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
+    if case.kernel == "maxsim_scatter":
+        arguments["K_per_program"] = "i32"
+    arguments["C"] = "constexpr"
+
+    names = list(arguments)
+    constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
+    aligned: list[tuple[int, ...]] = [(names.index("d"),)] if case.d % 16 == 0 else []
+    for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
+        if name in arguments:
+            constants |= {(names.index(name), k): v for k, v in group.items()}
+            aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
+    constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n != "C"}
+    aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch
+
+
+def target(arch: Architecture) -> GPUTarget:
+    if arch.is_amd:
+        return GPUTarget("hip", arch.name, arch.wavefront)
+    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wavefront)
+
+
+def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and how many instructions of the machine code touch local memory: spills.
+
+    The size of the stack will not do: a 64-bit division is a call, which takes 8 bytes of it.
+    """
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    path = str(tool) if tool.exists() else shutil.which("cuobjdump")
+    assert path is not None, "Triton's wheel carries cuobjdump; neither it nor another was found"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        arguments = [path, "-res-usage", "-sass", file.name]
+        report = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", report).group(1))  # type: ignore[union-attr]
+    return registers, len(re.findall(r"\b(?:LDL|STL)\b", report))
+
+
+def compile_for(case: Case, arch: Architecture) -> Compiled:
+    src, launch = source(case, arch)
+    compiled = triton.compile(src, target=target(arch), options=launch.options(arch))
+    if arch.is_amd:
+        text = compiled.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+        spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+    else:
+        text = compiled.asm["ptx"]
+        registers, spills = _cuda_resources(compiled.asm["cubin"])
+    return Compiled(text, compiled.metadata.shared, registers, spills)

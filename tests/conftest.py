@@ -1,0 +1,43 @@
+"""Test-wide settings."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The compile caches on disk do not know the code below an operator: an old backward could be served.
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+
+for name, examples in (("default", 60), ("quick", 15), ("thorough", 600)):
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+settings.load_profile(os.environ.get("LIK_OPS_HYPOTHESIS", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_poison():
+    """Fixed seeds; and torch.empty filled with NaN, so that an output element that nobody writes is seen."""
+    torch.manual_seed(0)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA or ROCm GPU on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,74 @@
+"""Every kernel compiles for every architecture without a GPU: no spills, fits shared memory, uses the matrix unit."""
+
+import pytest
+import torch
+
+from lik_ops.backends.configs import ARCHITECTURES
+
+from .aot import Case, compile_for
+
+FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
+KERNELS = (FORWARD, QUERIES, DOCUMENTS, "maxsim_scatter", "maxsim_finish")
+MATRIX_KERNELS = (FORWARD, DOCUMENTS)
+MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
+
+ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax": True}
+# What people run: bf16 ColBERT, with winners for training, fp32 with everything on, features beyond one step.
+COMMON = [
+    *(Case(kernel) for kernel in KERNELS),
+    Case(FORWARD, argmax=True),
+    Case(FORWARD, Nq=1),
+    Case(FORWARD, Nq=4, argmax=True),
+    Case(FORWARD, Lq=1024),
+    Case(FORWARD, **ALL_OPTIONS),
+    *(Case(kernel, torch.float32, 128, **{**ALL_OPTIONS, "argmax": kernel == FORWARD}) for kernel in KERNELS),
+    Case(FORWARD, torch.float32),
+    Case(FORWARD, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, d=768, normalize=True, options=True),
+]
+OTHERS = [
+    Case(
+        kernel,
+        dtype,
+        d,
+        256,
+        Lq,
+        candidates,
+        normalize,
+        options,
+        argmax and kernel == FORWARD,
+        wide and kernel == FORWARD,
+    )
+    for kernel in KERNELS
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for d, Lq in ((16, 1), (48, 7), (128, 300), (300, 32), (1024, 32))
+    for candidates, normalize, options, argmax, wide in (
+        (False, False, False, False, False),
+        (True, False, True, True, False),
+        (False, True, True, True, True),
+    )
+]
+
+
+def _check(case: Case, name: str) -> None:
+    arch = ARCHITECTURES[name]
+    compiled = compile_for(case, arch)
+    assert compiled.spills == 0, (
+        f"{case} on {name}: {compiled.spills} spill instructions, {compiled.registers} registers"
+    )
+    assert compiled.shared <= arch.shared_memory, f"{case} on {name}: {compiled.shared} bytes of shared memory"
+    if case.kernel in MATRIX_KERNELS:
+        assert MATRIX_UNIT.get(name, "mma.sync") in compiled.text, f"{case} on {name}: not on the matrix unit"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", COMMON, ids=str)
+def test_common_kernels(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_every_kernel(case, arch):
+    _check(case, arch)

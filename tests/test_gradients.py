@@ -1,0 +1,197 @@
+"""Gradients: against fp64 formulas at the operator's own winners, and gradcheck where it computes in fp64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lik_ops
+
+from .support import (
+    INTERPRETING,
+    PLACES,
+    Problem,
+    assert_gradients,
+    build,
+    expected_gradients,
+    run,
+    score,
+)
+from .test_semantics import LONG, problems
+
+BACKWARDS = ("lowmem", "unified", "auto") if not INTERPRETING else ("lowmem", "unified")
+
+
+def _gradients(p, x, upstream, **options):
+    leaves = [t.requires_grad_() for t in x.leaves()]
+    scores = score(p, x, **options)
+    return scores, torch.autograd.grad(scores, leaves, upstream)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@given(problem=problems, data=st.data())
+def test_gradients_match_the_formulas_at_the_winners(place, problem, data):
+    dtype = data.draw(st.sampled_from(place.dtypes))
+    backward = data.draw(st.sampled_from(BACKWARDS))
+    recompute = data.draw(st.booleans())
+    p = Problem(**{**problem.__dict__, "dtype": dtype})
+    x = build(p, place.device)
+    with place.use():
+        scores, argmax = run(p, x)
+        upstream = torch.randn_like(scores)
+        upstream = torch.where(scores == -math.inf, math.nan, upstream)  # nothing flows from an empty document
+        _, actual = _gradients(p, x, upstream, backward=backward, recompute=recompute)
+    expected = expected_gradients(p, x, argmax, torch.where(upstream.isnan(), 0, upstream))
+    assert_gradients(p, x, list(actual), expected)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize(("Lq", "d"), [(150, 24), (5, 300)] if not INTERPRETING else [(40, 24), (3, 140)])
+def test_long_queries_and_wide_features(place, backward, Lq, d):
+    for layout in ("cross", "candidates"):
+        for dtype in place.dtypes:
+            p = Problem(layout, 2, 3, Lq, LONG, d, dtype, "holes", "holes", True, True, "normal")
+            x = build(p, place.device)
+            with place.use():
+                scores, argmax = run(p, x)
+                upstream = torch.randn_like(scores)
+                _, actual = _gradients(p, x, upstream, backward=backward)
+            assert_gradients(p, x, list(actual), expected_gradients(p, x, argmax, upstream))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("scale", [1e-9, 1e-4, 1.0, 1e5])
+def test_upstream_gradients_of_every_scale_survive(place, backward, scale):
+    for dtype in set(place.dtypes) & {torch.float32, torch.bfloat16}:
+        p = Problem(Nq=4, Nd=3, Lq=17, Ld=LONG, d=32, dtype=dtype, values="normal", weight=True)
+        x = build(p, place.device)
+        with place.use():
+            scores, argmax = run(p, x)
+            upstream = torch.randn_like(scores) * scale
+            _, actual = _gradients(p, x, upstream, backward=backward)
+        for leaf, a, (e, _) in zip(x.leaves(), actual, expected_gradients(p, x, argmax, upstream), strict=True):
+            error = float((a.double() - e).norm() / e.norm())
+            assert error < (2e-3 if leaf.dtype == torch.bfloat16 else 1e-6), f"{dtype} at {scale}: {error}"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("backward", ["lowmem", "unified"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
+    """A NaN or inf in a kept query token reaches the gradient of the tokens that it won, and no other."""
+    Q, D = torch.randn(2, 3, 8, device=place.device), torch.randn(2, 6, 8, device=place.device)
+    Q[1, 2, 4] = value
+    D.requires_grad_()
+    with place.use():
+        _, argmax = lik_ops.maxsim_with_argmax(Q, D)
+        (grad,) = torch.autograd.grad(lik_ops.maxsim(Q, D, backward=backward).sum(), D)
+    spoilt = torch.zeros(2, 6, dtype=torch.bool)
+    for j in range(2):
+        spoilt[j, argmax[1, j, 2]] = True
+    assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), spoilt)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_lowmem_is_bitwise_reproducible(place):
+    p = Problem(Nq=4, Nd=3, Lq=20, Ld=LONG, d=64, values="normal", weight=True, normalize=True)
+    x = build(p, place.device)
+    with place.use():
+        upstream = torch.randn_like(score(p, x))
+        first = _gradients(p, x, upstream, backward="lowmem")[1]
+        for _ in range(2 if INTERPRETING else 10):
+            again = _gradients(p, x, upstream, backward="lowmem")[1]
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_the_gradients_asked_for(place, backward, wanted):
+    p = Problem(Lq=8, Ld=12, weight=True, q_mask="holes", values="normal")
+    x = build(p, place.device)
+    every = [t.detach().clone().requires_grad_() for t in x.leaves()]
+    some = [t.detach().clone().requires_grad_(n in wanted) for n, t in enumerate(x.leaves())]
+    with place.use():
+        lik_ops.maxsim(*every[:2], x.q_mask, q_weight=every[2], backward=backward).sum().backward()
+        lik_ops.maxsim(*some[:2], x.q_mask, q_weight=some[2], backward=backward).sum().backward()
+    for n, (a, b) in enumerate(zip(every, some, strict=True)):
+        if n in wanted:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)
+        else:
+            assert b.grad is None
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_expanded_and_transposed_upstream_gradients(place):
+    p = Problem(Nq=4, Nd=3, values="normal")
+    x = build(p, place.device)
+    with place.use():
+        for upstream in (torch.ones(1, 1).expand(4, 3), torch.randn(3, 4).t(), torch.randn(4, 6)[:, ::2]):
+            upstream = upstream.to(place.device)
+            for backward in BACKWARDS:
+                dense = _gradients(p, x, upstream.contiguous(), backward=backward)[1]
+                strided = _gradients(p, x, upstream, backward=backward)[1]
+                for a, b in zip(dense, strided, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_winners_carry_no_gradient_and_scores_with_them_do(place):
+    p = Problem(values="normal")
+    x = build(p, place.device)
+    x.Q.requires_grad_()
+    with place.use():
+        scores, argmax = run(p, x)
+        assert not argmax.requires_grad
+        (with_winners,) = torch.autograd.grad(scores.sum(), x.Q)
+        (alone,) = torch.autograd.grad(score(p, x).sum(), x.Q)
+    assert torch.equal(with_winners, alone)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the kernels have no fp64")
+@pytest.mark.parametrize("layout", ["cross", "candidates", "pairs", "flat_q", "flat_d", "flat"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("backward", ["lowmem", "unified"])
+def test_gradcheck(layout, normalize, backward):
+    p = Problem(layout, 3, 4, 5, 7, 6, torch.float64, "holes", "holes", True, normalize, "normal", poison=False)
+    x = build(p, "cpu")
+    if p.layout != "cross":
+        x.d_mask = None  # a document may keep nothing: -inf has no finite difference
+    else:
+        x.d_mask[:, 0] = True
+    leaves = [t.requires_grad_() for t in x.leaves()]
+
+    def function(Q, D, weight):
+        call = lik_ops.maxsim_pairs if layout == "pairs" else lik_ops.maxsim
+        return call(Q, D, x.q_mask, x.d_mask, q_weight=weight, normalize=normalize, backward=backward)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_double_backward_and_forward_mode_raise():
+    Q, D = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4)
+    (grad,) = torch.autograd.grad(lik_ops.maxsim(Q, D).sum(), Q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no double backward"):
+        grad.sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(Q.detach(), torch.ones_like(Q))
+        with pytest.raises(NotImplementedError, match="no forward-mode AD"):
+            lik_ops.maxsim(dual, D)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_unified_under_deterministic_algorithms(warn_only):
+    Q, D = torch.randn(2, 3, 8, device="cuda", requires_grad=True), torch.randn(2, 5, 8, device="cuda")
+    scores = lik_ops.maxsim(Q, D, backward="unified")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    if warn_only:
+        with pytest.warns(UserWarning, match="adds atomically"):
+            scores.sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match="adds atomically"):
+            scores.sum().backward()

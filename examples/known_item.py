@@ -1,0 +1,104 @@
+"""Known-item evaluation: does a docstring's first paragraph find the rest of it? MaxSim beside BM25."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import bm25s
+import torch
+from docstring_corpus import Docstring
+from hashed_encoder import DOCUMENT_TOKENS, QUERY_TOKENS, split_words
+from token_batch import TokenBatch, TokenEncoder
+from torch import Tensor
+from tqdm import tqdm
+
+import lik_ops
+
+BATCH_SIZE = 100
+CUTOFF = 10
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well one method ranks, and how long it took to index and to score."""
+
+    method: str
+    mrr: float
+    hit: float
+    seconds: float
+
+
+def score_documents(
+    encoder: TokenEncoder, queries: TokenBatch, documents: Sequence[str], *, progress: bool = False
+) -> Tensor:
+    """MaxSim of every query against every document, ``[Nq, Nd]``, a batch of documents of similar length at a time."""
+    by_length = sorted(range(len(documents)), key=lambda i: len(documents[i]))
+    scores = queries.embeddings.new_empty(len(queries.tokens), len(documents))
+    starts = range(0, len(documents), BATCH_SIZE)
+    for start in tqdm(starts, desc="indexing and scoring", unit="batch", leave=False, disable=not progress):
+        chosen = by_length[start : start + BATCH_SIZE]
+        batch = encoder.encode_documents([documents[i] for i in chosen])
+        scores[:, chosen] = lik_ops.maxsim(
+            queries.embeddings, batch.embeddings, queries.mask, batch.mask, q_weight=queries.weight
+        )
+    return scores
+
+
+def maxsim_scores(
+    encoder: TokenEncoder, queries: Sequence[str], documents: Sequence[str], *, progress: bool = False
+) -> Tensor:
+    """Scores ``[Nq, Nd]`` of an encoder that learns its weights from these very documents."""
+    encoder.fit(list(documents))
+    return score_documents(encoder, encoder.encode_queries(list(queries)), documents, progress=progress)
+
+
+def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> Tensor:
+    """BM25 scores ``[Nq, Nd]`` of the same words that the hashed encoder sees."""
+    index = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
+    index.index([split_words(text)[:DOCUMENT_TOKENS] for text in documents], show_progress=False)
+    rows = [index.get_scores(split_words(text)[:QUERY_TOKENS]) for text in queries]
+    return torch.stack([torch.from_numpy(row) for row in rows])
+
+
+def known_item_ranks(scores: Tensor) -> Tensor:
+    """Rank of document i for query i, ties counted against it: 1 + the number of others that score as much or more.
+
+    Args:
+        scores: ``[Nq, Nd]`` with Nq <= Nd.
+
+    Raises:
+        ValueError: a score is not finite: ranks of NaN or infinities would mean nothing.
+    """
+    if not scores.isfinite().all():
+        raise ValueError("scores: expected finite numbers, found NaN or infinities")
+    target = scores.diagonal().unsqueeze(1)
+    return (scores >= target).sum(dim=1)
+
+
+def evaluate(method: str, score: Callable[[], Tensor]) -> Evaluation:
+    """MRR@10 and hit@10 of the scores that `score` computes, and the time it takes."""
+    start = time.perf_counter()
+    scores = score()
+    seconds = time.perf_counter() - start
+    ranks = known_item_ranks(scores)
+    found = ranks <= CUTOFF
+    return Evaluation(
+        method=method,
+        mrr=torch.where(found, 1.0 / ranks, 0.0).mean().item(),
+        hit=found.float().mean().item(),
+        seconds=seconds,
+    )
+
+
+def evaluate_known_items(
+    encoder: TokenEncoder, pool: Sequence[Docstring], num_queries: int, *, progress: bool = False
+) -> list[Evaluation]:
+    """Ask with the summaries of the first `num_queries` of `pool`, search the bodies of all of it."""
+    queries = [docstring.summary for docstring in pool[:num_queries]]
+    documents = [docstring.body for docstring in pool]
+    return [
+        evaluate("MaxSim", lambda: maxsim_scores(encoder, queries, documents, progress=progress).cpu()),
+        evaluate("BM25", lambda: bm25_scores(queries, documents)),
+    ]

@@ -37,7 +37,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checked-out commit, with "+" if tracked or new files differ from it."""
+    """The checked-out commit, with "+" if tracked or new files differ from it; LIK_OPS_COMMIT where git cannot tell."""
+    if named := os.environ.get("LIK_OPS_COMMIT"):
+        return named
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

@@ -66,5 +66,5 @@ class Config(NamedTuple):
     CANDIDATES: bool
     ONE_CHUNK: bool  # BD covers d
     NORMALIZE: bool
-    WIDE: bool  # offsets within one document need 64 bits
+    WIDE: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands

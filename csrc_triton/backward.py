@@ -50,12 +50,12 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C:
             targets = sum_D + (document * sizes.Ld + token) * d
             mask = won[:, None] & (columns < d)[None, :]
             tl.atomic_add(targets[:, None] + columns[None, :], g[:, None] * rows, mask=mask, sem="relaxed")
-        x = load_rows(pointers, won, columns, d, D.stride_d).to(tl.float32)
+        x = load_rows(pointers, won, columns, d, D.stride_d, C.WIDE).to(tl.float32)
         if C.NORMALIZE:
             if C.ONE_CHUNK:
                 g = g * inverse_norm(tl.sum(x * x, axis=1))
             else:
-                g = g * inverse_norm(rows_sum_of_squares(pointers, won, d, D.stride_d, C.BD))
+                g = g * inverse_norm(rows_sum_of_squares(pointers, won, d, D.stride_d, C.BD, C.WIDE))
         acc += tl.where(won[:, None], g[:, None] * x, 0.0)
         live = live | won.to(tl.int32)
     return acc, live > 0

@@ -22,7 +22,7 @@ def _row_gradient(up, i, s, ok, pointers, c0, Q, D, sizes, d, C: tl.constexpr):
     """For one feature step: the query rows (zero where they win nothing) and their gathered gradient before weights."""
     columns = c0 + tl.arange(0, C.BD)
     acc, live = gathered(up, i, s, ok, 0, sizes.K, columns, None, None, D, sizes, d, C)
-    q = load_rows(pointers, live, columns, d, Q.stride_d).to(tl.float32)
+    q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
     return q, acc, live, columns
 
 
@@ -39,7 +39,7 @@ def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, Nq, K, Lq, Ld, d, C: tl.c
     pointers = row_pointers(Q, i, s)
     squares = tl.full((C.BM,), 0, tl.float32)
     if C.NORMALIZE:
-        squares = rows_sum_of_squares(pointers, ok, d, Q.stride_d, C.BD)
+        squares = rows_sum_of_squares(pointers, ok, d, Q.stride_d, C.BD, C.WIDE)
 
     dot = tl.full((C.BM,), 0, tl.float32)
     alive = tl.full((C.BM,), 0, tl.int32)
@@ -78,7 +78,9 @@ def _add_row_by_row(acc, local, coefficient, bad, i, s, columns, Q, d, C: tl.con
             c = tl.sum(tl.where(this, coefficient, 0.0), axis=0)
             q_i = tl.sum(tl.where(this, i, 0), axis=0)
             q_s = tl.sum(tl.where(this, s, 0), axis=0)
-            x = tl.load(row_pointers(Q, q_i, q_s) + columns * Q.stride_d, mask=columns < d, other=0.0).to(tl.float32)
+            wide_columns = columns.to(tl.int64) if C.WIDE == 2 else columns
+            x = tl.load(row_pointers(Q, q_i, q_s) + wide_columns * Q.stride_d, mask=columns < d, other=0.0)
+            x = x.to(tl.float32)
             acc += tl.where((tl.arange(0, C.BN) == token)[:, None], (c * x)[None, :], 0.0)
     return acc
 
@@ -105,10 +107,10 @@ def _token_gradient(up, owner, k, t0, c0, Q, sizes, d, C: tl.constexpr):
         hit = won & (local >= 0) & (local < C.BN)
         if tl.max(hit.to(tl.int32), axis=0) > 0:
             pointers = row_pointers(Q, i, s)
-            q = load_rows(pointers, hit, columns, d, Q.stride_d).to(tl.float32)
+            q = load_rows(pointers, hit, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             coefficient = g * query_weight(Q, i, s, hit)
             if C.NORMALIZE:
-                coefficient *= inverse_norm(rows_sum_of_squares(pointers, hit, d, Q.stride_d, C.BD))
+                coefficient *= inverse_norm(rows_sum_of_squares(pointers, hit, d, Q.stride_d, C.BD, C.WIDE))
             match = hit[None, :] & (local[None, :] == tl.arange(0, C.BN)[:, None])
             bad = tl.min((tl.abs(q) < float("inf")).to(tl.int32), axis=1) == 0
             one_hot = tl.where(match, coefficient[None, :], 0.0)

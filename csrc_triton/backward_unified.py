@@ -24,10 +24,10 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, Nq, K, Lq, Ld, d, K_per_program, C: t
     pointers = row_pointers(Q, i, s)
     scale = query_weight(Q, i, s, ok)
     if C.NORMALIZE:
-        scale *= inverse_norm(rows_sum_of_squares(pointers, ok, d, Q.stride_d, C.BD))
+        scale *= inverse_norm(rows_sum_of_squares(pointers, ok, d, Q.stride_d, C.BD, C.WIDE))
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        rows = load_rows(pointers, ok, columns, d, Q.stride_d).to(tl.float32) * scale[:, None]
+        rows = load_rows(pointers, ok, columns, d, Q.stride_d, C.WIDE).to(tl.float32) * scale[:, None]
         acc, live = gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C)
         if sum_Q is not None:
             mask = live[:, None] & (columns < d)[None, :]
@@ -48,14 +48,14 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, Nq, K, Lq, Ld, d, C: tl.constex
     w = query_weight(Q, n, s, ok)
     live = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
-        G = load_rows(sums + row * d, ok, c0 + tl.arange(0, C.BD), d, 1)
+        G = load_rows(sums + row * d, ok, c0 + tl.arange(0, C.BD), d, 1, C.WIDE)
         live = live | tl.max((G != 0.0).to(tl.int32), axis=1)
     dot = tl.full((C.BM,), 0, tl.float32)
     squares = tl.full((C.BM,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        G = load_rows(sums + row * d, ok, columns, d, 1)
-        x = load_rows(pointers, live > 0, columns, d, X.stride_d).to(tl.float32)
+        G = load_rows(sums + row * d, ok, columns, d, 1, C.WIDE)
+        x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE).to(tl.float32)
         dot += tl.sum(x * G, axis=1)
         squares += tl.sum(x * x, axis=1)
     if C.NORMALIZE:
@@ -63,9 +63,9 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, Nq, K, Lq, Ld, d, C: tl.constex
     if grad is not None:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            G = load_rows(sums + row * d, ok, columns, d, 1) * w[:, None]
+            G = load_rows(sums + row * d, ok, columns, d, 1, C.WIDE) * w[:, None]
             if C.NORMALIZE:
-                x = load_rows(pointers, live > 0, columns, d, X.stride_d).to(tl.float32)
+                x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE).to(tl.float32)
                 G = through_normalize(G, x, squares, dot * w)
             G = tl.where((live > 0)[:, None], G, 0.0)
             mask = ok[:, None] & (columns < d)[None, :]

@@ -46,10 +46,12 @@ def document_base(D, owner, k):
 @triton.jit
 def load_tokens(base, t, ok, columns, d, D, WIDE: tl.constexpr):
     """Document tokens `t` of one document, features `columns`; zeros where not `ok` or beyond d."""
-    if WIDE:
-        t = t.to(tl.int64)
-    offsets = (t * D.stride_l)[:, None] + (columns * D.stride_d)[None, :]
-    return tl.load(base + offsets, mask=ok[:, None] & (columns < d)[None, :], other=0.0)
+    if WIDE == 0:
+        offsets = (t * D.stride_l)[:, None] + (columns * D.stride_d)[None, :]
+        x = tl.load(base + offsets, mask=ok[:, None] & (columns < d)[None, :], other=0.0)
+    else:
+        x = load_rows(base + t.to(tl.int64) * D.stride_l, ok, columns, d, D.stride_d, WIDE)
+    return x
 
 
 @triton.jit
@@ -59,19 +61,20 @@ def row_pointers(Q, i, s):
 
 
 @triton.jit
-def load_rows(pointers, ok, columns, d, stride_d):
+def load_rows(pointers, ok, columns, d, stride_d, WIDE: tl.constexpr):
     """Rows at `pointers`, features `columns`; zeros where not `ok` or beyond d."""
-    return tl.load(
-        pointers[:, None] + (columns * stride_d)[None, :], mask=ok[:, None] & (columns < d)[None, :], other=0.0
-    )
+    mask = ok[:, None] & (columns < d)[None, :]
+    if WIDE == 2:
+        columns = columns.to(tl.int64)
+    return tl.load(pointers[:, None] + (columns * stride_d)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def rows_sum_of_squares(pointers, ok, d, stride_d, BD: tl.constexpr):
+def rows_sum_of_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE: tl.constexpr):
     """``sum_k x[k]^2`` of each row in fp32, read in chunks of BD features."""
     total = tl.zeros(ok.shape, tl.float32)
     for c0 in range(0, d, BD):
-        x = load_rows(pointers, ok, c0 + tl.arange(0, BD), d, stride_d).to(tl.float32)
+        x = load_rows(pointers, ok, c0 + tl.arange(0, BD), d, stride_d, WIDE).to(tl.float32)
         total += tl.sum(x * x, axis=1)
     return total
 

@@ -36,7 +36,7 @@ def _similarities(q, pointers, row_ok, base, t, Q, D, d, C: tl.constexpr):
     else:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            y = load_rows(pointers, row_ok, columns, d, Q.stride_d)
+            y = load_rows(pointers, row_ok, columns, d, Q.stride_d, C.WIDE)
             x = load_tokens(base, t, t_ok, columns, d, D, C.WIDE)
             S = tl.dot(y, tl.trans(x), S, input_precision=C.PRECISION)
             if C.NORMALIZE:
@@ -132,7 +132,7 @@ def _row_maxima(pointers, row_ok, base, mask_base, Q, D, Ld, d, ARGMAX: tl.const
     best = tl.full((C.BM, C.LANES), float("-inf"), tl.float32)
     where = tl.full((C.BM, C.LANES), NO_TOKEN, tl.int32)
     kept = tl.full((C.BN,), 0, tl.int32)
-    q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d)
+    q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
     for t0 in range(0, Ld, C.BN):
         S, t, keep = _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C)
         if D.mask is not None:
@@ -152,7 +152,7 @@ def _row_maxima(pointers, row_ok, base, mask_base, Q, D, Ld, d, ARGMAX: tl.const
         row_best = tl.reduce(best, 1, nan_max)
         row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
     if C.NORMALIZE:
-        row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, row_ok, d, Q.stride_d, C.BD))
+        row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, row_ok, d, Q.stride_d, C.BD, C.WIDE))
     return row_best, row_where, any_kept
 
 

@@ -41,9 +41,7 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
     from .backends import configs, cuda
 
     arch = cuda.architecture(device)
-    launch = configs.forward(
-        arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=False, tf32=cuda.allow_tf32()
-    )
+    launch = configs.forward(arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=cuda.allow_tf32())
     c = launch.config
     return (
         f"triton maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "

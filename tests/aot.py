@@ -35,7 +35,7 @@ class Case:
     normalize: bool = False
     options: bool = False  # masks, weights
     argmax: bool = False
-    wide: bool = False
+    wide: int = 0
 
     def __str__(self) -> str:
         flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
@@ -84,7 +84,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, wide=case.wide, tf32=False, **shared)
     if case.kernel == "maxsim_grad_documents":
         return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
-    return configs.gather(case.d, **shared)
+    return configs.gather(case.d, wide=case.wide, **shared)
 
 
 def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:

@@ -37,15 +37,15 @@ OTHERS = [
         normalize,
         options,
         argmax and kernel == FORWARD,
-        wide and kernel == FORWARD,
+        wide,
     )
     for kernel in KERNELS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
     for d, Lq in ((16, 1), (48, 7), (128, 300), (300, 32), (1024, 32))
     for candidates, normalize, options, argmax, wide in (
-        (False, False, False, False, False),
-        (True, False, True, True, False),
-        (False, True, True, True, True),
+        (False, False, False, False, 0),
+        (True, False, True, True, 1),
+        (False, True, True, True, 2),
     )
 ]
 

@@ -80,7 +80,7 @@ def forward(
     *,
     candidates: bool,
     normalize: bool,
-    wide: bool,
+    wide: int,
     tf32: bool,
 ) -> Launch:
     """Row tiles hold whole queries, each in a slot of the next power of two; at least 64 rows, as wgmma needs.
@@ -89,13 +89,21 @@ def forward(
     a query is summed, does not depend on it, and every tile is made of the same matrix instructions.
     """
     half = dtype != torch.float32
-    BD = min(max(next_power_of_2(d), 16), 128 if half else 32)
+    wgmma = arch.name in ("sm_90", INTERPRETER.name)
+    # Elsewhere than on wgmma the accumulators leave fewer registers: smaller steps where a kernel needs many.
+    crowded = not (wgmma or arch.is_amd) and (d > 128 or normalize or wide > 0)
     least, most, BN = 64, 128, 64
+    if half:
+        BD = 64 if crowded else 128
+    else:
+        BD = 16 if crowded and wide else 32
+        most, BN = 64, 64 if wgmma or arch.is_amd else 32
+    BD = min(max(next_power_of_2(d), 16), BD)
     if arch == INTERPRETER:
         least, most, BN = 16, 32, 16
-    elif arch.is_amd or not half:
+    elif arch.is_amd:
         most = 64
-    elif arch.name == "sm_90" and d <= BD:
+    elif wgmma and half and d <= BD:
         most = 256
     slot = min(next_power_of_2(max(Lq, 1)), most)
     rows = slot if candidates else min(Nq * slot, most)
@@ -105,7 +113,7 @@ def forward(
         BN=BN,
         BD=BD,
         SLOT=slot,
-        LANES=4 if arch.name in ("sm_90", INTERPRETER.name) else 1,
+        LANES=4 if wgmma else 1,
         CANDIDATES=candidates,
         ONE_CHUNK=d <= BD,
         NORMALIZE=normalize,
@@ -114,13 +122,13 @@ def forward(
     )
     return Launch(
         config,
-        num_warps=4 if BM == 64 else 8,
-        num_stages=1 if arch.is_amd else 3 if half else 2,
+        num_warps=8 if BM > 64 or (half and crowded) else 4,
+        num_stages=1 if arch.is_amd else 3 if half and not crowded else 2,
         max_registers=255 if arch.name == "sm_100" else None,
     )
 
 
-def gather(d: int, *, candidates: bool, normalize: bool, rows: int = 8) -> Launch:
+def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 8) -> Launch:
     """Kernels that read whole rows: `maxsim_grad_queries`, `maxsim_scatter`, `maxsim_finish`."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     config = Config(
@@ -132,13 +140,13 @@ def gather(d: int, *, candidates: bool, normalize: bool, rows: int = 8) -> Launc
         CANDIDATES=candidates,
         ONE_CHUNK=d <= BD,
         NORMALIZE=normalize,
-        WIDE=True,
+        WIDE=wide,
         PRECISION="ieee",
     )
     return Launch(config, num_warps=4, num_stages=2, max_registers=128)
 
 
-def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: bool, wide: bool) -> Launch:
+def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
     """The one-hot product multiplies fp32 operands, whatever the inputs: weights keep the upstream gradient's bits."""
     BD = min(max(next_power_of_2(d), 16), 128)
     config = Config(

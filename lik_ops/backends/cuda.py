@@ -82,9 +82,12 @@ def _sizes(Q: Tensor, D: Tensor) -> Sizes:
     return Sizes(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
 
 
-def _is_wide(D: Tensor) -> bool:
-    """Whether an offset inside one document may need 64 bits."""
-    return (D.shape[-2] + 64) * abs(D.stride(-2)) + D.shape[-1] * abs(D.stride(-1)) > _INT32_MAX
+def _wide(Q: Tensor, D: Tensor) -> int:
+    """`Config.WIDE`: whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits."""
+    features = D.shape[-1] * max(abs(Q.stride(-1)), abs(D.stride(-1)))
+    if features > _INT32_MAX:
+        return 2
+    return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
 
 
 def _check_grid(programs: int) -> tuple[int]:
@@ -123,7 +126,7 @@ def forward(
         d,
         candidates=candidates,
         normalize=normalize,
-        wide=_is_wide(D),
+        wide=_wide(Q, D),
         tf32=allow_tf32(),
     )
     queries_per_tile = launch.config.BM // launch.config.SLOT
@@ -142,13 +145,14 @@ def forward(
     return scores, argmax
 
 
-def _outputs(Q: Tensor, D: Tensor, q_weight: Tensor | None, needs: list[bool]) -> list[Tensor]:
+def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
     """A gradient for each of Q, D, q_weight: zeros where nothing can flow, [0] where not needed."""
     empty = Q.numel() == 0 or D.numel() == 0
     new = torch.zeros if empty else torch.empty
+    shapes, dtypes = (Q.shape, D.shape, Q.shape[:2]), (Q.dtype, D.dtype, torch.float32)
     return [
-        new(x.shape, dtype=x.dtype, device=x.device) if need and x is not None else Q.new_empty(0)
-        for x, need in zip((Q, D, q_weight), needs, strict=True)
+        new(shape if need else (0,), dtype=dtype, device=Q.device)
+        for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
     ]
 
 
@@ -165,7 +169,7 @@ def backward_lowmem(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it."""
     sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
-    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, q_weight, needs)
+    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight
     queries, documents = _queries(Q, q_mask, q_weight), _documents(D, d_mask)
@@ -174,13 +178,13 @@ def backward_lowmem(
     arch = architecture(Q.device)
     with _on_device(Q.device):
         if needs[0] or needs[2]:
-            launch = configs.gather(d, candidates=candidates, normalize=normalize)
+            launch = configs.gather(d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
             grid = _check_grid(sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM))
             lowmem_kernels.maxsim_grad_queries[grid](
                 queries, documents, up, wanted[0], wanted[2], *sizes, d, launch.config, **launch.options(arch)
             )
         if needs[1]:
-            launch = configs.grad_documents(arch, d, candidates=candidates, normalize=normalize, wide=_is_wide(D))
+            launch = configs.grad_documents(arch, d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
             count = sizes.Nq * sizes.K if candidates else sizes.K
             grid = _check_grid(count * triton.cdiv(sizes.Ld, launch.config.BN))
             lowmem_kernels.maxsim_grad_documents[grid](
@@ -196,7 +200,7 @@ def _finish(
     sizes = Sizes(X.shape[0], X.shape[1], X.shape[2], 0)
     d = X.shape[-1]
     arch = architecture(X.device)
-    launch = configs.gather(d, candidates=False, normalize=normalize)
+    launch = configs.gather(d, candidates=False, normalize=normalize, wide=_wide(X, X))
     grid = _check_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
     unified_kernels.maxsim_finish[grid](
         _documents(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config, **launch.options(arch)
@@ -234,7 +238,7 @@ def backward_unified(
     """
     _require_nondeterminism_allowed()
     sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
-    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, q_weight, needs)
+    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight
     queries, documents = _queries(Q, q_mask, q_weight), _documents(D, d_mask)
@@ -243,7 +247,7 @@ def backward_unified(
     arch = architecture(Q.device)
     sum_Q = torch.zeros(Q.shape, dtype=torch.float32, device=Q.device) if needs[0] or needs[2] else None
     sum_D = torch.zeros(D.shape, dtype=torch.float32, device=Q.device) if needs[1] else None
-    launch = configs.gather(d, candidates=candidates, normalize=normalize)
+    launch = configs.gather(d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
     row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
     K_per_program = max(1, triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS))
     with _on_device(Q.device):

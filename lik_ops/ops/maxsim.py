@@ -99,9 +99,11 @@ def _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs) -
 def _fake_bwd(op):
     def fake(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs):
         _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
-        inputs = zip((Q, D, q_weight), needs, strict=True)
+        shapes = (Q.shape, D.shape, Q.shape[:2])
+        dtypes = (Q.dtype, D.dtype, score_dtype(Q.dtype))
         return tuple(
-            torch.empty_like(x, memory_format=torch.contiguous_format) if need else Q.new_empty(0) for x, need in inputs
+            Q.new_empty(shape if need else (0,), dtype=dtype)
+            for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
         )
 
     return fake

@@ -20,16 +20,25 @@ from .common import (
 
 
 @triton.jit
-def _similarities(q, pointers, row_ok, base, t, Q, D, d, C: tl.constexpr):
+def _document_tile(base, tiles, first_row, t, columns, c0, d, D, C: tl.constexpr):
+    """Tokens `t`, which are row `first_row` and those after it where `tiles` is a descriptor of all tokens."""
+    if tiles is not None:
+        x = tiles.load([first_row, c0])
+    else:
+        x = load_tokens(base, t, t >= 0, columns, d, D, C.WIDE)
+    return x
+
+
+@triton.jit
+def _similarities(q, pointers, row_ok, base, tiles, first_row, t, Q, D, d, C: tl.constexpr):
     """``<q[s], D[t]>`` of a [BM, BN] tile in fp32, over the norms of the document tokens if normalising.
 
     `q` holds the rows where one step covers d; else they are read again step by step.
     """
-    t_ok = t >= 0
     S = tl.full((C.BM, C.BN), 0, tl.float32)
     squares = tl.full((C.BN,), 0, tl.float32)
     if C.ONE_CHUNK:
-        x = load_tokens(base, t, t_ok, tl.arange(0, C.BD), d, D, C.WIDE)
+        x = _document_tile(base, tiles, first_row, t, tl.arange(0, C.BD), 0, d, D, C)
         S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)
         if C.NORMALIZE:
             squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
@@ -37,7 +46,7 @@ def _similarities(q, pointers, row_ok, base, t, Q, D, d, C: tl.constexpr):
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             y = load_rows(pointers, row_ok, columns, d, Q.stride_d, C.WIDE)
-            x = load_tokens(base, t, t_ok, columns, d, D, C.WIDE)
+            x = _document_tile(base, tiles, first_row, t, columns, c0, d, D, C)
             S = tl.dot(y, tl.trans(x), S, input_precision=C.PRECISION)
             if C.NORMALIZE:
                 squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
@@ -47,19 +56,24 @@ def _similarities(q, pointers, row_ok, base, t, Q, D, d, C: tl.constexpr):
 
 
 @triton.jit
-def _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C: tl.constexpr):
-    """Similarities of tokens t0.. of a document, ``-inf`` where masked; the tokens, and which of them are kept.
+def _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C: tl.constexpr):
+    """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
 
-    The last tile repeats the last token: that changes no maximum, and a repeat loses every tie.
+    The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
+    again: that changes no maximum, and a repeat loses every tie.
     """
-    t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
-    S = _similarities(q, pointers, row_ok, base, t, Q, D, d, C)
+    if tiles is not None:
+        t0 = tl.minimum(t0, Ld - C.BN)
+        t = t0 + tl.arange(0, C.BN)
+    else:
+        t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
+    S = _similarities(q, pointers, row_ok, base, tiles, document_row + t0, t, Q, D, d, C)
     keep = t >= 0
     if D.mask is not None:
         keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
         S = tl.where(keep[None, :], S, float("-inf"))
-    return S, t, keep
+    return S, t, keep, t0
 
 
 @triton.jit
@@ -115,10 +129,10 @@ def _merged(best, where, Ld, C: tl.constexpr):
 
 
 @triton.jit
-def _search(best, where, q, pointers, row_ok, base, mask_base, Q, D, Ld, d, C: tl.constexpr):
+def _search(best, where, q, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, C: tl.constexpr):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     for t0 in tl.range(0, Ld, C.BN, num_stages=1):
-        S, t, keep = _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C)
+        S, t, keep, _ = _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C)
         hit = (S == best[:, None]) | (S != S)
         hit = hit & keep[None, :]
         first = tl.min(tl.where(hit, t[None, :], NO_TOKEN), axis=1)
@@ -127,18 +141,20 @@ def _search(best, where, q, pointers, row_ok, base, mask_base, Q, D, Ld, d, C: t
 
 
 @triton.jit
-def _row_maxima(pointers, row_ok, base, mask_base, Q, D, Ld, d, ARGMAX: tl.constexpr, C: tl.constexpr):
+def _row_maxima(
+    pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, ARGMAX: tl.constexpr, C: tl.constexpr
+):
     """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
     best = tl.full((C.BM, C.LANES), float("-inf"), tl.float32)
     where = tl.full((C.BM, C.LANES), NO_TOKEN, tl.int32)
     kept = tl.full((C.BN,), 0, tl.int32)
     q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
     for t0 in range(0, Ld, C.BN):
-        S, t, keep = _tile(q, pointers, row_ok, base, mask_base, t0, Q, D, Ld, d, C)
+        S, t, keep, first = _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C)
         if D.mask is not None:
             kept = kept | keep.to(tl.int32)
         if ARGMAX:
-            m, tokens = _lane_winners(S, t, keep, t0, C)
+            m, tokens = _lane_winners(S, t, keep, first, C)
             where = tl.where(m > best, tokens, where)
         else:
             m = _lane_maxima(S, C)
@@ -147,7 +163,9 @@ def _row_maxima(pointers, row_ok, base, mask_base, Q, D, Ld, d, ARGMAX: tl.const
     if ARGMAX:
         row_best, row_where = _merged(best, where, Ld, C)
         if (tl.max((row_ok & (row_where == NO_TOKEN)).to(tl.int32), axis=0) > 0) & (any_kept > 0):
-            row_where = _search(row_best, row_where, q, pointers, row_ok, base, mask_base, Q, D, Ld, d, C)
+            row_where = _search(
+                row_best, row_where, q, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, C
+            )
     else:
         row_best = tl.reduce(best, 1, nan_max)
         row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
@@ -157,13 +175,15 @@ def _row_maxima(pointers, row_ok, base, mask_base, Q, D, Ld, d, ARGMAX: tl.const
 
 
 @triton.jit
-def _score_rows(i, s, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr):
+def _score_rows(i, s, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr):
     """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     row_ok = i_ok & (s < sizes.Lq)
     keep = query_keep(Q, i, s, row_ok)
     pointers = row_pointers(Q, i, s)
-    best, where, any_kept = _row_maxima(pointers, keep, base, mask_base, Q, D, sizes.Ld, d, argmax is not None, C)
+    best, where, any_kept = _row_maxima(
+        pointers, keep, base, mask_base, tiles, document_row, Q, D, sizes.Ld, d, argmax is not None, C
+    )
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=row_ok)
@@ -174,11 +194,12 @@ def _score_rows(i, s, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d,
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_forward(Q, D, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
+def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
     """Scores [Nq, K] of one (row tile, document) a program; winners too unless `argmax` is None.
 
     A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more, taken SLOT tokens at a time.
-    Neighbouring programs share a document, so it is read from device memory once.
+    Neighbouring programs share a document, so it is read from device memory once. `tiles` is a tensor descriptor of all
+    document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they are read through pointers.
     """
     sizes = Sizes(Nq, K, Lq, Ld)
     GROUPS: tl.constexpr = C.BM // C.SLOT
@@ -202,15 +223,18 @@ def maxsim_forward(Q, D, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
     i_ok = i < queries
     argmax_row = argmax_base + (lane // C.SLOT).to(tl.int64) * sizes.Lq
     base = document_base(D, owner, k)
+    document_row = (owner * sizes.K + k) * sizes.Ld
     mask_base = D.mask
     if D.mask is not None:
         mask_base = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
 
-    total, keeps, any_kept = _score_rows(i, lane % C.SLOT, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d, C)
+    total, keeps, any_kept = _score_rows(
+        i, lane % C.SLOT, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
+    )
     if GROUPS == 1:  # only a query alone in its tile can be longer than its slot
         for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
             more, keeps_more, any_kept = _score_rows(
-                i, s0 + lane, i_ok, base, mask_base, argmax, argmax_row, Q, D, sizes, d, C
+                i, s0 + lane, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
             )
             total += more
             keeps = keeps | keeps_more

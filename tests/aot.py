@@ -97,7 +97,12 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     arguments: dict[str, object]
     if case.kernel == "maxsim_forward":
         kernel = forward.maxsim_forward
-        arguments = {"Q": queries, "D": documents, "scores": "*fp32", "argmax": "*i16" if case.argmax else "constexpr"}
+        tiles = "constexpr"
+        if arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0:
+            element = _POINTER[case.dtype].removeprefix("*")
+            tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
+        arguments = {"Q": queries, "D": documents, "tiles": tiles, "scores": "*fp32"}
+        arguments["argmax"] = "*i16" if case.argmax else "constexpr"
     elif case.kernel == "maxsim_grad_queries":
         kernel = backward_lowmem.maxsim_grad_queries
         weight = "*fp32" if case.options else "constexpr"

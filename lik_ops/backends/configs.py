@@ -22,6 +22,11 @@ class Architecture:
     wavefront: int = 32
 
     @property
+    def has_descriptors(self) -> bool:
+        """Whether documents are read by Hopper's tensor memory access unit. Later ones have it too: not measured."""
+        return self.name in ("sm_90", "interpreter")
+
+    @property
     def is_amd(self) -> bool:
         return self.name.startswith("gfx")
 
@@ -105,6 +110,10 @@ def forward(
         most = 64
     elif wgmma and half and d <= BD:
         most = 256
+    elif wgmma and half and normalize:
+        most = 64
+    elif wgmma and half:
+        BN = 128  # the query rows are read again for every tile of tokens: fewer, larger tiles
     slot = min(next_power_of_2(max(Lq, 1)), most)
     rows = slot if candidates else min(Nq * slot, most)
     BM = max(least, next_power_of_2(rows))
@@ -120,11 +129,17 @@ def forward(
         WIDE=wide,
         PRECISION=precision(dtype, arch, tf32),
     )
+    plain = wgmma and BM == 256 and not normalize
+    if arch.is_amd:
+        num_stages = 1
+    else:  # few rows wait for memory: more programs at a time serve better than a deeper pipeline
+        num_stages = 3 if half and not crowded and not (wgmma and BM == 64) else 2
     return Launch(
         config,
         num_warps=8 if BM > 64 or (half and crowded) else 4,
-        num_stages=1 if arch.is_amd else 3 if half and not crowded else 2,
-        max_registers=255 if arch.name == "sm_100" else None,
+        num_stages=num_stages,
+        # 128 let two programs of 256 threads share a multiprocessor.
+        max_registers=255 if arch.name == "sm_100" else 128 if plain else None,
     )
 
 

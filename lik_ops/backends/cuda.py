@@ -12,11 +12,12 @@ import warnings
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton import backward_lowmem as lowmem_kernels
 from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton import forward as forward_kernels
-from ..csrc_triton.arguments import Documents, Queries, Sizes, Upstream
+from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Upstream
 from . import configs
 from .configs import ARCHITECTURES, INTERPRETER, Architecture
 
@@ -90,6 +91,15 @@ def _wide(Q: Tensor, D: Tensor) -> int:
     return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
 
 
+def _descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
+    """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
+    rows, d = D.numel() // D.shape[-1], D.shape[-1]
+    aligned = D.data_ptr() % 16 == 0 and d * D.element_size() % 16 == 0
+    if D.shape[-2] < config.BN or not aligned or rows > _INT32_MAX or not D.is_contiguous():
+        return None
+    return TensorDescriptor(D, [rows, d], [d, 1], [config.BN, config.BD])
+
+
 def _check_grid(programs: int) -> tuple[int]:
     if programs > _INT32_MAX:
         raise ValueError(f"lik_ops: {programs} programs in one launch; a CUDA grid holds {_INT32_MAX}: score in parts")
@@ -135,6 +145,7 @@ def forward(
         forward_kernels.maxsim_forward[_check_grid(row_tiles * sizes.K)](
             _queries(Q, q_mask, q_weight),
             _documents(D, d_mask),
+            _descriptor(D, launch.config) if arch.has_descriptors else None,
             scores,
             None if argmax_dtype is None else argmax,
             *sizes,

@@ -2,7 +2,8 @@
 
     python benchmarks/cpu.py [--rounds 7] [--only rerank] [--threads 2]
 
-Every shape is checked first, against the fp64 reference on some pairs and against eager einsum on all where that fits.
+Before it is timed, every shape is checked against the fp64 reference on some pairs; contenders whose results differ
+from ours are named and left out.
 Rates count ``2 * Nq * Nd * Lq * Ld * d`` operations, also where masked tokens or a backward pass add or save work.
 """
 
@@ -27,6 +28,7 @@ except ImportError:
 
 EAGER_LIMIT = 2**31  # bytes of similarities that eager einsum may hold
 SGEMM = 2048
+MAXSIM_CPU_LQ = 32  # above, maxsim-cpu 0.1.0 returns garbage (seen at 64) or crashes (at 1024)
 
 
 @dataclass(frozen=True)
@@ -120,44 +122,51 @@ def functions(case: Case, x: Inputs) -> dict[str, Callable[[], object]]:
     elif size < EAGER_LIMIT and case.what == "scores":
         found["eager"] = lambda: eager(x.Q, x.D, x.d_mask, case.normalize)
     plain = case.Nq == 1 and case.dtype == "float32" and case.what == "scores" and not (case.masked or case.normalize)
-    if plain and maxsim_cpu is not None:
+    if plain and case.Lq <= MAXSIM_CPU_LQ and maxsim_cpu is not None:
         query, documents = x.Q[0].numpy(), x.D.numpy()
         found["maxsim-cpu"] = lambda: maxsim_cpu.maxsim_scores(query, documents)
     return found
 
 
-def check(case: Case, x: Inputs, found: dict[str, Callable[[], object]]) -> float:
-    """The largest error of our scores, relative to the largest score; raises where any contender is wrong."""
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).abs().max() / expected.abs().max()).item()
+
+
+def check(case: Case, x: Inputs, found: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Errors relative to the largest value: ours against the fp64 reference on some pairs, others against ours.
+
+    Raises where ours are wrong, and takes others who are out of `found`.
+    """
     scores = lik_ops.maxsim(x.Q, x.D, d_mask=x.d_mask, normalize=case.normalize)
     some = slice(0, 8)
     documents = (some, some) if case.candidates else (some,)
     mask = None if x.d_mask is None else x.d_mask[documents]
-    Q, D = x.Q[some].double(), x.D[documents].double()
-    expected = reference.maxsim(Q, D, d_mask=mask, normalize=case.normalize)
-    error = ((scores[some, some].double() - expected).abs().max() / expected.abs().max()).item()
-    assert error < 1e-5, f"{case.name}: relative error {error:.1e}"
-    if case.what == "scores":
-        tolerance = 1e-4 if case.dtype == "float32" else 2e-2
-        for name, function in found.items():
-            other = torch.as_tensor(function()).view(scores.shape)
-            torch.testing.assert_close(
-                other, scores, atol=tolerance, rtol=tolerance, msg=f"{case.name}: {name} differs"
-            )
-    if case.what == "step" and "eager" in found:
-        for ours, theirs in zip(found["lik_ops"](), found["eager"](), strict=True):
-            # Rounding may move a winner, in half precision many: compare the sums of what flows.
-            torch.testing.assert_close(ours.float().sum(), theirs.float().sum(), atol=1.0, rtol=5e-2)
-    return error
+    expected = reference.maxsim(x.Q[some].double(), x.D[documents].double(), d_mask=mask, normalize=case.normalize)
+    errors = {"lik_ops": relative_error(scores[some, some], expected)}
+    if errors["lik_ops"] > 1e-5:
+        raise AssertionError(f"{case.name}: relative error {errors['lik_ops']:.1e}")
+    tolerance = 1e-4 if case.dtype == "float32" else 2e-2
+    for name in [name for name in found if name != "lik_ops"]:
+        if case.what == "step":
+            # Rounding may move a winner, so single rows may differ: compare what all of D receives.
+            ours, theirs = (found[who]()[1].float().sum((0, 1)) for who in ("lik_ops", name))
+            errors[name] = relative_error(theirs, ours)
+        else:
+            errors[name] = relative_error(torch.as_tensor(found[name]()).view(scores.shape), scores)
+        if not errors[name] < tolerance * (10 if case.what == "step" else 1):
+            print(f"{case.name}: {name} is wrong by {errors[name]:.1e} of the largest value and is not timed")
+            del found[name]
+    return errors
 
 
 def measure(case: Case, rounds: int) -> dict:
     x = Inputs(case)
     found = functions(case, x)
-    error = check(case, x, found)
+    errors = check(case, x, found)
     A, B, C = (torch.randn(SGEMM, SGEMM) for _ in range(3))
     times = common.interleaved({"sgemm": lambda: torch.mm(A, B, out=C), **found}, rounds)
     sgemm = times.pop("sgemm")
-    record = {"case": asdict(case), "relative_error": error, "sgemm": {}, "contenders": {}}
+    record = {"case": asdict(case), "relative_errors": errors, "sgemm": {}, "contenders": {}}
     for kind, ms in sgemm.items():
         record["sgemm"][kind] = {"ms": ms, "gflops": 2 * SGEMM**3 / ms / 1e6}
     for name, by_kind in times.items():

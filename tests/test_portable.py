@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lik_ops import reference
-from lik_ops.backends import portable
-from lik_ops.backends.portable_blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS, slice_shape, slices_buffer
+from lik_ops.backends import portable, portable_backward, portable_forward
+from lik_ops.backends.portable_blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS, fold_sum, slice_shape, slices_buffer
 from lik_ops.backends.portable_forward import winners
 
 MiB = 1 << 20
@@ -207,40 +207,46 @@ INVARIANCE = (
     (32, 300, 128),
     (7, 1, 16),
     (1, 10, 128),
-    (20, 23, 48),
+    (32, 23, 48),
     (33, 24, 100),
     (40, 77, 768),
     (130, 1100, 8),
     (3, 5, 1),
+    (64, 25, 7),
 )
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["sums", "single tokens"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("Lq, Ld, d", INVARIANCE)
-def test_bits_do_not_depend_on_the_batch(Lq, Ld, d, dtype):
+def test_bits_do_not_depend_on_the_batch(Lq, Ld, d, dtype, single):
+    """Also not those of one token's maximum, where a sum may round a difference away."""
     Nq, Nd = 7, 23
     p = Problem((Nq, Nd, Lq, Ld, d), dtype=dtype)
-    Q, D = p.Q, p.D
+    if single:
+        p.q_mask = torch.zeros(Nq, Lq, dtype=torch.bool)
+        p.q_mask[range(Nq), [-1 - i % Lq for i in range(Nq)]] = True
     scores, argmax = p.forward()
-    queries, documents = torch.randperm(Nq), torch.randperm(Nd)
 
-    def score(Q, D):
-        scores, argmax = portable.forward(Q, D, None, None, None, False, torch.int32)
-        same_bits(portable.forward(Q, D, None, None, None, False, None)[0], scores)
+    def score(D, queries=slice(None)):
+        q_mask = None if p.q_mask is None else p.q_mask[queries]
+        scores, argmax = portable.forward(p.Q[queries], D, q_mask, None, None, False, torch.int32)
+        same_bits(portable.forward(p.Q[queries], D, q_mask, None, None, False, None)[0], scores)
         return scores, argmax
 
-    permuted, permuted_argmax = score(Q[queries], D[documents])
+    queries, documents = torch.randperm(Nq), torch.randperm(Nd)
+    permuted, permuted_argmax = score(p.D[documents], queries)
     same_bits(permuted, scores[queries][:, documents])
     same_bits(permuted_argmax, argmax[documents][:, queries])
     for first, last in ((0, 1), (0, 2), (1, 4), (5, 23), (22, 23)):
-        same_bits(score(Q, D[first:last])[0], scores[:, first:last])
-        same_bits(score(Q[3:4], D[first:last])[0], scores[3:4, first:last])
-        same_bits(score(Q[6:], D[first:last])[1], argmax[first:last, 6:])
-    same_bits(score(Q, D.expand(2, -1, -1, -1).flatten(0, 1))[0], scores.repeat(1, 2))
+        same_bits(score(p.D[first:last])[0], scores[:, first:last])
+        same_bits(score(p.D[first:last], slice(3, 4))[0], scores[3:4, first:last])
+        same_bits(score(p.D[first:last], slice(6, None))[1], argmax[first:last, 6:])
+    same_bits(score(p.D.expand(2, -1, -1, -1).flatten(0, 1))[0], scores.repeat(1, 2))
     # The same pairs as candidates, few and many of each query.
     for K in (1, 2, 5, Nd):
         candidates = torch.stack([torch.randperm(Nd)[:K] for _ in range(Nq)])
-        got, got_argmax = score(Q, D[candidates])
+        got, got_argmax = score(p.D[candidates])
         same_bits(got, scores.gather(1, candidates))
         same_bits(got_argmax, argmax.permute(1, 0, 2).gather(1, candidates[..., None].expand(-1, -1, Lq)))
 
@@ -290,6 +296,55 @@ def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d):
         same_bits(
             torch.bmm(other[:2], panel[columns].expand(2, -1, -1).contiguous().mT), S.flip(0)[:2, rows][:, :, columns]
         )
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])
+def test_sums_over_query_tokens_have_one_order(length):
+    x = torch.randn(5, 40, 3, length)
+    expected = x.clone()
+    while expected.shape[-1] > 1:
+        half = (expected.shape[-1] + 1) // 2
+        first, second = expected[..., :half], expected[..., half:]
+        expected = first + torch.nn.functional.pad(second, (0, half - second.shape[-1]))
+    same_bits(fold_sum(x.clone()), expected[..., 0])
+    same_bits(fold_sum(x.mT.contiguous().mT), expected[..., 0])
+
+
+# Devices whose values nobody may look at: a look would wait for them.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_no_value_decides_what_is_launched_elsewhere(layout, dtype):
+    """Meta tensors have no values, so whoever asks for one raises."""
+    for masks, normalize in itertools.product((False, True), (False, True)):
+        p = Problem((5, 7, 20, 40, 16), layout, dtype, masks=masks, weight=masks, normalize=normalize)
+        for name, value in vars(p).items():
+            if isinstance(value, Tensor):
+                setattr(p, name, value.to("meta"))
+        scores, argmax = p.forward(torch.int16)
+        assert scores.shape == (5, 7) and argmax.dtype == torch.int16
+        for function in BACKWARDS:
+            gradients = p.backward(function, torch.empty_like(scores), argmax)
+            assert [x.shape for x in gradients] == [p.Q.shape, p.D.shape, p.Q.shape[:2]]
+
+
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_not_looking_at_values_changes_no_result(layout, monkeypatch):
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.float64)):
+        p = Problem(shape, layout, dtype, masks=True, weight=True, normalize=True)
+        scores, argmax = p.forward()
+        g = torch.randn_like(scores)
+        expected = [p.backward(function, g, argmax) for function in BACKWARDS]
+        with monkeypatch.context() as patch:
+            for module in (portable_forward, portable_backward):
+                patch.setattr(module, "may_look", lambda x: False)
+            blind, blind_argmax = p.forward()
+            actual = [p.backward(function, g, argmax) for function in BACKWARDS]
+        same_bits(blind, scores)
+        same_bits(blind_argmax, argmax)
+        for x, y in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
 # Gradients.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .portable_blocks import NORM_EPS, MiB, budgets, row_norms, unified_layout
+from .portable_blocks import DOCUMENT_BYTES, NORM_EPS, MiB, may_look, row_norms, unified_layout
 
 PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
 ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
@@ -121,7 +121,7 @@ class _Backward:
         self.layout = layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
         self.normalize, self.needs = normalize, needs
         self.dtype = compute = torch.float64 if Q.dtype == torch.float64 else torch.float32
-        self.on_cpu = Q.device.type == "cpu"
+        self.may_look = may_look(Q)
         self.anything = argmax.numel() > 0 and D.shape[-2] > 0
         self.token_bytes = Q.shape[-1] * compute.itemsize
         self.piece_tokens = max(1, PIECE_BYTES // self.token_bytes)
@@ -144,11 +144,11 @@ class _Backward:
         g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
         return winner, exists, torch.where(exists, g, 0)
 
-    def _weighted(self, g: Tensor, exists: Tensor, query: _Piece) -> Tensor:
+    def _weighted(self, g: Tensor, query: _Piece) -> Tensor:
+        """The gradients of the similarities that won; NaN where there is no winner and the weight is NaN."""
         if self.layout.q_weight is None:
             return g
-        weight = self.layout.q_weight[query.batches, None, query.items, query.tokens]
-        return torch.where(exists, g * weight, 0)
+        return g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
 
     def _query_rows(self, query: _Piece) -> Tensor:
         """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
@@ -170,7 +170,7 @@ class _Backward:
             batches, items, tokens = query.counts()
             step = max(1, ENTRIES // (batches * items * tokens))
             if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
-                step = max(1, min(step, budgets()[0] // (self.Ld * self.token_bytes)))
+                step = max(1, min(step, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
             total = sum_tensors(self._sum_of_winners(query, documents) for documents in _slices(self.X, step))
             self._finish_queries(query, total)
 
@@ -201,7 +201,7 @@ class _Backward:
         if self.normalize or D.dtype != self.dtype or not D.is_contiguous():
             return None
         maskless = self.layout.d_mask is None and self.layout.q_mask is None
-        return D.view(-1, self.d) if (bool(exists.all()) if self.on_cpu else maskless) else None
+        return D.view(-1, self.d) if (bool(exists.all()) if self.may_look else maskless) else None
 
     def gather_into_documents(self) -> None:
         """grad_D: a piece of document tokens at a time sums the query tokens that it won."""
@@ -218,7 +218,7 @@ class _Backward:
     def _sum_of_queries(self, query: _Piece, document: _Piece) -> Tensor:
         """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
         winner, exists, g = self._winners(query, document.items)
-        weight = self._weighted(g, exists, query).flatten()
+        weight = self._weighted(g, query).flatten()
         batches, items, tokens = document.counts()
         if tokens < self.Ld:
             exists &= (winner >= document.tokens.start) & (winner < document.tokens.stop)
@@ -228,7 +228,7 @@ class _Backward:
         destination = torch.where(exists, winner.add_(first - document.tokens.start), rows).int().flatten()
         destination, order = torch.sort(destination, stable=True)
         bounds = torch.searchsorted(destination, torch.arange(rows + 1, dtype=torch.int32, device=g.device))
-        if self.on_cpu:
+        if self.may_look:
             order, bounds = order[: int(bounds[-1])], bounds[:-1]
         sources = query.counts()[1] * query.counts()[2]
         source = order.remainder(sources)
@@ -271,7 +271,7 @@ class _Backward:
             index = index[tuple(query)].unsqueeze(1).expand(winner.shape).reshape(-1)
             query_sum.view(-1, self.d).index_add_(0, index, rows)
         if document_sum is not None:
-            weight = self._weighted(g, exists, query).unsqueeze(-1)
+            weight = self._weighted(g, query).unsqueeze(-1)
             source = self._query_rows(query).view(batches, 1, *winner.shape[2:], self.d)
             rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).view(-1, self.d)
             x = torch.arange(documents.start, documents.stop, device=g.device).view(1, count, 1, 1)

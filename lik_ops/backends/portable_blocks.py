@@ -26,17 +26,18 @@ ALIGNMENT = 64  # bytes
 NORM_EPS = 1e-12
 
 MiB = 1 << 20
-# Budgets in bytes; together with small change they stay below 32 MiB. On CPU the first two follow the threads, see
-# `budgets`; a slice never exceeds SLICE_BYTES on either side while d is below 2^20 (fp32).
+# Budgets in bytes; together with small change they stay below 32 MiB. A slice never exceeds SLICE_BYTES on either side
+# while d is below 2^20 (fp32).
+DOCUMENT_BYTES = 6 * MiB
+SIMILARITY_BYTES = 2 * MiB
 PANEL_BYTES = 6 * MiB
 BEST_BYTES = 2 * MiB
 SLICE_BYTES = 4 * MiB
 
 
-def budgets() -> tuple[int, int]:
-    """Bytes of documents and of similarities in one bmm: what the cores' caches hold, and slices for all of them."""
-    threads = torch.get_num_threads()
-    return min(8 * MiB, max(2, threads) * 3 * MiB // 2), min(4 * MiB, max(2, threads) * MiB // 2)
+def may_look(x: Tensor) -> bool:
+    """Whether values may decide what is done: on CPU that is free, elsewhere it would wait for the device."""
+    return x.device.type == "cpu"
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -90,10 +91,11 @@ def slices_buffer(like: Tensor, slices: int, rows: int, d: int, dtype: torch.dty
 def copy_grouped(target: Tensor, source: Tensor) -> None:
     """Copy ``source [..., n, L, w]`` into ``target [..., m, group, L, w]``, ``m * group >= n``; the rest stays."""
     count, group = source.shape[-3], target.shape[-3]
-    full, rest = divmod(count, group)
     if group == 1:
-        target.squeeze(-3)[..., :full, :, :].copy_(source)
+        target = target.squeeze(-3)
+        (target if target.shape[-3] == count else target[..., :count, :, :]).copy_(source)
         return
+    full, rest = divmod(count, group)
     if full:
         target[..., :full, :, :, :].copy_(source[..., : full * group, :, :].unflatten(-3, (full, group)))
     if rest:
@@ -113,7 +115,7 @@ def fold_sum(x: Tensor) -> Tensor:
     length = x.shape[-1]
     while length > 1:
         half = ceil_div(length, 2)
-        x[..., : length - half] += x[..., half:length]
+        x[..., : length - half].add_(x[..., half:length])
         length = half
     return x[..., 0]
 

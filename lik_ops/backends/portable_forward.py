@@ -16,14 +16,16 @@ from torch import Tensor
 
 from .portable_blocks import (
     BEST_BYTES,
+    DOCUMENT_BYTES,
     PANEL_BYTES,
+    SIMILARITY_BYTES,
     Layout,
     SliceShape,
-    budgets,
     ceil_div,
     copy_grouped,
     first_true,
     fold_sum,
+    may_look,
     row_norms,
     slice_shape,
     slices_buffer,
@@ -83,8 +85,7 @@ class _Cut(NamedTuple):
 def _most_slices(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
     """Slices that the budgets of a block allow."""
     documents, similarities = (shape.rows * n * dtype.itemsize for n in (d, shape.columns))
-    document_bytes, similarity_bytes = budgets()
-    return max(2, min(document_bytes // documents, similarity_bytes // similarities))
+    return max(2, min(DOCUMENT_BYTES // documents, SIMILARITY_BYTES // similarities))
 
 
 def _cut(shape: SliceShape, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> _Cut:
@@ -114,8 +115,8 @@ def _cut(shape: SliceShape, B: int, X: int, Y: int, d: int, dtype: torch.dtype) 
     return _Cut(batches, block_slices, slab_batches, blocks * block_documents, slab_units, span_units, span_panels)
 
 
-class _Block(NamedTuple):
-    """The documents of one bmm: ``[x0, x1)`` of the batches ``[b0, b1)``."""
+class _Part(NamedTuple):
+    """The documents of a slab, or of one bmm: ``[x0, x1)`` of the batches ``[b0, b1)``."""
 
     b0: int
     b1: int
@@ -128,32 +129,49 @@ class _Panel(NamedTuple):
 
     unit: int
     tile: int  # of the unit's panels
-    columns: Tensor  # [slices of the block | 1, d, columns]
+    columns: Tensor  # [slices, d, columns]
+    best: Tensor  # its part of the slab, [batches * documents of the slab, columns]
+
+
+class _Views(NamedTuple):
+    """The buffers as a block of some size uses them."""
+
+    used: int  # slices that hold something
+    documents: Tensor  # [slices, rows, d], of which on CPU no more than needed, but two
+    similarities: Tensor  # [slices, rows, columns]
+    target: Tensor  # where documents go, [batches, slices of a batch, documents of a slice, tokens, d]
+    masked: Tensor | None  # [used, rows]
+    masked_target: Tensor | None  # as `target` with d = 1
 
 
 class _Forward:
-    """One call: its cut, its buffers and the loops over slabs, blocks and panels."""
+    """One call: its cut, its buffers and the loops over slabs, panels and blocks."""
 
     def __init__(self, layout: Layout, normalize: bool) -> None:
         self.layout, self.normalize = layout, normalize
         B, Y, Lq, d = layout.Q.shape
         X, Ld = layout.D.shape[1:3]
         dtype = layout.pairs.dtype
-        self.on_cpu = layout.Q.device.type == "cpu"
+        self.may_look = may_look(layout.Q)
         self.shape = shape = slice_shape(Lq, Ld, d, dtype)
+        self.tokens = Ld if shape.documents > 1 else shape.rows  # of one document in a slice
         self.cut = cut = _cut(shape, B, X, Y, d, dtype)
         # One slice alone would go to another kernel of MKL than several. Other libraries may choose by their number.
         most = _most_slices(shape, d, dtype)
-        self.slices = max(2, cut.block_batches * cut.block_slices) if self.on_cpu else most
+        self.slices = max(2, cut.block_batches * cut.block_slices) if self.may_look else most
         new = layout.Q.new_empty
         self.documents = slices_buffer(layout.Q, self.slices, shape.rows, d, dtype)
         self.similarities = new((self.slices, shape.rows, shape.columns), dtype=dtype)
         self.masked = None if layout.d_mask is None else layout.Q.new_zeros((self.slices, shape.rows), dtype=torch.bool)
         each = self.slices if cut.block_batches > 1 else 1
-        self.panels = layout.Q.new_zeros((each, cut.span_units, cut.span_panels * shape.columns, d), dtype=dtype)
+        # Columns that no token fills have to be numbers: NaN among the maxima is costly, see `winners`.
+        full = shape.queries * Lq == shape.panels * shape.columns and Y % shape.queries == 0
+        size = (each, cut.span_units, cut.span_panels * shape.columns, d)
+        self.panels = new(size, dtype=dtype) if full else layout.Q.new_zeros(size, dtype=dtype)
         self.best = new(
             (cut.slab_batches, cut.slab_documents, cut.slab_units, shape.panels * shape.columns), dtype=dtype
         )
+        self.views: dict[tuple[int, int], _Views] = {}
 
     def run(self) -> None:
         B, Y = self.layout.Q.shape[:2]
@@ -162,38 +180,47 @@ class _Forward:
         for b0 in range(0, B, cut.slab_batches):
             for u0 in range(0, units, cut.slab_units):
                 for x0 in range(0, X, cut.slab_documents):
-                    slab = _Block(b0, min(b0 + cut.slab_batches, B), x0, min(x0 + cut.slab_documents, X))
+                    slab = _Part(b0, min(b0 + cut.slab_batches, B), x0, min(x0 + cut.slab_documents, X))
                     u1 = min(u0 + cut.slab_units, units)
                     self._fill(slab, u0, u1)
                     self._finish(slab, u0, u1)
 
-    def _fill(self, slab: _Block, u0: int, u1: int) -> None:
+    def _fill(self, slab: _Part, u0: int, u1: int) -> None:
         """The maxima of a slab, block by block; winners go straight to the output."""
         cut, shape = self.cut, self.shape
         step = cut.block_slices * shape.documents
         for b0 in range(slab.b0, slab.b1, cut.block_batches):
             b1 = min(b0 + cut.block_batches, slab.b1)
-            for panels in self._spans(b0, b1, u0, u1):
+            for panels in self._spans(slab, b0, b1, u0, u1):
                 for x0 in range(slab.x0, slab.x1, step):
-                    block = _Block(b0, b1, x0, min(x0 + step, slab.x1))
-                    best = self.best[b0 - slab.b0 : b1 - slab.b0, x0 - slab.x0 :]
+                    block = _Part(b0, b1, x0, min(x0 + step, slab.x1))
+                    views = self._views(b1 - b0, block.x1 - x0)
                     for start in shape.starts:
-                        documents = self._load_documents(block, start)
+                        self._load_documents(block, start, views)
                         for panel in panels:
-                            self._score(block, start, documents, panel, best[:, :, panel.unit - u0])
+                            best = panel.best.narrow(0, x0 - slab.x0, views.used * shape.documents)
+                            self._score(block, start, views, panel, best)
 
-    def _spans(self, b0: int, b1: int, u0: int, u1: int) -> Iterator[list[_Panel]]:
-        """Load the panels of units ``[u0, u1)``, as many at a time as there is room for."""
-        cut, shape = self.cut, self.shape
+    def _spans(self, slab: _Part, b0: int, b1: int, u0: int, u1: int) -> Iterator[list[_Panel]]:
+        """Load the panels of units ``[u0, u1)`` for batches ``[b0, b1)``, as many at a time as there is room for."""
+        cut, width = self.cut, self.shape.columns
+        best = self.best[b0 - slab.b0 : b1 - slab.b0].flatten(0, 1)
         for v0 in range(u0, u1, cut.span_units):
             v1 = min(v0 + cut.span_units, u1)
-            for p0 in range(0, shape.panels, cut.span_panels):
-                p1 = min(p0 + cut.span_panels, shape.panels)
+            for p0 in range(0, self.shape.panels, cut.span_panels):
+                p1 = min(p0 + cut.span_panels, self.shape.panels)
                 loaded = self._load_panels(b0, b1, v0, v1, p0, p1)
+                if loaded.shape[0] < self.slices:
+                    loaded = loaded.expand(self.slices, -1, -1, -1)
                 yield [
-                    _Panel(unit, p, loaded[:, unit - v0, (p - p0) * shape.columns : (p - p0 + 1) * shape.columns].mT)
-                    for unit in range(v0, v1)
+                    _Panel(unit, p, columns, unit_best)
                     for p in range(p0, p1)
+                    for unit, columns, unit_best in zip(
+                        range(v0, v1),
+                        loaded[:, :, (p - p0) * width : (p - p0 + 1) * width].mT.unbind(1),
+                        best[:, v0 - u0 : v1 - u0, p * width : (p + 1) * width].unbind(1),
+                        strict=True,
+                    )
                 ]
 
     def _load_panels(self, b0: int, b1: int, u0: int, u1: int, p0: int, p1: int) -> Tensor:
@@ -211,66 +238,66 @@ class _Forward:
             loaded /= row_norms(loaded)
         return loaded
 
-    def _load_documents(self, block: _Block, start: int) -> Tensor:
-        """Tokens from `start` of the documents of `block`, as slices; one at least, two on CPU (one may be stale)."""
-        shape, tokens = self.shape, self._tokens()
-        part = self.layout.D[block.b0 : block.b1, block.x0 : block.x1, start : start + tokens]
-        batches = block.b1 - block.b0
-        used = batches * ceil_div(block.x1 - block.x0, shape.documents)
-        self.used = used
-        target = self.documents[:used].unflatten(0, (batches, -1))[:, :, : shape.documents * tokens]
-        copy_grouped(target.unflatten(2, (shape.documents, tokens)), part)
-        loaded = self.documents[: max(used, 2)] if self.on_cpu else self.documents
+    def _views(self, batches: int, count: int) -> _Views:
+        """The buffers for a block of `count` documents of each of `batches`."""
+        if (batches, count) not in self.views:
+            shape = self.shape
+            used = batches * ceil_div(count, shape.documents)
+            n = max(used, 2) if self.may_look else self.slices
+
+            def target(buffer: Tensor) -> Tensor:
+                rows = buffer[:used, : shape.documents * self.tokens].unflatten(0, (batches, -1))
+                return rows.unflatten(2, (shape.documents, self.tokens))
+
+            masked = None if self.masked is None else self.masked[:used]
+            masked_target = None if self.masked is None else target(self.masked.unsqueeze(-1))
+            documents, similarities = self.documents[:n], self.similarities[:n]
+            views = _Views(used, documents, similarities, target(self.documents), masked, masked_target)
+            self.views[batches, count] = views
+        return self.views[batches, count]
+
+    def _load_documents(self, block: _Part, start: int, views: _Views) -> None:
+        """Tokens from `start` of the documents of `block`, and which of them are masked."""
+        part = slice(block.b0, block.b1), slice(block.x0, block.x1), slice(start, start + self.tokens)
+        copy_grouped(views.target, self.layout.D[part])
         if self.normalize:
-            loaded /= row_norms(loaded)
+            documents = views.documents[: views.used]
+            documents /= row_norms(documents)
         if self.layout.d_mask is not None:
-            self._load_mask(block, start)
-        return loaded
+            assert views.masked is not None and views.masked_target is not None
+            copy_grouped(views.masked_target, ~self.layout.d_mask[part].unsqueeze(-1))
+            masked = views.masked.unsqueeze(-1)
+            # On CPU the indices of masked rows, of which there may be none; elsewhere nobody may look.
+            self.masked_rows = masked.view(-1).nonzero().squeeze(-1) if self.may_look else masked
 
-    def _tokens(self) -> int:
-        """Tokens of one document in a slice."""
-        return self.layout.D.shape[2] if self.shape.documents > 1 else self.shape.rows
-
-    def _load_mask(self, block: _Block, start: int) -> None:
-        """Find the masked rows of the loaded slices: their indices on CPU, ``[slices, rows, 1]`` elsewhere."""
-        assert self.layout.d_mask is not None and self.masked is not None
-        shape, tokens = self.shape, self._tokens()
-        part = self.layout.d_mask[block.b0 : block.b1, block.x0 : block.x1, start : start + tokens]
-        target = self.masked[: self.used].unflatten(0, (block.b1 - block.b0, -1))[:, :, : shape.documents * tokens]
-        copy_grouped(target.unflatten(2, (shape.documents, tokens)).unsqueeze(-1), ~part.unsqueeze(-1))
-        masked = self.masked[: self.used]
-        self.masked_rows = masked.reshape(-1).nonzero().reshape(-1) if self.on_cpu else masked.unsqueeze(-1)
-
-    def _score(self, block: _Block, start: int, documents: Tensor, panel: _Panel, best: Tensor) -> None:
-        """One bmm: update `best`, ``[batches, documents of the slab from x0 on, width of a unit]``, and the winners."""
-        shape, n = self.shape, documents.shape[0]
-        columns = panel.columns[:n] if panel.columns.shape[0] > 1 else panel.columns.expand(n, -1, -1)
-        S = torch.bmm(documents, columns, out=self.similarities[:n])[: self.used]
+    def _score(self, block: _Part, start: int, views: _Views, panel: _Panel, best: Tensor) -> None:
+        """One bmm: update `best`, ``[documents, columns]``, and the winners."""
+        shape = self.shape
+        S, n = views.similarities, views.similarities.shape[0]
+        torch.bmm(views.documents, panel.columns if n == self.slices else panel.columns[:n], out=S)
+        if n > views.used:
+            S = S[: views.used]
         if self.layout.d_mask is not None:
-            if not self.on_cpu:
+            if not self.may_look:
                 S.masked_fill_(self.masked_rows, NEG_INF)
             elif self.masked_rows.numel():
                 S.view(-1, shape.columns).index_fill_(0, self.masked_rows, NEG_INF)
-        batches, c0 = block.b1 - block.b0, panel.tile * shape.columns
-        best = best[:, : self.used // batches * shape.documents, c0 : c0 + shape.columns]
-        tokens = self._tokens()
         if self.layout.argmax is not None:
-            value, index = winners(S, tokens)
-            self._keep_winners(block, start, panel, best, value.view(best.shape), index.view(best.shape))
+            self._keep_winners(block, start, panel, best, *winners(S, self.tokens))
             return
-        flat = best.view(-1, shape.columns)
         if shape.documents > 1:
-            S = S[:, : shape.documents * tokens].unflatten(1, (shape.documents, tokens))
-            flat = flat.unflatten(0, (-1, shape.documents))
+            S = S[:, : shape.documents * self.tokens].unflatten(1, (shape.documents, self.tokens))
+            best = best.unflatten(0, (-1, shape.documents))
         if start == 0:
-            torch.amax(S, -2, out=flat)
+            torch.amax(S, -2, out=best)
         else:
-            torch.maximum(flat, S.amax(-2), out=flat)
+            torch.maximum(best, S.amax(-2), out=best)
 
     def _keep_winners(
-        self, block: _Block, start: int, panel: _Panel, best: Tensor, value: Tensor, index: Tensor
+        self, block: _Part, start: int, panel: _Panel, best: Tensor, value: Tensor, index: Tensor
     ) -> None:
         """Put the maxima of a tile into `best` and its winners into the output where no earlier tile has as much."""
+        value, index = value.view(best.shape), index.view(best.shape)
         assert self.layout.argmax is not None
         q, count = self.shape.queries, block.x1 - block.x0
         target = self.layout.argmax[block.b0 : block.b1, block.x0 : block.x1]
@@ -281,8 +308,9 @@ class _Forward:
             target = target[:, :, panel.unit, c0 : c0 + self.shape.columns].unsqueeze(-2)
 
         def of_tokens(x: Tensor) -> Tensor:
-            """``[batches, documents, columns]`` as ``[batches, documents, queries, tokens]``, padding cut off."""
-            tokens, queries = target.shape[-1], target.shape[-2]
+            """``[batches * documents, columns]`` as ``[batches, documents, queries, tokens]``, padding cut off."""
+            queries, tokens = target.shape[2:]
+            x = x.unflatten(0, (block.b1 - block.b0, -1))
             return x[:, :count, : queries * tokens].unflatten(-1, (queries, tokens))
 
         if start == 0:
@@ -293,7 +321,7 @@ class _Forward:
         best.copy_(torch.where(better, value, best))
         target.copy_(torch.where(of_tokens(better), of_tokens(index + start).to(target.dtype), target))
 
-    def _finish(self, slab: _Block, u0: int, u1: int) -> None:
+    def _finish(self, slab: _Part, u0: int, u1: int) -> None:
         """The scores of a slab, and its winners where a mask decides."""
         layout, q, Lq = self.layout, self.shape.queries, self.layout.Q.shape[2]
         y0, y1 = u0 * q, min(u1 * q, layout.Q.shape[1])
@@ -334,7 +362,7 @@ def winners(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     Both are ``[n, rows // tokens, columns]``.
     """
     n, rows, columns = S.shape
-    if S.device.type == "cpu":
+    if may_look(S):
         # torch.max finds indices one element at a time; pooling over an image of `columns` channels, channels last,
         # a vector at a time. Of several NaN it takes the last.
         image = S.unsqueeze(-2).permute(0, 3, 1, 2)

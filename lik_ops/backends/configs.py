@@ -130,10 +130,9 @@ def forward(
         PRECISION=precision(dtype, arch, tf32),
     )
     plain = wgmma and BM == 256 and not normalize
-    if arch.is_amd:
-        num_stages = 1
-    else:  # few rows wait for memory: more programs at a time serve better than a deeper pipeline
-        num_stages = 3 if half and not crowded and not (wgmma and BM == 64) else 2
+    # Few rows wait for memory: more programs at a time serve better than a deeper pipeline.
+    deep = half and not crowded and not (wgmma and BM == 64)
+    num_stages = 1 if arch.is_amd else 3 if deep else 2
     return Launch(
         config,
         num_warps=8 if BM > 64 or (half and crowded) else 4,

@@ -278,24 +278,31 @@ def test_bits_do_not_depend_on_strides(Lq, Ld, d):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("d", [1, 8, 48, 96, 128, 768])
 @pytest.mark.parametrize("Lq", [1, 7, 17, 32, 33, 100, 1024])
-def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d):
+def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
     """What sharing slices rests on: a row or column gives the same bits wherever it lies; and so ties are ties."""
-    for Ld in (1, 9, 23, 64, 300):
-        shape = slice_shape(Lq, Ld, d, torch.float32)
-        count = 5
-        documents = slices_buffer(torch.empty(0), count, shape.rows, d, torch.float32)
+    for Ld in (1, 9, 23, 33, 64, 300):
+        shape, count = slice_shape(Lq, Ld, d, dtype), 5
+        documents, others = (slices_buffer(torch.empty(0), count, shape.rows, d, dtype) for _ in range(2))
         documents.copy_(torch.randn(count, shape.rows, d))
-        panel = torch.randn(shape.columns, d)
-        S = torch.bmm(documents, panel.mT.expand(count, -1, -1))
+        panel = torch.randn(shape.columns, d, dtype=dtype)
         rows, columns = torch.randperm(shape.rows), torch.randperm(shape.columns)
-        other = slices_buffer(torch.empty(0), count, shape.rows, d, torch.float32)
-        other.copy_(documents.flip(0)[:, rows])
-        same_bits(torch.bmm(other, panel[columns].mT.expand(count, -1, -1)), S.flip(0)[:, rows][:, :, columns])
-        same_bits(
-            torch.bmm(other[:2], panel[columns].expand(2, -1, -1).contiguous().mT), S.flip(0)[:2, rows][:, :, columns]
-        )
+        others.copy_(documents.flip(0)[:, rows])
+        S = torch.bmm(documents, panel.mT.expand(count, -1, -1)).flip(0)[:, rows][:, :, columns]
+        same_bits(torch.bmm(others, panel[columns].mT.expand(count, -1, -1)), S)
+        same_bits(torch.bmm(others[:2], panel[columns].expand(2, -1, -1).contiguous().mT), S[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("Ld", [10, 33, 300, MAX_ROWS + 100])
+def test_equal_tokens_tie(Ld, dtype):
+    p = Problem((4, 6, 33, Ld, 50), dtype=dtype)
+    half = Ld // 2
+    p.D[:, Ld - half :] = p.D[:, :half]
+    argmax = p.forward()[1]
+    assert argmax.lt(Ld - half).all()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])

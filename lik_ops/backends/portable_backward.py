@@ -264,18 +264,19 @@ class _Backward:
         self, query: _Piece, documents: slice, query_sum: Tensor | None, document_sum: Tensor | None
     ) -> None:
         winner, exists, g = self._winners(query, documents)
-        batches, count = winner.shape[:2]
+
+        def places(axis: int, part: slice) -> Tensor:
+            return torch.arange(part.start, part.stop, device=g.device).view([-1 if i == axis else 1 for i in range(4)])
+
+        b, x, y, s = (places(i, p) for i, p in enumerate((query.batches, documents, query.items, query.tokens)))
         if query_sum is not None:
             rows = self._document_rows(query, documents, winner, exists).mul_(g.reshape(-1, 1))
-            index = torch.arange(query_sum[..., 0].numel(), device=g.device).view(query_sum.shape[:-1])
-            index = index[tuple(query)].unsqueeze(1).expand(winner.shape).reshape(-1)
+            index = ((b * self.Y + y) * self.Lq + s).expand(winner.shape).reshape(-1)
             query_sum.view(-1, self.d).index_add_(0, index, rows)
         if document_sum is not None:
             weight = self._weighted(g, query).unsqueeze(-1)
-            source = self._query_rows(query).view(batches, 1, *winner.shape[2:], self.d)
+            source = self._query_rows(query).view(winner.shape[0], 1, *winner.shape[2:], self.d)
             rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).view(-1, self.d)
-            x = torch.arange(documents.start, documents.stop, device=g.device).view(1, count, 1, 1)
-            b = torch.arange(query.batches.start, query.batches.stop, device=g.device).view(batches, 1, 1, 1)
             index = winner.clamp_min_(0).add_((b * self.X + x) * self.Ld).view(-1)
             document_sum.view(-1, self.d).index_add_(0, index, rows)
 

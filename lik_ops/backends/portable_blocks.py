@@ -3,13 +3,13 @@
 All similarities come from `torch.bmm` over *slices*: one slice is ``[rows, d] x [d, columns]``, document tokens against
 query tokens. A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone and a token's place in it from its place
 in its document or query, so the bits of a similarity cannot depend on the batch: the number of slices in a call is
-free. Only documents shorter than `MIN_ROWS` and queries shorter than `MIN_COLUMNS` share a slice, in fp32: there a
-token's place varies and the matrix product has to treat all rows and all columns alike, which `tests/test_portable.py`
-checks on the machine it runs on (MKL's fp64 kernels do not).
+free, from two on (a single one goes to another kernel of MKL). Only documents shorter than `MIN_ROWS` and queries
+shorter than a step of columns share a slice. There a token's place varies, and the product has to give the same bits in
+every row and column, as it has to for equal tokens to tie. MKL does on slices made of whole `STEPS` that start at
+multiples of 64 bytes; `tests/test_portable.py` checks the machine it runs on.
 
-Documents are copied into the slices even where a view would do. From main memory MKL reaches 0.55 of its rate on
-``[300, 128] x [128, 32]``, after a copy into the cache 0.70 with the copy counted, and every slice then starts at a
-multiple of 64 bytes: MKL's fp64 kernels give other bits at other alignments.
+Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
+reaches 0.54 of its full rate, and 0.65 with a copy into the cache before it, the time of the copy included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor
 
 MIN_ROWS, MAX_ROWS = 24, 1024
 SHARED_ROWS = 64  # rows of a slice that short documents share
-MIN_COLUMNS, MAX_COLUMNS = 32, 128  # torch's vectorised amax needs 32 columns
+# Steps of rows, steps of columns and most columns: torch's vectorised amax takes 32 fp32 columns at a time; MKL's fp64
+# kernels take 4 rows and 24 columns, what remains is rounded otherwise.
+STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
 ALIGNMENT = 64  # bytes
 NORM_EPS = 1e-12
 
@@ -62,21 +64,21 @@ class SliceShape(NamedTuple):
 def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     """How documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
     token_bytes = d * dtype.itemsize
-    sharing = dtype == torch.float32
+    row_step, step, most = STEPS[dtype]
     starts: tuple[int, ...] = (0,)
     max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, SLICE_BYTES // token_bytes), 1)
-    if sharing and Ld < MIN_ROWS and max_rows >= SHARED_ROWS:
+    if Ld < MIN_ROWS and max_rows >= SHARED_ROWS:
         rows, documents = SHARED_ROWS, SHARED_ROWS // Ld
     else:
         tiles = ceil_div(Ld, max_rows)
-        rows, documents = Ld if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
-        starts = tuple(min(tile * rows, Ld - rows) for tile in range(ceil_div(Ld, rows)))
-    max_columns = max(min(MAX_COLUMNS, 2 * MiB // token_bytes // 32 * 32), min(32, SLICE_BYTES // token_bytes), 1)
-    if sharing and Lq < MIN_COLUMNS <= max_columns:
-        columns, queries, panels = MIN_COLUMNS, MIN_COLUMNS // Lq, 1
+        rows, documents = round_up(Ld, row_step) if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
+        starts = tuple(min(tile * rows, max(Ld - rows, 0)) for tile in range(ceil_div(Ld, rows)))
+    max_columns = max(min(most, 2 * MiB // token_bytes // step * step), min(step, SLICE_BYTES // token_bytes), 1)
+    if Lq < step <= max_columns:
+        columns, queries, panels = step, step // Lq, 1
     else:
         panels = ceil_div(Lq, max_columns)
-        columns = min(max_columns, round_up(ceil_div(Lq, panels), 32))
+        columns = min(max_columns, round_up(ceil_div(Lq, panels), step))
         queries = 1
     return SliceShape(rows, documents, starts, columns, queries, panels)
 

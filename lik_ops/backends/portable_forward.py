@@ -154,7 +154,7 @@ class _Forward:
         dtype = layout.pairs.dtype
         self.may_look = may_look(layout.Q)
         self.shape = shape = slice_shape(Lq, Ld, d, dtype)
-        self.tokens = Ld if shape.documents > 1 else shape.rows  # of one document in a slice
+        self.tokens = Ld if len(shape.starts) == 1 else shape.rows  # of one document in a slice
         self.cut = cut = _cut(shape, B, X, Y, d, dtype)
         # One slice alone would go to another kernel of MKL than several. Other libraries may choose by their number.
         most = _most_slices(shape, d, dtype)
@@ -285,9 +285,10 @@ class _Forward:
         if self.layout.argmax is not None:
             self._keep_winners(block, start, panel, best, *winners(S, self.tokens))
             return
+        if shape.documents * self.tokens < shape.rows:
+            S = S[:, : shape.documents * self.tokens]
         if shape.documents > 1:
-            S = S[:, : shape.documents * self.tokens].unflatten(1, (shape.documents, self.tokens))
-            best = best.unflatten(0, (-1, shape.documents))
+            S, best = S.unflatten(1, (-1, self.tokens)), best.unflatten(0, (-1, shape.documents))
         if start == 0:
             torch.amax(S, -2, out=best)
         else:

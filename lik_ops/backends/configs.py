@@ -129,7 +129,7 @@ def forward(
         WIDE=wide,
         PRECISION=precision(dtype, arch, tf32),
     )
-    plain = wgmma and BM == 256 and not normalize
+    plain = wgmma and BM == 256 and not normalize and Lq <= BM  # a longer query needs more than 128
     # Few rows wait for memory: more programs at a time serve better than a deeper pipeline.
     deep = half and not crowded and not (wgmma and BM == 64)
     num_stages = 1 if arch.is_amd else 3 if deep else 2

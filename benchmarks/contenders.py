@@ -8,9 +8,12 @@ masks, and leaves normalisation to the caller.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import triton
 from common import Case, Inputs, eager
 from torch import Tensor
 
@@ -24,6 +27,9 @@ Scorer = Callable[[Tensor, Tensor], Tensor]
 EAGER_LIMIT = 16 * 2**30  # bytes of similarities that eager einsum may hold
 NOT_INSTALLED = "not installed"
 PEERS = ("late-interaction-kernels", "flash-maxsim")
+PEER_MODULES = ("late_interaction_kernels", "flash_maxsim")
+LONG = 512  # query tokens
+HALF = "half precision for fp32 inputs, as in the shorter fp32 cases; half a minute of compiling"
 
 
 def _late_interaction(case: Case, x: Inputs) -> Scorer | str:
@@ -35,6 +41,8 @@ def _late_interaction(case: Case, x: Inputs) -> Scorer | str:
         return "no weights"
     if x.D.numel() >= 2**31:
         return "reads outside its tensors beyond 2^31 elements"
+    if case.dtype == "float32" and case.Lq > LONG:
+        return HALF
     return lambda Q, D: maxsim(Q, D, q_mask=x.q_mask, d_mask=x.d_mask, normalize=x.normalize)
 
 
@@ -47,6 +55,10 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
         return "no weights"
     if case.mask == "holes":
         return "no masks with holes"
+    if case.dtype == "float32" and case.Lq > LONG:
+        return HALF
+    if case.what == "winners" and case.Lq > LONG:
+        return "more than 30 s of compiling: winners of a query this long unroll"
     lengths = None if x.doc_lengths is None else x.doc_lengths.flatten()
 
     def score(Q: Tensor, D: Tensor) -> Tensor:
@@ -59,6 +71,21 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
         return flash_maxsim.flash_maxsim_batched(Q, D, doc_lengths=lengths, shared_docs=not case.candidates)
 
     return score
+
+
+def forget_tuning() -> None:
+    """Have the peers tune their kernels again, in less time than by default.
+
+    They do it once for a query length, on whatever shape comes first, or take what another process found. Here each
+    case is tuned on itself.
+    """
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] in PEER_MODULES]
+    for kernel in (value for module in modules for value in vars(module).values()):
+        if isinstance(kernel, triton.runtime.Autotuner):
+            kernel.cache.clear()
+            kernel.cache_results = False
+            kernel._do_bench = partial(triton.testing.do_bench, warmup=5, rep=20)
+            vars(kernel).pop("do_bench", None)
 
 
 def _bound(scorer: Scorer | str, Q: Tensor, D: Tensor) -> Contender:
@@ -82,6 +109,7 @@ def forward(case: Case, x: Inputs) -> dict[str, Contender]:
     found["eager"] = "too many similarities"
     if case.similarities < EAGER_LIMIT:
         found["eager"] = lambda: eager(Q, D, **options, winners=winners)
+    forget_tuning()
     return found
 
 
@@ -109,4 +137,5 @@ def training(case: Case, x: Inputs) -> dict[str, Scorer | str]:
     }
     if 2 * case.similarities < EAGER_LIMIT:
         found["eager"] = lambda Q, D: eager(Q, D, **x.options, winners=True)[0]
+    forget_tuning()
     return found

@@ -49,14 +49,22 @@ class Timer:
     def empty(self) -> None:
         _empty[(1,)](self.out)
 
+    @staticmethod
+    def affordable_rounds(function: Callable[[], object]) -> int:
+        """After two calls to warm up: how many fit in two seconds, at least five."""
+        function(), function()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        return max(5, int(2 / (time.perf_counter() - start)))
+
     def compare(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Median milliseconds of each function, in rounds that call each of them once: what the clock of the device
         does meets them alike."""
-        for function in functions.values():
-            for _ in range(3):
-                function()
+        rounds = min([self.rounds, *map(self.affordable_rounds, functions.values())])
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
-        for _ in range(self.rounds):
+        for _ in range(rounds):
             for name, function in functions.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda._sleep(self.cycles)

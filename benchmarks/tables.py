@@ -95,10 +95,9 @@ def summary(results: Path = RESULTS) -> str:
         case, ours, peer = record["case"], record["contenders"][OURS], best_peer(record)
         if case["goal_ms"] is None or peer is None or "ms" not in ours:
             continue
-        rate = f"{ours['tflops']:.0f}"
-        row = [case["name"], shape(case), f"{ours['ms']:.3f}", rate, f"{peer[1]:.3f}, {peer[0]}"]
-        rows.append([*row, f"{peer[1] / ours['ms']:.2f}x"])
-    header = ["forward", "Nq x Nd, Lq, Ld, d", "ms", "TFLOP/s", "best other, ms", "speed"]
+        row = [case["name"], shape(case), f"{ours['ms']:.3f}", f"{ours['tflops']:.0f}"]
+        rows.append([*row, f"{peer[1]:.3f} ({peer[0]})", f"{peer[1] / ours['ms']:.2f}x"])
+    header = ["forward", "Nq x Nd, Lq, Ld, d", "ms", "TFLOP/s", "fastest other, ms", "speed beside it"]
     return f"{table(header, rows)}\n\n{machine(document, 'torch', 'triton')}."
 
 

@@ -1,11 +1,12 @@
 """How fast is a training step on this GPU, forward with winners and backward, and how much memory does it take?
 
-    python benchmarks/training.py [--only pages] [--rounds 20] [--seconds 120] [--out FILE]
+    python benchmarks/training.py [--only pages] [--rounds 20] [--seconds 180] [--out FILE]
 
 Median device times: the host is ahead, so launches are not part of them (``host_us`` has those). Gradients are checked
 against fp64 first, at the full shape: only the scores of the last queries and documents get an upstream gradient, so
-that the reference needs those alone and everything else must be zero. ``own_mb`` is what no implementation can do
-without: gradients, winners and scores.
+that the reference needs those alone and everything else must be zero. Similarities rounded to the inputs' dtype, or
+fp32 inputs rounded to half, move winners: such gradients are off by more than rounding, and not ``exact``. ``own_mb``
+is what no implementation can do without: gradients, winners and scores.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from lik_ops import reference
 
-FIRST_CALL_SECONDS = 45
+FIRST_CALL_SECONDS = 100
 SLICE_Q, SLICE_D = 4, 16
-TOLERANCE = 1e-2
+WRONG = 0.5
+EXACT = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class Case(common.Case):
 CASES = (
     Case("in-batch 256", 256, 256, 32, 300, goal_ms=0.50),
     Case("in-batch 128 long", 128, 128, 32, 1024, goal_ms=0.40),
-    Case("pages 128", 128, 128, 1024, 1024, goal_ms=9.0),
     Case("candidates 256x16", 256, 16, 32, 1024, candidates=True, goal_ms=0.60),
     Case("in-batch 64", 64, 64, 32, 180),
     Case("in-batch 256 prefix masks", 256, 256, 32, 300, mask="prefix"),
     Case("in-batch 64 fp32", 64, 64, 32, 180, dtype="float32"),
+    Case("pages 128", 128, 128, 1024, 1024, goal_ms=9.0),  # last: a peer compiles for minutes
 )
 
 
@@ -86,7 +88,7 @@ def errors_of(x: Inputs, score: Scorer) -> dict[str, float]:
     return errors
 
 
-def prepare(x: Inputs, name: str, score: Scorer | str, seconds: float) -> dict:
+def prepare(x: Inputs, score: Scorer | str, seconds: float) -> dict:
     """Compile, check and weigh a contender; or say why there is nothing to time."""
     if isinstance(score, str):
         return {"skipped": score}
@@ -95,11 +97,12 @@ def prepare(x: Inputs, name: str, score: Scorer | str, seconds: float) -> dict:
     try:
         _, first = gpu.first_call(lambda: step(score, x, x.grad_scores), min(seconds, FIRST_CALL_SECONDS))
         errors = errors_of(x, score)
-        # Eager torch rounds the similarities, which moves winners: its error is told, not judged.
-        if name != "eager" and not max(errors.values()) < TOLERANCE:
+        worst = max(errors.values())
+        if not worst < WRONG:
             return {"failed": "wrong: " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items())}
+        exact = worst < EXACT[str(x.Q.dtype).removeprefix("torch.")]
         peak = gpu.peak_bytes(lambda: step(score, x, x.grad_scores)) / 2**20
-        return {**errors, "first_s": first, "peak_mb": peak}
+        return {**errors, "exact": exact, "first_s": first, "peak_mb": peak}
     except (Exception, gpu.TooSlowError) as failure:
         return {"failed": gpu.reason(failure)}
 
@@ -123,7 +126,7 @@ PARTS: dict[str, Callable[[Scorer, Inputs], Callable[[], object]]] = {
 def measure(case: Case, timer: gpu.Timer, end: float) -> dict:
     x = Inputs(case, "cuda")
     found = contenders.training(case, x)
-    entries = {name: prepare(x, name, score, end - time.monotonic()) for name, score in found.items()}
+    entries = {name: prepare(x, score, end - time.monotonic()) for name, score in found.items()}
     ready = {n: f for n, f in found.items() if not isinstance(f, str) and "peak_mb" in entries[n]}
     for part, make in PARTS.items():
         made = {}
@@ -162,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each part (default 20)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=120, help="start nothing after this time (default 120)")
+    parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/training.json)")
     args = parser.parse_args()
     start = time.monotonic()

@@ -68,7 +68,7 @@ def save(figure: Figure, path: Path, results: Path) -> Path:
 
 def drawn(document: dict) -> list[dict]:
     """The records of the roofline: what a GPU's ceilings say something about, without variants of the same shape."""
-    records = [r for r in document["records"] if r["case"]["goal_ms"] or r["case"]["candidates"]]
+    records = [r for r in document["records"] if timed(r) and (r["case"]["goal_ms"] or r["case"]["candidates"])]
     return sorted(records, key=lambda r: r["operations"] / r["bytes"])
 
 
@@ -160,7 +160,7 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         axes.axvline(1, color=INK, lw=1)
         ratios = [ratio for *_, ratio in bars]
         ends = (min(0.8, min(ratios) / 1.1), max(ratios) * 1.15)
-        marks = [t for t in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16) if ends[0] <= t <= ends[1]]
+        marks = [t for t in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12) if ends[0] <= t <= ends[1]]
         axes.set(xscale="log", xlim=ends, ylim=(len(bars) - 0.4, -0.6))
         axes.set_xticks(marks, [f"{t:g}x" for t in marks])
         axes.set_xticks([], minor=True)
@@ -169,7 +169,7 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         axes.set_axisbelow(True)
         for name, (colour, _) in itertools.islice(STYLE.items(), 1, None):
             if any(peer == name for _, peer, _ in bars):
-                axes.barh(math.nan, math.nan, color=colour, label=f"beside {name}")
+                axes.barh(math.nan, math.nan, color=colour, label=f"fastest other: {name}")
         figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
         axes.set_title(f"lik_ops beside the fastest other contender, {machine(document)}", fontsize=10)
         return save(figure, out / "forward-speed.svg", results)

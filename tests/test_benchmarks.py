@@ -122,7 +122,7 @@ def test_a_slow_first_call_ends():
 @pytest.mark.parametrize("name", tables.DOCUMENTS)
 def test_documents_show_the_committed_results(name):
     text = (tables.ROOT / name).read_text()
-    assert tables.rewritten(text) == text, "run benchmarks/tables.py"
+    assert tables.rewritten(text) == text, "run make figures"
 
 
 def test_every_block_is_in_a_document():
@@ -190,7 +190,7 @@ def test_pictures_follow_dark_mode(plot, tmp_path):
 
 def test_pictures_are_of_the_committed_results(plot, tmp_path):
     for name in ("forward-roofline.svg", "forward-speed.svg"):
-        assert plot.digest() in (plot.IMAGES / name).read_text(), "run benchmarks/plot.py"
+        assert plot.digest() in (plot.IMAGES / name).read_text(), "run make figures"
     shutil.copy(tables.RESULTS / "forward.json", tmp_path)
     document = json.loads((tmp_path / "forward.json").read_text())
     document["settings"]["ceilings"]["tflops"] += 1

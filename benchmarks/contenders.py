@@ -29,6 +29,7 @@ NOT_INSTALLED = "not installed"
 PEERS = ("late-interaction-kernels", "flash-maxsim")
 PEER_MODULES = ("late_interaction_kernels", "flash_maxsim")
 LONG = 512  # query tokens
+CHUNK = 128
 HALF = "half precision for fp32 inputs, as in the shorter fp32 cases; half a minute of compiling"
 
 
@@ -76,8 +77,8 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
 def forget_tuning() -> None:
     """Have the peers tune their kernels again, in less time than by default.
 
-    They do it once for a query length, on whatever shape comes first, or take what another process found. Here each
-    case is tuned on itself.
+    They do it once for a query length, on whatever shape comes first, or take what another process found. Here that
+    is the case itself where it has a goal, and the shape that it varies where not.
     """
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] in PEER_MODULES]
     for kernel in (value for module in modules for value in vars(module).values()):
@@ -109,7 +110,8 @@ def forward(case: Case, x: Inputs) -> dict[str, Contender]:
     found["eager"] = "too many similarities"
     if case.similarities < EAGER_LIMIT:
         found["eager"] = lambda: eager(Q, D, **options, winners=winners)
-    forget_tuning()
+    if case.goal_ms and case.Lq < CHUNK:  # longer queries are cut into chunks, tuned alike
+        forget_tuning()
     return found
 
 

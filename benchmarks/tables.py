@@ -107,7 +107,7 @@ def training(results: Path = RESULTS) -> str:
     rows = []
     for record in document["records"]:
         entries, case = record["contenders"], record["case"]
-        best = min((r["ms"] for r in entries.values() if "ms" in r), default=0)
+        best = min(timed(record).values(), default=0)
         row = [case["name"], shape(case)]
         for name in names:
             text = cell(entries.get(name), best)
@@ -116,8 +116,12 @@ def training(results: Path = RESULTS) -> str:
     text = (
         f"{machine(document, 'torch', 'triton')}. Median device milliseconds of forward and backward, both gradients,"
         " and in brackets the peak in MiB beyond the inputs; `own` is what gradients, winners and scores take."
+        " `*`: winners that another precision moved. `-`: failed, or no time left."
     )
-    return f"{text}\n\n{table(['case', 'shape', *names, 'own', 'goal'], rows)}"
+    first = document["records"][0]
+    host = ", ".join(f"{name} {r['host_us']:.0f}" for name, r in first["contenders"].items() if "host_us" in r)
+    host = f"Host microseconds of a step ({first['case']['name']}): {host}."
+    return f"{text}\n\n{table(['case', 'shape', *names, 'own', 'goal'], rows)}\n\n{host}"
 
 
 def cpu(results: Path = RESULTS) -> str:

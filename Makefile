@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint format bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks/... picks another)"
+	@echo "make figures   the tables and pictures of the documentation, from benchmarks/results"
 	@echo "make clean     remove .venv, caches and build outputs"
 
 # torch goes first and alone with numpy: everything after it finds the pinned build in place.
@@ -55,6 +56,10 @@ format: $(VENV)/.stamp
 bench: $(VENV)/.stamp-bench
 	@test -n "$(BENCH)" || { echo "no benchmark found: BENCH is empty" >&2; exit 1; }
 	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+figures: $(VENV)/.stamp
+	@$(BIN)/python benchmarks/tables.py
+	@$(BIN)/python benchmarks/plot.py
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,5 @@
-"""What the benchmark scripts share: interleaved timing, and JSON records of where and with what they were made."""
+"""What the benchmark scripts share: cases and their inputs, interleaved timing on a CPU, and JSON records of where and
+with what they were made."""
 
 from __future__ import annotations
 
@@ -11,11 +12,148 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from lik_ops import reference
 
 RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question of a benchmark. Its name is how results of different commits are compared, so it stays."""
+
+    name: str
+    Nq: int
+    Nd: int
+    Lq: int
+    Ld: int
+    d: int = 128
+    dtype: str = "bfloat16"
+    what: str = "scores"  # "scores", "winners" (with argmax) or "step" (forward with winners, and backward)
+    mask: str = ""  # "prefix": documents of Ld / 2 to Ld tokens; "holes": a quarter of all tokens masked, on both sides
+    normalize: bool = False
+    weighted: bool = False  # with q_weight
+    candidates: bool = False  # Nd documents of each query's own
+    goal_ms: float | None = None
+
+    @property
+    def documents(self) -> int:
+        return self.Nd * (self.Nq if self.candidates else 1)
+
+    @property
+    def operations(self) -> int:
+        """Of one product of all tokens, masked ones included; a backward pass is not counted."""
+        return 2 * self.Nq * self.Nd * self.Lq * self.Ld * self.d
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def similarities(self) -> int:
+        """Bytes of the similarities in the dtype of the inputs: what is never to be in memory."""
+        return self.operations // (2 * self.d) * self.itemsize
+
+    @property
+    def winners(self) -> int:
+        """Bytes of the winners."""
+        return self.Nq * self.Nd * self.Lq * (2 if self.Ld < 2**15 else 4)
+
+    @property
+    def bytes(self) -> int:
+        """Of a forward that reads every token, masked ones included, mask and weight once, and writes its results."""
+        tokens = self.Nq * self.Lq + self.documents * self.Ld
+        masked = {"": 0, "prefix": self.documents * self.Ld, "holes": tokens}[self.mask]
+        weights = 4 * self.Nq * self.Lq if self.weighted else 0
+        winners = 0 if self.what == "scores" else self.winners
+        return self.itemsize * self.d * tokens + masked + weights + 4 * self.Nq * self.Nd + winners
+
+
+class Inputs:
+    """Random tensors for a case: tokens of unit norm, or of any norm where the case normalises them."""
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        documents = (case.Nq, case.Nd) if case.candidates else (case.Nd,)
+
+        def draw(*shape: int) -> Tensor:
+            x = torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+            return x if case.normalize else x.div_(x.norm(dim=-1, keepdim=True))
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=device)
+
+        self.Q = draw(case.Nq, case.Lq, case.d)
+        self.D = draw(*documents, case.Ld, case.d)
+        self.q_mask = self.d_mask = self.q_weight = self.doc_lengths = None
+        if case.mask == "prefix":
+            self.doc_lengths = (case.Ld // 2 + uniform(*documents) * (case.Ld // 2 + 1)).int().clamp(max=case.Ld)
+            self.d_mask = torch.arange(case.Ld, device=device) < self.doc_lengths[..., None]
+        elif case.mask == "holes":
+            self.q_mask, self.d_mask = uniform(case.Nq, case.Lq) > 0.25, uniform(*documents, case.Ld) > 0.25
+        if case.weighted:
+            self.q_weight = uniform(case.Nq, case.Lq)
+        self.normalize = case.normalize
+        self.grad_scores = uniform(case.Nq, case.Nd) - 0.5
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments of `lik_ops.maxsim` and of its reference."""
+        per_token = {"q_mask": self.q_mask, "d_mask": self.d_mask, "q_weight": self.q_weight}
+        return {**per_token, "normalize": self.normalize}
+
+    def last(self, queries: int, documents: int) -> tuple[Tensor, Tensor, dict]:
+        """Views of the last `queries` and of the last `documents` (of those queries), with their options."""
+        q = slice(-queries, None)
+        k = (q, slice(-documents, None)) if self.D.dim() == 4 else (slice(-documents, None),)
+        options = {
+            "q_mask": None if self.q_mask is None else self.q_mask[q],
+            "d_mask": None if self.d_mask is None else self.d_mask[k],
+            "q_weight": None if self.q_weight is None else self.q_weight[q],
+            "normalize": self.normalize,
+        }
+        return self.Q[q], self.D[k], options
+
+
+def eager(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    winners: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What one writes without a library: every similarity in memory, in the inputs' dtype."""
+    if normalize:
+        Q, D = torch.nn.functional.normalize(Q, dim=-1), torch.nn.functional.normalize(D, dim=-1)
+    S = torch.einsum("isd,ijtd->ijst" if D.dim() == 4 else "isd,jtd->ijst", Q, D)
+    if d_mask is not None:
+        S = S.masked_fill(~(d_mask[:, :, None] if D.dim() == 4 else d_mask[None, :, None]), float("-inf"))
+    maxima, argmax = S.max(-1) if winners else (S.amax(-1), None)
+    maxima = maxima.float()
+    if q_weight is not None:
+        maxima = maxima * q_weight[:, None]
+    if q_mask is not None:
+        maxima = maxima.masked_fill(~q_mask[:, None], 0)
+    return maxima.sum(-1) if argmax is None else (maxima.sum(-1), argmax)
+
+
+def error_of(x: Inputs, scores: Tensor) -> float:
+    """Relative error beside fp64, on the last queries and documents: what goes wrong first beyond 2^31 elements."""
+    Q, D, options = x.last(4, 64)
+    return relative_error(scores[-4:, -64:], reference.maxsim(Q.double(), D.double(), **options))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of `expected`; NaN where either has one."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _cpu_name() -> str:

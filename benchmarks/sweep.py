@@ -16,8 +16,11 @@ from pathlib import Path
 from unittest import mock
 
 import common
+import contenders
 import torch
-from forward import CASES, Case, Timer, contenders
+from common import Case, Inputs
+from forward import CASES
+from gpu import Timer
 
 from lik_ops.backends import configs
 from lik_ops.backends.configs import Launch
@@ -47,14 +50,8 @@ def forced(BM: int, BN: int, warps: int, stages: int) -> Iterator[None]:
 
 
 def measure(case: Case, timer: Timer) -> dict:
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, case.dtype))
-
-    Q = draw(case.Nq, case.Lq, case.d)
-    D = draw(*((case.Nq, case.Nd) if case.candidates else (case.Nd,)), case.Ld, case.d)
-    function = contenders(case, Q, D)["lik_ops"]
+    function = contenders.forward(case, Inputs(case, "cuda"))["lik_ops"]
+    assert not isinstance(function, str)
 
     def scores() -> torch.Tensor:
         out = function()

@@ -1,0 +1,172 @@
+"""The tables of the documentation, from the results of the last runs.
+
+    python benchmarks/tables.py [--check]
+
+Rewrites what stands between ``<!-- NAME: ... -->`` and ``<!-- /NAME -->`` in docs/performance.md and README.md, so that
+a figure in the documentation is always one that a result file has. ``--check`` only tells which documents are stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/performance.md")
+OURS = "lik_ops"
+COLUMNS = (OURS, "late-interaction-kernels", "flash-maxsim", "eager", "compiled eager")
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def load(name: str, results: Path = RESULTS) -> dict:
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def timed(record: dict) -> dict[str, float]:
+    """Milliseconds of the contenders that computed in the precision of the inputs."""
+    return {name: r["ms"] for name, r in record["contenders"].items() if r.get("exact")}
+
+
+def best_peer(record: dict) -> tuple[str, float] | None:
+    """The fastest other contender that computed in the precision of the inputs."""
+    others = {name: ms for name, ms in timed(record).items() if name != OURS}
+    return min(others.items(), key=lambda item: item[1]) if others else None
+
+
+def shape(case: dict) -> str:
+    parts = [f"{case['Nq']} x {case['Nd']}, {case['Lq']}, {case['Ld']}, {case['d']}"]
+    parts += [DTYPES[case["dtype"]]] if case["dtype"] != "bfloat16" else []
+    return ", ".join(parts)
+
+
+def machine(document: dict, *packages: str) -> str:
+    """Where and with what a result was made."""
+    env = document["environment"]
+    names = [env["gpus"][0]] if env["gpus"] else [env["cpu"], f"{env['threads']} threads"]
+    versions = [f"{name} {env['versions'][name]}" for name in packages if env["versions"].get(name)]
+    return ", ".join([*names, *versions, f"commit {(env['commit'] or 'unknown')[:7]}"])
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(entry: dict | None, best: float) -> str:
+    if entry is None or "ms" not in entry:
+        return "-"
+    text = f"{entry['ms']:.4f}" + ("" if entry.get("exact", True) else " *")
+    return f"**{text}**" if entry["ms"] == best else text
+
+
+def forward(results: Path = RESULTS) -> str:
+    document = load("forward", results)
+    ceilings, versions = document["settings"]["ceilings"], document["environment"]["versions"]
+    header = ["case", "shape", "floor", "read"]
+    header += [f"{name} {versions.get(name) or ''}".strip() if name != OURS else name for name in COLUMNS] + ["goal"]
+    rows = []
+    for record in document["records"]:
+        case, best = record["case"], min(timed(record).values(), default=0)
+        row = [case["name"], shape(case), f"{record['floor_ms']:.4f}", f"{record['read_ms']:.4f}"]
+        row += [cell(record["contenders"].get(name), best) for name in COLUMNS]
+        rows.append([*row, f"{case['goal_ms']}" if case["goal_ms"] else ""])
+    text = (
+        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache; fastest in bold."
+        f" Shapes are `Nq x Nd, Lq, Ld, d`, bf16 where nothing else is said. Ceilings of the run:"
+        f" {ceilings['tflops']:.0f} TFLOP/s (bf16 matrix product), {ceilings['gbs']:.0f} GB/s (read of 4 GiB); an"
+        f" empty kernel takes {ceilings['empty_ms']:.4f} ms. `floor` is the larger of operations and bytes over the"
+        " ceilings, `read` the time of a kernel that only reads as many bytes. `*`: computed in less than the inputs'"
+        " precision, not compared. `-`: cannot, failed, or no time left; `benchmarks/results/forward.json` says why."
+    )
+    host = ", ".join(f"{name} {us:.0f}" for name, us in document["settings"]["host_us"].items())
+    host = f"Host microseconds of a tiny call (8 x 8, 32, 64, 64), no gradients: {host}."
+    return f"{text}\n\n{table(header, rows)}\n\n{host}"
+
+
+def summary(results: Path = RESULTS) -> str:
+    """For the README: the shapes with a goal, beside whoever else is fastest."""
+    document = load("forward", results)
+    rows = []
+    for record in document["records"]:
+        case, ours, peer = record["case"], record["contenders"][OURS], best_peer(record)
+        if case["goal_ms"] is None or peer is None or "ms" not in ours:
+            continue
+        row = [case["name"], shape(case), f"{ours['ms']:.3f}", f"{ours['tflops']:.0f}"]
+        rows.append([*row, f"{peer[1]:.3f} ({peer[0]})", f"{peer[1] / ours['ms']:.2f}x"])
+    header = ["forward", "Nq x Nd, Lq, Ld, d", "ms", "TFLOP/s", "fastest other, ms", "speed beside it"]
+    return f"{table(header, rows)}\n\n{machine(document, 'torch', 'triton')}."
+
+
+def training(results: Path = RESULTS) -> str:
+    document = load("training", results)
+    names = ("lik_ops lowmem", "lik_ops unified", *COLUMNS[1:4])
+    rows = []
+    for record in document["records"]:
+        entries, case = record["contenders"], record["case"]
+        best = min(timed(record).values(), default=0)
+        row = [case["name"], shape(case)]
+        for name in names:
+            text = cell(entries.get(name), best)
+            row.append(f"{text} ({entries[name]['peak_mb']:.0f})" if text != "-" else text)
+        rows.append([*row, f"{record['own_mb']:.0f}", f"{case['goal_ms']}" if case["goal_ms"] else ""])
+    text = (
+        f"{machine(document, 'torch', 'triton')}. Median device milliseconds of forward and backward, both gradients,"
+        " and in brackets the peak in MiB beyond the inputs; `own` is what gradients, winners and scores take."
+        " `*`: winners that another precision moved. `-`: failed, or no time left."
+    )
+    first = document["records"][0]
+    host = ", ".join(f"{name} {r['host_us']:.0f}" for name, r in first["contenders"].items() if "host_us" in r)
+    host = f"Host microseconds of a step ({first['case']['name']}): {host}."
+    return f"{text}\n\n{table(['case', 'shape', *names, 'own', 'goal'], rows)}\n\n{host}"
+
+
+def cpu(results: Path = RESULTS) -> str:
+    document = load("cpu", results)
+    rows = []
+    for record in document["records"]:
+        kinds = {name: r["best"] for name, r in record["contenders"].items()}
+        row = [record["case"]["name"], shape({**record["case"]})]
+        row += [f"{kinds[OURS]['gflops']:.0f}", f"{kinds[OURS]['of_sgemm']:.2f}"]
+        rows.append(row + [f"{kinds[n]['gflops']:.0f}" if n in kinds else "-" for n in ("maxsim-cpu", "eager")])
+    text = (
+        f"{machine(document, 'torch', 'maxsim-cpu')}. GFLOP/s, best of {document['settings']['rounds']} rounds;"
+        " `of sgemm` is the share of the machine's own 2048^3 fp32 product, timed in the same rounds."
+    )
+    return f"{text}\n\n{table(['case', 'shape', OURS, 'of sgemm', 'maxsim-cpu', 'eager'], rows)}"
+
+
+BLOCKS = {"forward": forward, "summary": summary, "training": training, "cpu": cpu}
+
+
+def rewritten(text: str, results: Path = RESULTS) -> str:
+    """A document with every generated block made anew."""
+
+    def replace(match: re.Match) -> str:
+        return f"{match['begin']}\n{BLOCKS[match['name']](results)}\n{match['end']}"
+
+    pattern = r"(?P<begin><!-- (?P<name>\w+): [^\n]* -->)\n.*?(?P<end><!-- /(?P=name) -->)"
+    return re.sub(pattern, replace, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is stale")
+    args = parser.parse_args()
+    stale = []
+    for path in (ROOT / name for name in DOCUMENTS):
+        before = path.read_text()
+        after = rewritten(before)
+        if after != before:
+            stale.append(path.name)
+            if not args.check:
+                path.write_text(after)
+    print(f"{'stale' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
+    sys.exit(1 if args.check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

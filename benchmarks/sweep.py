@@ -24,6 +24,7 @@ from gpu import Timer
 
 from lik_ops.backends import configs
 from lik_ops.backends.configs import Launch
+from lik_ops.ops import eager
 
 ROWS, TOKENS, WARPS, STAGES = (64, 128, 256), (64, 128), (4, 8), (2, 3, 4)
 
@@ -46,7 +47,9 @@ def forced(BM: int, BN: int, warps: int, stages: int) -> Iterator[None]:
         return replace(launch, config=config, num_warps=warps, num_stages=stages)
 
     with mock.patch.object(configs, "forward", choose):
+        eager.forget()
         yield
+    eager.forget()
 
 
 def measure(case: Case, timer: Timer) -> dict:

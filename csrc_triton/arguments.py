@@ -68,3 +68,16 @@ class Config(NamedTuple):
     NORMALIZE: bool
     WIDE: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands
+
+
+# The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
+# anew, but for two kinds. VECTOR: strides of which it knows whether all are multiples of 16, so that it can load
+# vectors; where tensors are contiguous that follows from d. UNIT: strides that become constants where they are 1.
+VECTOR: dict[type, tuple[str, ...]] = {
+    Queries: ("stride_n", "stride_l"),
+    Documents: ("stride_owner", "stride_doc", "stride_l"),
+}
+UNIT: dict[type, tuple[str, ...]] = {
+    Queries: ("stride_d", "mask_stride_l", "weight_stride_l"),
+    Documents: ("stride_d", "mask_stride_l"),
+}

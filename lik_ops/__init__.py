@@ -4,6 +4,7 @@ from . import reference
 from ._backend_choice import use_backend
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
 from ._version import __version__
+from ._warmup import warmup
 from .scorer import MaxSimScorer
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "maxsim_with_argmax",
     "reference",
     "use_backend",
+    "warmup",
 ]

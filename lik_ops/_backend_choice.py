@@ -10,6 +10,10 @@ from contextvars import ContextVar
 BACKENDS = ("auto", "triton", "portable")
 ENVIRONMENT_VARIABLE = "LIK_OPS_BACKEND"
 
+# Below os.environ, whose own look-up takes most of a microsecond of every call.
+_environment = getattr(os.environ, "_data", None)
+_encoded_name = os.environ.encodekey(ENVIRONMENT_VARIABLE) if hasattr(os.environ, "encodekey") else ENVIRONMENT_VARIABLE
+
 _override: ContextVar[str | None] = ContextVar("lik_ops_backend", default=None)
 
 
@@ -24,6 +28,8 @@ def requested_backend() -> str:
     override = _override.get()
     if override is not None:
         return override
+    if _environment is not None and _encoded_name not in _environment:
+        return "auto"
     return _checked(os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE)
 
 

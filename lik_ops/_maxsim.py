@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  (registers torch.ops.lik)
 from ._layout import as_bool, check, lift
+from .ops import eager  # also registers torch.ops.lik
 
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
 
@@ -51,6 +51,10 @@ def maxsim(
         >>> lik_ops.maxsim(Q, D, normalize=True).shape
         torch.Size([2, 5])
     """
+    if not torch.compiler.is_dynamo_compiling():  # the dispatcher, which compiled code keeps, takes microseconds
+        scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+        if scores is not None:
+            return scores
     return torch.ops.lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )

@@ -38,14 +38,14 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
     if backend is portable:
         reason = None if device.type == "cpu" else backends.why_not_triton(device, dtype)
         return "portable" + (f" ({reason})" if reason else "")
-    from .backends import configs, cuda
+    from .backends import configs, cuda, launcher
 
     arch = cuda.architecture(device)
     launch = configs.forward(arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=cuda.allow_tf32())
     c = launch.config
     return (
         f"triton maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "
-        f"{launch.num_warps} warps, {launch.num_stages} stages"
+        f"{launch.num_warps} warps, {launch.num_stages} stages; launched {launcher.way()}"
     )
 
 

@@ -1,6 +1,7 @@
 """Who computes: `cuda` launches the Triton kernels, `portable` streams through plain torch on any device."""
 
 import logging
+import sys
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -22,6 +23,14 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     from . import cuda
 
     return cuda.unavailable(device)
+
+
+def forget() -> None:
+    """Drop what the backends worked out from their tables of configurations."""
+    if "lik_ops.backends.cuda" in sys.modules:
+        from . import cuda
+
+        cuda.forget()
 
 
 def select(device: torch.device, dtype: torch.dtype) -> ModuleType:

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._layout import metadata
 from ..csrc_triton import backward_lowmem as lowmem_kernels
 from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton import forward as forward_kernels
 from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Upstream
-from . import configs
-from .configs import ARCHITECTURES, INTERPRETER, Architecture
+from . import configs, launcher
+from .configs import ARCHITECTURES, INTERPRETER, Architecture, Launch
 
+_log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
+_MOST_PLANS = 4096
+_MOST_TILES = 64  # tensor descriptors that a plan keeps
+_NO_STRIDES = (None, None, None)
+_empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
 def _interpreting() -> bool:
@@ -59,19 +68,24 @@ def _on_device(device: torch.device):
     return contextlib.nullcontext()
 
 
+def _strides(per_token: Tensor | None) -> tuple[int | None, ...]:
+    return (None, None) if per_token is None else per_token.stride()
+
+
 def _queries(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
-    none = (None, 0, 0)
-    return Queries(
-        Q,
-        *Q.stride(),
-        *(none if mask is None else (mask, *mask.stride())),
-        *(none if weight is None else (weight, *weight.stride())),
-    )
+    return Queries._make((Q, *Q.stride(), mask, *_strides(mask), weight, *_strides(weight)))
+
+
+def _owned_strides(x: Tensor | None, candidates: bool) -> tuple[int | None, ...]:
+    """Strides beginning with that of the owner, which is 0 in the cross product."""
+    if x is None:
+        return _NO_STRIDES
+    return x.stride() if candidates else (0, *x.stride())
 
 
 def _documents(D: Tensor, mask: Tensor | None) -> Documents:
-    owner = () if D.dim() == 4 else (0,)
-    return Documents(D, *owner, *D.stride(), *((None, 0, 0, 0) if mask is None else (mask, *owner, *mask.stride())))
+    candidates = D.dim() == 4
+    return Documents._make((D, *_owned_strides(D, candidates), mask, *_owned_strides(mask, candidates)))
 
 
 def _upstream(grad_scores: Tensor, argmax: Tensor) -> Upstream:
@@ -93,11 +107,16 @@ def _wide(Q: Tensor, D: Tensor) -> int:
 
 def _descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
     """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
-    rows, d = D.numel() // D.shape[-1], D.shape[-1]
-    aligned = D.data_ptr() % 16 == 0 and d * D.element_size() % 16 == 0
-    if D.shape[-2] < config.BN or not aligned or rows > _INT32_MAX or not D.is_contiguous():
+    if not _describable(D, config) or D.data_ptr() % 16:
         return None
-    return TensorDescriptor(D, [rows, d], [d, 1], [config.BN, config.BD])
+    d = D.shape[-1]
+    return TensorDescriptor(D, [D.numel() // d, d], [d, 1], [config.BN, config.BD])
+
+
+def _describable(D: Tensor, config: Config) -> bool:
+    """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
+    rows, d = D.numel() // D.shape[-1], D.shape[-1]
+    return D.shape[-2] >= config.BN and d * D.element_size() % 16 == 0 and rows <= _INT32_MAX and D.is_contiguous()
 
 
 def _check_grid(programs: int) -> tuple[int]:
@@ -111,6 +130,153 @@ def allow_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32
 
 
+class ForwardPlan:
+    """What a forward call needs and what follows from the metadata of its arguments alone: worked out once for each.
+
+    Made from arguments with all their axes; called also with the 2-D tensors that these axes were added to.
+    """
+
+    def __init__(
+        self,
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        normalize: bool,
+        argmax_dtype: torch.dtype | None,
+    ) -> None:
+        self.device, self.index, self.arch = Q.device, Q.device.index, architecture(Q.device)
+        self.sizes, self.d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
+        Nq, K, Lq, _ = self.sizes
+        self.scores_shape, self.argmax_dtype = (Nq, K), argmax_dtype
+        self.argmax_shape = (Nq, K, Lq) if candidates else (K, Nq, Lq)
+        self.is_trivial = Nq * K == 0 or Lq == 0
+        if self.is_trivial:
+            return
+        launch = configs.forward(
+            self.arch,
+            Q.dtype,
+            Nq,
+            Lq,
+            self.d,
+            candidates=candidates,
+            normalize=normalize,
+            wide=_wide(Q, D),
+            tf32=allow_tf32(),
+        )
+        self.config, self.options = launch.config, launch.options(self.arch)
+        queries_per_tile = self.config.BM // self.config.SLOT
+        row_tiles = Nq if candidates else triton.cdiv(Nq, queries_per_tile)
+        self.grid = (*_check_grid(row_tiles * K), 1, 1)
+        self.kernel = forward_kernels.maxsim_forward
+        self.query_strides = Q.stride(), _strides(q_mask), _strides(q_weight)
+        self.document_strides = _owned_strides(D, candidates), _owned_strides(d_mask, candidates)
+        self.reads_tiles = self.arch.has_descriptors and _describable(D, self.config)
+        self.tiles: dict[int, tuple] = {}
+        self.row_strides = (K, 1)
+        self.constants = (*self.sizes, self.d, self.config)
+        # Once known: what launches tensors that begin at multiples of 16 bytes.
+        self.bound: launcher.Bound | None = None
+        self.direct: Callable | None = None
+        _log.debug("maxsim_forward on %s for %s: %s", self.arch.name, self.sizes, launch)
+
+    def new_argmax(self) -> Tensor:
+        if self.argmax_dtype is None:
+            return torch.empty(0, dtype=torch.int32, device=self.device)
+        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
+
+    def scores(
+        self,
+        shape: tuple[int, ...],
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        argmax: Tensor | None,
+    ) -> Tensor:
+        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
+        if self.is_trivial:
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
+        if self.index is not None and torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.device(self.device):
+                return self.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
+        if self.index is None or _empty_cuda is None or torch.are_deterministic_algorithms_enabled():
+            scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        else:  # what inductor's code calls: it saves microseconds
+            scores = _empty_cuda(shape, self.row_strides[-len(shape) :] if shape else (), torch.float32)
+        self._launch(Q, D, q_mask, d_mask, q_weight, scores, argmax)
+        return scores
+
+    def _launch(
+        self,
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        scores: Tensor,
+        argmax: Tensor | None,
+    ) -> None:
+        q, d = Q.data_ptr(), D.data_ptr()
+        q_kept = None if q_mask is None else q_mask.data_ptr()
+        d_kept = None if d_mask is None else d_mask.data_ptr()
+        weight = None if q_weight is None else q_weight.data_ptr()
+        aligned = not (q | d | (q_kept or 0) | (d_kept or 0) | (weight or 0)) & 15
+        if aligned and self.direct is not None and not launcher.hooks_set():
+            tiles = self._tiles(D, d) if self.reads_tiles else (None,)
+            winners = None if argmax is None else argmax.data_ptr()
+            args = (*self._grouped(q, d, q_kept, d_kept, weight), *tiles, scores.data_ptr(), winners, *self.constants)
+            self.direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
+            return
+        queries, documents = self._grouped(Q, D, q_mask, d_mask, q_weight)
+        groups = Queries._make(queries), Documents._make(documents)
+        tiles = (_descriptor(D, self.config) if self.reads_tiles else None,)
+        args = (*groups, *tiles, scores, argmax, *self.constants)
+        bound = launcher.launch(self.kernel, self.grid, args, self.options)
+        if aligned and bound is not None and bound.direct is not None:
+            self.bound, self.direct = bound, bound.direct
+
+    def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, tuple]:
+        """Tensors or pointers grouped with their strides, in the order of `Queries` and `Documents`."""
+        (a, b, c), (e, f) = self.query_strides, self.document_strides
+        return (q, *a, q_mask, *b, weight, *c), (d, *e, d_mask, *f)
+
+    def _tiles(self, D: Tensor, pointer: int) -> tuple:
+        """The descriptor of `D` as the kernel takes it: it depends on nothing but the plan and where D begins."""
+        found = self.tiles.get(pointer)
+        if found is None:
+            if len(self.tiles) >= _MOST_TILES:
+                self.tiles.clear()
+            assert self.bound is not None
+            found = self.tiles[pointer] = self.bound.encoded(0, _descriptor(D, self.config))
+        return found
+
+
+_plans: dict[tuple, ForwardPlan] = {}
+
+
+def forward_plan(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+) -> ForwardPlan:
+    """The plan for validated arguments that have all their axes."""
+    tf32 = Q.dtype == torch.float32 and allow_tf32()
+    key = (*metadata(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    return plan
+
+
 def forward(
     Q: Tensor,
     D: Tensor,
@@ -121,39 +287,10 @@ def forward(
     argmax_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Scores [Nq, Nd] or [Nq, K] in fp32, and the winners (an empty tensor if `argmax_dtype` is None)."""
-    sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
-    scores = Q.new_empty((sizes.Nq, sizes.K), dtype=torch.float32)
-    shape = (sizes.Nq, sizes.K, sizes.Lq) if candidates else (sizes.K, sizes.Nq, sizes.Lq)
-    argmax = Q.new_empty(0, dtype=torch.int32) if argmax_dtype is None else Q.new_empty(shape, dtype=argmax_dtype)
-    if scores.numel() == 0 or sizes.Lq == 0:
-        return scores.zero_(), argmax
-    arch = architecture(Q.device)
-    launch = configs.forward(
-        arch,
-        Q.dtype,
-        sizes.Nq,
-        sizes.Lq,
-        d,
-        candidates=candidates,
-        normalize=normalize,
-        wide=_wide(Q, D),
-        tf32=allow_tf32(),
-    )
-    queries_per_tile = launch.config.BM // launch.config.SLOT
-    row_tiles = sizes.Nq if candidates else triton.cdiv(sizes.Nq, queries_per_tile)
-    with _on_device(Q.device):
-        forward_kernels.maxsim_forward[_check_grid(row_tiles * sizes.K)](
-            _queries(Q, q_mask, q_weight),
-            _documents(D, d_mask),
-            _descriptor(D, launch.config) if arch.has_descriptors else None,
-            scores,
-            None if argmax_dtype is None else argmax,
-            *sizes,
-            d,
-            launch.config,
-            **launch.options(arch),
-        )
-    return scores, argmax
+    plan = forward_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    argmax = plan.new_argmax()
+    wanted = None if argmax_dtype is None else argmax
+    return plan.scores(plan.scores_shape, Q, D, q_mask, d_mask, q_weight, wanted), argmax
 
 
 def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
@@ -165,6 +302,74 @@ def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
         new(shape if need else (0,), dtype=dtype, device=Q.device)
         for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
     ]
+
+
+@functools.cache
+def _gather(*args, **kwargs) -> Launch:
+    return configs.gather(*args, **kwargs)
+
+
+@functools.cache
+def _grad_documents(*args, **kwargs) -> Launch:
+    return configs.grad_documents(*args, **kwargs)
+
+
+def forget() -> None:
+    """Drop what was worked out from the table of configurations."""
+    _plans.clear()
+    _gather.cache_clear()
+    _grad_documents.cache_clear()
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What the launches of one backward share."""
+
+    queries: Queries
+    documents: Documents
+    up: Upstream
+    sizes: Sizes
+    d: int
+    arch: Architecture
+    candidates: bool
+    normalize: bool
+    wide: int
+
+    @staticmethod
+    def of(
+        grad_scores: Tensor,
+        Q: Tensor,
+        D: Tensor,
+        argmax: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        normalize: bool,
+    ) -> _Backward:
+        return _Backward(
+            _queries(Q, q_mask, q_weight),
+            _documents(D, d_mask),
+            _upstream(grad_scores, argmax),
+            _sizes(Q, D),
+            Q.shape[-1],
+            architecture(Q.device),
+            D.dim() == 4,
+            normalize,
+            _wide(Q, D),
+        )
+
+    @property
+    def inputs(self) -> tuple[Queries, Documents, Upstream]:
+        """What most kernels take first."""
+        return self.queries, self.documents, self.up
+
+    def gather(self) -> Launch:
+        return _gather(self.d, candidates=self.candidates, normalize=self.normalize, wide=self.wide)
+
+    def launch(self, kernel, grid: tuple[int, ...], launch: Launch, *args, sizes: Sizes | None = None, more=()) -> None:
+        """Launch a kernel that takes `args`, sizes, d, `more` and the configuration."""
+        args = (*args, *(sizes or self.sizes), self.d, *more, launch.config)
+        launcher.launch(kernel, grid, args, launch.options(self.arch))
 
 
 def backward_lowmem(
@@ -179,43 +384,22 @@ def backward_lowmem(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it."""
-    sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
     grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight
-    queries, documents = _queries(Q, q_mask, q_weight), _documents(D, d_mask)
-    up = _upstream(grad_scores, argmax)
+    call = _Backward.of(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize)
+    Nq, K, Lq, Ld = call.sizes
     wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
-    arch = architecture(Q.device)
     with _on_device(Q.device):
         if needs[0] or needs[2]:
-            launch = configs.gather(d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
-            grid = _check_grid(sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM))
-            lowmem_kernels.maxsim_grad_queries[grid](
-                queries, documents, up, wanted[0], wanted[2], *sizes, d, launch.config, **launch.options(arch)
-            )
+            launch = call.gather()
+            grid = _check_grid(Nq * triton.cdiv(Lq, launch.config.BM))
+            call.launch(lowmem_kernels.maxsim_grad_queries, grid, launch, *call.inputs, wanted[0], wanted[2])
         if needs[1]:
-            launch = configs.grad_documents(arch, d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
-            count = sizes.Nq * sizes.K if candidates else sizes.K
-            grid = _check_grid(count * triton.cdiv(sizes.Ld, launch.config.BN))
-            lowmem_kernels.maxsim_grad_documents[grid](
-                queries, documents, up, grad_D, *sizes, d, launch.config, **launch.options(arch)
-            )
+            launch = _grad_documents(call.arch, call.d, candidates=call.candidates, normalize=normalize, wide=call.wide)
+            grid = _check_grid((Nq * K if call.candidates else K) * triton.cdiv(Ld, launch.config.BN))
+            call.launch(lowmem_kernels.maxsim_grad_documents, grid, launch, *call.inputs, grad_D)
     return grad_Q, grad_D, grad_weight
-
-
-def _finish(
-    X: Tensor, queries: Queries, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, normalize: bool
-) -> None:
-    """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
-    sizes = Sizes(X.shape[0], X.shape[1], X.shape[2], 0)
-    d = X.shape[-1]
-    arch = architecture(X.device)
-    launch = configs.gather(d, candidates=False, normalize=normalize, wide=_wide(X, X))
-    grid = _check_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
-    unified_kernels.maxsim_finish[grid](
-        _documents(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config, **launch.options(arch)
-    )
 
 
 def _require_nondeterminism_allowed() -> None:
@@ -229,6 +413,17 @@ def _require_nondeterminism_allowed() -> None:
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(message)
     warnings.warn(message, stacklevel=2)
+
+
+def _finish(
+    call: _Backward, X: Tensor, queries: Queries, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None
+) -> None:
+    """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
+    sizes = Sizes(X.shape[0], X.shape[1], X.shape[2], 0)
+    launch = _gather(call.d, candidates=False, normalize=call.normalize, wide=_wide(X, X))
+    grid = _check_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
+    args = (_documents(X, None), queries, sums, grad, grad_weight)
+    call.launch(unified_kernels.maxsim_finish, grid, launch, *args, sizes=sizes)
 
 
 def backward_unified(
@@ -248,26 +443,24 @@ def backward_unified(
         RuntimeError: under `torch.use_deterministic_algorithms(True)`.
     """
     _require_nondeterminism_allowed()
-    sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
     grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight
-    queries, documents = _queries(Q, q_mask, q_weight), _documents(D, d_mask)
-    up = _upstream(grad_scores, argmax)
+    call = _Backward.of(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize)
     wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
-    arch = architecture(Q.device)
     sum_Q = torch.zeros(Q.shape, dtype=torch.float32, device=Q.device) if needs[0] or needs[2] else None
     sum_D = torch.zeros(D.shape, dtype=torch.float32, device=Q.device) if needs[1] else None
-    launch = configs.gather(d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
-    row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
-    K_per_program = max(1, triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS))
+    launch = call.gather()
+    row_tiles = call.sizes.Nq * triton.cdiv(call.sizes.Lq, launch.config.BM)
+    K_per_program = max(1, triton.cdiv(call.sizes.K * row_tiles, _SCATTER_PROGRAMS))
+    grid = (*_check_grid(row_tiles), triton.cdiv(call.sizes.K, K_per_program))
     with _on_device(Q.device):
-        grid = (*_check_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))
-        unified_kernels.maxsim_scatter[grid](
-            queries, documents, up, sum_Q, sum_D, *sizes, d, K_per_program, launch.config, **launch.options(arch)
-        )
+        scatter = unified_kernels.maxsim_scatter
+        call.launch(scatter, grid, launch, *call.inputs, sum_Q, sum_D, more=(K_per_program,))
         if sum_Q is not None:
-            _finish(Q.unsqueeze(1), queries, sum_Q, wanted[0], wanted[2], normalize)
+            _finish(call, Q.unsqueeze(1), call.queries, sum_Q, wanted[0], wanted[2])
         if sum_D is not None:
-            _finish(D if candidates else D.unsqueeze(0), queries._replace(weight=None), sum_D, grad_D, None, normalize)
+            documents = D if call.candidates else D.unsqueeze(0)
+            unweighted = call.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
+            _finish(call, documents, unweighted, sum_D, grad_D, None)
     return grad_Q, grad_D, grad_weight

@@ -14,6 +14,7 @@ reaches 0.54 of its full rate, and 0.65 with a copy into the cache before it, th
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ class SliceShape(NamedTuple):
     panels: int  # slices of a query
 
 
+@lru_cache(maxsize=1024)
 def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     """How documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
     token_bytes = d * dtype.itemsize

@@ -7,6 +7,7 @@ several panels, the query sides of its slices.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import isnan
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ def _most_slices(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
     return max(2, min(DOCUMENT_BYTES // documents, SIMILARITY_BYTES // similarities))
 
 
+@lru_cache(maxsize=1024)
 def _cut(shape: SliceShape, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> _Cut:
     size = dtype.itemsize
     unit_width = shape.panels * shape.columns

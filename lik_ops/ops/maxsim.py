@@ -1,7 +1,8 @@
 """The MaxSim family: ``lik::maxsim`` over ``lik::maxsim_fwd``, ``lik::maxsim_bwd_lowmem``, ``lik::maxsim_bwd_unified``.
 
 `maxsim` is composite: what users call, see in exported graphs, and what validates. The other three are opaque custom
-ops whose bodies pick a backend at run time from the real sizes, so eager and compiled code run the same kernel.
+ops whose bodies pick a backend at run time from the real sizes, so eager and compiled code run the same kernel. An
+eager call that nothing watches goes from `maxsim` straight to the backend (`eager`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lift, score_dtype
+from . import eager
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"
@@ -211,6 +213,9 @@ def _maxsim(
     backward: str = "auto",
     recompute: bool = False,
 ) -> Tensor:
+    scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    if scores is not None:
+        return scores
     check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
     if forward_ad._current_level >= 0:
         _reject_forward_ad(Q, D, q_weight)

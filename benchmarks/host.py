@@ -1,0 +1,167 @@
+"""What does a call cost the host on this GPU, beside late-interaction-kernels and flash-maxsim, and where does it go?
+
+    python benchmarks/host.py [--rounds 300] [--out FILE]
+
+Host microseconds of tiny calls (8 x 8, Lq 32, Ld 64, d 64, bf16), the best of blocks of calls: the GPU runs behind the
+host, is waited for between blocks, and a block is short enough for its queue. ``steps`` are parts of a call alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import torch
+from torch import Tensor
+
+import lik_ops
+from lik_ops.backends import launcher
+
+BLOCK = 50
+
+
+def microseconds(function: Callable[[], object], rounds: int) -> float:
+    for _ in range(20):
+        function()
+    torch.cuda.synchronize()
+    best = float("inf")
+    for _ in range(max(rounds // BLOCK, 3)):
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            function()
+        best = min(best, (time.perf_counter() - start) / BLOCK * 1e6)
+        torch.cuda.synchronize()
+    return best
+
+
+def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
+    q_mask, d_mask = (torch.ones(t.shape[:2], dtype=torch.bool, device="cuda") for t in (Q, D))
+    weight = torch.ones(Q.shape[:2], device="cuda")
+    varied = [torch.randn(8, Ld, 64, device="cuda", dtype=Q.dtype) for Ld in range(64, 64 + 40)]
+    turn = iter(range(10**9))
+    found: dict[str, Callable[[], object]] = {
+        "lik_ops.maxsim": lambda: lik_ops.maxsim(Q, D),
+        "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
+        "lik_ops.maxsim, masks and weights": lambda: lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=weight),
+        "lik_ops.maxsim, 40 lengths in turn": lambda: lik_ops.maxsim(Q, varied[next(turn) % 40]),
+        "lik_ops.maxsim, lengths never seen": lambda: lik_ops.maxsim(Q, D[:, : 1 + next(turn) % 64]),
+        "lik_ops.maxsim, Nq 1": lambda: lik_ops.maxsim(Q[0], D),
+        "lik::maxsim_fwd": lambda: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),
+        "eager einsum": lambda: torch.einsum("isd,jtd->ijst", Q, D).amax(-1).float().sum(-1),
+    }
+    try:
+        from late_interaction_kernels.forward import maxsim_forward
+
+        found["late-interaction-kernels"] = lambda: maxsim_forward(Q, D)
+    except ImportError:
+        pass
+    try:
+        import flash_maxsim
+
+        found["flash-maxsim"] = lambda: flash_maxsim.flash_maxsim_batched(Q, D, shared_docs=True)
+    except ImportError:
+        pass
+    return found
+
+
+def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
+    Q, D = Q.clone().requires_grad_(), D.clone().requires_grad_()
+    upstream = torch.ones(8, 8, device="cuda")
+
+    def step(forward: Callable[[], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(forward(), (Q, D), upstream)
+
+    kept = {b: lik_ops.maxsim(Q, D, backward=b) for b in ("lowmem", "unified")}
+    found: dict[str, Callable[[], object]] = {"forward": lambda: lik_ops.maxsim(Q, D)}
+    for name, scores in kept.items():
+        found[f"backward {name}"] = lambda s=scores: torch.autograd.grad(s, (Q, D), upstream, retain_graph=True)
+        found[f"step {name}"] = step(lambda b=name: lik_ops.maxsim(Q, D, backward=b))
+    found["step, eager einsum"] = step(lambda: torch.einsum("isd,jtd->ijst", Q, D).amax(-1).float().sum(-1))
+    try:
+        from late_interaction_kernels import maxsim
+
+        found["step, late-interaction-kernels"] = step(lambda: maxsim(Q, D))
+    except ImportError:
+        pass
+    try:
+        import flash_maxsim
+
+        found["step, flash-maxsim"] = step(lambda: flash_maxsim.flash_maxsim_batched_train(Q, D))
+    except ImportError:
+        pass
+    return found
+
+
+def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
+    """Parts of `lik_ops.maxsim`, each alone."""
+    from lik_ops._backend_choice import requested_backend
+    from lik_ops._layout import check, metadata
+    from lik_ops.backends import cuda
+    from lik_ops.ops import eager
+
+    plan = cuda.forward_plan(Q, D, None, None, None, False, None)
+    scores = torch.empty(8, 8, device="cuda")
+    empty_strided = torch._C._dynamo.guards._empty_strided_cuda
+    d = D.data_ptr()
+
+    def direct() -> None:
+        groups = plan._grouped(Q.data_ptr(), d, None, None, None)
+        args = (*groups, *plan._tiles(D, d), scores.data_ptr(), None, *plan.constants)
+        plan.direct(64, 1, 1, torch._C._cuda_getCurrentRawStream(0), args)
+
+    return {
+        "nobody watches": eager._nobody_watches,
+        "ordinary tensors (2)": lambda: (eager._is_memory(Q), eager._is_memory(D)),
+        "metadata": lambda: metadata(Q, D, None, None, None),
+        "requested backend": requested_backend,
+        "check": lambda: check("maxsim", Q, D, None, None, None),
+        "torch.empty": lambda: torch.empty((8, 8), dtype=torch.float32, device=Q.device),
+        "new_empty": lambda: Q.new_empty((8, 8), dtype=torch.float32),
+        "empty_strided_cuda": lambda: empty_strided((8, 8), (8, 1), torch.float32),
+        "launch hooks": launcher.hooks_set,
+        "plan": lambda: cuda.forward_plan(Q, D, None, None, None, False, None),
+        "plan's launch": lambda: plan._launch(Q, D, None, None, None, scores, None),
+        "direct launch": direct,
+        "general launch": lambda: general(plan, Q, D, scores),
+        "Triton's launch": lambda: general(plan, Q, D, scores, by_triton=True),
+    }
+
+
+def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False) -> None:
+    from lik_ops.backends import cuda
+
+    tiles = cuda._descriptor(D, plan.config) if plan.reads_tiles else None
+    args = (cuda._queries(Q, None, None), cuda._documents(D, None), tiles, scores, None, *plan.constants)
+    if by_triton:
+        plan.kernel[plan.grid](*args, **plan.options)
+    else:
+        launcher.launch(plan.kernel, plan.grid, args, plan.options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000, help="calls of each contender (default 1000)")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/host.json)")
+    args = parser.parse_args()
+    Q, D = (torch.randn(8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
+    records = []
+    print(f"launched {launcher.way()}")
+    for title, make, grad in (("no grad", scoring, False), ("training", training, True), ("steps", steps, False)):
+        for name, function in make(Q, D).items():
+            with torch.set_grad_enabled(grad):
+                try:
+                    us = microseconds(function, args.rounds)
+                except Exception as failure:
+                    print(f"{title:9} {name:36} failed: {type(failure).__name__}: {failure}"[:200])
+                    continue
+            print(f"{title:9} {name:36} {us:8.2f} us", flush=True)
+            records.append({"kind": title, "name": name, "us": us})
+    peers = ("late-interaction-kernels", "flash-maxsim")
+    print("wrote", common.write("host", records, *peers, path=args.out, shape=[8, 8, 32, 64, 64]))
+
+
+if __name__ == "__main__":
+    main()

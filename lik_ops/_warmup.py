@@ -1,0 +1,88 @@
+"""`warmup`: compile before the first request what later calls will need."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from ._layout import BACKWARDS, score_dtype
+from ._maxsim import maxsim, maxsim_with_argmax
+
+__all__ = ["warmup"]
+
+
+def warmup(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    d: int,
+    Lq: int,
+    *,
+    Nq: int | Sequence[int] = 1,
+    Ld: int | Sequence[int] = (32, 300),
+    Nd: int | Sequence[int] = 2,
+    candidates: bool = False,
+    q_mask: bool = False,
+    d_mask: bool = False,
+    q_weight: bool = False,
+    normalize: bool = False,
+    argmax: bool = False,
+    training: bool = False,
+    backward: str = "auto",
+) -> None:
+    """Compile the kernels that calls like these will run, so that no request waits for the compiler.
+
+    Makes small calls on zeros and waits for them. Compiled kernels serve every number of documents, and queries and
+    documents of every length up to where another tile is better; they stay for this process, and on disk in Triton's
+    cache. Without kernels to compile, as on a CPU, it does nothing but the calls.
+
+    Args:
+        device: where the calls will be; for several GPUs, call it for each.
+        dtype: of Q and D.
+        d: features of a token.
+        Lq: tokens of a query.
+        Nq: numbers of queries at a time; few and many may take different kernels.
+        Ld: lengths of documents; those shorter than a tile (64 tokens) may take another kernel.
+        Nd: numbers of documents, or of candidates of each query; few and many may take different kernels.
+        candidates: each query has its own documents, D is ``[Nq, K, Ld, d]``.
+        q_mask, d_mask, q_weight: whether calls pass these.
+        normalize: as calls will say.
+        argmax: also `maxsim_with_argmax`.
+        training: also the forward that keeps winners, and the backward of Q and D.
+        backward: as calls will say.
+
+    Raises:
+        TypeError, ValueError: as `maxsim`; also where a size is not positive.
+
+    Example:
+        >>> lik_ops.warmup("cpu", torch.bfloat16, d=128, Lq=32, Nq=(1, 16), d_mask=True)
+    """
+    sizes = {"Nq": Nq, "Nd": Nd, "Lq": Lq, "Ld": Ld, "d": d}
+    each = {name: (n,) if isinstance(n, int) else tuple(n) for name, n in sizes.items()}
+    for name, several in each.items():
+        if not several or min(several) < 1:
+            raise ValueError(f"warmup: {name}: expected positive sizes, got {list(several)}")
+    if backward not in BACKWARDS:
+        raise ValueError(f"warmup: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
+    device = torch.device(device)
+    options: dict = {"normalize": normalize}
+    for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
+        shape = (queries, documents, length) if candidates else (documents, length)
+        Q = torch.zeros((queries, Lq, d), dtype=dtype, device=device, requires_grad=training)
+        D = torch.zeros((*shape, d), dtype=dtype, device=device, requires_grad=training)
+        masks = [
+            torch.ones(t.shape[:-1], dtype=torch.bool, device=device) if wanted else None
+            for t, wanted in ((Q, q_mask), (D, d_mask))
+        ]
+        weight = torch.ones(Q.shape[:-1], dtype=score_dtype(dtype), device=device) if q_weight else None
+        with torch.no_grad():
+            maxsim(Q, D, *masks, q_weight=weight, **options)
+            if argmax:
+                maxsim_with_argmax(Q, D, *masks, q_weight=weight, **options)
+        if training:
+            with torch.enable_grad():
+                scores = maxsim(Q, D, *masks, q_weight=weight, backward=backward, **options)
+                torch.autograd.grad(scores, (Q, D), torch.ones_like(scores))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,345 @@
+"""Launching compiled kernels with little host time, and without compiling one again for another size.
+
+Triton's own ``kernel[grid](...)`` takes tens of microseconds for our many grouped arguments, and compiles anew whenever
+an integer becomes 1 or a multiple of 16. Here the first launch compiles through Triton for a description of the
+arguments, and later launches that fit the description call the compiled kernel.
+
+What a compiled kernel knows of an argument:
+
+- a tensor: its dtype, and whether it begins at a multiple of 16 bytes;
+- an integer of its own, unless marked ``do_not_specialize``: whether it is 1 or a multiple of 16, as in Triton;
+- integers of a group (a named tuple): of those that `VECTOR` names for it, whether all are multiples of 16, so that
+  loads can be vectorised; of those in `UNIT`, whether it is 1; of others nothing but their width;
+- compile-time arguments and None: themselves; a tensor descriptor: dtype, block and layout.
+
+A group begins with a tensor; other tuples are compile-time arguments.
+
+The shortest way needs private parts of Triton, which differ between versions: it is taken for the versions in
+`_DIRECT` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the compiled kernel is launched as
+Triton does it, and where even that does not fit, and in the interpreter, by ``kernel[grid](...)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from ..csrc_triton.arguments import UNIT, VECTOR
+
+_log = logging.getLogger("lik_ops")
+_INT32_MAX = 2**31 - 1
+_MOST_DESCRIPTORS = 256  # kept of each kernel
+_MOST_RECENT = 4096
+_runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
+
+
+def hooks_set() -> bool:
+    """Whether somebody, a profiler most likely, wants to see each launch."""
+    for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+class _Field(NamedTuple):
+    """How the fields of a group's class are described."""
+
+    vector: tuple[int, ...]
+    unit: frozenset[int]
+
+
+@functools.cache
+def _fields(group: type) -> _Field:
+    names: tuple[str, ...] = group._fields  # type: ignore[attr-defined]
+    vector = tuple(names.index(n) for n in VECTOR.get(group, ()))
+    return _Field(vector, frozenset(names.index(n) for n in UNIT.get(group, ())))
+
+
+class _Parameters(NamedTuple):
+    """Of each parameter of a kernel: whether it is a compile-time one, and whether integers are specialised."""
+
+    constant: tuple[bool, ...]
+    specialised: tuple[bool, ...]
+
+
+@functools.cache
+def _parameters_of(kernel: JITFunction) -> _Parameters:
+    constant = tuple(p.is_constexpr for p in kernel.params)
+    return _Parameters(constant, tuple(not p.do_not_specialize for p in kernel.params))
+
+
+def _is_descriptor(x: object) -> bool:
+    return hasattr(x, "block_shape")
+
+
+def _vector(group: tuple, fields: _Field) -> bool:
+    return all(group[n] % 16 == 0 for n in fields.vector if group[n] is not None)
+
+
+def _described_group(group: tuple) -> tuple:
+    fields = _fields(type(group))
+
+    def described(n: int, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.dtype, x.data_ptr() % 16 == 0
+        if isinstance(x, int):
+            return x == 1 and n in fields.unit, x > _INT32_MAX
+        return x
+
+    return type(group), _vector(group, fields), *(described(n, x) for n, x in enumerate(group))
+
+
+def describe(kernel: JITFunction, args: tuple) -> tuple:
+    """What a compiled kernel has to know of `args`: one is compiled for each description."""
+
+    def described(x: Any, constant: bool, specialised: bool) -> Any:
+        if constant or x is None:
+            return x
+        if isinstance(x, Tensor):
+            return x.dtype, x.data_ptr() % 16 == 0
+        if isinstance(x, int):
+            return x > _INT32_MAX, specialised and (x == 1, x % 16 == 0)
+        if isinstance(x, tuple):
+            return _described_group(x)
+        if _is_descriptor(x):
+            return type(x), x.base.dtype, *x.block_shape, getattr(x, "layout", None), x.padding
+        return type(x)
+
+    parameters = _parameters_of(kernel)
+    each = zip(args, parameters.constant, parameters.specialised, strict=True)
+    return tuple(described(x, constant, specialised) for x, constant, specialised in each)
+
+
+def _exactly(args: tuple) -> tuple[list, list]:
+    """`args` but for where tensors lie, as a key: quicker than their description; and with pointers for tensors."""
+    key: list = []
+    values: list = []
+    for x in args:
+        if isinstance(x, Tensor):
+            pointer = x.data_ptr()
+            key += (x.dtype, pointer & 15 == 0)
+            values.append(pointer)
+        elif isinstance(x, tuple) and isinstance(x[0], Tensor):
+            group = []
+            for y in x:
+                if isinstance(y, Tensor):
+                    pointer = y.data_ptr()
+                    key += (y.dtype, pointer & 15 == 0)
+                    group.append(pointer)
+                else:
+                    key.append(y)
+                    group.append(y)
+            values.append(group)
+        else:
+            key += (x.base.dtype, *x.block_shape, getattr(x, "layout", None)) if _is_descriptor(x) else (x,)
+            values.append(x)
+    return key, values
+
+
+def _representative_group(group: tuple) -> tuple:
+    """A group that Triton specialises as `describe` does."""
+    fields = _fields(type(group))
+    vector = _vector(group, fields)
+
+    def representative(n: int, x: Any) -> Any:
+        if not isinstance(x, int) or (x == 1 and n in fields.unit):
+            return x
+        odd = 0 if vector and n in fields.vector else 1
+        return (_INT32_MAX + 1 if x > _INT32_MAX else 16) + odd
+
+    return type(group)(*(representative(n, x) for n, x in enumerate(group)))
+
+
+def _representatives(kernel: JITFunction, args: tuple) -> list:
+    """`args` with other integers of the same description: what Triton makes of these fits every such call."""
+    constants = _parameters_of(kernel).constant
+    return [
+        _representative_group(x) if isinstance(x, tuple) and not constant else x
+        for x, constant in zip(args, constants, strict=True)
+    ]
+
+
+def _raw_3_6(launcher: Any) -> Any:
+    """The C function, from below what encodes descriptors anew at each launch."""
+    launch = launcher.launch
+    return launch if inspect.isbuiltin(launch) else inspect.getclosurevars(launch).nonlocals["launcher"]
+
+
+def _direct_3_6(compiled: Any) -> Callable:
+    launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    raw, cooperative, pdl = _raw_3_6(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def direct(x: int, y: int, z: int, stream: int, args: tuple) -> None:
+        raw(x, y, z, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args)
+
+    return direct
+
+
+def _direct_3_7(compiled: Any) -> Callable:
+    launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
+    annotations, signature = launcher.arg_annotations, launcher.kernel_signature
+    raw = triton.runtime.driver.active.utils.launch
+
+    def direct(x: int, y: int, z: int, stream: int, args: tuple) -> None:
+        raw(
+            x,
+            y,
+            z,
+            stream,
+            function,
+            cooperative,
+            pdl,
+            packed,
+            None,
+            None,
+            None,
+            None,
+            None,
+            annotations,
+            signature,
+            args,
+        )
+
+    return direct
+
+
+_DIRECT: dict[str, Callable[[Any], Callable]] = {"3.6": _direct_3_6, "3.7": _direct_3_7}
+
+
+def _version() -> str:
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+class Bound:
+    """A kernel compiled for arguments of one description on one device.
+
+    `direct` is None where only Triton's own launch fits; else ``direct(x, y, z, stream, values)`` takes the arguments
+    with pointers for tensors, and with what `encoded` returns in place of a descriptor (its items, not the tuple).
+    """
+
+    __slots__ = ("_descriptor_metadata", "_encode", "_encoded", "compiled", "device", "direct")
+
+    def __init__(self, compiled: Any, device: int) -> None:
+        self.compiled, self.device = compiled, device
+        self.direct: Callable | None = None
+        self._encoded: dict[tuple, tuple] = {}
+        self._descriptor_metadata: list = []
+        if torch.version.hip is None and _version() in _DIRECT:
+            try:
+                self._bind()
+            except (AttributeError, ImportError, KeyError) as error:
+                _log.warning("triton %s is not as expected, launches take longer: %r", triton.__version__, error)
+
+    def _bind(self) -> None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        launcher = self.compiled.run  # loads the kernel
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return  # Triton allocates it at each launch
+        self._encode = make_tensordesc_arg
+        self._descriptor_metadata = getattr(self.compiled.metadata, "tensordesc_meta", None) or []
+        self.direct = _DIRECT[_version()](self.compiled)
+
+    def encoded(self, n: int, descriptor: Any) -> tuple:
+        """The n-th descriptor as the kernel takes it.
+
+        It holds a pointer, shape and strides and nothing of the memory, so it serves every later tensor at that place.
+        """
+        key = (n, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
+        found = self._encoded.get(key)
+        if found is None:
+            if len(self._encoded) >= _MOST_DESCRIPTORS:
+                self._encoded.clear()
+            found = self._encoded[key] = tuple(self._encode(descriptor, self._descriptor_metadata[n]))
+        return found
+
+    def launch(self, grid: tuple[int, ...], args: tuple, values: list) -> None:
+        """Launch on the current stream; `values` are `args` as `describe` returns them."""
+        x, y, z = grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        if self.direct is None or hooks_set():
+            self.compiled[grid](*args)
+            return
+        if self._descriptor_metadata:
+            values = self._with_descriptors(values)
+        self.direct(x, y, z, torch._C._cuda_getCurrentRawStream(self.device), values)
+
+    def _with_descriptors(self, values: list) -> list:
+        flat: list = []
+        n = 0
+        for x in values:
+            if _is_descriptor(x):
+                flat += self.encoded(n, x)
+                n += 1
+            else:
+                flat.append(x)
+        return flat
+
+
+_bound: dict[tuple, Bound] = {}  # by description
+_recent: dict[tuple, Bound] = {}  # by exact arguments
+
+
+def _state() -> tuple:
+    """What besides arguments and options Triton compiles anew for."""
+    return torch._C._cuda_getDevice(), _runtime.debug, _compilation.instrumentation_mode
+
+
+def bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[Bound | None, list]:
+    """The compiled kernel for `args` on the current device, compiled now if need be; and `args` as values.
+
+    None if compiling gave nothing to keep, as when a hook takes compilation over.
+    """
+    key, values = _exactly(args)
+    exact_key = (id(kernel), *_state(), *options.values(), *key)
+    bound = _recent.get(exact_key)
+    if bound is None:
+        bound = _bind(kernel, args, options)
+        if bound is not None:
+            if len(_recent) >= _MOST_RECENT:
+                _recent.clear()
+            _recent[exact_key] = bound
+    return bound, values
+
+
+def _bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> Bound | None:
+    key = (kernel, *_state(), *options.items(), describe(kernel, args))
+    if key in _bound:
+        return _bound[key]
+    compiled = kernel.warmup(*_representatives(kernel, args), grid=(1, 1, 1), **options)
+    if not hasattr(compiled, "_init_handles"):  # None, or still being compiled
+        return None
+    bound = _bound[key] = Bound(compiled, torch._C._cuda_getDevice())
+    _log.debug("compiled %s, launched %s", kernel.__name__, "directly" if bound.direct else "by Triton")
+    return bound
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Bound | None:
+    """``kernel[grid](*args, **options)`` on the current device and stream. `args` are all of the kernel's, in order.
+
+    Returns what was launched, for callers that launch it again; None where Triton looks it up itself.
+    """
+    if isinstance(kernel, JITFunction):
+        bound, values = bind(kernel, args, options)
+        if bound is not None:
+            bound.launch(grid, args, values)
+            return bound
+    kernel[grid](*args, **options)
+    return None
+
+
+def way() -> str:
+    """How kernels are launched here, for people."""
+    if triton.knobs.runtime.interpret:
+        return "in Triton's interpreter"
+    if torch.version.hip is not None or _version() not in _DIRECT:
+        return f"by triton {triton.__version__}"
+    return f"directly (triton {triton.__version__})" if not hooks_set() else "by Triton, as launch hooks are set"

@@ -1,0 +1,230 @@
+"""The short way of an eager call: straight to the backend where no dispatcher, mode or transform would see the call.
+
+What it returns, raises and saves for the backward is what the operators would. Arguments are checked once for each
+description of them (`metadata`); later calls of the same description only look it up.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import backends
+from .._backend_choice import requested_backend, use_backend
+from .._layout import argmax_dtype_for, as_bool, check, lift, metadata
+
+_log = logging.getLogger("lik_ops")
+_MOST_CALLS = 4096
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+_KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
+
+
+# Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others. And one of
+# those that are taken away below autograd, where nothing may be recorded.
+_USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.BackendSelect, _Key.ADInplaceOrView)]
+_UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
+_AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
+_usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only memory on a device
+_devices_known: set[torch.device] = set()
+
+
+def _learn_keys(device: torch.device) -> None:
+    """Add the dispatch keys of ordinary tensors on `device`, where some backend reads memory."""
+    if device in _devices_known or device.type not in ("cpu", "cuda"):
+        return
+    _devices_known.add(device)
+    with torch.inference_mode(False):
+        _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
+    with torch.inference_mode():
+        _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
+
+
+def _is_memory(t: Tensor) -> bool:
+    """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
+    if type(t) not in _PLAIN:
+        return False
+    keys = _KEYS(t).raw_repr()
+    if keys not in _usual_keys:
+        _learn_keys(t.device)
+    return keys in _usual_keys
+
+
+def _nobody_watches() -> bool:
+    """Whether neither modes, transforms, tracing, forward-mode AD nor a profiler have to see the call."""
+    return (
+        not _INCLUDED().raw_repr() & _UNUSUAL_ADDED
+        and not torch._C._len_torch_function_stack()
+        and forward_ad._current_level < 0
+        and not torch.autograd._profiler_enabled()
+    )
+
+
+class _Call:
+    """What is found out once about calls with arguments of one description."""
+
+    __slots__ = ("backend", "choice", "converts", "d_flat", "normalize", "plan", "q_flat", "shape")
+
+    def __init__(
+        self,
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        normalize: bool,
+        argmax_dtype: torch.dtype | None,
+    ) -> None:
+        self.backend: ModuleType = backends.select(Q.device, Q.dtype)
+        self.choice = requested_backend()
+        self.q_flat, self.d_flat, self.normalize = Q.dim() == 2, D.dim() == 2, normalize
+        self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
+        self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
+        self.plan: Any = None
+        if hasattr(self.backend, "forward_plan"):
+            args = self.lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
+            self.plan = self.backend.forward_plan(*args, normalize, argmax_dtype)
+        _log.debug("maxsim: %s beside %s goes straight to %s", list(Q.shape), list(D.shape), self.backend.__name__)
+
+    def lifted(
+        self, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        q_flat, d_flat = self.q_flat, self.d_flat
+        if q_flat:
+            Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
+        return Q, lift(D, d_flat), q_mask, lift(d_mask, d_flat), q_weight  # type: ignore[return-value]
+
+    def forward(
+        self,
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        argmax_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores and, unless `argmax_dtype` is None, winners (with all their axes). Masks are bool."""
+        if self.plan is not None:
+            argmax = None if argmax_dtype is None else self.plan.new_argmax()
+            return self.plan.scores(self.shape, Q, D, q_mask, d_mask, q_weight, argmax), argmax
+        args = self.lifted(Q, D, q_mask, d_mask, q_weight)
+        scores, argmax = self.backend.forward(*args, self.normalize, argmax_dtype)
+        return scores.view(self.shape), None if argmax_dtype is None else argmax
+
+
+_calls: dict[tuple, _Call] = {}
+
+
+class _operators:
+    """The operators by the names of a backend's functions."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.lik.maxsim_fwd(*args, "auto")
+
+    @staticmethod
+    def backward_lowmem(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.lik.maxsim_bwd_lowmem(*args)
+
+    @staticmethod
+    def backward_unified(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.lik.maxsim_bwd_unified(*args)
+
+
+class _MaxSim(torch.autograd.Function):
+    """`lik::maxsim` with its gradient, without the dispatcher between them where nothing needs it."""
+
+    @staticmethod
+    def forward(ctx, Q, D, q_weight, call, q_mask, d_mask, argmax_dtype, backward):
+        scores, argmax = call.forward(Q, D, q_mask, d_mask, q_weight, argmax_dtype)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.unified = call, backward == "unified"
+        ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, argmax)
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores):
+        if grad_scores is None:
+            return (None,) * 8
+        call, needs = ctx.call, list(ctx.needs_input_grad[:3])
+        Q, D, q_weight, q_mask, d_mask, argmax = ctx.saved_tensors
+        inputs = call.lifted(Q, D, q_mask, d_mask, q_weight)
+        if call.q_flat:
+            grad_scores = grad_scores.unsqueeze(0)
+        if call.d_flat:
+            grad_scores = grad_scores.unsqueeze(1)
+        # With a graph of the backward, or where somebody watches, the operators: theirs raises for second derivatives.
+        short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
+        short = short and _nobody_watches() and all(_is_memory(t) for t in (grad_scores, Q, D))
+        # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
+        with use_backend(call.choice):
+            ops = call.backend if short else _operators
+            Q3, D3, *options = inputs
+            if argmax is None:
+                with torch.no_grad():
+                    argmax = ops.forward(*inputs, call.normalize, argmax_dtype_for(D.shape[-2]))[1]
+            run = ops.backward_unified if ctx.unified else ops.backward_lowmem
+            grads = run(grad_scores, Q3, D3, argmax, *options, call.normalize, needs)
+        shaped = (g.view(x.shape) if need else None for g, x, need in zip(grads, (Q, D, q_weight), needs, strict=True))
+        return (*shaped, None, None, None, None, None)
+
+
+def maxsim(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+) -> Tensor | None:
+    """The scores of `lik::maxsim`, or None where the call has to take the dispatcher.
+
+    Raises:
+        TypeError, ValueError: as `lik::maxsim`.
+    """
+    if not (
+        (normalize is True or normalize is False)
+        and (recompute is True or recompute is False)
+        and type(backward) is str
+        and _nobody_watches()
+        and _is_memory(Q)
+        and _is_memory(D)
+        and (q_mask is None or _is_memory(q_mask))
+        and (d_mask is None or _is_memory(d_mask))
+        and (q_weight is None or _is_memory(q_weight))
+    ):
+        return None
+    differentiable = torch.is_grad_enabled() and (
+        Q.requires_grad or D.requires_grad or (q_weight is not None and q_weight.requires_grad)
+    )
+    if differentiable and _EXCLUDED().raw_repr() & _AUTOGRAD:
+        return None
+    tf32 = Q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    keeps = differentiable and not recompute
+    described = metadata(Q, D, q_mask, d_mask, q_weight)
+    key = (*described, normalize, backward, keeps, tf32, requested_backend())
+    call = _calls.get(key)
+    argmax_dtype = argmax_dtype_for(D.shape[-2]) if keeps and D.dim() > 1 else None
+    if call is None:
+        check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        call = _calls[key] = _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    if call.converts:
+        q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    if differentiable:
+        return _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, argmax_dtype, backward)
+    return call.forward(Q, D, q_mask, d_mask, q_weight, None)[0]
+
+
+def forget() -> None:
+    """Drop what was found out about calls, as when a table of configurations was changed."""
+    _calls.clear()
+    backends.forget()

@@ -70,6 +70,17 @@ class Config(NamedTuple):
     PRECISION: str  # of tl.dot on fp32 operands
 
 
+class Specialization(NamedTuple):
+    """Compile-time choices of `maxsim_forward_specialized`, each correct for every shape with Ld >= BN."""
+
+    BN: int  # document tokens of a tile
+    BD: int  # features, all of them: a power of two >= d
+    SLOT: int  # rows that one query takes, a power of two: 2 to 128
+    STAGES: int  # tiles of the ring
+    RESIDENT: bool  # queries in registers, else in shared memory
+    ARGMAX: bool
+
+
 # The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
 # anew, but for two kinds. VECTOR: strides of which it knows whether all are multiples of 16, so that it can load
 # vectors; where tensors are contiguous that follows from d. UNIT: strides that become constants where they are 1.

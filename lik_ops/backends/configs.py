@@ -7,10 +7,13 @@ depends on Lq, d, dtype and architecture, so a score has the same bits whatever 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..csrc_triton.arguments import Config
+from ..csrc_triton.arguments import Config, Specialization
+
+SPECIALIZED_ROWS = 256  # of a program of `maxsim_forward_specialized`
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Launch:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
@@ -176,3 +183,45 @@ def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: b
         PRECISION=precision(torch.float32, arch, False),
     )
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+
+
+class Specialized(NamedTuple):
+    """How `maxsim_forward_specialized` runs: its configuration, and the parts of 128 tokens that a query takes."""
+
+    config: Specialization
+    parts: int
+    row_tiles: int
+    programs: int
+
+
+def specialized(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    argmax: bool,
+    processors: int,
+) -> Specialized | None:
+    """The choice for documents without mask, or None where `maxsim_forward` serves better or alone.
+
+    Nq and K may decide, as both kernels give the same bits. `processors` are the device's multiprocessors.
+    """
+    config = Specialization(
+        BN=64, BD=64 if d <= 64 else 128, SLOT=min(next_power_of_2(Lq), 128), STAGES=6, RESIDENT=True, ARGMAX=argmax
+    )
+    parts = cdiv(Lq, config.SLOT)
+    row_tiles = cdiv(Nq * parts * config.SLOT, SPECIALIZED_ROWS)
+    pairs = row_tiles * K
+    fits = d <= config.BD and Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
+    worth = Nq * parts * config.SLOT > SPECIALIZED_ROWS // 2 and pairs >= processors // 2
+    if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
+        return None
+    # A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then all
+    # of a document's programs read it at the same time.
+    aligned = processors // row_tiles * row_tiles
+    programs = aligned if aligned >= 0.95 * processors else processors
+    return Specialized(config, parts, row_tiles, min(programs, pairs))

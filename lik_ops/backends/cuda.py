@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from .._layout import metadata
 from ..csrc_triton import backward_lowmem as lowmem_kernels
 from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton import forward as forward_kernels
-from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Upstream
+from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Specialization, Upstream
 from . import configs, launcher
 from .configs import ARCHITECTURES, INTERPRETER, Architecture, Launch
 
@@ -93,7 +94,7 @@ def _upstream(grad_scores: Tensor, argmax: Tensor) -> Upstream:
     return Upstream(grad_scores, stride_q, stride_k, argmax.contiguous())
 
 
-def _sizes(Q: Tensor, D: Tensor) -> Sizes:
+def sizes(Q: Tensor, D: Tensor) -> Sizes:
     return Sizes(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
 
 
@@ -105,15 +106,15 @@ def _wide(Q: Tensor, D: Tensor) -> int:
     return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
 
 
-def _descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
+def _descriptor(D: Tensor, config: Config | Specialization) -> TensorDescriptor | None:
     """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
-    if not _describable(D, config) or D.data_ptr() % 16:
+    if not describable(D, config) or D.data_ptr() % 16:
         return None
     d = D.shape[-1]
     return TensorDescriptor(D, [D.numel() // d, d], [d, 1], [config.BN, config.BD])
 
 
-def _describable(D: Tensor, config: Config) -> bool:
+def describable(D: Tensor, config: Config | Specialization) -> bool:
     """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
     rows, d = D.numel() // D.shape[-1], D.shape[-1]
     return D.shape[-2] >= config.BN and d * D.element_size() % 16 == 0 and rows <= _INT32_MAX and D.is_contiguous()
@@ -136,6 +137,8 @@ class ForwardPlan:
     Made from arguments with all their axes; called also with the 2-D tensors that these axes were added to.
     """
 
+    groups: tuple[type, ...] = (Queries, Documents)
+
     def __init__(
         self,
         Q: Tensor,
@@ -147,7 +150,7 @@ class ForwardPlan:
         argmax_dtype: torch.dtype | None,
     ) -> None:
         self.device, self.index, self.arch = Q.device, Q.device.index, architecture(Q.device)
-        self.sizes, self.d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
+        self.sizes, self.d, candidates = sizes(Q, D), Q.shape[-1], D.dim() == 4
         Nq, K, Lq, _ = self.sizes
         self.scores_shape, self.argmax_dtype = (Nq, K), argmax_dtype
         self.argmax_shape = (Nq, K, Lq) if candidates else (K, Nq, Lq)
@@ -165,17 +168,18 @@ class ForwardPlan:
             wide=_wide(Q, D),
             tf32=allow_tf32(),
         )
-        self.config, self.options = launch.config, launch.options(self.arch)
-        queries_per_tile = self.config.BM // self.config.SLOT
+        self.config: Config | Specialization = launch.config
+        self.options = launch.options(self.arch)
+        queries_per_tile = launch.config.BM // launch.config.SLOT
         row_tiles = Nq if candidates else triton.cdiv(Nq, queries_per_tile)
         self.grid = (*_check_grid(row_tiles * K), 1, 1)
-        self.kernel = forward_kernels.maxsim_forward
+        self.kernel: Any = forward_kernels.maxsim_forward
         self.query_strides = Q.stride(), _strides(q_mask), _strides(q_weight)
         self.document_strides = _owned_strides(D, candidates), _owned_strides(d_mask, candidates)
-        self.reads_tiles = self.arch.has_descriptors and _describable(D, self.config)
+        self.reads_tiles = self.arch.has_descriptors and describable(D, self.config)
         self.tiles: dict[int, tuple] = {}
         self.row_strides = (K, 1)
-        self.constants = (*self.sizes, self.d, self.config)
+        self.constants: tuple[Any, ...] = (*self.sizes, self.d, self.config)
         # Once known: what launches tensors that begin at multiples of 16 bytes.
         self.bound: launcher.Bound | None = None
         self.direct: Callable | None = None
@@ -227,19 +231,22 @@ class ForwardPlan:
         if aligned and self.direct is not None and not launcher.hooks_set():
             tiles = self._tiles(D, d) if self.reads_tiles else (None,)
             winners = None if argmax is None else argmax.data_ptr()
-            args = (*self._grouped(q, d, q_kept, d_kept, weight), *tiles, scores.data_ptr(), winners, *self.constants)
+            groups = self._grouped(q, d, q_kept, d_kept, weight)
+            args = (*groups, *tiles, scores.data_ptr(), winners, *self.constants)
             self.direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
             return
-        queries, documents = self._grouped(Q, D, q_mask, d_mask, q_weight)
-        groups = Queries._make(queries), Documents._make(documents)
-        tiles = (_descriptor(D, self.config) if self.reads_tiles else None,)
-        args = (*groups, *tiles, scores, argmax, *self.constants)
+        grouped = self._grouped(Q, D, q_mask, d_mask, q_weight)
+        named = (group(*x) for group, x in zip(self.groups, grouped, strict=True))
+        args = (*named, self._descriptor(D), scores, argmax, *self.constants)
         bound = launcher.launch(self.kernel, self.grid, args, self.options)
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct
 
-    def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, tuple]:
-        """Tensors or pointers grouped with their strides, in the order of `Queries` and `Documents`."""
+    def _descriptor(self, D: Tensor) -> Any:
+        return _descriptor(D, self.config) if self.reads_tiles else None
+
+    def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, ...]:
+        """Tensors or pointers with their strides, in the order of the `groups` that the kernel takes."""
         (a, b, c), (e, f) = self.query_strides, self.document_strides
         return (q, *a, q_mask, *b, weight, *c), (d, *e, d_mask, *f)
 
@@ -250,7 +257,7 @@ class ForwardPlan:
             if len(self.tiles) >= _MOST_TILES:
                 self.tiles.clear()
             assert self.bound is not None
-            found = self.tiles[pointer] = self.bound.encoded(0, _descriptor(D, self.config))
+            found = self.tiles[pointer] = self.bound.encoded(0, self._descriptor(D))
         return found
 
 
@@ -273,8 +280,25 @@ def forward_plan(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+        plan = _plans[key] = _new_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     return plan
+
+
+def _new_plan(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+) -> ForwardPlan:
+    args = (Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    if Q.device.type == "cuda" and d_mask is None and not normalize:
+        from .cuda_specialized import specialized_plan
+
+        return specialized_plan(*args) or ForwardPlan(*args)
+    return ForwardPlan(*args)
 
 
 def forward(
@@ -350,7 +374,7 @@ class _Backward:
             _queries(Q, q_mask, q_weight),
             _documents(D, d_mask),
             _upstream(grad_scores, argmax),
-            _sizes(Q, D),
+            sizes(Q, D),
             Q.shape[-1],
             architecture(Q.device),
             D.dim() == 4,

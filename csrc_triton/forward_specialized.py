@@ -1,0 +1,381 @@
+"""The forward kernel of sm_90 for many query rows: one warp moves documents, eight multiply and reduce.
+
+Query rows (256 of them) stay resident while documents stream through a ring of shared-memory tiles. Each of two warp
+groups owns 128 rows as two halves of 64. While the matrix unit works on one half, the group reduces the other; what a
+half computes is waited for and reduced before the next product overwrites it, so no accumulator is ever copied.
+
+Written in Gluon: Triton's own warp specialisation is not available on Hopper. Scores have the bits of `maxsim_forward`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .arguments import Sizes
+from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
+
+ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
+HALF_ROWS = gl.constexpr(64)
+UNRESOLVED = gl.constexpr(-2)
+PRODUCER_REGISTERS = gl.constexpr(40)
+CONSUMER_REGISTERS = gl.constexpr(232)
+
+
+class Ring(NamedTuple):
+    """Document tiles in shared memory, and the barriers that say which are full and which may be filled again."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+    turn: Any
+    search: Any
+
+
+class Half(NamedTuple):
+    """64 rows of a warp group: their similarities to the tile at hand, and per lane of a row its best so far."""
+
+    S: Any
+    best: Any
+    where: Any
+
+
+def tile_layout(block: list[int], dtype: str):
+    """The shared-memory layout of a tile of documents, as the matrix unit wants it; `dtype` is "float16" or so."""
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
+
+
+@gluon.jit
+def _advance(stage, phase, C: gl.constexpr):
+    stage += 1
+    wrapped = stage == C.STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
+    """Copy the tiles of every document into the ring; the last of a document is shifted back to end where it ends."""
+    stage = 0
+    phase = 1
+    for task in range(begin, end):
+        row = (task % K) * Ld
+        for t0 in range(0, Ld, C.BN):
+            full = ring.full.index(stage)
+            mbarrier.wait(ring.empty.index(stage), phase)
+            mbarrier.expect(full, D.block_type.nbytes)
+            tma.async_copy_global_to_shared(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
+            stage, phase = _advance(stage, phase, C)
+
+
+@gluon.jit
+def _first_larger(v0, c0, v1, c1):
+    """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
+    return nan_max(v0, v1), gl.where(v1 > v0, c1, c0)
+
+
+@gluon.jit
+def _lanes(S):
+    """A row's columns as [N // 8, 4, 2]: wgmma spreads a row over the 4 lanes of a quad, so the other axes stay in a
+    thread."""
+    return gl.reshape(S, (S.shape[0], S.shape[1] // 8, 4, 2))
+
+
+@gluon.jit
+def _along(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
+    """0, 1, .. n - 1 along axis 1 or 3 of a 4-D layout."""
+    if AXIS == 1:
+        x = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+        x = gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
+    else:
+        x = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+        x = gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2)
+    return x
+
+
+@gluon.jit
+def _reduced(S, best, where, t0, C: gl.constexpr):
+    """`best` and `where` after a tile. Columns are constants of the compiled code, relative to the lane."""
+    x = _lanes(S)
+    if C.ARGMAX:
+        LAYOUT: gl.constexpr = x.type.layout
+        column = _along(S.shape[1] // 8, 1, LAYOUT) * 8 + _along(2, 3, LAYOUT)
+        x, column = gl.broadcast(x, column)
+        m, column = gl.reduce(gl.reduce((x, column), 3, _first_larger), 1, _first_larger)
+        where = gl.where(m > best, column + t0, where)
+    else:
+        m = gl.reduce(gl.reduce(x, 3, nan_max), 1, nan_max)
+    return nan_max(best, m), where
+
+
+@gluon.jit
+def _settle(half, C: gl.constexpr):
+    """Nothing: but as the compiler sees it, `half.S` is rewritten once `half.best` is known.
+
+    So the next product may overwrite the registers of `half.S`. Without it the reduction sinks below the product, which
+    then needs a copy of them, and ptxas lets one product at a time run.
+    """
+    if C.ARGMAX:
+        S, best, where = warpgroup_mma_wait(0, [half.S, half.best, half.where])
+    else:
+        S, best = warpgroup_mma_wait(0, [half.S, half.best])
+        where = half.where
+    return Half(S, best, where)
+
+
+@gluon.jit
+def _multiply(q, ring, stage, half):
+    return warpgroup_mma(q, ring.tiles.index(stage).permute((1, 0)), half.S, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issued(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr):
+    """Both halves' products with the tile at `stage`, in flight."""
+    mbarrier.wait(ring.full.index(stage), phase)
+    mbarrier.wait(ring.turn.index(G), turn)
+    S_a = _multiply(q[0], ring, stage, halves[0])
+    S_b = _multiply(q[1], ring, stage, halves[1])
+    mbarrier.arrive(ring.turn.index(1 - G), count=1)
+    return S_a, S_b
+
+
+@gluon.jit
+def _absorbed(S_a, S_b, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexpr, C: gl.constexpr):
+    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
+    start = gl.minimum(t0, Ld - C.BN)
+    S = warpgroup_mma_wait(1, [S_a])
+    best, where = _reduced(S, halves[0].best, halves[0].where, start, C)
+    a = Half(S, best, where)
+    S = warpgroup_mma_wait(0, [S_b])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    best, where = _reduced(S, halves[1].best, halves[1].where, start, C)
+    b = Half(S, best, where)
+    stage, phase = _advance(stage, phase, C)
+    return (_settle(a, C), _settle(b, C)), stage, phase, turn ^ 1
+
+
+@gluon.jit
+def _rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constexpr):
+    """Query and token of the 64 rows of half H: each query's tokens are split between the halves, first half first.
+
+    A warp then holds whole queries of up to 32 tokens. `first` is the first group of the warp group; a query longer
+    than a warp group's 128 rows takes several groups, its `parts`.
+    """
+    HALF_SLOT: gl.constexpr = C.SLOT // 2
+    r = gl.arange(0, HALF_ROWS, layout=layout)
+    group = first + r // HALF_SLOT
+    return group // parts, (group % parts) * C.SLOT + H * HALF_SLOT + r % HALF_SLOT
+
+
+@gluon.jit
+def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+    """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
+    for H in gl.static_range(2):
+        i, s = _rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
+        ok = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+        pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
+        q_smem.index(2 * G + H).store(gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0))
+    fence_async_shared()
+    if C.RESIDENT:
+        q = (
+            q_smem.index(2 * G).load(gl.DotOperandLayout(0, ACC, 2)),
+            q_smem.index(2 * G + 1).load(gl.DotOperandLayout(0, ACC, 2)),
+        )
+    else:
+        q = (q_smem.index(2 * G), q_smem.index(2 * G + 1))
+    return q
+
+
+@gluon.jit
+def _finished(half, Q, i, s, k, exists, argmax, unresolved, sizes, C: gl.constexpr):
+    """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf."""
+    ok = (i < sizes.Nq) & (s < sizes.Lq) & exists
+    keep = query_keep(Q, i, s, ok)
+    best = gl.reduce(half.best, 1, nan_max)
+    if C.ARGMAX:
+        lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
+        where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
+        where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)
+        unresolved = unresolved | (keep & (where == NO_TOKEN)).to(gl.int32)
+        where = gl.where(keep, gl.where(where == NO_TOKEN, UNRESOLVED, where), -1)
+        out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
+        gl.store(out, where.to(argmax.dtype.element_ty), mask=ok)
+    return gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), unresolved
+
+
+@gluon.jit
+def _score(halves, Q, first, parts, k, exists, scores, argmax, unresolved, sizes, C: gl.constexpr):
+    """Store the sums of a document's row maxima, [groups, K], and its winners."""
+    GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
+    ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
+    i, s = _rows(first, 0, parts, ROW, C)
+    a, unresolved = _finished(halves[0], Q, i, s, k, exists, argmax, unresolved, sizes, C)
+    i, s = _rows(first, 1, parts, ROW, C)
+    b, unresolved = _finished(halves[1], Q, i, s, k, exists, argmax, unresolved, sizes, C)
+    total = ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
+    group = first + gl.arange(0, GROUPS, layout=total.type.layout)
+    gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=(group < sizes.Nq * parts) & exists)
+    return unresolved
+
+
+@gluon.jit
+def _fresh(S, C: gl.constexpr):
+    """A half that has seen no tile; `S` only lends its registers."""
+    none = gl.full_like(S, float("-inf"))
+    best = gl.reduce(gl.reduce(_lanes(none), 3, nan_max), 1, nan_max)
+    where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
+    return Half(S, best, where)
+
+
+@gluon.jit
+def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+    """Warp group G: its 128 rows of each row tile against the tile's documents."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    stage = 0
+    phase = 0
+    turn = 1 - G
+    S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
+    halves = (_fresh(S, C), _fresh(S, C))
+    unresolved = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, halves[0].best.type.layout))
+    task = begin
+    while task < end:
+        row_tile = task // sizes.K
+        last = gl.minimum((row_tile + 1) * sizes.K, end)
+        first = (row_tile * 2 + G) * (2 * HALF_ROWS // C.SLOT)
+        q = _load_queries(Q, q_smem, first, parts, sizes, d, G, C)
+        begin_k = task % sizes.K
+        end_k = begin_k + last - task
+        for k in range(begin_k, end_k):
+            if C.ARGMAX:
+                for t0 in range(0, sizes.Ld, C.BN):
+                    S_a, S_b = _issued(q, ring, halves, stage, phase, turn, G, C)
+                    halves, stage, phase, turn = _absorbed(
+                        S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
+                    )
+                unresolved = _score(halves, Q, first, parts, k, True, scores, argmax, unresolved, sizes, C)
+                halves = (_fresh(halves[0].S, C), _fresh(halves[1].S, C))
+            else:
+                S_a, S_b = _issued(q, ring, halves, stage, phase, turn, G, C)
+                _score(halves, Q, first, parts, k - 1, k > begin_k, scores, argmax, unresolved, sizes, C)
+                halves = (_fresh(halves[0].S, C), _fresh(halves[1].S, C))
+                halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
+                for t0 in range(C.BN, sizes.Ld, C.BN):
+                    S_a, S_b = _issued(q, ring, halves, stage, phase, turn, G, C)
+                    halves, stage, phase, turn = _absorbed(
+                        S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
+                    )
+        if not C.ARGMAX:
+            _score(halves, Q, first, parts, end_k - 1, True, scores, argmax, unresolved, sizes, C)
+        task = last
+    if C.ARGMAX:
+        mbarrier.arrive(ring.search.index(2), count=1)
+        if gl.max(unresolved, axis=0) > 0:
+            _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G, C)
+
+
+@gluon.jit
+def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
+    """The first document token whose similarity to each of 64 query rows is NaN, else NO_TOKEN."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    tile = ring.tiles.index(G)
+    column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
+    found = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
+    for t0 in range(0, Ld, C.BN):
+        start = gl.minimum(t0, Ld - C.BN)
+        mbarrier.expect(ring.search.index(G), D.block_type.nbytes)
+        tma.async_copy_global_to_shared(D, [row + start, 0], ring.search.index(G), tile)
+        mbarrier.wait(ring.search.index(G), phase)
+        phase ^= 1
+        S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
+        S = warpgroup_mma(q, tile.permute((1, 0)), S)
+        token = gl.where(S != S, start + column[None, :], NO_TOKEN)
+        found = gl.minimum(found, gl.min(token, axis=1))
+    return found, phase
+
+
+@gluon.jit
+def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+    """Replace UNRESOLVED winners: the first NaN if the maximum is NaN, else (it is -inf) the first token."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
+    phase = 0
+    mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
+    for task in range(begin, end):
+        k = task % sizes.K
+        first = (task // sizes.K * 2 + G) * (2 * HALF_ROWS // C.SLOT)
+        q = _load_queries(Q, q_smem, first, parts, sizes, d, G, C)
+        for H in gl.static_range(2):
+            found, phase = _first_nan(q[H], D, ring, k * sizes.Ld, phase, sizes.Ld, G, C)
+            i, s = _rows(first, H, parts, ROW, C)
+            out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
+            ok = (i < sizes.Nq) & (s < sizes.Lq)
+            ok = ok & (gl.load(out, mask=ok, other=0) == UNRESOLVED)
+            found = gl.where(found == NO_TOKEN, 0, found)
+            gl.store(out, found.to(argmax.dtype.element_ty), mask=ok)
+
+
+@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "parts"])
+def maxsim_forward_specialized(Q, D, scores, argmax, Nq, K, Lq, Ld, d, parts, C: gl.constexpr):
+    """Sums ``scores [groups, K]`` of each group of query rows over documents without mask; winners unless None.
+
+    A group is a query, or the next 128 tokens of one that is longer (its `parts`). D is a tensor descriptor of all
+    document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs evenly, row tiles first.
+    """
+    sizes = Sizes(Nq, K, Lq, Ld)
+    row_tiles = gl.cdiv(Nq * parts * C.SLOT, ROWS)
+    pairs = row_tiles.to(gl.int64) * K
+    begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = C.STAGES
+    ring = Ring(
+        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
+    )
+    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(n), count=1)
+        mbarrier.init(ring.empty.index(n), count=2)
+    for n in gl.static_range(2):
+        mbarrier.init(ring.turn.index(n), count=1)
+        mbarrier.init(ring.search.index(n), count=1)
+    mbarrier.init(ring.search.index(2), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, 0, C)),
+            (_consume, (Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, 1, C)),
+            (_produce, (D, ring, begin, end, K, Ld, C)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@triton.jit(do_not_specialize=["K", "parts"])
+def maxsim_sum_parts(partial, scores, K, parts, BLOCK: tl.constexpr):
+    """Scores [Nq, K] of long queries from the sums ``[Nq * parts, K]`` of their parts of 128 tokens.
+
+    Neighbours are added first, then these one after the other: the order in which `maxsim_forward` adds.
+    """
+    i = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = partial + i * parts * K + k
+    total = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, parts, 2):
+        a = tl.load(at + wide(p) * K, mask=k < K, other=0.0)
+        b = tl.load(at + wide(p + 1) * K, mask=(k < K) & (p + 1 < parts), other=0.0)
+        total = tl.where(p == 0, a + b, total + (a + b))
+    tl.store(scores + i * K + k, total, mask=k < K)

@@ -1,0 +1,169 @@
+"""`maxsim_forward_specialized` against the oracle, and bit for bit against `maxsim_forward`, which serves elsewhere."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import lik_ops
+
+from .support import INTERPRETING, Problem, assert_scores, assert_winners, build, run
+
+if INTERPRETING:
+    pytest.skip("the interpreter has no Gluon", allow_module_level=True)
+
+from lik_ops.backends import configs
+
+SM_90 = configs.ARCHITECTURES["sm_90"]
+HALF = (torch.float16, torch.bfloat16)
+
+
+def choice(dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, processors=132):
+    return configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, argmax=False, processors=processors)
+
+
+def test_when_it_is_chosen():
+    assert choice() is not None
+    assert choice(dtype=torch.float32) is None
+    assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
+    assert choice(d=136) is None and choice(Ld=63) is None and choice(Lq=1) is None
+    assert choice(Nq=1) is None and choice(Nq=1, Lq=300) is not None
+    assert choice(Nq=8, K=8) is None
+
+
+@pytest.mark.parametrize("Lq", [2, 31, 32, 100, 128, 129, 1024])
+@pytest.mark.parametrize("Nq", [1, 7, 64, 5000])
+def test_row_tiles_hold_every_query_token(Nq, Lq):
+    found = choice(Nq=Nq, Lq=Lq)
+    if found is None:
+        return
+    assert found.parts * found.config.SLOT >= Lq
+    assert found.row_tiles * configs.SPECIALIZED_ROWS >= Nq * found.parts * found.config.SLOT
+    assert 0.95 * min(132, found.row_tiles * 1000) <= found.programs <= 132
+
+
+def cases():
+    """Tiles that end anywhere; queries that fill a slot or do not, in one part or several; features likewise."""
+    for n, (Nq, Nd, Lq, Ld, d) in enumerate(
+        [
+            (40, 70, 32, 180, 128),
+            (9, 131, 31, 64, 96),
+            (33, 67, 8, 65, 64),
+            (70, 66, 3, 127, 8),
+            (200, 70, 2, 128, 48),
+            (3, 140, 100, 129, 128),
+            (2, 150, 128, 300, 120),
+            (1, 140, 129, 70, 128),
+            (2, 70, 300, 200, 128),
+            (1, 70, 1030, 96, 128),
+        ]
+    ):
+        for values in ("integer", "negative", "normal"):
+            q_mask, weight = ("none", "holes", "empty_some")[n % 3], n % 2 == 1
+            strides = "sliced" if n % 4 == 3 else "transposed" if n % 4 == 2 else "contiguous"
+            problem = Problem(
+                Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=HALF[n % 2], q_mask=q_mask, weight=weight, values=values, seed=n
+            )
+            yield problem, strides
+
+
+def plain(x, argmax_dtype):
+    """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
+    from lik_ops.backends import cuda
+
+    plan = cuda.ForwardPlan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    argmax = plan.new_argmax()
+    return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
+
+
+def specialized(x, argmax_dtype):
+    """The same of the specialised kernel, which is an error to be without."""
+    from lik_ops.backends import cuda_specialized
+
+    plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    assert plan is not None
+    argmax = None if argmax_dtype is None else plan.new_argmax()
+    return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("p", "strides"), cases(), ids=str)
+def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
+    x = build(p, "cuda")
+    x.Q = build(dataclasses.replace(p, strides=strides), "cuda").Q
+    scores, argmax = specialized(x, torch.int16)
+    expected, winners = plain(x, torch.int16)
+    assert torch.equal(scores, expected) and torch.equal(argmax, winners)
+    assert torch.equal(specialized(x, None)[0], scores)
+    assert_scores(p, x, scores)
+    assert_winners(p, x, argmax.transpose(0, 1).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Lq", [32, 300])
+def test_nan_and_infinities(Lq):
+    """NaN wins at its first token; where every similarity is -inf the first token wins."""
+    p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
+    x = build(p, "cuda")
+    x.D[3, 150] = float("nan")
+    x.D[3, 170] = float("nan")
+    x.D[7, 5, 3] = float("inf")
+    x.D[9, :, :] = float("-inf")
+    x.Q[:, :, :] = x.Q.abs()
+    x.Q[2, 4] = float("nan")
+    scores, argmax = specialized(x, torch.int16)
+    expected, winners = plain(x, torch.int16)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(argmax, winners)
+    assert scores[:, 3].isnan().all() and scores[2].isnan().all()
+    rows = torch.arange(p.Nq, device="cuda") != 2
+    assert (argmax[3, rows] == 150).all() and (argmax[9, rows] == 0).all() and (argmax[:, 2, 4] == 0).all()
+    assert (scores[rows][:, 9] == float("-inf")).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("argmax_dtype", [None, torch.int16, torch.int32, torch.int64])
+def test_every_winner_dtype_through_the_public_op(argmax_dtype):
+    p = Problem(Nq=20, Nd=150, Lq=32, Ld=200, d=128, dtype=torch.float16)
+    x = build(p, "cuda")
+    scores, argmax = torch.ops.lik.maxsim_fwd(x.Q, x.D, None, None, None, False, argmax_dtype, "auto")
+    expected, winners = plain(x, torch.int32)
+    assert torch.equal(scores, expected)
+    if argmax_dtype is not None:
+        assert argmax.dtype == argmax_dtype and torch.equal(argmax.int(), winners)
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_the_batch():
+    p = Problem(Nq=40, Nd=300, Lq=32, Ld=180, d=128, dtype=torch.bfloat16, values="normal")
+    x = build(p, "cuda")
+    scores, argmax = run(p, x)
+    for q, k in ((slice(0, 1), slice(0, 300)), (slice(3, 30), slice(17, 200)), (slice(39, 40), slice(299, 300))):
+        part, winners = lik_ops.maxsim_with_argmax(x.Q[q], x.D[k])
+        assert torch.equal(part, scores[q, k]) and torch.equal(winners, argmax[q, k])
+
+
+@pytest.mark.gpu
+def test_long_queries_in_chunks_of_documents(monkeypatch):
+    from lik_ops.backends import cuda, cuda_specialized
+
+    p = Problem(Nq=3, Nd=200, Lq=300, Ld=150, d=128, dtype=torch.bfloat16, values="normal")
+    x = build(p, "cuda")
+    expected, winners = specialized(x, torch.int16)
+    cuda.forget()
+    monkeypatch.setattr(cuda_specialized, "_WORKSPACE", 3 * 3 * 4 * 90)
+    scores, argmax = specialized(x, torch.int16)
+    assert torch.equal(scores, expected) and torch.equal(argmax, winners)
+    cuda.forget()
+
+
+@pytest.mark.gpu
+def test_documents_beyond_2_31_elements_and_off_alignment():
+    D = torch.randn(95_000, 180, 128, device="cuda", dtype=torch.bfloat16)
+    Q = torch.randn(9, 32, 128, device="cuda", dtype=torch.bfloat16)
+    scores = lik_ops.maxsim(Q, D)
+    for j in (0, 94_999):
+        expected = lik_ops.reference.maxsim(Q.double(), D[j : j + 1].double())
+        torch.testing.assert_close(scores[:, j : j + 1].double(), expected, rtol=1e-5, atol=1e-4)
+    shifted = D.view(-1)[1 : 1 + 400 * 180 * 128].view(400, 180, 128)
+    assert torch.equal(lik_ops.maxsim(Q, shifted), lik_ops.maxsim(Q, shifted.clone()))

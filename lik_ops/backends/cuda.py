@@ -31,6 +31,7 @@ _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _MOST_PLANS = 4096
 _MOST_TILES = 64  # tensor descriptors that a plan keeps
 _NO_STRIDES = (None, None, None)
+# What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
 _empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
@@ -152,6 +153,9 @@ class ForwardPlan:
         self.scores_shape, self.argmax_dtype = (Nq, K), argmax_dtype
         self.argmax_shape = (Nq, K, Lq) if candidates else (K, Nq, Lq)
         self.is_trivial = Nq * K == 0 or Lq == 0
+        # Once known: what launches tensors that begin at multiples of 16 bytes.
+        self.bound: launcher.Bound | None = None
+        self.direct: Callable | None = None
         if self.is_trivial:
             return
         launch = configs.forward(
@@ -174,11 +178,11 @@ class ForwardPlan:
         self.document_strides = _owned_strides(D, candidates), _owned_strides(d_mask, candidates)
         self.reads_tiles = self.arch.has_descriptors and _describable(D, self.config)
         self.tiles: dict[int, tuple] = {}
-        self.row_strides = (K, 1)
+        self.score_strides = (K, 1)
         self.constants = (*self.sizes, self.d, self.config)
-        # Once known: what launches tensors that begin at multiples of 16 bytes.
-        self.bound: launcher.Bound | None = None
-        self.direct: Callable | None = None
+        self.has_per_token = not (q_mask is None and d_mask is None and q_weight is None)
+        queries, documents = self._grouped(None, None, None, None, None)
+        self.query_rest, self.document_rest = queries[1:], documents[1:]
         _log.debug("maxsim_forward on %s for %s: %s", self.arch.name, self.sizes, launch)
 
     def new_argmax(self) -> Tensor:
@@ -197,60 +201,65 @@ class ForwardPlan:
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        if self.is_trivial:
-            return torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if self.index is not None and torch._C._cuda_getDevice() != self.index:
-            with torch.cuda.device(self.device):
-                return self.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
-        if self.index is None or _empty_cuda is None or torch.are_deterministic_algorithms_enabled():
+        direct = self.direct
+        if direct is None or torch._C._cuda_getDevice() != self.index or launcher.hooks_set():
+            return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
+        q, d = Q.data_ptr(), D.data_ptr()
+        if self.has_per_token:
+            per_token = [0 if t is None else t.data_ptr() for t in (q_mask, d_mask, q_weight)]
+            q_kept, d_kept, weight = per_token
+            aligned = not (q | d | q_kept | d_kept | weight) & 15
+            queries, documents = self._grouped(q, d, q_kept, d_kept, weight)
+        else:
+            aligned = not (q | d) & 15
+            queries, documents = (q, *self.query_rest), (d, *self.document_rest)
+        if not aligned:
+            return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
+        if _empty_cuda is None or torch.are_deterministic_algorithms_enabled():
             scores = torch.empty(shape, dtype=torch.float32, device=self.device)
-        else:  # what inductor's code calls: it saves microseconds
-            scores = _empty_cuda(shape, self.row_strides[-len(shape) :] if shape else (), torch.float32)
-        self._launch(Q, D, q_mask, d_mask, q_weight, scores, argmax)
+        else:
+            scores = _empty_cuda(shape, self.score_strides[-len(shape) :] if shape else (), torch.float32)
+        tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
+        winners = None if argmax is None else argmax.data_ptr()
+        args = (queries, documents, *tiles, scores.data_ptr(), winners, *self.constants)
+        direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
         return scores
 
-    def _launch(
+    def _scores_by_launcher(
         self,
+        shape: tuple[int, ...],
         Q: Tensor,
         D: Tensor,
         q_mask: Tensor | None,
         d_mask: Tensor | None,
         q_weight: Tensor | None,
-        scores: Tensor,
         argmax: Tensor | None,
-    ) -> None:
-        q, d = Q.data_ptr(), D.data_ptr()
-        q_kept = None if q_mask is None else q_mask.data_ptr()
-        d_kept = None if d_mask is None else d_mask.data_ptr()
-        weight = None if q_weight is None else q_weight.data_ptr()
-        aligned = not (q | d | (q_kept or 0) | (d_kept or 0) | (weight or 0)) & 15
-        if aligned and self.direct is not None and not launcher.hooks_set():
-            tiles = self._tiles(D, d) if self.reads_tiles else (None,)
-            winners = None if argmax is None else argmax.data_ptr()
-            args = (*self._grouped(q, d, q_kept, d_kept, weight), *tiles, scores.data_ptr(), winners, *self.constants)
-            self.direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
-            return
+    ) -> Tensor:
+        if self.is_trivial:
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
+        scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         queries, documents = self._grouped(Q, D, q_mask, d_mask, q_weight)
         groups = Queries._make(queries), Documents._make(documents)
-        tiles = (_descriptor(D, self.config) if self.reads_tiles else None,)
-        args = (*groups, *tiles, scores, argmax, *self.constants)
-        bound = launcher.launch(self.kernel, self.grid, args, self.options)
+        tiles = _descriptor(D, self.config) if self.reads_tiles else None
+        args = (*groups, tiles, scores, argmax, *self.constants)
+        with _on_device(self.device):
+            bound = launcher.launch(self.kernel, self.grid, args, self.options)
+        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight))
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct
+        return scores
 
     def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, tuple]:
         """Tensors or pointers grouped with their strides, in the order of `Queries` and `Documents`."""
         (a, b, c), (e, f) = self.query_strides, self.document_strides
         return (q, *a, q_mask, *b, weight, *c), (d, *e, d_mask, *f)
 
-    def _tiles(self, D: Tensor, pointer: int) -> tuple:
+    def _new_tiles(self, D: Tensor, pointer: int) -> tuple:
         """The descriptor of `D` as the kernel takes it: it depends on nothing but the plan and where D begins."""
-        found = self.tiles.get(pointer)
-        if found is None:
-            if len(self.tiles) >= _MOST_TILES:
-                self.tiles.clear()
-            assert self.bound is not None
-            found = self.tiles[pointer] = self.bound.encoded(0, _descriptor(D, self.config))
+        if len(self.tiles) >= _MOST_TILES:
+            self.tiles.clear()
+        assert self.bound is not None
+        found = self.tiles[pointer] = self.bound.encoded(0, _descriptor(D, self.config))
         return found
 
 

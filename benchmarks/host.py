@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,16 +103,21 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     from lik_ops.backends import cuda
     from lik_ops.ops import eager
 
+    lik_ops.maxsim(Q, D)
     plan = cuda.forward_plan(Q, D, None, None, None, False, None)
     scores = torch.empty(8, 8, device="cuda")
     empty_strided = torch._C._dynamo.guards._empty_strided_cuda
     d = D.data_ptr()
 
-    def direct() -> None:
-        groups = plan._grouped(Q.data_ptr(), d, None, None, None)
-        args = (*groups, *plan._tiles(D, d), scores.data_ptr(), None, *plan.constants)
-        plan.direct(64, 1, 1, torch._C._cuda_getCurrentRawStream(0), args)
+    args = (*plan._grouped(Q.data_ptr(), d, None, None, None), *plan._new_tiles(D, d), scores.data_ptr(), None)
+    args = (*args, *plan.constants)
+    argmax = torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, torch.int16, "auto")[1]
 
+    def backward(name: str) -> object:
+        return getattr(cuda, f"backward_{name}")(scores, Q, D, argmax, None, None, None, False, [True, True, False])
+
+    leaf = torch.zeros(8, 8, device="cuda", requires_grad=True)
+    copied = leaf.view_as(leaf)
     return {
         "nobody watches": eager._nobody_watches,
         "ordinary tensors (2)": lambda: (eager._is_memory(Q), eager._is_memory(D)),
@@ -123,10 +129,15 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "empty_strided_cuda": lambda: empty_strided((8, 8), (8, 1), torch.float32),
         "launch hooks": launcher.hooks_set,
         "plan": lambda: cuda.forward_plan(Q, D, None, None, None, False, None),
-        "plan's launch": lambda: plan._launch(Q, D, None, None, None, scores, None),
-        "direct launch": direct,
+        "plan's scores": lambda: plan.scores((8, 8), Q, D, None, None, None, None),
+        "direct launch": lambda: plan.direct(64, 1, 1, 0, args),
         "general launch": lambda: general(plan, Q, D, scores),
         "Triton's launch": lambda: general(plan, Q, D, scores, by_triton=True),
+        "backend's backward lowmem": lambda: backward("lowmem"),
+        "its outputs": lambda: cuda._outputs(Q, D, [True, True, False]),
+        "its groups": lambda: cuda._Backward.of(scores, Q, D, argmax, None, None, None, False),
+        "backend's backward unified": lambda: backward("unified"),
+        "torch.autograd.grad of a view": lambda: torch.autograd.grad(copied, leaf, scores, retain_graph=True),
     }
 
 
@@ -134,7 +145,7 @@ def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False)
     from lik_ops.backends import cuda
 
     tiles = cuda._descriptor(D, plan.config) if plan.reads_tiles else None
-    args = (cuda._queries(Q, None, None), cuda._documents(D, None), tiles, scores, None, *plan.constants)
+    args = (cuda.queries_of(Q, None, None), cuda._documents(D, None), tiles, scores, None, *plan.constants)
     if by_triton:
         plan.kernel[plan.grid](*args, **plan.options)
     else:
@@ -150,8 +161,11 @@ def main() -> None:
     records = []
     print(f"launched {launcher.way()}")
     for title, make, grad in (("no grad", scoring, False), ("training", training, True), ("steps", steps, False)):
-        for name, function in make(Q, D).items():
-            with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad or title == "steps"):
+            functions = make(Q, D)
+        for name, function in functions.items():
+            with torch.set_grad_enabled(grad), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 try:
                     us = microseconds(function, args.rounds)
                 except Exception as failure:

@@ -108,16 +108,16 @@ def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: T
             raise TypeError(f"{op}: {name}: expected bool (lik::maxsim converts integers), got {mask.dtype}")
 
 
-def metadata(Q: Tensor, D: Tensor, *per_token: Tensor | None) -> tuple:
+def metadata(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None) -> tuple:
     """All that decides how arguments are checked and computed, but their values: a key for what was found out once.
 
     Of real tensors only: symbolic sizes would be guarded on.
     """
-    return (
-        (Q.shape, Q.stride(), Q.dtype, Q.get_device()),
-        (D.shape, D.stride(), D.dtype, D.get_device()),
-        *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in per_token],
-    )
+    key = (Q.shape, Q.stride(), Q.dtype, Q.get_device(), D.shape, D.stride(), D.dtype, D.get_device())
+    if q_mask is None and d_mask is None and q_weight is None:
+        return key
+    per_token = (q_mask, d_mask, q_weight)
+    return key, *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in per_token]
 
 
 def as_bool(mask: Tensor | None) -> Tensor | None:

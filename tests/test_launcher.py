@@ -37,7 +37,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     Q, D = tensor(Nq, Lq, d), tensor(*((Nq,) if candidates else ()), K, Ld, d)
     q_mask, d_mask = (tensor(*t.shape[:-1], dtype=torch.bool) if masks else None for t in (Q, D))
     weight = tensor(Nq, Lq, dtype=torch.float32) if masks else None
-    groups = cuda._queries(Q, q_mask, weight), cuda._documents(D, d_mask)
+    groups = cuda.queries_of(Q, q_mask, weight), cuda._documents(D, d_mask)
     up = cuda._upstream(tensor(Nq, K, dtype=torch.float32), tensor(K, Nq, Lq, dtype=torch.int16))
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is forward.maxsim_forward:

@@ -80,7 +80,7 @@ def specialized(x, argmax_dtype):
     """The same of the specialised kernel, which is an error to be without."""
     from lik_ops.backends import cuda_specialized
 
-    plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, x.q_weight, argmax_dtype)
     assert plan is not None
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax

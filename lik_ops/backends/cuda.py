@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import triton
@@ -32,6 +32,7 @@ _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _MOST_PLANS = 4096
 _MOST_TILES = 64  # tensor descriptors that a plan keeps
 _NO_STRIDES = (None, None, None)
+# What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
 _empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
@@ -62,7 +63,7 @@ def architecture(device: torch.device) -> Architecture:
     return ARCHITECTURES.get(name, Architecture(name, shared_memory))
 
 
-def _on_device(device: torch.device):
+def on_device(device: torch.device):
     """Make the tensors' device the current one for a launch: Triton launches on the current device."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
@@ -73,7 +74,7 @@ def _strides(per_token: Tensor | None) -> tuple[int | None, ...]:
     return (None, None) if per_token is None else per_token.stride()
 
 
-def _queries(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
+def queries_of(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
     return Queries._make((Q, *Q.stride(), mask, *_strides(mask), weight, *_strides(weight)))
 
 
@@ -106,7 +107,7 @@ def _wide(Q: Tensor, D: Tensor) -> int:
     return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
 
 
-def _descriptor(D: Tensor, config: Config | Specialization) -> TensorDescriptor | None:
+def _descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
     """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
     if not describable(D, config) or D.data_ptr() % 16:
         return None
@@ -131,13 +132,32 @@ def allow_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32
 
 
+class Plan(Protocol):
+    """A forward call of given metadata: what follows from that alone is worked out once."""
+
+    scores_shape: tuple[int, int]
+
+    def new_argmax(self) -> Tensor:
+        """Winners to be filled by `scores`, of size [0] if none are asked for."""
+
+    def scores(
+        self,
+        shape: tuple[int, ...],
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        argmax: Tensor | None,
+    ) -> Tensor:
+        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
+
+
 class ForwardPlan:
     """What a forward call needs and what follows from the metadata of its arguments alone: worked out once for each.
 
     Made from arguments with all their axes; called also with the 2-D tensors that these axes were added to.
     """
-
-    groups: tuple[type, ...] = (Queries, Documents)
 
     def __init__(
         self,
@@ -155,6 +175,9 @@ class ForwardPlan:
         self.scores_shape, self.argmax_dtype = (Nq, K), argmax_dtype
         self.argmax_shape = (Nq, K, Lq) if candidates else (K, Nq, Lq)
         self.is_trivial = Nq * K == 0 or Lq == 0
+        # Once known: what launches tensors that begin at multiples of 16 bytes.
+        self.bound: launcher.Bound | None = None
+        self.direct: Callable | None = None
         if self.is_trivial:
             return
         launch = configs.forward(
@@ -168,21 +191,20 @@ class ForwardPlan:
             wide=_wide(Q, D),
             tf32=allow_tf32(),
         )
-        self.config: Config | Specialization = launch.config
-        self.options = launch.options(self.arch)
-        queries_per_tile = launch.config.BM // launch.config.SLOT
+        self.config, self.options = launch.config, launch.options(self.arch)
+        queries_per_tile = self.config.BM // self.config.SLOT
         row_tiles = Nq if candidates else triton.cdiv(Nq, queries_per_tile)
         self.grid = (*_check_grid(row_tiles * K), 1, 1)
-        self.kernel: Any = forward_kernels.maxsim_forward
+        self.kernel = forward_kernels.maxsim_forward
         self.query_strides = Q.stride(), _strides(q_mask), _strides(q_weight)
         self.document_strides = _owned_strides(D, candidates), _owned_strides(d_mask, candidates)
         self.reads_tiles = self.arch.has_descriptors and describable(D, self.config)
         self.tiles: dict[int, tuple] = {}
-        self.row_strides = (K, 1)
-        self.constants: tuple[Any, ...] = (*self.sizes, self.d, self.config)
-        # Once known: what launches tensors that begin at multiples of 16 bytes.
-        self.bound: launcher.Bound | None = None
-        self.direct: Callable | None = None
+        self.score_strides = (K, 1)
+        self.constants = (*self.sizes, self.d, self.config)
+        self.has_per_token = not (q_mask is None and d_mask is None and q_weight is None)
+        queries, documents = self._grouped(None, None, None, None, None)
+        self.query_rest, self.document_rest = queries[1:], documents[1:]
         _log.debug("maxsim_forward on %s for %s: %s", self.arch.name, self.sizes, launch)
 
     def new_argmax(self) -> Tensor:
@@ -201,67 +223,69 @@ class ForwardPlan:
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        if self.is_trivial:
-            return torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if self.index is not None and torch._C._cuda_getDevice() != self.index:
-            with torch.cuda.device(self.device):
-                return self.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
-        if self.index is None or _empty_cuda is None or torch.are_deterministic_algorithms_enabled():
+        direct = self.direct
+        if direct is None or torch._C._cuda_getDevice() != self.index or launcher.hooks_set():
+            return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
+        q, d = Q.data_ptr(), D.data_ptr()
+        if self.has_per_token:
+            per_token = [0 if t is None else t.data_ptr() for t in (q_mask, d_mask, q_weight)]
+            q_kept, d_kept, weight = per_token
+            aligned = not (q | d | q_kept | d_kept | weight) & 15
+            queries, documents = self._grouped(q, d, q_kept, d_kept, weight)
+        else:
+            aligned = not (q | d) & 15
+            queries, documents = (q, *self.query_rest), (d, *self.document_rest)
+        if not aligned:
+            return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
+        if _empty_cuda is None or torch.are_deterministic_algorithms_enabled():
             scores = torch.empty(shape, dtype=torch.float32, device=self.device)
-        else:  # what inductor's code calls: it saves microseconds
-            scores = _empty_cuda(shape, self.row_strides[-len(shape) :] if shape else (), torch.float32)
-        self._launch(Q, D, q_mask, d_mask, q_weight, scores, argmax)
+        else:
+            scores = _empty_cuda(shape, self.score_strides[-len(shape) :] if shape else (), torch.float32)
+        tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
+        winners = None if argmax is None else argmax.data_ptr()
+        args = (queries, documents, *tiles, scores.data_ptr(), winners, *self.constants)
+        direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
         return scores
 
-    def _launch(
+    def _scores_by_launcher(
         self,
+        shape: tuple[int, ...],
         Q: Tensor,
         D: Tensor,
         q_mask: Tensor | None,
         d_mask: Tensor | None,
         q_weight: Tensor | None,
-        scores: Tensor,
         argmax: Tensor | None,
-    ) -> None:
-        q, d = Q.data_ptr(), D.data_ptr()
-        q_kept = None if q_mask is None else q_mask.data_ptr()
-        d_kept = None if d_mask is None else d_mask.data_ptr()
-        weight = None if q_weight is None else q_weight.data_ptr()
-        aligned = not (q | d | (q_kept or 0) | (d_kept or 0) | (weight or 0)) & 15
-        if aligned and self.direct is not None and not launcher.hooks_set():
-            tiles = self._tiles(D, d) if self.reads_tiles else (None,)
-            winners = None if argmax is None else argmax.data_ptr()
-            groups = self._grouped(q, d, q_kept, d_kept, weight)
-            args = (*groups, *tiles, scores.data_ptr(), winners, *self.constants)
-            self.direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
-            return
-        grouped = self._grouped(Q, D, q_mask, d_mask, q_weight)
-        named = (group(*x) for group, x in zip(self.groups, grouped, strict=True))
-        args = (*named, self._descriptor(D), scores, argmax, *self.constants)
-        bound = launcher.launch(self.kernel, self.grid, args, self.options)
+    ) -> Tensor:
+        if self.is_trivial:
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
+        scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        queries, documents = self._grouped(Q, D, q_mask, d_mask, q_weight)
+        groups = Queries._make(queries), Documents._make(documents)
+        tiles = _descriptor(D, self.config) if self.reads_tiles else None
+        args = (*groups, tiles, scores, argmax, *self.constants)
+        with on_device(self.device):
+            bound = launcher.launch(self.kernel, self.grid, args, self.options)
+        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight))
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct
+        return scores
 
-    def _descriptor(self, D: Tensor) -> Any:
-        return _descriptor(D, self.config) if self.reads_tiles else None
-
-    def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, ...]:
-        """Tensors or pointers with their strides, in the order of the `groups` that the kernel takes."""
+    def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, tuple]:
+        """Tensors or pointers grouped with their strides, in the order of `Queries` and `Documents`."""
         (a, b, c), (e, f) = self.query_strides, self.document_strides
         return (q, *a, q_mask, *b, weight, *c), (d, *e, d_mask, *f)
 
-    def _tiles(self, D: Tensor, pointer: int) -> tuple:
+    def _new_tiles(self, D: Tensor, pointer: int) -> tuple:
         """The descriptor of `D` as the kernel takes it: it depends on nothing but the plan and where D begins."""
-        found = self.tiles.get(pointer)
-        if found is None:
-            if len(self.tiles) >= _MOST_TILES:
-                self.tiles.clear()
-            assert self.bound is not None
-            found = self.tiles[pointer] = self.bound.encoded(0, self._descriptor(D))
+        if len(self.tiles) >= _MOST_TILES:
+            self.tiles.clear()
+        assert self.bound is not None
+        found = self.tiles[pointer] = self.bound.encoded(0, _descriptor(D, self.config))
         return found
 
 
-_plans: dict[tuple, ForwardPlan] = {}
+_plans: dict[tuple, Plan] = {}
 
 
 def forward_plan(
@@ -272,7 +296,7 @@ def forward_plan(
     q_weight: Tensor | None,
     normalize: bool,
     argmax_dtype: torch.dtype | None,
-) -> ForwardPlan:
+) -> Plan:
     """The plan for validated arguments that have all their axes."""
     tf32 = Q.dtype == torch.float32 and allow_tf32()
     key = (*metadata(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
@@ -292,13 +316,14 @@ def _new_plan(
     q_weight: Tensor | None,
     normalize: bool,
     argmax_dtype: torch.dtype | None,
-) -> ForwardPlan:
-    args = (Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+) -> Plan:
     if Q.device.type == "cuda" and d_mask is None and not normalize:
-        from .cuda_specialized import specialized_plan
+        from .cuda_specialized import specialized_plan  # it is built upon this module
 
-        return specialized_plan(*args) or ForwardPlan(*args)
-    return ForwardPlan(*args)
+        plan = specialized_plan(Q, D, q_mask, q_weight, argmax_dtype)
+        if plan is not None:
+            return plan
+    return ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
 
 
 def forward(
@@ -371,7 +396,7 @@ class _Backward:
         normalize: bool,
     ) -> _Backward:
         return _Backward(
-            _queries(Q, q_mask, q_weight),
+            queries_of(Q, q_mask, q_weight),
             _documents(D, d_mask),
             _upstream(grad_scores, argmax),
             sizes(Q, D),
@@ -414,7 +439,7 @@ def backward_lowmem(
     call = _Backward.of(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize)
     Nq, K, Lq, Ld = call.sizes
     wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
-    with _on_device(Q.device):
+    with on_device(Q.device):
         if needs[0] or needs[2]:
             launch = call.gather()
             grid = _check_grid(Nq * triton.cdiv(Lq, launch.config.BM))
@@ -478,7 +503,7 @@ def backward_unified(
     row_tiles = call.sizes.Nq * triton.cdiv(call.sizes.Lq, launch.config.BM)
     K_per_program = max(1, triton.cdiv(call.sizes.K * row_tiles, _SCATTER_PROGRAMS))
     grid = (*_check_grid(row_tiles), triton.cdiv(call.sizes.K, K_per_program))
-    with _on_device(Q.device):
+    with on_device(Q.device):
         scatter = unified_kernels.maxsim_scatter
         call.launch(scatter, grid, launch, *call.inputs, sum_Q, sum_D, more=(K_per_program,))
         if sum_Q is not None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from types import ModuleType
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from .._layout import lift
-from ..csrc_triton.arguments import Queries
 from . import configs, launcher
-from .cuda import ForwardPlan, architecture, describable, forward_plan, sizes
+from .cuda import ForwardPlan, architecture, describable, forward_plan, on_device, queries_of, sizes
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes
@@ -37,103 +35,87 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class SpecializedPlan(ForwardPlan):
+class SpecializedPlan:
     """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens.
 
     The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time.
     """
 
-    groups = (Queries,)
-
     def __init__(
+        self, choice: configs.Specialized, gluon: ModuleType, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None
+    ) -> None:
+        self.choice, self.device, self.d = choice, Q.device, Q.shape[-1]
+        self.sizes = sizes(Q, D)
+        Nq, K, Lq, _ = self.sizes
+        self.scores_shape, self.argmax_dtype, self.argmax_shape = (Nq, K), argmax_dtype, (K, Nq, Lq)
+        self.kernel, self.sum_kernel = gluon.maxsim_forward_specialized, gluon.maxsim_sum_parts
+        self.block = [choice.config.BN, choice.config.BD]
+        self.layout = gluon.tile_layout(self.block, str(Q.dtype).removeprefix("torch."))
+        self.constants = (*self.sizes, self.d, choice.parts, choice.config)
+        self.chunk = max(1, _WORKSPACE // (4 * Nq * choice.parts))  # documents whose parts' scores fit the workspace
+        _log.debug("maxsim_forward_specialized for %s: %s", self.sizes, choice)
+
+    def new_argmax(self) -> Tensor:
+        if self.argmax_dtype is None:
+            return torch.empty(0, dtype=torch.int32, device=self.device)
+        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
+
+    def scores(
         self,
-        choice: configs.Specialized,
-        gluon: ModuleType,
+        shape: tuple[int, ...],
         Q: Tensor,
         D: Tensor,
         q_mask: Tensor | None,
         d_mask: Tensor | None,
         q_weight: Tensor | None,
-        normalize: bool,
-        argmax_dtype: torch.dtype | None,
-    ) -> None:
-        args = Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype
-        super().__init__(*args)
-        self.plain = ForwardPlan(*args)  # for documents that do not begin at a multiple of 16 bytes
-        self.choice, self.kernel, self.sum_kernel = choice, gluon.maxsim_forward_specialized, gluon.maxsim_sum_parts
-        self.config, self.options = choice.config, {"num_warps": 4}
-        self.grid = (choice.programs, 1, 1)
-        self.constants = (*self.sizes, self.d, choice.parts, choice.config)
-        self.block = [choice.config.BN, choice.config.BD]
-        self.layout = gluon.tile_layout(self.block, str(Q.dtype).removeprefix("torch."))
-        _log.debug("maxsim_forward_specialized for %s: %s", self.sizes, choice)
-
-    def _descriptor(self, D: Tensor) -> Any:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        return TensorDescriptor(D, [D.numel() // self.d, self.d], [self.d, 1], self.block, self.layout)
-
-    def _grouped(self, q, d, q_mask, d_mask, weight) -> tuple[tuple, ...]:
-        return super()._grouped(q, d, q_mask, d_mask, weight)[:1]
+        argmax: Tensor | None,
+    ) -> Tensor:
+        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
+        Nq, K, _, _ = self.sizes
+        if Q.dim() == 2:
+            Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
+        D = lift(D, D.dim() == 2)  # type: ignore[assignment]
+        if D.data_ptr() % 16:  # the memory access unit cannot read it
+            plain = ForwardPlan(Q, D, q_mask, None, q_weight, False, self.argmax_dtype)
+            return plain.scores(shape, Q, D, q_mask, None, q_weight, argmax)
+        scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
+        if self.choice.parts > 1 and self.chunk < K:
+            for k in range(0, K, self.chunk):
+                part = slice(k, k + self.chunk)
+                winners = None if argmax is None else argmax[part]
+                plan = forward_plan(Q, D[part], q_mask, None, q_weight, False, self.argmax_dtype)
+                scores[:, part] = plan.scores(plan.scores_shape, Q, D[part], q_mask, None, q_weight, winners)
+        else:
+            with on_device(self.device):
+                self._launch(Q, D, q_mask, q_weight, scores, argmax)
+        return scores.view(shape)
 
     def _launch(
         self,
         Q: Tensor,
         D: Tensor,
         q_mask: Tensor | None,
-        d_mask: Tensor | None,
         q_weight: Tensor | None,
         scores: Tensor,
         argmax: Tensor | None,
     ) -> None:
-        inputs = Q, D, q_mask, d_mask, q_weight
-        Nq, K, _, _ = self.sizes
-        if D.data_ptr() % 16:
-            self.plain._launch(*inputs, scores, argmax)
-        elif self.choice.parts == 1:
-            super()._launch(*inputs, scores, argmax)
-        elif Nq * self.choice.parts * K * 4 <= _WORKSPACE or K == 1:
-            partial = torch.empty((Nq * self.choice.parts, K), dtype=torch.float32, device=self.device)
-            super()._launch(*inputs, partial, argmax)
-            grid = (configs.cdiv(K, _SUM_BLOCK), Nq, 1)
-            args = (partial, scores, K, self.choice.parts, _SUM_BLOCK)
-            launcher.launch(self.sum_kernel, grid, args, {"num_warps": 4})
-        else:
-            self._launch_in_chunks(*inputs, scores, argmax)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    def _launch_in_chunks(
-        self,
-        Q: Tensor,
-        D: Tensor,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-        scores: Tensor,
-        argmax: Tensor | None,
-    ) -> None:
         Nq, K, _, _ = self.sizes
-        if Q.dim() == 2:
-            Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
-        chunk = max(1, _WORKSPACE // (Nq * self.choice.parts * 4))
-        for k in range(0, K, chunk):
-            part = slice(k, k + chunk)
-            inputs = Q, D[part], q_mask, d_mask, q_weight
-            plan = forward_plan(*inputs, False, self.argmax_dtype)
-            winners = None if argmax is None else argmax[part]
-            scores.view(Nq, K)[:, part] = plan.scores(plan.scores_shape, *inputs, winners)
+        parts = self.choice.parts
+        sums = scores if parts == 1 else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
+        tiles = TensorDescriptor(D, [D.numel() // self.d, self.d], [self.d, 1], self.block, self.layout)
+        args = (queries_of(Q, q_mask, q_weight), tiles, sums, argmax, *self.constants)
+        launcher.launch(self.kernel, (self.choice.programs,), args, {"num_warps": 4})
+        if parts > 1:
+            grid = (configs.cdiv(K, _SUM_BLOCK), Nq)
+            launcher.launch(self.sum_kernel, grid, (sums, scores, K, parts, _SUM_BLOCK), {"num_warps": 4})
 
 
 def specialized_plan(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, q_weight: Tensor | None, argmax_dtype: torch.dtype | None
 ) -> SpecializedPlan | None:
     """The plan of a call that the specialised kernel computes, None if another does."""
-    args = Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype
     if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0:
         return None
     choice = configs.specialized(
@@ -147,4 +129,4 @@ def specialized_plan(
     gluon = kernels()
     if choice is None or gluon is None or not describable(D, choice.config):
         return None
-    return SpecializedPlan(choice, gluon, *args)
+    return SpecializedPlan(choice, gluon, Q, D, argmax_dtype)

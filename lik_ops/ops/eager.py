@@ -20,7 +20,6 @@ from .._layout import argmax_dtype_for, as_bool, check, lift, metadata
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 
@@ -34,25 +33,24 @@ _usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only m
 _devices_known: set[torch.device] = set()
 
 
-def _learn_keys(device: torch.device) -> None:
-    """Add the dispatch keys of ordinary tensors on `device`, where some backend reads memory."""
+def _is_newly_known(t: Tensor) -> bool:
+    """Learn the dispatch keys of ordinary tensors on a device where some backend reads memory: are those of `t`?"""
+    device = t.device
     if device in _devices_known or device.type not in ("cpu", "cuda"):
-        return
+        return False
     _devices_known.add(device)
-    with torch.inference_mode(False):
-        _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
-    with torch.inference_mode():
-        _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
+    return _KEYS(t).raw_repr() in _usual_keys
 
 
 def _is_memory(t: Tensor) -> bool:
     """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
-    if type(t) not in _PLAIN:
+    kind = type(t)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return False
-    keys = _KEYS(t).raw_repr()
-    if keys not in _usual_keys:
-        _learn_keys(t.device)
-    return keys in _usual_keys
+    return _KEYS(t).raw_repr() in _usual_keys or _is_newly_known(t)
 
 
 def _nobody_watches() -> bool:
@@ -68,7 +66,7 @@ def _nobody_watches() -> bool:
 class _Call:
     """What is found out once about calls with arguments of one description."""
 
-    __slots__ = ("backend", "choice", "converts", "d_flat", "normalize", "plan", "q_flat", "shape")
+    __slots__ = ("argmax_dtype", "backend", "choice", "converts", "d_flat", "normalize", "plan", "q_flat", "shape")
 
     def __init__(
         self,
@@ -82,7 +80,8 @@ class _Call:
     ) -> None:
         self.backend: ModuleType = backends.select(Q.device, Q.dtype)
         self.choice = requested_backend()
-        self.q_flat, self.d_flat, self.normalize = Q.dim() == 2, D.dim() == 2, normalize
+        self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
+        self.normalize, self.argmax_dtype = normalize, argmax_dtype
         self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
         self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
         self.plan: Any = None
@@ -106,9 +105,9 @@ class _Call:
         q_mask: Tensor | None,
         d_mask: Tensor | None,
         q_weight: Tensor | None,
-        argmax_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Scores and, unless `argmax_dtype` is None, winners (with all their axes). Masks are bool."""
+        argmax_dtype = self.argmax_dtype
         if self.plan is not None:
             argmax = None if argmax_dtype is None else self.plan.new_argmax()
             return self.plan.scores(self.shape, Q, D, q_mask, d_mask, q_weight, argmax), argmax
@@ -140,8 +139,8 @@ class _MaxSim(torch.autograd.Function):
     """`lik::maxsim` with its gradient, without the dispatcher between them where nothing needs it."""
 
     @staticmethod
-    def forward(ctx, Q, D, q_weight, call, q_mask, d_mask, argmax_dtype, backward):
-        scores, argmax = call.forward(Q, D, q_mask, d_mask, q_weight, argmax_dtype)
+    def forward(ctx, Q, D, q_weight, call, q_mask, d_mask, backward):
+        scores, argmax = call.forward(Q, D, q_mask, d_mask, q_weight)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.unified = call, backward == "unified"
         ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, argmax)
@@ -150,7 +149,7 @@ class _MaxSim(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores):
         if grad_scores is None:
-            return (None,) * 8
+            return (None,) * 7
         call, needs = ctx.call, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, argmax = ctx.saved_tensors
         inputs = call.lifted(Q, D, q_mask, d_mask, q_weight)
@@ -171,7 +170,7 @@ class _MaxSim(torch.autograd.Function):
             run = ops.backward_unified if ctx.unified else ops.backward_lowmem
             grads = run(grad_scores, Q3, D3, argmax, *options, call.normalize, needs)
         shaped = (g.view(x.shape) if need else None for g, x, need in zip(grads, (Q, D, q_weight), needs, strict=True))
-        return (*shaped, None, None, None, None, None)
+        return (*shaped, None, None, None, None)
 
 
 def maxsim(
@@ -208,20 +207,21 @@ def maxsim(
         return None
     tf32 = Q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     keeps = differentiable and not recompute
-    described = metadata(Q, D, q_mask, d_mask, q_weight)
-    key = (*described, normalize, backward, keeps, tf32, requested_backend())
+    key = (metadata(Q, D, q_mask, d_mask, q_weight), normalize, backward, keeps, tf32, requested_backend())
     call = _calls.get(key)
-    argmax_dtype = argmax_dtype_for(D.shape[-2]) if keeps and D.dim() > 1 else None
     if call is None:
         check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
+        argmax_dtype = argmax_dtype_for(D.shape[-2]) if keeps else None
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         call = _calls[key] = _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if differentiable:
-        return _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, argmax_dtype, backward)
-    return call.forward(Q, D, q_mask, d_mask, q_weight, None)[0]
+        return _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, backward)
+    if call.plan is not None:
+        return call.plan.scores(call.shape, Q, D, q_mask, d_mask, q_weight, None)
+    return call.forward(Q, D, q_mask, d_mask, q_weight)[0]
 
 
 def forget() -> None:

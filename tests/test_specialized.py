@@ -87,7 +87,7 @@ def specialized(x, argmax_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("p", "strides"), cases(), ids=str)
+@pytest.mark.parametrize(("p", "strides"), list(cases()), ids=str)
 def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
     x = build(p, "cuda")
     x.Q = build(dataclasses.replace(p, strides=strides), "cuda").Q

@@ -1,0 +1,74 @@
+"""The Gluon kernel compiles for sm_90 without a GPU: on wgmma, in flight together, no spills, fits shared memory."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from lik_ops.backends import configs
+from lik_ops.csrc_triton.arguments import Queries
+
+from .aot import Case, _cuda_resources, _queries
+
+fs = pytest.importorskip("lik_ops.csrc_triton.forward_specialized")
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+SM_90 = configs.ARCHITECTURES["sm_90"]
+
+
+def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool) -> GluonASTSource:
+    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, argmax=argmax, processors=132)
+    assert choice is not None
+    C = choice.config
+    element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    layout = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
+        "scores": "*fp32",
+        "argmax": "*i16" if argmax else "constexpr",
+    }
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d", "parts"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C}
+    if not argmax:
+        values[(names.index("argmax"),)] = None
+    aligned = [(0, 0), (0, 1), (0, 2), (names.index("scores"),), *([(names.index("argmax"),)] if argmax else [])]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+def serialised(ptx: str, directory: Path) -> list[str]:
+    """What ptxas says of wgmma instructions that it makes wait for each other."""
+    path = directory / "kernel.ptx"
+    path.write_text(ptx)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(tool), "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line]
+
+
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Lq", "options"),
+    [
+        (torch.bfloat16, 128, 32, False),
+        (torch.float16, 128, 128, True),
+        (torch.bfloat16, 64, 8, True),
+        (torch.bfloat16, 96, 1024, False),
+    ],
+    ids=str,
+)
+def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source(dtype, d, Lq, options, argmax), target=target, options={"num_warps": 4})
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert serialised(ptx, tmp_path) == []
+    registers, spills = _cuda_resources(compiled.asm["cubin"])
+    assert spills == 0, f"{spills} spill instructions, {registers} registers"
+    assert compiled.metadata.shared <= SM_90.shared_memory

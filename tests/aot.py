@@ -36,12 +36,12 @@ class Case:
     options: bool = False  # masks, weights
     argmax: bool = False
     wide: int = 0
+    documents: int = 10**6
 
     def __str__(self) -> str:
         flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
-        return "-".join(
-            [self.kernel, str(self.dtype).split(".")[1], f"d{self.d}", f"Nq{self.Nq}", f"Lq{self.Lq}", *flags]
-        )
+        sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
+        return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def _documents(case: Case) -> tuple[Documents, dict]:
 def _launch(case: Case, arch: Architecture) -> Launch:
     shared = {"candidates": case.candidates, "normalize": case.normalize}
     if case.kernel == "maxsim_forward":
-        return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, wide=case.wide, tf32=False, **shared)
+        sizes = case.Nq, case.Lq, case.d
+        return configs.forward(arch, case.dtype, *sizes, wide=case.wide, tf32=False, documents=case.documents, **shared)
     if case.kernel == "maxsim_grad_documents":
         return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
     return configs.gather(case.d, wide=case.wide, **shared)

@@ -138,6 +138,7 @@ def forward(
         normalize=normalize,
         wide=_wide(Q, D),
         tf32=allow_tf32(),
+        documents=sizes.K * (sizes.Nq if candidates else 1),
     )
     queries_per_tile = launch.config.BM // launch.config.SLOT
     row_tiles = sizes.Nq if candidates else triton.cdiv(sizes.Nq, queries_per_tile)

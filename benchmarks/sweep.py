@@ -25,6 +25,7 @@ from lik_ops.backends import configs
 from lik_ops.backends.configs import Tile
 
 ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
+WALKERS = (0, 264, 396, 528)
 
 
 @triton.jit
@@ -39,7 +40,8 @@ def alternatives(case: Case) -> Iterator[Tile]:
         first = BN if tokens_first else BM
         least = 16 if tokens_first else 64
         if (least == BM or 2 * rows >= BM) and first >= 64 and 16 <= first // warps <= 32:
-            yield Tile(BM, BN, 128, warps, stages, tokens_first=tokens_first)
+            for walkers in WALKERS:
+                yield Tile(BM, BN, 128, warps, stages, tokens_first=tokens_first, walkers=walkers)
 
 
 @contextmanager

@@ -69,4 +69,7 @@ class Config(NamedTuple):
     WIDE: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands
     TOKENS_FIRST: bool = False  # forward: a tile is [BN, BM], not [BM, BN]
+    WALK: bool = (
+        False  # forward: a program scores many documents; needs a descriptor and ONE_CHUNK, no winners, no LONG
+    )
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT

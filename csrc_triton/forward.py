@@ -249,6 +249,28 @@ def _row_maxima(
 
 
 @triton.jit
+def _any_row(keep, C: tl.constexpr):
+    """Per query of the tile: whether it keeps a token."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    return tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
+
+
+@triton.jit
+def _store_scores(scores, sums, keeps, any_kept, query, queries, K, k):
+    """The sums as scores, or those of a document that keeps no token: -inf, 0 for queries that keep none either."""
+    empty = tl.where(keeps > 0, float("-inf"), 0.0)
+    tl.store(scores + query.to(tl.int64) * K + k, tl.where(any_kept > 0, sums, empty), mask=query < queries)
+
+
+@triton.jit
+def _document_mask(D, owner, k):
+    mask_base = D.mask
+    if D.mask is not None:
+        mask_base = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
+    return mask_base
+
+
+@triton.jit
 def _score_rows(i, s, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr):
     """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
@@ -261,25 +283,16 @@ def _score_rows(i, s, i_ok, base, mask_base, tiles, document_row, argmax, argmax
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=row_ok)
-    terms = tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0)
-    sums = ordered_sum(terms, GROUPS, C.SLOT)
-    keeps = tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
-    return sums, keeps, any_kept
+    sums = ordered_sum(tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
+    return sums, _any_row(keep, C), any_kept
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
-    """Scores [Nq, K] of one (row tile, document) a program; winners too unless `argmax` is None.
-
-    A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
-    Neighbouring programs share a document, so it is read from device memory once. `tiles` is a tensor descriptor of all
-    document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they are read through pointers.
-    """
-    sizes = Sizes(Nq, K, Lq, Ld)
+@triton.jit
+def _visit(Q, D, tiles, scores, argmax, sizes, d, C: tl.constexpr):
+    """One row tile against one document. Neighbouring programs share a document, which is read from memory once."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     pid = tl.program_id(0)
     lane = tl.arange(0, C.BM)
-    group = tl.arange(0, GROUPS)
     if C.CANDIDATES:
         owner = pid // sizes.K
         k = pid % sizes.K
@@ -298,9 +311,7 @@ def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexp
     argmax_row = argmax_base + (lane // C.SLOT).to(tl.int64) * sizes.Lq
     base = document_base(D, owner, k)
     document_row = (owner * sizes.K + k) * sizes.Ld
-    mask_base = D.mask
-    if D.mask is not None:
-        mask_base = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
+    mask_base = _document_mask(D, owner, k)
 
     total, keeps, any_kept = _score_rows(
         i, lane % C.SLOT, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
@@ -312,7 +323,61 @@ def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexp
             )
             total += more
             keeps = keeps | keeps_more
+    _store_scores(scores, total, keeps, any_kept, first_query + tl.arange(0, GROUPS), queries, sizes.K, k)
 
-    empty = tl.where(keeps > 0, float("-inf"), 0.0)
-    query = first_query + group
-    tl.store(scores + query.to(tl.int64) * sizes.K + k, tl.where(any_kept > 0, total, empty), mask=query < queries)
+
+@triton.jit
+def _walk(Q, D, tiles, scores, sizes, d, C: tl.constexpr):
+    """One row tile against every `step`-th document, without winners.
+
+    One loop over the tokens of all of them: the rows are read once, and the pipeline asks for the next document while
+    the last tiles of one are multiplied.
+    """
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    row_tiles = tl.cdiv(sizes.Nq, GROUPS)
+    first_query = (tl.program_id(0) % row_tiles) * GROUPS
+    k0 = tl.program_id(0) // row_tiles
+    step = tl.num_programs(0) // row_tiles
+    lane = tl.arange(0, C.BM)
+    i = first_query + lane // C.SLOT
+    s = lane % C.SLOT
+    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    keeps = _any_row(keep, C)
+    weight = query_weight(Q, i, s, keep)
+    pointers = row_pointers(Q, i, s)
+    q = load_rows(pointers, keep, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
+    best = _per_lane(float("-inf"), tl.float32, C)
+    kept = tl.full((C.BN,), 0, tl.int32)
+    tiles_each = tl.cdiv(sizes.Ld, C.BN)
+    for n in range(0, tl.cdiv(sizes.K - k0, step) * tiles_each):
+        k = k0 + n // tiles_each * step
+        t0 = n % tiles_each * C.BN
+        base = document_base(D, 0 * k, k)
+        mask_base = _document_mask(D, 0 * k, k)
+        S, _, tokens, _ = _tile(q, pointers, keep, base, mask_base, tiles, k * sizes.Ld, t0, Q, D, sizes.Ld, d, C)
+        if D.mask is not None:
+            kept = kept | tokens.to(tl.int32)
+        best = nan_max(best, _lane_maxima(S, C))
+        if t0 + C.BN >= sizes.Ld:
+            any_kept = tl.max(kept, axis=0) if D.mask is not None else (sizes.Ld > 0).to(tl.int32)
+            row_best = _merged_maxima(best, C)
+            if C.NORMALIZE:
+                row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, keep, d, Q.stride_d, C.BD, C.WIDE))
+            sums = ordered_sum(tl.where(keep, weight * row_best, 0.0), GROUPS, C.SLOT)
+            _store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
+            best = _per_lane(float("-inf"), tl.float32, C)
+            kept = tl.full((C.BN,), 0, tl.int32)
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
+def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
+    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program; winners unless `argmax` is None.
+
+    A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
+    `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they
+    are read through pointers.
+    """
+    if C.WALK:
+        _walk(Q, D, tiles, scores, Sizes(Nq, K, Lq, Ld), d, C)
+    else:
+        _visit(Q, D, tiles, scores, argmax, Sizes(Nq, K, Lq, Ld), d, C)

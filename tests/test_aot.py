@@ -17,6 +17,9 @@ ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax":
 COMMON = [
     *(Case(kernel) for kernel in KERNELS),
     Case(FORWARD, argmax=True),
+    Case(FORWARD, options=True),
+    Case(FORWARD, Nq=2, options=True),
+    Case(FORWARD, Nq=4, options=True),
     Case(FORWARD, Nq=1),
     Case(FORWARD, Nq=1, options=True, argmax=True),
     Case(FORWARD, Nq=1, options=True, argmax=True, documents=100),

@@ -28,7 +28,7 @@ def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
         for Nq, candidates in itertools.product((1, 2, 5, 1000), (False, True)):
             config = _forward(arch, dtype, Nq, Lq, d, normalize, candidates, wide).config
             assert slot == config.SLOT and config.BM % slot == 0
-            assert config.LONG is (Lq > slot) and (slot == config.BM or not config.LONG)
+            assert (config.LONG or Lq <= slot) and (slot == config.BM or not config.LONG)
             assert config.BM in (slot, most) or slot <= config.BM < 2 * max(slot * (1 if candidates else Nq), 64)
 
 

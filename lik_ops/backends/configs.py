@@ -6,7 +6,7 @@ depends on Lq, d, dtype and architecture, so a score has the same bits whatever 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class Launch:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # None: ptxas decides, which on some targets spills a few to run more warps
+    walkers: int = 0  # programs that the device runs at a time, where each walks from document to document
 
     def options(self, arch: Architecture) -> dict[str, int]:
         """Triton's launch options."""
@@ -72,6 +73,19 @@ class Launch:
         if self.max_registers and not arch.is_amd:
             options["maxnreg"] = self.max_registers
         return options
+
+    def visiting(self) -> Launch:
+        """The same with a program for each document: for what a walk cannot do."""
+        return replace(self, config=self.config._replace(WALK=False), walkers=0)
+
+    def programs(self, Nq: int, K: int) -> int:
+        """How many programs score K documents, of each query for candidates."""
+        row_tiles = Nq if self.config.CANDIDATES else -(-Nq * self.config.SLOT // self.config.BM)
+        if not self.config.WALK:
+            return row_tiles * K
+        # As many as run at a time; if many row tiles would not share those evenly, several times as many.
+        waves = 1 if 16 * row_tiles <= self.walkers else 4
+        return row_tiles * min(K, max(1, waves * self.walkers // row_tiles))
 
 
 def next_power_of_2(n: int) -> int:
@@ -99,6 +113,7 @@ class Tile(NamedTuple):
     registers: int | None = None
     tokens_first: bool = False
     documents: int = _ANY  # serves at most so many
+    walkers: int = 0  # see Launch
 
 
 class Rule(NamedTuple):
@@ -122,9 +137,10 @@ _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 wi
 
 # The first rule that covers a call holds.
 # wgmma takes 64 or more of what stands first: up to 32 rows stand second. Few programs need deep pipelines to keep the
-# memory busy; of many, eight with one stage each share a multiprocessor. 256 rows with 128 registers share it by two; a
-# query longer than a tile needs more. Beyond 128 features the rows are read again for every tile of tokens: larger
-# ones. On mma the accumulators leave fewer registers: smaller steps where a kernel needs many.
+# memory busy; of many, eight with one stage each share a multiprocessor. Where rows are many, a program that walks
+# reads them once, not once for each document; as many walk as an H200 runs at a time. 256 rows with 128 registers share
+# a multiprocessor by two; a query longer than a tile needs more. Beyond 128 features the rows are read again for every
+# tile of tokens: larger ones. On mma the accumulators leave fewer registers: smaller steps where a kernel needs many.
 # fmt: off
 FORWARD = (
     #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers
@@ -132,9 +148,9 @@ FORWARD = (
         Tile(32, 64, 128, 4, 4, tokens_first=True, documents=_FEW),
         Tile(32, 64, 128, 4, 1, tokens_first=True),
         Tile(64, 64, 128, 4, 4, documents=_FEW),
-        Tile(64, 64, 128, 4, 2),
-        Tile(128, 64, 128, 4, 4),
-        Tile(256, 64, 128, 8, 3, 128),
+        Tile(64, 64, 128, 4, 2, walkers=528),
+        Tile(128, 64, 128, 4, 4, walkers=264),
+        Tile(256, 64, 128, 8, 3, 128, walkers=264),
     )),
     Rule("wgmma", _HALF, 128, _ANY, True, 2, (
         Tile(64, 64, 128, 4, 2),
@@ -152,11 +168,11 @@ FORWARD = (
     Rule("mfma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 1),)),
     Rule("interpreter", _HALF, _ANY, _ANY, True, 2, (
         Tile(16, 16, 128, 4, 1, tokens_first=True),
-        Tile(32, 16, 128, 4, 1),
+        Tile(32, 16, 128, 4, 1, walkers=1),
     )),
     Rule("interpreter", _FP32, _ANY, _ANY, True, 2, (
         Tile(16, 16, 32, 4, 1, tokens_first=True),
-        Tile(32, 16, 32, 4, 1),
+        Tile(32, 16, 32, 4, 1, walkers=1),
     )),
 )
 # fmt: on
@@ -208,9 +224,11 @@ def forward(
         WIDE=wide,
         PRECISION=precision(dtype, arch, tf32),
         TOKENS_FIRST=tile.tokens_first,
-        LONG=Lq > slot,
+        WALK=tile.walkers > 0 and d <= BD and Lq <= slot and not candidates,
+        # Where it changes nothing it is set on mma, on which ptxas spills without the loop.
+        LONG=Lq > slot or (slot == most and arch.unit == "mma"),
     )
-    return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers)
+    return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
 
 
 def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 8) -> Launch:

@@ -140,13 +140,14 @@ def forward(
         tf32=allow_tf32(),
         documents=sizes.K * (sizes.Nq if candidates else 1),
     )
-    queries_per_tile = launch.config.BM // launch.config.SLOT
-    row_tiles = sizes.Nq if candidates else triton.cdiv(sizes.Nq, queries_per_tile)
+    tiles = _descriptor(D, launch.config) if arch.has_descriptors else None
+    if tiles is None or argmax_dtype is not None:
+        launch = launch.visiting()
     with _on_device(Q.device):
-        forward_kernels.maxsim_forward[_check_grid(row_tiles * sizes.K)](
+        forward_kernels.maxsim_forward[_check_grid(launch.programs(sizes.Nq, sizes.K))](
             _queries(Q, q_mask, q_weight),
             _documents(D, d_mask),
-            _descriptor(D, launch.config) if arch.has_descriptors else None,
+            tiles,
             scores,
             None if argmax_dtype is None else argmax,
             *sizes,

@@ -2,58 +2,65 @@
 
     python benchmarks/sweep.py [--only rerank] [--out FILE]
 
-Every alternative is checked to give the very bits of the table's choice before it is timed.
+Every alternative is checked to give the very bits of the table's choice before it is timed. Beside them, what no
+kernel can beat: an empty one, and a plain read of the same documents.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import common
 import contenders
 import torch
+import triton
 from common import Case, Inputs
 from forward import CASES
 from gpu import Timer
 
 from lik_ops.backends import configs
-from lik_ops.backends.configs import Launch
+from lik_ops.backends.configs import Tile
 from lik_ops.ops import eager
 
-ROWS, TOKENS, WARPS, STAGES = (64, 128, 256), (64, 128), (4, 8), (2, 3, 4)
+ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
+WALKERS = (0, 264, 396, 528)
 
 
-def alternatives(case: Case) -> Iterator[tuple[int, int, int, int]]:
-    rows = case.Nq * case.Lq if not case.candidates else case.Lq
-    for BM, BN, warps, stages in itertools.product(ROWS, TOKENS, WARPS, STAGES):
-        useful = BM == 64 or 2 * rows >= BM
-        if useful and 16 <= BM // warps <= 32:
-            yield BM, BN, warps, stages
+@triton.jit
+def _empty():
+    pass
+
+
+def alternatives(case: Case) -> Iterator[Tile]:
+    """Tiles whose first dimension gives each warp 16 or 32 rows, and that are not half empty."""
+    rows = case.Lq * (1 if case.candidates else case.Nq)
+    for tokens_first, BM, BN, warps, stages in itertools.product((False, True), ROWS, TOKENS, WARPS, STAGES):
+        first = BN if tokens_first else BM
+        least = 16 if tokens_first else 64
+        if (least == BM or 2 * rows >= BM) and first >= 64 and 16 <= first // warps <= 32:
+            for walkers in WALKERS:
+                yield Tile(BM, BN, 128, warps, stages, tokens_first=tokens_first, walkers=walkers)
 
 
 @contextmanager
-def forced(BM: int, BN: int, warps: int, stages: int) -> Iterator[None]:
-    table: Callable[..., Launch] = configs.forward
-
-    def choose(*args, **kwargs) -> Launch:
-        launch = table(*args, **kwargs)
-        config = launch.config._replace(BM=BM, BN=BN, SLOT=min(launch.config.SLOT, BM))
-        return replace(launch, config=config, num_warps=warps, num_stages=stages)
-
-    with mock.patch.object(configs, "forward", choose):
+def forced(tile: Tile) -> Iterator[None]:
+    """`maxsim_forward` with this tile, also where the specialised kernel would serve."""
+    table = mock.patch.object(configs, "forward_tiles", lambda *_: (tile,))
+    with table, mock.patch.object(configs, "specialized", lambda *_, **__: None):
         eager.forget()
         yield
     eager.forget()
 
 
 def measure(case: Case, timer: Timer) -> dict:
-    function = contenders.forward(case, Inputs(case, "cuda"))["lik_ops"]
+    x = Inputs(case, "cuda")
+    function = contenders.forward(case, x)["lik_ops"]
     assert not isinstance(function, str)
 
     def scores() -> torch.Tensor:
@@ -61,14 +68,18 @@ def measure(case: Case, timer: Timer) -> dict:
         return out[0] if isinstance(out, tuple) else out  # type: ignore[return-value]
 
     expected = scores()
-    tried = [{"choice": "table", "ms": timer(function), "same_bits": True}]
-    for choice in alternatives(case):
-        with forced(*choice):
+    tried = [
+        {"choice": "empty kernel", "ms": timer(lambda: _empty[(case.documents,)]()), "same_bits": True},
+        {"choice": "plain read", "ms": timer(lambda: timer.read(x.D.view(torch.int32).view(-1))), "same_bits": True},
+        {"choice": "table", "ms": timer(function), "same_bits": True},
+    ]
+    for tile in alternatives(case):
+        with forced(tile):
             try:
                 same = torch.equal(scores(), expected)
-                tried.append({"choice": choice, "ms": timer(function), "same_bits": same})
+                tried.append({"choice": tile._asdict(), "ms": timer(function), "same_bits": same})
             except Exception as failure:
-                tried.append({"choice": choice, "failed": f"{type(failure).__name__}"})
+                tried.append({"choice": tile._asdict(), "failed": f"{type(failure).__name__}"})
     return {"case": asdict(case), "tried": tried}
 
 
@@ -83,9 +94,10 @@ def main() -> None:
         if args.only not in case.name or case.dtype != "bfloat16":
             continue
         records.append(measure(case, timer))
-        ranked = sorted((t for t in records[-1]["tried"] if "ms" in t), key=lambda t: t["ms"])
-        print(case.name, f"table {records[-1]['tried'][0]['ms']:.4f};", end=" ")
-        print("; ".join(f"{t['choice']} {t['ms']:.4f}{'' if t['same_bits'] else ' OTHER BITS'}" for t in ranked[:6]))
+        print(case.name)
+        for t in sorted((t for t in records[-1]["tried"] if "ms" in t), key=lambda t: t["ms"])[:10]:
+            choice = t["choice"] if isinstance(t["choice"], str) else Tile(**t["choice"])
+            print(f"  {t['ms']:.4f} {choice}{'' if t['same_bits'] else ' OTHER BITS'}")
         torch.cuda.empty_cache()
     print("wrote", common.write("sweep", records, path=args.out))
 

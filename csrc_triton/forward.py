@@ -1,4 +1,8 @@
-"""The forward kernel: packed query rows against one document at a time, the row maxima summed per query."""
+"""The forward kernel: packed query rows against one document at a time, the row maxima summed per query.
+
+A tile of similarities is [BM query rows, BN tokens], or, for few rows, [BN, BM] (`Config.TOKENS_FIRST`): the matrix
+unit takes no fewer than 64 of what comes first, and any number of the other. The bits are the same.
+"""
 
 import triton
 import triton.language as tl
@@ -30,16 +34,48 @@ def _document_tile(base, tiles, first_row, t, columns, c0, d, D, C: tl.constexpr
 
 
 @triton.jit
+def _per_row(x, C: tl.constexpr):
+    """Values of query rows, shaped to stand beside a tile."""
+    if C.TOKENS_FIRST:
+        y = x[None, :]
+    else:
+        y = x[:, None]
+    return y
+
+
+@triton.jit
+def _per_token(x, C: tl.constexpr):
+    """Values of document tokens, shaped to stand beside a tile."""
+    if C.TOKENS_FIRST:
+        y = x[:, None]
+    else:
+        y = x[None, :]
+    return y
+
+
+@triton.jit
+def _add_product(S, q, x, C: tl.constexpr):
+    if C.TOKENS_FIRST:
+        S = tl.dot(x, tl.trans(q), S, input_precision=C.PRECISION)
+    else:
+        S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)
+    return S
+
+
+@triton.jit
 def _similarities(q, pointers, row_ok, base, tiles, first_row, t, Q, D, d, C: tl.constexpr):
-    """``<q[s], D[t]>`` of a [BM, BN] tile in fp32, over the norms of the document tokens if normalising.
+    """``<q[s], D[t]>`` of a tile in fp32, over the norms of the document tokens if normalising.
 
     `q` holds the rows where one step covers d; else they are read again step by step.
     """
-    S = tl.full((C.BM, C.BN), 0, tl.float32)
+    if C.TOKENS_FIRST:
+        S = tl.full((C.BN, C.BM), 0, tl.float32)
+    else:
+        S = tl.full((C.BM, C.BN), 0, tl.float32)
     squares = tl.full((C.BN,), 0, tl.float32)
     if C.ONE_CHUNK:
         x = _document_tile(base, tiles, first_row, t, tl.arange(0, C.BD), 0, d, D, C)
-        S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)
+        S = _add_product(S, q, x, C)
         if C.NORMALIZE:
             squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
     else:
@@ -47,11 +83,11 @@ def _similarities(q, pointers, row_ok, base, tiles, first_row, t, Q, D, d, C: tl
             columns = c0 + tl.arange(0, C.BD)
             y = load_rows(pointers, row_ok, columns, d, Q.stride_d, C.WIDE)
             x = _document_tile(base, tiles, first_row, t, columns, c0, d, D, C)
-            S = tl.dot(y, tl.trans(x), S, input_precision=C.PRECISION)
+            S = _add_product(S, y, x, C)
             if C.NORMALIZE:
                 squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
     if C.NORMALIZE:
-        S = S * inverse_norm(squares)[None, :]
+        S = S * _per_token(inverse_norm(squares), C)
     return S
 
 
@@ -72,7 +108,7 @@ def _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, L
     if D.mask is not None:
         keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
-        S = tl.where(keep[None, :], S, float("-inf"))
+        S = tl.where(_per_token(keep, C), S, float("-inf"))
     return S, t, keep, t0
 
 
@@ -80,6 +116,19 @@ def _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, L
 def _first_larger(v0, c0, v1, c1):
     """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
     return nan_max(v0, v1), tl.where(v1 > v0, c1, c0)
+
+
+@triton.jit
+def _per_lane(value, dtype: tl.constexpr, C: tl.constexpr):
+    """A value for each lane of each row. Maxima are kept per lane, a share of the tokens, and merged once a document.
+
+    A row has C.LANES lanes; with tokens first each of the BN tokens of a tile is one.
+    """
+    if C.TOKENS_FIRST:
+        x = tl.full((C.BN, C.BM), value, dtype)
+    else:
+        x = tl.full((C.BM, C.LANES), value, dtype)
+    return x
 
 
 @triton.jit
@@ -91,8 +140,10 @@ def _lanes(S, C: tl.constexpr):
 
 @triton.jit
 def _lane_maxima(S, C: tl.constexpr):
-    """The maxima [BM, LANES] of a tile, with no exchange between threads where LANES is 4."""
-    if C.LANES == 1:
+    """The lanes' maxima over a tile, with no exchange between threads unless LANES is 1."""
+    if C.TOKENS_FIRST:
+        m = S
+    elif C.LANES == 1:
         m = tl.reduce(S, 1, nan_max)[:, None]
     else:
         m = tl.reduce(tl.reduce(_lanes(S, C), 3, nan_max), 1, nan_max)
@@ -101,12 +152,15 @@ def _lane_maxima(S, C: tl.constexpr):
 
 @triton.jit
 def _lane_winners(S, t, keep, t0, C: tl.constexpr):
-    """The maxima [BM, LANES] of a tile and the first tokens that attain them.
+    """The lanes' maxima over a tile and the first tokens that attain them.
 
-    With 4 lanes the tokens are relative to their lane (`_merged` adds it), and the columns are constants of the
-    compiled code: 2.5 instructions an element.
+    With several lanes the tokens are relative to their lane (`_merged` adds it). With 4 the columns are constants of
+    the compiled code: 2.5 instructions an element.
     """
-    if C.LANES == 1:
+    if C.TOKENS_FIRST:
+        m = S
+        where = _per_lane(0, tl.int32, C) + t0
+    elif C.LANES == 1:
         m = tl.reduce(S, 1, nan_max)[:, None]
         where = tl.min(tl.where((S == m) & keep[None, :], t[None, :], NO_TOKEN), axis=1)[:, None]
     else:
@@ -119,12 +173,33 @@ def _lane_winners(S, t, keep, t0, C: tl.constexpr):
 
 
 @triton.jit
+def _merged_maxima(best, C: tl.constexpr):
+    if C.TOKENS_FIRST:
+        row_best = tl.reduce(best, 0, nan_max)
+    else:
+        row_best = tl.reduce(best, 1, nan_max)
+    return row_best
+
+
+@triton.jit
+def _first_token(hit, tokens, C: tl.constexpr):
+    """Each row's lowest token of those that are `hit`, else NO_TOKEN."""
+    if C.TOKENS_FIRST:
+        first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=0)
+    else:
+        first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=1)
+    return first
+
+
+@triton.jit
 def _merged(best, where, Ld, C: tl.constexpr):
     """Each row's winner from those of its lanes, the lowest token where they are equal; NO_TOKEN where best is NaN."""
-    if C.LANES > 1:
+    if C.TOKENS_FIRST:
+        where = tl.where(where == NO_TOKEN, NO_TOKEN, where + tl.arange(0, C.BN)[:, None])
+    elif C.LANES > 1:
         where = tl.where(where == NO_TOKEN, NO_TOKEN, where + 2 * tl.arange(0, C.LANES)[None, :])
-    row_best = tl.reduce(best, 1, nan_max)
-    where = tl.min(tl.where(best == row_best[:, None], where, NO_TOKEN), axis=1)
+    row_best = _merged_maxima(best, C)
+    where = _first_token(best == _per_row(row_best, C), where, C)
     return row_best, tl.where(where == NO_TOKEN, NO_TOKEN, tl.minimum(where, Ld - 1))
 
 
@@ -133,9 +208,8 @@ def _search(best, where, q, pointers, row_ok, base, mask_base, tiles, document_r
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     for t0 in tl.range(0, Ld, C.BN, num_stages=1):
         S, t, keep, _ = _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C)
-        hit = (S == best[:, None]) | (S != S)
-        hit = hit & keep[None, :]
-        first = tl.min(tl.where(hit, t[None, :], NO_TOKEN), axis=1)
+        hit = (S == _per_row(best, C)) | (S != S)
+        first = _first_token(hit & _per_token(keep, C), _per_token(t, C), C)
         where = tl.where(where == NO_TOKEN, first, where)
     return where
 
@@ -145,8 +219,8 @@ def _row_maxima(
     pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, ARGMAX: tl.constexpr, C: tl.constexpr
 ):
     """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
-    best = tl.full((C.BM, C.LANES), float("-inf"), tl.float32)
-    where = tl.full((C.BM, C.LANES), NO_TOKEN, tl.int32)
+    best = _per_lane(float("-inf"), tl.float32, C)
+    where = _per_lane(NO_TOKEN, tl.int32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
     q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
     for t0 in range(0, Ld, C.BN):
@@ -167,11 +241,33 @@ def _row_maxima(
                 row_best, row_where, q, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, C
             )
     else:
-        row_best = tl.reduce(best, 1, nan_max)
+        row_best = _merged_maxima(best, C)
         row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
     if C.NORMALIZE:
         row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, row_ok, d, Q.stride_d, C.BD, C.WIDE))
     return row_best, row_where, any_kept
+
+
+@triton.jit
+def _any_row(keep, C: tl.constexpr):
+    """Per query of the tile: whether it keeps a token."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    return tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
+
+
+@triton.jit
+def _store_scores(scores, sums, keeps, any_kept, query, queries, K, k):
+    """The sums as scores, or those of a document that keeps no token: -inf, 0 for queries that keep none either."""
+    empty = tl.where(keeps > 0, float("-inf"), 0.0)
+    tl.store(scores + query.to(tl.int64) * K + k, tl.where(any_kept > 0, sums, empty), mask=query < queries)
+
+
+@triton.jit
+def _document_mask(D, owner, k):
+    mask_base = D.mask
+    if D.mask is not None:
+        mask_base = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
+    return mask_base
 
 
 @triton.jit
@@ -187,25 +283,16 @@ def _score_rows(i, s, i_ok, base, mask_base, tiles, document_row, argmax, argmax
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=row_ok)
-    terms = tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0)
-    sums = ordered_sum(terms, GROUPS, C.SLOT)
-    keeps = tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
-    return sums, keeps, any_kept
+    sums = ordered_sum(tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
+    return sums, _any_row(keep, C), any_kept
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
-    """Scores [Nq, K] of one (row tile, document) a program; winners too unless `argmax` is None.
-
-    A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more, taken SLOT tokens at a time.
-    Neighbouring programs share a document, so it is read from device memory once. `tiles` is a tensor descriptor of all
-    document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they are read through pointers.
-    """
-    sizes = Sizes(Nq, K, Lq, Ld)
+@triton.jit
+def _visit(Q, D, tiles, scores, argmax, sizes, d, C: tl.constexpr):
+    """One row tile against one document. Neighbouring programs share a document, which is read from memory once."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     pid = tl.program_id(0)
     lane = tl.arange(0, C.BM)
-    group = tl.arange(0, GROUPS)
     if C.CANDIDATES:
         owner = pid // sizes.K
         k = pid % sizes.K
@@ -224,21 +311,73 @@ def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexp
     argmax_row = argmax_base + (lane // C.SLOT).to(tl.int64) * sizes.Lq
     base = document_base(D, owner, k)
     document_row = (owner * sizes.K + k) * sizes.Ld
-    mask_base = D.mask
-    if D.mask is not None:
-        mask_base = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
+    mask_base = _document_mask(D, owner, k)
 
     total, keeps, any_kept = _score_rows(
         i, lane % C.SLOT, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
     )
-    if GROUPS == 1:  # only a query alone in its tile can be longer than its slot
+    if C.LONG:
         for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
             more, keeps_more, any_kept = _score_rows(
                 i, s0 + lane, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
             )
             total += more
             keeps = keeps | keeps_more
+    _store_scores(scores, total, keeps, any_kept, first_query + tl.arange(0, GROUPS), queries, sizes.K, k)
 
-    empty = tl.where(keeps > 0, float("-inf"), 0.0)
-    query = first_query + group
-    tl.store(scores + query.to(tl.int64) * sizes.K + k, tl.where(any_kept > 0, total, empty), mask=query < queries)
+
+@triton.jit
+def _walk(Q, D, tiles, scores, sizes, d, C: tl.constexpr):
+    """One row tile against every `step`-th document, without winners.
+
+    One loop over the tokens of all of them: the rows are read once, and the pipeline asks for the next document while
+    the last tiles of one are multiplied.
+    """
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    row_tiles = tl.cdiv(sizes.Nq, GROUPS)
+    first_query = (tl.program_id(0) % row_tiles) * GROUPS
+    k0 = tl.program_id(0) // row_tiles
+    step = tl.num_programs(0) // row_tiles
+    lane = tl.arange(0, C.BM)
+    i = first_query + lane // C.SLOT
+    s = lane % C.SLOT
+    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    keeps = _any_row(keep, C)
+    weight = query_weight(Q, i, s, keep)
+    pointers = row_pointers(Q, i, s)
+    q = load_rows(pointers, keep, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
+    best = _per_lane(float("-inf"), tl.float32, C)
+    kept = tl.full((C.BN,), 0, tl.int32)
+    tiles_each = tl.cdiv(sizes.Ld, C.BN)
+    for n in range(0, tl.cdiv(sizes.K - k0, step) * tiles_each):
+        k = k0 + n // tiles_each * step
+        t0 = n % tiles_each * C.BN
+        base = document_base(D, 0 * k, k)
+        mask_base = _document_mask(D, 0 * k, k)
+        S, _, tokens, _ = _tile(q, pointers, keep, base, mask_base, tiles, k * sizes.Ld, t0, Q, D, sizes.Ld, d, C)
+        if D.mask is not None:
+            kept = kept | tokens.to(tl.int32)
+        best = nan_max(best, _lane_maxima(S, C))
+        if t0 + C.BN >= sizes.Ld:
+            any_kept = tl.max(kept, axis=0) if D.mask is not None else (sizes.Ld > 0).to(tl.int32)
+            row_best = _merged_maxima(best, C)
+            if C.NORMALIZE:
+                row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, keep, d, Q.stride_d, C.BD, C.WIDE))
+            sums = ordered_sum(tl.where(keep, weight * row_best, 0.0), GROUPS, C.SLOT)
+            _store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
+            best = _per_lane(float("-inf"), tl.float32, C)
+            kept = tl.full((C.BN,), 0, tl.int32)
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
+def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
+    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program; winners unless `argmax` is None.
+
+    A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
+    `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they
+    are read through pointers.
+    """
+    if C.WALK:
+        _walk(Q, D, tiles, scores, Sizes(Nq, K, Lq, Ld), d, C)
+    else:
+        _visit(Q, D, tiles, scores, argmax, Sizes(Nq, K, Lq, Ld), d, C)

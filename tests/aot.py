@@ -36,12 +36,12 @@ class Case:
     options: bool = False  # masks, weights
     argmax: bool = False
     wide: int = 0
+    documents: int = 10**6
 
     def __str__(self) -> str:
         flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
-        return "-".join(
-            [self.kernel, str(self.dtype).split(".")[1], f"d{self.d}", f"Nq{self.Nq}", f"Lq{self.Lq}", *flags]
-        )
+        sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
+        return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,18 @@ def _documents(case: Case) -> tuple[Documents, dict]:
     return Documents(pointer, owner, "i32", "i32", "constexpr", *mask), constants
 
 
+def _reads_tiles(case: Case, arch: Architecture) -> bool:
+    return arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0
+
+
 def _launch(case: Case, arch: Architecture) -> Launch:
     shared = {"candidates": case.candidates, "normalize": case.normalize}
     if case.kernel == "maxsim_forward":
-        return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, wide=case.wide, tf32=False, **shared)
+        sizes = case.Nq, case.Lq, case.d
+        launch = configs.forward(
+            arch, case.dtype, *sizes, wide=case.wide, tf32=False, documents=case.documents, **shared
+        )
+        return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     if case.kernel == "maxsim_grad_documents":
         return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
     return configs.gather(case.d, wide=case.wide, **shared)
@@ -98,7 +106,7 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     if case.kernel == "maxsim_forward":
         kernel = forward.maxsim_forward
         tiles = "constexpr"
-        if arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0:
+        if _reads_tiles(case, arch):
             element = _POINTER[case.dtype].removeprefix("*")
             tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
         arguments = {"Q": queries, "D": documents, "tiles": tiles, "scores": "*fp32"}

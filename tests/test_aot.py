@@ -17,8 +17,16 @@ ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax":
 COMMON = [
     *(Case(kernel) for kernel in KERNELS),
     Case(FORWARD, argmax=True),
+    Case(FORWARD, options=True),
+    Case(FORWARD, Nq=2, options=True),
+    Case(FORWARD, Nq=4, options=True),
     Case(FORWARD, Nq=1),
+    Case(FORWARD, Nq=1, options=True, argmax=True),
+    Case(FORWARD, Nq=1, options=True, argmax=True, documents=100),
+    Case(FORWARD, Nq=2, options=True, argmax=True, documents=100),
     Case(FORWARD, Nq=4, argmax=True),
+    Case(FORWARD, Nq=1, Lq=128),
+    Case(FORWARD, Nq=1, Lq=128, candidates=True, options=True, argmax=True),
     Case(FORWARD, Lq=1024),
     Case(FORWARD, **ALL_OPTIONS),
     *(Case(kernel, torch.float32, 128, **{**ALL_OPTIONS, "argmax": kernel == FORWARD}) for kernel in KERNELS),
@@ -31,7 +39,7 @@ OTHERS = [
         kernel,
         dtype,
         d,
-        256,
+        Nq,
         Lq,
         candidates,
         normalize,
@@ -41,7 +49,7 @@ OTHERS = [
     )
     for kernel in KERNELS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    for d, Lq in ((16, 1), (48, 7), (128, 300), (300, 32), (1024, 32))
+    for d, Nq, Lq in ((16, 1, 1), (48, 256, 7), (128, 256, 300), (128, 2, 32), (300, 256, 32), (1024, 256, 32))
     for candidates, normalize, options, argmax, wide in (
         (False, False, False, False, 0),
         (True, False, True, True, 1),

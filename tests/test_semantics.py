@@ -26,6 +26,7 @@ LAYOUTS = ("cross", "candidates", "pairs", "flat_q", "flat_d", "flat")
 # The interpreter runs every program in numpy: few and small ones there.
 LENGTHS = (0, 1, 2, 3, 7, 16, 31, 33, 64, 65, 129) if not INTERPRETING else (0, 1, 3, 17, 33)
 MOST = 5 if not INTERPRETING else 2
+MANY = 700 if not INTERPRETING else 9  # documents
 LONG = 70 if not INTERPRETING else 20  # longer than a tile of document tokens
 
 problems = st.builds(
@@ -79,6 +80,19 @@ def test_long_queries_and_wide_features(place, layout, normalize, Lq, d):
             scores, argmax = run(p, x)
         assert_scores(p, x, scores)
         assert_winners(p, x, argmax)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("mask", ["none", "holes", "empty_some"])
+@pytest.mark.parametrize("Ld", [64, 150] if not INTERPRETING else [16, 37])
+def test_more_documents_than_programs_at_a_time(place, mask, Ld):
+    for dtype in place.dtypes:
+        for Lq, normalize in ((17, False), (9, True)):
+            p = Problem(Nq=3, Nd=MANY, Lq=Lq, Ld=Ld, d=24, dtype=dtype, q_mask=mask, d_mask=mask, weight=True)
+            p = Problem(**{**p.__dict__, "normalize": normalize, "values": "normal" if normalize else "integer"})
+            x = build(p, place.device)
+            with place.use():
+                assert_scores(p, x, score(p, x))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

@@ -6,7 +6,7 @@ depends on Lq, d, dtype and architecture, so a score has the same bits whatever 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,14 @@ class Architecture:
     name: str  # "sm_90", "gfx942"
     shared_memory: int  # bytes
     wavefront: int = 32
+    registers: int | None = None  # of a thread, where ptxas must be told its limit or spills to run more warps
+
+    @property
+    def unit(self) -> str:
+        """The matrix unit, by which tiles are chosen."""
+        if self.is_amd:
+            return "mfma"
+        return {"sm_90": "wgmma", "interpreter": "interpreter"}.get(self.name, "mma")
 
     @property
     def has_descriptors(self) -> bool:
@@ -41,7 +49,7 @@ ARCHITECTURES = {
         Architecture("sm_86", 99 * 1024),
         Architecture("sm_89", 99 * 1024),
         Architecture("sm_90", 227 * 1024),
-        Architecture("sm_100", 227 * 1024),
+        Architecture("sm_100", 227 * 1024, registers=255),
         Architecture("sm_120", 99 * 1024),
         Architecture("gfx942", 64 * 1024, wavefront=64),
     )
@@ -59,6 +67,7 @@ class Launch:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # None: ptxas decides, which on some targets spills a few to run more warps
+    walkers: int = 0  # programs that the device runs at a time, where each walks from document to document
 
     def options(self, arch: Architecture) -> dict[str, int]:
         """Triton's launch options."""
@@ -66,6 +75,19 @@ class Launch:
         if self.max_registers and not arch.is_amd:
             options["maxnreg"] = self.max_registers
         return options
+
+    def visiting(self) -> Launch:
+        """The same with a program for each document: for what a walk cannot do."""
+        return replace(self, config=self.config._replace(WALK=False), walkers=0)
+
+    def programs(self, Nq: int, K: int) -> int:
+        """How many programs score K documents, of each query for candidates."""
+        row_tiles = Nq if self.config.CANDIDATES else -(-Nq * self.config.SLOT // self.config.BM)
+        if not self.config.WALK:
+            return row_tiles * K
+        # As many as run at a time; if many row tiles would not share those evenly, several times as many.
+        waves = 1 if 16 * row_tiles <= self.walkers else 4
+        return row_tiles * min(K, max(1, waves * self.walkers // row_tiles))
 
 
 def next_power_of_2(n: int) -> int:
@@ -83,6 +105,96 @@ def precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
     return "tf32" if allow_tf32 and dtype == torch.float32 else "tf32x3"
 
 
+_ANY = 2**62
+
+
+class Tile(NamedTuple):
+    """Query rows, document tokens and features of a step of `maxsim_forward`, with how it is run."""
+
+    rows: int
+    tokens: int
+    features: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    tokens_first: bool = False
+    documents: int = _ANY  # serves at most so many
+    walkers: int = 0  # see Launch
+
+
+class Rule(NamedTuple):
+    """What a kernel is asked for at most, and its tiles by ascending rows and documents.
+
+    Of the tiles, which give the same bits, the first that holds all rows and documents is taken, or the last. The last
+    one's rows are the most that a query is summed over at once. The rule depends on neither Nq nor Nd.
+    """
+
+    unit: str
+    dtypes: tuple[torch.dtype, ...]
+    d: int
+    Lq: int
+    normalize: bool
+    wide: int
+    tiles: tuple[Tile, ...]
+
+
+_HALF, _FP32 = (torch.float16, torch.bfloat16), (torch.float32,)
+_FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
+
+# The first rule that covers a call holds.
+# wgmma takes 64 or more of what stands first: up to 32 rows stand second. Few programs need deep pipelines to keep the
+# memory busy; of many, eight with one stage each share a multiprocessor. Where rows are many, a program that walks
+# reads them once, not once for each document; as many walk as an H200 runs at a time. 256 rows with 128 registers share
+# a multiprocessor by two; a query longer than a tile needs more. Beyond 128 features the rows are read again for every
+# tile of tokens: larger ones. On mma the accumulators leave fewer registers: smaller steps where a kernel needs many.
+# fmt: off
+FORWARD = (
+    #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers
+    Rule("wgmma", _HALF, 128, 256, False, 2, (
+        Tile(32, 64, 128, 4, 4, tokens_first=True, documents=_FEW),
+        Tile(32, 64, 128, 4, 1, tokens_first=True),
+        Tile(64, 64, 128, 4, 4, documents=_FEW),
+        Tile(64, 64, 128, 4, 2, walkers=528),
+        Tile(128, 64, 128, 4, 4, walkers=264),
+        Tile(256, 64, 128, 8, 3, 128, walkers=264),
+    )),
+    Rule("wgmma", _HALF, 128, _ANY, True, 2, (
+        Tile(64, 64, 128, 4, 2),
+        Tile(128, 64, 128, 8, 3),
+        Tile(256, 64, 128, 8, 3),
+    )),
+    Rule("wgmma", _HALF, _ANY, _ANY, False, 2, (Tile(64, 128, 128, 4, 2), Tile(128, 128, 128, 8, 3))),
+    Rule("wgmma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 128, 4, 2),)),
+    Rule("wgmma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 2),)),
+    Rule("mma", _HALF, 128, _ANY, False, 0, (Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))),
+    Rule("mma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 64, 8, 2), Tile(128, 64, 64, 8, 2))),
+    Rule("mma", _FP32, _ANY, _ANY, True, 0, (Tile(64, 32, 32, 4, 2),)),
+    Rule("mma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 32, 16, 4, 2),)),
+    Rule("mfma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 128, 4, 1),)),
+    Rule("mfma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 1),)),
+    Rule("interpreter", _HALF, _ANY, _ANY, True, 2, (
+        Tile(16, 16, 128, 4, 1, tokens_first=True),
+        Tile(32, 16, 128, 4, 1, walkers=1),
+    )),
+    Rule("interpreter", _FP32, _ANY, _ANY, True, 2, (
+        Tile(16, 16, 32, 4, 1, tokens_first=True),
+        Tile(32, 16, 32, 4, 1, walkers=1),
+    )),
+)
+# fmt: on
+
+
+def forward_tiles(
+    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
+) -> tuple[Tile, ...]:
+    """The tiles of the rule that covers a call."""
+    for rule in FORWARD:
+        fits = d <= rule.d and Lq <= rule.Lq and normalize <= rule.normalize and wide <= rule.wide
+        if fits and rule.unit == arch.unit and dtype in rule.dtypes:
+            return rule.tiles
+    raise AssertionError(f"lik_ops: no tile for {arch.unit}, {dtype}")
+
+
 def forward(
     arch: Architecture,
     dtype: torch.dtype,
@@ -94,59 +206,35 @@ def forward(
     normalize: bool,
     wide: int,
     tf32: bool,
+    documents: int = _ANY,
 ) -> Launch:
-    """Row tiles hold whole queries, each in a slot of the next power of two; at least 64 rows, as wgmma needs.
+    """The tile of a forward: it holds whole queries, each in a slot of the next power of two, or a part of one.
 
-    Nq only picks a smaller tile where few rows would leave a large one empty. That changes no bits: the slot, in which
-    a query is summed, does not depend on it, and every tile is made of the same matrix instructions.
+    `documents` are all that are scored: Nd, or Nq * K candidates.
     """
-    half = dtype != torch.float32
-    wgmma = arch.name in ("sm_90", INTERPRETER.name)
-    # Elsewhere than on wgmma the accumulators leave fewer registers: smaller steps where a kernel needs many.
-    crowded = not (wgmma or arch.is_amd) and (d > 128 or normalize or wide > 0)
-    least, most, BN = 64, 128, 64
-    if half:
-        BD = 64 if crowded else 128
-    else:
-        BD = 16 if crowded and wide else 32
-        most, BN = 64, 64 if wgmma or arch.is_amd else 32
-    BD = min(max(next_power_of_2(d), 16), BD)
-    if arch == INTERPRETER:
-        least, most, BN = 16, 32, 16
-    elif arch.is_amd:
-        most = 64
-    elif wgmma and half and d <= BD:
-        most = 256
-    elif wgmma and half and normalize:
-        most = 64
-    elif wgmma and half:
-        BN = 128  # the query rows are read again for every tile of tokens: fewer, larger tiles
+    tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide)
+    most = tiles[-1].rows
     slot = min(next_power_of_2(max(Lq, 1)), most)
     rows = slot if candidates else min(Nq * slot, most)
-    BM = max(least, next_power_of_2(rows))
+    tile = next(tile for tile in tiles if tile.rows >= rows and tile.documents >= documents)
+    BD = min(max(next_power_of_2(d), 16), tile.features)
     config = Config(
-        BM=BM,
-        BN=BN,
+        BM=tile.rows,
+        BN=tile.tokens,
         BD=BD,
         SLOT=slot,
-        LANES=4 if wgmma else 1,
+        LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
         CANDIDATES=candidates,
         ONE_CHUNK=d <= BD,
         NORMALIZE=normalize,
         WIDE=wide,
         PRECISION=precision(dtype, arch, tf32),
+        TOKENS_FIRST=tile.tokens_first,
+        WALK=tile.walkers > 0 and d <= BD and Lq <= slot and not candidates,
+        # Where it changes nothing it is set on mma, on which ptxas spills without the loop.
+        LONG=Lq > slot or (slot == most and arch.unit == "mma"),
     )
-    plain = wgmma and BM == 256 and not normalize and Lq <= BM  # a longer query needs more than 128
-    # Few rows wait for memory: more programs at a time serve better than a deeper pipeline.
-    deep = half and not crowded and not (wgmma and BM == 64)
-    num_stages = 1 if arch.is_amd else 3 if deep else 2
-    return Launch(
-        config,
-        num_warps=8 if BM > 64 or (half and crowded) else 4,
-        num_stages=num_stages,
-        # 128 let two programs of 256 threads share a multiprocessor.
-        max_registers=255 if arch.name == "sm_100" else 128 if plain else None,
-    )
+    return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
 
 
 def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 8) -> Launch:

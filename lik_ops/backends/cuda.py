@@ -190,15 +190,16 @@ class ForwardPlan:
             normalize=normalize,
             wide=_wide(Q, D),
             tf32=allow_tf32(),
+            documents=K * (Nq if candidates else 1),
         )
-        self.config, self.options = launch.config, launch.options(self.arch)
-        queries_per_tile = self.config.BM // self.config.SLOT
-        row_tiles = Nq if candidates else triton.cdiv(Nq, queries_per_tile)
-        self.grid = (*_check_grid(row_tiles * K), 1, 1)
+        self.reads_tiles = self.arch.has_descriptors and describable(D, launch.config)
+        if argmax_dtype is not None or not self.reads_tiles:
+            launch = launch.visiting()
+        self.launch, self.config, self.options = launch, launch.config, launch.options(self.arch)
+        self.grid = (*_check_grid(launch.programs(Nq, K)), 1, 1)
         self.kernel = forward_kernels.maxsim_forward
         self.query_strides = Q.stride(), _strides(q_mask), _strides(q_weight)
         self.document_strides = _owned_strides(D, candidates), _owned_strides(d_mask, candidates)
-        self.reads_tiles = self.arch.has_descriptors and describable(D, self.config)
         self.tiles: dict[int, tuple] = {}
         self.score_strides = (K, 1)
         self.constants = (*self.sizes, self.d, self.config)
@@ -263,9 +264,13 @@ class ForwardPlan:
         queries, documents = self._grouped(Q, D, q_mask, d_mask, q_weight)
         groups = Queries._make(queries), Documents._make(documents)
         tiles = _descriptor(D, self.config) if self.reads_tiles else None
-        args = (*groups, tiles, scores, argmax, *self.constants)
+        grid, config = self.grid, self.config
+        if tiles is None and config.WALK:  # D begins where no descriptor can
+            launch = self.launch.visiting()
+            grid, config = (*_check_grid(launch.programs(*self.scores_shape)), 1, 1), launch.config
+        args = (*groups, tiles, scores, argmax, *self.sizes, self.d, config)
         with on_device(self.device):
-            bound = launcher.launch(self.kernel, self.grid, args, self.options)
+            bound = launcher.launch(self.kernel, grid, args, self.options)
         aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight))
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct

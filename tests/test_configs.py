@@ -1,0 +1,66 @@
+"""The table of tiles: it covers every call, and what decides the bits of a score does not depend on the batch."""
+
+import itertools
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.backends import configs
+from lik_ops.backends.configs import ARCHITECTURES, FORWARD, INTERPRETER, Launch
+
+from .support import Problem, build
+
+ARCHS = [*ARCHITECTURES.values(), INTERPRETER]
+
+
+def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Launch:
+    return configs.forward(arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=False)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
+    lengths, features = (1, 5, 32, 100, 257, 3000), (8, 128, 700)
+    for Lq, d, normalize, wide in itertools.product(lengths, features, (False, True), (0, 1, 2)):
+        slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.SLOT
+        most = configs.forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+        for Nq, candidates in itertools.product((1, 2, 5, 1000), (False, True)):
+            config = _forward(arch, dtype, Nq, Lq, d, normalize, candidates, wide).config
+            assert slot == config.SLOT and config.BM % slot == 0
+            assert (config.LONG or Lq <= slot) and (slot == config.BM or not config.LONG)
+            assert config.BM in (slot, most) or slot <= config.BM < 2 * max(slot * (1 if candidates else Nq), 64)
+
+
+def test_tiles_of_a_rule_ascend():
+    for rule in FORWARD:
+        sizes = [(tile.rows, tile.documents) for tile in rule.tiles]
+        assert sizes == sorted(set(sizes)), rule
+        assert rule.tiles[-1].documents > 2**32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("Lq", [1, 20, 32, 64, 128, 300])
+def test_every_tile_gives_the_same_bits(dtype, normalize, Lq):
+    """Few query rows take other tiles than many, and few documents others than many."""
+    for Ld, d, masked in ((1, 128, False), (63, 128, True), (64, 40, False), (300, 128, True)):
+        mask = "holes" if masked else "none"
+        p = Problem(Nq=20, Nd=400, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=mask, d_mask=mask, weight=masked)
+        x = build(Problem(**{**p.__dict__, "normalize": normalize, "values": "normal"}), "cuda")
+
+        def run(n, documents, x=x):
+            q_mask, weight = (None if t is None else t[:n] for t in (x.q_mask, x.q_weight))
+            d_mask = None if x.d_mask is None else x.d_mask[:documents]
+            arguments = (x.Q[:n], x.D[:documents], q_mask, d_mask)
+            return [
+                lik_ops.maxsim(*arguments, q_weight=weight, normalize=normalize),
+                *lik_ops.maxsim_with_argmax(*arguments, q_weight=weight, normalize=normalize),
+            ]
+
+        expected = run(20, 400)
+        assert torch.equal(expected[0], expected[1])
+        for n, documents in ((1, 400), (1, 7), (2, 400), (2, 7), (4, 400), (8, 7)):
+            for actual, whole in zip(run(n, documents), expected, strict=True):
+                assert torch.equal(actual, whole[:n, :documents]), (n, documents, Ld, d)

@@ -48,7 +48,7 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
         "lik_ops.maxsim, masks and weights": lambda: lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=weight),
         "lik_ops.maxsim, 40 lengths in turn": lambda: lik_ops.maxsim(Q, varied[next(turn) % 40]),
-        "lik_ops.maxsim, lengths never seen": lambda: lik_ops.maxsim(Q, D[:, : 1 + next(turn) % 64]),
+        "lik_ops.maxsim, views of 64 lengths": lambda: lik_ops.maxsim(Q, D[:, : 1 + next(turn) % 64]),
         "lik_ops.maxsim, Nq 1": lambda: lik_ops.maxsim(Q[0], D),
         "lik::maxsim_fwd": lambda: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),
         "eager einsum": lambda: torch.einsum("isd,jtd->ijst", Q, D).amax(-1).float().sum(-1),

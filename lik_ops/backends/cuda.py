@@ -10,8 +10,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -32,6 +31,9 @@ _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _MOST_PLANS = 4096
 _MOST_TILES = 64  # tensor descriptors that a plan keeps
 _NO_STRIDES = (None, None, None)
+# None where torch was built without CUDA and ROCm.
+_current_device: Callable = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
+_raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 # What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
 _empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
@@ -65,7 +67,7 @@ def architecture(device: torch.device) -> Architecture:
 
 def on_device(device: torch.device):
     """Make the tensors' device the current one for a launch: Triton launches on the current device."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.index is not None and device.index != _current_device():
         return torch.cuda.device(device)
     return contextlib.nullcontext()
 
@@ -225,7 +227,7 @@ class ForwardPlan:
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
         direct = self.direct
-        if direct is None or torch._C._cuda_getDevice() != self.index or launcher.hooks_set():
+        if direct is None or _current_device() != self.index or launcher.hooks_set():
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         q, d = Q.data_ptr(), D.data_ptr()
         if self.has_per_token:
@@ -245,7 +247,7 @@ class ForwardPlan:
         tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
         winners = None if argmax is None else argmax.data_ptr()
         args = (queries, documents, *tiles, scores.data_ptr(), winners, *self.constants)
-        direct(*self.grid, torch._C._cuda_getCurrentRawStream(self.index), args)
+        direct(*self.grid, _raw_stream(self.index), args)
         return scores
 
     def _scores_by_launcher(
@@ -375,8 +377,7 @@ def forget() -> None:
     _grad_documents.cache_clear()
 
 
-@dataclass(frozen=True)
-class _Backward:
+class _Backward(NamedTuple):
     """What the launches of one backward share."""
 
     queries: Queries

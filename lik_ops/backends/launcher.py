@@ -43,10 +43,11 @@ _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 def hooks_set() -> bool:
     """Whether somebody, a profiler most likely, wants to see each launch."""
-    for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    try:
+        return bool(before.calls or after.calls)
+    except AttributeError:  # None or a function in place of the chain of hooks
+        return any(hook is not None and getattr(hook, "calls", True) for hook in (before, after))
 
 
 class _Field(NamedTuple):

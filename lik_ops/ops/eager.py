@@ -22,6 +22,10 @@ _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
 _INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
+# Names looked up at every call are bound here: a tiny call takes less time than fifty attributes.
+_Tensor, _Parameter, _fp32 = torch.Tensor, torch.nn.Parameter, torch.float32
+_function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
+_is_grad_enabled, _matmul = torch.is_grad_enabled, torch.backends.cuda.matmul
 
 
 # Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others. And one of
@@ -48,7 +52,7 @@ def _is_newly_known(t: Tensor) -> bool:
 def _is_memory(t: Tensor) -> bool:
     """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
     kind = type(t)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+    if kind is not _Tensor and kind is not _Parameter:
         return False
     return _KEYS(t).raw_repr() in _usual_keys or _is_newly_known(t)
 
@@ -57,9 +61,9 @@ def _nobody_watches() -> bool:
     """Whether neither modes, transforms, tracing, forward-mode AD nor a profiler have to see the call."""
     return (
         not _INCLUDED().raw_repr() & _UNUSUAL_ADDED
-        and not torch._C._len_torch_function_stack()
+        and not _function_modes()
         and forward_ad._current_level < 0
-        and not torch.autograd._profiler_enabled()
+        and not _profiling()
     )
 
 
@@ -200,12 +204,12 @@ def maxsim(
         and (q_weight is None or _is_memory(q_weight))
     ):
         return None
-    differentiable = torch.is_grad_enabled() and (
+    differentiable = _is_grad_enabled() and (
         Q.requires_grad or D.requires_grad or (q_weight is not None and q_weight.requires_grad)
     )
     if differentiable and _EXCLUDED().raw_repr() & _AUTOGRAD:
         return None
-    tf32 = Q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = Q.dtype is _fp32 and _matmul.allow_tf32
     keeps = differentiable and not recompute
     key = (metadata(Q, D, q_mask, d_mask, q_weight), normalize, backward, keeps, tf32, requested_backend())
     call = _calls.get(key)

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from lik_ops.backends import configs
 from lik_ops.backends.configs import Architecture, Launch
-from lik_ops.csrc_triton import backward_lowmem, backward_unified, forward
+from lik_ops.csrc_triton import backward_documents, backward_lists, backward_queries, backward_unified, forward
 from lik_ops.csrc_triton.arguments import Documents, Queries, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -79,12 +79,56 @@ def _documents(case: Case) -> tuple[Documents, dict]:
 
 
 def _launch(case: Case, arch: Architecture) -> Launch:
-    shared = {"candidates": case.candidates, "normalize": case.normalize}
+    shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
     if case.kernel == "maxsim_forward":
-        return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, wide=case.wide, tf32=False, **shared)
+        return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, tf32=False, **shared)
+    documents = configs.grad_documents(arch, case.dtype, case.Lq, case.d, **shared)
     if case.kernel == "maxsim_grad_documents":
-        return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
-    return configs.gather(case.d, wide=case.wide, **shared)
+        return documents
+    if case.kernel in LISTS:
+        return configs.lists(arch, documents, case.Nq * case.Lq)
+    return configs.gather(case.dtype, case.d, **shared)
+
+
+LISTS = ("maxsim_count_winners", "maxsim_list_winners")
+
+
+def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
+    tiles = "constexpr"
+    if arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0:
+        element = _POINTER[case.dtype].removeprefix("*")
+        tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
+    argmax = "*i16" if case.argmax else "constexpr"
+    return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax}
+
+
+def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
+    """The kernel and its arguments before the sizes; None for the groups of Q, D and X."""
+    gradient = _POINTER[case.dtype]
+    up = Upstream("*fp32", "i32", "i32", "*i16")
+    weight = "*fp32" if case.options else "constexpr"
+    block = dict.fromkeys(("first", "rows", "blocks", "tiles"), "i32")
+    sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
+    if case.kernel == "maxsim_forward":
+        return forward.maxsim_forward, _forward_arguments(case, launch, arch) | sizes
+    if case.kernel == "maxsim_grad_queries":
+        found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight} | sizes
+        return backward_queries.maxsim_grad_queries, found
+    if case.kernel == "maxsim_grad_documents":
+        lists = "constexpr" if case.candidates else ("*i32", "*i32", "*fp32")
+        found = {"Q": None, "D": None, "up": up, "lists": lists, "grad_D": gradient} | block | sizes
+        return backward_documents.maxsim_grad_documents, found
+    if case.kernel == "maxsim_count_winners":
+        return backward_lists.maxsim_count_winners, {"up": up, "starts": "*i32"} | block
+    if case.kernel == "maxsim_list_winners":
+        norms = "*fp32" if case.normalize else "constexpr"
+        found = {"Q": None, "up": up, "norms": norms, "starts": "*i32", "entries": "*i32", "coefficients": "*fp32"}
+        return backward_lists.maxsim_list_winners, found | block | {"Lq": "i32", "ALONE": "constexpr"}
+    if case.kernel == "maxsim_scatter":
+        found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"} | sizes
+        return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
+    found = {"X": None, "Q": None, "sums": "*fp32", "grad": gradient, "grad_weight": weight} | sizes
+    return backward_unified.maxsim_finish, found
 
 
 def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
@@ -92,44 +136,21 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     launch = _launch(case, arch)
     queries, query_constants = _queries(case)
     documents, document_constants = _documents(case)
-    up = Upstream("*fp32", "i32", "i32", "*i16")
-    gradient = _POINTER[case.dtype]
-    arguments: dict[str, object]
-    if case.kernel == "maxsim_forward":
-        kernel = forward.maxsim_forward
-        tiles = "constexpr"
-        if arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0:
-            element = _POINTER[case.dtype].removeprefix("*")
-            tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
-        arguments = {"Q": queries, "D": documents, "tiles": tiles, "scores": "*fp32"}
-        arguments["argmax"] = "*i16" if case.argmax else "constexpr"
-    elif case.kernel == "maxsim_grad_queries":
-        kernel = backward_lowmem.maxsim_grad_queries
-        weight = "*fp32" if case.options else "constexpr"
-        arguments = {"Q": queries, "D": documents, "up": up, "grad_Q": gradient, "grad_weight": weight}
-    elif case.kernel == "maxsim_grad_documents":
-        kernel = backward_lowmem.maxsim_grad_documents
-        arguments = {"Q": queries, "D": documents, "up": up, "grad_D": gradient}
-    elif case.kernel == "maxsim_scatter":
-        kernel = backward_unified.maxsim_scatter
-        arguments = {"Q": queries, "D": documents, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"}
-    else:
-        kernel = backward_unified.maxsim_finish
-        weight = "*fp32" if case.options else "constexpr"
-        arguments = {"X": documents, "Q": queries, "sums": "*fp32", "grad": gradient, "grad_weight": weight}
-    arguments |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
-    if case.kernel == "maxsim_scatter":
-        arguments["K_per_program"] = "i32"
+    kernel, arguments = _arguments(case, launch, arch)
+    groups = {"Q": queries, "D": documents, "X": documents}
+    arguments = {name: groups[name] if kind is None else kind for name, kind in arguments.items()}
     arguments["C"] = "constexpr"
 
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
-    aligned: list[tuple[int, ...]] = [(names.index("d"),)] if case.d % 16 == 0 else []
+    if "ALONE" in arguments:
+        constants[(names.index("ALONE"),)] = case.Nq * case.Lq <= launch.config.BM
+    aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
     for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
         if name in arguments:
             constants |= {(names.index(name), k): v for k, v in group.items()}
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
-    constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n != "C"}
+    constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in ("C", "ALONE")}
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch

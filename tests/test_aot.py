@@ -8,7 +8,8 @@ from lik_ops.backends.configs import ARCHITECTURES
 from .aot import Case, compile_for
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
-KERNELS = (FORWARD, QUERIES, DOCUMENTS, "maxsim_scatter", "maxsim_finish")
+COUNT, LIST = "maxsim_count_winners", "maxsim_list_winners"
+KERNELS = (FORWARD, QUERIES, DOCUMENTS, COUNT, LIST, "maxsim_scatter", "maxsim_finish")
 MATRIX_KERNELS = (FORWARD, DOCUMENTS)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
 
@@ -25,6 +26,8 @@ COMMON = [
     Case(FORWARD, torch.float32),
     Case(FORWARD, d=768, normalize=True, options=True),
     Case(DOCUMENTS, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, torch.float16),
+    Case(LIST, Lq=1024),
 ]
 OTHERS = [
     Case(

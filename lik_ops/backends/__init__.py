@@ -35,9 +35,9 @@ def select(device: torch.device, dtype: torch.dtype) -> ModuleType:
         return portable
     reason = why_not_triton(device, dtype)
     if reason is None:
-        from . import cuda
+        from . import triton_kernels
 
-        return cuda
+        return triton_kernels
     if requested == "triton":
         raise RuntimeError(f"lik_ops: backend 'triton' cannot compute {dtype} on {device}: {reason}")
     _log.debug("portable backend for %s on %s: %s", dtype, device, reason)

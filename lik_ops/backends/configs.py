@@ -142,12 +142,14 @@ def forward(
     )
 
 
-def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 8) -> Launch:
-    """Kernels that read whole rows: `maxsim_grad_queries`, `maxsim_scatter`, `maxsim_finish`."""
+def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+    """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
+    # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
+    rows = 128 if dtype != torch.float32 else 64
     config = Config(
-        BM=rows,
-        BN=rows,
+        BM=8,
+        BN=max(rows * min(128, BD) // BD // 8, 1),
         BD=BD,
         SLOT=1,
         LANES=1,
@@ -160,14 +162,23 @@ def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 
     return Launch(config, num_warps=4, num_stages=2, max_registers=128)
 
 
-def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
-    """The one-hot product multiplies fp32 operands, whatever the inputs: weights keep the upstream gradient's bits."""
+LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
+
+
+def grad_documents(
+    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, candidates: bool, normalize: bool, wide: int
+) -> Launch:
+    """The one-hot product of BN tokens and the rows they won, BM rows a step."""
+    half = dtype != torch.float32
     BD = min(max(next_power_of_2(d), 16), 128)
+    BM, BN = (64, 32) if half else (16, 64)
+    if arch == INTERPRETER:
+        BM, BN = 16, 16
     config = Config(
-        BM=16,
-        BN=64,
+        BM=BM,
+        BN=BN,
         BD=BD,
-        SLOT=1,
+        SLOT=next_power_of_2(Lq),
         LANES=1,
         CANDIDATES=candidates,
         ONE_CHUNK=d <= BD,
@@ -175,4 +186,13 @@ def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: b
         WIDE=wide,
         PRECISION=precision(torch.float32, arch, False),
     )
+    if half:
+        return Launch(config, num_warps=4, num_stages=1 if arch.is_amd else 4)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+
+
+def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
+    """The lists of winners that feed `documents`, in blocks of BM query rows."""
+    most = 64 if arch == INTERPRETER else 8192
+    BM = min(max(next_power_of_2(rows), 16), most)
+    return Launch(documents.config._replace(BM=BM), num_warps=16 if BM >= 4096 and not arch.is_amd else 4, num_stages=1)

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton import backward_lowmem as lowmem_kernels
-from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton import forward as forward_kernels
-from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Upstream
+from ..csrc_triton.arguments import Config, Documents, Queries, Sizes
 from . import configs
 from .configs import ARCHITECTURES, INTERPRETER, Architecture
 
 _INT32_MAX = 2**31 - 1
-_SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 
 
 def _interpreting() -> bool:
@@ -72,11 +68,6 @@ def _queries(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
 def _documents(D: Tensor, mask: Tensor | None) -> Documents:
     owner = () if D.dim() == 4 else (0,)
     return Documents(D, *owner, *D.stride(), *((None, 0, 0, 0) if mask is None else (mask, *owner, *mask.stride())))
-
-
-def _upstream(grad_scores: Tensor, argmax: Tensor) -> Upstream:
-    stride_q, stride_k = grad_scores.stride()
-    return Upstream(grad_scores, stride_q, stride_k, argmax.contiguous())
 
 
 def _sizes(Q: Tensor, D: Tensor) -> Sizes:
@@ -154,120 +145,3 @@ def forward(
             **launch.options(arch),
         )
     return scores, argmax
-
-
-def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
-    """A gradient for each of Q, D, q_weight: zeros where nothing can flow, [0] where not needed."""
-    empty = Q.numel() == 0 or D.numel() == 0
-    new = torch.zeros if empty else torch.empty
-    shapes, dtypes = (Q.shape, D.shape, Q.shape[:2]), (Q.dtype, D.dtype, torch.float32)
-    return [
-        new(shape if need else (0,), dtype=dtype, device=Q.device)
-        for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
-    ]
-
-
-def backward_lowmem(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it."""
-    sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
-    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
-    if Q.numel() == 0 or D.numel() == 0:
-        return grad_Q, grad_D, grad_weight
-    queries, documents = _queries(Q, q_mask, q_weight), _documents(D, d_mask)
-    up = _upstream(grad_scores, argmax)
-    wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
-    arch = architecture(Q.device)
-    with _on_device(Q.device):
-        if needs[0] or needs[2]:
-            launch = configs.gather(d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
-            grid = _check_grid(sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM))
-            lowmem_kernels.maxsim_grad_queries[grid](
-                queries, documents, up, wanted[0], wanted[2], *sizes, d, launch.config, **launch.options(arch)
-            )
-        if needs[1]:
-            launch = configs.grad_documents(arch, d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
-            count = sizes.Nq * sizes.K if candidates else sizes.K
-            grid = _check_grid(count * triton.cdiv(sizes.Ld, launch.config.BN))
-            lowmem_kernels.maxsim_grad_documents[grid](
-                queries, documents, up, grad_D, *sizes, d, launch.config, **launch.options(arch)
-            )
-    return grad_Q, grad_D, grad_weight
-
-
-def _finish(
-    X: Tensor, queries: Queries, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, normalize: bool
-) -> None:
-    """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
-    sizes = Sizes(X.shape[0], X.shape[1], X.shape[2], 0)
-    d = X.shape[-1]
-    arch = architecture(X.device)
-    launch = configs.gather(d, candidates=False, normalize=normalize, wide=_wide(X, X))
-    grid = _check_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
-    unified_kernels.maxsim_finish[grid](
-        _documents(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config, **launch.options(arch)
-    )
-
-
-def _require_nondeterminism_allowed() -> None:
-    """Do as torch's own atomic operations under `torch.use_deterministic_algorithms`: raise, or warn if told to."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return
-    message = (
-        "lik::maxsim_bwd_unified adds atomically and does not have a deterministic implementation, but you set "
-        "'torch.use_deterministic_algorithms(True)'. Use backward='lowmem', or 'auto'."
-    )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(message)
-    warnings.warn(message, stacklevel=2)
-
-
-def backward_unified(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight in one pass over the winners, through fp32 sums and atomic adds.
-
-    Raises:
-        RuntimeError: under `torch.use_deterministic_algorithms(True)`.
-    """
-    _require_nondeterminism_allowed()
-    sizes, d, candidates = _sizes(Q, D), Q.shape[-1], D.dim() == 4
-    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
-    if Q.numel() == 0 or D.numel() == 0:
-        return grad_Q, grad_D, grad_weight
-    queries, documents = _queries(Q, q_mask, q_weight), _documents(D, d_mask)
-    up = _upstream(grad_scores, argmax)
-    wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
-    arch = architecture(Q.device)
-    sum_Q = torch.zeros(Q.shape, dtype=torch.float32, device=Q.device) if needs[0] or needs[2] else None
-    sum_D = torch.zeros(D.shape, dtype=torch.float32, device=Q.device) if needs[1] else None
-    launch = configs.gather(d, candidates=candidates, normalize=normalize, wide=_wide(Q, D))
-    row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
-    K_per_program = max(1, triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS))
-    with _on_device(Q.device):
-        grid = (*_check_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))
-        unified_kernels.maxsim_scatter[grid](
-            queries, documents, up, sum_Q, sum_D, *sizes, d, K_per_program, launch.config, **launch.options(arch)
-        )
-        if sum_Q is not None:
-            _finish(Q.unsqueeze(1), queries, sum_Q, wanted[0], wanted[2], normalize)
-        if sum_D is not None:
-            _finish(D if candidates else D.unsqueeze(0), queries._replace(weight=None), sum_D, grad_D, None, normalize)
-    return grad_Q, grad_D, grad_weight

@@ -65,7 +65,7 @@ def _scale_of(begin, end, tile, lists, up, Q, sizes, d, C: tl.constexpr):
     """
     largest = tl.full((C.BM,), 0, tl.float32)
     for e0 in range(begin, end, C.BM):
-        i, s, hit, local, c = _rows(e0 + tl.arange(0, C.BM), end, tile, lists, up, Q, sizes, d, C)
+        _, _, _, _, c = _rows(e0 + tl.arange(0, C.BM), end, tile, lists, up, Q, sizes, d, C)
         largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)

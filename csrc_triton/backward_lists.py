@@ -42,7 +42,7 @@ def _pair_of_tiles(tile, b):
 @triton.jit(do_not_specialize=["first", "rows", "blocks", "tiles"])
 def maxsim_count_winners(up, starts, first, rows, blocks, tiles, C: tl.constexpr):
     """How many winners each block of rows has in each tile; `maxsim_scan_counts` turns the counts into starts."""
-    document, block, r, token = _block_of_winners(up, first, rows, blocks, C)
+    document, block, _, token = _block_of_winners(up, first, rows, blocks, C)
     tile = tl.where(token >= 0, token // C.BN, -1)
     starts += wide(document) * (tiles * blocks + 1) + block
     for b in range(0, tiles, 2):
@@ -99,7 +99,7 @@ def _ranks(tile, starts, tiles, ALONE: tl.constexpr):
 def maxsim_list_winners(
     Q, up, norms, starts, entries, coefficients, first, rows, blocks, tiles, Lq, ALONE: tl.constexpr, C: tl.constexpr
 ):
-    """Write the lists of one block of rows of one document; ALONE: the block holds all rows, and nothing was counted."""
+    """Write the lists of one block of rows of one document; ALONE: it holds all rows, and nothing was counted."""
     document, block, r, token = _block_of_winners(up, first, rows, blocks, C)
     won = token >= 0
     tile = tl.where(won, token // C.BN, -1)

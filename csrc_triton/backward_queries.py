@@ -1,4 +1,4 @@
-"""The destination-owned gradient of the queries: each element is summed and written by one program, in a fixed order."""
+"""The destination-owned gradient of the queries: each element is summed by one program in a fixed order."""
 
 import triton
 import triton.language as tl

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from .._layout import argmax_dtype_for
 from ..csrc_triton import backward_documents as document_kernels
 from ..csrc_triton import backward_lists as list_kernels
 from ..csrc_triton import backward_queries as query_kernels
@@ -16,11 +18,12 @@ from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton.arguments import Documents, Queries, Sizes, Upstream
 from . import configs
 from .configs import Architecture, Launch
-from .cuda import _check_grid, _documents, _on_device, _queries, _sizes, _wide, architecture
+from .cuda import _check_grid, _documents, _on_device, _queries, _sizes, _wide, architecture, forward
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _LIST_BYTES = 24 * 2**20  # of the lists of winners, which are made for some documents at a time
 _ENTRY_BYTES = 8
+_ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
 _FEW_ROWS = 512  # rows of a document that are looked through rather than listed
 
 
@@ -57,32 +60,80 @@ def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
     ]
 
 
-def _call(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor,
-    q_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    outputs: list[Tensor],
-    needs: list[bool],
-) -> _Call:
-    wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
+class _Arguments(NamedTuple):
+    """The arguments of a backward; `argmax` is None where the winners are to be found again."""
+
+    grad_scores: Tensor
+    Q: Tensor
+    D: Tensor
+    argmax: Tensor | None
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+    normalize: bool
+    needs: list[bool]
+
+    def part(self, queries: slice, documents: slice) -> _Arguments:
+        """Of some queries, and of some documents of the cross product, with their winners."""
+        q_mask, q_weight = (None if t is None else t[queries] for t in (self.q_mask, self.q_weight))
+        own = queries if self.D.dim() == 4 else documents
+        D, d_mask = self.D[own], None if self.d_mask is None else self.d_mask[own]
+        Q, dtype = self.Q[queries], argmax_dtype_for(D.shape[-2])
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, self.normalize, dtype)[1]
+        grad_scores = self.grad_scores[queries, documents]
+        return _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, self.normalize, self.needs)
+
+
+def _call(a: _Arguments, outputs: list[Tensor]) -> _Call:
+    assert a.argmax is not None
+    wanted = [g if need else None for g, need in zip(outputs, a.needs, strict=True)]
     return _Call(
-        Q,
-        D,
-        _queries(Q, q_mask, q_weight),
-        _documents(D, None),  # masked tokens win nothing
-        Upstream(grad_scores, *grad_scores.stride(), argmax.contiguous()),
-        _sizes(Q, D),
-        Q.shape[-1],
-        D.dim() == 4,
-        normalize,
-        _wide(Q, D),
-        architecture(Q.device),
+        a.Q,
+        a.D,
+        _queries(a.Q, a.q_mask, a.q_weight),
+        _documents(a.D, None),  # masked tokens win nothing
+        Upstream(a.grad_scores, *a.grad_scores.stride(), a.argmax.contiguous()),
+        _sizes(a.Q, a.D),
+        a.Q.shape[-1],
+        a.D.dim() == 4,
+        a.normalize,
+        _wide(a.Q, a.D),
+        architecture(a.Q.device),
         *wanted,
     )
+
+
+def _slices(total: int, bytes_each: int) -> Iterator[slice]:
+    """Cuts of `total` queries or documents whose winners take `bytes_each`."""
+    step = max(1, _ARGMAX_BYTES // max(bytes_each, 1))
+    for first in range(0, total, step):
+        yield slice(first, min(first + step, total))
+
+
+def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, list[Tensor]]]:
+    """The call in parts whose winners fit the workspace, with the gradients that each part completes.
+
+    Candidates belong to their query. In the cross product a query needs all documents and a document all queries: the
+    winners are found twice, by queries for the gradients of the queries and by documents for that of the documents.
+    """
+    if a.argmax is not None:
+        yield a, outputs
+        return
+    everything = slice(None)
+    sizes, candidates = _sizes(a.Q, a.D), a.D.dim() == 4
+    row_bytes = sizes.Lq * argmax_dtype_for(sizes.Ld).itemsize
+    if sizes.Nq * sizes.K * row_bytes <= _ARGMAX_BYTES:
+        yield a.part(everything, everything), outputs
+        return
+    needs = list(a.needs) if candidates else [a.needs[0], False, a.needs[2]]
+    if any(needs):
+        for part in _slices(sizes.Nq, sizes.K * row_bytes):
+            cut = [t[part] if need else t for t, need in zip(outputs, needs, strict=True)]
+            yield a.part(part, everything)._replace(needs=needs), cut
+    if a.needs[1] and not candidates:
+        for part in _slices(sizes.K, sizes.Nq * row_bytes):
+            cut = [outputs[0], outputs[1][part], outputs[2]]
+            yield a.part(everything, part)._replace(needs=[False, True, False]), cut
 
 
 def _into_queries(call: _Call) -> None:
@@ -202,22 +253,27 @@ def backward_lowmem(
     grad_scores: Tensor,
     Q: Tensor,
     D: Tensor,
-    argmax: Tensor,
+    argmax: Tensor | None,
     q_mask: Tensor | None,
     d_mask: Tensor | None,
     q_weight: Tensor | None,
     normalize: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it."""
+    """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it.
+
+    Winners that are not given are found again, in parts that need no more memory than a constant.
+    """
     grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() > 0 and D.numel() > 0:
-        call = _call(grad_scores, Q, D, argmax, q_mask, q_weight, normalize, outputs, needs)
+        whole = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
         with _on_device(Q.device):
-            if needs[0] or needs[2]:
-                _into_queries(call)
-            if needs[1]:
-                _into_documents(call)
+            for part, targets in _parts(whole, outputs):
+                call = _call(part, targets)
+                if part.needs[0] or part.needs[2]:
+                    _into_queries(call)
+                if part.needs[1]:
+                    _into_documents(call)
     return grad_Q, grad_D, grad_weight
 
 
@@ -235,30 +291,60 @@ def _require_nondeterminism_allowed() -> None:
 
 
 def _finish(
-    X: Tensor, queries: Queries, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, call: _Call
+    X: Tensor, queries: Queries, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, normalize: bool
 ) -> None:
     """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
-    sizes = Sizes(X.shape[0], X.shape[1], X.shape[2], 0)
-    launch = configs.gather(X.dtype, call.d, candidates=False, normalize=call.normalize, wide=_wide(X, X))
+    sizes, d = Sizes(X.shape[0], X.shape[1], X.shape[2], 0), X.shape[-1]
+    launch = configs.gather(X.dtype, d, candidates=False, normalize=normalize, wide=_wide(X, X))
     grid = _check_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
+    options = launch.options(architecture(X.device))
     unified_kernels.maxsim_finish[grid](
-        _documents(X, None),
-        queries,
-        sums,
-        grad,
-        grad_weight,
+        _documents(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config, **options
+    )
+
+
+def _scatter(call: _Call, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
+    sizes = call.sizes
+    launch = configs.gather(call.Q.dtype, call.d, **call.layout())
+    row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
+    K_per_program = max(triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
+    grid = (*_check_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))
+    unified_kernels.maxsim_scatter[grid](
+        call.queries,
+        call.documents,
+        call.up,
+        sum_Q,
+        sum_D,
         *sizes,
         call.d,
+        K_per_program,
         launch.config,
         **launch.options(call.arch),
     )
+
+
+def _scattered_parts(
+    a: _Arguments, sum_Q: Tensor | None, sum_D: Tensor | None
+) -> Iterator[tuple[_Arguments, Tensor | None, Tensor | None]]:
+    """The call in parts whose winners fit the workspace, each with the sums that it adds to."""
+    if a.argmax is not None:
+        yield a, sum_Q, sum_D
+        return
+    sizes, everything, candidates = _sizes(a.Q, a.D), slice(None), a.D.dim() == 4
+    count, others = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
+    for own in _slices(count, others * sizes.Lq * argmax_dtype_for(sizes.Ld).itemsize):
+        part_D = None if sum_D is None else sum_D[own]
+        if candidates:
+            yield a.part(own, everything), None if sum_Q is None else sum_Q[own], part_D
+        else:
+            yield a.part(everything, own), sum_Q, part_D
 
 
 def backward_unified(
     grad_scores: Tensor,
     Q: Tensor,
     D: Tensor,
-    argmax: Tensor,
+    argmax: Tensor | None,
     q_mask: Tensor | None,
     d_mask: Tensor | None,
     q_weight: Tensor | None,
@@ -274,30 +360,17 @@ def backward_unified(
     grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight
-    call = _call(grad_scores, Q, D, argmax, q_mask, q_weight, normalize, outputs, needs)
-    sizes = call.sizes
     sum_Q = torch.zeros(Q.shape, dtype=torch.float32, device=Q.device) if needs[0] or needs[2] else None
     sum_D = torch.zeros(D.shape, dtype=torch.float32, device=Q.device) if needs[1] else None
-    launch = configs.gather(Q.dtype, call.d, **call.layout())
-    row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
-    K_per_program = max(1, triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
+    a = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     with _on_device(Q.device):
-        grid = (*_check_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))
-        unified_kernels.maxsim_scatter[grid](
-            call.queries,
-            call.documents,
-            call.up,
-            sum_Q,
-            sum_D,
-            *sizes,
-            call.d,
-            K_per_program,
-            launch.config,
-            **launch.options(call.arch),
-        )
+        for part, part_Q, part_D in _scattered_parts(a, sum_Q, sum_D):
+            _scatter(_call(part, outputs), part_Q, part_D)
+        queries = _queries(Q, q_mask, q_weight)
+        wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
         if sum_Q is not None:
-            _finish(Q.unsqueeze(1), call.queries, sum_Q, call.grad_Q, call.grad_weight, call)
+            _finish(Q.unsqueeze(1), queries, sum_Q, wanted[0], wanted[2], normalize)
         if sum_D is not None:
-            documents = D if call.candidates else D.unsqueeze(0)
-            _finish(documents, call.queries._replace(weight=None), sum_D, call.grad_D, None, call)
+            documents = D if D.dim() == 4 else D.unsqueeze(0)
+            _finish(documents, queries._replace(weight=None), sum_D, grad_D, None, normalize)
     return grad_Q, grad_D, grad_weight

@@ -45,38 +45,34 @@ CASES = (
 # BM, BN, warps, registers
 GATHERS = (
     (8, 16, 4, 128),
-    (8, 16, 4, None),
-    (8, 16, 4, 168),
     (8, 8, 4, 128),
-    (8, 8, 4, 96),
     (8, 4, 4, 64),
+    (8, 32, 4, 200),
     (16, 8, 4, 128),
-    (16, 8, 8, 128),
-    (16, 8, 8, 80),
-    (16, 16, 8, 128),
-    (4, 16, 2, 168),
+    (16, 4, 4, 128),
+    (4, 16, 2, 128),
+    (4, 32, 2, 128),
 )
 # BM, BN, warps, stages, registers
 PRODUCTS = (
-    (64, 32, 4, 4, None),
+    (64, 32, 4, 3, None),
+    (64, 32, 4, 3, 200),
+    (64, 32, 4, 3, 168),
+    (64, 32, 4, 3, 128),
+    (64, 32, 4, 2, 168),
     (64, 32, 4, 4, 168),
-    (64, 32, 4, 6, 168),
-    (64, 32, 4, 8, 168),
-    (64, 32, 8, 4, 128),
-    (64, 32, 8, 4, 80),
-    (64, 32, 8, 6, 80),
-    (32, 32, 4, 6, 168),
-    (32, 32, 4, 8, 128),
-    (64, 64, 8, 4, 128),
-    (64, 64, 8, 6, 128),
-    (128, 32, 8, 4, 128),
-    (128, 64, 8, 4, 128),
-    (64, 16, 4, 4, 128),
-    (64, 16, 4, 6, 128),
-    (32, 16, 4, 8, 128),
+    (64, 16, 4, 3, 168),
+    (64, 16, 4, 3, 128),
+    (32, 32, 4, 3, 168),
+    (32, 32, 4, 4, 128),
+    (32, 16, 4, 4, 128),
+    (64, 32, 8, 3, 128),
+    (64, 32, 8, 3, 96),
+    (128, 32, 8, 3, 128),
+    (64, 64, 8, 3, 128),
 )
 # BM, warps
-LISTS = ((8192, 16), (8192, 32), (4096, 16), (4096, 8), (2048, 8), (2048, 4), (1024, 4))
+LISTS = ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (1024, 2), (512, 2))
 
 
 def winners(case: Case, kind: str, generator: torch.Generator) -> Tensor:
@@ -187,7 +183,7 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
         for BM, BN, warps, registers in GATHERS:
             with forced("gather", warps, None, registers, BM=BM, BN=BN):
                 attempt("grad_Q", (BM, BN, warps, registers), cuda_backward._into_queries, only_Q, grad_Q)
-    for BM, BN, warps, stages, registers in PRODUCTS:
+    for BM, BN, warps, stages, registers in PRODUCTS if kind == "uniform" else PRODUCTS[:6]:
         with forced("grad_documents", warps, stages, registers, BM=BM, BN=BN):
             attempt("grad_D", (BM, BN, warps, stages, registers), cuda_backward._into_documents, only_D, grad_D)
     if not case.candidates and kind == "uniform":

@@ -68,3 +68,4 @@ class Config(NamedTuple):
     NORMALIZE: bool
     WIDE: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands
+    FLAT: bool = False  # query rows are evenly spaced, and an element of Q is found with 32 bits

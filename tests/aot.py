@@ -82,7 +82,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
     if case.kernel == "maxsim_forward":
         return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, tf32=False, **shared)
-    documents = configs.grad_documents(arch, case.dtype, case.Lq, case.d, **shared)
+    documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, **shared)
     if case.kernel == "maxsim_grad_documents":
         return documents
     if case.kernel in LISTS:
@@ -115,15 +115,15 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight} | sizes
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_documents":
-        lists = "constexpr" if case.candidates else ("*i32", "*i32", "*fp32")
-        found = {"Q": None, "D": None, "up": up, "lists": lists, "grad_D": gradient} | block | sizes
-        return backward_documents.maxsim_grad_documents, found
+        lists = "constexpr" if case.candidates else "*i32"
+        norms = "*fp32" if case.normalize and not case.candidates else "constexpr"
+        found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms, "grad_D": gradient}
+        return backward_documents.maxsim_grad_documents, found | block | sizes
     if case.kernel == "maxsim_count_winners":
         return backward_lists.maxsim_count_winners, {"up": up, "starts": "*i32"} | block
     if case.kernel == "maxsim_list_winners":
-        norms = "*fp32" if case.normalize else "constexpr"
-        found = {"Q": None, "up": up, "norms": norms, "starts": "*i32", "entries": "*i32", "coefficients": "*fp32"}
-        return backward_lists.maxsim_list_winners, found | block | {"Lq": "i32", "ALONE": "constexpr"}
+        found = {"up": up, "starts": "*i32", "lists": "*i32"} | block | {"ALONE": "constexpr"}
+        return backward_lists.maxsim_list_winners, found
     if case.kernel == "maxsim_scatter":
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"} | sizes
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
@@ -146,6 +146,10 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     if "ALONE" in arguments:
         constants[(names.index("ALONE"),)] = case.Nq * case.Lq <= launch.config.BM
     aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
+    if "up" in arguments:
+        aligned += [(names.index("up"), k) for k in (0, 3)]
+    if "rows" in arguments and case.kernel in LISTS and case.Nq * case.Lq % 16 == 0:
+        aligned.append((names.index("rows"),))
     for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
         if name in arguments:
             constants |= {(names.index(name), k): v for k, v in group.items()}

@@ -166,7 +166,7 @@ LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not l
 
 
 def grad_documents(
-    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, candidates: bool, normalize: bool, wide: int
+    arch: Architecture, dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, flat: bool
 ) -> Launch:
     """The one-hot product of BN tokens and the rows they won, BM rows a step."""
     half = dtype != torch.float32
@@ -178,21 +178,23 @@ def grad_documents(
         BM=BM,
         BN=BN,
         BD=BD,
-        SLOT=next_power_of_2(Lq),
+        SLOT=1,
         LANES=1,
         CANDIDATES=candidates,
         ONE_CHUNK=d <= BD,
         NORMALIZE=normalize,
         WIDE=wide,
         PRECISION=precision(torch.float32, arch, False),
+        FLAT=flat,
     )
     if half:
-        return Launch(config, num_warps=4, num_stages=1 if arch.is_amd else 4)
+        return Launch(config, num_warps=4, num_stages=1 if arch.is_amd else 3, max_registers=168)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
     """The lists of winners that feed `documents`, in blocks of BM query rows."""
-    most = 64 if arch == INTERPRETER else 8192
+    most = 64 if arch == INTERPRETER else 4096
     BM = min(max(next_power_of_2(rows), 16), most)
-    return Launch(documents.config._replace(BM=BM), num_warps=16 if BM >= 4096 and not arch.is_amd else 4, num_stages=1)
+    config = documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
+    return Launch(config, num_warps=8 if BM >= 2048 and not arch.is_amd else 4, num_stages=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,8 +23,8 @@ from .cuda import _check_grid, _documents, _on_device, _queries, _sizes, _wide, 
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _LIST_BYTES = 24 * 2**20  # of the lists of winners, which are made for some documents at a time
-_ENTRY_BYTES = 8
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
+_INT32_MAX = 2**31 - 1
 _FEW_ROWS = 512  # rows of a document that are looked through rather than listed
 
 
@@ -152,28 +153,39 @@ def _into_queries(call: _Call) -> None:
     )
 
 
+def _flat(Q: Tensor) -> bool:
+    """Whether all query rows are evenly spaced, and 32 bits find each element."""
+    Nq, Lq, d = Q.shape
+    reach = Nq * Lq * abs(Q.stride(1)) + d * abs(Q.stride(2))
+    return (Nq == 1 or Q.stride(0) == Lq * Q.stride(1)) and reach <= _INT32_MAX
+
+
+class _Lists(NamedTuple):
+    """The winners of some documents, by tile."""
+
+    starts: Tensor
+    entries: Tensor
+
+
 def _into_documents(call: _Call) -> None:
-    assert call.grad_D is not None
     sizes = call.sizes
-    launch = configs.grad_documents(call.arch, call.Q.dtype, sizes.Lq, call.d, **call.layout())
+    launch = configs.grad_documents(call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout())
     tiles = triton.cdiv(sizes.Ld, launch.config.BN)
     rows = sizes.Lq if call.candidates else sizes.Nq * sizes.Lq
     count = sizes.Nq * sizes.K if call.candidates else sizes.K
     if call.candidates or not _FEW_ROWS < rows <= configs.LIST_ROWS:
-        _product(call, launch, None, 0, count, rows, 1, tiles)
+        _product(call, launch, None, None, 0, count, rows, 1, tiles)
         return
     listing = configs.lists(call.arch, launch, rows)
     blocks = triton.cdiv(rows, listing.config.BM)
-    step = max(1, min(count, _LIST_BYTES // (rows * _ENTRY_BYTES + 4 * tiles * blocks)))
-    device = call.Q.device
-    starts = torch.empty(step * (tiles * blocks + 1), dtype=torch.int32, device=device)
-    entries = torch.empty(step * rows, dtype=torch.int32, device=device)
-    coefficients = torch.empty(step * rows, dtype=torch.float32, device=device)
+    step = max(1, min(count, _LIST_BYTES // (4 * (rows + tiles * blocks + 1))))
+    new = functools.partial(torch.empty, dtype=torch.int32, device=call.Q.device)
+    lists = _Lists(new(step * (tiles * blocks + 1)), new(step * rows))
     norms = _row_norms(call) if call.normalize else None
     for first in range(0, count, step):
         documents = min(step, count - first)
-        _list(call, listing, norms, (starts, entries, coefficients), first, documents, rows, blocks, tiles)
-        _product(call, launch, (starts, entries, coefficients), first, documents, rows, blocks, tiles)
+        _list(call, listing, lists, first, documents, rows, blocks, tiles)
+        _product(call, launch, lists, norms, first, documents, rows, blocks, tiles)
 
 
 def _row_norms(call: _Call) -> Tensor:
@@ -187,45 +199,22 @@ def _row_norms(call: _Call) -> Tensor:
 
 
 def _list(
-    call: _Call,
-    launch: Launch,
-    norms: Tensor | None,
-    lists: tuple[Tensor, Tensor, Tensor],
-    first: int,
-    documents: int,
-    rows: int,
-    blocks: int,
-    tiles: int,
+    call: _Call, launch: Launch, lists: _Lists, first: int, documents: int, rows: int, blocks: int, tiles: int
 ) -> None:
-    starts, entries, coefficients = lists
     config, options = launch.config, launch.options(call.arch)
-    grid = _check_grid(documents * blocks)
+    grid, where = _check_grid(documents * blocks), (first, rows, blocks, tiles)
     if blocks > 1:
-        list_kernels.maxsim_count_winners[grid](call.up, starts, first, rows, blocks, tiles, config, **options)
+        list_kernels.maxsim_count_winners[grid](call.up, lists.starts, *where, config, **options)
         scan = config._replace(BM=min(config.BM, 1024))
-        list_kernels.maxsim_scan_counts[(documents,)](starts, tiles * blocks, scan, num_warps=4)
-    list_kernels.maxsim_list_winners[grid](
-        call.queries,
-        call.up,
-        norms,
-        starts,
-        entries,
-        coefficients,
-        first,
-        rows,
-        blocks,
-        tiles,
-        call.sizes.Lq,
-        blocks == 1,
-        config,
-        **options,
-    )
+        list_kernels.maxsim_scan_counts[(documents,)](lists.starts, tiles * blocks, scan, num_warps=4)
+    list_kernels.maxsim_list_winners[grid](call.up, lists.starts, lists.entries, *where, blocks == 1, config, **options)
 
 
 def _product(
     call: _Call,
     launch: Launch,
-    lists: tuple[Tensor, Tensor, Tensor] | None,
+    lists: _Lists | None,
+    norms: Tensor | None,
     first: int,
     documents: int,
     rows: int,
@@ -236,7 +225,8 @@ def _product(
         call.queries,
         call.documents,
         call.up,
-        lists,
+        *(lists or (None, None)),
+        norms,
         call.grad_D,
         first,
         rows,

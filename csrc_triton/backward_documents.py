@@ -1,9 +1,9 @@
 """The destination-owned gradient of the documents: a one-hot product over the query rows that each token won.
 
-A program owns a tile of BN tokens of one document. Its rows come from the lists of `backward_lists`, or, where a
-document meets few rows, straight from the winners (rows that win elsewhere are not read). For half types the product
-runs on the matrix unit in their own type: coefficients are split in two, ``c = hi + lo`` (2^-17 for bf16, 2^-22 for
-fp16), which take BN rows each of one left operand.
+A program owns a tile of BN tokens of one document, or a piece of its rows where documents are few. Rows come from the
+lists of `backward_lists`, or, where a document meets few rows, straight from the winners (rows that win elsewhere are
+not read). For half types the product runs on the matrix unit in their own type: coefficients are split in two,
+``c = hi + lo`` (to 2^-17 for bf16, 2^-22 for fp16), which take a column each of the right operand.
 """
 
 import triton
@@ -226,10 +226,10 @@ def _tile_of(pid, first, starts, lists, rows, blocks, tiles, sizes, C: tl.conste
 
 
 @triton.jit
-def _store_gradient(G, grad_D, document, t0, columns, Ld, d, C: tl.constexpr):
+def _store_gradient(G, grad_D, document, t0, ok, columns, Ld, d, C: tl.constexpr):
     t = t0 + tl.arange(0, C.BN)
     offsets = (document.to(tl.int64) * Ld + t)[:, None] * d + columns[None, :]
-    mask = (t < Ld)[:, None] & (columns < d)[None, :]
+    mask = (ok & (t < Ld))[:, None] & (columns < d)[None, :]
     tl.store(grad_D + offsets, G.to(grad_D.dtype.element_ty), mask=mask)
 
 
@@ -239,13 +239,43 @@ def _through_norm(G, x, live, squares, dot):
     return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot * inverse_norm(squares)), 0.0)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "blocks", "tiles", "Nq", "K", "Lq", "Ld"])
+@triton.jit
+def _slots(partial, document, begin, p, rows, piece, columns, d, C: tl.constexpr):
+    """Where the sums of piece p of a tile are kept whose rows begin at `begin`.
+
+    A piece is `piece` rows of a document's list. It has room for two tiles: one that the piece before has a part of,
+    and one that goes on in the next; tiles that are whole in a piece need none.
+    """
+    slot = wide(document) * (2 * tl.cdiv(rows, piece)) + 2 * p + (p == begin // piece).to(tl.int32)
+    return partial + ((slot * C.BN + tl.arange(0, C.BN)) * d)[:, None] + columns[None, :]
+
+
+@triton.jit(do_not_specialize=["first", "rows", "blocks", "tiles", "piece", "Nq", "K", "Lq", "Ld"])
 def maxsim_grad_documents(
-    Q, D, up, starts, lists, norms, grad_D, first, rows, blocks, tiles, Nq, K, Lq, Ld, d, C: tl.constexpr
+    Q,
+    D,
+    up,
+    starts,
+    lists,
+    norms,
+    partial,
+    grad_D,
+    first,
+    rows,
+    blocks,
+    tiles,
+    piece,
+    Nq,
+    K,
+    Lq,
+    Ld,
+    d,
+    C: tl.constexpr,
 ):
     """grad_D of BN tokens of one document a program, documents from `first` on: the sum over the rows that they won.
 
-    `lists` are the winners of these documents, or None to look through the `rows` that each document meets.
+    `lists` are the winners of these documents, or None to look through the `rows` that each document meets. Unless
+    `partial` is None, program (.., n) takes the n-th piece of a tile's list; `maxsim_join_pieces` adds up what is left.
     """
     sizes = Sizes(Nq, K, Lq, Ld)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
@@ -255,19 +285,32 @@ def maxsim_grad_documents(
     owner, k, t0 = tile
     t = t0 + tl.arange(0, C.BN)
     base = document_base(D, owner, k)
+    features = d
+    whole = tl.full((C.BN,), 1, tl.int1)
+    tile_begin = begin
+    p = 0
+    if partial is not None:
+        p = begin // piece + tl.program_id(1)
+        whole = whole & (end <= (begin // piece + 1) * piece)
+        begin = tl.maximum(begin, p * piece)
+        end = tl.minimum(end, (p + 1) * piece)
+        features = tl.where((begin < end) | (tl.program_id(1) == 0), d, 0)
 
     dot = tl.full((C.BN,), 0, tl.float32)
     squares = tl.full((C.BN,), 0, tl.float32)
     live = tl.full((C.BN,), 0, tl.int32)
     if TWICE:
-        for c0 in range(0, d, C.BD):
+        for c0 in range(0, features, C.BD):
             G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
             x, more_dot, more_squares, more_live = _norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
-    for c0 in range(0, d, C.BD):
+    for c0 in range(0, features, C.BD):
         G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
+        if partial is not None:
+            slots = _slots(partial, document - first, tile_begin, p, rows, piece, columns, d, C)
+            tl.store(slots, G, mask=(whole == 0)[:, None] & (columns < d)[None, :])
         if C.NORMALIZE:
             x, more_dot, more_squares, more_live = _norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
             if not TWICE:
@@ -275,4 +318,43 @@ def maxsim_grad_documents(
                 squares = more_squares
                 live = more_live
             G = _through_norm(G, x, live, squares, dot)
-        _store_gradient(G, grad_D, document, t0, columns, sizes.Ld, d, C)
+        _store_gradient(G, grad_D, document, t0, whole, columns, sizes.Ld, d, C)
+
+
+@triton.jit
+def _joined(partial, document, begin, end, rows, piece, columns, d, C: tl.constexpr):
+    """The sum of a tile's pieces in ascending order."""
+    G = tl.full((C.BN, C.BD), 0, tl.float32)
+    for p in range(begin // piece, tl.cdiv(end, piece)):
+        slots = _slots(partial, document, begin, p, rows, piece, columns, d, C)
+        G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
+    return G
+
+
+@triton.jit(do_not_specialize=["first", "rows", "blocks", "tiles", "piece", "K", "Ld"])
+def maxsim_join_pieces(D, starts, partial, grad_D, first, rows, blocks, tiles, piece, K, Ld, d, C: tl.constexpr):
+    """grad_D of the tiles whose lists `maxsim_grad_documents` took in several pieces."""
+    sizes = Sizes(0, K, 0, Ld)
+    document, tile, begin, end = _tile_of(tl.program_id(0), first, starts, starts, rows, blocks, tiles, sizes, C)
+    owner, k, t0 = tile
+    t = t0 + tl.arange(0, C.BN)
+    base = document_base(D, owner, k)
+    features = tl.where(end > (begin // piece + 1) * piece, d, 0)
+    dot = tl.full((C.BN,), 0, tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    live = tl.full((C.BN,), 0, tl.int32)
+    if C.NORMALIZE:
+        for c0 in range(0, features, C.BD):
+            columns = c0 + tl.arange(0, C.BD)
+            G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
+            _, more_dot, more_squares, more_live = _norm_sums(G, base, t, t < Ld, columns, D, d, C)
+            dot += more_dot
+            squares += more_squares
+            live = live | more_live
+    for c0 in range(0, features, C.BD):
+        columns = c0 + tl.arange(0, C.BD)
+        G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
+        if C.NORMALIZE:
+            x, _, _, _ = _norm_sums(G, base, t, t < Ld, columns, D, d, C)
+            G = _through_norm(G, x, live, squares, dot)
+        _store_gradient(G, grad_D, document, t0, t >= 0, columns, Ld, d, C)

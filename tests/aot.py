@@ -36,9 +36,10 @@ class Case:
     options: bool = False  # masks, weights
     argmax: bool = False
     wide: int = 0
+    pieces: bool = False
 
     def __str__(self) -> str:
-        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
+        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide", "pieces") if getattr(self, f)]
         return "-".join(
             [self.kernel, str(self.dtype).split(".")[1], f"d{self.d}", f"Nq{self.Nq}", f"Lq{self.Lq}", *flags]
         )
@@ -83,7 +84,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_forward":
         return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, tf32=False, **shared)
     documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, **shared)
-    if case.kernel == "maxsim_grad_documents":
+    if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel in LISTS:
         return configs.lists(arch, documents, case.Nq * case.Lq)
@@ -117,8 +118,12 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_grad_documents":
         lists = "constexpr" if case.candidates else "*i32"
         norms = "*fp32" if case.normalize and not case.candidates else "constexpr"
-        found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms, "grad_D": gradient}
-        return backward_documents.maxsim_grad_documents, found | block | sizes
+        found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms}
+        found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
+        return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
+    if case.kernel == "maxsim_join_pieces":
+        found = {"D": None, "starts": "*i32", "partial": "*fp32", "grad_D": gradient} | block
+        return backward_documents.maxsim_join_pieces, found | dict.fromkeys(("piece", "K", "Ld", "d"), "i32")
     if case.kernel == "maxsim_count_winners":
         return backward_lists.maxsim_count_winners, {"up": up, "starts": "*i32"} | block
     if case.kernel == "maxsim_list_winners":

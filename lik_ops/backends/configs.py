@@ -188,7 +188,7 @@ def grad_documents(
         FLAT=flat,
     )
     if half:
-        return Launch(config, num_warps=4, num_stages=1 if arch.is_amd else 3, max_registers=168)
+        return Launch(config, num_warps=4, num_stages=1 if arch.is_amd else 3, max_registers=255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 

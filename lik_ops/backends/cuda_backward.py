@@ -22,7 +22,10 @@ from .configs import Architecture, Launch
 from .cuda import _check_grid, _documents, _on_device, _queries, _sizes, _wide, architecture, forward
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
-_LIST_BYTES = 24 * 2**20  # of the lists of winners, which are made for some documents at a time
+_LIST_BYTES = 20 * 2**20  # of the lists of winners, which are made for some documents at a time
+_PARTIAL_BYTES = 8 * 2**20  # of what pieces of lists add up to
+_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_PIECE_ROWS = 2048  # at least, of a list that is cut
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
 _INT32_MAX = 2**31 - 1
 _FEW_ROWS = 512  # rows of a document that are looked through rather than listed
@@ -160,11 +163,27 @@ def _flat(Q: Tensor) -> bool:
     return (Nq == 1 or Q.stride(0) == Lq * Q.stride(1)) and reach <= _INT32_MAX
 
 
+class _Tiles(NamedTuple):
+    """How the documents of one launch are cut: `rows` query rows each, in blocks for listing and pieces for summing."""
+
+    first: int
+    documents: int
+    rows: int
+    blocks: int
+    tiles: int
+    piece: int
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        return self.first, self.rows, self.blocks, self.tiles
+
+
 class _Lists(NamedTuple):
-    """The winners of some documents, by tile."""
+    """The winners of some documents, by tile, and what a piece of a list leaves to be added up."""
 
     starts: Tensor
     entries: Tensor
+    norms: Tensor | None
+    partial: Tensor | None
 
 
 def _into_documents(call: _Call) -> None:
@@ -174,18 +193,32 @@ def _into_documents(call: _Call) -> None:
     rows = sizes.Lq if call.candidates else sizes.Nq * sizes.Lq
     count = sizes.Nq * sizes.K if call.candidates else sizes.K
     if call.candidates or not _FEW_ROWS < rows <= configs.LIST_ROWS:
-        _product(call, launch, None, None, 0, count, rows, 1, tiles)
+        _product(call, launch, None, _Tiles(0, count, rows, 1, tiles, rows))
         return
     listing = configs.lists(call.arch, launch, rows)
     blocks = triton.cdiv(rows, listing.config.BM)
     step = max(1, min(count, _LIST_BYTES // (4 * (rows + tiles * blocks + 1))))
-    new = functools.partial(torch.empty, dtype=torch.int32, device=call.Q.device)
-    lists = _Lists(new(step * (tiles * blocks + 1)), new(step * rows))
-    norms = _row_norms(call) if call.normalize else None
+    slot_bytes = 4 * launch.config.BN * call.d
+    pieces = _pieces(step, rows, slot_bytes)
+    new = functools.partial(torch.empty, device=call.Q.device)
+    lists = _Lists(
+        new(step * (tiles * blocks + 1), dtype=torch.int32),
+        new(step * rows, dtype=torch.int32),
+        _row_norms(call) if call.normalize else None,
+        new(step * 2 * pieces * slot_bytes // 4, dtype=torch.float32) if pieces > 1 else None,
+    )
     for first in range(0, count, step):
-        documents = min(step, count - first)
-        _list(call, listing, lists, first, documents, rows, blocks, tiles)
-        _product(call, launch, lists, norms, first, documents, rows, blocks, tiles)
+        cut = _Tiles(first, min(step, count - first), rows, blocks, tiles, triton.cdiv(rows, pieces))
+        _list(call, listing, lists, cut)
+        _product(call, launch, lists, cut)
+
+
+def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
+    """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
+    if documents >= _PROGRAMS // 2:
+        return 1
+    most = min(triton.cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
+    return max(1, most)
 
 
 def _row_norms(call: _Call) -> Tensor:
@@ -198,45 +231,53 @@ def _row_norms(call: _Call) -> Tensor:
     return norms
 
 
-def _list(
-    call: _Call, launch: Launch, lists: _Lists, first: int, documents: int, rows: int, blocks: int, tiles: int
-) -> None:
+def _list(call: _Call, launch: Launch, lists: _Lists, cut: _Tiles) -> None:
     config, options = launch.config, launch.options(call.arch)
-    grid, where = _check_grid(documents * blocks), (first, rows, blocks, tiles)
-    if blocks > 1:
-        list_kernels.maxsim_count_winners[grid](call.up, lists.starts, *where, config, **options)
+    grid = _check_grid(cut.documents * cut.blocks)
+    if cut.blocks > 1:
+        list_kernels.maxsim_count_winners[grid](call.up, lists.starts, *cut.numbers(), config, **options)
         scan = config._replace(BM=min(config.BM, 1024))
-        list_kernels.maxsim_scan_counts[(documents,)](lists.starts, tiles * blocks, scan, num_warps=4)
-    list_kernels.maxsim_list_winners[grid](call.up, lists.starts, lists.entries, *where, blocks == 1, config, **options)
+        list_kernels.maxsim_scan_counts[(cut.documents,)](lists.starts, cut.tiles * cut.blocks, scan, num_warps=4)
+    list_kernels.maxsim_list_winners[grid](
+        call.up, lists.starts, lists.entries, *cut.numbers(), cut.blocks == 1, config, **options
+    )
 
 
-def _product(
-    call: _Call,
-    launch: Launch,
-    lists: _Lists | None,
-    norms: Tensor | None,
-    first: int,
-    documents: int,
-    rows: int,
-    blocks: int,
-    tiles: int,
-) -> None:
-    document_kernels.maxsim_grad_documents[_check_grid(documents * tiles)](
+def _product(call: _Call, launch: Launch, lists: _Lists | None, cut: _Tiles) -> None:
+    (programs,) = _check_grid(cut.documents * cut.tiles)
+    options = launch.options(call.arch)
+    starts, entries, norms, partial = lists or (None,) * 4
+    pieces = 1 if partial is None else triton.cdiv(cut.rows, cut.piece)
+    document_kernels.maxsim_grad_documents[(programs, pieces)](
         call.queries,
         call.documents,
         call.up,
-        *(lists or (None, None)),
+        starts,
+        entries,
         norms,
+        partial,
         call.grad_D,
-        first,
-        rows,
-        blocks,
-        tiles,
+        *cut.numbers(),
+        cut.piece,
         *call.sizes,
         call.d,
         launch.config,
-        **launch.options(call.arch),
+        **options,
     )
+    if partial is not None:
+        document_kernels.maxsim_join_pieces[(programs,)](
+            call.documents,
+            starts,
+            partial,
+            call.grad_D,
+            *cut.numbers(),
+            cut.piece,
+            call.sizes.K,
+            call.sizes.Ld,
+            call.d,
+            launch.config,
+            **options,
+        )
 
 
 def backward_lowmem(

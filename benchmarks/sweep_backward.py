@@ -43,34 +43,13 @@ CASES = (
     Case("small", 32, 32, 32, 300),
 )
 # BM, BN, warps, registers
-GATHERS = (
-    (8, 16, 4, 128),
-    (8, 8, 4, 128),
-    (8, 4, 4, 64),
-    (8, 32, 4, 200),
-    (16, 8, 4, 128),
-    (16, 4, 4, 128),
-    (4, 16, 2, 128),
-    (4, 32, 2, 128),
-)
+GATHERS = ((8, 16, 4, 128), (8, 16, 4, 112), (8, 4, 4, 64), (16, 8, 4, 128), (4, 16, 2, 128))
 # BM, BN, warps, stages, registers
-PRODUCTS = (
-    (64, 32, 4, 3, 168),
-    (64, 32, 4, 3, 128),
-    (64, 32, 4, 2, 168),
-    (64, 32, 4, 4, 168),
-    (64, 16, 4, 3, 168),
-    (64, 16, 4, 3, 128),
-    (32, 32, 4, 3, 168),
-    (32, 32, 4, 4, 128),
-    (32, 16, 4, 4, 128),
-    (64, 32, 8, 3, 128),
-    (64, 32, 8, 3, 96),
-    (128, 32, 8, 3, 128),
-    (64, 64, 8, 3, 128),
-)
+PRODUCTS = ((64, 16, 4, 3, 168), (64, 16, 4, 3, 128), (64, 16, 4, 4, 168), (64, 32, 4, 3, 168), (128, 16, 4, 3, 168))
 # BM, warps
-LISTS = ((4096, 8), (2048, 8), (2048, 4), (1024, 4), (1024, 2), (512, 2))
+LISTS = ((2048, 8), (1024, 4), (512, 2))
+# BN, tiles of a program, warps
+FEW = ((64, 16, 4), (64, 4, 4), (64, 8, 4), (32, 8, 4), (32, 32, 4), (64, 8, 8), (128, 8, 8), (16, 16, 4))
 
 
 def winners(case: Case, kind: str, generator: torch.Generator) -> Tensor:
@@ -178,17 +157,26 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
     only_Q, only_D = [True, False, False], [False, True, False]
     attempt("grad_Q", "table", cuda_backward._into_queries, only_Q, grad_Q)
     attempt("grad_D", "table", cuda_backward._into_documents, only_D, grad_D)
-    if kind == "uniform":
-        for BM, BN, warps, registers in GATHERS:
-            with forced("gather", warps, None, registers, BM=BM, BN=BN):
-                attempt("grad_Q", (BM, BN, warps, registers), cuda_backward._into_queries, only_Q, grad_Q)
-    for BM, BN, warps, stages, registers in PRODUCTS if kind == "uniform" else PRODUCTS[:3]:
+    for name in ("lowmem", "unified"):
+        call = getattr(cuda_backward, f"backward_{name}")
+        a = (inputs.up, inputs.Q, inputs.D, inputs.argmax, None, None, None, False, [True, True, False])
+        tried.append({"case": asdict(case), "winners": kind, "kernel": name, "choice": "table"})
+        tried[-1] |= {"ms": timer(lambda call=call, a=a: call(*a)), "error": error(call(*a)[0][-1], grad_Q)}
+        report(tried[-1] | {"complete": True})
+    if case.candidates:
+        for BN, tiles, warps in FEW if kind == "uniform" else ():
+            with forced("few_rows", warps, 1, None, BN=BN), mock.patch.object(cuda_backward, "_TILES", tiles):
+                attempt("grad_D", (BN, tiles, warps), cuda_backward._into_documents, only_D, grad_D)
+        return tried
+    for BM, BN, warps, registers in GATHERS if kind == "uniform" else ():
+        with forced("gather", warps, None, registers, BM=BM, BN=BN):
+            attempt("grad_Q", (BM, BN, warps, registers), cuda_backward._into_queries, only_Q, grad_Q)
+    for BM, BN, warps, stages, registers in PRODUCTS if kind == "uniform" else ():
         with forced("grad_documents", warps, stages, registers, BM=BM, BN=BN):
             attempt("grad_D", (BM, BN, warps, stages, registers), cuda_backward._into_documents, only_D, grad_D)
-    if not case.candidates and kind == "uniform":
-        for BM, warps in LISTS:
-            with forced("lists", warps, 1, None, BM=BM):
-                attempt("lists", (BM, warps), lists_only, only_D, grad_D)
+    for BM, warps in LISTS if kind == "uniform" else ():
+        with forced("lists", warps, 1, None, BM=BM):
+            attempt("lists", (BM, warps), lists_only, only_D, grad_D)
     return tried
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import NORM_EPS, inverse_norm, load_rows, rows_sum_of_squares, wide
+from .common import NORM_EPS, inverse_norm, load_rows, load_tokens, rows_sum_of_squares, wide
 
 
 @triton.jit
@@ -67,11 +67,13 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C:
         x = load_rows(pointers, won, columns, d, D.stride_d, C.WIDE).to(tl.float32)
         if C.NORMALIZE:
             if C.ONE_CHUNK:
-                g = g * inverse_norm(tl.sum(x * x, axis=1))
+                g = tl.where(won, g * inverse_norm(tl.sum(x * x, axis=1)), 0.0)
             else:
-                g = g * inverse_norm(rows_sum_of_squares(pointers, won, d, D.stride_d, C.BD, C.WIDE))
-        terms = tl.where(won[:, None], g[:, None] * x, 0.0)
-        acc += tl.sum(tl.reshape(terms, (C.BN, C.BM, C.BD)), axis=0)
+                g = tl.where(
+                    won, g * inverse_norm(rows_sum_of_squares(pointers, won, d, D.stride_d, C.BD, C.WIDE)), 0.0
+                )
+        # Both factors are zero where nothing won; a selection would keep products and sums from being fused.
+        acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
         live = live | tl.max(tl.reshape(won.to(tl.int32), (C.BN, C.BM)), axis=0)
     return acc, live > 0
 
@@ -82,3 +84,17 @@ def through_normalize(G, x, squares, dot):
     scale = inverse_norm(squares)
     dot = tl.where(tl.sqrt(squares) >= NORM_EPS, dot, 0.0)
     return (G - (x * scale[:, None]) * dot[:, None]) * scale[:, None]
+
+
+@triton.jit
+def norm_sums(G, base, t, t_ok, columns, D, d, C: tl.constexpr):
+    """The tokens x of this step, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here."""
+    x = load_tokens(base, t, t_ok, columns, d, D, C.WIDE).to(tl.float32)
+    live = tl.max((G != 0.0).to(tl.int32), axis=1)
+    return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
+
+
+@triton.jit
+def through_norm(G, x, live, squares, dot):
+    """Tokens that receive nothing get zero: they may hold NaN."""
+    return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot * inverse_norm(squares)), 0.0)

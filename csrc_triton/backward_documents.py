@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes
-from .backward import through_normalize
+from .backward import norm_sums, through_norm
 from .common import (
     document_base,
     inverse_norm,
     load_rows,
-    load_tokens,
     query_weight,
     row_pointers,
     rows_sum_of_squares,
@@ -59,8 +58,8 @@ def _pointers(code, e, tile, lists, Q, sizes, C: tl.constexpr):
         hit = code >= 0
     else:
         hit = (code >= t0) & (code < t0 + C.BN)
-    if C.FLAT and not C.CANDIDATES:
-        pointers = Q.ptr + r * Q.stride_l
+    if C.FLAT:
+        pointers = Q.ptr + owner.to(tl.int64) * Q.stride_n + r * Q.stride_l
     else:
         pointers = row_pointers(Q, (r // sizes.Lq).to(tl.int32) + owner, (r % sizes.Lq).to(tl.int32))
     return pointers, hit
@@ -84,7 +83,7 @@ def _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr)
     if Q.weight is not None:
         coefficient *= query_weight(Q, i, s, hit)
     if norms is not None:
-        coefficient *= tl.load(norms + r, mask=hit, other=0.0)
+        coefficient *= tl.load(norms + owner.to(tl.int64) * sizes.Lq + r, mask=hit, other=0.0)
     elif C.NORMALIZE:
         pointers = row_pointers(Q, i, s)
         coefficient *= inverse_norm(rows_sum_of_squares(pointers, hit, d, Q.stride_d, C.BD, C.WIDE))
@@ -92,7 +91,7 @@ def _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr)
 
 
 @triton.jit
-def _power_of_two(biased_exponent):
+def power_of_two(biased_exponent):
     return (biased_exponent << 23).to(tl.float32, bitcast=True)
 
 
@@ -110,7 +109,7 @@ def _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr):
         largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)
-    return _power_of_two(268 - exponent), _power_of_two(exponent - 14)
+    return power_of_two(268 - exponent), power_of_two(exponent - 14)
 
 
 @triton.jit
@@ -130,7 +129,7 @@ def _product(acc, x, local, coefficient, C: tl.constexpr):
 
 
 @triton.jit
-def _finite_rows(x, coefficient):
+def finite_rows(x, coefficient):
     finite = tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), axis=1) > 0
     return finite & (tl.abs(coefficient) < float("inf"))
 
@@ -144,7 +143,7 @@ def _add_non_finite(G, begin, end, tile, lists, norms, up, Q, sizes, columns, d,
         pointers, hit = _pointers(code, e0 + rows, tile, lists, Q, sizes, C)
         local, c = _coefficients(code, e0 + rows, tile, lists, norms, up, Q, sizes, d, C)
         x = load_rows(pointers, hit, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
-        bad = hit & (_finite_rows(x, c) == 0)
+        bad = hit & (finite_rows(x, c) == 0)
         if tl.max(bad.to(tl.int32), axis=0) > 0:
             for n in range(CAREFUL_ROWS):
                 this = (rows == n) & bad
@@ -171,7 +170,7 @@ def _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d,
         local, c = _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C)
         x = load_rows(pointers, hit, columns, d, Q.stride_d, C.WIDE)
         if CHECK:
-            finite = _finite_rows(x, c)
+            finite = finite_rows(x, c)
             x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
             c = tl.where(finite, c, 0.0)
         G = _product(G, x, local, c * scale, C)
@@ -198,14 +197,6 @@ def _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C: tl.cons
 
 
 @triton.jit
-def _norm_sums(G, base, t, t_ok, columns, D, d, C: tl.constexpr):
-    """The tokens x of this step, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here."""
-    x = load_tokens(base, t, t_ok, columns, d, D, C.WIDE).to(tl.float32)
-    live = tl.max((G != 0.0).to(tl.int32), axis=1)
-    return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
-
-
-@triton.jit
 def _tile_of(pid, first, starts, lists, rows, blocks, tiles, sizes, C: tl.constexpr):
     """The document of tile number `pid`, the tile, and where its rows begin and end in the document's list."""
     document = pid // tiles
@@ -226,17 +217,11 @@ def _tile_of(pid, first, starts, lists, rows, blocks, tiles, sizes, C: tl.conste
 
 
 @triton.jit
-def _store_gradient(G, grad_D, document, t0, ok, columns, Ld, d, C: tl.constexpr):
+def store_gradient(G, grad_D, document, t0, ok, columns, Ld, d, C: tl.constexpr):
     t = t0 + tl.arange(0, C.BN)
     offsets = (document.to(tl.int64) * Ld + t)[:, None] * d + columns[None, :]
     mask = (ok & (t < Ld))[:, None] & (columns < d)[None, :]
     tl.store(grad_D + offsets, G.to(grad_D.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _through_norm(G, x, live, squares, dot):
-    """Tokens that receive nothing get zero: they may hold NaN."""
-    return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot * inverse_norm(squares)), 0.0)
 
 
 @triton.jit
@@ -302,7 +287,7 @@ def maxsim_grad_documents(
     if TWICE:
         for c0 in range(0, features, C.BD):
             G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
-            x, more_dot, more_squares, more_live = _norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
+            x, more_dot, more_squares, more_live = norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
@@ -312,13 +297,13 @@ def maxsim_grad_documents(
             slots = _slots(partial, document - first, tile_begin, p, rows, piece, columns, d, C)
             tl.store(slots, G, mask=(whole == 0)[:, None] & (columns < d)[None, :])
         if C.NORMALIZE:
-            x, more_dot, more_squares, more_live = _norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
+            x, more_dot, more_squares, more_live = norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
             if not TWICE:
                 dot = more_dot
                 squares = more_squares
                 live = more_live
-            G = _through_norm(G, x, live, squares, dot)
-        _store_gradient(G, grad_D, document, t0, whole, columns, sizes.Ld, d, C)
+            G = through_norm(G, x, live, squares, dot)
+        store_gradient(G, grad_D, document, t0, whole, columns, sizes.Ld, d, C)
 
 
 @triton.jit
@@ -347,7 +332,7 @@ def maxsim_join_pieces(D, starts, partial, grad_D, first, rows, blocks, tiles, p
         for c0 in range(0, features, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
-            _, more_dot, more_squares, more_live = _norm_sums(G, base, t, t < Ld, columns, D, d, C)
+            _, more_dot, more_squares, more_live = norm_sums(G, base, t, t < Ld, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
@@ -355,6 +340,6 @@ def maxsim_join_pieces(D, starts, partial, grad_D, first, rows, blocks, tiles, p
         columns = c0 + tl.arange(0, C.BD)
         G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
         if C.NORMALIZE:
-            x, _, _, _ = _norm_sums(G, base, t, t < Ld, columns, D, d, C)
-            G = _through_norm(G, x, live, squares, dot)
-        _store_gradient(G, grad_D, document, t0, t >= 0, columns, Ld, d, C)
+            x, _, _, _ = norm_sums(G, base, t, t < Ld, columns, D, d, C)
+            G = through_norm(G, x, live, squares, dot)
+        store_gradient(G, grad_D, document, t0, t >= 0, columns, Ld, d, C)

@@ -20,7 +20,7 @@ def maxsim_row_norms(Q, norms, Nq, Lq, d, C: tl.constexpr):
     s = (tl.program_id(0) % tiles) * C.BM + tl.arange(0, C.BM)
     keep = query_keep(Q, i, s, s < Lq)
     squares = rows_sum_of_squares(row_pointers(Q, i, s), keep, d, Q.stride_d, C.BD, C.WIDE)
-    tl.store(norms + i * Lq + s, inverse_norm(squares), mask=s < Lq)
+    tl.store(norms + i.to(tl.int64) * Lq + s, inverse_norm(squares), mask=s < Lq)
 
 
 @triton.jit

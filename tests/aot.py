@@ -16,7 +16,14 @@ from triton.compiler import ASTSource
 
 from lik_ops.backends import configs
 from lik_ops.backends.configs import Architecture, Launch
-from lik_ops.csrc_triton import backward_documents, backward_lists, backward_queries, backward_unified, forward
+from lik_ops.csrc_triton import (
+    backward_documents,
+    backward_few,
+    backward_lists,
+    backward_queries,
+    backward_unified,
+    forward,
+)
 from lik_ops.csrc_triton.arguments import Documents, Queries, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -36,10 +43,12 @@ class Case:
     options: bool = False  # masks, weights
     argmax: bool = False
     wide: int = 0
+    lists: bool = True
     pieces: bool = False
 
     def __str__(self) -> str:
         flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide", "pieces") if getattr(self, f)]
+        flags += [] if self.lists else ["unlisted"]
         return "-".join(
             [self.kernel, str(self.dtype).split(".")[1], f"d{self.d}", f"Nq{self.Nq}", f"Lq{self.Lq}", *flags]
         )
@@ -83,9 +92,13 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
     if case.kernel == "maxsim_forward":
         return configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, tf32=False, **shared)
-    documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, **shared)
+    documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, pieces=case.pieces, **shared)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
+    if case.kernel == "maxsim_scatter":
+        return configs.scatter(case.dtype, case.d, **shared)
+    if case.kernel == "maxsim_grad_documents_few":
+        return configs.few_rows(arch, case.dtype, min(case.Lq, configs.FEW_ROWS), case.d, **shared)
     if case.kernel in LISTS:
         return configs.lists(arch, documents, case.Nq * case.Lq)
     return configs.gather(case.dtype, case.d, **shared)
@@ -116,11 +129,14 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight} | sizes
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_documents":
-        lists = "constexpr" if case.candidates else "*i32"
-        norms = "*fp32" if case.normalize and not case.candidates else "constexpr"
+        lists = "*i32" if case.lists else "constexpr"
+        norms = "*fp32" if case.normalize and case.lists else "constexpr"
         found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms}
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
+    if case.kernel == "maxsim_grad_documents_few":
+        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tiles": "i32"} | sizes
+        return backward_few.maxsim_grad_documents_few, found
     if case.kernel == "maxsim_join_pieces":
         found = {"D": None, "starts": "*i32", "partial": "*fp32", "grad_D": gradient} | block
         return backward_documents.maxsim_join_pieces, found | dict.fromkeys(("piece", "K", "Ld", "d"), "i32")

@@ -162,16 +162,32 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
     return Launch(config, num_warps=4, num_stages=2, max_registers=128)
 
 
+def scatter(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+    """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
+    launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide)
+    config = launch.config
+    return Launch(config._replace(BN=max(config.BN // 4, 1)), num_warps=4, num_stages=2, max_registers=128)
+
+
+FEW_ROWS = 128  # query rows of a document that one program holds
 LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
 
 
 def grad_documents(
-    arch: Architecture, dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, flat: bool
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
+    pieces: bool,
 ) -> Launch:
-    """The one-hot product of BN tokens and the rows they won, BM rows a step."""
+    """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
     half = dtype != torch.float32
     BD = min(max(next_power_of_2(d), 16), 128)
-    BM, BN = (64, 32) if half else (16, 64)
+    BM, BN = (64, 16) if half else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
     config = Config(
@@ -188,13 +204,36 @@ def grad_documents(
         FLAT=flat,
     )
     if half:
-        return Launch(config, num_warps=4, num_stages=1 if arch.is_amd else 3, max_registers=255)
+        # 168 let three programs share a multiprocessor.
+        plain = dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
+        stages = 1 if arch.is_amd else 3
+        return Launch(config, num_warps=4, num_stages=stages, max_registers=168 if plain else 255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+
+
+def few_rows(
+    arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
+) -> Launch:
+    """The one-hot product of BN tokens and all the rows that their document meets."""
+    BD = min(max(next_power_of_2(d), 16), 128)
+    config = Config(
+        BM=max(next_power_of_2(rows), 16),
+        BN=16 if arch == INTERPRETER else 64 if dtype != torch.float32 else 32,
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(torch.float32, arch, False),
+    )
+    return Launch(config, num_warps=8 if rows > 64 or dtype == torch.float32 else 4, num_stages=1)
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
     """The lists of winners that feed `documents`, in blocks of BM query rows."""
-    most = 64 if arch == INTERPRETER else 4096
+    most = 64 if arch == INTERPRETER else 1024
     BM = min(max(next_power_of_2(rows), 16), most)
     config = documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
     return Launch(config, num_warps=8 if BM >= 2048 and not arch.is_amd else 4, num_stages=1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._layout import argmax_dtype_for
 from ..csrc_triton import backward_documents as document_kernels
+from ..csrc_triton import backward_few as few_kernels
 from ..csrc_triton import backward_lists as list_kernels
 from ..csrc_triton import backward_queries as query_kernels
 from ..csrc_triton import backward_unified as unified_kernels
@@ -28,7 +29,7 @@ _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PIECE_ROWS = 2048  # at least, of a list that is cut
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
 _INT32_MAX = 2**31 - 1
-_FEW_ROWS = 512  # rows of a document that are looked through rather than listed
+_TILES = 16  # of a document, for one program that holds all rows
 
 
 class _Call(NamedTuple):
@@ -188,11 +189,17 @@ class _Lists(NamedTuple):
 
 def _into_documents(call: _Call) -> None:
     sizes = call.sizes
-    launch = configs.grad_documents(call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout())
-    tiles = triton.cdiv(sizes.Ld, launch.config.BN)
     rows = sizes.Lq if call.candidates else sizes.Nq * sizes.Lq
     count = sizes.Nq * sizes.K if call.candidates else sizes.K
-    if call.candidates or not _FEW_ROWS < rows <= configs.LIST_ROWS:
+    if rows <= configs.FEW_ROWS:
+        _few_rows(call, rows, count)
+        return
+    table = functools.partial(
+        configs.grad_documents, call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout()
+    )
+    launch = table(pieces=False)
+    tiles = triton.cdiv(sizes.Ld, launch.config.BN)
+    if rows > configs.LIST_ROWS:
         _product(call, launch, None, _Tiles(0, count, rows, 1, tiles, rows))
         return
     listing = configs.lists(call.arch, launch, rows)
@@ -200,6 +207,7 @@ def _into_documents(call: _Call) -> None:
     step = max(1, min(count, _LIST_BYTES // (4 * (rows + tiles * blocks + 1))))
     slot_bytes = 4 * launch.config.BN * call.d
     pieces = _pieces(step, rows, slot_bytes)
+    launch = table(pieces=pieces > 1)
     new = functools.partial(torch.empty, device=call.Q.device)
     lists = _Lists(
         new(step * (tiles * blocks + 1), dtype=torch.int32),
@@ -211,6 +219,23 @@ def _into_documents(call: _Call) -> None:
         cut = _Tiles(first, min(step, count - first), rows, blocks, tiles, triton.cdiv(rows, pieces))
         _list(call, listing, lists, cut)
         _product(call, launch, lists, cut)
+
+
+def _few_rows(call: _Call, rows: int, count: int) -> None:
+    launch = configs.few_rows(call.arch, call.Q.dtype, rows, call.d, **call.layout())
+    parts = triton.cdiv(triton.cdiv(call.sizes.Ld, launch.config.BN), _TILES)
+    few_kernels.maxsim_grad_documents_few[_check_grid(count * parts)](
+        call.queries,
+        call.documents,
+        call.up,
+        call.grad_D,
+        rows,
+        _TILES,
+        *call.sizes,
+        call.d,
+        launch.config,
+        **launch.options(call.arch),
+    )
 
 
 def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
@@ -336,7 +361,7 @@ def _finish(
 
 def _scatter(call: _Call, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
     sizes = call.sizes
-    launch = configs.gather(call.Q.dtype, call.d, **call.layout())
+    launch = configs.scatter(call.Q.dtype, call.d, **call.layout())
     row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
     K_per_program = max(triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
     grid = (*_check_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))

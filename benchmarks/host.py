@@ -100,7 +100,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     """Parts of `lik_ops.maxsim`, each alone."""
     from lik_ops._backend_choice import requested_backend
     from lik_ops._layout import check, metadata
-    from lik_ops.backends import cuda
+    from lik_ops.backends import cuda, cuda_backward
     from lik_ops.ops import eager
 
     lik_ops.maxsim(Q, D)
@@ -134,18 +134,24 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "general launch": lambda: general(plan, Q, D, scores),
         "Triton's launch": lambda: general(plan, Q, D, scores, by_triton=True),
         "backend's backward lowmem": lambda: backward("lowmem"),
-        "its outputs": lambda: cuda._outputs(Q, D, [True, True, False]),
-        "its groups": lambda: cuda._Backward.of(scores, Q, D, argmax, None, None, None, False),
+        "its outputs": lambda: cuda_backward._outputs(Q, D, [True, True, False]),
         "backend's backward unified": lambda: backward("unified"),
         "torch.autograd.grad of a view": lambda: torch.autograd.grad(copied, leaf, scores, retain_graph=True),
     }
 
 
 def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False) -> None:
-    from lik_ops.backends import cuda
+    from lik_ops.backends import cuda_arguments
 
-    tiles = cuda._descriptor(D, plan.config) if plan.reads_tiles else None
-    args = (cuda.queries_of(Q, None, None), cuda._documents(D, None), tiles, scores, None, *plan.constants)
+    tiles = cuda_arguments.descriptor(D, plan.config) if plan.reads_tiles else None
+    args = (
+        cuda_arguments.queries_of(Q, None, None),
+        cuda_arguments.documents_of(D, None),
+        tiles,
+        scores,
+        None,
+        *plan.constants,
+    )
     if by_triton:
         plan.kernel[plan.grid](*args, **plan.options)
     else:

@@ -68,6 +68,7 @@ class Config(NamedTuple):
     NORMALIZE: bool
     WIDE: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands
+    FLAT: bool = False  # backward: query rows are evenly spaced, and an element of Q is found with 32 bits
     TOKENS_FIRST: bool = False  # forward: a tile is [BN, BM], not [BM, BN]
     WALK: bool = False  # forward: a program scores many documents: with a descriptor, ONE_CHUNK, no winners, no LONG
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT

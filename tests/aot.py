@@ -16,7 +16,14 @@ from triton.compiler import ASTSource
 
 from lik_ops.backends import configs
 from lik_ops.backends.configs import Architecture, Launch
-from lik_ops.csrc_triton import backward_lowmem, backward_unified, forward
+from lik_ops.csrc_triton import (
+    backward_documents,
+    backward_few,
+    backward_lists,
+    backward_queries,
+    backward_unified,
+    forward,
+)
 from lik_ops.csrc_triton.arguments import Documents, Queries, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -37,9 +44,12 @@ class Case:
     argmax: bool = False
     wide: int = 0
     documents: int = 10**6
+    lists: bool = True
+    pieces: bool = False
 
     def __str__(self) -> str:
-        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
+        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide", "pieces") if getattr(self, f)]
+        flags += [] if self.lists else ["unlisted"]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
         return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
 
@@ -83,16 +93,69 @@ def _reads_tiles(case: Case, arch: Architecture) -> bool:
 
 
 def _launch(case: Case, arch: Architecture) -> Launch:
-    shared = {"candidates": case.candidates, "normalize": case.normalize}
+    shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
     if case.kernel == "maxsim_forward":
         sizes = case.Nq, case.Lq, case.d
-        launch = configs.forward(
-            arch, case.dtype, *sizes, wide=case.wide, tf32=False, documents=case.documents, **shared
-        )
+        launch = configs.forward(arch, case.dtype, *sizes, tf32=False, documents=case.documents, **shared)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
+    documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, pieces=case.pieces, **shared)
+    if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
+        return documents
+    if case.kernel == "maxsim_scatter":
+        return configs.scatter(case.dtype, case.d, **shared)
+    if case.kernel == "maxsim_grad_documents_few":
+        return configs.few_rows(arch, case.dtype, min(case.Lq, configs.FEW_ROWS), case.d, **shared)
+    if case.kernel in LISTS:
+        return configs.lists(arch, documents, case.Nq * case.Lq)
+    return configs.gather(case.dtype, case.d, **shared)
+
+
+LISTS = ("maxsim_count_winners", "maxsim_list_winners")
+
+
+def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
+    tiles = "constexpr"
+    if _reads_tiles(case, arch):
+        element = _POINTER[case.dtype].removeprefix("*")
+        tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
+    argmax = "*i16" if case.argmax else "constexpr"
+    return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax}
+
+
+def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
+    """The kernel and its arguments before the sizes; None for the groups of Q, D and X."""
+    gradient = _POINTER[case.dtype]
+    up = Upstream("*fp32", "i32", "i32", "*i16")
+    weight = "*fp32" if case.options else "constexpr"
+    block = dict.fromkeys(("first", "rows", "blocks", "tiles"), "i32")
+    sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
+    if case.kernel == "maxsim_forward":
+        return forward.maxsim_forward, _forward_arguments(case, launch, arch) | sizes
+    if case.kernel == "maxsim_grad_queries":
+        found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight} | sizes
+        return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_documents":
-        return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
-    return configs.gather(case.d, wide=case.wide, **shared)
+        lists = "*i32" if case.lists else "constexpr"
+        norms = "*fp32" if case.normalize and case.lists else "constexpr"
+        found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms}
+        found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
+        return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
+    if case.kernel == "maxsim_grad_documents_few":
+        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tiles": "i32"} | sizes
+        return backward_few.maxsim_grad_documents_few, found
+    if case.kernel == "maxsim_join_pieces":
+        found = {"D": None, "starts": "*i32", "partial": "*fp32", "grad_D": gradient} | block
+        return backward_documents.maxsim_join_pieces, found | dict.fromkeys(("piece", "K", "Ld", "d"), "i32")
+    if case.kernel == "maxsim_count_winners":
+        return backward_lists.maxsim_count_winners, {"up": up, "starts": "*i32"} | block
+    if case.kernel == "maxsim_list_winners":
+        found = {"up": up, "starts": "*i32", "lists": "*i32"} | block | {"ALONE": "constexpr"}
+        return backward_lists.maxsim_list_winners, found
+    if case.kernel == "maxsim_scatter":
+        found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"} | sizes
+        return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
+    found = {"X": None, "Q": None, "sums": "*fp32", "grad": gradient, "grad_weight": weight} | sizes
+    return backward_unified.maxsim_finish, found
 
 
 def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
@@ -100,44 +163,25 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     launch = _launch(case, arch)
     queries, query_constants = _queries(case)
     documents, document_constants = _documents(case)
-    up = Upstream("*fp32", "i32", "i32", "*i16")
-    gradient = _POINTER[case.dtype]
-    arguments: dict[str, object]
-    if case.kernel == "maxsim_forward":
-        kernel = forward.maxsim_forward
-        tiles = "constexpr"
-        if _reads_tiles(case, arch):
-            element = _POINTER[case.dtype].removeprefix("*")
-            tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
-        arguments = {"Q": queries, "D": documents, "tiles": tiles, "scores": "*fp32"}
-        arguments["argmax"] = "*i16" if case.argmax else "constexpr"
-    elif case.kernel == "maxsim_grad_queries":
-        kernel = backward_lowmem.maxsim_grad_queries
-        weight = "*fp32" if case.options else "constexpr"
-        arguments = {"Q": queries, "D": documents, "up": up, "grad_Q": gradient, "grad_weight": weight}
-    elif case.kernel == "maxsim_grad_documents":
-        kernel = backward_lowmem.maxsim_grad_documents
-        arguments = {"Q": queries, "D": documents, "up": up, "grad_D": gradient}
-    elif case.kernel == "maxsim_scatter":
-        kernel = backward_unified.maxsim_scatter
-        arguments = {"Q": queries, "D": documents, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"}
-    else:
-        kernel = backward_unified.maxsim_finish
-        weight = "*fp32" if case.options else "constexpr"
-        arguments = {"X": documents, "Q": queries, "sums": "*fp32", "grad": gradient, "grad_weight": weight}
-    arguments |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
-    if case.kernel == "maxsim_scatter":
-        arguments["K_per_program"] = "i32"
+    kernel, arguments = _arguments(case, launch, arch)
+    groups = {"Q": queries, "D": documents, "X": documents}
+    arguments = {name: groups[name] if kind is None else kind for name, kind in arguments.items()}
     arguments["C"] = "constexpr"
 
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
-    aligned: list[tuple[int, ...]] = [(names.index("d"),)] if case.d % 16 == 0 else []
+    if "ALONE" in arguments:
+        constants[(names.index("ALONE"),)] = case.Nq * case.Lq <= launch.config.BM
+    aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
+    if "up" in arguments:
+        aligned += [(names.index("up"), k) for k in (0, 3)]
+    if "rows" in arguments and case.kernel in LISTS and case.Nq * case.Lq % 16 == 0:
+        aligned.append((names.index("rows"),))
     for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
         if name in arguments:
             constants |= {(names.index(name), k): v for k, v in group.items()}
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
-    constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n != "C"}
+    constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in ("C", "ALONE")}
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch

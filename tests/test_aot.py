@@ -8,8 +8,10 @@ from lik_ops.backends.configs import ARCHITECTURES
 from .aot import Case, compile_for
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
-KERNELS = (FORWARD, QUERIES, DOCUMENTS, "maxsim_scatter", "maxsim_finish")
-MATRIX_KERNELS = (FORWARD, DOCUMENTS)
+FEW, JOIN = "maxsim_grad_documents_few", "maxsim_join_pieces"
+COUNT, LIST = "maxsim_count_winners", "maxsim_list_winners"
+KERNELS = (FORWARD, QUERIES, DOCUMENTS, FEW, JOIN, COUNT, LIST, "maxsim_scatter", "maxsim_finish")
+MATRIX_KERNELS = (FORWARD, DOCUMENTS, FEW)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
 
 ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax": True}
@@ -33,6 +35,12 @@ COMMON = [
     Case(FORWARD, torch.float32),
     Case(FORWARD, d=768, normalize=True, options=True),
     Case(DOCUMENTS, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, torch.float16),
+    Case(DOCUMENTS, pieces=True),
+    Case(DOCUMENTS, lists=False),
+    Case(FEW, candidates=True),
+    Case(FEW, Lq=128, candidates=True),
+    Case(LIST, Lq=1024),
 ]
 OTHERS = [
     Case(

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lik_ops
-from lik_ops.csrc_triton import backward_lowmem, backward_unified, forward
-from lik_ops.csrc_triton.arguments import Config
+from lik_ops.csrc_triton import backward_documents, backward_lists, backward_queries, backward_unified, forward
+from lik_ops.csrc_triton.arguments import Config, Upstream
 
 from .support import INTERPRETING
 
@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
 
-from lik_ops.backends import cuda, launcher
+from lik_ops.backends import cuda_arguments, launcher
 
 CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
 DIRECT_VERSIONS = ("3.6", "3.7")
@@ -37,26 +37,37 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     Q, D = tensor(Nq, Lq, d), tensor(*((Nq,) if candidates else ()), K, Ld, d)
     q_mask, d_mask = (tensor(*t.shape[:-1], dtype=torch.bool) if masks else None for t in (Q, D))
     weight = tensor(Nq, Lq, dtype=torch.float32) if masks else None
-    groups = cuda.queries_of(Q, q_mask, weight), cuda._documents(D, d_mask)
-    up = cuda._upstream(tensor(Nq, K, dtype=torch.float32), tensor(K, Nq, Lq, dtype=torch.int16))
+    groups = cuda_arguments.queries_of(Q, q_mask, weight), cuda_arguments.documents_of(D, d_mask)
+    up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, tensor(K, Nq, Lq, dtype=torch.int16))
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is forward.maxsim_forward:
         return (*groups, None, up.grad_scores, None, *sizes, CONFIG)
     if kernel is backward_unified.maxsim_finish:
         return (groups[1], groups[0], up.grad_scores, Q, None, *sizes, CONFIG)
+    lists = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
+    if kernel is backward_lists.maxsim_count_winners:
+        return (up, lists, 0, Nq * Lq, 1, 1, CONFIG)
+    if kernel is backward_documents.maxsim_grad_documents:
+        return (*groups, up, lists, lists, None, None, D, 0, Nq * Lq, 1, 1, Nq * Lq, *sizes, CONFIG)
     more = (7,) if kernel is backward_unified.maxsim_scatter else ()
-    gradients = (D,) if kernel is backward_lowmem.maxsim_grad_documents else (Q, D)
-    return (*groups, up, *gradients, *sizes, *more, CONFIG)
+    return (*groups, up, Q, D, *sizes, *more, CONFIG)
 
 
 KERNELS = (
     forward.maxsim_forward,
-    backward_lowmem.maxsim_grad_queries,
-    backward_lowmem.maxsim_grad_documents,
+    backward_queries.maxsim_grad_queries,
+    backward_documents.maxsim_grad_documents,
     backward_unified.maxsim_scatter,
     backward_unified.maxsim_finish,
 )
 several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+
+
+def test_lists_know_of_rows_only_whether_16_divides_them():
+    """Winners are then loaded as vectors: the one size that two kernels are compiled for."""
+    kernel = backward_lists.maxsim_count_winners
+    known = {Nq: launcher.describe(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
+    assert known[16] == known[32] != known[7] == known[9]
 
 
 def triton_specialises(kernel, args):

@@ -69,9 +69,9 @@ def cases():
 
 def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
-    from lik_ops.backends import cuda
+    from lik_ops.backends import cuda_forward
 
-    plan = cuda.ForwardPlan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
     argmax = plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 

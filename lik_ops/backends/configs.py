@@ -237,12 +237,14 @@ def forward(
     return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
 
 
-def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 8) -> Launch:
-    """Kernels that read whole rows: `maxsim_grad_queries`, `maxsim_scatter`, `maxsim_finish`."""
+def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+    """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
+    # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
+    rows = 128 if dtype != torch.float32 else 64
     config = Config(
-        BM=rows,
-        BN=rows,
+        BM=8,
+        BN=max(rows * min(128, BD) // BD // 8, 1),
         BD=BD,
         SLOT=1,
         LANES=1,
@@ -255,12 +257,63 @@ def gather(d: int, *, candidates: bool, normalize: bool, wide: int, rows: int = 
     return Launch(config, num_warps=4, num_stages=2, max_registers=128)
 
 
-def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
-    """The one-hot product multiplies fp32 operands, whatever the inputs: weights keep the upstream gradient's bits."""
+def scatter(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+    """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
+    launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide)
+    config = launch.config
+    return Launch(config._replace(BN=max(config.BN // 4, 1)), num_warps=4, num_stages=2, max_registers=128)
+
+
+FEW_ROWS = 128  # query rows of a document that one program holds
+LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
+
+
+def grad_documents(
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
+    pieces: bool,
+) -> Launch:
+    """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
+    half = dtype != torch.float32
+    BD = min(max(next_power_of_2(d), 16), 128)
+    BM, BN = (64, 16) if half else (16, 64)
+    if arch == INTERPRETER:
+        BM, BN = 16, 16
+    config = Config(
+        BM=BM,
+        BN=BN,
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(torch.float32, arch, False),
+        FLAT=flat,
+    )
+    if half:
+        # 168 let three programs share a multiprocessor.
+        plain = dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
+        stages = 1 if arch.is_amd else 3
+        return Launch(config, num_warps=4, num_stages=stages, max_registers=168 if plain else 255)
+    return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+
+
+def few_rows(
+    arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
+) -> Launch:
+    """The one-hot product of BN tokens and all the rows that their document meets."""
     BD = min(max(next_power_of_2(d), 16), 128)
     config = Config(
-        BM=16,
-        BN=64,
+        BM=max(next_power_of_2(rows), 16),
+        BN=16 if arch == INTERPRETER else 64 if dtype != torch.float32 else 32,
         BD=BD,
         SLOT=1,
         LANES=1,
@@ -270,7 +323,15 @@ def grad_documents(arch: Architecture, d: int, *, candidates: bool, normalize: b
         WIDE=wide,
         PRECISION=precision(torch.float32, arch, False),
     )
-    return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+    return Launch(config, num_warps=8 if rows > 64 or dtype == torch.float32 else 4, num_stages=1)
+
+
+def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
+    """The lists of winners that feed `documents`, in blocks of BM query rows."""
+    most = 64 if arch == INTERPRETER else 1024
+    BM = min(max(next_power_of_2(rows), 16), most)
+    config = documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
+    return Launch(config, num_warps=8 if BM >= 2048 and not arch.is_amd else 4, num_stages=1)
 
 
 class Specialized(NamedTuple):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .._layout import lift
 from . import configs, launcher
-from .cuda import ForwardPlan, architecture, describable, forward_plan, on_device, queries_of, sizes
+from .cuda_arguments import architecture, describable, on_device, queries_of, sizes
+from .cuda_forward import ForwardPlan, forward_plan
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._layout import argmax_dtype_for
 from .portable_blocks import DOCUMENT_BYTES, NORM_EPS, MiB, may_look, row_norms, unified_layout
+from .portable_forward import forward
 
 PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
 ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
@@ -24,7 +26,7 @@ def backward_lowmem(
     grad_scores: Tensor,
     Q: Tensor,
     D: Tensor,
-    argmax: Tensor,
+    argmax: Tensor | None,
     q_mask: Tensor | None,
     d_mask: Tensor | None,
     q_weight: Tensor | None,
@@ -32,6 +34,8 @@ def backward_lowmem(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
+    if argmax is None:
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
     job = _Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     if job.anything:
         if needs[0] or needs[2]:
@@ -45,7 +49,7 @@ def backward_unified(
     grad_scores: Tensor,
     Q: Tensor,
     D: Tensor,
-    argmax: Tensor,
+    argmax: Tensor | None,
     q_mask: Tensor | None,
     d_mask: Tensor | None,
     q_weight: Tensor | None,
@@ -53,6 +57,8 @@ def backward_unified(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward_lowmem` in one pass over the winners; for half inputs it keeps fp32 sums as large as the gradients."""
+    if argmax is None:
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
     job = _Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     if job.anything:
         job.scatter()

@@ -81,6 +81,8 @@ def _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs) -
     check_lifted(op, Q, D, q_mask, d_mask)
     expected_scores = [Q.shape[0], D.shape[1] if D.dim() == 4 else D.shape[0]]
     expected_argmax = list(_argmax_shape(Q, D))
+    if argmax.dim() == 1 and argmax.shape[0] == 0:
+        expected_argmax = [0]
     for name, t, expected in (("grad_scores", grad_scores, expected_scores), ("argmax", argmax, expected_argmax)):
         same = t.dim() == len(expected)
         for a, b in zip(t.shape, expected, strict=False):
@@ -96,6 +98,11 @@ def _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs) -
         raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
     if needs[2] and q_weight is None:
         raise ValueError(f"{op}: needs: a gradient of q_weight was asked for, and q_weight is None")
+
+
+def _given(argmax: Tensor) -> Tensor | None:
+    """None for the ``[0]`` that stands for winners to be found again."""
+    return None if argmax.dim() == 1 else argmax
 
 
 def _fake_bwd(op):
@@ -125,11 +132,12 @@ def maxsim_bwd_lowmem(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight, each summed by its owner: no atomics, bitwise reproducible.
 
-    `needs` says which of the three are wanted; the others come back with size [0].
+    `needs` says which of the three are wanted; the others come back with size [0]. Given an `argmax` of size [0] it
+    finds the winners again, in parts that need no more memory than a constant.
     """
     _check_bwd("lik::maxsim_bwd_lowmem", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
     backend = backends.select(Q.device, Q.dtype)
-    return backend.backward_lowmem(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, list(needs))
+    return backend.backward_lowmem(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
 
 @torch.library.custom_op(
@@ -149,7 +157,7 @@ def maxsim_bwd_unified(
     """The gradients of `maxsim_bwd_lowmem` in one pass over the winners; on a GPU through fp32 atomic adds."""
     _check_bwd("lik::maxsim_bwd_unified", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
     backend = backends.select(Q.device, Q.dtype)
-    return backend.backward_unified(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, list(needs))
+    return backend.backward_unified(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
 
 maxsim_bwd_lowmem.register_fake(_fake_bwd("lik::maxsim_bwd_lowmem"))
@@ -157,10 +165,9 @@ maxsim_bwd_unified.register_fake(_fake_bwd("lik::maxsim_bwd_unified"))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward = inputs
+    Q, D, q_mask, d_mask, q_weight, normalize, _, backward = inputs
     ctx.set_materialize_grads(False)
     ctx.normalize = normalize
-    ctx.recompute = argmax_dtype is None
     ctx.op = torch.ops.lik.maxsim_bwd_unified if backward == "unified" else torch.ops.lik.maxsim_bwd_lowmem
     # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
     ctx.backend = requested_backend()
@@ -173,10 +180,6 @@ def _backward(ctx, grad_scores, grad_argmax):
         return (None,) * 8
     Q, D, argmax, q_mask, d_mask, q_weight = ctx.saved_tensors
     with use_backend(ctx.backend):
-        if ctx.recompute:
-            dtype = argmax_dtype_for(D.shape[-2])
-            with torch.no_grad():
-                argmax = torch.ops.lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, ctx.normalize, dtype, "auto")[1]
         grads = ctx.op(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, ctx.normalize, needs)
     grad_Q, grad_D, grad_q_weight = (g if need else None for g, need in zip(grads, needs, strict=True))
     return grad_Q, grad_D, None, None, grad_q_weight, None, None, None

@@ -1,0 +1,111 @@
+"""Tensors as kernel arguments: the device's table entry, groups, sizes, offsets' widths, tensor descriptors, grids."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Specialization
+from .configs import ARCHITECTURES, INTERPRETER, Architecture
+
+_INT32_MAX = 2**31 - 1
+_NO_STRIDES = (None, None, None)
+# None where torch was built without CUDA and ROCm.
+current_device: Callable = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
+
+
+def _interpreting() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def unavailable(device: torch.device) -> str | None:
+    """None if the kernels can run on `device`, else the reason why not."""
+    if device.type == "cpu" and _interpreting():
+        return None
+    if device.type != "cuda":
+        return f"the Triton kernels run on CUDA and ROCm devices, not on {device.type}"
+    return None
+
+
+@functools.cache
+def architecture(device: torch.device) -> Architecture:
+    """The entry of the configuration table for `device`; a GPU that has none gets its own shared memory size."""
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+        return ARCHITECTURES.get(name, Architecture(name, 64 * 1024, wavefront=properties.warp_size))
+    name = f"sm_{properties.major}{properties.minor}"
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in torch's stubs
+    return ARCHITECTURES.get(name, Architecture(name, shared_memory))
+
+
+def on_device(device: torch.device):
+    """Make the tensors' device the current one for a launch: Triton launches on the current device."""
+    if device.index is not None and device.index != current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()
+
+
+def strides_of(per_token: Tensor | None) -> tuple[int | None, ...]:
+    return (None, None) if per_token is None else per_token.stride()
+
+
+def queries_of(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
+    return Queries._make((Q, *Q.stride(), mask, *strides_of(mask), weight, *strides_of(weight)))
+
+
+def owned_strides(x: Tensor | None, candidates: bool) -> tuple[int | None, ...]:
+    """Strides beginning with that of the owner, which is 0 in the cross product."""
+    if x is None:
+        return _NO_STRIDES
+    return x.stride() if candidates else (0, *x.stride())
+
+
+def documents_of(D: Tensor, mask: Tensor | None) -> Documents:
+    candidates = D.dim() == 4
+    return Documents._make((D, *owned_strides(D, candidates), mask, *owned_strides(mask, candidates)))
+
+
+def sizes(Q: Tensor, D: Tensor) -> Sizes:
+    return Sizes(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
+
+
+def wide_of(Q: Tensor, D: Tensor) -> int:
+    """`Config.WIDE`: whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits."""
+    features = D.shape[-1] * max(abs(Q.stride(-1)), abs(D.stride(-1)))
+    if features > _INT32_MAX:
+        return 2
+    return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
+
+
+def descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
+    """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
+    if not describable(D, config) or D.data_ptr() % 16:
+        return None
+    d = D.shape[-1]
+    return TensorDescriptor(D, [D.numel() // d, d], [d, 1], [config.BN, config.BD])
+
+
+def describable(D: Tensor, config: Config | Specialization) -> bool:
+    """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
+    rows, d = D.numel() // D.shape[-1], D.shape[-1]
+    return D.shape[-2] >= config.BN and d * D.element_size() % 16 == 0 and rows <= _INT32_MAX and D.is_contiguous()
+
+
+def checked_grid(programs: int) -> tuple[int]:
+    if programs > _INT32_MAX:
+        raise ValueError(f"lik_ops: {programs} programs in one launch; a CUDA grid holds {_INT32_MAX}: score in parts")
+    return (programs,)
+
+
+def allow_tf32() -> bool:
+    """Whether the user allowed TF32 for matrix products of fp32 inputs."""
+    return torch.backends.cuda.matmul.allow_tf32

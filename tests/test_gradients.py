@@ -163,7 +163,7 @@ def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if not INTERPRETING else ("few", "lists"))
 @pytest.mark.parametrize("scale", [1e-6, 65536.0])
 def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkeypatch):
     """Upstream gradients as small as a mean over a large batch makes them, and as large as GradScaler does."""
@@ -185,8 +185,8 @@ def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkey
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
-    _cut_small(monkeypatch, _ARGMAX_BYTES=200)
-    p = Problem(layout, 4, 5, 9, LONG, 16, torch.float32, "holes", "holes", True, True, "normal")
+    _cut_small(monkeypatch, _ARGMAX_BYTES=60)
+    p = Problem(layout, 3, 3, 9, 17, 16, torch.float32, "holes", "holes", True, True, "normal")
     x = build(p, place.device)
     with place.use():
         upstream = torch.randn_like(score(p, x))

@@ -92,12 +92,13 @@ class _Arguments(NamedTuple):
 def _call(a: _Arguments, outputs: list[Tensor]) -> _Call:
     assert a.argmax is not None
     wanted = [g if need else None for g, need in zip(outputs, a.needs, strict=True)]
+    stride_q, stride_k = a.grad_scores.stride()
     return _Call(
         a.Q,
         a.D,
         _queries(a.Q, a.q_mask, a.q_weight),
         _documents(a.D, None),  # masked tokens win nothing
-        Upstream(a.grad_scores, *a.grad_scores.stride(), a.argmax.contiguous()),
+        Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous()),
         _sizes(a.Q, a.D),
         a.Q.shape[-1],
         a.D.dim() == 4,

@@ -23,7 +23,7 @@ from .configs import Architecture, Launch
 from .cuda import _check_grid, _documents, _on_device, _queries, _sizes, _wide, architecture, forward
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
-_LIST_BYTES = 20 * 2**20  # of the lists of winners, which are made for some documents at a time
+_LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
 _PARTIAL_BYTES = 8 * 2**20  # of what pieces of lists add up to
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PIECE_ROWS = 2048  # at least, of a list that is cut

@@ -3,7 +3,7 @@
 A program owns a tile of BN tokens of one document, or a piece of its rows where documents are few. Rows come from the
 lists of `backward_lists`, or, where a document meets few rows, straight from the winners (rows that win elsewhere are
 not read). For half types the product runs on the matrix unit in their own type: coefficients are split in two,
-``c = hi + lo`` (to 2^-17 for bf16, 2^-22 for fp16), which take a column each of the right operand.
+``c = hi + lo`` (to 2^-17 for bf16, 2^-22 for fp16).
 """
 
 import triton
@@ -114,17 +114,26 @@ def _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr):
 
 @triton.jit
 def _product(acc, x, local, coefficient, C: tl.constexpr):
-    """acc + one-hot product: [BN, BD] for fp32; for half types [BD, 2 * BN], the high and the low parts of a token."""
+    """acc + one-hot product: [BN, BD] for fp32; for half types transposed, x being the left operand.
+
+    With LANES the high and low parts of a token are columns of one product, [BD, 2 * BN]; else there are two products.
+    """
     if x.dtype == tl.float32:
         match = local[None, :] == tl.arange(0, C.BN)[:, None]
         acc = tl.dot(tl.where(match, coefficient[None, :], 0.0), x, acc, input_precision=C.PRECISION)
     else:
         high = coefficient.to(x.dtype)
         low = (coefficient - high.to(tl.float32)).to(x.dtype)
-        m = tl.arange(0, 2 * C.BN)
-        part = tl.where((m % 2 == 0)[:, None], high[None, :], low[None, :])
-        one_hot = tl.where(local[None, :] == (m // 2)[:, None], part, tl.full((1, 1), 0, x.dtype))
-        acc = tl.dot(tl.trans(x), tl.trans(one_hot), acc)
+        zero = tl.full((1, 1), 0, x.dtype)
+        if C.LANES > 1:
+            m = tl.arange(0, 2 * C.BN)
+            part = tl.where((m % 2 == 0)[:, None], high[None, :], low[None, :])
+            one_hot = tl.where(local[None, :] == (m // 2)[:, None], part, zero)
+            acc = tl.dot(tl.trans(x), tl.trans(one_hot), acc)
+        else:
+            match = local[None, :] == tl.arange(0, C.BN)[:, None]
+            acc = tl.dot(tl.trans(x), tl.trans(tl.where(match, high[None, :], zero)), acc)
+            acc = tl.dot(tl.trans(x), tl.trans(tl.where(match, low[None, :], zero)), acc)
     return acc
 
 
@@ -159,7 +168,8 @@ def _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d,
     HALF: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32
     STEP: tl.constexpr = CAREFUL_ROWS if CHECK else C.BM
     M: tl.constexpr = C.BD if HALF else C.BN
-    N: tl.constexpr = 2 * C.BN if HALF else C.BD
+    PAIRS: tl.constexpr = HALF and C.LANES > 1
+    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
     G = tl.full((M, N), 0, tl.float32)
     code = _codes(begin + tl.arange(0, STEP), end, tile, lists, up, sizes, C)
     for e0 in range(begin, end, STEP):
@@ -176,7 +186,9 @@ def _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d,
         G = _product(G, x, local, c * scale, C)
         code = ahead
     if HALF:
-        G = tl.trans(tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2))
+        if PAIRS:
+            G = tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2)
+        G = tl.trans(G)
     return G
 
 
@@ -190,7 +202,7 @@ def _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C: tl.cons
         scale, unscale = _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C)
     G = _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d, False, C) * unscale
     # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
-    if tl.sum(tl.sum(G * 0.0, axis=1), axis=0) != 0.0:
+    if tl.sum(G * 0.0) != 0.0:
         G = _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d, True, C) * unscale
         G = _add_non_finite(G, begin, end, tile, lists, norms, up, Q, sizes, columns, d, C)
     return G, columns

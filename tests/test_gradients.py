@@ -95,6 +95,110 @@ def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
     assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), spoilt)
 
 
+def _cut_small(monkeypatch, **constants):
+    """Let small problems take the ways of large ones."""
+    configs = pytest.importorskip("lik_ops.backends.configs")
+    backward = pytest.importorskip("lik_ops.backends.cuda_backward")
+    for name, value in constants.items():
+        module = configs if hasattr(configs, name) else backward
+        monkeypatch.setattr(module, name, value)
+
+
+# How the winners of a document reach its gradient: held by one program, looked through, listed, listed in parts and
+# summed in pieces.
+WAYS = {
+    "few": {},
+    "unlisted": {"FEW_ROWS": 0, "LIST_ROWS": 0},
+    "lists": {"FEW_ROWS": 0},
+    "pieces": {"FEW_ROWS": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
+}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+@pytest.mark.parametrize("skew", ["ties", "one"])
+def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkeypatch):
+    """Winners that concentrate on few tokens, and one token that wins everything; masks, weights and norms."""
+    _cut_small(monkeypatch, **WAYS[way])
+    for dtype in place.dtypes:
+        for normalize in (False, True) if not INTERPRETING else (dtype == torch.float16,):
+            p = Problem(layout, 2, 2, 18, 20, 17, dtype, "holes", "holes", True, normalize)
+            p = Problem(**{**p.__dict__, "values": "normal" if skew == "one" or normalize else "integer"})
+            x = build(p, place.device)
+            if skew == "one":
+                x.d_mask[...] = False
+                x.d_mask[..., 17] = True
+                x.D = torch.where(x.d_mask[..., None], torch.ones_like(x.D), x.D)
+            with place.use():
+                scores, argmax = run(p, x)
+                upstream = torch.randn_like(scores)
+                _, actual = _gradients(p, x, upstream, backward="lowmem")
+            assert_gradients(p, x, list(actual), expected_gradients(p, x, argmax, upstream))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
+    _cut_small(monkeypatch, **WAYS[way])
+    for dtype in place.dtypes:
+        Q, D = (torch.randn(n, L, 8, device=place.device).to(dtype) for n, L in ((4, 10), (2, 20)))
+        Q[1, 2, 4] = value
+        D.requires_grad_()
+        with place.use():
+            _, argmax = lik_ops.maxsim_with_argmax(Q, D)
+            (grad,) = torch.autograd.grad(lik_ops.maxsim(Q, D, backward="lowmem").sum(), D)
+        spoilt = torch.zeros(2, 20, dtype=torch.bool)
+        for j in range(2):
+            spoilt[j, argmax[1, j, 2]] = True
+        assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), spoilt)
+        others = Q.detach().clone()
+        others[1, 2] = 0
+        expected = torch.zeros(2, 20, 8, dtype=torch.float64)
+        for j in range(2):
+            expected[j].index_add_(0, argmax[:, j].flatten().cpu(), others.flatten(0, 1).double().cpu())
+        error = (grad.double().cpu() - expected)[~spoilt].abs().max()
+        assert float(error) <= {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(dtype, 1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("way", WAYS if not INTERPRETING else ("few", "lists"))
+@pytest.mark.parametrize("scale", [1e-6, 65536.0])
+def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkeypatch):
+    """Upstream gradients as small as a mean over a large batch makes them, and as large as GradScaler does."""
+    _cut_small(monkeypatch, **WAYS[way])
+    for dtype in set(place.dtypes) & {torch.float16, torch.bfloat16}:
+        p = Problem(Nq=4, Nd=3, Lq=17, Ld=LONG, d=32, dtype=dtype, values="normal")
+        x = build(p, place.device)
+        shrink = 2.0**-12 if scale > 1 and dtype == torch.float16 else 2.0**12  # keeps the result in fp16's range
+        x.Q = x.Q * shrink
+        with place.use():
+            scores, argmax = run(p, x)
+            upstream = torch.randn_like(scores) * scale
+            _, actual = _gradients(p, x, upstream, backward="lowmem")
+        _, (e, _) = expected_gradients(p, x, argmax, upstream)
+        error = float((actual[1].double() - e).norm() / e.norm())
+        assert error < {torch.float16: 3e-4, torch.bfloat16: 2e-3}[dtype], f"{dtype} at {scale}: {error}"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
+    _cut_small(monkeypatch, _ARGMAX_BYTES=60)
+    p = Problem(layout, 3, 3, 9, 17, 16, torch.float32, "holes", "holes", True, True, "normal")
+    x = build(p, place.device)
+    with place.use():
+        upstream = torch.randn_like(score(p, x))
+        kept = _gradients(p, x, upstream, backward="lowmem")[1]
+        again = _gradients(p, x, upstream, backward="lowmem", recompute=True)[1]
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+        kept = _gradients(p, x, upstream, backward="unified")[1]
+        again = _gradients(p, x, upstream, backward="unified", recompute=True)[1]
+        for a, b in zip(kept, again, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_lowmem_is_bitwise_reproducible(place):
     p = Problem(Nq=4, Nd=3, Lq=20, Ld=LONG, d=64, values="normal", weight=True, normalize=True)

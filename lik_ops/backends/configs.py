@@ -241,7 +241,7 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
     """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
-    rows = 128 if dtype != torch.float32 else 64
+    rows = 128 if dtype != torch.float32 else 32 if normalize else 64
     config = Config(
         BM=8,
         BN=max(rows * min(128, BD) // BD // 8, 1),
@@ -282,7 +282,8 @@ def grad_documents(
     """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
     half = dtype != torch.float32
     BD = min(max(next_power_of_2(d), 16), 128)
-    BM, BN = (64, 16) if half else (16, 64)
+    wgmma = arch.name in ("sm_90", INTERPRETER.name)
+    BM, BN = (64 if wgmma else 32, 16) if half else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
     config = Config(
@@ -290,7 +291,7 @@ def grad_documents(
         BN=BN,
         BD=BD,
         SLOT=1,
-        LANES=1,
+        LANES=4 if wgmma else 1,
         CANDIDATES=candidates,
         ONE_CHUNK=d <= BD,
         NORMALIZE=normalize,
@@ -300,7 +301,7 @@ def grad_documents(
     )
     if half:
         # 168 let three programs share a multiprocessor.
-        plain = dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
+        plain = wgmma and dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
         stages = 1 if arch.is_amd else 3
         return Launch(config, num_warps=4, num_stages=stages, max_registers=168 if plain else 255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
@@ -310,10 +311,11 @@ def few_rows(
     arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
 ) -> Launch:
     """The one-hot product of BN tokens and all the rows that their document meets."""
+    half = dtype != torch.float32
     BD = min(max(next_power_of_2(d), 16), 128)
     config = Config(
         BM=max(next_power_of_2(rows), 16),
-        BN=16 if arch == INTERPRETER else 64 if dtype != torch.float32 else 32,
+        BN=64 if arch.name == "sm_90" else 32 if half and rows <= 64 and arch != INTERPRETER else 16,
         BD=BD,
         SLOT=1,
         LANES=1,
@@ -323,7 +325,7 @@ def few_rows(
         WIDE=wide,
         PRECISION=precision(torch.float32, arch, False),
     )
-    return Launch(config, num_warps=8 if rows > 64 or dtype == torch.float32 else 4, num_stages=1)
+    return Launch(config, num_warps=8 if rows > 64 or not half else 4, num_stages=1)
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:

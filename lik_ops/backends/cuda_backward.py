@@ -25,7 +25,7 @@ from .cuda_arguments import sizes as sizes_of
 from .cuda_forward import forward
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
-_LIST_BYTES = 20 * 2**20  # of the lists of winners, which are made for some documents at a time
+_LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
 _PARTIAL_BYTES = 8 * 2**20  # of what pieces of lists add up to
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PIECE_ROWS = 2048  # at least, of a list that is cut
@@ -99,12 +99,13 @@ class _Arguments(NamedTuple):
 def _call(a: _Arguments, outputs: list[Tensor]) -> _Call:
     assert a.argmax is not None
     wanted = [g if need else None for g, need in zip(outputs, a.needs, strict=True)]
+    stride_q, stride_k = a.grad_scores.stride()
     return _Call(
         a.Q,
         a.D,
         queries_of(a.Q, a.q_mask, a.q_weight),
         documents_of(a.D, None),  # masked tokens win nothing
-        Upstream._make((a.grad_scores, *a.grad_scores.stride(), a.argmax.contiguous())),
+        Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous()),
         sizes_of(a.Q, a.D),
         a.Q.shape[-1],
         a.D.dim() == 4,

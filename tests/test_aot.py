@@ -66,6 +66,12 @@ OTHERS = [
 ]
 
 
+def _matrix_unit(case: Case, name: str) -> str:
+    if case.kernel == FEW and name == "sm_100":
+        return "mma.sync"  # its tiles, which wait for memory, are too small for tcgen05
+    return MATRIX_UNIT.get(name, "mma.sync")
+
+
 def _check(case: Case, name: str) -> None:
     arch = ARCHITECTURES[name]
     compiled = compile_for(case, arch)
@@ -74,7 +80,7 @@ def _check(case: Case, name: str) -> None:
     )
     assert compiled.shared <= arch.shared_memory, f"{case} on {name}: {compiled.shared} bytes of shared memory"
     if case.kernel in MATRIX_KERNELS:
-        assert MATRIX_UNIT.get(name, "mma.sync") in compiled.text, f"{case} on {name}: not on the matrix unit"
+        assert _matrix_unit(case, name) in compiled.text, f"{case} on {name}: not on the matrix unit"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from lik_ops.backends import configs
 from lik_ops.backends.configs import Architecture, Launch
 from lik_ops.csrc_triton import backward_lowmem, backward_unified, forward
-from lik_ops.csrc_triton.arguments import Documents, Queries, Upstream
+from lik_ops.csrc_triton.arguments import Documents, Queries, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -37,9 +37,10 @@ class Case:
     argmax: bool = False
     wide: int = 0
     documents: int = 10**6
+    split: bool = False  # forward: rows that are split already
 
     def __str__(self) -> str:
-        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide") if getattr(self, f)]
+        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide", "split") if getattr(self, f)]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
         return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
 
@@ -89,6 +90,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         launch = configs.forward(
             arch, case.dtype, *sizes, wide=case.wide, tf32=False, documents=case.documents, **shared
         )
+        if case.split:
+            return configs.forward_split(launch)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     if case.kernel == "maxsim_grad_documents":
         return configs.grad_documents(arch, case.d, wide=case.wide, **shared)
@@ -109,8 +112,12 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         if _reads_tiles(case, arch):
             element = _POINTER[case.dtype].removeprefix("*")
             tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
+        terms: object = "constexpr"
+        if case.split:
+            tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
+            terms = Terms("*fp16", "*fp32", "*fp32", "i32")
         arguments = {"Q": queries, "D": documents, "tiles": tiles, "scores": "*fp32"}
-        arguments["argmax"] = "*i16" if case.argmax else "constexpr"
+        arguments |= {"argmax": "*i16" if case.argmax else "constexpr", "terms": terms}
     elif case.kernel == "maxsim_grad_queries":
         kernel = backward_lowmem.maxsim_grad_queries
         weight = "*fp32" if case.options else "constexpr"
@@ -139,6 +146,8 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
     constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n != "C"}
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
+    if case.split:
+        aligned += [(names.index("terms"), n) for n in range(3)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch
 

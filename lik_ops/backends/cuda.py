@@ -327,10 +327,17 @@ def _new_plan(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> Plan:
+    plan: Plan | None
     if Q.device.type == "cuda" and d_mask is None and not normalize:
         from .cuda_specialized import specialized_plan  # it is built upon this module
 
         plan = specialized_plan(Q, D, q_mask, q_weight, argmax_dtype)
+        if plan is not None:
+            return plan
+    if Q.dtype == torch.float32 and not normalize:
+        from .cuda_split import split_plan
+
+        plan = split_plan(Q, D, argmax_dtype)
         if plan is not None:
             return plan
     return ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)

@@ -56,6 +56,25 @@ OTHERS = [
         (False, True, True, True, 2),
     )
 ]
+_EVERYTHING = {"options": True, "argmax": True}
+# fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
+TERMS = [
+    Case(FORWARD, torch.float32, Nq=1, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Nq=64, wide=2, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Lq=300, **_EVERYTHING),
+    Case(FORWARD, torch.float32, split=True),
+    Case(FORWARD, torch.float32, Lq=300, split=True, **_EVERYTHING),
+]
+MORE_TERMS = [
+    Case(FORWARD, torch.float32, d, Nq, Lq, candidates, False, options, argmax, wide, split=split)
+    for d in (16, 64, 96, 128)
+    for Nq, Lq in ((1, 1), (1, 32), (64, 32), (64, 128), (64, 300))
+    for options in (False, True)
+    for argmax in (False, True)
+    for candidates, wide, split in ((False, 0, False), (True, 1, False), (False, 2, False), (False, 0, True))
+    if Nq > 1 or not split
+]
 
 
 def _check(case: Case, name: str) -> None:
@@ -80,3 +99,20 @@ def test_common_kernels(case, arch):
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_every_kernel(case, arch):
     _check(case, arch)
+
+
+def _check_terms(case: Case) -> None:
+    _check(case, "sm_90")
+    text = compile_for(case, ARCHITECTURES["sm_90"]).text
+    assert "f32.f16.f16" in text and "tf32" not in text
+
+
+@pytest.mark.parametrize("case", TERMS, ids=str)
+def test_fp32_is_three_products_of_fp16_terms(case):
+    _check_terms(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_TERMS, ids=str)
+def test_every_tile_of_fp16_terms(case):
+    _check_terms(case)

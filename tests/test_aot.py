@@ -5,7 +5,7 @@ import torch
 
 from lik_ops.backends.configs import ARCHITECTURES
 
-from .aot import Case, compile_for
+from .aot import Case, Compiled, compile_for
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
 KERNELS = (FORWARD, QUERIES, DOCUMENTS, "maxsim_scatter", "maxsim_finish")
@@ -77,7 +77,7 @@ MORE_TERMS = [
 ]
 
 
-def _check(case: Case, name: str) -> None:
+def _check(case: Case, name: str) -> Compiled:
     arch = ARCHITECTURES[name]
     compiled = compile_for(case, arch)
     assert compiled.spills == 0, (
@@ -86,6 +86,7 @@ def _check(case: Case, name: str) -> None:
     assert compiled.shared <= arch.shared_memory, f"{case} on {name}: {compiled.shared} bytes of shared memory"
     if case.kernel in MATRIX_KERNELS:
         assert MATRIX_UNIT.get(name, "mma.sync") in compiled.text, f"{case} on {name}: not on the matrix unit"
+    return compiled
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -102,8 +103,7 @@ def test_every_kernel(case, arch):
 
 
 def _check_terms(case: Case) -> None:
-    _check(case, "sm_90")
-    text = compile_for(case, ARCHITECTURES["sm_90"]).text
+    text = _check(case, "sm_90").text
     assert "f32.f16.f16" in text and "tf32" not in text
 
 

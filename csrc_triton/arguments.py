@@ -46,6 +46,18 @@ class Sizes(NamedTuple):
     Ld: Any
 
 
+class Terms(NamedTuple):
+    """fp32 rows as `split_tokens` leaves them: hi [room, BD], below it lo [room, BD], and the scales [room].
+
+    Those of documents are read through a descriptor.
+    """
+
+    queries: Any
+    query_scales: Any
+    document_scales: Any
+    room: Any
+
+
 class Upstream(NamedTuple):
     """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners."""
 
@@ -72,6 +84,7 @@ class Config(NamedTuple):
     TOKENS_FIRST: bool = False  # forward: a tile is [BN, BM], not [BM, BN]
     WALK: bool = False  # forward: a program scores many documents: with a descriptor, ONE_CHUNK, no winners, no LONG
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
+    SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
 
 
 class Specialization(NamedTuple):

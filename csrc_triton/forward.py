@@ -21,6 +21,7 @@ from .common import (
     row_pointers,
     rows_sum_of_squares,
 )
+from .fp32 import load_terms, odd_maxima, split, split_product
 
 
 @triton.jit
@@ -63,17 +64,26 @@ def _add_product(S, q, x, C: tl.constexpr):
 
 
 @triton.jit
-def _similarities(q, pointers, row_ok, base, tiles, first_row, t, Q, D, d, C: tl.constexpr):
+def _similarities(q, pointers, row_ok, base, tiles, terms, first_row, t, Q, D, d, C: tl.constexpr):
     """``<q[s], D[t]>`` of a tile in fp32, over the norms of the document tokens if normalising.
 
-    `q` holds the rows where one step covers d; else they are read again step by step.
+    `q` holds the rows where one step covers d; else they are read again step by step. Last, which tokens have their
+    similarities: all, or with C.SPLIT those that are plain, to the scale of the rows.
     """
+    plain = t >= 0
     if C.TOKENS_FIRST:
         S = tl.full((C.BN, C.BM), 0, tl.float32)
     else:
         S = tl.full((C.BM, C.BN), 0, tl.float32)
     squares = tl.full((C.BN,), 0, tl.float32)
-    if C.ONE_CHUNK:
+    if terms is not None:
+        scale = tl.load(terms.document_scales + first_row + tl.arange(0, C.BN))
+        plain = scale > 0
+        S = split_product(q, (tiles.load([first_row, 0]), tiles.load([first_row + terms.room, 0])), C)
+    elif C.SPLIT:
+        x, scale, plain, _ = split(_document_tile(base, tiles, first_row, t, tl.arange(0, C.BD), 0, d, D, C))
+        S = split_product(q, x, C)
+    elif C.ONE_CHUNK:
         x = _document_tile(base, tiles, first_row, t, tl.arange(0, C.BD), 0, d, D, C)
         S = _add_product(S, q, x, C)
         if C.NORMALIZE:
@@ -86,15 +96,18 @@ def _similarities(q, pointers, row_ok, base, tiles, first_row, t, Q, D, d, C: tl
             S = _add_product(S, y, x, C)
             if C.NORMALIZE:
                 squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+    if C.SPLIT:
+        S = S * _per_token(scale, C)
     if C.NORMALIZE:
         S = S * _per_token(inverse_norm(squares), C)
-    return S
+    return S, plain
 
 
 @triton.jit
-def _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C: tl.constexpr):
+def _tile(q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C: tl.constexpr):
     """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
 
+    With C.SPLIT also ``-inf`` of tokens that are kept but not plain; last, which those are.
     The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
     again: that changes no maximum, and a repeat loses every tie.
     """
@@ -103,13 +116,17 @@ def _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, L
         t = t0 + tl.arange(0, C.BN)
     else:
         t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
-    S = _similarities(q, pointers, row_ok, base, tiles, document_row + t0, t, Q, D, d, C)
+    S, plain = _similarities(q, pointers, row_ok, base, tiles, terms, document_row + t0, t, Q, D, d, C)
     keep = t >= 0
     if D.mask is not None:
         keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
+    taken = keep
+    if C.SPLIT:
+        taken = keep & plain
+    if D.mask is not None or C.SPLIT:
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
-        S = tl.where(_per_token(keep, C), S, float("-inf"))
-    return S, t, keep, t0
+        S = tl.where(_per_token(taken, C), S, float("-inf"))
+    return S, t, keep, t0, keep & (plain == 0)
 
 
 @triton.jit
@@ -204,10 +221,12 @@ def _merged(best, where, Ld, C: tl.constexpr):
 
 
 @triton.jit
-def _search(best, where, q, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, C: tl.constexpr):
+def _search(
+    best, where, q, pointers, row_ok, base, mask_base, tiles, terms, document_row, Q, D, Ld, d, C: tl.constexpr
+):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     for t0 in tl.range(0, Ld, C.BN, num_stages=1):
-        S, t, keep, _ = _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C)
+        S, t, keep, _, _ = _tile(q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C)
         hit = (S == _per_row(best, C)) | (S != S)
         first = _first_token(hit & _per_token(keep, C), _per_token(t, C), C)
         where = tl.where(where == NO_TOKEN, first, where)
@@ -215,18 +234,41 @@ def _search(best, where, q, pointers, row_ok, base, mask_base, tiles, document_r
 
 
 @triton.jit
+def _query_rows(pointers, row, row_ok, terms, Q, d, C: tl.constexpr):
+    """Query rows as the products take them; with C.SPLIT also their scales, which are plain, and which are unscaled."""
+    plain = row_ok
+    unscaled = row_ok
+    scale = tl.full((C.BM,), 1, tl.float32)
+    if terms is not None:
+        q, scale = load_terms(terms, row, row_ok, C.BD)
+        plain = scale > 0
+        unscaled = scale <= 0
+    else:
+        q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
+        if C.SPLIT:
+            q, scale, plain, unscaled = split(q)
+    return q, scale, plain, unscaled
+
+
+@triton.jit
 def _row_maxima(
-    pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, ARGMAX: tl.constexpr, C: tl.constexpr
-):
+    pointers, row, row_ok, base, mask_base, tiles, terms, document_row, Q, D, Ld, d, ARGMAX: tl.constexpr,
+    C: tl.constexpr
+):  # fmt: skip
     """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
     best = _per_lane(float("-inf"), tl.float32, C)
     where = _per_lane(NO_TOKEN, tl.int32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
-    q = load_rows(pointers, row_ok, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
+    odds = tl.full((C.BN,), 0, tl.int32)
+    q, scale, plain, unscaled = _query_rows(pointers, row, row_ok, terms, Q, d, C)
     for t0 in range(0, Ld, C.BN):
-        S, t, keep, first = _tile(q, pointers, row_ok, base, mask_base, tiles, document_row, t0, Q, D, Ld, d, C)
+        S, t, keep, first, odd = _tile(
+            q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C
+        )
         if D.mask is not None:
             kept = kept | keep.to(tl.int32)
+        if C.SPLIT:
+            odds = odds | odd.to(tl.int32)
         if ARGMAX:
             m, tokens = _lane_winners(S, t, keep, first, C)
             where = tl.where(m > best, tokens, where)
@@ -236,13 +278,21 @@ def _row_maxima(
     any_kept = tl.max(kept, axis=0) if D.mask is not None else (Ld > 0).to(tl.int32)
     if ARGMAX:
         row_best, row_where = _merged(best, where, Ld, C)
-        if (tl.max((row_ok & (row_where == NO_TOKEN)).to(tl.int32), axis=0) > 0) & (any_kept > 0):
-            row_where = _search(
-                row_best, row_where, q, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, C
-            )
     else:
         row_best = _merged_maxima(best, C)
         row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
+    if C.SPLIT:
+        row_best = tl.where(unscaled, row_best, row_best * scale)
+        if (tl.max(odds, axis=0) > 0) | (tl.max((row_ok & (plain == 0)).to(tl.int32), axis=0) > 0):
+            row_best, row_where = odd_maxima(
+                row_best, row_where, plain, pointers, row_ok, base, mask_base, Q, D, Ld, d, C
+            )
+    elif ARGMAX:
+        lost = row_ok & (row_where == NO_TOKEN)
+        if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
+            row_where = _search(
+                row_best, row_where, q, pointers, row_ok, base, mask_base, tiles, terms, document_row, Q, D, Ld, d, C
+            )
     if C.NORMALIZE:
         row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, row_ok, d, Q.stride_d, C.BD, C.WIDE))
     return row_best, row_where, any_kept
@@ -271,15 +321,18 @@ def _document_mask(D, owner, k):
 
 
 @triton.jit
-def _score_rows(i, s, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr):
+def _score_rows(
+    i, s, i_ok, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr
+):
     """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     row_ok = i_ok & (s < sizes.Lq)
     keep = query_keep(Q, i, s, row_ok)
     pointers = row_pointers(Q, i, s)
     best, where, any_kept = _row_maxima(
-        pointers, keep, base, mask_base, tiles, document_row, Q, D, sizes.Ld, d, argmax is not None, C
-    )
+        pointers, i * sizes.Lq + s, keep, base, mask_base, tiles, terms, document_row, Q, D, sizes.Ld, d,
+        argmax is not None, C
+    )  # fmt: skip
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=row_ok)
@@ -288,7 +341,7 @@ def _score_rows(i, s, i_ok, base, mask_base, tiles, document_row, argmax, argmax
 
 
 @triton.jit
-def _visit(Q, D, tiles, scores, argmax, sizes, d, C: tl.constexpr):
+def _visit(Q, D, tiles, scores, argmax, terms, sizes, d, C: tl.constexpr):
     """One row tile against one document. Neighbouring programs share a document, which is read from memory once."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     pid = tl.program_id(0)
@@ -314,12 +367,12 @@ def _visit(Q, D, tiles, scores, argmax, sizes, d, C: tl.constexpr):
     mask_base = _document_mask(D, owner, k)
 
     total, keeps, any_kept = _score_rows(
-        i, lane % C.SLOT, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
+        i, lane % C.SLOT, i_ok, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, sizes, d, C
     )
     if C.LONG:
         for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
             more, keeps_more, any_kept = _score_rows(
-                i, s0 + lane, i_ok, base, mask_base, tiles, document_row, argmax, argmax_row, Q, D, sizes, d, C
+                i, s0 + lane, i_ok, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, sizes, d, C
             )
             total += more
             keeps = keeps | keeps_more
@@ -354,7 +407,9 @@ def _walk(Q, D, tiles, scores, sizes, d, C: tl.constexpr):
         t0 = n % tiles_each * C.BN
         base = document_base(D, 0 * k, k)
         mask_base = _document_mask(D, 0 * k, k)
-        S, _, tokens, _ = _tile(q, pointers, keep, base, mask_base, tiles, k * sizes.Ld, t0, Q, D, sizes.Ld, d, C)
+        S, _, tokens, _, _ = _tile(
+            q, pointers, keep, base, mask_base, tiles, None, k * sizes.Ld, t0, Q, D, sizes.Ld, d, C
+        )
         if D.mask is not None:
             kept = kept | tokens.to(tl.int32)
         best = nan_max(best, _lane_maxima(S, C))
@@ -370,14 +425,15 @@ def _walk(Q, D, tiles, scores, sizes, d, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_forward(Q, D, tiles, scores, argmax, Nq, K, Lq, Ld, d, C: tl.constexpr):
+def maxsim_forward(Q, D, tiles, scores, argmax, terms, Nq, K, Lq, Ld, d, C: tl.constexpr):
     """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program; winners unless `argmax` is None.
 
     A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
     `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they
-    are read through pointers.
+    are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
     """
+    tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
     if C.WALK:
         _walk(Q, D, tiles, scores, Sizes(Nq, K, Lq, Ld), d, C)
     else:
-        _visit(Q, D, tiles, scores, argmax, Sizes(Nq, K, Lq, Ld), d, C)
+        _visit(Q, D, tiles, scores, argmax, terms, Sizes(Nq, K, Lq, Ld), d, C)

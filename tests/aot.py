@@ -24,7 +24,7 @@ from lik_ops.csrc_triton import (
     backward_unified,
     forward,
 )
-from lik_ops.csrc_triton.arguments import Documents, Queries, Upstream
+from lik_ops.csrc_triton.arguments import Documents, Queries, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -46,9 +46,11 @@ class Case:
     documents: int = 10**6
     lists: bool = True
     pieces: bool = False
+    split: bool = False  # forward: rows that are split already
 
     def __str__(self) -> str:
-        flags = [f for f in ("candidates", "normalize", "options", "argmax", "wide", "pieces") if getattr(self, f)]
+        named = ("candidates", "normalize", "options", "argmax", "wide", "pieces", "split")
+        flags = [f for f in named if getattr(self, f)]
         flags += [] if self.lists else ["unlisted"]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
         return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
@@ -97,6 +99,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_forward":
         sizes = case.Nq, case.Lq, case.d
         launch = configs.forward(arch, case.dtype, *sizes, tf32=False, documents=case.documents, **shared)
+        if case.split:
+            return configs.forward_split(launch)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, pieces=case.pieces, **shared)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
@@ -118,8 +122,12 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     if _reads_tiles(case, arch):
         element = _POINTER[case.dtype].removeprefix("*")
         tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
+    terms: object = "constexpr"
+    if case.split:
+        tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
+        terms = Terms("*fp16", "*fp32", "*fp32", "i32")
     argmax = "*i16" if case.argmax else "constexpr"
-    return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax}
+    return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax, "terms": terms}
 
 
 def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
@@ -183,6 +191,8 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
     constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in ("C", "ALONE")}
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
+    if case.split:
+        aligned += [(names.index("terms"), n) for n in range(3)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch
 

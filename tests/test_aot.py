@@ -5,7 +5,7 @@ import torch
 
 from lik_ops.backends.configs import ARCHITECTURES
 
-from .aot import Case, compile_for
+from .aot import Case, Compiled, compile_for
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
 FEW, JOIN = "maxsim_grad_documents_few", "maxsim_join_pieces"
@@ -64,6 +64,25 @@ OTHERS = [
         (False, True, True, True, 2),
     )
 ]
+_EVERYTHING = {"options": True, "argmax": True}
+# fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
+TERMS = [
+    Case(FORWARD, torch.float32, Nq=1, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Nq=64, wide=2, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Lq=300, **_EVERYTHING),
+    Case(FORWARD, torch.float32, split=True),
+    Case(FORWARD, torch.float32, Lq=300, split=True, **_EVERYTHING),
+]
+MORE_TERMS = [
+    Case(FORWARD, torch.float32, d, Nq, Lq, candidates, False, options, argmax, wide, split=split)
+    for d in (16, 64, 96, 128)
+    for Nq, Lq in ((1, 1), (1, 32), (64, 32), (64, 128), (64, 300))
+    for options in (False, True)
+    for argmax in (False, True)
+    for candidates, wide, split in ((False, 0, False), (True, 1, False), (False, 2, False), (False, 0, True))
+    if Nq > 1 or not split
+]
 
 
 def _matrix_unit(case: Case, name: str) -> str:
@@ -72,7 +91,7 @@ def _matrix_unit(case: Case, name: str) -> str:
     return MATRIX_UNIT.get(name, "mma.sync")
 
 
-def _check(case: Case, name: str) -> None:
+def _check(case: Case, name: str) -> Compiled:
     arch = ARCHITECTURES[name]
     compiled = compile_for(case, arch)
     assert compiled.spills == 0, (
@@ -81,6 +100,7 @@ def _check(case: Case, name: str) -> None:
     assert compiled.shared <= arch.shared_memory, f"{case} on {name}: {compiled.shared} bytes of shared memory"
     if case.kernel in MATRIX_KERNELS:
         assert _matrix_unit(case, name) in compiled.text, f"{case} on {name}: not on the matrix unit"
+    return compiled
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -94,3 +114,19 @@ def test_common_kernels(case, arch):
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_every_kernel(case, arch):
     _check(case, arch)
+
+
+def _check_terms(case: Case) -> None:
+    text = _check(case, "sm_90").text
+    assert "f32.f16.f16" in text and "tf32" not in text
+
+
+@pytest.mark.parametrize("case", TERMS, ids=str)
+def test_fp32_is_three_products_of_fp16_terms(case):
+    _check_terms(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_TERMS, ids=str)
+def test_every_tile_of_fp16_terms(case):
+    _check_terms(case)

@@ -41,7 +41,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, tensor(K, Nq, Lq, dtype=torch.int16))
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is forward.maxsim_forward:
-        return (*groups, None, up.grad_scores, None, *sizes, CONFIG)
+        return (*groups, None, up.grad_scores, None, None, *sizes, CONFIG)
     if kernel is backward_unified.maxsim_finish:
         return (groups[1], groups[0], up.grad_scores, Q, None, *sizes, CONFIG)
     lists = tensor(K * (Nq * Lq + 1), dtype=torch.int32)

@@ -138,6 +138,7 @@ class Rule(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
+SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
 _HALF, _FP32 = (torch.float16, torch.bfloat16), (torch.float32,)
 _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
 
@@ -147,6 +148,7 @@ _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 wi
 # reads them once, not once for each document; as many walk as an H200 runs at a time. 256 rows with 128 registers share
 # a multiprocessor by two; a query longer than a tile needs more. Beyond 128 features the rows are read again for every
 # tile of tokens: larger ones. On mma the accumulators leave fewer registers: smaller steps where a kernel needs many.
+# Splitting fp32 rows takes registers too: with 256 rows, or with 32 as second, ptxas spills.
 # fmt: off
 FORWARD = (
     #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers
@@ -165,6 +167,7 @@ FORWARD = (
     )),
     Rule("wgmma", _HALF, _ANY, _ANY, False, 2, (Tile(64, 128, 128, 4, 2), Tile(128, 128, 128, 8, 3))),
     Rule("wgmma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 128, 4, 2),)),
+    Rule("wgmma", _FP32, 128, _ANY, False, 2, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 2))),
     Rule("wgmma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 2),)),
     Rule("mma", _HALF, 128, _ANY, False, 0, (Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))),
     Rule("mma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 64, 8, 2), Tile(128, 64, 64, 8, 2))),
@@ -175,6 +178,10 @@ FORWARD = (
     Rule("interpreter", _HALF, _ANY, _ANY, True, 2, (
         Tile(16, 16, 128, 4, 1, tokens_first=True),
         Tile(32, 16, 128, 4, 1, walkers=1),
+    )),
+    Rule("interpreter", _FP32, 128, _ANY, False, 2, (
+        Tile(16, 16, 128, 4, 1, tokens_first=True),
+        Tile(32, 16, 128, 4, 1),
     )),
     Rule("interpreter", _FP32, _ANY, _ANY, True, 2, (
         Tile(16, 16, 32, 4, 1, tokens_first=True),
@@ -218,6 +225,7 @@ def forward(
     rows = slot if candidates else min(Nq * slot, most)
     tile = next(tile for tile in tiles if tile.rows >= rows and tile.documents >= documents)
     BD = min(max(next_power_of_2(d), 16), tile.features)
+    splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and d <= BD
     config = Config(
         BM=tile.rows,
         BN=tile.tokens,
@@ -230,11 +238,19 @@ def forward(
         WIDE=wide,
         PRECISION=precision(dtype, arch, tf32),
         TOKENS_FIRST=tile.tokens_first,
-        WALK=tile.walkers > 0 and d <= BD and Lq <= slot and not candidates,
+        WALK=tile.walkers > 0 and not splits and d <= BD and Lq <= slot and not candidates,
         # Where it changes nothing it is set on mma, on which ptxas spills without the loop.
         LONG=Lq > slot or (slot == most and arch.unit == "mma"),
+        SPLIT=splits,
     )
     return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
+
+
+def forward_split(launch: Launch) -> Launch:
+    """The forward on rows that are split already: what splitting takes of registers serves twice the rows."""
+    if launch.config.LONG:
+        return launch
+    return replace(launch, config=launch.config._replace(BM=2 * launch.config.BM), num_stages=3)
 
 
 def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:

@@ -107,5 +107,8 @@ def checked_grid(programs: int) -> tuple[int]:
 
 
 def allow_tf32() -> bool:
-    """Whether the user allowed TF32 for matrix products of fp32 inputs."""
-    return torch.backends.cuda.matmul.allow_tf32
+    """Whether the user allowed TF32 for matrix products of fp32 inputs, by any of torch's settings.
+
+    The older `allow_tf32` follows this one, and raises once a newer setting was used.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -106,7 +106,7 @@ class ForwardPlan:
         self.document_strides = owned_strides(D, candidates), owned_strides(d_mask, candidates)
         self.tiles: dict[int, tuple] = {}
         self.score_strides = (K, 1)
-        self.constants = (*self.sizes, self.d, self.config)
+        self.constants = (None, *self.sizes, self.d, self.config)
         self.has_per_token = not (q_mask is None and d_mask is None and q_weight is None)
         queries, documents = self._grouped(None, None, None, None, None)
         self.query_rest, self.document_rest = queries[1:], documents[1:]
@@ -172,7 +172,7 @@ class ForwardPlan:
         if tiles is None and config.WALK:  # D begins where no descriptor can
             launch = self.launch.visiting()
             grid, config = (*checked_grid(launch.programs(*self.scores_shape)), 1, 1), launch.config
-        args = (*groups, tiles, scores, argmax, *self.sizes, self.d, config)
+        args = (*groups, tiles, scores, argmax, None, *self.sizes, self.d, config)
         with on_device(self.device):
             bound = launcher.launch(self.kernel, grid, args, self.options)
         aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight))
@@ -226,10 +226,17 @@ def _new_plan(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> Plan:
+    plan: Plan | None
     if Q.device.type == "cuda" and d_mask is None and not normalize:
         from .cuda_specialized import specialized_plan  # it is built upon this module
 
         plan = specialized_plan(Q, D, q_mask, q_weight, argmax_dtype)
+        if plan is not None:
+            return plan
+    if Q.dtype == torch.float32 and not normalize:
+        from .cuda_split import split_plan
+
+        plan = split_plan(Q, D, argmax_dtype)
         if plan is not None:
             return plan
     return ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)

@@ -209,7 +209,7 @@ def maxsim(
     )
     if differentiable and _EXCLUDED().raw_repr() & _AUTOGRAD:
         return None
-    tf32 = Q.dtype is _fp32 and _matmul.allow_tf32
+    tf32 = Q.dtype is _fp32 and _matmul.fp32_precision == "tf32"
     keeps = differentiable and not recompute
     key = (metadata(Q, D, q_mask, d_mask, q_weight), normalize, backward, keeps, tf32, requested_backend())
     call = _calls.get(key)

@@ -15,7 +15,7 @@ from lik_ops import reference
 from .support import INTERPRETING, PLACES
 
 N, d = (40, 128) if not INTERPRETING else (2, 20)
-LONG = 150 if not INTERPRETING else 36
+LONG = 150 if not INTERPRETING else 22
 EPSILON = 2.0**-24
 
 
@@ -40,7 +40,7 @@ VALUES = {
 }
 
 
-PAIRS = [(q, x) for q in VALUES for x in VALUES if not INTERPRETING or q == x or q == "normal"]
+PAIRS = [(q, x) for q in VALUES for x in VALUES if not INTERPRETING or q == x or (q, x) == ("normal", "wide rows")]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -153,15 +153,16 @@ def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="what the kernels do")
-@pytest.mark.parametrize("room", [None, 160])
+@pytest.mark.parametrize("room", [None, 96])
 def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     """Equal bits, also where the documents are split in several parts, and where some rows are odd."""
     from lik_ops.backends import cuda, cuda_split
 
-    Q, D = torch.randn(3, 12, 24), torch.randn(7, 40, 24)
-    d_mask = torch.rand(7, 40) > 0.4
-    D[3, 20, 3], D[4, 1, 0], D[6, 39] = math.inf, math.nan, _odd(D[6, 39])
-    Q[2, 5] = _odd(Q[2, 5])
+    Q, D = torch.randn(3, 5, 12), torch.randn(5, 24, 12)
+    d_mask = torch.rand(5, 24) > 0.4
+    d_mask[[1, 2, 4], [20, 1, 23]] = True
+    D[1, 20, 3], D[2, 1, 0], D[4, 23] = math.inf, math.nan, _odd(D[4, 23])
+    Q[2, 3] = _odd(Q[2, 3])
     counts = []
     split = cuda_split.SplitPlan._split
     if room is not None:
@@ -228,6 +229,7 @@ check(True)
 """
 
 
+@pytest.mark.skipif(INTERPRETING, reason="the same settings")
 def test_torch_settings_that_allow_tf32():
     """In a process of its own: torch refuses its older settings once a newer one was used."""
     subprocess.run([sys.executable, "-c", SETTINGS], check=True)

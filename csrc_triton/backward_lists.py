@@ -12,7 +12,7 @@ import triton.language as tl
 from .common import inverse_norm, query_keep, row_pointers, rows_sum_of_squares, wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Nq", "Lq"])
 def maxsim_row_norms(Q, norms, Nq, Lq, d, C: tl.constexpr):
     """1 / ||q|| of every query row, BM tokens of a query a program."""
     tiles = tl.cdiv(Lq, C.BM)

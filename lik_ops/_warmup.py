@@ -21,7 +21,7 @@ def warmup(
     *,
     Nq: int | Sequence[int] = 1,
     Ld: int | Sequence[int] = (32, 300),
-    Nd: int | Sequence[int] = 2,
+    Nd: int | Sequence[int] = (2, 200),
     candidates: bool = False,
     q_mask: bool = False,
     d_mask: bool = False,
@@ -42,7 +42,8 @@ def warmup(
         dtype: of Q and D.
         d: features of a token.
         Lq: tokens of a query.
-        Nq: numbers of queries at a time; few and many may take different kernels.
+        Nq: numbers of queries at a time; few and many may take different kernels, and the backward loads winners
+            otherwise where 16 does not divide ``Nq * Lq``.
         Ld: lengths of documents; those shorter than a tile (64 tokens) may take another kernel.
         Nd: numbers of documents, or of candidates of each query; few and many may take different kernels.
         candidates: each query has its own documents, D is ``[Nq, K, Ld, d]``.

@@ -236,11 +236,14 @@ def test_no_size_compiles_anything_anew(compilations, d):
         with torch.no_grad():
             lik_ops.maxsim(Q, D)
 
-    call(8, 8, 32, 64)
-    compilations.clear()
-    for sizes in ((7, 9, 31, 70), (9, 16, 30, 80), (16, 33, 29, 96), (5, 7, 17, 128), (32, 48, 32, 200)):
+    # One of each: lists of winners are made in blocks of a power of two, vectors of 16 rows or single ones, a document
+    # that meets few rows takes no lists, many rows and documents the specialised forward.
+    for sizes in ((8, 8, 32, 64), (7, 9, 31, 70), (16, 33, 29, 96), (5, 7, 17, 128), (40, 48, 32, 200)):
         call(*sizes)
-    assert not [name for name in compilations if name != "maxsim_forward"] and len(compilations) <= 3, compilations
+    compilations.clear()
+    for sizes in ((8, 11, 32, 65), (11, 16, 21, 80), (15, 40, 32, 90), (6, 5, 19, 100), (33, 50, 32, 210)):
+        call(*sizes)
+    assert not compilations
 
 
 @pytest.mark.gpu
@@ -248,7 +251,7 @@ def test_warmup_leaves_nothing_to_compile(compilations):
     options = {"q_mask": True, "d_mask": True, "normalize": True, "argmax": True, "training": True}
     lik_ops.warmup("cuda", torch.bfloat16, 40, 24, Nq=(1, 16), Ld=(20, 200), **options)
     compilations.clear()
-    for Nq, Ld in ((1, 33), (16, 150), (15, 3)):
+    for Nq, Ld in ((1, 33), (16, 150), (14, 3)):  # as many rows as 16 divides: winners are read in vectors
         Q, D = tensors(Nq, 11, 24, Ld, 40, requires_grad=True)
         masks = [torch.ones(t.shape[:2], dtype=torch.bool, device="cuda") for t in (Q, D)]
         scores = lik_ops.maxsim(Q, D, *masks, normalize=True)

@@ -91,7 +91,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
             arch, case.dtype, *sizes, wide=case.wide, tf32=False, documents=case.documents, **shared
         )
         if case.split:
-            return configs.forward_split(launch)
+            return configs.forward_split(launch, case.Lq)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     if case.kernel == "maxsim_grad_documents":
         return configs.grad_documents(arch, case.d, wide=case.wide, **shared)

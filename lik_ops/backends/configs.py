@@ -247,7 +247,7 @@ def forward(
 
 
 def forward_split(launch: Launch, Lq: int) -> Launch:
-    """The forward on rows that are split already: what splitting takes of registers serves deeper pipelines and twice the rows."""
+    """The forward on rows that are split already: its registers serve deeper pipelines and more rows."""
     config = launch.config
     if Lq > config.SLOT:
         return replace(launch, num_stages=2)

@@ -100,7 +100,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         sizes = case.Nq, case.Lq, case.d
         launch = configs.forward(arch, case.dtype, *sizes, tf32=False, documents=case.documents, **shared)
         if case.split:
-            return configs.forward_split(launch)
+            return configs.forward_split(launch, case.Lq)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, pieces=case.pieces, **shared)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):

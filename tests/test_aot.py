@@ -70,6 +70,7 @@ TERMS = [
     Case(FORWARD, torch.float32, Nq=1, **_EVERYTHING),
     Case(FORWARD, torch.float32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
     Case(FORWARD, torch.float32, Nq=64, wide=2, **_EVERYTHING),
+    Case(FORWARD, torch.float32, Lq=128, **_EVERYTHING),
     Case(FORWARD, torch.float32, Lq=300, **_EVERYTHING),
     Case(FORWARD, torch.float32, split=True),
     Case(FORWARD, torch.float32, Lq=300, split=True, **_EVERYTHING),

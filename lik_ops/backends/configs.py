@@ -167,7 +167,7 @@ FORWARD = (
     )),
     Rule("wgmma", _HALF, _ANY, _ANY, False, 2, (Tile(64, 128, 128, 4, 2), Tile(128, 128, 128, 8, 3))),
     Rule("wgmma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 128, 4, 2),)),
-    Rule("wgmma", _FP32, 128, _ANY, False, 2, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 2))),
+    Rule("wgmma", _FP32, 128, _ANY, False, 2, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 1))),
     Rule("wgmma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 2),)),
     Rule("mma", _HALF, 128, _ANY, False, 0, (Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))),
     Rule("mma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 64, 8, 2), Tile(128, 64, 64, 8, 2))),
@@ -239,18 +239,19 @@ def forward(
         PRECISION=precision(dtype, arch, tf32),
         TOKENS_FIRST=tile.tokens_first,
         WALK=tile.walkers > 0 and not splits and d <= BD and Lq <= slot and not candidates,
-        # Where it changes nothing it is set on mma, on which ptxas spills without the loop.
-        LONG=Lq > slot or (slot == most and arch.unit == "mma"),
+        # Where it changes nothing it is set on mma and to split rows, for which ptxas spills without the loop.
+        LONG=Lq > slot or (slot == most and (arch.unit == "mma" or splits)),
         SPLIT=splits,
     )
     return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
 
 
-def forward_split(launch: Launch) -> Launch:
-    """The forward on rows that are split already: what splitting takes of registers serves twice the rows."""
-    if launch.config.LONG:
-        return launch
-    return replace(launch, config=launch.config._replace(BM=2 * launch.config.BM), num_stages=3)
+def forward_split(launch: Launch, Lq: int) -> Launch:
+    """The forward on rows that are split already: its registers serve deeper pipelines and more rows."""
+    config = launch.config
+    if Lq > config.SLOT:
+        return replace(launch, num_stages=2)
+    return replace(launch, config=config._replace(BM=2 * config.BM, LONG=False), num_stages=3)
 
 
 def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:

@@ -105,11 +105,9 @@ def split_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> SplitP
     if D.dim() != 3 or arch.unit not in configs.SPLITTING or Q.dtype != torch.float32 or wide_of(Q, D):
         return None
     Nq, K, Lq, Ld = sizes(Q, D)
-    launch = configs.forward_split(
-        configs.forward(
-            arch, Q.dtype, Nq, Lq, Q.shape[-1], candidates=False, normalize=False, wide=0, tf32=allow_tf32()
-        )
-    )
+    d, tf32 = Q.shape[-1], allow_tf32()
+    launch = configs.forward(arch, Q.dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32)
+    launch = configs.forward_split(launch, Lq)
     room = _room(launch.config)
     fits = Nq * Lq <= room and launch.config.BN <= Ld <= room
     if not (launch.config.SPLIT and fits and min(Nq * Lq, K * Ld) >= _LEAST):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,10 @@ from . import __version__, backends
 from ._backend_choice import ENVIRONMENT_VARIABLE, requested_backend
 from .backends import portable
 
+if TYPE_CHECKING:
+    from .backends.configs import Architecture
+
+_DOCUMENTS, _TOKENS = 1000, 300  # of the documents whose kernel is asked for
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,7 +35,7 @@ def _devices() -> list[tuple[torch.device, str]]:
 
 
 def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -> str:
-    """The backend, and for Triton the kernel with its configuration, that a cross-product call would use."""
+    """The backend, and for Triton the kernel with its tile, that scoring 1000 documents of 300 tokens would use."""
     try:
         backend = backends.select(device, dtype)
     except RuntimeError as error:
@@ -38,14 +43,30 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
     if backend is portable:
         reason = None if device.type == "cpu" else backends.why_not_triton(device, dtype)
         return "portable" + (f" ({reason})" if reason else "")
-    from .backends import configs, cuda, launcher
+    from .backends import cuda, launcher
 
-    arch = cuda.architecture(device)
-    launch = configs.forward(arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=cuda.allow_tf32())
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    sizes = Nq, _DOCUMENTS, Lq, _TOKENS, d
+    return f"triton {kernel(cuda.architecture(device), processors, dtype, *sizes)}; launched {launcher.way()}"
+
+
+def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
+    """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
+    from .backends import configs, cuda
+
+    found = configs.specialized(arch, dtype, Nq, Nd, Lq, Ld, d, argmax=False, processors=processors)
+    if found is not None:
+        s = found.config
+        return (
+            f"maxsim_forward_specialized on {arch.name}: {configs.SPECIALIZED_ROWS} rows x {s.BN} tokens x "
+            f"{s.BD} features, {s.STAGES} stages, {found.programs} programs"
+        )
+    tf32 = cuda.allow_tf32()
+    launch = configs.forward(arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32, documents=Nd)
     c = launch.config
     return (
-        f"triton maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "
-        f"{launch.num_warps} warps, {launch.num_stages} stages; launched {launcher.way()}"
+        f"maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "
+        f"{launch.num_warps} warps, {launch.num_stages} stages"
     )
 
 

@@ -86,3 +86,16 @@ def test_info_prints_versions_devices_and_the_choice():
     out = subprocess.run([sys.executable, "-m", "lik_ops.info"], capture_output=True, text=True, check=True).stdout
     for expected in ("lik_ops", lik_ops.__version__, "torch", torch.__version__, "triton", "cpu", "portable"):
         assert expected in out
+
+
+def test_info_names_the_kernel_that_a_gpu_would_run():
+    from lik_ops import info
+    from lik_ops.backends.configs import ARCHITECTURES
+
+    def kernel(name, dtype, Nq):
+        return info.kernel(ARCHITECTURES[name], 132, dtype, Nq, 1000, 32, 300, 128)
+
+    assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
+    assert kernel("sm_90", torch.bfloat16, 1).startswith("maxsim_forward on sm_90: 32 rows")
+    assert kernel("sm_90", torch.float32, 64).startswith("maxsim_forward on sm_90")
+    assert kernel("gfx942", torch.bfloat16, 64).startswith("maxsim_forward on gfx942")

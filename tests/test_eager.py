@@ -263,7 +263,7 @@ def test_warmup_makes_the_calls_it_is_told_to(place, monkeypatch):
     with place.use():
         for dtype in place.dtypes:
             lik_ops.warmup(place.device, dtype, 8, 3, Nq=(1, 2), Ld=(4, 9), **options)
-        assert len(called) == 12 * len(place.dtypes)
+        assert len(called) == 24 * len(place.dtypes)
         called.clear()
         lik_ops.warmup(place.device, place.dtypes[0], 8, 3, Nq=2, Ld=4, Nd=5, candidates=True)
     assert called == [("maxsim", (2, 3, 8), (2, 5, 4, 8))]

@@ -32,7 +32,11 @@ CONSUMER_REGISTERS = gl.constexpr(232)
 
 
 class Ring(NamedTuple):
-    """Document tiles in shared memory, and the barriers that say which are full and which may be filled again."""
+    """Document tiles in shared memory, and the barriers that say which are full and which may be filled again.
+
+    `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
+    each group, and one that both pass when they have read their last tile.
+    """
 
     tiles: Any
     full: Any

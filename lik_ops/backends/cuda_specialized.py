@@ -127,7 +127,9 @@ def specialized_plan(
         argmax=argmax_dtype is not None,
         processors=_processors(Q.device),
     )
+    if choice is None or not describable(D, choice.config):
+        return None
     gluon = kernels()
-    if choice is None or gluon is None or not describable(D, choice.config):
+    if gluon is None:
         return None
     return SpecializedPlan(choice, gluon, Q, D, argmax_dtype)

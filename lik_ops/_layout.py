@@ -130,6 +130,16 @@ def lift(x: Tensor | None, is_flat: bool) -> Tensor | None:
     return x.unsqueeze(0) if is_flat and x is not None else x
 
 
+def lifted(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The arguments with all their axes: those of a 2-D `Q` or `D` given one."""
+    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
+    if q_flat:
+        Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
+    return Q, lift(D, d_flat), q_mask, lift(d_mask, d_flat), q_weight  # type: ignore[return-value]
+
+
 def argmax_dtype_for(Ld) -> torch.dtype:
     """int16 where every token index of a document is known to fit, else int32; a symbolic Ld stays unguarded."""
     if isinstance(Ld, int):

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
+from lik_ops import backends
 from lik_ops.ops import eager
 
 from .support import INTERPRETING, PLACES, Problem, build
@@ -194,6 +195,23 @@ def test_compiled_callers_keep_the_operator():
     compiled = torch.compile(lambda q, d: lik_ops.maxsim(q, d) * 2, backend=backend, fullgraph=True)
     assert torch.equal(compiled(Q, D), lik_ops.maxsim(Q, D) * 2)
     assert any("lik.maxsim" in target for target in graphs[0])
+
+
+def test_recompute_leaves_finding_the_winners_to_the_backend(monkeypatch):
+    """It finds them in parts that need no more memory than a constant."""
+    backend = backends.select(torch.device("cpu"), torch.float32)
+    run, given = backend.backward_lowmem, []
+
+    def spy(grad_scores, Q, D, argmax, *rest):
+        given.append(argmax)
+        return run(grad_scores, Q, D, argmax, *rest)
+
+    monkeypatch.setattr(backend, "backward_lowmem", spy)
+    Q, D = torch.randn(2, 3, 8, requires_grad=True), torch.randn(4, 5, 8, requires_grad=True)
+    grads = torch.autograd.grad(lik_ops.maxsim(Q, D, recompute=True).sum(), (Q, D))
+    assert given == [None]
+    for a, b in zip(grads, torch.autograd.grad(lik_ops.maxsim(Q, D).sum(), (Q, D)), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_the_choice_of_backend_is_read_by_every_call(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,13 +35,20 @@ _raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 
 _empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
-class Plan(Protocol):
+class Plan:
     """A forward call of given metadata: what follows from that alone is worked out once."""
 
-    scores_shape: tuple[int, int]
+    def __init__(self, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+        self.device, self.sizes, self.d, self.argmax_dtype = Q.device, sizes(Q, D), Q.shape[-1], argmax_dtype
+        Nq, K, Lq, _ = self.sizes
+        self.scores_shape = (Nq, K)
+        self.argmax_shape = (Nq, K, Lq) if D.dim() == 4 else (K, Nq, Lq)
 
     def new_argmax(self) -> Tensor:
         """Winners to be filled by `scores`, of size [0] if none are asked for."""
+        if self.argmax_dtype is None:
+            return torch.empty(0, dtype=torch.int32, device=self.device)
+        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
 
     def scores(
         self,
@@ -55,9 +61,10 @@ class Plan(Protocol):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
+        raise NotImplementedError
 
 
-class ForwardPlan:
+class ForwardPlan(Plan):
     """What a forward call needs and what follows from the metadata of its arguments alone: worked out once for each.
 
     Made from arguments with all their axes; called also with the 2-D tensors that these axes were added to.
@@ -73,11 +80,9 @@ class ForwardPlan:
         normalize: bool,
         argmax_dtype: torch.dtype | None,
     ) -> None:
-        self.device, self.index, self.arch = Q.device, Q.device.index, architecture(Q.device)
-        self.sizes, self.d, candidates = sizes(Q, D), Q.shape[-1], D.dim() == 4
+        super().__init__(Q, D, argmax_dtype)
+        self.index, self.arch, candidates = Q.device.index, architecture(Q.device), D.dim() == 4
         Nq, K, Lq, _ = self.sizes
-        self.scores_shape, self.argmax_dtype = (Nq, K), argmax_dtype
-        self.argmax_shape = (Nq, K, Lq) if candidates else (K, Nq, Lq)
         self.is_trivial = Nq * K == 0 or Lq == 0
         # Once known: what launches tensors that begin at multiples of 16 bytes.
         self.bound: launcher.Bound | None = None
@@ -111,11 +116,6 @@ class ForwardPlan:
         queries, documents = self._grouped(None, None, None, None, None)
         self.query_rest, self.document_rest = queries[1:], documents[1:]
         _log.debug("maxsim_forward on %s for %s: %s", self.arch.name, self.sizes, launch)
-
-    def new_argmax(self) -> Tensor:
-        if self.argmax_dtype is None:
-            return torch.empty(0, dtype=torch.int32, device=self.device)
-        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
 
     def scores(
         self,

@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .._layout import lift
+from .._layout import lifted
 from . import configs, launcher
 from .cuda_arguments import architecture, describable, on_device, queries_of, sizes
-from .cuda_forward import ForwardPlan, forward_plan
+from .cuda_forward import ForwardPlan, Plan, forward_plan
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes
@@ -36,7 +36,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class SpecializedPlan:
+class SpecializedPlan(Plan):
     """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens.
 
     The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time.
@@ -45,21 +45,16 @@ class SpecializedPlan:
     def __init__(
         self, choice: configs.Specialized, gluon: ModuleType, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None
     ) -> None:
-        self.choice, self.device, self.d = choice, Q.device, Q.shape[-1]
-        self.sizes = sizes(Q, D)
-        Nq, K, Lq, _ = self.sizes
-        self.scores_shape, self.argmax_dtype, self.argmax_shape = (Nq, K), argmax_dtype, (K, Nq, Lq)
+        super().__init__(Q, D, argmax_dtype)
+        self.choice = choice
         self.kernel, self.sum_kernel = gluon.maxsim_forward_specialized, gluon.maxsim_sum_parts
         self.block = [choice.config.BN, choice.config.BD]
         self.layout = gluon.tile_layout(self.block, str(Q.dtype).removeprefix("torch."))
         self.constants = (*self.sizes, self.d, choice.parts, choice.config)
-        self.chunk = max(1, _WORKSPACE // (4 * Nq * choice.parts))  # documents whose parts' scores fit the workspace
+        self.chunk = max(
+            1, _WORKSPACE // (4 * self.sizes.Nq * choice.parts)
+        )  # documents whose parts' scores fit the workspace
         _log.debug("maxsim_forward_specialized for %s: %s", self.sizes, choice)
-
-    def new_argmax(self) -> Tensor:
-        if self.argmax_dtype is None:
-            return torch.empty(0, dtype=torch.int32, device=self.device)
-        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
 
     def scores(
         self,
@@ -73,9 +68,7 @@ class SpecializedPlan:
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
         Nq, K, _, _ = self.sizes
-        if Q.dim() == 2:
-            Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
-        D = lift(D, D.dim() == 2)  # type: ignore[assignment]
+        Q, D, q_mask, _, q_weight = lifted(Q, D, q_mask, None, q_weight)
         if D.data_ptr() % 16:  # the memory access unit cannot read it
             plain = ForwardPlan(Q, D, q_mask, None, q_weight, False, self.argmax_dtype)
             return plain.scores(shape, Q, D, q_mask, None, q_weight, argmax)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._layout import lift
+from .._layout import lifted
 from ..csrc_triton import forward as forward_kernels
 from ..csrc_triton import fp32 as fp32_kernels
 from ..csrc_triton.arguments import Config, Terms
 from . import configs, launcher
 from .configs import Launch
 from .cuda_arguments import allow_tf32, architecture, checked_grid, documents_of, on_device, queries_of, sizes, wide_of
+from .cuda_forward import Plan
 
 _log = logging.getLogger("lik_ops")
 _LEAST = 1024  # query rows and document tokens; with 512 rows, splitting first takes longer
@@ -30,25 +31,19 @@ def _room(config: Config) -> int:
     return _BYTES // (4 * config.BD) // 16 * 16
 
 
-class SplitPlan:
+class SplitPlan(Plan):
     """Queries are split, then as many documents at a time as the workspace holds, and scored."""
 
     def __init__(self, launch: Launch, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
-        self.launch, self.config, self.device = launch, launch.config, Q.device
+        super().__init__(Q, D, argmax_dtype)
+        self.launch, self.config = launch, launch.config
         self.options = launch.options(architecture(Q.device))
-        self.sizes, self.d = sizes(Q, D), Q.shape[-1]
-        Nq, K, Lq, Ld = self.sizes
-        self.scores_shape, self.argmax_dtype, self.argmax_shape = (Nq, K), argmax_dtype, (K, Nq, Lq)
+        Nq, K, _, Ld = self.sizes
         self.room = _room(self.config)
         chunk = self.room // Ld
         self.chunk = chunk if chunk < 16 else chunk // 16 * 16  # then every chunk of scores, winners, mask is aligned
         checked_grid(launch.programs(Nq, min(self.chunk, K)))
         _log.debug("maxsim_forward on split tokens for %s: %s", self.sizes, launch)
-
-    def new_argmax(self) -> Tensor:
-        if self.argmax_dtype is None:
-            return torch.empty(0, dtype=torch.int32, device=self.device)
-        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
 
     def scores(
         self,
@@ -61,9 +56,7 @@ class SplitPlan:
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        if Q.dim() == 2:
-            Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
-        D, d_mask = lift(D, D.dim() == 2), lift(d_mask, D.dim() == 2)  # type: ignore[assignment]
+        Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
         scores = torch.empty(self.scores_shape, dtype=torch.float32, device=self.device)
         queries, query_scales = self._workspace()
         documents, document_scales = self._workspace()

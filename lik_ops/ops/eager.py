@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, as_bool, check, lift, metadata
+from .._layout import argmax_dtype_for, as_bool, check, lifted, metadata
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
@@ -90,17 +90,9 @@ class _Call:
         self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
         self.plan: Any = None
         if hasattr(self.backend, "forward_plan"):
-            args = self.lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
+            args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, normalize, argmax_dtype)
         _log.debug("maxsim: %s beside %s goes straight to %s", list(Q.shape), list(D.shape), self.backend.__name__)
-
-    def lifted(
-        self, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        q_flat, d_flat = self.q_flat, self.d_flat
-        if q_flat:
-            Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
-        return Q, lift(D, d_flat), q_mask, lift(d_mask, d_flat), q_weight  # type: ignore[return-value]
 
     def forward(
         self,
@@ -115,7 +107,7 @@ class _Call:
         if self.plan is not None:
             argmax = None if argmax_dtype is None else self.plan.new_argmax()
             return self.plan.scores(self.shape, Q, D, q_mask, d_mask, q_weight, argmax), argmax
-        args = self.lifted(Q, D, q_mask, d_mask, q_weight)
+        args = lifted(Q, D, q_mask, d_mask, q_weight)
         scores, argmax = self.backend.forward(*args, self.normalize, argmax_dtype)
         return scores.view(self.shape), None if argmax_dtype is None else argmax
 
@@ -124,19 +116,17 @@ _calls: dict[tuple, _Call] = {}
 
 
 class _operators:
-    """The operators by the names of a backend's functions."""
+    """The operators by the names of a backend's functions; an `argmax` of None is their ``[0]``."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.lik.maxsim_fwd(*args, "auto")
+    def backward_lowmem(grad_scores: Tensor, Q: Tensor, D: Tensor, argmax: Tensor | None, *rest: Any) -> tuple:
+        argmax = Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+        return torch.ops.lik.maxsim_bwd_lowmem(grad_scores, Q, D, argmax, *rest)
 
     @staticmethod
-    def backward_lowmem(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.lik.maxsim_bwd_lowmem(*args)
-
-    @staticmethod
-    def backward_unified(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.lik.maxsim_bwd_unified(*args)
+    def backward_unified(grad_scores: Tensor, Q: Tensor, D: Tensor, argmax: Tensor | None, *rest: Any) -> tuple:
+        argmax = Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+        return torch.ops.lik.maxsim_bwd_unified(grad_scores, Q, D, argmax, *rest)
 
 
 class _MaxSim(torch.autograd.Function):
@@ -156,7 +146,7 @@ class _MaxSim(torch.autograd.Function):
             return (None,) * 7
         call, needs = ctx.call, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, argmax = ctx.saved_tensors
-        inputs = call.lifted(Q, D, q_mask, d_mask, q_weight)
+        Q3, D3, *options = lifted(Q, D, q_mask, d_mask, q_weight)
         if call.q_flat:
             grad_scores = grad_scores.unsqueeze(0)
         if call.d_flat:
@@ -167,10 +157,6 @@ class _MaxSim(torch.autograd.Function):
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
             ops = call.backend if short else _operators
-            Q3, D3, *options = inputs
-            if argmax is None:
-                with torch.no_grad():
-                    argmax = ops.forward(*inputs, call.normalize, argmax_dtype_for(D.shape[-2]))[1]
             run = ops.backward_unified if ctx.unified else ops.backward_lowmem
             grads = run(grad_scores, Q3, D3, argmax, *options, call.normalize, needs)
         shaped = (g.view(x.shape) if need else None for g, x, need in zip(grads, (Q, D, q_weight), needs, strict=True))

@@ -56,6 +56,8 @@ CASES = (
     Case("in-batch 256", 256, 256, 32, 300, what="winners", goal_ms=0.25),
     Case("candidates 256x16", 256, 16, 32, 1024, candidates=True),
     Case("fat d 768", 1, 1000, 128, 1024, d=768, goal_ms=0.41),
+    Case("fat d 768, 16x200", 16, 200, 128, 1024, d=768),
+    Case("rerank 1k d 768", 1, 1000, 32, 300, d=768),
     Case("rerank Lq 128", 1, 1000, 128, 1024, goal_ms=0.066),
     Case("pages 1x1k", 1, 1000, 1024, 1024, goal_ms=0.32),
     Case("pages 64x64", 64, 64, 1024, 1024, goal_ms=1.28),

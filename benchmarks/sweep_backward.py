@@ -33,6 +33,7 @@ class Case:
     Ld: int
     d: int = 128
     candidates: bool = False
+    dtype: str = "bfloat16"
 
 
 CASES = (
@@ -41,15 +42,17 @@ CASES = (
     Case("pages", 128, 128, 1024, 1024),
     Case("candidates", 256, 16, 32, 1024, candidates=True),
     Case("small", 32, 32, 32, 300),
+    Case("small fp32", 64, 64, 32, 180, dtype="float32"),
 )
 # BM, BN, warps, registers
 GATHERS = ((8, 16, 4, 128), (8, 16, 4, 112), (8, 4, 4, 64), (16, 8, 4, 128), (4, 16, 2, 128))
 # BM, BN, warps, stages, registers
 PRODUCTS = ((64, 16, 4, 3, 168), (64, 16, 4, 3, 128), (64, 16, 4, 4, 168), (64, 32, 4, 3, 168), (128, 16, 4, 3, 168))
+PRODUCTS_FP32 = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
 # BM, warps
-LISTS = ((2048, 8), (1024, 4), (512, 2))
-# BN, tiles of a program, warps
-FEW = ((64, 16, 4), (64, 4, 4), (64, 8, 4), (32, 8, 4), (32, 32, 4), (64, 8, 8), (128, 8, 8), (16, 16, 4))
+LISTS = ((1024, 4), (512, 2))
+# BN, tokens of a program, warps
+FEW = ((32, 1024, 4), (16, 1024, 4), (32, 512, 4), (32, 256, 4), (32, 1024, 8), (32, 1024, 2))
 
 
 def winners(case: Case, kind: str, generator: torch.Generator) -> Tensor:
@@ -100,12 +103,12 @@ class Inputs:
 def draw(case: Case, kind: str) -> Inputs:
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def normal(*shape: int, dtype=torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+    def normal(*shape: int, dtype: str = case.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, dtype))
 
     Q = normal(case.Nq, case.Lq, case.d)
     D = normal(*((case.Nq, case.Nd) if case.candidates else (case.Nd,)), case.Ld, case.d)
-    up = normal(case.Nq, case.Nd, dtype=torch.float32) * 1e-6
+    up = normal(case.Nq, case.Nd, dtype="float32") * 1e-6
     return Inputs(Q, D, up, winners(case, kind, generator))
 
 
@@ -164,14 +167,15 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
         tried[-1] |= {"ms": timer(lambda call=call, a=a: call(*a)), "error": error(call(*a)[0][-1], grad_Q)}
         report(tried[-1] | {"complete": True})
     if case.candidates:
-        for BN, tiles, warps in FEW if kind == "uniform" else ():
-            with forced("few_rows", warps, 1, None, BN=BN), mock.patch.object(cuda_backward, "_TILES", tiles):
-                attempt("grad_D", (BN, tiles, warps), cuda_backward._into_documents, only_D, grad_D)
+        for BN, tokens, warps in FEW if kind == "uniform" else ():
+            with forced("few_rows", warps, 1, 255, BN=BN), mock.patch.object(cuda_backward, "_MOST_TOKENS", tokens):
+                attempt("grad_D", (BN, tokens, warps), cuda_backward._into_documents, only_D, grad_D)
         return tried
     for BM, BN, warps, registers in GATHERS if kind == "uniform" else ():
         with forced("gather", warps, None, registers, BM=BM, BN=BN):
             attempt("grad_Q", (BM, BN, warps, registers), cuda_backward._into_queries, only_Q, grad_Q)
-    for BM, BN, warps, stages, registers in PRODUCTS if kind == "uniform" else ():
+    products = PRODUCTS if case.dtype == "bfloat16" else PRODUCTS_FP32
+    for BM, BN, warps, stages, registers in products if kind == "uniform" else ():
         with forced("grad_documents", warps, stages, registers, BM=BM, BN=BN):
             attempt("grad_D", (BM, BN, warps, stages, registers), cuda_backward._into_documents, only_D, grad_D)
     for BM, warps in LISTS if kind == "uniform" else ():

@@ -98,6 +98,14 @@ class Specialization(NamedTuple):
     ARGMAX: bool
 
 
+class WideSpecialization(NamedTuple):
+    """Compile-time choices of `maxsim_forward_wide`, each correct for every shape with Ld >= BN."""
+
+    BN: int  # document tokens of a tile
+    SLOT: int  # rows that one query takes, a power of two: 2 to 64
+    STAGES: int  # steps of the ring
+
+
 # The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
 # anew, but for two kinds. VECTOR: strides of which it knows whether all are multiples of 16, so that it can load
 # vectors; where tensors are contiguous that follows from d. UNIT: strides that become constants where they are 1.

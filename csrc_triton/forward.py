@@ -251,6 +251,57 @@ def _query_rows(pointers, row, row_ok, terms, Q, d, C: tl.constexpr):
 
 
 @triton.jit
+def _taken(best, where, S, t, keep, t0, ARGMAX: tl.constexpr, C: tl.constexpr):
+    """The lanes' maxima and their tokens after a tile that begins at t0."""
+    if ARGMAX:
+        m, tokens = _lane_winners(S, t, keep, t0, C)
+        where = tl.where(m > best, tokens, where)
+    else:
+        m = _lane_maxima(S, C)
+    return nan_max(best, m), where
+
+
+@triton.jit
+def _stepwise_maxima(
+    best, where, kept, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, ARGMAX: tl.constexpr,
+    C: tl.constexpr
+):  # fmt: skip
+    """The lanes' maxima over a document whose features take several steps, and which tokens are kept.
+
+    One loop over the steps of all tiles, so that the next tile is asked for while the last steps of one are multiplied.
+    For wgmma, which it serves: Triton 3.7 cannot place the accumulators of sm_100 in it.
+    """
+    steps = tl.cdiv(d, C.BD)
+    S = tl.full((C.BN, C.BM) if C.TOKENS_FIRST else (C.BM, C.BN), 0, tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    for n in range(0, tl.cdiv(Ld, C.BN) * steps):
+        c0 = n % steps * C.BD
+        t0 = n // steps * C.BN
+        columns = c0 + tl.arange(0, C.BD)
+        if tiles is not None:
+            t0 = tl.minimum(t0, Ld - C.BN)
+            t = t0 + tl.arange(0, C.BN)
+        else:
+            t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
+        q = load_rows(pointers, row_ok, columns, d, Q.stride_d, C.WIDE)
+        x = _document_tile(base, tiles, document_row + t0, t, columns, c0, d, D, C)
+        S = _add_product(tl.where(c0 == 0, 0.0, S), q, x, C)
+        if C.NORMALIZE:
+            squares = tl.where(c0 == 0, 0.0, squares) + tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        if c0 + C.BD >= d:
+            similarity = S
+            keep = t >= 0
+            if C.NORMALIZE:
+                similarity = similarity * _per_token(inverse_norm(squares), C)
+            if D.mask is not None:
+                keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
+                similarity = tl.where(_per_token(keep, C), similarity, float("-inf"))
+                kept = kept | keep.to(tl.int32)
+            best, where = _taken(best, where, similarity, t, keep, t0, ARGMAX, C)
+    return best, where, kept
+
+
+@triton.jit
 def _row_maxima(
     pointers, row, row_ok, base, mask_base, tiles, terms, document_row, Q, D, Ld, d, ARGMAX: tl.constexpr,
     C: tl.constexpr
@@ -261,20 +312,20 @@ def _row_maxima(
     kept = tl.full((C.BN,), 0, tl.int32)
     odds = tl.full((C.BN,), 0, tl.int32)
     q, scale, plain, unscaled = _query_rows(pointers, row, row_ok, terms, Q, d, C)
-    for t0 in range(0, Ld, C.BN):
-        S, t, keep, first, odd = _tile(
-            q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C
+    if C.ONE_CHUNK or C.LANES == 1:
+        for t0 in range(0, Ld, C.BN):
+            S, t, keep, first, odd = _tile(
+                q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C
+            )
+            if D.mask is not None:
+                kept = kept | keep.to(tl.int32)
+            if C.SPLIT:
+                odds = odds | odd.to(tl.int32)
+            best, where = _taken(best, where, S, t, keep, first, ARGMAX, C)
+    else:
+        best, where, kept = _stepwise_maxima(
+            best, where, kept, pointers, row_ok, base, mask_base, tiles, document_row, Q, D, Ld, d, ARGMAX, C
         )
-        if D.mask is not None:
-            kept = kept | keep.to(tl.int32)
-        if C.SPLIT:
-            odds = odds | odd.to(tl.int32)
-        if ARGMAX:
-            m, tokens = _lane_winners(S, t, keep, first, C)
-            where = tl.where(m > best, tokens, where)
-        else:
-            m = _lane_maxima(S, C)
-        best = nan_max(best, m)
     any_kept = tl.max(kept, axis=0) if D.mask is not None else (Ld > 0).to(tl.int32)
     if ARGMAX:
         row_best, row_where = _merged(best, where, Ld, C)

@@ -59,7 +59,8 @@ def tile_layout(block: list[int], dtype: str):
 
 
 @gluon.jit
-def _advance(stage, phase, C: gl.constexpr):
+def advance(stage, phase, C: gl.constexpr):
+    """The next stage of a ring, and its phase."""
     stage += 1
     wrapped = stage == C.STAGES
     return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
@@ -77,7 +78,7 @@ def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(full, D.block_type.nbytes)
             tma.async_copy_global_to_shared(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
-            stage, phase = _advance(stage, phase, C)
+            stage, phase = advance(stage, phase, C)
 
 
 @gluon.jit
@@ -87,7 +88,7 @@ def _first_larger(v0, c0, v1, c1):
 
 
 @gluon.jit
-def _lanes(S):
+def lanes(S):
     """A row's columns as [N // 8, 4, 2]: wgmma spreads a row over the 4 lanes of a quad, so the other axes stay in a
     thread."""
     return gl.reshape(S, (S.shape[0], S.shape[1] // 8, 4, 2))
@@ -108,7 +109,7 @@ def _along(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _reduced(S, best, where, t0, C: gl.constexpr):
     """`best` and `where` after a tile. Columns are constants of the compiled code, relative to the lane."""
-    x = _lanes(S)
+    x = lanes(S)
     if C.ARGMAX:
         LAYOUT: gl.constexpr = x.type.layout
         column = _along(S.shape[1] // 8, 1, LAYOUT) * 8 + _along(2, 3, LAYOUT)
@@ -162,7 +163,7 @@ def _absorbed(S_a, S_b, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexp
     mbarrier.arrive(ring.empty.index(stage), count=1)
     best, where = _reduced(S, halves[1].best, halves[1].where, start, C)
     b = Half(S, best, where)
-    stage, phase = _advance(stage, phase, C)
+    stage, phase = advance(stage, phase, C)
     return (_settle(a, C), _settle(b, C)), stage, phase, turn ^ 1
 
 
@@ -237,7 +238,7 @@ def _score(halves, Q, first, parts, k, exists, scores, argmax, unresolved, sizes
 def _fresh(S, C: gl.constexpr):
     """A half that has seen no tile; `S` only lends its registers."""
     none = gl.full_like(S, float("-inf"))
-    best = gl.reduce(gl.reduce(_lanes(none), 3, nan_max), 1, nan_max)
+    best = gl.reduce(gl.reduce(lanes(none), 3, nan_max), 1, nan_max)
     where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
     return Half(S, best, where)
 
@@ -370,7 +371,7 @@ def maxsim_forward_specialized(Q, D, scores, argmax, Nq, K, Lq, Ld, d, parts, C:
 
 @triton.jit(do_not_specialize=["K", "parts"])
 def maxsim_sum_parts(partial, scores, K, parts, BLOCK: tl.constexpr):
-    """Scores [Nq, K] of long queries from the sums ``[Nq * parts, K]`` of their parts of 128 tokens.
+    """Scores [Nq, K] of long queries from the sums ``[Nq * parts, K]`` of their parts.
 
     Neighbours are added first, then these one after the other: the order in which `maxsim_forward` adds.
     """

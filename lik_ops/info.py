@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,9 +59,10 @@ def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd:
     found = configs.specialized(arch, dtype, Nq, Nd, Lq, Ld, d, argmax=False, processors=processors)
     if found is not None:
         s = found.config
+        name, rows = ("specialized", configs.SPECIALIZED_ROWS) if d <= 128 else ("wide", configs.WIDE_ROWS)
         return (
-            f"maxsim_forward_specialized on {arch.name}: {configs.SPECIALIZED_ROWS} rows x {s.BN} tokens x "
-            f"{s.BD} features, {s.STAGES} stages, {found.programs} programs"
+            f"maxsim_forward_{name} on {arch.name}: {rows} rows x {s.BN} tokens, {s.STAGES} stages, "
+            f"{found.programs} programs"
         )
     tf32 = cuda.allow_tf32()
     launch = configs.forward(arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32, documents=Nd)
@@ -68,6 +71,19 @@ def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd:
         f"maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "
         f"{launch.num_warps} warps, {launch.num_stages} stages"
     )
+
+
+def table() -> str:
+    """The table of tiles that ``LIK_OPS_TABLE`` names."""
+    if find_spec("triton") is None:
+        return "none: triton is not installed"
+    from .backends import tables
+
+    try:
+        found = tables.loaded()
+    except ValueError as error:
+        return f"error: {error}"
+    return "built in" if found is None else f"{os.environ[tables.ENVIRONMENT_VARIABLE]}: {found}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,6 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"torch    {torch.__version__}")
     print(f"triton   {_version('triton')}")
     print(f"backend  {requested_backend()} ({ENVIRONMENT_VARIABLE} or lik_ops.use_backend)")
+    print(f"table    {table()}")
     for device, name in _devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from lik_ops.csrc_triton import (
     backward_queries,
     backward_unified,
     forward,
+    fp32,
 )
 from lik_ops.csrc_triton.arguments import Documents, Queries, Terms, Upstream
 
@@ -47,10 +48,12 @@ class Case:
     lists: bool = True
     pieces: bool = False
     split: bool = False  # forward: rows that are split already
+    tf32: bool = False  # allowed by the user
 
     def __str__(self) -> str:
-        named = ("candidates", "normalize", "options", "argmax", "wide", "pieces", "split")
+        named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32")
         flags = [f for f in named if getattr(self, f)]
+        flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
         return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
@@ -98,19 +101,26 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
     if case.kernel == "maxsim_forward":
         sizes = case.Nq, case.Lq, case.d
-        launch = configs.forward(arch, case.dtype, *sizes, tf32=False, documents=case.documents, **shared)
+        choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
+        launch = configs.forward(arch, case.dtype, *sizes, **choices)
         if case.split:
             return configs.forward_split(launch, case.Lq)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
+    if case.kernel == "split_tokens":
+        launch = configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
+        return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
     documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, pieces=case.pieces, **shared)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_scatter":
         return configs.scatter(case.dtype, case.d, **shared)
     if case.kernel == "maxsim_grad_documents_few":
-        return configs.few_rows(arch, case.dtype, min(case.Lq, configs.FEW_ROWS), case.d, **shared)
+        rows = min(case.Lq, configs.most_few_rows(case.dtype, case.d, case.wide))
+        return configs.few_rows(arch, case.dtype, rows, case.d, **shared)
     if case.kernel in LISTS:
         return configs.lists(arch, documents, case.Nq * case.Lq)
+    if case.kernel == "maxsim_scan_counts":
+        return replace(configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
     return configs.gather(case.dtype, case.d, **shared)
 
 
@@ -149,7 +159,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
     if case.kernel == "maxsim_grad_documents_few":
-        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tiles": "i32"} | sizes
+        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32"} | sizes
         return backward_few.maxsim_grad_documents_few, found
     if case.kernel == "maxsim_join_pieces":
         found = {"D": None, "starts": "*i32", "partial": "*fp32", "grad_D": gradient} | block
@@ -159,6 +169,13 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_list_winners":
         found = {"up": up, "starts": "*i32", "lists": "*i32"} | block | {"ALONE": "constexpr"}
         return backward_lists.maxsim_list_winners, found
+    if case.kernel == "maxsim_scan_counts":
+        return backward_lists.maxsim_scan_counts, {"starts": "*i32", "count": "i32"}
+    if case.kernel == "maxsim_row_norms":
+        return backward_lists.maxsim_row_norms, {"Q": None, "norms": "*fp32"} | {n: "i32" for n in ("Nq", "Lq", "d")}
+    if case.kernel == "split_tokens":
+        found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
+        return fp32.split_tokens, found
     if case.kernel == "maxsim_scatter":
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"} | sizes
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
@@ -195,6 +212,12 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         aligned += [(names.index("terms"), n) for n in range(3)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch
+
+
+def fingerprint(case: Case, arch: Architecture) -> str:
+    """What the compiler is given: equal where two cases compile to the same kernel."""
+    src, launch = source(case, arch)
+    return repr((case.kernel, arch.name, launch.options(arch), src.signature, src.constants, sorted(src.attrs)))
 
 
 def target(arch: Architecture) -> GPUTarget:

@@ -1,4 +1,4 @@
-"""The Gluon kernel compiles for sm_90 without a GPU: on wgmma, in flight together, no spills, fits shared memory."""
+"""The Gluon kernels compile for sm_90 without a GPU: on wgmma, in flight together, no spills, fits shared memory."""
 
 import subprocess
 from pathlib import Path
@@ -14,6 +14,7 @@ from lik_ops.csrc_triton.arguments import Queries
 from .aot import Case, _cuda_resources, _queries
 
 fs = pytest.importorskip("lik_ops.csrc_triton.forward_specialized")
+fw = pytest.importorskip("lik_ops.csrc_triton.forward_wide")
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
@@ -66,9 +67,49 @@ def serialised(ptx: str, directory: Path) -> list[str]:
 def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source(dtype, d, Lq, options, argmax), target=target, options={"num_warps": 4})
+    _check(compiled, tmp_path)
+
+
+def _check(compiled, tmp_path: Path) -> None:
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
     registers, spills = _cuda_resources(compiled.asm["cubin"])
     assert spills == 0, f"{spills} spill instructions, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory
+
+
+def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> GluonASTSource:
+    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, argmax=False, processors=132)
+    assert choice is not None
+    C, features = choice.config, fw.FEATURES.value
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+
+    def described(*block: int) -> str:
+        layout = fs.tile_layout(list(block), str(dtype).removeprefix("torch."))
+        element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        return f"tensordesc<{element}[{','.join(map(str, block))}],{layout!r}>"
+
+    signature = {
+        "Q": Queries(*queries),
+        "rows": described(configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
+        "D": described(C.BN, features),
+        "scores": "*fp32",
+    }
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d", "parts"), "i32") | {"C": "constexpr"}
+    values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
+    aligned = [(0, 0), (0, 1), (0, 2), (3,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
+    return GluonASTSource(
+        fw.maxsim_forward_wide, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "Lq", "Ld", "options"),
+    [(torch.bfloat16, 768, 128, 1024, False), (torch.float16, 208, 32, 300, True), (torch.bfloat16, 1024, 8, 64, True)],
+    ids=str,
+)
+def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, tmp_path):
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(wide_source(dtype, d, Lq, Ld, options), target=target, options={"num_warps": 4})
+    _check(compiled, tmp_path)

@@ -1,4 +1,4 @@
-"""`maxsim_forward_specialized` against the oracle, and bit for bit against `maxsim_forward`, which serves elsewhere."""
+"""The Gluon kernels against the oracle, and bit for bit against `maxsim_forward`, which serves elsewhere."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def test_when_it_is_chosen():
     assert choice() is not None
     assert choice(dtype=torch.float32) is None
     assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
-    assert choice(d=136) is None and choice(Ld=63) is None and choice(Lq=1) is None
+    assert choice(Ld=63) is None and choice(Lq=1) is None
     assert choice(Nq=1) is None and choice(Nq=1, Lq=300) is not None
     assert choice(Nq=8, K=8) is None
 
@@ -40,6 +40,13 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
     assert found.parts * found.config.SLOT >= Lq
     assert found.row_tiles * configs.SPECIALIZED_ROWS >= Nq * found.parts * found.config.SLOT
     assert 0.95 * min(132, found.row_tiles * 1000) <= found.programs <= 132
+
+
+def test_wide_features_take_tiles_by_length():
+    assert [choice(d=768, Ld=Ld).config.BN for Ld in (64, 130, 180, 256, 300, 1024)] == [64, 64, 64, 256, 128, 256]
+    assert choice(d=768, Lq=300).parts == 5 and choice(d=768, Lq=300).config.SLOT == 64
+    found = configs.specialized(SM_90, torch.bfloat16, 64, 1000, 32, 180, 768, argmax=True, processors=132)
+    assert found is None and choice(d=200) is None
 
 
 def cases():
@@ -72,7 +79,7 @@ def plain(x, argmax_dtype):
     from lik_ops.backends import cuda_forward
 
     plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
-    argmax = plan.new_argmax()
+    argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
 
@@ -97,6 +104,61 @@ def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
     assert torch.equal(specialized(x, None)[0], scores)
     assert_scores(p, x, scores)
     assert_winners(p, x, argmax.transpose(0, 1).long())
+
+
+def wide_cases():
+    """Steps of features and tiles of tokens that end anywhere; queries in one part or several."""
+    for n, (Nq, Nd, Lq, Ld, d) in enumerate(
+        [
+            (40, 70, 32, 180, 144),
+            (9, 131, 31, 64, 768),
+            (33, 67, 8, 300, 208),
+            (70, 66, 3, 127, 192),
+            (200, 70, 2, 128, 256),
+            (3, 140, 100, 260, 1024),
+            (2, 150, 64, 512, 320),
+            (1, 140, 129, 256, 768),
+            (2, 70, 300, 200, 144),
+        ]
+    ):
+        for values in ("integer", "negative", "normal"):
+            q_mask, weight = ("none", "holes", "empty_some")[n % 3], n % 2 == 1
+            yield Problem(
+                Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=HALF[n % 2], q_mask=q_mask, weight=weight, values=values, seed=n
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", list(wide_cases()), ids=str)
+def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p):
+    from lik_ops.backends import cuda_specialized
+
+    x = build(p, "cuda")
+    plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, x.q_weight, None)
+    assert isinstance(plan, cuda_specialized.WidePlan)
+    scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
+    assert torch.equal(scores, plain(x, None)[0])
+    assert_scores(p, x, scores)
+    # Rows of queries that lie apart, and ones that the memory access unit cannot read.
+    apart = torch.cat([x.Q, x.Q], dim=2)[:, :, : p.d]
+    odd = torch.empty(x.Q.numel() + 1, dtype=p.dtype, device="cuda")[1:].view_as(x.Q).copy_(x.Q)
+    for Q in (apart, odd):
+        assert torch.equal(lik_ops.maxsim(Q, x.D, x.q_mask, q_weight=x.q_weight), scores)
+
+
+@pytest.mark.gpu
+def test_wide_features_with_nan_and_infinities():
+    p = Problem(Nq=20, Nd=150, Lq=32, Ld=200, d=256, dtype=torch.bfloat16, values="normal")
+    x = build(p, "cuda")
+    x.D[3, 150] = float("nan")
+    x.D[7, 5, 3] = float("inf")
+    x.D[9, :, :] = float("-inf")
+    x.Q[:, :, :] = x.Q.abs()
+    x.Q[2, 4] = float("nan")
+    scores = lik_ops.maxsim(x.Q, x.D)
+    torch.testing.assert_close(scores, plain(x, None)[0], rtol=0, atol=0, equal_nan=True)
+    rows = torch.arange(p.Nq, device="cuda") != 2
+    assert scores[:, 3].isnan().all() and scores[2].isnan().all() and (scores[rows][:, 9] == float("-inf")).all()
 
 
 @pytest.mark.gpu

@@ -6,14 +6,14 @@ depends on Lq, d, dtype and architecture, so a score has the same bits whatever 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from ..csrc_triton.arguments import Config, Specialization
+from ..csrc_triton.arguments import Config, Specialization, WideSpecialization
 
-SPECIALIZED_ROWS = 256  # of a program of `maxsim_forward_specialized`
+SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Architecture:
     shared_memory: int  # bytes
     wavefront: int = 32
     registers: int | None = None  # of a thread, where ptxas must be told its limit or spills to run more warps
+    measured: tuple[Rule, ...] = field(default=(), compare=False)  # of a table made by `lik_ops.tune`: they come first
 
     @property
     def unit(self) -> str:
@@ -45,12 +46,12 @@ class Architecture:
 ARCHITECTURES = {
     a.name: a
     for a in (
-        Architecture("sm_80", 163 * 1024),
-        Architecture("sm_86", 99 * 1024),
-        Architecture("sm_89", 99 * 1024),
+        Architecture("sm_80", 163 * 1024, registers=255),
+        Architecture("sm_86", 99 * 1024, registers=255),
+        Architecture("sm_89", 99 * 1024, registers=255),
         Architecture("sm_90", 227 * 1024),
         Architecture("sm_100", 227 * 1024, registers=255),
-        Architecture("sm_120", 99 * 1024),
+        Architecture("sm_120", 99 * 1024, registers=255),
         Architecture("gfx942", 64 * 1024, wavefront=64),
     )
 }
@@ -82,7 +83,7 @@ class Launch:
 
     def programs(self, Nq: int, K: int) -> int:
         """How many programs score K documents, of each query for candidates."""
-        row_tiles = Nq if self.config.CANDIDATES else -(-Nq * self.config.SLOT // self.config.BM)
+        row_tiles = Nq if self.config.CANDIDATES else cdiv(Nq * self.config.SLOT, self.config.BM)
         if not self.config.WALK:
             return row_tiles * K
         # As many as run at a time; if many row tiles would not share those evenly, several times as many.
@@ -103,6 +104,14 @@ def precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
     if arch.is_amd:
         return "ieee"
     return "tf32" if allow_tf32 and dtype == torch.float32 else "tf32x3"
+
+
+def loads_vectors(d: int, wide: int) -> bool:
+    """Whether a kernel knows that rows begin at multiples of 16 features: it loads several of them at a time.
+
+    Else each feature takes an address of its own, in registers: steps must be smaller.
+    """
+    return d % 16 == 0 and wide < 2
 
 
 _ANY = 2**62
@@ -136,10 +145,17 @@ class Rule(NamedTuple):
     normalize: bool
     wide: int
     tiles: tuple[Tile, ...]
+    above_d: int = 0  # what a rule is asked for at least, exclusive
+    above_Lq: int = 0
+
+    def covers(self, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> bool:
+        fits = self.above_d < d <= self.d and self.above_Lq < Lq <= self.Lq
+        return fits and dtype in self.dtypes and normalize <= self.normalize and wide <= self.wide
 
 
 SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
 _HALF, _FP32 = (torch.float16, torch.bfloat16), (torch.float32,)
+_PROCESSORS = 132  # of an H100 or H200
 _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
 
 # The first rule that covers a call holds.
@@ -149,10 +165,12 @@ _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 wi
 # a multiprocessor by two; a query longer than a tile needs more. Beyond 128 features the rows are read again for every
 # tile of tokens: larger ones. On mma the accumulators leave fewer registers: smaller steps where a kernel needs many.
 # Splitting fp32 rows takes registers too: with 256 rows, or with 32 as second, ptxas spills.
+# Rules for wide = 2 serve all rows that are loaded feature by feature: what they change cures spills. The last tile of
+# half types without `normalize` keeps its 256 rows, by which the specialised kernel cuts its sums too.
 # fmt: off
 FORWARD = (
     #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers
-    Rule("wgmma", _HALF, 128, 256, False, 2, (
+    Rule("wgmma", _HALF, 128, 256, False, 1, (
         Tile(32, 64, 128, 4, 4, tokens_first=True, documents=_FEW),
         Tile(32, 64, 128, 4, 1, tokens_first=True),
         Tile(64, 64, 128, 4, 4, documents=_FEW),
@@ -160,20 +178,40 @@ FORWARD = (
         Tile(128, 64, 128, 4, 4, walkers=264),
         Tile(256, 64, 128, 8, 3, 128, walkers=264),
     )),
-    Rule("wgmma", _HALF, 128, _ANY, True, 2, (
+    Rule("wgmma", _HALF, 128, 128, False, 2, (
+        Tile(32, 64, 128, 4, 4, tokens_first=True, documents=_FEW),
+        Tile(32, 64, 128, 4, 1, tokens_first=True),
+        Tile(64, 64, 128, 4, 4, documents=_FEW),
+        Tile(64, 64, 128, 4, 2, walkers=528),
+        Tile(128, 64, 128, 4, 4, walkers=264),
+        Tile(256, 64, 128, 8, 2, 255, walkers=132),
+    )),
+    Rule("wgmma", _HALF, 128, _ANY, False, 1, (Tile(256, 64, 128, 8, 3),)),
+    Rule("wgmma", _HALF, 128, _ANY, False, 2, (Tile(256, 64, 32, 8, 2, 255),)),
+    Rule("wgmma", _HALF, 128, 256, True, 1, (
         Tile(64, 64, 128, 4, 2),
         Tile(128, 64, 128, 8, 3),
         Tile(256, 64, 128, 8, 3),
     )),
-    Rule("wgmma", _HALF, _ANY, _ANY, False, 2, (Tile(64, 128, 128, 4, 2), Tile(128, 128, 128, 8, 3))),
-    Rule("wgmma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 128, 4, 2),)),
-    Rule("wgmma", _FP32, 128, _ANY, False, 2, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 1))),
-    Rule("wgmma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 2),)),
+    Rule("wgmma", _HALF, 128, _ANY, True, 1, (Tile(128, 64, 128, 8, 3),)),
+    Rule("wgmma", _HALF, _ANY, _ANY, False, 1, (
+        Tile(32, 64, 128, 4, 4, tokens_first=True),
+        Tile(64, 64, 128, 4, 4, documents=_FEW),
+        Tile(64, 128, 128, 4, 2),
+        Tile(128, 128, 128, 8, 3),
+    )),
+    Rule("wgmma", _HALF, _ANY, _ANY, True, 1, (Tile(64, 64, 128, 4, 2),)),
+    Rule("wgmma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 64, 8, 1),)),
+    Rule("wgmma", _FP32, 128, _ANY, False, 1, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 1))),
+    Rule("wgmma", _FP32, _ANY, _ANY, True, 1, (Tile(64, 64, 32, 4, 2),)),
+    Rule("wgmma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 16, 4, 2),)),
     Rule("mma", _HALF, 128, _ANY, False, 0, (Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))),
-    Rule("mma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 64, 8, 2), Tile(128, 64, 64, 8, 2))),
+    Rule("mma", _HALF, _ANY, _ANY, True, 1, (Tile(64, 64, 64, 8, 2), Tile(128, 64, 64, 8, 2))),
+    Rule("mma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 8, 2),)),
     Rule("mma", _FP32, _ANY, _ANY, True, 0, (Tile(64, 32, 32, 4, 2),)),
     Rule("mma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 32, 16, 4, 2),)),
-    Rule("mfma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 128, 4, 1),)),
+    Rule("mfma", _HALF, _ANY, _ANY, True, 1, (Tile(64, 64, 128, 4, 1),)),
+    Rule("mfma", _HALF, _ANY, _ANY, True, 2, (Tile(64, 64, 64, 4, 1),)),
     Rule("mfma", _FP32, _ANY, _ANY, True, 2, (Tile(64, 64, 32, 4, 1),)),
     Rule("interpreter", _HALF, _ANY, _ANY, True, 2, (
         Tile(16, 16, 128, 4, 1, tokens_first=True),
@@ -194,12 +232,25 @@ FORWARD = (
 def forward_tiles(
     arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
 ) -> tuple[Tile, ...]:
-    """The tiles of the rule that covers a call."""
-    for rule in FORWARD:
-        fits = d <= rule.d and Lq <= rule.Lq and normalize <= rule.normalize and wide <= rule.wide
-        if fits and rule.unit == arch.unit and dtype in rule.dtypes:
+    """The tiles of the rule that covers a call. Rows that are loaded feature by feature take those of wide offsets."""
+    if not loads_vectors(d, wide):
+        wide = 2
+    for rule in (*arch.measured, *FORWARD):
+        if rule.unit == arch.unit and rule.covers(dtype, max(Lq, 1), d, normalize, wide):
             return rule.tiles
     raise AssertionError(f"lik_ops: no tile for {arch.unit}, {dtype}")
+
+
+def forward_tile(tiles: tuple[Tile, ...], Nq: int, Lq: int, candidates: bool, documents: int) -> tuple[Tile, int]:
+    """The tile of a call among those of its rule, and the rows that each query has in it."""
+    most = tiles[-1].rows
+    slot = min(next_power_of_2(max(Lq, 1)), most)
+    rows = slot if candidates else min(Nq * slot, most)
+    serving = [tile for tile in tiles if tile.rows >= slot and tile.documents >= documents]
+    tile = next(tile for tile in serving if tile.rows >= rows)
+    if not candidates and cdiv(Nq * slot, tile.rows) * documents < _PROCESSORS:
+        tile = serving[0]  # else most multiprocessors would idle
+    return tile, slot
 
 
 def forward(
@@ -214,21 +265,19 @@ def forward(
     wide: int,
     tf32: bool,
     documents: int = _ANY,
+    argmax: bool = False,
 ) -> Launch:
     """The tile of a forward: it holds whole queries, each in a slot of the next power of two, or a part of one.
 
     `documents` are all that are scored: Nd, or Nq * K candidates.
     """
     tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide)
-    most = tiles[-1].rows
-    slot = min(next_power_of_2(max(Lq, 1)), most)
-    rows = slot if candidates else min(Nq * slot, most)
-    tile = next(tile for tile in tiles if tile.rows >= rows and tile.documents >= documents)
+    tile, slot = forward_tile(tiles, Nq, Lq, candidates, documents)
     BD = min(max(next_power_of_2(d), 16), tile.features)
     splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and d <= BD
     config = Config(
         BM=tile.rows,
-        BN=tile.tokens,
+        BN=min(tile.tokens, 64) if argmax else tile.tokens,  # winners take registers
         BD=BD,
         SLOT=slot,
         LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
@@ -240,7 +289,7 @@ def forward(
         TOKENS_FIRST=tile.tokens_first,
         WALK=tile.walkers > 0 and not splits and d <= BD and Lq <= slot and not candidates,
         # Where it changes nothing it is set on mma and to split rows, for which ptxas spills without the loop.
-        LONG=Lq > slot or (slot == most and (arch.unit == "mma" or splits)),
+        LONG=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
         SPLIT=splits,
     )
     return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
@@ -259,6 +308,9 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
     rows = 128 if dtype != torch.float32 else 32 if normalize else 64
+    vectors = loads_vectors(d, wide)
+    if not vectors:
+        rows = 8 if normalize else 32
     config = Config(
         BM=8,
         BN=max(rows * min(128, BD) // BD // 8, 1),
@@ -271,17 +323,16 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
         WIDE=wide,
         PRECISION="ieee",
     )
-    return Launch(config, num_warps=4, num_stages=2, max_registers=128)
+    return Launch(config, num_warps=4, num_stages=2, max_registers=128 if vectors and d <= 128 else 255)
 
 
 def scatter(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
     """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
     launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide)
     config = launch.config
-    return Launch(config._replace(BN=max(config.BN // 4, 1)), num_warps=4, num_stages=2, max_registers=128)
+    return replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
 
 
-FEW_ROWS = 128  # query rows of a document that one program holds
 LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
 
 
@@ -299,7 +350,10 @@ def grad_documents(
     """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
     half = dtype != torch.float32
     BD = min(max(next_power_of_2(d), 16), 128)
-    wgmma = arch.name in ("sm_90", INTERPRETER.name)
+    wgmma, vectors = arch.name in ("sm_90", INTERPRETER.name), loads_vectors(d, wide)
+    wide_unit = wgmma or arch.name == "sm_100"  # takes 64 features of half types or more
+    if not vectors:
+        BD = min(BD, 64 if half and wide_unit else 32)
     BM, BN = (64 if wgmma else 32, 16) if half else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
@@ -319,20 +373,30 @@ def grad_documents(
     if half:
         # 168 let three programs share a multiprocessor.
         plain = wgmma and dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
-        stages = 1 if arch.is_amd else 3
-        return Launch(config, num_warps=4, num_stages=stages, max_registers=168 if plain else 255)
+        stages = 1 if arch.is_amd or not vectors else 3
+        warps = 8 if wide_unit and not vectors else 4
+        return Launch(config, num_warps=warps, num_stages=stages, max_registers=168 if plain else 255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+
+
+FEW_ROWS = 128  # query rows of a document that one program holds, at most
+
+
+def most_few_rows(dtype: torch.dtype, d: int, wide: int) -> int:
+    """Query rows of a document that one program holds; of more, ptxas spills."""
+    return FEW_ROWS if dtype != torch.float32 and d <= 128 and loads_vectors(d, wide) else FEW_ROWS // 2
 
 
 def few_rows(
     arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
 ) -> Launch:
-    """The one-hot product of BN tokens and all the rows that their document meets."""
-    half = dtype != torch.float32
-    BD = min(max(next_power_of_2(d), 16), 128)
+    """The sums of the rows that a document meets, BN at a time; of those that won the same token."""
+    BM, half = max(next_power_of_2(rows), 16), dtype != torch.float32
+    holds_features = BM <= 32 or (half and not arch.is_amd)
+    BD = max(next_power_of_2(d), 16) if d <= (128 if holds_features else 64) else 32
     config = Config(
-        BM=max(next_power_of_2(rows), 16),
-        BN=64 if arch.name == "sm_90" else 32 if half and rows <= 64 and arch != INTERPRETER else 16,
+        BM=BM,
+        BN=min(BM, 32 if half and BM <= 64 else 16),
         BD=BD,
         SLOT=1,
         LANES=1,
@@ -342,7 +406,8 @@ def few_rows(
         WIDE=wide,
         PRECISION=precision(torch.float32, arch, False),
     )
-    return Launch(config, num_warps=8 if rows > 64 or not half else 4, num_stages=1)
+    # Without a limit ptxas takes 128 and spills.
+    return Launch(config, num_warps=4 if rows <= 32 and half else 8, num_stages=1, max_registers=255)
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
@@ -350,16 +415,27 @@ def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
     most = 64 if arch == INTERPRETER else 1024
     BM = min(max(next_power_of_2(rows), 16), most)
     config = documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
-    return Launch(config, num_warps=8 if BM >= 2048 and not arch.is_amd else 4, num_stages=1)
+    return Launch(config, num_warps=4, num_stages=1)
 
 
 class Specialized(NamedTuple):
-    """How `maxsim_forward_specialized` runs: its configuration, and the parts of 128 tokens that a query takes."""
+    """How a specialised kernel runs: its configuration, and the parts of SLOT tokens that a query takes."""
 
-    config: Specialization
+    config: Specialization | WideSpecialization
     parts: int
     row_tiles: int
     programs: int
+
+
+# Of `maxsim_forward_wide`: tokens of a tile, stages of its ring, and what a token costs beside one of the largest tile.
+_WIDE = ((256, 4, 1.0), (128, 6, 1.05), (64, 8, 1.3))
+
+
+def _wide(Lq: int, Ld: int) -> WideSpecialization:
+    """The tile whose last one of a document wastes least."""
+    fitting = [tile for tile in _WIDE if tile[0] <= Ld] or [_WIDE[-1]]
+    tokens, stages, _ = min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])
+    return WideSpecialization(BN=tokens, SLOT=min(next_power_of_2(Lq), WIDE_ROWS // 2), STAGES=stages)
 
 
 def specialized(
@@ -376,16 +452,21 @@ def specialized(
 ) -> Specialized | None:
     """The choice for documents without mask, or None where `maxsim_forward` serves better or alone.
 
-    Nq and K may decide, as both kernels give the same bits. `processors` are the device's multiprocessors.
+    Nq and K may decide, as all give the same bits. `processors` are the device's multiprocessors.
     """
-    config = Specialization(
-        BN=64, BD=64 if d <= 64 else 128, SLOT=min(next_power_of_2(Lq), 128), STAGES=6, RESIDENT=True, ARGMAX=argmax
-    )
+    config: Specialization | WideSpecialization
+    if d <= 128:
+        slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
+        config = Specialization(BN=64, BD=64 if d <= 64 else 128, SLOT=slot, STAGES=6, RESIDENT=True, ARGMAX=argmax)
+    elif argmax or not loads_vectors(d, 0):  # `maxsim_forward` sums the parts of a query in another order there
+        return None
+    else:
+        config, rows = _wide(Lq, Ld), WIDE_ROWS
     parts = cdiv(Lq, config.SLOT)
-    row_tiles = cdiv(Nq * parts * config.SLOT, SPECIALIZED_ROWS)
+    row_tiles = cdiv(Nq * parts * config.SLOT, rows)
     pairs = row_tiles * K
-    fits = d <= config.BD and Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
-    worth = Nq * parts * config.SLOT > SPECIALIZED_ROWS // 2 and pairs >= processors // 2
+    fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
+    worth = Nq * parts * config.SLOT > rows // 2 and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
     # A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then all

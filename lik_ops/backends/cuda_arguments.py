@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Specialization
+from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Specialization, WideSpecialization
+from . import tables
 from .configs import ARCHITECTURES, INTERPRETER, Architecture
 
 _INT32_MAX = 2**31 - 1
@@ -35,7 +36,14 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def architecture(device: torch.device) -> Architecture:
-    """The entry of the configuration table for `device`; a GPU that has none gets its own shared memory size."""
+    """The entry of the configuration table for `device`; a GPU that has none gets its own shared memory size.
+
+    With the rules of the table that ``LIK_OPS_TABLE`` names, if they are for this architecture.
+    """
+    return tables.added(_built_in(device))
+
+
+def _built_in(device: torch.device) -> Architecture:
     if device.type == "cpu":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
@@ -94,10 +102,17 @@ def descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
     return TensorDescriptor(D, [D.numel() // d, d], [d, 1], [config.BN, config.BD])
 
 
-def describable(D: Tensor, config: Config | Specialization) -> bool:
+def describable(D: Tensor, config: Config | Specialization | WideSpecialization) -> bool:
     """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
     rows, d = D.numel() // D.shape[-1], D.shape[-1]
     return D.shape[-2] >= config.BN and d * D.element_size() % 16 == 0 and rows <= _INT32_MAX and D.is_contiguous()
+
+
+def describable_queries(Q: Tensor) -> bool:
+    """The same of query tokens, in blocks of several queries."""
+    strides = [stride * Q.element_size() for stride in Q.stride()[:2]]
+    # Strides are non-zero and below 2^40 there.
+    return Q.stride(2) == 1 and max(Q.shape) <= _INT32_MAX and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
 
 
 def checked_grid(programs: int) -> tuple[int]:

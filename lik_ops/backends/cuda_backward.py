@@ -28,10 +28,11 @@ _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
 _PARTIAL_BYTES = 8 * 2**20  # of what pieces of lists add up to
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_ENOUGH = 100  # documents of a launch, of which each may leave its rows to one program
 _PIECE_ROWS = 2048  # at least, of a list that is cut
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
 _INT32_MAX = 2**31 - 1
-_TILES = 16  # of a document, for one program that holds all rows
+_LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
 class _Call(NamedTuple):
@@ -129,9 +130,6 @@ def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, l
     Candidates belong to their query. In the cross product a query needs all documents and a document all queries: the
     winners are found twice, by queries for the gradients of the queries and by documents for that of the documents.
     """
-    if a.argmax is not None:
-        yield a, outputs
-        return
     everything = slice(None)
     sizes, candidates = sizes_of(a.Q, a.D), a.D.dim() == 4
     row_bytes = sizes.Lq * argmax_dtype_for(sizes.Ld).itemsize
@@ -190,7 +188,7 @@ def _into_documents(call: _Call) -> None:
     sizes = call.sizes
     rows = sizes.Lq if call.candidates else sizes.Nq * sizes.Lq
     count = sizes.Nq * sizes.K if call.candidates else sizes.K
-    if rows <= configs.FEW_ROWS:
+    if rows <= configs.most_few_rows(call.Q.dtype, call.d, call.wide):
         _few_rows(call, rows, count)
         return
     table = functools.partial(
@@ -203,7 +201,11 @@ def _into_documents(call: _Call) -> None:
         return
     listing = configs.lists(call.arch, launch, rows)
     blocks = triton.cdiv(rows, listing.config.BM)
-    step = max(1, min(count, _LIST_BYTES // (4 * (rows + tiles * blocks + 1))))
+    # Winners take 2 bytes or 4 each, entries 4. While lists take no more than winners and the gradient of the queries,
+    # for which there is no memory yet, a step needs no more than with winners of 4 bytes and no lists.
+    room = min(_LIST_BYTES, max(call.up.argmax.nbytes + call.Q.nbytes, _LIST_BYTES // 4))
+    step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
+    step = triton.cdiv(count, triton.cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
     pieces = _pieces(step, rows, slot_bytes)
     launch = table(pieces=pieces > 1)
@@ -222,14 +224,17 @@ def _into_documents(call: _Call) -> None:
 
 def _few_rows(call: _Call, rows: int, count: int) -> None:
     launch = configs.few_rows(call.arch, call.Q.dtype, rows, call.d, **call.layout())
-    parts = triton.cdiv(triton.cdiv(call.sizes.Ld, launch.config.BN), _TILES)
-    args = (*call.groups, call.grad_D, rows, _TILES, *call.sizes, call.d, launch.config)
-    launcher.launch(few_kernels.maxsim_grad_documents_few, checked_grid(count * parts), args, launch.options(call.arch))
+    # Cut documents give the same bits: a token's rows all count in the part that holds it.
+    parts = max(triton.cdiv(call.sizes.Ld, _MOST_TOKENS), triton.cdiv(_PROGRAMS, count))
+    tokens = max(triton.cdiv(call.sizes.Ld, parts), _LEAST_TOKENS)
+    grid = checked_grid(count * triton.cdiv(call.sizes.Ld, tokens))
+    args = (*call.groups, call.grad_D, rows, tokens, *call.sizes, call.d, launch.config)
+    launcher.launch(few_kernels.maxsim_grad_documents_few, grid, args, launch.options(call.arch))
 
 
 def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
     """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
-    if documents >= _PROGRAMS // 2:
+    if documents >= _ENOUGH:
         return 1
     most = min(triton.cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
     return max(1, most)
@@ -285,17 +290,38 @@ def backward_lowmem(
 
     Winners that are not given are found again, in parts that need no more memory than a constant.
     """
-    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
-    if Q.numel() > 0 and D.numel() > 0:
-        whole = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
-        with on_device(Q.device):
-            for part, targets in _parts(whole, outputs):
-                call = _call(part, targets)
-                if part.needs[0] or part.needs[2]:
-                    _into_queries(call)
-                if part.needs[1]:
-                    _into_documents(call)
+    if Q.numel() == 0 or D.numel() == 0:
+        grad_Q, grad_D, grad_weight = _outputs(Q, D, needs)
+        return grad_Q, grad_D, grad_weight
+    whole = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
+    with on_device(Q.device):
+        return _found_winners(whole) if argmax is None else _known_winners(whole)
+
+
+def _found_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward_lowmem` where the winners are found again, in parts."""
+    grad_Q, grad_D, grad_weight = outputs = _outputs(a.Q, a.D, a.needs)
+    for part, targets in _parts(a, outputs):
+        call = _call(part, targets)
+        if part.needs[0] or part.needs[2]:
+            _into_queries(call)
+        if part.needs[1]:
+            _into_documents(call)
     return grad_Q, grad_D, grad_weight
+
+
+def _known_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
+    documents = a._replace(needs=[False, a.needs[1], False])
+    outputs = _outputs(a.Q, a.D, documents.needs)
+    call = _call(documents, outputs)
+    if a.needs[1]:
+        _into_documents(call)
+    grad_Q, _, grad_weight = _outputs(a.Q, a.D, [a.needs[0], False, a.needs[2]])
+    if a.needs[0] or a.needs[2]:
+        wanted = grad_Q if a.needs[0] else None, grad_weight if a.needs[2] else None
+        _into_queries(call._replace(grad_Q=wanted[0], grad_weight=wanted[1]))
+    return grad_Q, outputs[1], grad_weight
 
 
 def _require_nondeterminism_allowed() -> None:

@@ -67,7 +67,8 @@ class Plan:
 class ForwardPlan(Plan):
     """What a forward call needs and what follows from the metadata of its arguments alone: worked out once for each.
 
-    Made from arguments with all their axes; called also with the 2-D tensors that these axes were added to.
+    Made from arguments with all their axes; called also with the 2-D tensors that these axes were added to. `arch` is
+    given to try other tiles than the device's.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class ForwardPlan(Plan):
         q_weight: Tensor | None,
         normalize: bool,
         argmax_dtype: torch.dtype | None,
+        arch: configs.Architecture | None = None,
     ) -> None:
         super().__init__(Q, D, argmax_dtype)
-        self.index, self.arch, candidates = Q.device.index, architecture(Q.device), D.dim() == 4
+        self.index, self.arch, candidates = Q.device.index, arch or architecture(Q.device), D.dim() == 4
         Nq, K, Lq, _ = self.sizes
         self.is_trivial = Nq * K == 0 or Lq == 0
         # Once known: what launches tensors that begin at multiples of 16 bytes.
@@ -100,6 +102,7 @@ class ForwardPlan(Plan):
             wide=wide_of(Q, D),
             tf32=allow_tf32(),
             documents=K * (Nq if candidates else 1),
+            argmax=argmax_dtype is not None,
         )
         self.reads_tiles = self.arch.has_descriptors and describable(D, launch.config)
         if argmax_dtype is not None or not self.reads_tiles:

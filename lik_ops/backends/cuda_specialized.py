@@ -1,18 +1,23 @@
-"""The plan of a forward call that `maxsim_forward_specialized` computes: sm_90, many query rows, no document mask."""
+"""Plans of forward calls that a Gluon kernel computes: sm_90, many query rows, no document mask, no normalising.
+
+`maxsim_forward_specialized` has up to 128 features, `maxsim_forward_wide` more.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from .._layout import lifted
+from ..csrc_triton.arguments import Specialization
 from . import configs, launcher
-from .cuda_arguments import architecture, describable, on_device, queries_of, sizes
+from .cuda_arguments import architecture, describable, describable_queries, on_device, queries_of, sizes
 from .cuda_forward import ForwardPlan, Plan, forward_plan
 
 _log = logging.getLogger("lik_ops")
@@ -20,15 +25,22 @@ _WORKSPACE = 32 * 2**20  # bytes
 _SUM_BLOCK = 256
 
 
+class Kernels(NamedTuple):
+    """The modules of the Gluon kernels."""
+
+    specialized: ModuleType
+    wide: ModuleType
+
+
 @functools.cache
-def kernels() -> ModuleType | None:
+def kernels() -> Kernels | None:
     """The Gluon kernels, or None with a triton that has not the Gluon they are written in."""
     try:
-        from ..csrc_triton import forward_specialized
+        from ..csrc_triton import forward_specialized, forward_wide
     except (ImportError, AttributeError) as error:
         _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
         return None
-    return forward_specialized
+    return Kernels(forward_specialized, forward_wide)
 
 
 @functools.cache
@@ -43,18 +55,28 @@ class SpecializedPlan(Plan):
     """
 
     def __init__(
-        self, choice: configs.Specialized, gluon: ModuleType, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None
+        self, choice: configs.Specialized, gluon: Kernels, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None
     ) -> None:
         super().__init__(Q, D, argmax_dtype)
-        self.choice = choice
-        self.kernel, self.sum_kernel = gluon.maxsim_forward_specialized, gluon.maxsim_sum_parts
-        self.block = [choice.config.BN, choice.config.BD]
-        self.layout = gluon.tile_layout(self.block, str(Q.dtype).removeprefix("torch."))
+        self.choice, self.element = choice, str(Q.dtype).removeprefix("torch.")
+        self.sum_kernel = gluon.specialized.maxsim_sum_parts
+        self._choose(gluon)
         self.constants = (*self.sizes, self.d, choice.parts, choice.config)
         self.chunk = max(
             1, _WORKSPACE // (4 * self.sizes.Nq * choice.parts)
         )  # documents whose parts' scores fit the workspace
-        _log.debug("maxsim_forward_specialized for %s: %s", self.sizes, choice)
+        _log.debug("%s for %s: %s", self.kernel.__name__, self.sizes, choice)
+
+    def _choose(self, gluon: Kernels) -> None:
+        """Set the kernel, and the block of documents and its layout in shared memory."""
+        assert isinstance(self.choice.config, Specialization)
+        self.kernel = gluon.specialized.maxsim_forward_specialized
+        self.block = [self.choice.config.BN, self.choice.config.BD]
+        self.layout = gluon.specialized.tile_layout(self.block, self.element)
+
+    def _readable(self, Q: Tensor, D: Tensor) -> bool:
+        """Whether they begin where the memory access unit can read them."""
+        return D.data_ptr() % 16 == 0
 
     def scores(
         self,
@@ -69,7 +91,7 @@ class SpecializedPlan(Plan):
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
         Nq, K, _, _ = self.sizes
         Q, D, q_mask, _, q_weight = lifted(Q, D, q_mask, None, q_weight)
-        if D.data_ptr() % 16:  # the memory access unit cannot read it
+        if not self._readable(Q, D):
             plain = ForwardPlan(Q, D, q_mask, None, q_weight, False, self.argmax_dtype)
             return plain.scores(shape, Q, D, q_mask, None, q_weight, argmax)
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
@@ -93,17 +115,45 @@ class SpecializedPlan(Plan):
         scores: Tensor,
         argmax: Tensor | None,
     ) -> None:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         Nq, K, _, _ = self.sizes
         parts = self.choice.parts
         sums = scores if parts == 1 else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
-        tiles = TensorDescriptor(D, [D.numel() // self.d, self.d], [self.d, 1], self.block, self.layout)
-        args = (queries_of(Q, q_mask, q_weight), tiles, sums, argmax, *self.constants)
+        args = (queries_of(Q, q_mask, q_weight), *self._tensors(Q, D, sums, argmax), *self.constants)
         launcher.launch(self.kernel, (self.choice.programs,), args, {"num_warps": 4})
         if parts > 1:
             grid = (configs.cdiv(K, _SUM_BLOCK), Nq)
             launcher.launch(self.sum_kernel, grid, (sums, scores, K, parts, _SUM_BLOCK), {"num_warps": 4})
+
+    def _tensors(self, Q: Tensor, D: Tensor, sums: Tensor, argmax: Tensor | None) -> tuple:
+        """What the kernel takes between the queries and the sizes."""
+        return (self._documents(D), sums, argmax)
+
+    def _documents(self, D: Tensor) -> object:
+        """All document tokens as rows, in blocks."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(D, [D.numel() // self.d, self.d], [self.d, 1], self.block, self.layout)
+
+
+class WidePlan(SpecializedPlan):
+    """Row tiles hold 128 query tokens, of as many queries as fit; a longer query is scored in parts of 64 tokens."""
+
+    def _choose(self, gluon: Kernels) -> None:
+        config = self.choice.config
+        features = gluon.wide.FEATURES.value
+        self.kernel = gluon.wide.maxsim_forward_wide
+        self.block, self.rows = [config.BN, features], [configs.WIDE_ROWS // 2 // config.SLOT, config.SLOT, features]
+        self.layout = gluon.specialized.tile_layout(self.block, self.element)
+        self.query_layout = gluon.specialized.tile_layout(self.rows, self.element)
+
+    def _readable(self, Q: Tensor, D: Tensor) -> bool:
+        return (Q.data_ptr() | D.data_ptr()) % 16 == 0
+
+    def _tensors(self, Q: Tensor, D: Tensor, sums: Tensor, argmax: Tensor | None) -> tuple:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        rows = TensorDescriptor(Q, list(Q.shape), list(Q.stride()), self.rows, self.query_layout)
+        return (rows, self._documents(D), sums)
 
 
 def specialized_plan(
@@ -125,4 +175,6 @@ def specialized_plan(
     gluon = kernels()
     if gluon is None:
         return None
-    return SpecializedPlan(choice, gluon, Q, D, argmax_dtype)
+    if isinstance(choice.config, Specialization):
+        return SpecializedPlan(choice, gluon, Q, D, argmax_dtype)
+    return WidePlan(choice, gluon, Q, D, argmax_dtype) if describable_queries(Q) else None

@@ -7,6 +7,7 @@ for fp64 inputs) and round once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from .portable_forward import forward
 
 PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
 ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
+GROUP = 32  # documents whose winners are summed before they are added to those of others
 
 
 def backward_lowmem(
@@ -166,40 +168,61 @@ class _Backward:
         D = self.layout.D[query.batches, documents]
         b = torch.arange(D.shape[0], device=D.device)[:, None, None, None]
         x = torch.arange(D.shape[1], device=D.device)[:, None, None]
-        rows = D[b, x, winner.clamp_min(0)].flatten(0, -2).to(self.dtype)
+        return self._rows(D[b, x, winner.clamp_min(0)], exists)
+
+    def _rows(self, gathered: Tensor, exists: Tensor) -> Tensor:
+        """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
+        rows = gathered.flatten(0, -2).to(self.dtype)
         rows.masked_fill_(~exists.reshape(-1, 1), 0)
         return rows.div_(row_norms(rows)) if self.normalize else rows
 
     def gather_into_queries(self) -> None:
-        """grad_Q and grad_q_weight: a piece of query tokens at a time sums its winners over the documents."""
-        for query in _pieces((self.B, self.Y, self.Lq), self.piece_tokens):
-            batches, items, tokens = query.counts()
-            step = max(1, ENTRIES // (batches * items * tokens))
-            if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
-                step = max(1, min(step, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
-            total = sum_tensors(self._sum_of_winners(query, documents) for documents in _slices(self.X, step))
-            self._finish_queries(query, total)
+        """grad_Q and grad_q_weight: a piece of query tokens at a time sums its winners over the documents.
 
-    def _sum_of_winners(self, query: _Piece, documents: slice) -> Tensor:
-        """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]``."""
+        Documents are summed in groups that no number of queries changes: a query's gradient has the same bits alone
+        and among others.
+        """
+        group = max(1, min(GROUP, self.piece_tokens, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
+        for query in _pieces((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, ENTRIES // group))):
+            batches, items, tokens = query.counts()
+            limit = batches * items * tokens
+            groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
+            if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
+                groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
+            sums = (self._sums_of_winners(query, documents, group) for documents in _slices(self.X, groups * group))
+            self._finish_queries(query, sum_tensors(itertools.chain.from_iterable(sums)))
+
+    def _sums_of_winners(self, query: _Piece, documents: slice, group: int) -> Iterator[Tensor]:
+        """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
         winner, exists, g = self._winners(query, documents)
         batches, count = winner.shape[:2]
         table = self._direct_table(query, documents, exists)
-        if table is not None:
-            first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
-            index = winner.clamp_min_(0).add_(first)
-            return _bags(table, *(t.movedim(1, -1).reshape(-1, count) for t in (index, g)))
-        # Winners to be converted, normalised or cut out are gathered first, as many as there is room for.
-        tokens = g[:, 0].numel()
+        if table is None:
+            for part in _slices(count, group):
+                yield self._sum_of_gathered(query, documents, part, winner, exists, g)
+            return
+        first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
+        index, weight = (t.movedim(1, -1).reshape(-1) for t in (winner.clamp_min_(0).add_(first), g))
+        starts = torch.arange(0, index.numel(), count, device=g.device).unsqueeze(1)
+        offsets = (starts + torch.arange(0, count, group, device=g.device)).view(-1)
+        yield from _bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
 
-        def parts() -> Iterator[Tensor]:
-            for part in _slices(count, max(1, self.piece_tokens // tokens)):
-                here = slice(documents.start + part.start, documents.start + part.stop)
-                rows = self._document_rows(query, here, winner[:, part], exists[:, part])
-                index = torch.arange(rows.shape[0], device=g.device).view(g[:, part].shape)
-                yield _bags(rows, *(t.movedim(1, -1).reshape(tokens, -1) for t in (index, g[:, part])))
-
-        return sum_tensors(parts())
+    def _sum_of_gathered(
+        self, query: _Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
+    ) -> Tensor:
+        """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
+        D = self.layout.D[query.batches, documents][:, part]
+        # As [x, b * y * s].
+        winner, exists, g = (t[:, part].movedim(1, 0).flatten(1) for t in (winner, exists, g))
+        count, tokens = g.shape
+        batch = torch.arange(D.shape[0], device=g.device).repeat_interleave(tokens // D.shape[0])
+        place = torch.arange(count, device=g.device).unsqueeze(1)
+        total = g.new_empty(tokens, self.d, dtype=self.dtype)
+        for some in _slices(tokens, max(1, self.piece_tokens // count)):
+            rows = self._rows(D[batch[some], place, winner[:, some].clamp_min(0)], exists[:, some])
+            index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
+            total[some] = _bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
+        return total
 
     def _direct_table(self, query: _Piece, documents: slice, exists: Tensor) -> Tensor | None:
         """The documents as ``[n, d]`` without a copy, if winners can be summed as they lie there."""
@@ -211,7 +234,9 @@ class _Backward:
 
     def gather_into_documents(self) -> None:
         """grad_D: a piece of document tokens at a time sums the query tokens that it won."""
-        max_batches = max(1, self.piece_tokens // (self.Y * self.Lq))
+        # Several queries' candidates only where none of their rows are cut: else how would depend on the others.
+        rows = self.Y * self.Lq
+        max_batches = max(1, min(self.piece_tokens // rows, ENTRIES // (self.X * rows)))
         for document in _pieces((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
             batches, items, _ = document.counts()
             limit = max(1, min(self.piece_tokens // batches, ENTRIES // (batches * items)))
@@ -282,8 +307,8 @@ class _Backward:
         if document_sum is not None:
             weight = self._weighted(g, query).unsqueeze(-1)
             source = self._query_rows(query).view(winner.shape[0], 1, *winner.shape[2:], self.d)
-            rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).view(-1, self.d)
-            index = winner.clamp_min_(0).add_((b * self.X + x) * self.Ld).view(-1)
+            rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).reshape(-1, self.d)
+            index = winner.clamp_min_(0).add_((b * self.X + x) * self.Ld).reshape(-1)
             document_sum.view(-1, self.d).index_add_(0, index, rows)
 
     def _finish_queries(self, query: _Piece, total: Tensor) -> None:

@@ -1,0 +1,171 @@
+"""What is compiled ahead of time: what people run, and every configuration that the tables can yield.
+
+The second set is made from the tables, so that it grows with them. Each configuration is there without options and with
+all of them; what compiles to the same kernel counts once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from lik_ops.backends import configs
+from lik_ops.backends.configs import ARCHITECTURES, Architecture, Rule, Tile
+
+from .aot import Case, fingerprint
+
+FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
+FEW, JOIN, NORMS = "maxsim_grad_documents_few", "maxsim_join_pieces", "maxsim_row_norms"
+COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_winners"
+SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
+KERNELS = (FORWARD, QUERIES, DOCUMENTS, FEW, JOIN, COUNT, LIST, SCATTER, FINISH)
+
+_EVERYTHING = {"options": True, "argmax": True}
+_ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax": True}
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+
+# What people run: bf16 ColBERT, with winners for training, fp32 with everything on, features beyond one step.
+COMMON = [
+    *(Case(kernel) for kernel in KERNELS),
+    Case(FORWARD, argmax=True),
+    Case(FORWARD, options=True),
+    Case(FORWARD, Nq=2, options=True),
+    Case(FORWARD, Nq=4, options=True),
+    Case(FORWARD, Nq=1),
+    Case(FORWARD, Nq=1, options=True, argmax=True),
+    Case(FORWARD, Nq=1, options=True, argmax=True, documents=100),
+    Case(FORWARD, Nq=2, options=True, argmax=True, documents=100),
+    Case(FORWARD, Nq=4, argmax=True),
+    Case(FORWARD, Nq=1, Lq=128),
+    Case(FORWARD, Nq=1, Lq=128, candidates=True, options=True, argmax=True),
+    Case(FORWARD, Lq=1024),
+    Case(FORWARD, **_ALL_OPTIONS),
+    *(Case(kernel, _FP32, 128, **{**_ALL_OPTIONS, "argmax": kernel == FORWARD}) for kernel in KERNELS),
+    Case(FORWARD, _FP32),
+    Case(FORWARD, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, _FP16),
+    Case(DOCUMENTS, pieces=True),
+    Case(DOCUMENTS, lists=False),
+    Case(FEW, candidates=True),
+    Case(FEW, Lq=128, candidates=True),
+    Case(LIST, Lq=1024),
+]
+
+# fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
+TERMS = [
+    Case(FORWARD, _FP32, Nq=1, **_EVERYTHING),
+    Case(FORWARD, _FP32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
+    Case(FORWARD, _FP32, Nq=64, **_EVERYTHING),
+    Case(FORWARD, _FP32, Lq=128, **_EVERYTHING),
+    Case(FORWARD, _FP32, Lq=300, **_EVERYTHING),
+    Case(FORWARD, _FP32, split=True),
+    Case(FORWARD, _FP32, Lq=300, split=True, **_EVERYTHING),
+]
+# The other widths of features, and what splits rows before.
+MORE_TERMS = [
+    *(Case(FORWARD, _FP32, 16, Nq, Lq, **_EVERYTHING) for Nq, Lq in ((1, 1), (64, 32), (64, 300))),
+    *(Case(FORWARD, _FP32, 64, Nq, Lq, candidates=True, wide=1) for Nq, Lq in ((1, 1), (64, 128), (64, 300))),
+    *(Case(FORWARD, _FP32, d, 64, Lq, split=True, **_EVERYTHING) for d in (16, 64) for Lq in (32, 300)),
+    Case(FORWARD, _FP32, 128, 64, 128, split=True, **_EVERYTHING),
+]
+
+_SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]
+
+
+def _reaching(arch: Architecture, rule: Rule, tile: Tile, shapes: list[tuple[int, int]], **fields) -> Case | None:
+    """The first case of these fields that `rule` serves with `tile`."""
+    for (Nq, Lq), documents in itertools.product(shapes, (10**6, 100)):
+        case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
+        tiles = configs.forward_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
+        chosen, _ = configs.forward_tile(tiles, Nq, Lq, case.candidates, documents)
+        if tiles is rule.tiles and chosen is tile:
+            return case
+    return None
+
+
+def _first(arch: Architecture, rule: Rule, tile: Tile, variants: Iterable[dict], shapes=_SHAPES) -> list[Case]:
+    """A case of the first variant that reaches `tile`: the rules before take what they serve."""
+    for fields in variants:
+        case = _reaching(arch, rule, tile, shapes, **fields)
+        if case is not None:
+            return [case]
+    raise AssertionError(f"nothing reaches {tile} of {rule}")
+
+
+def _forward_cases(arch: Architecture, rule: Rule) -> Iterator[Case]:
+    """Each tile without options; with all of them; the last one also with a query longer than it, read otherwise."""
+    bare, full = rule.dtypes[-1], rule.dtypes[0]
+    most = min(rule.d, 1024)
+    flags = list(itertools.product((0, 1, 2)[: rule.wide + 1], (False, True)[: rule.normalize + 1]))
+    for tile in rule.tiles:
+        variants = [{"dtype": bare, "d": most, "wide": wide, "normalize": normalize} for wide, normalize in flags]
+        yield from _first(arch, rule, tile, variants)
+        d = most if rule.wide < 2 else 100 if rule.d == 128 else 300  # features one by one
+        options = {"dtype": full, "d": d, "normalize": rule.normalize, "wide": rule.wide, **_EVERYTHING}
+        yield from _first(arch, rule, tile, [{**options, "candidates": True}, options])
+    usual = {**options, "wide": 0}
+    if full == _FP32 and rule.wide < 2:
+        yield from _first(arch, rule, tile, [{**fields, "tf32": True} for fields in variants])
+    if rule.Lq > tile.rows:
+        plain = {**usual, "normalize": False}
+        yield from _first(arch, rule, tile, [plain, usual, options], [(8, 1000)])
+
+
+def _row_cases() -> Iterator[Case]:
+    """Kernels that read whole rows: one step for d, or several; features in vectors, or one by one."""
+    for kernel in (QUERIES, SCATTER):
+        for dtype in (_BF16, _FP32):
+            yield Case(kernel, dtype, 256)
+            yield Case(kernel, dtype, 300, normalize=True, options=True)
+        yield Case(kernel, _FP16, 256, candidates=True, normalize=True, options=True, wide=2)
+    yield Case(FINISH, _FP16, 300, normalize=True, options=True, wide=2)
+    yield Case(NORMS, _FP32, 300, normalize=True, options=True, wide=2)
+
+
+def _document_cases() -> Iterator[Case]:
+    """The gradient of documents: from lists, from pieces of them, from few rows."""
+    everything = {"normalize": True, "options": True}
+    for dtype in (_FP16, _FP32):
+        yield Case(DOCUMENTS, dtype, 300, candidates=True, wide=2, **everything)
+        yield Case(FEW, dtype, 300, Lq=64, wide=2, **everything)
+    yield Case(DOCUMENTS, _FP16, 100, pieces=True, **everything)
+    yield Case(JOIN, _FP32, 300, candidates=True, wide=2, **everything)
+    yield Case(DOCUMENTS, _FP16, 20, lists=False, **everything)
+    yield Case(DOCUMENTS, _FP32)
+    yield Case(FEW, _FP16, 300, Lq=128, **everything)
+    yield Case(FEW, _BF16, 768, Lq=128, normalize=True)
+    yield Case(FEW, _FP32, Lq=64)
+    yield Case(LIST, _FP32, Nq=1, Lq=200)
+    yield Case(SCAN)
+
+
+def _every_case(arch: Architecture) -> Iterator[Case]:
+    for rule in configs.FORWARD:
+        if rule.unit == arch.unit:
+            yield from _forward_cases(arch, rule)
+    yield from _row_cases()
+    yield from _document_cases()
+    if arch.unit in configs.SPLITTING:
+        yield Case(SPLIT, _FP32, 128)
+        yield Case(SPLIT, _FP32, 100)
+
+
+def unique(cases: Iterable[tuple[Case, str]], seen: set[str]) -> list[tuple[Case, str]]:
+    """Cases with their architectures, each kernel once; `seen` are fingerprints of kernels that are there already."""
+    found = []
+    for case, name in cases:
+        mark = fingerprint(case, ARCHITECTURES[name])
+        if mark not in seen:
+            seen.add(mark)
+            found.append((case, name))
+    return found
+
+
+def common_and_others() -> tuple[list[tuple[Case, str]], list[tuple[Case, str]]]:
+    """What `make test` compiles, and what only the slow tests do."""
+    seen: set[str] = set()
+    common = unique(itertools.product(COMMON, ARCHITECTURES), seen)
+    return common, unique(((case, name) for name, arch in ARCHITECTURES.items() for case in _every_case(arch)), seen)

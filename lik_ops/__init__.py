@@ -1,6 +1,6 @@
 """MaxSim, the scoring of late-interaction retrieval, as PyTorch operators under ``torch.ops.lik``."""
 
-from . import reference
+from . import export, reference
 from ._backend_choice import use_backend
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
 from ._version import __version__
@@ -10,6 +10,7 @@ from .scorer import MaxSimScorer
 __all__ = [
     "MaxSimScorer",
     "__version__",
+    "export",
     "maxsim",
     "maxsim_pairs",
     "maxsim_with_argmax",

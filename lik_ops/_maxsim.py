@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from ._layout import as_bool, check, lift
-from .ops import eager  # also registers torch.ops.lik
+from ._layout import as_bool, check, lifted
+from .ops import autocast, eager, functional, sharding
+from .ops import maxsim as operators
 
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
 
@@ -55,6 +56,8 @@ def maxsim(
         scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
             return scores
+        if functional.is_transforming():
+            return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     return torch.ops.lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )
@@ -88,6 +91,7 @@ def maxsim_pairs(
         >>> lik_ops.maxsim_pairs(torch.randn(4, 32, 128), torch.randn(4, 300, 128)).shape
         torch.Size([4])
     """
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
     if Q.dim() != 3 or D.dim() != 3:
         raise ValueError(
@@ -138,18 +142,16 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
-    scores, argmax = torch.ops.lik.maxsim_fwd(
-        lift(Q, q_flat),
-        lift(D, d_flat),
-        as_bool(lift(q_mask, q_flat)),
-        as_bool(lift(d_mask, d_flat)),
-        lift(q_weight, q_flat),
-        normalize,
-        torch.int32,
-        backward,
-    )
+    args = (*lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight), normalize, torch.int32, backward)
+    if torch.compiler.is_dynamo_compiling():
+        scores, argmax = torch.ops.lik.maxsim_fwd(*args)
+    else:
+        sharding.register_if_needed()
+        operators.reject_forward_ad(Q, D, q_weight)
+        scores, argmax = functional.forward(*args)
     argmax = argmax.long() if D.dim() == 4 else argmax.transpose(0, 1).long()
     if d_flat:
         scores, argmax = scores.squeeze(1), argmax.squeeze(1)

@@ -1,14 +1,24 @@
-"""Sample inputs of every operator: what `torch.library.opcheck` is run over, on any device."""
+"""Every operator with sample inputs, on any device, and what it should compute: the table that all checks read.
+
+A new operator adds itself to `OPERATORS`, and nowhere else.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-import lik_ops  # noqa: F401  (registers torch.ops.lik)
+import lik_ops  # registers torch.ops.lik
+
+try:
+    import lik_ops.ops.packaged  # registers what only packages hold; needs Triton
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] != "triton":
+        raise
 
 SHAPES = {  # Nq, Nd or K, Lq, Ld, d
     "small": (2, 3, 4, 5, 8),
@@ -37,8 +47,25 @@ class Sample:
         return self.name
 
 
-def _inputs(shape: str, layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool, grad: bool):
-    Nq, K, Lq, Ld, d = SHAPES[shape]
+@dataclass(frozen=True)
+class Operator:
+    """What the checks have to know of an operator.
+
+    Attributes:
+        samples: its sample inputs in a dtype on a device.
+        reference: takes a sample's arguments, floating tensors in fp64, and returns the outputs that it should have,
+            differentiable; None in place of an output that is not compared.
+        sized: arguments for sizes ``(Nq, Nd or K, Lq, Ld)`` and the layout: what recompilation is counted over.
+    """
+
+    samples: Callable[[torch.dtype, str], Iterator[Sample]]
+    reference: Callable[..., tuple]
+    sized: Callable[[tuple[int, int, int, int], bool, str], tuple]
+
+
+def tensors(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool):
+    """Q, D, q_mask, d_mask and q_weight of ``shape = (Nq, Nd or K, Lq, Ld, d)``; the last three only with options."""
+    Nq, K, Lq, Ld, d = shape
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -47,13 +74,19 @@ def _inputs(shape: str, layout: str, dtype: torch.dtype, device: str, candidates
     place = LAYOUTS[layout]
     Q = place(normal(Nq, Lq, d).to(device, dtype)).detach()
     D = place(normal(*((Nq, K, Ld, d) if candidates else (K, Ld, d))).to(device, dtype)).detach()
-    q_mask = d_mask = q_weight = None
-    if options:
-        q_mask = torch.rand(Q.shape[:-1], generator=generator).to(device) > 0.3
-        d_mask = torch.rand(D.shape[:-1], generator=generator).to(device) > 0.3
-        d_mask[..., :1] = True
-        weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        q_weight = normal(Nq, Lq).to(device, weight_dtype).requires_grad_(grad)
+    if not options:
+        return Q, D, None, None, None
+    q_mask = torch.rand(Q.shape[:-1], generator=generator).to(device) > 0.3
+    d_mask = torch.rand(D.shape[:-1], generator=generator).to(device) > 0.3
+    d_mask[..., :1] = True
+    weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return Q, D, q_mask, d_mask, normal(Nq, Lq).to(device, weight_dtype)
+
+
+def _inputs(shape: str, layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool, grad: bool):
+    Q, D, q_mask, d_mask, q_weight = tensors(SHAPES[shape], layout, dtype, device, candidates, options)
+    if q_weight is not None:
+        q_weight.requires_grad_(grad)
     return Q.requires_grad_(grad), D.requires_grad_(grad), q_mask, d_mask, q_weight
 
 
@@ -108,9 +141,69 @@ def maxsim_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
             yield Sample(name, (upstream, Q, D, argmax, q_mask, d_mask, w, options, list(needs)), {})
 
 
-OPERATORS: dict[str, Callable[[torch.dtype, str], Iterator[Sample]]] = {
-    "maxsim": maxsim,
-    "maxsim_fwd": maxsim_fwd,
-    "maxsim_bwd_lowmem": maxsim_bwd,
-    "maxsim_bwd_unified": maxsim_bwd,
+def _maxsim_reference(Q, D, q_mask=None, d_mask=None, *, q_weight=None, normalize=False, **_) -> tuple:
+    return (lik_ops.reference.maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize),)
+
+
+def _fwd_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward) -> tuple:
+    scores, argmax = lik_ops.reference.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+    if argmax_dtype is None:
+        return scores, None
+    return scores, argmax if D.dim() == 4 else argmax.transpose(0, 1)
+
+
+def _bwd_reference(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs) -> tuple:
+    leaves = [t.detach().requires_grad_() for t in (Q, D, q_weight) if t is not None]
+    with torch.enable_grad():
+        (scores,) = _maxsim_reference(
+            leaves[0], leaves[1], q_mask, d_mask, q_weight=leaves[2] if len(leaves) > 2 else None, normalize=normalize
+        )
+        grads = torch.autograd.grad(scores, leaves, grad_scores.double(), materialize_grads=True)
+    return tuple(g if need else None for g, need in zip((*grads, None), needs, strict=False))
+
+
+def _sized_maxsim(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True)[:4]
+
+
+def _sized_fwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return *tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True), True, torch.int32, "auto"
+
+
+def _sized_bwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    inputs = tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True)
+    scores, argmax = torch.ops.lik.maxsim_fwd(*inputs, True, torch.int32, "auto")
+    return torch.ones_like(scores), *inputs[:2], argmax, *inputs[2:], True, [True, True, True]
+
+
+def maxsim_packaged(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    for sample in maxsim_fwd(dtype, device):
+        if "grad" not in sample.name:
+            yield Sample(sample.name, sample.args[:6], {})
+
+
+def _packaged_reference(Q, D, q_mask, d_mask, q_weight, normalize) -> tuple:
+    return _maxsim_reference(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+
+
+def _sized_packaged(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return _sized_fwd(sizes, candidates, device)[:6]
+
+
+_BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
+OPERATORS: dict[str, Operator] = {
+    "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
+    "maxsim_fwd": Operator(maxsim_fwd, _fwd_reference, _sized_fwd),
+    "maxsim_bwd_lowmem": _BWD,
+    "maxsim_bwd_unified": _BWD,
 }
+
+
+if "lik_ops.ops.packaged" in sys.modules:
+    OPERATORS["maxsim_packaged"] = Operator(maxsim_packaged, _packaged_reference, _sized_packaged)
+
+
+def registered() -> set[str]:
+    """The names of all operators under ``torch.ops.lik``."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.split("::")[1].split(".")[0] for name in names if name.startswith("lik::")}

@@ -19,6 +19,7 @@ import lik_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE_CODE = ROOT / "csrc_triton"
+OPCHECK = ROOT / "opcheck"
 
 SCORES = """
 import torch
@@ -63,14 +64,15 @@ def python_path(first: Path) -> str:
 def copy_checkout(destination: Path, *, link: bool) -> None:
     destination.mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("lik_ops", "csrc_triton", "tests"):
+    for name in ("lik_ops", "csrc_triton", "opcheck", "tests"):
         shutil.copytree(ROOT / name, destination / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, destination / name)
     if not link:
         # git writes the target's name into a plain file where the system has no symbolic links.
-        (destination / "lik_ops" / "csrc_triton").unlink(missing_ok=True)
-        (destination / "lik_ops" / "csrc_triton").write_text("../csrc_triton")
+        for name in ("csrc_triton", "opcheck"):
+            (destination / "lik_ops" / name).unlink(missing_ok=True)
+            (destination / "lik_ops" / name).write_text(f"../{name}")
 
 
 @pytest.fixture(scope="module", params=["checkout", "checkout without links", "sdist"])
@@ -95,12 +97,13 @@ def target(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     host_code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lik_ops").rglob("*.py")}
-    expected = {name for name in host_code if not name.startswith("lik_ops/csrc_triton/")}
+    expected = {name for name in host_code if not name.startswith(("lik_ops/csrc_triton/", "lik_ops/opcheck/"))}
     expected |= {"lik_ops/" + path.relative_to(ROOT).as_posix() for path in DEVICE_CODE.rglob("*.py")}
+    expected |= {"lik_ops/" + path.relative_to(ROOT).as_posix() for path in OPCHECK.glob("*.py")}
     expected |= {"lik_ops/py.typed"}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert "lik_ops/csrc_triton/__init__.py" in names
+    assert {"lik_ops/csrc_triton/__init__.py", "lik_ops/opcheck/__main__.py"} <= names
     assert names == expected
 
 
@@ -127,6 +130,12 @@ def test_installed_wheel_is_complete(target: Path, tmp_path: Path) -> None:
     loaded = {Path(file).relative_to(target / "lik_ops" / "csrc_triton") for file in report["device_code"]}
     assert loaded == {path.relative_to(DEVICE_CODE) for path in DEVICE_CODE.rglob("*.py")}
     assert not report["top_level"]
+
+
+def test_installed_wheel_checks_its_operators(target: Path, tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": python_path(target)}
+    command = [sys.executable, "-m", "lik_ops.opcheck", "--op", "maxsim_fwd", "--every", "40"]
+    assert "all passed" in run(*command, cwd=tmp_path, **environment)
 
 
 def test_device_code_has_one_name(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import argmax_dtype_for, as_bool, check, lifted, metadata
+from . import autocast
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
@@ -25,6 +26,7 @@ _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 # Names looked up at every call are bound here: a tiny call takes less time than fifty attributes.
 _Tensor, _Parameter, _fp32 = torch.Tensor, torch.nn.Parameter, torch.float32
 _function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
+_autocasting = autocast.is_anywhere
 _is_grad_enabled, _matmul = torch.is_grad_enabled, torch.backends.cuda.matmul
 
 
@@ -58,10 +60,11 @@ def _is_memory(t: Tensor) -> bool:
 
 
 def _nobody_watches() -> bool:
-    """Whether neither modes, transforms, tracing, forward-mode AD nor a profiler have to see the call."""
+    """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
     return (
         not _INCLUDED().raw_repr() & _UNUSUAL_ADDED
         and not _function_modes()
+        and not _autocasting()
         and forward_ad._current_level < 0
         and not _profiling()
     )

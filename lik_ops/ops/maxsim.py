@@ -5,7 +5,8 @@ ops whose bodies pick a backend at run time from the real sizes, so eager and co
 eager call that nothing watches goes from `maxsim` straight to the backend (`eager`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lift, score_dtype
-from . import eager
+from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
+from . import autocast, batching, eager, flops, functional, sharding
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"
@@ -197,15 +198,27 @@ def _no_double_backward(ctx, *grads):
 maxsim_bwd_lowmem.register_autograd(_no_double_backward)
 maxsim_bwd_unified.register_autograd(_no_double_backward)
 
+maxsim_fwd.register_vmap(batching.forward)
+maxsim_bwd_lowmem.register_vmap(partial(batching.backward, maxsim_bwd_lowmem))
+maxsim_bwd_unified.register_vmap(partial(batching.backward, maxsim_bwd_unified))
 
-def _reject_forward_ad(*tensors: Tensor | None) -> None:
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+flops.register()
+
+
+def reject_forward_ad(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
+    if forward_ad._current_level < 0:
+        return
+    if functional.may_carry_tangents(*tensors) or any(
+        t is not None and not functional.is_wrapped(t) and forward_ad.unpack_dual(t).tangent is not None
+        for t in tensors
+    ):
         raise NotImplementedError(
             "lik::maxsim has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
         )
 
 
-def _maxsim(
+def _composite(
     Q: Tensor,
     D: Tensor,
     q_mask: Tensor | None = None,
@@ -219,25 +232,43 @@ def _maxsim(
     scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
+    if functional.is_differentiating():
+        raise NotImplementedError(
+            "torch.func cannot differentiate torch.ops.lik.maxsim, nor any MaxSim inside torch.compile: call"
+            " lik_ops.maxsim outside compiled code, or take gradients with torch.autograd"
+        )
+    return watched(torch.ops.lik.maxsim_fwd, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+
+
+def watched(
+    forward: Callable,
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+) -> Tensor:
+    """`lik::maxsim` where modes, transforms and subclasses see it; `forward` is ``maxsim_fwd`` or leads there."""
+    sharding.register_if_needed()
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
-    if forward_ad._current_level >= 0:
-        _reject_forward_ad(Q, D, q_weight)
-    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (Q, D, q_weight))
-    scores, _ = torch.ops.lik.maxsim_fwd(
-        lift(Q, q_flat),
-        lift(D, d_flat),
-        as_bool(lift(q_mask, q_flat)),
-        as_bool(lift(d_mask, d_flat)),
-        lift(q_weight, q_flat),
+    reject_forward_ad(Q, D, q_weight)
+    differentiable = functional.is_differentiating() or any(t is not None and t.requires_grad for t in (Q, D, q_weight))
+    keeps = differentiable and not recompute and torch.is_grad_enabled()
+    scores, _ = forward(
+        *lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight),
         normalize,
-        argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None,
+        argmax_dtype_for(D.shape[-2]) if keeps else None,
         backward,
     )
-    scores = scores.squeeze(1) if d_flat else scores
-    return scores.squeeze(0) if q_flat else scores
+    scores = scores.squeeze(1) if D.dim() == 2 else scores
+    return scores.squeeze(0) if Q.dim() == 2 else scores
 
 
 _LIBRARY = torch.library.Library("lik", "FRAGMENT")
 _LIBRARY.define(_MAXSIM_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("maxsim", _maxsim, "CompositeImplicitAutograd")
+_LIBRARY.impl("maxsim", _composite, "CompositeImplicitAutograd")
+_LIBRARY.impl("maxsim", _composite, "FuncTorchBatched")  # else vmap would loop over it instead of opening it

@@ -1,0 +1,66 @@
+"""The forward with plain arguments: what a compiler that only knows tensors and numbers can put into a package."""
+
+import triton
+import triton.language as tl
+
+from .forward import _visit
+
+
+# Compilers copy a kernel's source with the functions it calls into modules of their own, but not the classes: these
+# functions fetch them, while the kernel is compiled.
+@triton.constexpr_function
+def _config_type():
+    from lik_ops.csrc_triton.arguments import Config
+
+    return Config
+
+
+@triton.constexpr_function
+def _queries_type():
+    from lik_ops.csrc_triton.arguments import Queries
+
+    return Queries
+
+
+@triton.constexpr_function
+def _documents_type():
+    from lik_ops.csrc_triton.arguments import Documents
+
+    return Documents
+
+
+@triton.constexpr_function
+def _sizes_type():
+    from lik_ops.csrc_triton.arguments import Sizes
+
+    return Sizes
+
+
+@triton.jit
+def maxsim_packaged(
+    q, q_stride_n, q_stride_l, q_stride_d,
+    q_mask, q_mask_stride_n, q_mask_stride_l,
+    weight, weight_stride_n, weight_stride_l,
+    docs, d_stride_owner, d_stride_doc, d_stride_l, d_stride_d,
+    d_mask, d_mask_stride_owner, d_mask_stride_doc, d_mask_stride_l,
+    scores, Nq, K, Lq, Ld, d,
+    CANDIDATES: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Scores [Nq, K], one (query, document) pair a program, BM query tokens at a time: right for every shape."""
+    Config: tl.constexpr = _config_type()
+    Queries: tl.constexpr = _queries_type()
+    Documents: tl.constexpr = _documents_type()
+    Sizes: tl.constexpr = _sizes_type()
+    C: tl.constexpr = Config(
+        BM, BN, BD, BM, 1, CANDIDATES, False, NORMALIZE, 2, PRECISION, False, False, False, True, False
+    )
+    Q = Queries(
+        q, q_stride_n, q_stride_l, q_stride_d, q_mask, q_mask_stride_n, q_mask_stride_l,
+        weight, weight_stride_n, weight_stride_l,
+    )  # fmt: skip
+    D = Documents(
+        docs, d_stride_owner, d_stride_doc, d_stride_l, d_stride_d,
+        d_mask, d_mask_stride_owner, d_mask_stride_doc, d_mask_stride_l,
+    )  # fmt: skip
+    _visit(Q, D, None, scores, None, None, Sizes(Nq, K, Lq, Ld), d, C)

@@ -1,0 +1,93 @@
+"""MaxSim in standard ONNX: what `torch.onnx.export` writes in place of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def onnx_translations() -> dict[Any, Callable]:
+    """The table that makes `torch.onnx.export` write MaxSim in standard ONNX operators.
+
+    Needs onnxscript (``pip install lik-ops[onnx]``). Every size may be dynamic. The model computes a matrix product, a
+    maximum and a sum, so unlike the operator it holds all similarities of a call at once: score in batches. Winners
+    (`maxsim_with_argmax`) and gradients are not translated.
+
+    Returns:
+        For the argument ``custom_translation_table``.
+
+    Raises:
+        ModuleNotFoundError: onnxscript is not installed.
+
+    Example:
+        >>> table = lik_ops.export.onnx_translations()
+        >>> torch.onnx.export(model, (Q, D), "model.onnx", dynamo=True, custom_translation_table=table)
+    """
+    try:
+        from onnxscript import opset18 as op
+    except ImportError as error:
+        raise ModuleNotFoundError("onnx_translations: install onnxscript: pip install 'lik-ops[onnx]'") from error
+
+    def maxsim(Q, D, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
+        return _maxsim(op, Q, D, q_mask, d_mask, q_weight, normalize)
+
+    return {torch.ops.lik.maxsim.default: maxsim}
+
+
+def _maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool) -> Any:
+    q_flat, d_flat, candidates = len(Q.shape) == 2, len(D.shape) == 2, len(D.shape) == 4
+    result = 11 if Q.dtype.name == "DOUBLE" else 1  # onnx.TensorProto.DOUBLE, FLOAT
+
+    def axis(n: int) -> Any:
+        return op.Constant(value_ints=[n])
+
+    def lifted(x: Any, flat: bool) -> Any:
+        return op.Unsqueeze(x, axis(0)) if flat and x is not None else x
+
+    def boolean(mask: Any) -> Any:
+        return None if mask is None else op.Cast(mask, to=9)
+
+    def number(value: float) -> Any:
+        return op.Cast(op.Constant(value_float=value), to=result)
+
+    def rows(x: Any) -> Any:
+        x = op.Cast(x, to=result)
+        if not normalize:
+            return x
+        norm = op.ReduceL2(x, axis(-1), keepdims=1)
+        return op.Div(x, op.Max(norm, number(1e-12)))
+
+    q_mask, d_mask = lifted(boolean(q_mask), q_flat), lifted(boolean(d_mask), d_flat)
+    Q, D, q_weight = rows(lifted(Q, q_flat)), rows(lifted(D, d_flat)), lifted(q_weight, q_flat)
+    Q = op.Unsqueeze(Q, axis(1))  # [Nq, 1, Lq, d]
+    D = D if candidates else op.Unsqueeze(D, axis(0))  # [Nq | 1, K, Ld, d]
+    S = op.MatMul(Q, op.Transpose(D, perm=[0, 1, 3, 2]))
+    infinite = number(float("-inf"))
+    if d_mask is not None:
+        d_mask = d_mask if candidates else op.Unsqueeze(d_mask, axis(0))
+        S = op.Where(op.Unsqueeze(d_mask, axis(2)), S, infinite)
+    terms = op.ReduceMax(S, axis(-1), keepdims=0)  # [Nq, K, Lq]
+    if q_weight is not None:
+        terms = op.Mul(terms, op.Unsqueeze(q_weight, axis(1)))
+    if q_mask is not None:
+        terms = op.Where(op.Unsqueeze(q_mask, axis(1)), terms, number(0.0))
+    scores = op.ReduceSum(terms, axis(-1), keepdims=0)
+    if d_mask is not None:
+        scores = _without_documents(op, axis, scores, q_mask, d_mask, infinite, number(0.0))
+    if d_flat:
+        scores = op.Squeeze(scores, axis(1))
+    return op.Squeeze(scores, axis(0)) if q_flat else scores
+
+
+def _without_documents(op: Any, axis: Any, scores: Any, q_mask: Any, d_mask: Any, infinite: Any, zero: Any) -> Any:
+    """Scores of documents that keep no token: -inf, 0 for queries that keep none either."""
+
+    def any_of(mask: Any) -> Any:
+        return op.Cast(op.ReduceMax(op.Cast(mask, to=6), axis(-1), keepdims=0), to=9)
+
+    empty = infinite
+    if q_mask is not None:
+        empty = op.Where(op.Unsqueeze(any_of(q_mask), axis(1)), infinite, zero)
+    return op.Where(any_of(d_mask), scores, empty)

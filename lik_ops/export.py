@@ -1,0 +1,123 @@
+"""Exported programs made for others to run: AOTInductor packages, and ONNX.
+
+A program from `torch.export` holds ``torch.ops.lik.maxsim`` as one node, and needs lik_ops where it is loaded. What is
+made here does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._onnx import onnx_translations
+from .backends import blocked, why_not_triton
+
+__all__ = ["onnx_translations", "open_operators", "package"]
+
+
+def _blocked_forward(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+    backward: str,
+) -> tuple[Tensor, Tensor]:
+    scores, argmax = blocked.forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    return scores, Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+
+
+def _packaged_forward(Q: Tensor, D: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """The Triton kernel where the compiler can take one in, else the loop over blocks."""
+    *options, argmax_dtype, _ = args
+    if Q.device.type == "cuda" and argmax_dtype is None and why_not_triton(Q.device, Q.dtype) is None:
+        from .ops import packaged  # registers the operator
+
+        return packaged.maxsim_packaged(Q, D, *options), Q.new_empty(0, dtype=torch.int32)
+    return _blocked_forward(Q, D, *args)
+
+
+def _opened(program: torch.export.ExportedProgram, forward: Callable) -> torch.export.ExportedProgram:
+    table = torch.export.default_decompositions()
+    table[torch.ops.lik.maxsim_fwd.default] = forward
+    with torch.no_grad():  # with gradients the winners would be kept
+        return program.run_decompositions(table)
+
+
+def _refuse_gradients(name: str, program: torch.export.ExportedProgram) -> None:
+    left = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("lik.maxsim_bwd")}
+    if left:
+        raise NotImplementedError(f"{name}: expected scoring only, found {', '.join(sorted(left))}")
+
+
+def open_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Replace the MaxSim operators of an exported program by what they compute: a loop over blocks of bounded size.
+
+    The result holds core ATen operators and `torch.ops.higher_order.while_loop` only, with the sizes that were dynamic
+    still so; it runs, compiles and serialises without lik_ops.
+
+    Args:
+        program: what `torch.export.export` made of a module that scores. One that computes gradients is refused.
+
+    Raises:
+        NotImplementedError: the program computes gradients of MaxSim.
+
+    Example:
+        >>> program = lik_ops.export.open_operators(torch.export.export(lik_ops.MaxSimScorer(), (Q, D)))
+    """
+    opened = _opened(program, _blocked_forward)
+    _refuse_gradients("open_operators: program", opened)
+    return opened
+
+
+def package(
+    module: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Any = None,
+    inductor_configs: dict[str, Any] | None = None,
+) -> str:
+    """Compile a module that scores with MaxSim into a file that any process with torch loads and runs.
+
+    MaxSim is compiled into the package as well: loading needs neither lik_ops nor, in a C++ program, Python. Load it
+    with `torch._inductor.aoti_load_package`, or with ``torch::inductor::AOTIModelPackageLoader``. The scores are those
+    of the operator up to the rounding of sums; memory beyond inputs and outputs is a few MiB, whatever the sizes.
+
+    On a GPU the package holds a Triton kernel, but for fp64 and for winners; its tiles are fixed when it is made, so it
+    may be slower than the operator's choice. Everywhere else it holds a loop over blocks in generated code.
+
+    Args:
+        module: calls `lik_ops` functions or ``torch.ops.lik`` in its forward. It is exported for inference.
+        example_inputs: positional inputs, on the device that the package is for.
+        path: where the package goes; ends in ``.pt2``.
+        dynamic_shapes: the sizes that may differ from those of `example_inputs`, as `torch.export.export` takes them.
+        inductor_configs: options of the compiler.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        ValueError: `path` does not end in ``.pt2``.
+        NotImplementedError: the module computes gradients of MaxSim.
+
+    Example:
+        >>> Nd, Ld = torch.export.Dim("Nd"), torch.export.Dim("Ld")
+        >>> sizes = {"Q": None, "D": {0: Nd, 1: Ld}}
+        >>> lik_ops.export.package(lik_ops.MaxSimScorer(), (Q, D), "scorer.pt2", dynamic_shapes=sizes)
+        'scorer.pt2'
+    """
+    path = os.fspath(path)
+    if not path.endswith(".pt2"):
+        raise ValueError(f"package: path: expected a name that ends in .pt2, got {path!r}")
+    with torch.no_grad():
+        program = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
+    opened = _opened(program, _packaged_forward)
+    _refuse_gradients("package: module", opened)
+    return torch._inductor.aoti_compile_and_package(opened, package_path=path, inductor_configs=inductor_configs)

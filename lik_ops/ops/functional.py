@@ -1,0 +1,83 @@
+"""The way through `torch.func`: transforms cannot enter the operators' own autograd, so these stand above it.
+
+Calls of `lik_ops` functions inside a transform come here; torch then handles each level of `grad`, `vjp` or `vmap`
+by the operators' batching rules. Calling ``torch.ops.lik.maxsim`` itself there raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_GRAD, _JVP = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
+
+
+def is_transforming() -> bool:
+    """Whether a `torch.func` transform or `vmap` is going on in this thread."""
+    return _peek() is not None
+
+
+def is_differentiating() -> bool:
+    """Whether one of the transforms going on takes gradients."""
+    return _has(_GRAD)
+
+
+def may_carry_tangents(*tensors: Tensor | None) -> bool:
+    """Whether a `jvp` is going on and any of `tensors` is part of a transform: which of them cannot be asked."""
+    return _has(_JVP) and any(t is not None and is_wrapped(t) for t in tensors)
+
+
+def _has(kind: Any) -> bool:
+    return is_transforming() and any(level.key() == kind for level in _stack() or ())
+
+
+class _Forward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.lik.maxsim_fwd(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        Q, D, q_mask, d_mask, q_weight, ctx.normalize, _, backward = inputs
+        ctx.op = torch.ops.lik.maxsim_bwd_unified if backward == "unified" else torch.ops.lik.maxsim_bwd_lowmem
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(Q, D, output[1], q_mask, d_mask, q_weight)
+
+    @staticmethod
+    def backward(ctx, grad_scores, grad_argmax):
+        needs = [ctx.needs_input_grad[i] for i in (0, 1, 4)]
+        grads = _Backward.apply(ctx.op, grad_scores, *ctx.saved_tensors, ctx.normalize, needs)
+        grad_Q, grad_D, grad_q_weight = (g if need else None for g, need in zip(grads, needs, strict=True))
+        return grad_Q, grad_D, None, None, grad_q_weight, None, None, None
+
+
+class _Backward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: Any, *args: Any) -> tuple[Tensor, ...]:
+        return op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "lik::maxsim has no double backward: compute second derivatives with lik_ops.reference.maxsim"
+        )
+
+
+def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """`lik::maxsim_fwd`, inside a transform in a way that it can differentiate and batch.
+
+    Not for the bodies of operators: the dispatcher has left the transform there.
+    """
+    return _Forward.apply(*args) if is_transforming() else torch.ops.lik.maxsim_fwd(*args)

@@ -1,0 +1,79 @@
+"""``lik::maxsim_packaged``: the scores by one Triton kernel that Inductor can compile into a package.
+
+A `triton_op` is opened by the compiler, which finds the kernel in its body. Its choices are made while tracing, so they
+hang on nothing but what is fixed then. Imported where it is needed: it needs Triton.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from .._layout import check, check_lifted, score_dtype
+from ..backends.cuda_arguments import allow_tf32
+from ..csrc_triton.packaged import maxsim_packaged as _kernel
+
+_NAME = "lik::maxsim_packaged"
+_MOST_ROWS, _TOKENS = 64, 64
+
+
+def _power_of_2(size: int | torch.SymInt, most: int) -> int:
+    """The power of two from 16 to `most` that covers `size`, if it is known while tracing; else `most`."""
+    return min(most, max(16, 1 << (size - 1).bit_length())) if isinstance(size, int) else most
+
+
+def _precision(dtype: torch.dtype) -> str:
+    if torch.version.hip:
+        return "ieee"
+    return "tf32" if dtype == torch.float32 and allow_tf32() else "tf32x3"
+
+
+def arguments(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -> tuple[tuple, dict]:
+    """The kernel's arguments, those that a launch reads and those that it is compiled for."""
+    candidates, owner = D.dim() == 4, () if D.dim() == 4 else (0,)
+    query_strides = [(0, 0) if x is None else x.stride() for x in (q_mask, q_weight)]
+    queries = (Q, *Q.stride(), q_mask, *query_strides[0], q_weight, *query_strides[1])
+    documents = (D, *owner, *D.stride(), d_mask, *((0, 0, 0) if d_mask is None else (*owner, *d_mask.stride())))
+    Lq, d = Q.shape[1:]
+    constants = {
+        "CANDIDATES": candidates,
+        "NORMALIZE": normalize,
+        "PRECISION": _precision(Q.dtype),
+        "BM": _power_of_2(Lq, _MOST_ROWS),
+        "BN": _TOKENS,
+        "BD": _power_of_2(d, 64 if Q.dtype == torch.float32 else 128),
+    }
+    return (*queries, *documents, scores, Q.shape[0], D.shape[-3], Lq, D.shape[-2], d), constants
+
+
+@triton_op(_NAME, mutates_args=())
+def maxsim_packaged(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Optional[Tensor],  # noqa: UP045  (what torch reads the schema from)
+    d_mask: Optional[Tensor],  # noqa: UP045
+    q_weight: Optional[Tensor],  # noqa: UP045
+    normalize: bool,
+) -> Tensor:
+    """Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."""
+    if Q.device.type != "cuda" or Q.dtype == torch.float64:
+        return torch.ops.lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0]
+    scores = Q.new_empty((Q.shape[0], D.shape[-3]), dtype=torch.float32)
+    args, constants = arguments(Q, D, q_mask, d_mask, q_weight, normalize, scores)
+    wrap_triton(_kernel)[(scores.shape[0] * scores.shape[1],)](*args, **constants)
+    return scores
+
+
+@maxsim_packaged.register_fake
+def _(Q, D, q_mask, d_mask, q_weight, normalize):
+    check(_NAME, Q, D, q_mask, d_mask, q_weight)
+    check_lifted(_NAME, Q, D, q_mask, d_mask)
+    return Q.new_empty((Q.shape[0], D.shape[-3]), dtype=score_dtype(Q.dtype))
+
+
+def _no_gradient(ctx, grad):
+    raise NotImplementedError("lik::maxsim_packaged has no gradient: lik::maxsim does")
+
+
+maxsim_packaged.register_autograd(_no_gradient)

@@ -1,0 +1,59 @@
+"""``python -m lik_ops.opcheck``: check every operator against this torch build; exit code 1 if anything fails."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import torch
+
+from lik_ops.opcheck import report
+from lik_ops.opcheck.samples import OPERATORS
+
+_MOST_JOBS = 16
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lik_ops.opcheck", description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    parser.add_argument("--op", action="append", choices=sorted(OPERATORS), help="check only this one (repeatable)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every N-th sample only")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes that share the work (default: 1, on a GPU more)"
+    )
+    return parser
+
+
+def _default_jobs(device: str) -> int:
+    """On a GPU the time goes into compiling hundreds of kernels, a core each."""
+    return 1 if torch.device(device).type == "cpu" else min(_MOST_JOBS, os.cpu_count() or 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name in ("every", "jobs"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name}: expected a positive number, got {getattr(options, name)}")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device: {options.device}: {str(error).splitlines()[0]}")
+    print(report.title(options.device))
+    print(report.line(*report.HEADER))
+    failed = []
+    jobs = options.jobs or _default_jobs(options.device)
+    for result in report.run(options.device, options.op, options.every, jobs):
+        cells = (result.operator, result.check, result.cases, result.seconds, result.outcome)
+        print(report.line(*cells), flush=True)
+        if result.error is not None:
+            failed.append(result)
+    for result in failed:
+        print(f"\n{result.operator}, {result.check}:\n{result.error}")
+    print(f"\n{len(failed)} failed" if failed else "\nall passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""The checks: each takes an operator's name, its entry in the table and which samples of it, and raises.
+
+They return how many cases they looked at, so that a check that looks at nothing is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lik_ops.opcheck.samples import OPERATORS, Operator, Sample, registered
+
+CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+SIZES = ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 8, 3), (4, 4, 4, 4), (2, 3, 100, 2), (5, 33, 2, 257))
+
+
+def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
+    return CPU_DTYPES if torch.device(device).type == "cpu" else GPU_DTYPES
+
+
+class Selection(NamedTuple):
+    """Which samples are looked at: every `every`-th of each dtype on a device; of all its dtypes if None."""
+
+    device: str
+    every: int = 1
+    dtypes: tuple[torch.dtype, ...] | None = None
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.lik, name).default
+
+
+def _samples(op: Operator, of: Selection) -> Iterator[Sample]:
+    for dtype in of.dtypes or dtypes_of(of.device):
+        yield from list(op.samples(dtype, of.device))[:: of.every]
+
+
+def _fail(name: str, sample: object, error: object) -> AssertionError:
+    return AssertionError(f"lik::{name}, sample {sample}: {error}")
+
+
+def _outputs(result: object) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)  # type: ignore[arg-type]
+
+
+def _of_tensors(function: Callable[[Tensor], Tensor], sample: Sample) -> tuple[tuple, dict]:
+    return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, (sample.args, sample.kwargs))
+
+
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Infinities where they are expected, all else within `tolerance` of the largest element (of 1 at least)."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    finite = expected.isfinite()
+    if not torch.equal(actual[~finite], expected[~finite]):
+        return False
+    largest = max(1.0, float(expected[finite].abs().max())) if bool(finite.any()) else 1.0
+    return bool(((actual - expected)[finite].abs() <= tolerance * largest).all())
+
+
+def check_opcheck(name: str, op: Operator, of: Selection) -> int:
+    """`torch.library.opcheck`: schema, aliasing, autograd registration, fake tensors, AOT with symbolic sizes."""
+    count = 0
+    for sample in _samples(op, of):
+        try:
+            torch.library.opcheck(_overload(name), sample.args, sample.kwargs)
+        except Exception as error:
+            raise _fail(name, sample, error) from error
+        count += 1
+    return count
+
+
+def check_meta(name: str, op: Operator, of: Selection) -> int:
+    """Meta tensors get the sizes, strides and dtypes of the real outputs."""
+    count = 0
+    for sample in _samples(op, of):
+        real = _outputs(_overload(name)(*sample.args, **sample.kwargs))
+        args, kwargs = _of_tensors(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), sample)
+        meta = _outputs(_overload(name)(*args, **kwargs))
+        for r, m in zip(real, meta, strict=True):
+            found, expected = (m.shape, m.stride(), m.dtype), (r.shape, r.stride(), r.dtype)
+            if found != expected or not m.is_meta:
+                raise _fail(name, sample, f"expected {expected} on meta tensors, got {found} on {m.device}")
+        count += 1
+    return count
+
+
+def _in_fp64(sample: Sample) -> tuple[tuple, dict]:
+    return _of_tensors(
+        lambda t: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t, sample
+    )
+
+
+def check_values(name: str, op: Operator, of: Selection) -> int:
+    """Outputs against the formula in fp64."""
+    count = 0
+    for sample in _samples(op, of):
+        actual = _outputs(_overload(name)(*sample.args, **sample.kwargs))
+        args, kwargs = _in_fp64(sample)
+        tolerance = max(TOLERANCE[t.dtype] for t in sample.args if isinstance(t, Tensor) and t.dtype in TOLERANCE)
+        for i, (a, e) in enumerate(zip(actual, op.reference(*args, **kwargs), strict=True)):
+            if e is not None and not (a.shape == e.shape and _is_close(a, e, tolerance)):
+                raise _fail(name, sample, f"output {i} is not what the reference has")
+        count += 1
+    return count
+
+
+def _leaves(args: tuple, kwargs: dict) -> list[Tensor]:
+    return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def check_gradients(name: str, op: Operator, of: Selection) -> int:
+    """Gradients against those of the formula in fp64; an operator with none of its own raises."""
+    count = 0
+    for sample in _samples(op, of):
+        leaves = _leaves(sample.args, sample.kwargs)
+        if not leaves:
+            continue
+        scores = _outputs(_overload(name)(*sample.args, **sample.kwargs))[0]
+        upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2)).to(scores)
+        actual = torch.autograd.grad(scores, leaves, upstream)
+        args, kwargs = _in_fp64(sample)
+        expected = torch.autograd.grad(
+            op.reference(*args, **kwargs)[0], _leaves(args, kwargs), upstream.double(), materialize_grads=True
+        )
+        for i, (leaf, a, e) in enumerate(zip(leaves, actual, expected, strict=True)):
+            if a.dtype != leaf.dtype or not _is_close(a, e, TOLERANCE[leaf.dtype]):
+                raise _fail(name, sample, f"gradient {i} is not that of the reference")
+        count += 1
+    if not any(isinstance(t, Tensor) and t.requires_grad for s in _samples(op, of._replace(every=1)) for t in s.args):
+        count += _check_refuses_gradients(name, op, of)
+    return count
+
+
+def _check_refuses_gradients(name: str, op: Operator, of: Selection) -> int:
+    """What has no derivative raises; it is not silently taken for a constant."""
+    sample = next(_samples(op, of))
+    args, kwargs = _of_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), sample)
+    outputs = _outputs(_overload(name)(*args, **kwargs))
+    wanted = [t for t in outputs if t.numel()]
+    try:
+        sum(t.sum() for t in wanted).backward()  # type: ignore[union-attr]
+    except NotImplementedError:
+        return 1
+    raise _fail(name, sample, "expected NotImplementedError from a derivative that does not exist")
+
+
+def _layouts(t: Tensor) -> dict[str, Tensor]:
+    """The same values behind other strides."""
+    found = {"contiguous": t.clone(memory_format=torch.contiguous_format)}
+    if t.dim() >= 2:
+        found["permuted"] = t.transpose(0, -1).contiguous().transpose(0, -1)
+        wide = torch.cat([t, t], dim=-1)
+        found["sliced"] = wide[..., : t.shape[-1]]
+        found["offset"] = wide[..., t.shape[-1] :]
+    return found
+
+
+def check_strides(name: str, op: Operator, of: Selection) -> int:
+    """Strides and offsets of the inputs change nothing: on a CPU not a bit; on a GPU sums are laid out by them.
+
+    Inputs are not written, outputs are memory of their own.
+    """
+    count, exact = 0, torch.device(of.device).type == "cpu"
+    for sample in _samples(op, of):
+        results = {}
+        for layout in ("contiguous", "permuted", "sliced", "offset"):
+
+            def place(t: Tensor, layout: str = layout) -> Tensor:
+                layouts = _layouts(t.detach())
+                return layouts.get(layout, layouts["contiguous"])
+
+            args, kwargs = _of_tensors(place, sample)
+            inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            before = [t.clone() for t in inputs]
+            results[layout] = _outputs(_overload(name)(*args, **kwargs))
+            if not all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True)):
+                raise _fail(name, sample, f"{layout}: an input was written")
+            owned = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
+            if any(t.numel() and t.untyped_storage().data_ptr() in owned for t in results[layout]):
+                raise _fail(name, sample, f"{layout}: an output shares memory with an input")
+        for layout, outputs in results.items():
+            for a, e in zip(outputs, results["contiguous"], strict=True):
+                same = torch.equal(a, e) if exact else _is_close(a, e, TOLERANCE.get(a.dtype, 0.0))
+                if not same or a.stride() != e.stride():
+                    raise _fail(name, sample, f"{layout} inputs give another result than contiguous ones")
+        count += 1
+    return count
+
+
+def check_recompiles(name: str, op: Operator, of: Selection) -> int:
+    """One dynamic compilation serves every size of 2 and more; an axis of 0 or 1 costs at most one more each."""
+    count = 0
+    for candidates in (False, True):
+        torch.compiler.reset()
+        with torch._dynamo.config.patch(recompile_limit=64):
+            count += _count_compilations(name, op, of.device, candidates)
+    torch.compiler.reset()
+    return count
+
+
+def _count_compilations(name: str, op: Operator, device: str, candidates: bool) -> int:
+    compilations, overload = 0, _overload(name)
+
+    def backend(module: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        nonlocal compilations
+        compilations += 1
+        return module.forward
+
+    compiled = torch.compile(lambda *args: overload(*args), backend=backend, fullgraph=True, dynamic=True)
+    for sizes in SIZES:
+        compiled(*op.sized(sizes, candidates, device))
+        if compilations != 1:
+            raise _fail(name, sizes, f"expected one compilation for all sizes, got {compilations} so far")
+    odd_sizes = [(*SIZES[0][:axis], size, *SIZES[0][axis + 1 :]) for axis in range(4) for size in (1, 0)]
+    for odd in odd_sizes:
+        before = compilations
+        for _ in range(2):
+            compiled(*op.sized(odd, candidates, device))  # type: ignore[arg-type]
+        if compilations > before + 1:
+            raise _fail(name, odd, f"expected at most one compilation, got {compilations - before}")
+    return len(SIZES) + len(odd_sizes)
+
+
+CHECKS: dict[str, Callable[[str, Operator, Selection], int]] = {
+    "opcheck": check_opcheck,
+    "meta": check_meta,
+    "values": check_values,
+    "gradients": check_gradients,
+    "strides": check_strides,
+    "recompiles": check_recompiles,
+}
+OF_ALL_DTYPES = ("recompiles",)  # have nothing to do with the samples and their dtypes
+
+
+def check_table() -> int:
+    """Every registered operator is in the table, and nothing else."""
+    if registered() != set(OPERATORS):
+        raise AssertionError(f"expected samples of {sorted(registered())}, found those of {sorted(OPERATORS)}")
+    return len(OPERATORS)

@@ -1,0 +1,88 @@
+"""What torch's tracers make of calls: as text that is compared, so that a change of it is a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lik_ops.opcheck.samples import registered
+
+
+class Scores(torch.nn.Module):
+    """MaxSim alone."""
+
+    def forward(self, Q: Tensor, D: Tensor) -> Tensor:
+        return torch.ops.lik.maxsim(Q, D)
+
+
+def _operators(graph: torch.fx.Graph) -> str:
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return ", ".join(t.replace(".default", "") for t in targets if t.startswith("lik."))
+
+
+def _inputs(device: str, grad: bool = False) -> tuple[Tensor, Tensor]:
+    Q, D = torch.ones(3, 4, 8, device=device), torch.ones(5, 6, 8, device=device)
+    return Q.requires_grad_(grad), D.requires_grad_(grad)
+
+
+def schemas(device: str) -> str:
+    return "\n".join(str(getattr(torch.ops.lik, name).default._schema) for name in sorted(registered()))
+
+
+def exported(device: str) -> str:
+    lines = []
+    for strict in (False, True):
+        program = torch.export.export(Scores().to(device), _inputs(device), strict=strict)
+        lines += [_operators(program.graph), _operators(program.run_decompositions().graph)]
+    return "\n".join(lines)
+
+
+def compiled_step(device: str) -> str:
+    """Operators of a training step: as Dynamo sees it, then forward and backward as the compiler gets them."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    lines: list[str] = []
+
+    def compiler(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        lines.append(_operators(module.graph))
+        return make_boxed_func(module.forward)
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        lines.append(_operators(module.graph))
+        partition = min_cut_rematerialization_partition
+        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
+
+    def step(Q: Tensor, D: Tensor) -> Tensor:
+        return torch.ops.lik.maxsim(Q, D, normalize=True).logsumexp(1).sum()
+
+    torch.compiler.reset()
+    torch.compile(step, backend=backend, fullgraph=True)(*_inputs(device, grad=True)).backward()
+    torch.compiler.reset()
+    return "\n".join(lines)
+
+
+_SCHEMAS = {  # of operators that are registered: one of them needs Triton
+    "maxsim": 'lik::maxsim(Tensor Q, Tensor D, Tensor? q_mask=None, Tensor? d_mask=None, *, Tensor? q_weight=None, bool normalize=False, str backward="auto", bool recompute=False) -> Tensor',
+    "maxsim_bwd_lowmem": "lik::maxsim_bwd_lowmem(Tensor grad_scores, Tensor Q, Tensor D, Tensor argmax, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, bool[3] needs) -> (Tensor, Tensor, Tensor)",
+    "maxsim_bwd_unified": "lik::maxsim_bwd_unified(Tensor grad_scores, Tensor Q, Tensor D, Tensor argmax, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, bool[3] needs) -> (Tensor, Tensor, Tensor)",
+    "maxsim_fwd": "lik::maxsim_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, str backward) -> (Tensor, Tensor)",
+    "maxsim_packaged": "lik::maxsim_packaged(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize) -> Tensor",
+}
+
+SNAPSHOTS: dict[str, tuple[Callable[[str], str], str]] = {
+    "schemas": (schemas, "\n".join(schema for name, schema in sorted(_SCHEMAS.items()) if name in registered())),
+    "exported": (exported, "lik.maxsim\nlik.maxsim_fwd\nlik.maxsim\nlik.maxsim_fwd"),
+    "compiled step": (compiled_step, "lik.maxsim\nlik.maxsim_fwd\nlik.maxsim_bwd_lowmem"),
+}
+
+
+def check_snapshot(name: str, device: str) -> int:
+    """Raise AssertionError with both texts unless they are the same."""
+    make, expected = SNAPSHOTS[name]
+    found = make(device)
+    if found != expected:
+        raise AssertionError(f"{name}: expected\n{expected}\nfound\n{found}")
+    return len(expected.splitlines())

@@ -1,0 +1,166 @@
+"""The checks of `lik_ops.opcheck`: they pass, on a sample of every operator in the quick run; and they can fail."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.opcheck import __main__ as command
+from lik_ops.opcheck import checks, graphs, report
+from lik_ops.opcheck.samples import OPERATORS, Operator, registered
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("check", checks.CHECKS)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_sample_of_every_operator(op, check, device):
+    every = 11 if check == "opcheck" else 3
+    assert checks.CHECKS[check](op, OPERATORS[op], checks.Selection(device, every)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("check", checks.CHECKS)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_sample(op, check, device):
+    assert checks.CHECKS[check](op, OPERATORS[op], checks.Selection(device)) > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", graphs.SNAPSHOTS)
+def test_snapshots(name, device):
+    graphs.check_snapshot(name, device)
+
+
+def test_every_operator_has_samples():
+    assert registered() == set(OPERATORS)
+
+
+class Wrong:
+    """Operators that each break one rule, under a library of their own; what the checks should find in them."""
+
+    def __init__(self):
+        self.library = torch.library.Library("lik", "FRAGMENT")
+        self.library.define("wrong(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask) -> Tensor")
+
+    def register(self, function, fake):
+        self.library.impl("wrong", function, "CPU")
+        self.library.impl("wrong", fake, "Meta")
+
+
+@pytest.fixture
+def wrong():
+    holder = Wrong()
+    yield holder
+    holder.library._destroy()
+
+
+def _scores(Q, D, q_mask, d_mask):
+    return lik_ops.maxsim(Q, D, q_mask, d_mask)
+
+
+def _samples(dtype, device):
+    for sample in OPERATORS["maxsim"].samples(dtype, device):
+        if "options" not in sample.name and len(sample.args) == 4:
+            yield checks.Sample(sample.name, tuple(None if a is None else a.detach() for a in sample.args), {})
+
+
+def _wrong_operator():
+    return Operator(_samples, OPERATORS["maxsim"].reference, OPERATORS["maxsim"].sized)
+
+
+def _fake(Q, D, q_mask, d_mask):
+    return Q.new_empty((Q.shape[0], D.shape[-3]), dtype=torch.float64 if Q.dtype == torch.float64 else torch.float32)
+
+
+FAULTS = {
+    "values": (lambda *a: _scores(*a) * 1.01, _fake, "not what the reference has"),
+    "meta": (_scores, lambda *a: _fake(*a).to(torch.float16), "on meta tensors"),
+    "strides": (lambda Q, *a: _scores(Q.contiguous().mul_(1 + (Q.stride(-1) != 1)), *a), _fake, "another result"),
+    "opcheck": (_scores, lambda *a: _fake(*a).new_empty(7), ""),
+    "gradients": (_scores, _fake, "expected NotImplementedError|does not require grad"),
+    "recompiles": (_scores, lambda Q, *a: _fake(Q, *a).new_empty((int(Q.shape[0]), a[0].shape[-3])), "compilation"),
+}
+
+
+@pytest.mark.parametrize("check", FAULTS)
+def test_the_checks_find_what_is_wrong(check, wrong):
+    function, fake, message = FAULTS[check]
+    wrong.register(function, fake)
+    with pytest.raises((AssertionError, RuntimeError), match=message):
+        checks.CHECKS[check]("wrong", _wrong_operator(), checks.Selection("cpu", 5))
+    with pytest.raises(AssertionError, match="wrong"):
+        checks.check_table()
+
+
+def test_writing_to_an_input_and_returning_it_are_found(wrong):
+    wrong.register(lambda Q, D, *a: _scores(Q, D.mul_(2), *a), _fake)
+    with pytest.raises(AssertionError, match="an input was written"):
+        checks.CHECKS["strides"]("wrong", _wrong_operator(), checks.Selection("cpu"))
+    wrong.register(lambda Q, D, *a: Q[:, 0, :1], _fake)
+    with pytest.raises(AssertionError, match="shares memory"):
+        checks.CHECKS["strides"]("wrong", _wrong_operator(), checks.Selection("cpu"))
+
+
+def test_a_changed_graph_is_found(monkeypatch):
+    make, expected = graphs.SNAPSHOTS["exported"]
+    monkeypatch.setitem(graphs.SNAPSHOTS, "exported", (make, expected + "\nlik.maxsim"))
+    with pytest.raises(AssertionError, match="expected"):
+        graphs.check_snapshot("exported", "cpu")
+
+
+def test_the_command_prints_a_table_and_fails_where_a_check_does(monkeypatch, capsys):
+    def fine(name, op, of):
+        return 3
+
+    def broken(name, op, of):
+        raise AssertionError("as it happens")
+
+    monkeypatch.setattr(checks, "CHECKS", {"fine": fine})
+    monkeypatch.setattr(graphs, "SNAPSHOTS", {})
+    assert command.main(["--op", "maxsim"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == list(report.HEADER) and lines[-1] == "all passed"
+    assert [line.split()[:3] for line in lines[2:4]] == [
+        ["all", "table", str(len(OPERATORS))],
+        ["maxsim", "fine", "3"],
+    ]
+    monkeypatch.setitem(checks.CHECKS, "broken", broken)
+    assert command.main(["--op", "maxsim", "--op", "maxsim_fwd"]) == 1
+    out = capsys.readouterr().out
+    assert "as it happens" in out and out.endswith("2 failed\n")
+    for bad in (["--device", "nowhere"], ["--every", "0"], ["--jobs", "0"], ["--op", "other"]):
+        with pytest.raises(SystemExit) as stop:
+            command.main(bad)
+        assert stop.value.code == 2
+
+
+def test_processes_that_share_the_work_find_the_same():
+    alone, shared = ({r[:2]: (r.cases, r.outcome) for r in report.run("cpu", ["maxsim_fwd"], 40, n)} for n in (1, 2))
+    assert shared == alone and len(alone) == 1 + len(checks.CHECKS) + len(graphs.SNAPSHOTS)
+    assert "FAIL" not in {outcome for _, outcome in alone.values()}
+    parts = [report.Result("op", "check", 2, 1.5, error) for error in (None, "first", "second")]
+    joined = report._joined(parts)
+    assert (joined.cases, joined.seconds, joined.error) == (6, 4.5, "first\nsecond") and joined.outcome == "FAIL"
+
+
+def test_the_command_needs_no_test_extras(tmp_path):
+    """Nothing of the extra ``test`` is imported; one operator, few samples."""
+    code = (
+        "import sys\n"
+        "for name in ('pytest', 'expecttest', 'hypothesis', 'numpy'): sys.modules[name] = None\n"
+        "from lik_ops.opcheck.__main__ import main\n"
+        "sys.exit(main(['--op', 'maxsim_fwd', '--every', '40']))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all passed" in result.stdout

@@ -1,0 +1,357 @@
+"""Exported programs, packages that need no lik_ops, and ONNX."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim
+
+import lik_ops
+from lik_ops.backends import blocked
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(__file__).with_name("data")
+DY = Dim.DYNAMIC
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Model(torch.nn.Module):
+    """Every argument of a public function; the flat layouts by their ranks."""
+
+    def __init__(self, function=lik_ops.maxsim, **options):
+        super().__init__()
+        self.function, self.options = function, options
+
+    def forward(self, Q, D, q_mask, d_mask, q_weight):
+        return self.function(Q, D, q_mask, d_mask, q_weight=q_weight, **self.options)
+
+
+FUNCTIONS = {
+    "cross": lik_ops.maxsim,
+    "candidates": lik_ops.maxsim,
+    "flat_q": lik_ops.maxsim,
+    "flat_d": lik_ops.maxsim,
+    "flat": lik_ops.maxsim,
+    "raw": torch.ops.lik.maxsim,
+    "pairs": lik_ops.maxsim_pairs,
+    "winners": lik_ops.maxsim_with_argmax,
+    "candidate winners": lik_ops.maxsim_with_argmax,
+}
+
+
+def arguments(layout, sizes=(3, 5, 4, 6), d=8, dtype=torch.float32, device="cpu"):
+    Nq, K, Lq, Ld = sizes
+    q_shape = (Lq, d) if layout in ("flat_q", "flat") else (Nq, Lq, d)
+    d_shape = (K, Ld, d)
+    if layout.startswith("candidate"):
+        d_shape = (Nq, K, Ld, d)
+    elif layout in ("flat_d", "flat"):
+        d_shape = (Ld, d)
+    elif layout == "pairs":
+        d_shape = (Nq, Ld, d)
+    generator = torch.Generator().manual_seed(sum(sizes))
+    Q, D = (torch.randn(s, generator=generator).to(dtype) for s in (q_shape, d_shape))
+    masks = [torch.rand(t.shape[:-1], generator=generator) > 0.3 for t in (Q, D)]
+    if masks[1].dim() > 1 and masks[1].numel():
+        masks[1][..., 0, :] = False  # a document that keeps no token
+    for t, mask in zip((Q, D), masks, strict=True):
+        t[~mask] = float("nan")
+    weight = torch.randn(q_shape[:-1], generator=generator).to(torch.promote_types(dtype, torch.float32))
+    return tuple(t.to(device) for t in (Q, D, *masks, weight))
+
+
+def dynamic(layout):
+    """Every size that the layout has: Nq, K, Lq, Ld."""
+    Nq, K, Lq, Ld = Dim("Nq"), Dim("K"), Dim("Lq"), Dim("Ld")
+    query = {0: Lq} if layout in ("flat_q", "flat") else {0: Nq, 1: Lq}
+    document = {0: K, 1: Ld}
+    if layout.startswith("candidate"):
+        document = {0: Nq, 1: K, 2: Ld}
+    elif layout in ("flat_d", "flat"):
+        document = {0: Ld}
+    elif layout == "pairs":
+        document = {0: Nq, 1: Ld}
+    return {"Q": query, "D": document, "q_mask": query, "d_mask": document, "q_weight": query}
+
+
+def assert_same(actual, expected, exact=True):
+    actual = actual if isinstance(actual, (tuple, list)) else (actual,)
+    expected = expected if isinstance(expected, (tuple, list)) else (expected,)
+    for a, e in zip(actual, expected, strict=True):
+        if exact:
+            assert torch.equal(a, e)
+        else:
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+SIZES = ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 1, 1), (4, 4, 4, 4))
+
+
+def targets(program):
+    return [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", FUNCTIONS)
+def test_every_layout_exports_with_every_size_dynamic(layout, strict):
+    model = Model(FUNCTIONS[layout], normalize=True)
+    program = torch.export.export(model, arguments(layout), dynamic_shapes=dynamic(layout), strict=strict)
+    node = "lik.maxsim_fwd.default" if "winners" in layout else "lik.maxsim.default"
+    assert [t for t in targets(program) if t.startswith("lik")] == [node]
+    opened = program.run_decompositions()
+    assert [t for t in targets(opened) if t.startswith("lik")] == ["lik.maxsim_fwd.default"]
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer).module()
+    for sizes in SIZES:
+        assert_same(loaded(*arguments(layout, sizes)), model(*arguments(layout, sizes)))
+
+
+def test_a_graph_pass_finds_and_replaces_the_operator():
+    """Symbolic tracing keeps the call; a pass can rewrite the exported node."""
+
+    class Scores(torch.nn.Module):
+        def forward(self, Q, D):
+            return torch.ops.lik.maxsim(Q, D) + 1
+
+    Q, D = arguments("cross")[:2]
+    Q, D = Q.nan_to_num(), D.nan_to_num()
+    for module in (torch.fx.symbolic_trace(Scores()), torch.export.export(Scores(), (Q, D)).module()):
+        matched = torch.fx.replace_pattern(
+            module, lambda q, x: torch.ops.lik.maxsim.default(q, x), lambda q, x: torch.ops.lik.maxsim.default(-q, x)
+        )
+        if not matched:  # symbolic tracing records the packet, not its overload
+            for node in module.graph.find_nodes(op="call_function", target=torch.ops.lik.maxsim):
+                with module.graph.inserting_before(node):
+                    node.update_arg(0, module.graph.call_function(torch.neg, (node.args[0],)))
+                matched = [node]
+            module.recompile()
+        assert len(matched) == 1
+        assert torch.equal(module(Q, D), Scores()(-Q, D))
+
+
+def test_a_program_saved_by_an_earlier_version_scores():
+    """Saved by 0.1.0 with torch 2.13: schemas and the meaning of scores may not change under it."""
+    if torch.__version__ < "2.13":
+        pytest.skip("torch loads programs of its own version and earlier ones")
+    program = torch.export.load(DATA / "scorer-0.1.0.pt2")
+    assert "lik.maxsim.default" in targets(program)
+    model = Model(normalize=True)
+    for sizes in SIZES:
+        assert_same(program.module()(*arguments("cross", sizes)), model(*arguments("cross", sizes)))
+
+
+EDGES = (
+    (3, 4, 5, 9),
+    (2, 3, 7, 25),
+    (5, 1, 1, 1),
+    (0, 3, 2, 2),
+    (2, 0, 2, 2),
+    (2, 2, 0, 2),
+    (2, 2, 3, 0),
+    (9, 7, 2, 3),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkeypatch):
+    """Sizes around those of a block, on integers full of ties, with NaN behind the masks."""
+    monkeypatch.setattr(blocked, "QUERY_TOKENS", 6)
+    monkeypatch.setattr(blocked, "DOCUMENT_TOKENS", 10)
+    for sizes in EDGES:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            Q, D, q_mask, d_mask, w = arguments(layout, sizes, dtype=dtype, device=device)
+            Q, D = Q.mul(2).round(), D.mul(2).round()
+            for options in ((q_mask, d_mask, w), (None, d_mask, None), (q_mask, None, None), (None, None, w)):
+                q = Q if options[0] is not None else Q.nan_to_num()
+                x = D if options[1] is not None else D.nan_to_num()
+                args = (q, x, *options, normalize)
+                scores, argmax = blocked.forward(*args, torch.int32)
+                expected = torch.ops.lik.maxsim_fwd(*args, torch.int32, "auto")
+                torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-4)
+                if not normalize:  # no rounding: ties are ties
+                    assert torch.equal(argmax, expected[1]), (sizes, options)
+                assert_same(blocked.forward(*args, None)[0], scores)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_blocks_treat_what_is_not_finite_as_the_operator_does(value, monkeypatch):
+    monkeypatch.setattr(blocked, "DOCUMENT_TOKENS", 4)
+    Q, D = torch.ones(2, 3, 4), torch.ones(3, 9, 4)
+    D[1, 6], D[2] = value, value
+    args = (Q, D, None, None, None, False)
+    for a, e in zip(
+        blocked.forward(*args, torch.int32), torch.ops.lik.maxsim_fwd(*args, torch.int32, "auto"), strict=True
+    ):
+        assert torch.equal(a.nan_to_num(7.0), e.nan_to_num(7.0))
+
+
+def test_opened_programs_hold_no_operator_of_ours_and_stay_dynamic():
+    program = torch.export.export(Model(), arguments("cross"), dynamic_shapes=dynamic("cross"))
+    opened = lik_ops.export.open_operators(program)
+    assert not any("lik" in t for t in targets(opened))
+    assert "while_loop" in targets(opened)
+    for sizes in (*SIZES, (2, 3, 200, 1100)):
+        assert_same(opened.module()(*arguments("cross", sizes)), Model()(*arguments("cross", sizes)), exact=False)
+
+
+def test_programs_with_gradients_are_not_opened():
+    class Gradient(torch.nn.Module):
+        def forward(self, g, Q, D, argmax):
+            return torch.ops.lik.maxsim_bwd_lowmem(g, Q, D, argmax, None, None, None, False, [True, False, False])[0]
+
+    Q, D, *_ = (t.nan_to_num() for t in arguments("cross"))
+    scores, argmax = torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, torch.int32, "auto")
+    program = torch.export.export(Gradient(), (scores, Q, D, argmax))
+    with pytest.raises(NotImplementedError, match="expected scoring only, found lik"):
+        lik_ops.export.open_operators(program)
+
+
+def test_a_package_has_a_name_that_loaders_accept():
+    with pytest.raises(ValueError, match=r"path: expected a name that ends in \.pt2, got 'scorer\.so'"):
+        lik_ops.export.package(Model(), arguments("cross"), "scorer.so")
+
+
+LOADER = """
+import json, resource, sys
+sys.modules["lik_ops"] = None
+import torch
+package, inputs, outputs = sys.argv[1:]
+torch.set_num_threads(1)
+model = torch._inductor.aoti_load_package(package)
+examples = torch.load(inputs)
+found = [model(*each) for each in examples[:-1]]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found.append(model(*examples[-1]))
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+torch.save(found, outputs)
+print(json.dumps({"grown": grown * 1024, "modules": [m for m in sys.modules if m.split(".")[0] == "lik_ops"]}))
+"""
+
+
+def check_package(tmp_path, layout, device, dtype=torch.float32, **options):
+    """Package, load where lik_ops cannot be imported, compare the scores and the memory of a large call."""
+    model, path = Model(FUNCTIONS[layout], **options), str(tmp_path / "scorer.pt2")
+    example = arguments(layout, dtype=dtype, device=device)
+    assert lik_ops.export.package(model, example, path, dynamic_shapes=dynamic(layout)) == path
+    with zipfile.ZipFile(path) as archive:
+        sources = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".cpp")]
+    assert sources and not any("proxy_executor_call_function" in s or "lik::" in s for s in sources)
+    if device == "cuda" and dtype != torch.float64 and "winners" not in layout:
+        assert any("maxsim_packaged" in s for s in sources)
+        with zipfile.ZipFile(path) as archive:
+            binaries = [n for n in archive.namelist() if n.endswith((".cubin", ".hsaco", ".so"))]
+            assert any(b"maxsim_packaged" in archive.read(n) for n in binaries)
+    large = (64, 2000, 32, 100) if not layout.startswith("candidate") else (64, 100, 32, 100)
+    examples = [arguments(layout, s, dtype=dtype, device=device) for s in (*SIZES, (2, 3, 200, 1100), large)]
+    torch.save(examples, tmp_path / "inputs")
+    command = [sys.executable, "-c", LOADER, path, str(tmp_path / "inputs"), str(tmp_path / "outputs")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=_bare())
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["modules"] == ["lik_ops"], "the None that makes importing it fail"
+    for found, each in zip(torch.load(tmp_path / "outputs"), examples, strict=True):
+        expected = model(*each)
+        if isinstance(expected, tuple):
+            assert_same(found[1], expected[1])
+            found, expected = found[0], expected[0]
+        finite = expected[expected.isfinite()]
+        scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * scale)
+    if device == "cpu" and layout == "cross":  # the similarities would be 1.6 GB
+        assert report["grown"] < 64 << 20
+
+
+# The case of test_a_package_scores_without_lik_ops fails on an H200 with torch 2.11; nobody has looked into it yet.
+UNSOLVED = pytest.mark.xfail(reason="packages for a GPU fail on an H200 with torch 2.11: open")
+PACKAGED = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, UNSOLVED])]
+
+
+def _bare():
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+
+@pytest.mark.parametrize("device", PACKAGED)
+def test_a_package_scores_without_lik_ops(tmp_path, device):
+    check_package(tmp_path, "cross", device, normalize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", PACKAGED)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("candidates", torch.float32),
+        ("flat_q", torch.bfloat16),
+        ("flat", torch.float64),
+        ("pairs", torch.float16),
+        ("winners", torch.float32),
+    ],
+)
+def test_packages_of_other_layouts_and_dtypes(tmp_path, layout, dtype, device):
+    check_package(tmp_path, layout, device, dtype)
+
+
+@pytest.mark.slow
+def test_the_example_scores_in_a_bare_process():
+    script = ROOT / "examples" / "export_retriever.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+ONNX_LAYOUTS = ["cross", "candidates", "flat_q", "flat_d", "flat", "pairs"]
+
+
+@pytest.mark.parametrize("layout", ONNX_LAYOUTS)
+@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_is_standard_and_scores_the_same(layout, normalize):
+    pytest.importorskip("onnxscript", reason="pip install lik-ops[onnx]")
+    runtime = pytest.importorskip("onnxruntime", reason="pip install lik-ops[onnx]")
+    model = Model(FUNCTIONS[layout], normalize=normalize)
+    example = arguments(layout)
+    program = torch.onnx.export(
+        model,
+        example,
+        dynamo=True,
+        dynamic_shapes=dynamic(layout),
+        custom_translation_table=lik_ops.export.onnx_translations(),
+        verbose=False,
+    )
+    graph = program.model_proto
+    assert {node.domain for node in graph.graph.node} == {""} and not graph.functions
+    session = runtime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+    for sizes in SIZES:
+        x = arguments(layout, sizes)
+        (found,) = session.run(None, {n: t.numpy() for n, t in zip(names, x, strict=True)})
+        torch.testing.assert_close(torch.from_numpy(found), model(*x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_onnx_of_other_dtypes_and_integer_masks(dtype):
+    pytest.importorskip("onnxscript", reason="pip install lik-ops[onnx]")
+    runtime = pytest.importorskip("onnxruntime", reason="pip install lik-ops[onnx]")
+
+    class Plain(torch.nn.Module):
+        def forward(self, Q, D, d_mask):
+            return lik_ops.maxsim(Q, D, None, d_mask)
+
+    Q, D, _, d_mask, _ = arguments("cross", dtype=dtype)
+    Q, d_mask = Q.nan_to_num(), d_mask.int() * 2
+    table = lik_ops.export.onnx_translations()
+    program = torch.onnx.export(Plain(), (Q, D, d_mask), dynamo=True, custom_translation_table=table, verbose=False)
+    session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    inputs = {i.name: t.numpy() for i, t in zip(session.get_inputs(), (Q, D, d_mask), strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), lik_ops.maxsim(Q, D, None, d_mask))

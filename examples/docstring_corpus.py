@@ -11,11 +11,12 @@ import gc
 import importlib.util
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 PACKAGES = ("numpy", "scipy", "sklearn", "torch", "networkx", "sympy", "matplotlib", "pandas")
@@ -71,6 +72,10 @@ def collect_docstrings(packages: Iterable[str] = (), *, progress: bool = False) 
                 bodies.add(body_start)
                 found.append(docstring)
     return found
+
+
+def shuffled(docstrings: Sequence[Docstring], seed: int) -> list[Docstring]:
+    return [docstrings[i] for i in np.random.default_rng(seed).permutation(len(docstrings))]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import lik_ops
 
 BATCH_SIZE = 100
 CUTOFF = 10
+EVALUATION_POOL = 1000  # documents, of which the first few hundred are also asked for
 
 
 @dataclass(frozen=True)

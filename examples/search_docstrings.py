@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from docstring_corpus import Docstring, collect_docstrings, installed
+from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
 from hashed_encoder import WORD, HashedEncoder
-from known_item import Evaluation, evaluate_known_items, score_documents
+from known_item import EVALUATION_POOL, Evaluation, evaluate_known_items, score_documents
 from model_encoder import ModelEncoder
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +30,6 @@ from token_batch import TokenBatch, TokenEncoder
 import lik_ops
 
 DEFAULT_QUESTION = "run a command in a subprocess and capture its output"
-EVALUATION_POOL = 1000
 SNIPPET_WORDS = 40
 MIN_SIMILARITY = 0.4  # below it, a hashed match is the luck of the maximum over many unrelated words
 MIN_SHARE = 0.2  # of the largest contribution: leaves out words like "the"
@@ -189,10 +188,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def make_encoder(options: argparse.Namespace) -> TokenEncoder:
     return ModelEncoder(options.model, options.device) if options.model else HashedEncoder(options.device)
-
-
-def shuffled(docstrings: Sequence[Docstring], seed: int) -> list[Docstring]:
-    return [docstrings[i] for i in np.random.default_rng(seed).permutation(len(docstrings))]
 
 
 @torch.inference_mode()

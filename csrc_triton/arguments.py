@@ -58,13 +58,38 @@ class Terms(NamedTuple):
     room: Any
 
 
+class Segments(NamedTuple):
+    """How packed rows are cut, for ragged layouts: int32 or int64, contiguous.
+
+    Query i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of Q, a document `lengths` rows of D from
+    `offsets` on: both ``[Nd]``, or ``[Nq, K]`` for candidates. `pairs` ``[P, 2]`` says which (query, document) meet, or
+    is None: all, or a query and its candidates.
+    """
+
+    cu_seqlens_q: Any
+    offsets: Any
+    lengths: Any
+    pairs: Any
+
+
 class Upstream(NamedTuple):
-    """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners."""
+    """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners.
+
+    The rest is of ragged layouts, None in the dense ones: the query of each packed row (-1: none), how Q and D are cut
+    as in `Segments`, and with pairs their numbers by query, where each query's begin, and the columns of their winners.
+    """
 
     grad_scores: Any
     stride_q: Any
     stride_k: Any
     argmax: Any
+    query: Any = None
+    cu_seqlens_q: Any = None
+    offsets: Any = None
+    pairs: Any = None
+    order: Any = None
+    starts: Any = None
+    most: Any = None
 
 
 class Config(NamedTuple):
@@ -85,6 +110,7 @@ class Config(NamedTuple):
     WALK: bool = False  # forward: a program scores many documents: with a descriptor, ONE_CHUNK, no winners, no LONG
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
     SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
+    PACKED: bool = False  # forward: documents of any length follow each other
 
 
 class Specialization(NamedTuple):

@@ -4,11 +4,15 @@ import triton
 import triton.language as tl
 
 from .common import NORM_EPS, inverse_norm, load_rows, load_tokens, rows_sum_of_squares, wide
+from .ragged import packed_winners
 
 
 @triton.jit
 def query_tile(sizes, C: tl.constexpr):
-    """The query that program 0, 1, .. owns tokens of, those tokens (BM of them), and which exist."""
+    """The query that program 0, 1, .. owns tokens of, those tokens (BM of them), and which exist.
+
+    Of ragged layouts all packed rows are the tokens of one query.
+    """
     tiles = tl.cdiv(sizes.Lq, C.BM)
     pid = tl.program_id(0)
     s = (pid % tiles) * C.BM + tl.arange(0, C.BM)
@@ -52,14 +56,21 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C:
     n = tl.arange(0, C.BN * C.BM) // C.BM
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
+    if up.query is not None:
+        i_pair = tl.load(up.query + s_pair, mask=ok_pair, other=0)
     for k0 in range(k_begin, k_end, C.BN):
         k = wide(k0) + n
-        token, won, g = winners(up, i, k, i, s_pair, ok_pair & (k < k_end), sizes, C)
-        pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
-        document = k
-        if C.CANDIDATES:
-            pointers += i.to(tl.int64) * D.stride_owner
-            document = k + i.to(tl.int64) * sizes.K
+        if up.query is not None:
+            token, won, g = packed_winners(up, i_pair, s_pair, k, ok_pair & (k < k_end), sizes, C)
+            pointers = D.ptr + token * D.stride_l
+            document = k * 0
+        else:
+            token, won, g = winners(up, i, k, i, s_pair, ok_pair & (k < k_end), sizes, C)
+            pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
+            document = k
+            if C.CANDIDATES:
+                pointers += i.to(tl.int64) * D.stride_owner
+                document = k + i.to(tl.int64) * sizes.K
         if sum_D is not None:
             values = tl.reshape(g, (C.BN, C.BM))[:, :, None] * rows[None, :, :]
             targets = sum_D + (document * sizes.Ld + token) * d

@@ -20,6 +20,7 @@ from .common import (
     rows_sum_of_squares,
     wide,
 )
+from .ragged import packed_entry
 
 CAREFUL_ROWS = tl.constexpr(16)  # of a step of the slow path
 
@@ -50,7 +51,7 @@ def _row_numbers(code, e, lists, C: tl.constexpr):
 
 
 @triton.jit
-def _pointers(code, e, tile, lists, Q, sizes, C: tl.constexpr):
+def _pointers(code, e, tile, lists, up, Q, sizes, C: tl.constexpr):
     """Where the query row of each code begins, and whether it won a token of the tile."""
     owner, _, t0 = tile
     r = _row_numbers(code, e, lists, C)
@@ -58,7 +59,10 @@ def _pointers(code, e, tile, lists, Q, sizes, C: tl.constexpr):
         hit = code >= 0
     else:
         hit = (code >= t0) & (code < t0 + C.BN)
-    if C.FLAT:
+    if up.query is not None:
+        row, _ = packed_entry(up, r, hit, sizes)
+        pointers = Q.ptr + row * Q.stride_l
+    elif C.FLAT:
         pointers = Q.ptr + owner.to(tl.int64) * Q.stride_n + r * Q.stride_l
     else:
         pointers = row_pointers(Q, (r // sizes.Lq).to(tl.int32) + owner, (r % sizes.Lq).to(tl.int32))
@@ -76,9 +80,14 @@ def _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr)
     else:
         hit = (code >= t0) & (code < t0 + C.BN)
         local = tl.where(hit, code - t0, -1)
-    s = (r % sizes.Lq).to(tl.int32)
-    i = (r // sizes.Lq).to(tl.int32) + owner
-    pair = i.to(tl.int64) * up.stride_q + k.to(tl.int64) * up.stride_k
+    if up.query is not None:
+        r, pair = packed_entry(up, r, hit, sizes)
+        s = r
+        i = r * 0
+    else:
+        s = (r % sizes.Lq).to(tl.int32)
+        i = (r // sizes.Lq).to(tl.int32) + owner
+        pair = i.to(tl.int64) * up.stride_q + k.to(tl.int64) * up.stride_k
     coefficient = tl.load(up.grad_scores + pair, mask=hit, other=0.0)
     if Q.weight is not None:
         coefficient *= query_weight(Q, i, s, hit)
@@ -149,7 +158,7 @@ def _add_non_finite(G, begin, end, tile, lists, norms, up, Q, sizes, columns, d,
     rows = tl.arange(0, CAREFUL_ROWS)
     for e0 in tl.range(begin, end, CAREFUL_ROWS, num_stages=1):
         code = _codes(e0 + rows, end, tile, lists, up, sizes, C)
-        pointers, hit = _pointers(code, e0 + rows, tile, lists, Q, sizes, C)
+        pointers, hit = _pointers(code, e0 + rows, tile, lists, up, Q, sizes, C)
         local, c = _coefficients(code, e0 + rows, tile, lists, norms, up, Q, sizes, d, C)
         x = load_rows(pointers, hit, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
         bad = hit & (finite_rows(x, c) == 0)
@@ -176,7 +185,7 @@ def _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d,
         # Codes are read a step ahead, so that the rows that they name can be on their way for several steps.
         e = e0 + tl.arange(0, STEP)
         ahead = _codes(e + STEP, end, tile, lists, up, sizes, C)
-        pointers, hit = _pointers(code, e, tile, lists, Q, sizes, C)
+        pointers, hit = _pointers(code, e, tile, lists, up, Q, sizes, C)
         local, c = _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C)
         x = load_rows(pointers, hit, columns, d, Q.stride_d, C.WIDE)
         if CHECK:

@@ -6,20 +6,27 @@ import triton.language as tl
 from .arguments import Sizes
 from .backward import gathered, query_tile, through_normalize
 from .common import inverse_norm, load_rows, query_keep, query_weight, row_pointers, rows_sum_of_squares
+from .ragged import most_met
 
 
 @triton.jit
 def _row_gradient(up, i, s, ok, pointers, c0, Q, D, sizes, d, C: tl.constexpr):
     """For one feature step: the query rows (zero where they win nothing) and their gathered gradient before weights."""
     columns = c0 + tl.arange(0, C.BD)
-    acc, live = gathered(up, i, s, ok, 0, sizes.K, columns, None, None, D, sizes, d, C)
+    count = sizes.K
+    if up.query is not None:
+        count = most_met(up, tl.load(up.query + s, mask=ok, other=0), ok, sizes)
+    acc, live = gathered(up, i, s, ok, 0, count, columns, None, None, D, sizes, d, C)
     q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
     return q, acc, live, columns
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
 def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, Nq, K, Lq, Ld, d, C: tl.constexpr):
-    """grad_Q [Nq, Lq, d] and grad_weight [Nq, Lq] (None: not wanted), BM tokens of a query a program."""
+    """grad_Q [Nq, Lq, d] and grad_weight [Nq, Lq] (None: not wanted), BM tokens of a query a program.
+
+    Ragged layouts are one query of Tq tokens and, of K documents or candidates, the rows of D.
+    """
     sizes = Sizes(Nq, K, Lq, Ld)
     # The Jacobian of the norm needs <q, gathered> over all features before any of grad_Q can be written.
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK

@@ -6,6 +6,7 @@ import triton.language as tl
 from .arguments import Sizes
 from .backward import gathered, query_tile, through_normalize
 from .common import document_base, inverse_norm, load_rows, query_keep, query_weight, row_pointers, rows_sum_of_squares
+from .ragged import most_met
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "K_per_program"])
@@ -19,8 +20,11 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, Nq, K, Lq, Ld, d, K_per_program, C: t
     i, s, row_ok = query_tile(sizes, C)
     row = i.to(tl.int64) * sizes.Lq + s
     k_begin = tl.program_id(1) * K_per_program
-    k_end = tl.minimum(k_begin + K_per_program, sizes.K)
     ok = query_keep(Q, i, s, row_ok)
+    count = sizes.K
+    if up.query is not None:
+        count = most_met(up, tl.load(up.query + s, mask=ok, other=-1), ok, sizes)
+    k_end = tl.minimum(k_begin + K_per_program, count)
     pointers = row_pointers(Q, i, s)
     scale = query_weight(Q, i, s, ok)
     if C.NORMALIZE:

@@ -104,26 +104,49 @@ def _similarities(q, pointers, row_ok, base, tiles, terms, first_row, t, Q, D, d
 
 
 @triton.jit
+def _tokens(tiles, t0, Ld, C: tl.constexpr):
+    """The tile of tokens from t0 on: where it begins, and its tokens.
+
+    The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
+    again: that changes no maximum, and a repeat loses every tie. With C.PACKED a descriptor, for which any Ld will do,
+    reads on into what follows the document: `_kept` leaves it out.
+    """
+    if tiles is None:
+        t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
+    else:
+        if not C.PACKED:
+            t0 = tl.minimum(t0, Ld - C.BN)
+        t = t0 + tl.arange(0, C.BN)
+    return t0, t
+
+
+@triton.jit
+def _kept(mask_base, tiles, t, D, Ld, C: tl.constexpr):
+    """Which tokens t are there and not masked."""
+    if C.PACKED and tiles is not None:
+        keep = t < Ld
+        if D.mask is not None:
+            keep = keep & (tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l, mask=keep, other=0) != 0)
+    else:
+        keep = t >= 0
+        if D.mask is not None:
+            keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
+    return keep
+
+
+@triton.jit
 def _tile(q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C: tl.constexpr):
     """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
 
     With C.SPLIT also ``-inf`` of tokens that are kept but not plain; last, which those are.
-    The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
-    again: that changes no maximum, and a repeat loses every tie.
     """
-    if tiles is not None:
-        t0 = tl.minimum(t0, Ld - C.BN)
-        t = t0 + tl.arange(0, C.BN)
-    else:
-        t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
+    t0, t = _tokens(tiles, t0, Ld, C)
     S, plain = _similarities(q, pointers, row_ok, base, tiles, terms, document_row + t0, t, Q, D, d, C)
-    keep = t >= 0
-    if D.mask is not None:
-        keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
+    keep = _kept(mask_base, tiles, t, D, Ld, C)
     taken = keep
     if C.SPLIT:
         taken = keep & plain
-    if D.mask is not None or C.SPLIT:
+    if D.mask is not None or C.SPLIT or (C.PACKED and tiles is not None):
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
         S = tl.where(_per_token(taken, C), S, float("-inf"))
     return S, t, keep, t0, keep & (plain == 0)
@@ -278,11 +301,7 @@ def _stepwise_maxima(
         c0 = n % steps * C.BD
         t0 = n // steps * C.BN
         columns = c0 + tl.arange(0, C.BD)
-        if tiles is not None:
-            t0 = tl.minimum(t0, Ld - C.BN)
-            t = t0 + tl.arange(0, C.BN)
-        else:
-            t = tl.minimum(t0 + tl.arange(0, C.BN), Ld - 1)
+        t0, t = _tokens(tiles, t0, Ld, C)
         q = load_rows(pointers, row_ok, columns, d, Q.stride_d, C.WIDE)
         x = _document_tile(base, tiles, document_row + t0, t, columns, c0, d, D, C)
         S = _add_product(tl.where(c0 == 0, 0.0, S), q, x, C)
@@ -290,12 +309,12 @@ def _stepwise_maxima(
             squares = tl.where(c0 == 0, 0.0, squares) + tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         if c0 + C.BD >= d:
             similarity = S
-            keep = t >= 0
             if C.NORMALIZE:
                 similarity = similarity * _per_token(inverse_norm(squares), C)
-            if D.mask is not None:
-                keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
+            keep = _kept(mask_base, tiles, t, D, Ld, C)
+            if D.mask is not None or (C.PACKED and tiles is not None):
                 similarity = tl.where(_per_token(keep, C), similarity, float("-inf"))
+            if D.mask is not None:
                 kept = kept | keep.to(tl.int32)
             best, where = _taken(best, where, similarity, t, keep, t0, ARGMAX, C)
     return best, where, kept
@@ -373,17 +392,15 @@ def _document_mask(D, owner, k):
 
 @triton.jit
 def _score_rows(
-    i, s, i_ok, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, sizes, d, C: tl.constexpr
+    i, s, row_ok, row, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, Ld, d, C: tl.constexpr
 ):
     """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
-    row_ok = i_ok & (s < sizes.Lq)
     keep = query_keep(Q, i, s, row_ok)
     pointers = row_pointers(Q, i, s)
     best, where, any_kept = _row_maxima(
-        pointers, i * sizes.Lq + s, keep, base, mask_base, tiles, terms, document_row, Q, D, sizes.Ld, d,
-        argmax is not None, C
-    )  # fmt: skip
+        pointers, row, keep, base, mask_base, tiles, terms, document_row, Q, D, Ld, d, argmax is not None, C
+    )
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=row_ok)
@@ -417,14 +434,18 @@ def _visit(Q, D, tiles, scores, argmax, terms, sizes, d, C: tl.constexpr):
     document_row = (owner * sizes.K + k) * sizes.Ld
     mask_base = _document_mask(D, owner, k)
 
+    s = lane % C.SLOT
     total, keeps, any_kept = _score_rows(
-        i, lane % C.SLOT, i_ok, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, sizes, d, C
-    )
+        i, s, i_ok & (s < sizes.Lq), i * sizes.Lq + s, base, mask_base, tiles, terms, document_row, argmax, argmax_row,
+        Q, D, sizes.Ld, d, C
+    )  # fmt: skip
     if C.LONG:
         for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
+            s = s0 + lane
             more, keeps_more, any_kept = _score_rows(
-                i, s0 + lane, i_ok, base, mask_base, tiles, terms, document_row, argmax, argmax_row, Q, D, sizes, d, C
-            )
+                i, s, i_ok & (s < sizes.Lq), i * sizes.Lq + s, base, mask_base, tiles, terms, document_row, argmax,
+                argmax_row, Q, D, sizes.Ld, d, C
+            )  # fmt: skip
             total += more
             keeps = keeps | keeps_more
     _store_scores(scores, total, keeps, any_kept, first_query + tl.arange(0, GROUPS), queries, sizes.K, k)

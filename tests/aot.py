@@ -23,9 +23,10 @@ from lik_ops.csrc_triton import (
     backward_queries,
     backward_unified,
     forward,
+    forward_ragged,
     fp32,
 )
-from lik_ops.csrc_triton.arguments import Documents, Queries, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Documents, Queries, Segments, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -49,9 +50,11 @@ class Case:
     pieces: bool = False
     split: bool = False  # forward: rows that are split already
     tf32: bool = False  # allowed by the user
+    ragged: bool = False  # the kernel of ragged layouts, or the backward for one
+    pairs: bool = False  # of which a list of pairs
 
     def __str__(self) -> str:
-        named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32")
+        named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
@@ -101,6 +104,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
     if case.kernel == "maxsim_forward":
         sizes = case.Nq, case.Lq, case.d
+        if case.ragged:
+            return configs.forward_ragged(arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, **shared)[0]
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
         launch = configs.forward(arch, case.dtype, *sizes, **choices)
         if case.split:
@@ -109,11 +114,13 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "split_tokens":
         launch = configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
-    documents = configs.grad_documents(arch, case.dtype, case.d, flat=case.wide == 0, pieces=case.pieces, **shared)
+    documents = configs.grad_documents(
+        arch, case.dtype, case.d, flat=case.wide == 0 and not case.ragged, pieces=case.pieces, **shared
+    )
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_scatter":
-        return configs.scatter(case.dtype, case.d, **shared)
+        return configs.scatter(case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_documents_few":
         rows = min(case.Lq, configs.most_few_rows(case.dtype, case.d, case.wide))
         return configs.few_rows(arch, case.dtype, rows, case.d, **shared)
@@ -122,6 +129,12 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_scan_counts":
         return replace(configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
     return configs.gather(case.dtype, case.d, **shared)
+
+
+def _levels(case: Case, arch: Architecture) -> int:
+    shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
+    sizes = case.Nq, case.Lq, case.d
+    return configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, **shared)[1]
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
@@ -137,16 +150,30 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
         tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
         terms = Terms("*fp16", "*fp32", "*fp32", "i32")
     argmax = "*i16" if case.argmax else "constexpr"
+    if case.ragged:
+        segments = Segments("*i64", "*i64", "*i64", "*i64" if case.pairs else "constexpr")
+        return {"Q": None, "D": None, "tiles": tiles, "segments": segments, "scores": "*fp32", "argmax": argmax}
     return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax, "terms": terms}
+
+
+def _upstream(case: Case) -> tuple[Upstream, dict]:
+    if not case.ragged:
+        return Upstream("*fp32", "i32", "i32", "*i16", *(("constexpr",) * 7)), dict.fromkeys(range(4, 11))
+    pairs = ("*i64", "*i64", "*i64", "i32") if case.pairs else ("constexpr",) * 4
+    up = Upstream("*fp32", "i32", "i32", "*i16", "*i64", "*i64", "*i64", *pairs)
+    return up, {} if case.pairs else dict.fromkeys(range(7, 11))
 
 
 def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
     """The kernel and its arguments before the sizes; None for the groups of Q, D and X."""
     gradient = _POINTER[case.dtype]
-    up = Upstream("*fp32", "i32", "i32", "*i16")
+    up, _ = _upstream(case)
     weight = "*fp32" if case.options else "constexpr"
     block = dict.fromkeys(("first", "rows", "blocks", "tiles"), "i32")
     sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
+    if case.kernel == "maxsim_forward" and case.ragged:
+        packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "most", "d"), "i32") | {"LEVELS": "constexpr"}
+        return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch) | packed
     if case.kernel == "maxsim_forward":
         return forward.maxsim_forward, _forward_arguments(case, launch, arch) | sizes
     if case.kernel == "maxsim_grad_queries":
@@ -195,18 +222,28 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
 
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
+    if "LEVELS" in arguments:
+        constants[(names.index("LEVELS"),)] = _levels(case, arch)
     if "ALONE" in arguments:
         constants[(names.index("ALONE"),)] = case.Nq * case.Lq <= launch.config.BM
     aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
     if "up" in arguments:
-        aligned += [(names.index("up"), k) for k in (0, 3)]
+        up, absent = _upstream(case)
+        aligned += [(names.index("up"), k) for k, v in enumerate(up) if v.startswith("*")]
+        constants |= {(names.index("up"), k): None for k in absent}
+    if "segments" in arguments:
+        at = names.index("segments")
+        aligned += [(at, k) for k in range(4 if case.pairs else 3)]
+        constants |= {} if case.pairs else {(at, 3): None}
     if "rows" in arguments and case.kernel in LISTS and case.Nq * case.Lq % 16 == 0:
         aligned.append((names.index("rows"),))
     for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
         if name in arguments:
             constants |= {(names.index(name), k): v for k, v in group.items()}
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
-    constants |= {(names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in ("C", "ALONE")}
+    constants |= {
+        (names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in ("C", "ALONE", "LEVELS")
+    }
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
     if case.split:
         aligned += [(names.index("terms"), n) for n in range(3)]

@@ -54,6 +54,28 @@ COMMON = [
     Case(LIST, Lq=1024),
 ]
 
+# Ragged layouts: in-batch training, a list of candidates, pairs, one query; what is loaded feature by feature.
+RAGGED = [
+    *(
+        Case(kernel, ragged=True, options=True, argmax=kernel == FORWARD)
+        for kernel in (FORWARD, QUERIES, DOCUMENTS, SCATTER)
+    ),
+    *(
+        Case(kernel, ragged=True, pairs=True, candidates=kernel == FORWARD, **_EVERYTHING)
+        for kernel in (FORWARD, QUERIES, DOCUMENTS)
+    ),
+    Case(FORWARD, ragged=True),
+    Case(FORWARD, Nq=1, ragged=True),
+    Case(FORWARD, Nq=256, Lq=1024, ragged=True),
+    Case(FORWARD, Nq=4, ragged=True, candidates=True, options=True),
+    Case(FORWARD, ragged=True, normalize=True, **_EVERYTHING),
+    Case(FORWARD, _FP32, ragged=True, **_EVERYTHING),
+    Case(FORWARD, _FP32, Nq=2, ragged=True, **_EVERYTHING),
+    Case(FORWARD, d=768, ragged=True, options=True),
+    Case(FORWARD, d=100, ragged=True, **_EVERYTHING),
+    Case(DOCUMENTS, _FP32, ragged=True, normalize=True, options=True),
+]
+
 # fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
 TERMS = [
     Case(FORWARD, _FP32, Nq=1, **_EVERYTHING),

@@ -6,7 +6,7 @@ import torch
 from lik_ops.backends.configs import ARCHITECTURES
 
 from .aot import Case, Compiled, compile_for
-from .aot_cases import DOCUMENTS, FEW, FORWARD, MORE_TERMS, TERMS, common_and_others
+from .aot_cases import DOCUMENTS, FEW, FORWARD, MORE_TERMS, RAGGED, TERMS, common_and_others
 
 MATRIX_KERNELS = (FORWARD, DOCUMENTS, FEW)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
@@ -35,6 +35,18 @@ def _check(case: Case, name: str) -> Compiled:
 
 @pytest.mark.parametrize(("case", "arch"), COMMON, ids=str)
 def test_common_kernels(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_ragged_kernels(case):
+    _check(case, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sorted(set(ARCHITECTURES) - {"sm_90"}))
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_ragged_kernels_elsewhere(case, arch):
     _check(case, arch)
 
 

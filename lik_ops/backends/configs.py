@@ -303,6 +303,38 @@ def forward_split(launch: Launch, Lq: int) -> Launch:
     return replace(launch, config=config._replace(BM=2 * config.BM, LONG=False), num_stages=3)
 
 
+def forward_ragged(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    Lq: int,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    tf32: bool,
+    argmax: bool,
+) -> tuple[Launch, int]:
+    """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
+
+    A query takes as many steps of the slot as it needs. Bounds that are read take registers: fewer rows than elsewhere.
+    """
+    launch = forward(
+        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32, argmax=argmax
+    ).visiting()
+    config = launch.config
+    rows = min(config.BM, 128)
+    if rows < config.BM:
+        stages = min(launch.num_stages, 3)
+        launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
+    few = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # tokens: ptxas spills else
+    tokens = min(config.BN, 32) if few else config.BN
+    config = config._replace(BM=rows, BN=tokens, SLOT=min(config.SLOT, rows), PACKED=True)
+    most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+    return replace(launch, config=config), (most // config.SLOT).bit_length() - 1
+
+
 def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
     """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
@@ -326,11 +358,14 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
     return Launch(config, num_warps=4, num_stages=2, max_registers=128 if vectors and d <= 128 else 255)
 
 
-def scatter(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+def scatter(
+    dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
+) -> Launch:
     """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
     launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide)
     config = launch.config
-    return replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
+    launch = replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
+    return replace(launch, max_registers=255) if ragged else launch
 
 
 LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed

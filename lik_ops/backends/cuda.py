@@ -6,14 +6,17 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 from .cuda_arguments import allow_tf32, architecture, unavailable
 from .cuda_backward import backward_lowmem, backward_unified
 from .cuda_forward import forget, forward, forward_plan
+from .cuda_ragged import backward_ragged, forward_ragged
 
 __all__ = [
     "allow_tf32",
     "architecture",
     "backward_lowmem",
+    "backward_ragged",
     "backward_unified",
     "forget",
     "forward",
     "forward_plan",
+    "forward_ragged",
     "unavailable",
 ]

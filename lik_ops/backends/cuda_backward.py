@@ -324,7 +324,7 @@ def _known_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return grad_Q, outputs[1], grad_weight
 
 
-def _require_nondeterminism_allowed() -> None:
+def require_nondeterminism_allowed() -> None:
     """Do as torch's own atomic operations under `torch.use_deterministic_algorithms`: raise, or warn if told to."""
     if not torch.are_deterministic_algorithms_enabled():
         return
@@ -391,7 +391,7 @@ def backward_unified(
     Raises:
         RuntimeError: under `torch.use_deterministic_algorithms(True)`.
     """
-    _require_nondeterminism_allowed()
+    require_nondeterminism_allowed()
     grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight

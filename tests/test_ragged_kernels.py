@@ -1,0 +1,278 @@
+"""The kernels for ragged layouts: bit for bit what the dense ones give of each pair, and gradients against fp64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import reference
+from lik_ops.backends.ragged import Ragged
+
+from .support import CUDA, INTERPRETER, INTERPRETING
+
+pytest.importorskip("triton", reason="these are kernels in Triton")
+from lik_ops.backends import cuda_ragged
+
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
+
+MODES = ("cross", "candidates", "pairs")
+# The interpreter finds winners one element at a time.
+QUERIES, DOCUMENTS = ((3, 0, 35, 2), (5, 0, 20, 1)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
+
+
+def half_or_fp32(place):
+    return [dtype for dtype in place.dtypes if dtype != torch.float64]
+
+
+def bounds(lengths, device):
+    return torch.tensor([0, *lengths], device=device).cumsum(0)
+
+
+@dataclasses.dataclass
+class Problem:
+    """Packed tensors, and the (query, document, place among the scores) that meet."""
+
+    r: Ragged
+    meetings: list
+
+    def cut(self, i, j):
+        """Q, D, q_mask, d_mask and q_weight of one query and one document."""
+        r = self.r
+        first, last = (int(n) for n in r.cu_seqlens_q[i : i + 2])
+        begin, length = int(r.d_offsets.view(-1)[j]), int(r.d_lengths.view(-1)[j])
+        rows, tokens = slice(first, last), slice(begin, begin + length)
+        q_mask, q_weight = (None if t is None else t[rows] for t in (r.q_mask, r.q_weight))
+        return r.Q[rows], r.D[tokens], q_mask, None if r.d_mask is None else r.d_mask[tokens], q_weight
+
+    def winners(self, argmax, i, at):
+        first, last = (int(n) for n in self.r.cu_seqlens_q[i : i + 2])
+        return argmax[at, : last - first] if self.r.pairs is not None else argmax[at[1], first:last]
+
+
+def problem(place, mode, dtype, d=16, options=True, queries=QUERIES, documents=DOCUMENTS, values="normal"):
+    device = place.device
+    rows, tokens = sum(queries), sum(documents)
+    if values == "normal":
+        Q, D = torch.randn(rows, d).to(device, dtype), torch.randn(tokens, d).to(device, dtype)
+    else:  # exact, full of ties
+        Q, D = (torch.randint(-2, 3, (n, d)).to(device, dtype) for n in (rows, tokens))
+    q_mask, d_mask = ((torch.rand(n) > 0.3).to(device) if options else None for n in (rows, tokens))
+    weight = torch.randn(rows).to(device) if options else None
+    if options:  # what is masked never matters
+        Q[~q_mask], D[~d_mask] = float("nan"), float("inf")
+    cu_q, cu_d = bounds(queries, device), bounds(documents, device)
+    offsets, lengths, pairs = cu_d[:-1], cu_d[1:] - cu_d[:-1], None
+    if mode == "cross":
+        meetings = [(i, j, (i, j)) for i in range(len(queries)) for j in range(len(documents))]
+    elif mode == "candidates":
+        chosen = torch.randint(len(documents), (len(queries), 3), device=device)
+        offsets, lengths = offsets[chosen], lengths[chosen]
+        meetings = [(i, 3 * i + k, (i, k)) for i in range(len(queries)) for k in range(3)]
+    else:
+        pairs = torch.stack([torch.randint(len(n), (17,)) for n in (queries, documents)], 1).to(device)
+        meetings = [(i, j, n) for n, (i, j) in enumerate(pairs.tolist())]
+    return Problem(Ragged(Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, weight), meetings)
+
+
+def forward(p, normalize=False, argmax_dtype=torch.int32):
+    most = int(p.r.cu_seqlens_q.diff().max()) if p.r.pairs is not None else 0
+    return cuda_ragged.forward_ragged(p.r, normalize, argmax_dtype, most)
+
+
+def padded(tensors, fill):
+    """Tensors of different lengths side by side, filled up with what no result may depend on."""
+    whole = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
+    lengths = torch.tensor([t.shape[0] for t in tensors], device=whole.device)
+    return whole, torch.arange(whole.shape[1], device=whole.device) < lengths[:, None]
+
+
+def assert_dense_bits(place, p, normalize=False, winners=not INTERPRETING):
+    """Those of one dense call of padded queries, each with the one padded document that it meets."""
+    scores, _ = forward(p, normalize, None)
+    Q, D, q_mask, d_mask, weight = zip(*(p.cut(i, j) for i, j, _ in p.meetings), strict=True)
+    (Q, q_kept), (D, d_kept) = padded(Q, float("nan")), padded(D, float("inf"))
+    if p.r.q_mask is not None:
+        q_kept, d_kept = padded(q_mask, False)[0], padded(d_mask, False)[0]
+    weight = None if p.r.q_weight is None else padded(weight, 3.0)[0]
+    args = Q, D[:, None], q_kept, d_kept[:, None]
+    with place.use():
+        expected = lik_ops.maxsim(*args, q_weight=weight, normalize=normalize)
+        first = lik_ops.maxsim_with_argmax(*args, q_weight=weight, normalize=normalize)[1] if winners else None
+    for n, (i, j, at) in enumerate(p.meetings):
+        assert torch.equal(scores[at], expected[n, 0]), (i, j)
+    if first is None:
+        return
+    again, argmax = forward(p, normalize)
+    assert torch.equal(again, scores)
+    for n, (i, j, at) in enumerate(p.meetings):
+        found = p.winners(argmax, i, at).long()
+        assert torch.equal(found, first[n, 0, : found.shape[0]]), (i, j)
+
+
+slow_in_interpreter = [pytest.mark.slow] if INTERPRETING else []
+
+
+@pytest.mark.parametrize("values", ["normal", pytest.param("integer", marks=slow_in_interpreter)])
+@pytest.mark.parametrize("options", [True, pytest.param(False, marks=slow_in_interpreter)])
+@pytest.mark.parametrize("mode", MODES)
+def test_scores_have_the_bits_of_dense_calls(place, mode, options, values):
+    for dtype in half_or_fp32(place):
+        assert_dense_bits(place, problem(place, mode, dtype, options=options, values=values))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_of_equal_tokens_wins(place, mode):
+    p = problem(place, mode, torch.float16, queries=(3, 0, 5), documents=(5, 0, 20), values="integer")
+    assert_dense_bits(place, p, winners=True)
+
+
+@pytest.mark.parametrize(
+    ("d", "normalize"),
+    [(16, True), (200, False), *(pytest.param(*x, marks=slow_in_interpreter) for x in ((7, False), (200, True)))],
+)
+def test_they_do_with_other_features(place, d, normalize):
+    for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
+        assert_dense_bits(place, problem(place, "cross", dtype, d=d), normalize)
+
+
+@pytest.mark.parametrize("slot", [4, *(pytest.param(slot, marks=slow_in_interpreter) for slot in (2, 8))])
+def test_sums_are_those_of_dense_calls_however_a_query_is_cut(place, slot, monkeypatch):
+    """The mean length decides how many rows of a query are taken at a time; lengths differ from it."""
+    monkeypatch.setattr(cuda_ragged, "_LEAST_SLOT", slot)
+    queries = (1, 2, 3, 5, 7, 12, 17, 31, 33, 41, *[0] * 70)
+    assert sum(queries) / len(queries) < slot + 1
+    assert_dense_bits(place, problem(place, "cross", torch.float16, queries=queries, documents=(7,)))
+
+
+def test_one_giant_among_tiny_ones(place):
+    long_query, long_document = (40, 70) if INTERPRETING else (1000, 5000)
+    p = problem(place, "cross", torch.float16, queries=(1, long_query, 2), documents=(1, long_document, 2, 0))
+    assert_dense_bits(place, p)
+
+
+def test_winners_of_16_bits(place):
+    p = problem(place, "cross", torch.float16, queries=(3, 7), documents=(5, 9))
+    assert torch.equal(forward(p, argmax_dtype=torch.int16)[1].int(), forward(p)[1])
+
+
+def test_what_lies_outside_scores_nan_and_touches_nothing_else(place):
+    """Offsets, lengths, bounds and pairs that are negative or reach beyond the tensors."""
+    good = problem(place, "cross", torch.float16, queries=(3, 1, 0, 4, 2, 5), documents=(5, 0, 1, 4, 7, 2))
+    scores, argmax = forward(good)
+    offsets, lengths, cu = (t.clone() for t in (good.r.d_offsets, good.r.d_lengths, good.r.cu_seqlens_q))
+    tokens, rows = good.r.D.shape[0], good.r.Q.shape[0]
+    offsets[0], lengths[1], offsets[2], lengths[3], lengths[4] = -1, -1, tokens, tokens, 2**40
+    bad = good.r._replace(d_offsets=offsets, d_lengths=lengths)
+    found, winners = cuda_ragged.forward_ragged(bad, False, torch.int32, 0)
+    assert found[:, :5].isnan().all() and torch.equal(found[:, 5], scores[:, 5])
+    assert (winners[:5] == -1).all() and torch.equal(winners[5], argmax[5])
+    cu[2], cu[4] = -3, rows + 1  # of queries 1 and 2, 3 and 4
+    found, winners = cuda_ragged.forward_ragged(bad._replace(cu_seqlens_q=cu), False, torch.int32, 0)
+    assert found[1:5].isnan().all() and torch.equal(found[[0, 5], 5], scores[[0, 5], 5])
+    pairs = torch.tensor([[0, 0], [-1, 0], [0, 6], [6, 0], [0, -1], [5, 3]], device=place.device)
+    found, winners = cuda_ragged.forward_ragged(good.r._replace(pairs=pairs), False, torch.int32, 5)
+    assert found[1:5].isnan().all() and torch.equal(found[[0, 5]], torch.stack([scores[0, 0], scores[5, 3]]))
+    assert (winners[1:5] == -1).all() and (winners[5] >= 0).any()
+    found, few = cuda_ragged.forward_ragged(good.r._replace(pairs=pairs), False, torch.int32, 4)
+    assert (few[5] == -1).all() and found[5].isnan(), "winners that do not fit"
+    assert torch.equal(few[0], winners[0, :4]) and torch.equal(found[0], scores[0, 0])
+
+
+def test_nothing_to_score(place):
+    p = problem(place, "cross", torch.float16)
+    for r in (
+        p.r._replace(d_offsets=p.r.d_offsets[:0], d_lengths=p.r.d_lengths[:0]),
+        p.r._replace(cu_seqlens_q=p.r.cu_seqlens_q[:1]),
+    ):
+        scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
+        assert scores.numel() == argmax[:, :0].numel() == 0
+        grads = cuda_ragged.backward_ragged(scores, r, argmax, False, [True] * 3, False)
+        assert [g.shape for g in grads] == [r.Q.shape, r.D.shape, r.Q.shape[:1]]
+        assert not any(g.any() for g in grads)
+
+
+def won(p, normalize):
+    """Winners as the reference finds them."""
+    most = int(p.r.cu_seqlens_q.diff().max()) if p.r.pairs is not None else 0
+    argmax = torch.full(p.r.argmax_shape(most), -1, dtype=torch.int32, device=p.r.Q.device)
+    for i, j, at in p.meetings:
+        q, d, q_mask, d_mask, _ = p.cut(i, j)
+        q, d = (x if m is None else torch.where(m[:, None], x, 0) for x, m in ((q, q_mask), (d, d_mask)))
+        _, found = reference.maxsim_with_argmax(q.double(), d.double(), q_mask, d_mask, normalize=normalize)
+        p.winners(argmax, i, at).copy_(found)
+    return torch.zeros(p.r.scores_shape(), device=argmax.device), argmax
+
+
+def gradients(p, upstream, argmax, normalize=False, needs=(True, True, True), unified=False):
+    return cuda_ragged.backward_ragged(upstream, p.r, argmax, normalize, list(needs), unified)
+
+
+def expected_gradients(p, upstream, normalize):
+    r = p.r
+    Q = (r.Q if r.q_mask is None else torch.where(r.q_mask[:, None], r.Q, 0)).double().requires_grad_()
+    D = (r.D if r.d_mask is None else torch.where(r.d_mask[:, None], r.D, 0)).double().requires_grad_()
+    weight = torch.ones_like(Q[:, 0]) if r.q_weight is None else r.q_weight.double()
+    leaves = [Q, D, weight.detach().requires_grad_()]
+    exact = dataclasses.replace(p, r=r._replace(Q=Q, D=D, q_weight=leaves[2]))
+    loss = torch.zeros((), dtype=torch.float64, device=Q.device)
+    for i, j, at in p.meetings:
+        q, d, q_mask, d_mask, w = exact.cut(i, j)
+        score = reference.maxsim(q, d, q_mask, d_mask, q_weight=w, normalize=normalize)
+        if score.isfinite():
+            loss = loss + score * upstream[at].double()
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("options", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_the_formula(place, mode, options, unified):
+    for dtype in half_or_fp32(place):
+        for d, normalize in ((16, False), (16, True), (200, False)):
+            p = problem(place, mode, dtype, d=d, options=options)
+            scores, argmax = won(p, normalize)
+            upstream = torch.randn(scores.shape, device=scores.device)
+            needs = (True, True, options)
+            found = gradients(p, upstream, argmax, normalize, needs, unified)
+            for need, g, e in zip(needs, found, expected_gradients(p, upstream, normalize), strict=True):
+                if need:
+                    tolerance = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
+                    assert float((g.double() - e).norm()) <= tolerance * float(e.norm()), (dtype, d, normalize)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_made_for_what_is_asked_only(place, mode):
+    p = problem(place, mode, torch.float32)
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    whole = gradients(p, upstream, argmax)
+    for needs in ((True, False, False), (False, True, False), (False, False, True)):
+        for need, found, expected in zip(needs, gradients(p, upstream, argmax, False, needs), whole, strict=True):
+            assert torch.equal(found, expected) if need else found.shape == (0,)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lowmem_gives_the_same_bits_again_and_unified_says_that_it_may_not(place, mode):
+    p = problem(place, mode, torch.float16)
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    first = gradients(p, upstream, argmax)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(p, upstream, argmax), first, strict=True))
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(RuntimeError, match="deterministic"):
+        gradients(p, upstream, argmax, unified=True)
+
+
+def test_rows_of_no_query_and_no_document_get_zeros(place):
+    p = problem(place, "cross", torch.float16, options=False)
+    r = p.r._replace(cu_seqlens_q=p.r.cu_seqlens_q[1:4], d_offsets=p.r.d_offsets[2:3], d_lengths=p.r.d_lengths[2:3])
+    inner = Problem(r, [(i, 0, (i, 0)) for i in range(2)])
+    scores, argmax = won(inner, False)
+    grad_Q, grad_D, _ = gradients(inner, torch.ones_like(scores), argmax, needs=(True, True, False))
+    used = slice(int(r.cu_seqlens_q[0]), int(r.cu_seqlens_q[-1]))
+    assert grad_Q[used].any(1).all() and not grad_Q[: used.start].any() and not grad_Q[used.stop :].any()
+    begin, end = int(r.d_offsets[0]), int(r.d_offsets[0] + r.d_lengths[0])
+    assert grad_D[begin:end].any() and not grad_D[:begin].any() and not grad_D[end:].any()

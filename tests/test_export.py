@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.export import Dim
+from torch.utils import cpp_extension
 
 import lik_ops
 from lik_ops.backends import blocked
@@ -301,12 +303,39 @@ def test_packages_of_other_layouts_and_dtypes(tmp_path, layout, dtype, device):
     check_package(tmp_path, layout, device, dtype)
 
 
-@pytest.mark.slow
-def test_the_example_scores_in_a_bare_process():
+def run_example(*options):
     script = ROOT / "examples" / "export_retriever.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environment)
+    command = [sys.executable, str(script), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_example_scores_in_a_bare_process():
+    run_example()
+
+
+def why_not_cpp():
+    """Why CMake cannot build a program against this torch, or an empty string."""
+    if shutil.which("cmake") is None:
+        return "no cmake"
+    if not any(shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name):
+        return "no C++ compiler"
+    if torch.version.cuda and cpp_extension.CUDA_HOME is None:
+        return "find_package(Torch) of a CUDA build needs the CUDA toolkit"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not_cpp()), reason=why_not_cpp() or "none")
+def test_the_example_scores_in_a_cpp_program():
+    """Built, run on three sets of sizes, and compared with the eager module."""
+    printed = run_example("--cpp").splitlines()
+    assert [line for line in printed if line.startswith("scores [")] == [
+        f"scores [{n}, 5] on cpu" for n in (3, 1, 7)
+    ], "the C++ program's own lines"
 
 
 ONNX_LAYOUTS = ["cross", "candidates", "flat_q", "flat_d", "flat", "pairs"]

@@ -1,13 +1,15 @@
 """Export a retriever, compile it into a file, and score with it in a process that has torch and nothing else.
 
 A stand-in for a late-interaction encoder, MaxSim, and the best documents of each query, as one module. The process that
-loads the package cannot import lik_ops: MaxSim is compiled into it, with every size left open.
+loads the package cannot import lik_ops: MaxSim is compiled into it, with every size left open. With --cpp that process
+has no Python either: it is the program in run_retriever, built with CMake against the torch that is installed.
 
-    python examples/export_retriever.py [retriever.pt2]
+    python examples/export_retriever.py [retriever.pt2] [--cpp]
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,7 @@ sys.modules["lik_ops"] = None  # importing it fails
 import torch
 package, inputs, outputs = sys.argv[1:]
 retriever = torch._inductor.aoti_load_package(package)
-torch.save([retriever(*each) for each in torch.load(inputs)], outputs)
+torch.save(tuple(retriever(*each) for each in torch.load(inputs)), outputs)
 """
 
 
@@ -77,34 +79,54 @@ def dynamic_shapes() -> dict[str, dict[int, Dim]]:
     return {"query_ids": queries, "query_mask": queries, "documents": documents, "document_mask": documents}
 
 
-def score_elsewhere(package: str, examples: list[tuple[Tensor, ...]], directory: Path) -> list[tuple[Tensor, Tensor]]:
-    """What the package returns in a process without lik_ops."""
-    torch.save(examples, directory / "inputs.pt")
-    command = [sys.executable, "-c", LOADER, package, str(directory / "inputs.pt"), str(directory / "outputs.pt")]
-    subprocess.run(command, check=True, cwd=directory)
+def build_runner(directory: Path) -> Path:
+    """Build the C++ program: a compiler, CMake, and the torch of this process."""
+    source, build = Path(__file__).with_name("run_retriever"), directory / "build"
+    torch_prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    configure = ["cmake", "-S", str(source), "-B", str(build), torch_prefix, "-DCMAKE_BUILD_TYPE=Release"]
+    for command in (configure, ["cmake", "--build", str(build), "--config", "Release"]):
+        subprocess.run(command, check=True)
+    return build / "run_retriever"
+
+
+def score_elsewhere(
+    program: list[str], package: str, examples: list[tuple[Tensor, ...]], directory: Path
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """What the package returns in another program, which reads the inputs from a file and writes the outputs to one."""
+    torch.save(tuple(examples), directory / "inputs.pt")
+    files = [str(Path(package).resolve()), str(directory / "inputs.pt"), str(directory / "outputs.pt")]
+    subprocess.run([*program, *files], check=True, cwd=directory)
     return torch.load(directory / "outputs.pt")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="?", help="where the package goes; left out, it is not kept")
+    parser.add_argument("--cpp", action="store_true", help="load it in a C++ program (needs CMake and a compiler)")
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     retriever = Retriever().eval()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        path = arguments[0] if arguments else str(directory / "retriever.pt2")
-        print(f"exporting and compiling {path}: about a minute")
+        program = [str(build_runner(directory))] if options.cpp else [sys.executable, "-c", LOADER]
+        path = options.package or str(directory / "retriever.pt2")
+        print(f"exporting and compiling {path}: about a minute", flush=True)
         package = lik_ops.export.package(retriever, inputs(), path, dynamic_shapes=dynamic_shapes())
-        print(f"{Path(package).stat().st_size / 1e6:.1f} MB; scoring in a process that cannot import lik_ops")
+        where = "a C++ program" if options.cpp else "a process that cannot import lik_ops"
+        print(f"{Path(package).stat().st_size / 1e6:.1f} MB; scoring in {where}", flush=True)
         examples = [inputs(), inputs(1, 32, 500, 180), inputs(7, 5, 9, 300)]
-        worst = 0.0
+        worst, same = 0.0, True
         with torch.no_grad():
-            for each, (scores, best) in zip(examples, score_elsewhere(package, examples, directory), strict=True):
+            found = score_elsewhere(program, package, examples, directory)
+            for each, (scores, best) in zip(examples, found, strict=True):
                 expected_scores, expected_best = retriever(*each)
                 sizes = f"{scores.shape[0]} queries, {each[2].shape[0]} documents"
                 print(f"{sizes}: best of the first query {best[0].tolist()}, here {expected_best[0].tolist()}")
                 worst = max(worst, float((scores - expected_scores).abs().max()))
-    print(f"largest difference of a score: {worst:.1e}")
-    return 0 if worst < 1e-4 else 1
+                same = same and torch.equal(best, expected_best)
+    print(f"largest difference of a score: {worst:.1e}; {'the same' if same else 'other'} documents")
+    return 0 if worst < 1e-4 and same else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

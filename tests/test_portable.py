@@ -287,16 +287,40 @@ def test_equal_tokens_tie(Ld, dtype):
     assert argmax.lt(Ld - half).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("d", [1, 2, 8, 17, 96, 128, 768, 5000, 20000])
+def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
+    """What padded, packed and masked tokens rest on: a similarity does not know how long queries and documents are."""
+    documents = torch.randn(MAX_ROWS if d < 5000 else 64, d, dtype=dtype)
+    queries = torch.randn(128, d, dtype=dtype)
+    lengths = itertools.product(
+        (1, 31, 33, 64, 65, 100, 300), (1, 9, MIN_ROWS - 1, MIN_ROWS, 33, 65, 300, MAX_ROWS + 1)
+    )
+    shapes = {(shape.rows, shape.columns) for shape in (slice_shape(Lq, Ld, d, dtype) for Lq, Ld in lengths)}
+    known = torch.full((documents.shape[0], 128), NAN, dtype=dtype)
+    for rows, columns in shapes:
+        for _ in range(3):
+            row, column = torch.randint(0, documents.shape[0], (2, rows)), torch.randint(0, 128, (columns,))
+            slices = slices_buffer(torch.empty(0), 2, rows, d, dtype)
+            slices.copy_(documents[row])
+            S = torch.bmm(slices, queries[column].mT.expand(2, -1, -1))
+            before = known[row[..., None], column]
+            same_bits(torch.where(before.isnan(), S, before), S)
+            known[row[..., None], column] = S
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])
 def test_sums_over_query_tokens_have_one_order(length):
+    """That of a binary tree with powers of two below it, which zeros at the end do not change."""
     x = torch.randn(5, 40, 3, length)
-    expected = x.clone()
+    expected = torch.nn.functional.pad(x, (0, (1 << (length - 1).bit_length()) - length))
     while expected.shape[-1] > 1:
-        half = (expected.shape[-1] + 1) // 2
-        first, second = expected[..., :half], expected[..., half:]
-        expected = first + torch.nn.functional.pad(second, (0, half - second.shape[-1]))
+        first, second = expected.chunk(2, dim=-1)
+        expected = first + second
     same_bits(fold_sum(x.clone()), expected[..., 0])
     same_bits(fold_sum(x.mT.contiguous().mT), expected[..., 0])
+    for zeros in (1, 5, 200):
+        same_bits(fold_sum(torch.nn.functional.pad(x, (0, zeros))), expected[..., 0])
 
 
 # Devices whose values nobody may look at: a look would wait for them.

@@ -175,7 +175,8 @@ def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_
 
 def test_many_of_each_keep_their_bits():
     """Several blocks of queries, documents and candidates of a query."""
-    for q_lengths, d_lengths in (((32, 5) * 8, range(1, 140)), ((900, 3), (2000, 1, 30) * 3)):
+    short = [n % 9 for n in range(portable_ragged.MANY + 20)]
+    for q_lengths, d_lengths in (((32, 5) * 8, range(1, 140)), ((900, 3), (2000, 1, 30) * 3), ((5, 0, 9), short)):
         b = build(tuple(q_lengths), tuple(d_lengths), "cross", 8, options=False, exact=False)
         b.weight = torch.randn(b.Q.shape[0])
         found = forms(tuple(q_lengths), tuple(d_lengths), b)

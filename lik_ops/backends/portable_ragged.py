@@ -23,7 +23,7 @@ DOCUMENT_TOKENS = 1 << 18  # of a block, padding included: it gathers them in sm
 QUERY_TOKENS = 1 << 14
 ENTRIES = 1 << 19  # winners of a block; each takes up to 20 bytes
 CELLS = 1 << 16  # taken from a list at a time
-MANY = 48  # items of a query from which on it has blocks of its own
+MANY = 512  # items of a query from which on it has blocks of its own
 CALL = 1 << 24  # multiplications that take as long as one more block
 WASTE = 8  # the part of a block's tokens that padding may be
 

@@ -105,6 +105,9 @@ def test_padded_scores_are_those_of_the_first_tokens(device):
             continue
         expected = reference.maxsim(Q[i, :n].double(), D[i, c, :length].double(), q_weight=w[i, :n].double())
         torch.testing.assert_close(scores[i, c].double(), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        same = torch.equal if device == "cpu" else torch.allclose
+        assert same(lik_ops.maxsim_padded(Q, D, q_lengths, d_lengths, q_weight=w).nan_to_num(), scores.nan_to_num())
     gradients = torch.autograd.grad(scores, (Q, D, w), torch.ones_like(scores))
     assert all(g.isfinite().all() for g in gradients)
     assert gradients[0][2, 2:].eq(0).all() and gradients[1][2, 1].eq(0).all() and gradients[1][2, 2].eq(0).all()
@@ -116,7 +119,7 @@ def test_padded_scores_are_those_of_the_first_tokens(device):
 
 
 def forms(q_lengths, d_lengths, b: Batch) -> dict[str, Tensor]:
-    """The scores of one batch in the four ragged forms and two dense ones, ``[Nq, Nd]``."""
+    """The scores of one batch in the ragged forms and dense ones, ``[Nq, Nd]``."""
     Q, D = (
         torch.nn.utils.rnn.pad_sequence(lik_ops.unpack(*x), batch_first=True) for x in ((b.Q, b.cu_q), (b.D, b.cu_d))
     )
@@ -137,7 +140,8 @@ def forms(q_lengths, d_lengths, b: Batch) -> dict[str, Tensor]:
         "pair list": lik_ops.maxsim_pair_list(b.Q, b.D, pairs, cu_seqlens_q=b.cu_q, cu_seqlens_d=b.cu_d, **packed).view(
             Nq, Nd
         ),
-        "padded": lik_ops.maxsim_padded(Q, candidates, ql, dl.expand(Nq, -1), q_weight=w, **each),
+        "padded, expanded": lik_ops.maxsim_padded(Q, candidates, ql, dl.expand(Nq, -1), q_weight=w, **each),
+        "padded": lik_ops.maxsim_padded(Q, candidates.contiguous(), ql, dl.expand(Nq, -1), q_weight=w, **each),
         "masked": lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=w, **each),
         "more padding": lik_ops.maxsim(
             torch.cat([Q, Q.new_full((Nq, 37, Q.shape[2]), NAN)], 1),
@@ -321,9 +325,8 @@ def test_what_reaches_outside_is_nan_and_nothing_else_changes(kind, bad, device)
         elif (a, e, at, n) == (*good_cu[i : i + 2], good_at[j], good_length[j]):
             untouched[index] = True
     assert untouched.any() and not untouched.all()
-    same_bits(scores[untouched], expected[untouched]) if device == "cpu" else torch.testing.assert_close(
-        scores[untouched], expected[untouched]
-    )
+    exact = {"rtol": 0, "atol": 0} if device == "cpu" else {}
+    torch.testing.assert_close(scores[untouched], expected[untouched], **exact)
     gradients = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
     assert all(g.isfinite().all() for g in gradients)
 
@@ -346,7 +349,7 @@ def test_pairs_of_nothing_are_nan(device):
         )
         assert scores.isnan().all()
     scores = lik_ops.maxsim_pair_list(b.Q, b.D, b.chosen, cu_seqlens_q=b.cu_q, cu_seqlens_d=b.cu_d, max_seqlen_q=39)
-    assert scores.isnan().tolist() == [True, True] or scores.isnan().tolist() == [False, True]
+    assert scores.isnan().tolist() == [False, True]  # the second query has 40 tokens
 
 
 def test_winners_of_another_call_are_not_read(device):

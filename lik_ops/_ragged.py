@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._layout import MASK_DTYPES, argmax_dtype_for, as_bool, score_dtype
+from ._layout import MASK_DTYPES, argmax_dtype_for, as_bool, same_size, score_dtype, shape_of
 from ._maxsim import maxsim
 from .backends.ragged import Ragged
 from .ops import autocast, eager, functional
@@ -225,6 +225,7 @@ def maxsim_padded(
     op = "maxsim_padded"
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     arguments.check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
+    same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
     _check_options(op, Q, q_weight, backward)
     arguments.check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
     arguments.check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)

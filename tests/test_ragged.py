@@ -343,6 +343,7 @@ def test_pairs_of_nothing_are_nan(device):
     b.chosen = b.chosen[[0, 7]]
     for a, e in zip(gradients, torch.autograd.grad(b.call()[0], leaves, torch.ones(2, device=device)), strict=True):
         torch.testing.assert_close(a, e)
+    b.Q, b.D = (torch.randn_like(t) for t in (b.Q, b.D))
     for Q, D, cu in ((b.Q, b.D[:0], b.cu_q), (b.Q[:0], b.D, b.cu_q[:1])):
         scores = lik_ops.maxsim_pair_list(
             Q, D, b.chosen, cu_seqlens_q=cu, cu_seqlens_d=b.cu_d[:1] if D.numel() == 0 else b.cu_d, max_seqlen_q=40

@@ -146,7 +146,7 @@ def test_bad_shapes_of_the_two_kinds_of_sides():
         (lambda: lik_ops.maxsim_pair_list(Q3, D3, PAIRS[:, :1]), "maxsim_pair_list: pairs: expected [P, 2]"),
         (lambda: lik_ops.maxsim_pair_list(Q3, D3, PAIRS, max_seqlen_q=-1), "max_seqlen_q: expected 0 or more"),
         (lambda: lik_ops.maxsim_padded(Q3, D3, LENGTHS_Q, LENGTHS_D), "D: expected [B, C, Ld, d]"),
-        (lambda: lik_ops.maxsim_padded(Q3, D4[:2], LENGTHS_Q, LENGTHS_D), "maxsim: D: expected Nq = 3"),
+        (lambda: lik_ops.maxsim_padded(Q3, D4[:2], LENGTHS_Q, LENGTHS_D), "maxsim_padded: D: expected B = 3 lists"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()

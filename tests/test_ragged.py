@@ -236,6 +236,30 @@ def test_gradcheck(kind):
     assert torch.autograd.gradcheck(scores, (b.Q.requires_grad_(), b.D.requires_grad_(), weight))
 
 
+@pytest.mark.parametrize("dtype, normalize", [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_gradients_are_those_of_the_dense_call(kind, dtype, normalize, device):
+    """More tokens, documents and winners than are looked at together."""
+    count, Lq, Ld = 90, 32, 350
+    if normalize and device == "cuda":
+        pytest.skip("rounding may move a winner: of two kernels, only exact similarities have the same")
+    b = build((Lq,) * 70, (Ld,) * count, kind, 64, dtype, device, False, normalize, exact=not normalize)
+    Q, D = (t.requires_grad_() for t in (b.Q, b.D))
+    dense = lik_ops.maxsim(Q.view(70, Lq, 64), D.view(count, Ld, 64), normalize=normalize)
+    if kind == "candidates":
+        dense = dense.gather(1, b.chosen)
+    if kind == "pairs":
+        b.chosen = torch.stack([torch.randint(0, n, (3000,)) for n in (70, count)], 1).to(device)
+        dense = dense[tuple(b.chosen.T)]
+    scores, _ = b.call(torch.int16)
+    same_bits(scores, dense)
+    g = torch.randn_like(scores)
+    expected = torch.autograd.grad(dense, (Q, D), g)
+    for a, e in zip(torch.autograd.grad(scores, (Q, D), g), expected, strict=True):
+        tolerance = TOLERANCE[dtype] * float(e.abs().max())
+        torch.testing.assert_close(a, e, rtol=0, atol=tolerance)
+
+
 def test_gradients_only_where_asked_for_and_found_again(device):
     b = build(*LENGTHS, "cross", 8, torch.float32, device, exact=False)
     for leaf in b.leaves():

@@ -119,10 +119,10 @@ def backward_reference(
     grad_scores, Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight, argmax, normalize, unified, needs
 ) -> tuple:
     leaves = [t.detach().requires_grad_() for t in (Q, D, q_weight) if t is not None]
-    weight = leaves[2] if len(leaves) > 2 else None
+    weight, size = leaves[2] if len(leaves) > 2 else None, argmax.shape[1]
     with torch.enable_grad():
         scores, _ = forward_reference(
-            leaves[0], leaves[1], cu_q, offsets, lengths, pairs, q_mask, d_mask, weight, normalize, None, 0, "auto"
+            leaves[0], leaves[1], cu_q, offsets, lengths, pairs, q_mask, d_mask, weight, normalize, None, size, "auto"
         )
         grads = torch.autograd.grad(scores, leaves, grad_scores.double(), materialize_grads=True)
     return tuple(g if need else None for g, need in zip((*grads, None), needs, strict=False))

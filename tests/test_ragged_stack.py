@@ -228,6 +228,15 @@ def test_exported_programs_take_other_lengths(strict):
             same_bits(actual, expected)
 
 
+def test_packages_of_packed_tokens_are_refused(tmp_path):
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return varlen(*args)
+
+    with pytest.raises(NotImplementedError, match=r"expected dense tensors and masks, found lik\.maxsim_ragged_fwd"):
+        lik_ops.export.package(Module(), arguments(), str(tmp_path / "scorer.pt2"))
+
+
 def test_fakes_have_the_shapes_of_the_real_ones():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

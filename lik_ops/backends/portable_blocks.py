@@ -7,7 +7,7 @@ free, from two on (a single one goes to another kernel of MKL). Only documents s
 shorter than a step of columns share a slice. There a token's place varies, and the product has to give the same bits in
 every row and column, as it has to for equal tokens to tie. Padding and packed tokens ask for more: the same bits in
 slices of any rows and columns. MKL gives both on slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start
-at multiples of 64 bytes; `tests/test_portable.py` checks the machine it runs on.
+at multiples of 64 bytes; `tests/test_slices.py` checks the machine it runs on.
 
 Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
 reaches 0.54 of its full rate, and 0.65 with a copy into the cache before it, the time of the copy included.

@@ -177,6 +177,44 @@ def test_the_operators_check_what_they_are_given():
         fwd(Q2, long, *tensors[2:], False, torch.int16, 7, "auto")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=25)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(("cross", "candidates", "pairs")),
+    dtype=st.sampled_from((torch.int32, torch.int64)),
+)
+def test_any_geometry_scores_what_lies_inside_and_nan(device, data, kind, dtype):
+    """Whatever the integers: cells that lie inside score what they hold, all others NaN; gradients stay finite."""
+    Tq, Td = 9, 20
+
+    def integers(n, low, high):
+        return data.draw(st.lists(st.integers(low, high), min_size=n, max_size=n))
+
+    cu, at, length = integers(4, -2, Tq + 2), integers(6, -2, Td + 2), integers(6, -2, 9)
+    Q, D = (torch.randint(-2, 3, (n, 4), device=device).float().requires_grad_() for n in (Tq, Td))
+    tensors = [torch.tensor(x, device=device, dtype=dtype) for x in (cu, at, length)]
+    pairs, cells = None, [((i, j), i, j) for i in range(3) for j in range(6)]
+    if kind == "candidates":
+        tensors[1:] = (x.view(3, 2) for x in tensors[1:])
+        cells = [((j // 2, j % 2), j // 2, j) for j in range(6)]
+    if kind == "pairs":
+        flat = integers(10, -1, 6)
+        pairs = torch.tensor(flat, device=device, dtype=dtype).view(5, 2)
+        cells = [((p,), *flat[2 * p : 2 * p + 2]) for p in range(5)]
+    args = Q, D, *tensors, pairs, None, None, None, False, torch.int16, Tq, "auto"
+    scores, _ = torch.ops.lik.maxsim_ragged_fwd(*args)
+    for index, i, j in cells:
+        ok = 0 <= i < 3 and 0 <= j < 6 and 0 <= cu[i] <= cu[i + 1] <= Tq
+        if ok and at[j] >= 0 and length[j] >= 0 and at[j] + length[j] <= Td:
+            expected = lik_ops.reference.maxsim(Q[cu[i] : cu[i + 1]], D[at[j] : at[j] + length[j]])
+            same_bits(scores[index], expected)
+        else:
+            assert scores[index].isnan()
+    grads = torch.autograd.grad(scores, (Q, D), torch.ones_like(scores))
+    assert all(g.isfinite().all() for g in grads)
+
+
 # Graphs.
 
 

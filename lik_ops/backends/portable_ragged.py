@@ -133,6 +133,8 @@ class _Blocks:
     def _by_length(self) -> Iterator[_Block]:
         items = self.items
         live = (items.length > 0).nonzero().squeeze(-1)
+        if not live.numel():
+            return
         if items.query is None:
             yield from self._product((items.q_length > 0).nonzero().squeeze(-1), live)
             return
@@ -149,7 +151,7 @@ class _Blocks:
 
     def _queries_of(self, live: Tensor) -> int:
         assert self.items.query is not None
-        return max(1, int(torch.bincount(self.items.query[live]).count_nonzero())) if live.numel() else 1
+        return max(1, int(torch.bincount(self.items.query[live]).count_nonzero()))
 
     def _product(self, queries: Tensor, live: Tensor) -> Iterator[_Block]:
         """Every query against every item."""

@@ -112,6 +112,8 @@ class _RaggedBackward(Backward):
             queries = torch.arange(items.Nq, device=device)
         if chosen is None:
             chosen = torch.arange(items.start.shape[0], device=device)
+        if not queries.numel():
+            return
         for some in queries.split(most):
             for part in chosen.split(max(1, most // some.numel())):
                 yield _Cells(some.repeat_interleave(part.numel()), part.repeat(some.numel()))

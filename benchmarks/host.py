@@ -120,7 +120,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     copied = leaf.view_as(leaf)
     return {
         "nobody watches": eager._nobody_watches,
-        "ordinary tensors (2)": lambda: (eager._is_memory(Q), eager._is_memory(D)),
+        "ordinary tensors (2)": lambda: (eager.is_memory(Q), eager.is_memory(D)),
         "metadata": lambda: metadata(Q, D, None, None, None),
         "requested backend": requested_backend,
         "check": lambda: check("maxsim", Q, D, None, None, None),

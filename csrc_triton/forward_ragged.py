@@ -74,10 +74,10 @@ def _place(segments, Nq, K, C: tl.constexpr):
 
 
 @triton.jit
-def _queries(segments, i, ok, Tq, most, ARGMAX: tl.constexpr):
-    """As `query_segment`; with pairs, queries whose winners do not fit their `most` columns count as outside too."""
+def _queries(segments, i, ok, Tq, most):
+    """As `query_segment`; with pairs, queries of more than `most` tokens count as outside too."""
     begin, length, fits = query_segment(segments, i, ok, Tq)
-    if segments.pairs is not None and ARGMAX:
+    if segments.pairs is not None:
         fits = fits & (length <= most)
         length = tl.where(fits, length, 0)
     return begin, length, fits
@@ -98,7 +98,7 @@ def maxsim_forward_ragged(
     first, queries, document, k, ok = _place(segments, Nq, K, C)
     lane = tl.arange(0, C.BM)
     i = first + lane // C.SLOT
-    begin, length, fits = _queries(segments, i, ok & (i < queries), Tq, most, argmax is not None)
+    begin, length, fits = _queries(segments, i, ok & (i < queries), Tq, most)
     d_begin, Ld, d_valid = document_segment(segments, document, ok, Td)
     base = D.ptr + d_begin * D.stride_l
     mask_base = D.mask
@@ -126,7 +126,7 @@ def maxsim_forward_ragged(
 
     i = first + tl.arange(0, GROUPS)
     mine = i < queries
-    _, _, fits = _queries(segments, i, ok & mine, Tq, most, argmax is not None)
+    _, _, fits = _queries(segments, i, ok & mine, Tq, most)
     score = tl.where(any_kept > 0, total, tl.where(keeps > 0, float("-inf"), 0.0))
     score = tl.where(fits & d_valid & ok, score, float("nan"))
     if segments.pairs is not None:

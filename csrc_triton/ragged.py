@@ -57,8 +57,9 @@ def packed_winners(up, i, row, n, ok, sizes, C: tl.constexpr):
             document += i * sizes.K
     token = tl.load(up.argmax + won_at, mask=ok, other=-1).to(tl.int64)
     won = ok & (token >= 0)
-    g = tl.load(up.grad_scores + pair_at, mask=won, other=0.0)
-    return tl.load(up.offsets + document, mask=won, other=0).to(tl.int64) + token, won, g
+    token += tl.load(up.offsets + document, mask=won, other=0).to(tl.int64)
+    won = won & (token >= 0) & (token < sizes.Ld)
+    return token, won, tl.load(up.grad_scores + pair_at, mask=won, other=0.0)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKWARDS = ("auto", "lowmem", "unified")
-_MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _INT16_MAX = 32767
 
 
@@ -18,7 +18,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _same(a, b, message) -> None:
+def same_size(a, b, message) -> None:
     """Raise ValueError unless two sizes are equal; sizes unknown while tracing become a run-time check."""
     if isinstance(a, int) and isinstance(b, int):
         if a != b:
@@ -27,7 +27,7 @@ def _same(a, b, message) -> None:
         torch._check_value(a == b, message)
 
 
-def _shape(t: Tensor) -> str:
+def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 
 
@@ -37,7 +37,7 @@ def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
             raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
         if t.dim() not in ranks:
             expected = "[Lq, d] or [Nq, Lq, d]" if name == "Q" else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
-            raise ValueError(f"{op}: {name}: expected {expected}, got {_shape(t)}")
+            raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(t)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
         if t.layout != torch.strided:
@@ -46,13 +46,19 @@ def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
         raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
     if D.device != Q.device:
         raise ValueError(f"{op}: D: expected the device of Q, {Q.device}, got {D.device}")
-    _same(D.shape[-1], Q.shape[-1], lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {_shape(Q)}, got {_shape(D)}")
+    same_size(
+        D.shape[-1],
+        Q.shape[-1],
+        lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {shape_of(Q)}, got {shape_of(D)}",
+    )
     if isinstance(Q.shape[-1], int) and Q.shape[-1] < 1:
-        raise ValueError(f"{op}: Q: expected d >= 1, got {_shape(Q)}")
+        raise ValueError(f"{op}: Q: expected d >= 1, got {shape_of(Q)}")
     if D.dim() == 4:
         if Q.dim() == 2:
-            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {_shape(Q)}")
-        _same(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {_shape(D)}")
+            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
+        same_size(
+            D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {shape_of(D)}"
+        )
 
 
 def _check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor) -> None:
@@ -64,12 +70,12 @@ def _check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Ten
     expected = of.shape[:-1]
 
     def message() -> str:
-        return f"{op}: {name}: expected shape {list(expected)} to match {of_name} {_shape(of)}, got {_shape(x)}"
+        return f"{op}: {name}: expected shape {list(expected)} to match {of_name} {shape_of(of)}, got {shape_of(x)}"
 
     if x.dim() != len(expected):
         raise ValueError(message())
     for a, b in zip(x.shape, expected, strict=True):
-        _same(a, b, message)
+        same_size(a, b, message)
     if x.device != of.device:
         raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
 
@@ -89,7 +95,7 @@ def check(
     _check_per_token(op, "d_mask", d_mask, "D", D)
     _check_per_token(op, "q_weight", q_weight, "Q", Q)
     for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
-        if mask is not None and mask.dtype not in _MASK_DTYPES:
+        if mask is not None and mask.dtype not in MASK_DTYPES:
             raise TypeError(f"{op}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")
     if q_weight is not None and q_weight.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
@@ -101,7 +107,7 @@ def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: T
     """What the inner ops ask beyond `check`: 3-D Q, 3-D or 4-D D, bool masks."""
     if Q.dim() != 3 or D.dim() not in (3, 4):
         raise ValueError(
-            f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {_shape(Q)}, {_shape(D)}"
+            f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {shape_of(Q)}, {shape_of(D)}"
         )
     for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
         if mask is not None and mask.dtype != torch.bool:

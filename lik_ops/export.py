@@ -50,10 +50,13 @@ def _opened(program: torch.export.ExportedProgram, forward: Callable) -> torch.e
         return program.run_decompositions(table)
 
 
-def _refuse_gradients(name: str, program: torch.export.ExportedProgram) -> None:
-    left = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("lik.maxsim_bwd")}
-    if left:
-        raise NotImplementedError(f"{name}: expected scoring only, found {', '.join(sorted(left))}")
+def _refuse_what_stays(name: str, program: torch.export.ExportedProgram) -> None:
+    """Raise NotImplementedError for operators of ours that nothing could be put in place of."""
+    targets = {str(node.target) for node in program.graph.nodes}
+    for prefix, expected in (("lik.maxsim_bwd", "scoring only"), ("lik.maxsim_ragged", "dense tensors and masks")):
+        left = sorted(target for target in targets if target.startswith(prefix))
+        if left:
+            raise NotImplementedError(f"{name}: expected {expected}, found {', '.join(left)}")
 
 
 def open_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -66,13 +69,13 @@ def open_operators(program: torch.export.ExportedProgram) -> torch.export.Export
         program: what `torch.export.export` made of a module that scores. One that computes gradients is refused.
 
     Raises:
-        NotImplementedError: the program computes gradients of MaxSim.
+        NotImplementedError: the program computes gradients of MaxSim, or MaxSim of packed tokens or pair lists.
 
     Example:
         >>> program = lik_ops.export.open_operators(torch.export.export(lik_ops.MaxSimScorer(), (Q, D)))
     """
     opened = _opened(program, _blocked_forward)
-    _refuse_gradients("open_operators: program", opened)
+    _refuse_what_stays("open_operators: program", opened)
     return opened
 
 
@@ -105,7 +108,7 @@ def package(
 
     Raises:
         ValueError: `path` does not end in ``.pt2``.
-        NotImplementedError: the module computes gradients of MaxSim.
+        NotImplementedError: the module computes gradients of MaxSim, or MaxSim of packed tokens or pair lists.
 
     Example:
         >>> Nd, Ld = torch.export.Dim("Nd"), torch.export.Dim("Ld")
@@ -119,5 +122,5 @@ def package(
     with torch.no_grad():
         program = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
     opened = _opened(program, _packaged_forward)
-    _refuse_gradients("package: module", opened)
+    _refuse_what_stays("package: module", opened)
     return torch._inductor.aoti_compile_and_package(opened, package_path=path, inductor_configs=inductor_configs)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
+from lik_ops.opcheck import ragged
 
 try:
     import lik_ops.ops.packaged  # registers what only packages hold; needs Triton
@@ -190,12 +191,22 @@ def _sized_packaged(sizes: tuple[int, int, int, int], candidates: bool, device: 
     return _sized_fwd(sizes, candidates, device)[:6]
 
 
+def maxsim_ragged_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (Sample(name, args, {}) for name, args in ragged.forward_samples(dtype, device))
+
+
+def maxsim_ragged_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (Sample(name, args, {}) for name, args in ragged.backward_samples(dtype, device))
+
+
 _BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
 OPERATORS: dict[str, Operator] = {
     "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
     "maxsim_fwd": Operator(maxsim_fwd, _fwd_reference, _sized_fwd),
     "maxsim_bwd_lowmem": _BWD,
     "maxsim_bwd_unified": _BWD,
+    "maxsim_ragged_fwd": Operator(maxsim_ragged_fwd, ragged.forward_reference, ragged.sized_forward),
+    "maxsim_ragged_bwd": Operator(maxsim_ragged_bwd, ragged.backward_reference, ragged.sized_backward),
 }
 
 

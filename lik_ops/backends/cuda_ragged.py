@@ -207,7 +207,8 @@ def _entries(r: Ragged, up: Upstream, argmax: Tensor, tile: int, tiles: int) -> 
         offset = r.d_offsets[up.query.clamp(min=0)].t()
     else:
         offset = offsets.unsqueeze(1)
-    row = torch.where(argmax >= 0, argmax + offset.long(), Td)
+    row = argmax + offset.long()
+    row = torch.where((argmax >= 0) & (row >= 0) & (row < Td), row, Td)
     row, order = torch.sort(row.reshape(-1), stable=True)
     bounds = (torch.arange(tiles + 1, device=row.device) * tile).clamp_(max=Td)
     codes = order * tile + row % tile

@@ -2,5 +2,7 @@
 
 from .portable_backward import backward_lowmem, backward_unified
 from .portable_forward import forward
+from .portable_ragged import forward_ragged
+from .portable_ragged_backward import backward_ragged
 
-__all__ = ["backward_lowmem", "backward_unified", "forward"]
+__all__ = ["backward_lowmem", "backward_ragged", "backward_unified", "forward", "forward_ragged"]

@@ -38,7 +38,7 @@ def backward_lowmem(
     """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
     if argmax is None:
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
-    job = _Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
+    job = Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     if job.anything:
         if needs[0] or needs[2]:
             job.gather_into_queries()
@@ -61,13 +61,13 @@ def backward_unified(
     """`backward_lowmem` in one pass over the winners; for half inputs it keeps fp32 sums as large as the gradients."""
     if argmax is None:
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
-    job = _Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
+    job = Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     if job.anything:
         job.scatter()
     return job.grad_Q, job.grad_D, job.grad_q_weight
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Part of one side: its batches, its queries or documents, its tokens."""
 
     batches: slice
@@ -79,25 +79,25 @@ class _Piece(NamedTuple):
         return batches, items, tokens
 
 
-def _slices(total: int, step: int) -> Iterator[slice]:
+def slices_of(total: int, step: int) -> Iterator[slice]:
     for first in range(0, total, step):
         yield slice(first, min(first + step, total))
 
 
-def _pieces(sizes: tuple[int, int, int], limit: int, max_batches: int | None = None) -> Iterator[_Piece]:
+def pieces_of(sizes: tuple[int, int, int], limit: int, max_batches: int | None = None) -> Iterator[Piece]:
     """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each)."""
     batches, items, tokens = sizes
     token_step = max(1, min(tokens, limit))
     item_step = max(1, min(items, limit // token_step))
     whole = (item_step, token_step) == (items, tokens)
     batch_step = max(1, min(limit // (token_step * item_step), max_batches or batches)) if whole else 1
-    for b in _slices(batches, batch_step):
-        for i in _slices(items, item_step):
-            for t in _slices(tokens, token_step):
-                yield _Piece(b, i, t)
+    for b in slices_of(batches, batch_step):
+        for i in slices_of(items, item_step):
+            for t in slices_of(tokens, token_step):
+                yield Piece(b, i, t)
 
 
-def _bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
+def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
     """Weighted sums of rows of `table`: of each row of a 2-D `index`, or from each of `offsets` to the next."""
     return F.embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weight)
 
@@ -111,7 +111,7 @@ def _through_norm(grad: Tensor, rows: Tensor) -> Tensor:
     return unit.mul_(along).sub_(grad).div_(-clamped)
 
 
-class _Backward:
+class Backward:
     """One call: the arguments in one layout, the gradients, and the passes that fill them."""
 
     def __init__(
@@ -144,7 +144,7 @@ class _Backward:
             return like.new_zeros(shape, dtype=dtype)
         return like.new_empty(shape if needed else (0,), dtype=dtype)
 
-    def _winners(self, query: _Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _winners(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Winners int64, which of them exist, and the gradients of their maxima before the weight: ``[b, x, y, s]``."""
         assert self.layout.argmax is not None
         winner = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
@@ -152,18 +152,18 @@ class _Backward:
         g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
         return winner, exists, torch.where(exists, g, 0)
 
-    def _weighted(self, g: Tensor, query: _Piece) -> Tensor:
+    def _weighted(self, g: Tensor, query: Piece) -> Tensor:
         """The gradients of the similarities that won; NaN where there is no winner and the weight is NaN."""
         if self.layout.q_weight is None:
             return g
         return g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
 
-    def _query_rows(self, query: _Piece) -> Tensor:
+    def _query_rows(self, query: Piece) -> Tensor:
         """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
         rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
         return rows / row_norms(rows) if self.normalize else rows
 
-    def _document_rows(self, query: _Piece, documents: slice, winner: Tensor, exists: Tensor) -> Tensor:
+    def _document_rows(self, query: Piece, documents: slice, winner: Tensor, exists: Tensor) -> Tensor:
         """The winning document tokens ``[b * x * y * s, d]``, zeros where there is none."""
         D = self.layout.D[query.batches, documents]
         b = torch.arange(D.shape[0], device=D.device)[:, None, None, None]
@@ -183,32 +183,32 @@ class _Backward:
         and among others.
         """
         group = max(1, min(GROUP, self.piece_tokens, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
-        for query in _pieces((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, ENTRIES // group))):
+        for query in pieces_of((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, ENTRIES // group))):
             batches, items, tokens = query.counts()
             limit = batches * items * tokens
             groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
             if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
                 groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
-            sums = (self._sums_of_winners(query, documents, group) for documents in _slices(self.X, groups * group))
+            sums = (self._sums_of_winners(query, documents, group) for documents in slices_of(self.X, groups * group))
             self._finish_queries(query, sum_tensors(itertools.chain.from_iterable(sums)))
 
-    def _sums_of_winners(self, query: _Piece, documents: slice, group: int) -> Iterator[Tensor]:
+    def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
         """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
         winner, exists, g = self._winners(query, documents)
         batches, count = winner.shape[:2]
         table = self._direct_table(query, documents, exists)
         if table is None:
-            for part in _slices(count, group):
+            for part in slices_of(count, group):
                 yield self._sum_of_gathered(query, documents, part, winner, exists, g)
             return
         first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
         index, weight = (t.movedim(1, -1).reshape(-1) for t in (winner.clamp_min_(0).add_(first), g))
         starts = torch.arange(0, index.numel(), count, device=g.device).unsqueeze(1)
         offsets = (starts + torch.arange(0, count, group, device=g.device)).view(-1)
-        yield from _bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
+        yield from bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
 
     def _sum_of_gathered(
-        self, query: _Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
+        self, query: Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
     ) -> Tensor:
         """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
         D = self.layout.D[query.batches, documents][:, part]
@@ -218,13 +218,13 @@ class _Backward:
         batch = torch.arange(D.shape[0], device=g.device).repeat_interleave(tokens // D.shape[0])
         place = torch.arange(count, device=g.device).unsqueeze(1)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
-        for some in _slices(tokens, max(1, self.piece_tokens // count)):
+        for some in slices_of(tokens, max(1, self.piece_tokens // count)):
             rows = self._rows(D[batch[some], place, winner[:, some].clamp_min(0)], exists[:, some])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
-            total[some] = _bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
+            total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
         return total
 
-    def _direct_table(self, query: _Piece, documents: slice, exists: Tensor) -> Tensor | None:
+    def _direct_table(self, query: Piece, documents: slice, exists: Tensor) -> Tensor | None:
         """The documents as ``[n, d]`` without a copy, if winners can be summed as they lie there."""
         D = self.layout.D[query.batches, documents]
         if self.normalize or D.dtype != self.dtype or not D.is_contiguous():
@@ -237,16 +237,16 @@ class _Backward:
         # Several queries' candidates only where none of their rows are cut: else how would depend on the others.
         rows = self.Y * self.Lq
         max_batches = max(1, min(self.piece_tokens // rows, ENTRIES // (self.X * rows)))
-        for document in _pieces((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
+        for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
             batches, items, _ = document.counts()
             limit = max(1, min(self.piece_tokens // batches, ENTRIES // (batches * items)))
             total = sum_tensors(
-                self._sum_of_queries(_Piece(document.batches, query.items, query.tokens), document)
-                for query in _pieces((1, self.Y, self.Lq), limit)
+                self._sum_of_queries(Piece(document.batches, query.items, query.tokens), document)
+                for query in pieces_of((1, self.Y, self.Lq), limit)
             )
             self._finish_documents(document, total)
 
-    def _sum_of_queries(self, query: _Piece, document: _Piece) -> Tensor:
+    def _sum_of_queries(self, query: Piece, document: Piece) -> Tensor:
         """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
         winner, exists, g = self._winners(query, document.items)
         weight = self._weighted(g, query).flatten()
@@ -265,7 +265,7 @@ class _Backward:
         source = order.remainder(sources)
         if batches > 1:
             source += order.div(items * sources, rounding_mode="floor").mul_(sources)
-        return _bags(self._query_rows(query), source, weight[order], bounds)[:rows]
+        return bags(self._query_rows(query), source, weight[order], bounds)[:rows]
 
     def scatter(self) -> None:
         """All gradients in one pass over the winners."""
@@ -274,15 +274,15 @@ class _Backward:
             query_sum = self._sums(self.grad_Q, (self.B, self.Y, self.Lq, self.d), self.needs[0])
         if self.needs[1]:
             document_sum = self._sums(self.grad_D, (self.B, self.X, self.Ld, self.d), True)
-        for query in _pieces((self.B, self.Y, self.Lq), self.piece_tokens):
+        for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
             tokens = query.counts()[0] * query.counts()[1] * query.counts()[2]
-            for documents in _slices(self.X, max(1, self.piece_tokens // tokens)):
+            for documents in slices_of(self.X, max(1, self.piece_tokens // tokens)):
                 self._scatter_piece(query, documents, query_sum, document_sum)
         if query_sum is not None:
-            for query in _pieces((self.B, self.Y, self.Lq), self.piece_tokens):
+            for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
                 self._finish_queries(query, query_sum[tuple(query)].reshape(-1, self.d))
         if document_sum is not None:
-            for document in _pieces((self.B, self.X, self.Ld), self.piece_tokens):
+            for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens):
                 self._finish_documents(document, document_sum[tuple(document)].reshape(-1, self.d))
 
     def _sums(self, output: Tensor, shape: tuple[int, int, int, int], needed: bool) -> Tensor:
@@ -292,7 +292,7 @@ class _Backward:
         return output.new_zeros(shape, dtype=self.dtype)
 
     def _scatter_piece(
-        self, query: _Piece, documents: slice, query_sum: Tensor | None, document_sum: Tensor | None
+        self, query: Piece, documents: slice, query_sum: Tensor | None, document_sum: Tensor | None
     ) -> None:
         winner, exists, g = self._winners(query, documents)
 
@@ -311,13 +311,13 @@ class _Backward:
             index = winner.clamp_min_(0).add_((b * self.X + x) * self.Ld).reshape(-1)
             document_sum.view(-1, self.d).index_add_(0, index, rows)
 
-    def _finish_queries(self, query: _Piece, total: Tensor) -> None:
+    def _finish_queries(self, query: Piece, total: Tensor) -> None:
         """Write the gradients of a piece of query tokens, given ``sum_x g * D[winner]``."""
         plain = self.layout.q_weight is None and not self.normalize and not self.needs[2]
         if not plain:
             # Rows that receive nothing may hold NaN, and so may their weights.
             live = (total != 0).any(-1, keepdim=True)
-            rows = torch.where(live, self.layout.Q[tuple(query)].reshape(-1, self.d).to(self.dtype), 0)
+            rows = torch.where(live, self.layout.Q[tuple(query)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
             if self.needs[2]:
                 unit = rows / row_norms(rows) if self.normalize else rows
                 grad_weight = self._canonical(self.grad_q_weight)[tuple(query)]
@@ -335,11 +335,11 @@ class _Backward:
         """A gradient of the query side as ``[B, Y, ...]``."""
         return gradient.view(self.B, self.Y, *gradient.shape[1:])
 
-    def _finish_documents(self, document: _Piece, total: Tensor) -> None:
+    def _finish_documents(self, document: Piece, total: Tensor) -> None:
         """Write the gradient of a piece of document tokens, given the gradient of its normalised rows."""
         if self.normalize:
             live = (total != 0).any(-1, keepdim=True)
-            rows = torch.where(live, self.layout.D[tuple(document)].reshape(-1, self.d).to(self.dtype), 0)
+            rows = torch.where(live, self.layout.D[tuple(document)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
             total = _through_norm(total, rows)
         target = self.grad_D.view(self.B, self.X, self.Ld, self.d)[tuple(document)]
         _store(total, target)

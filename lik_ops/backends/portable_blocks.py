@@ -5,8 +5,9 @@ query tokens. A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone a
 in its document or query, so the bits of a similarity cannot depend on the batch: the number of slices in a call is
 free, from two on (a single one goes to another kernel of MKL). Only documents shorter than `MIN_ROWS` and queries
 shorter than a step of columns share a slice. There a token's place varies, and the product has to give the same bits in
-every row and column, as it has to for equal tokens to tie. MKL does on slices made of whole `STEPS` that start at
-multiples of 64 bytes; `tests/test_portable.py` checks the machine it runs on.
+every row and column, as it has to for equal tokens to tie. Padding and packed tokens ask for more: the same bits in
+slices of any rows and columns. MKL gives both on slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start
+at multiples of 64 bytes; `tests/test_slices.py` checks the machine it runs on.
 
 Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
 reaches 0.54 of its full rate, and 0.65 with a copy into the cache before it, the time of the copy included.
@@ -69,8 +70,9 @@ def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     row_step, step, most = STEPS[dtype]
     starts: tuple[int, ...] = (0,)
     max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, SLICE_BYTES // token_bytes), 1)
-    if Ld < MIN_ROWS and max_rows >= SHARED_ROWS:
-        rows, documents = SHARED_ROWS, SHARED_ROWS // Ld
+    if Ld < MIN_ROWS and Ld <= max_rows:
+        rows = min(SHARED_ROWS, max_rows)
+        documents = rows // Ld
     else:
         tiles = ceil_div(Ld, max_rows)
         rows, documents = round_up(Ld, row_step) if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
@@ -112,13 +114,14 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def fold_sum(x: Tensor) -> Tensor:
-    """Sum over the last axis, overwriting `x`, in an order that depends on its length alone.
+    """Sum over the last axis, overwriting `x`, as a binary tree that zeros behind the last element do not change.
 
-    torch.sum picks its order from sizes, strides and the number of threads.
+    Halves are powers of two, so a longer axis of zeros only adds levels that add zeros: a query has the same sum
+    packed, padded and masked. torch.sum picks its order from sizes, strides and the number of threads.
     """
     length = x.shape[-1]
     while length > 1:
-        half = ceil_div(length, 2)
+        half = 1 << (length - 1).bit_length() - 1
         x[..., : length - half].add_(x[..., half:length])
         length = half
     return x[..., 0]

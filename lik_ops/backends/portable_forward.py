@@ -67,7 +67,7 @@ def forward(
         if q_mask is not None:
             scores.masked_fill_(~q_mask.any(-1)[:, None], 0)
         return scores, argmax.fill_(-1)
-    _Forward(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize).run()
+    Forward(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize).run()
     return scores, argmax
 
 
@@ -146,7 +146,7 @@ class _Views(NamedTuple):
     masked_target: Tensor | None  # as `target` with d = 1
 
 
-class _Forward:
+class Forward:
     """One call: its cut, its buffers and the loops over slabs, panels and blocks."""
 
     def __init__(self, layout: Layout, normalize: bool) -> None:
@@ -154,22 +154,22 @@ class _Forward:
         B, Y, Lq, d = layout.Q.shape
         X, Ld = layout.D.shape[1:3]
         dtype = layout.pairs.dtype
-        self.may_look = may_look(layout.Q)
+        self.may_look = may_look(layout.pairs)
         self.shape = shape = slice_shape(Lq, Ld, d, dtype)
         self.tokens = Ld if len(shape.starts) == 1 else shape.rows  # of one document in a slice
         self.cut = cut = _cut(shape, B, X, Y, d, dtype)
         # One slice alone would go to another kernel of MKL than several. Other libraries may choose by their number.
         most = _most_slices(shape, d, dtype)
         self.slices = max(2, cut.block_batches * cut.block_slices) if self.may_look else most
-        new = layout.Q.new_empty
-        self.documents = slices_buffer(layout.Q, self.slices, shape.rows, d, dtype)
+        new = layout.pairs.new_empty
+        self.documents = slices_buffer(layout.pairs, self.slices, shape.rows, d, dtype)
         self.similarities = new((self.slices, shape.rows, shape.columns), dtype=dtype)
-        self.masked = None if layout.d_mask is None else layout.Q.new_zeros((self.slices, shape.rows), dtype=torch.bool)
+        self.masked = None if layout.d_mask is None else new((self.slices, shape.rows), dtype=torch.bool).zero_()
         each = self.slices if cut.block_batches > 1 else 1
         # Columns that no token fills have to be numbers: NaN among the maxima is costly, see `winners`.
         full = shape.queries * Lq == shape.panels * shape.columns and Y % shape.queries == 0
         size = (each, cut.span_units, cut.span_panels * shape.columns, d)
-        self.panels = new(size, dtype=dtype) if full else layout.Q.new_zeros(size, dtype=dtype)
+        self.panels = new(size, dtype=dtype) if full else layout.pairs.new_zeros(size, dtype=dtype)
         self.best = new(
             (cut.slab_batches, cut.slab_documents, cut.slab_units, shape.panels * shape.columns), dtype=dtype
         )
@@ -228,8 +228,8 @@ class _Forward:
     def _load_panels(self, b0: int, b1: int, u0: int, u1: int, p0: int, p1: int) -> Tensor:
         """Tokens of the queries of units ``[u0, u1)`` in panels ``[p0, p1)``: ``[slices | 1, units, columns, d]``."""
         shape, Q = self.shape, self.layout.Q
-        queries = Q[b0:b1, None, u0 * shape.queries : u1 * shape.queries]
-        queries = queries[..., p0 * shape.columns : p1 * shape.columns, :]
+        rows = slice(u0 * shape.queries, u1 * shape.queries), slice(p0 * shape.columns, p1 * shape.columns)
+        queries = Q[(slice(b0, b1), *rows)].unsqueeze(1)
         tokens = queries.shape[-2]
         loaded = self.panels[:, : u1 - u0]
         used = (b1 - b0) * (self.cut.block_slices if self.cut.block_batches > 1 else 1)
@@ -258,10 +258,13 @@ class _Forward:
             self.views[batches, count] = views
         return self.views[batches, count]
 
+    def _copy_documents(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
+        copy_grouped(target, self.layout.D[part])
+
     def _load_documents(self, block: _Part, start: int, views: _Views) -> None:
         """Tokens from `start` of the documents of `block`, and which of them are masked."""
         part = slice(block.b0, block.b1), slice(block.x0, block.x1), slice(start, start + self.tokens)
-        copy_grouped(views.target, self.layout.D[part])
+        self._copy_documents(views.target, part)
         if self.normalize:
             documents = views.documents[: views.used]
             documents /= row_norms(documents)

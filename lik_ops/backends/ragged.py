@@ -1,4 +1,4 @@
-"""What the backends are given of a call with ragged layouts."""
+"""How ragged arguments reach a backend."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 class Ragged(NamedTuple):
     """Packed query and document tokens, how they are cut, and which queries meet which documents.
 
-    Scores are ``[Nq, Nd]``; ``[Nq, K]`` for candidates, whose offsets have two axes; ``[P]`` for pairs. Winners,
+    A segment, offset, length or index that is negative or reaches outside its tensor makes its scores NaN. Documents
+    may overlap and repeat. Scores are ``[Nq, Nd]``; ``[Nq, K]`` for candidates, whose offsets have two axes; ``[P]`` for pairs. Winners,
     relative to their document, are ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``.
     """
 
     Q: Tensor  # [Tq, d]
     D: Tensor  # [Td, d]
     cu_seqlens_q: Tensor  # [Nq + 1], int32 or int64
-    d_offsets: Tensor  # [Nd], or [Nq, K] for candidates: the first row of a document
-    d_lengths: Tensor
-    pairs: Tensor | None  # [P, 2], query and document
-    q_mask: Tensor | None  # [Tq]
-    d_mask: Tensor | None  # [Td]
-    q_weight: Tensor | None  # [Tq]
+    d_offsets: Tensor  # [Nd] (cross product, pair list) or [Nq, K] (candidates): the first row of a document
+    d_lengths: Tensor  # the same shape
+    pairs: Tensor | None  # [P, 2] (query, document) indices, int32 or int64; None: cross product or candidates
+    q_mask: Tensor | None  # [Tq] bool
+    d_mask: Tensor | None  # [Td] bool
+    q_weight: Tensor | None  # [Tq] fp32 (fp64 for fp64)
 
     @property
     def queries(self) -> int:

@@ -51,7 +51,7 @@ def _is_newly_known(t: Tensor) -> bool:
     return _KEYS(t).raw_repr() in _usual_keys
 
 
-def _is_memory(t: Tensor) -> bool:
+def is_memory(t: Tensor) -> bool:
     """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
     kind = type(t)
     if kind is not _Tensor and kind is not _Parameter:
@@ -156,7 +156,7 @@ class _MaxSim(torch.autograd.Function):
             grad_scores = grad_scores.unsqueeze(1)
         # With a graph of the backward, or where somebody watches, the operators: theirs raises for second derivatives.
         short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
-        short = short and _nobody_watches() and all(_is_memory(t) for t in (grad_scores, Q, D))
+        short = short and _nobody_watches() and all(is_memory(t) for t in (grad_scores, Q, D))
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
             ops = call.backend if short else _operators
@@ -186,11 +186,11 @@ def maxsim(
         and (recompute is True or recompute is False)
         and type(backward) is str
         and _nobody_watches()
-        and _is_memory(Q)
-        and _is_memory(D)
-        and (q_mask is None or _is_memory(q_mask))
-        and (d_mask is None or _is_memory(d_mask))
-        and (q_weight is None or _is_memory(q_weight))
+        and is_memory(Q)
+        and is_memory(D)
+        and (q_mask is None or is_memory(q_mask))
+        and (d_mask is None or is_memory(d_mask))
+        and (q_weight is None or is_memory(q_weight))
     ):
         return None
     differentiable = _is_grad_enabled() and (

@@ -1,0 +1,66 @@
+"""What the portable backend takes for granted of the machine's matrix products, and the order of its sums.
+
+A failure here means that scores of this machine depend on the batch or on padding: see `portable_blocks`.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from lik_ops.backends.portable_blocks import MAX_ROWS, MIN_ROWS, fold_sum, slice_shape, slices_buffer
+
+from .ragged import NAN, same_bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("d", [1, 8, 48, 96, 128, 768])
+@pytest.mark.parametrize("Lq", [1, 7, 17, 32, 33, 100, 1024])
+def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
+    """What sharing slices rests on: a row or column gives the same bits wherever it lies; and so ties are ties."""
+    for Ld in (1, 9, 23, 33, 64, 300):
+        shape, count = slice_shape(Lq, Ld, d, dtype), 5
+        documents, others = (slices_buffer(torch.empty(0), count, shape.rows, d, dtype) for _ in range(2))
+        documents.copy_(torch.randn(count, shape.rows, d))
+        panel = torch.randn(shape.columns, d, dtype=dtype)
+        rows, columns = torch.randperm(shape.rows), torch.randperm(shape.columns)
+        others.copy_(documents.flip(0)[:, rows])
+        S = torch.bmm(documents, panel.mT.expand(count, -1, -1)).flip(0)[:, rows][:, :, columns]
+        same_bits(torch.bmm(others, panel[columns].mT.expand(count, -1, -1)), S)
+        same_bits(torch.bmm(others[:2], panel[columns].expand(2, -1, -1).contiguous().mT), S[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("d", [1, 2, 8, 17, 96, 128, 768, 5000, 20000])
+def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
+    """What padded, packed and masked tokens rest on: a similarity does not know how long queries and documents are."""
+    documents = torch.randn(MAX_ROWS if d < 5000 else 64, d, dtype=dtype)
+    queries = torch.randn(128, d, dtype=dtype)
+    lengths = itertools.product(
+        (1, 31, 33, 64, 65, 100, 300), (1, 9, MIN_ROWS - 1, MIN_ROWS, 33, 65, 300, MAX_ROWS + 1)
+    )
+    shapes = {(shape.rows, shape.columns) for shape in (slice_shape(Lq, Ld, d, dtype) for Lq, Ld in lengths)}
+    known = torch.full((documents.shape[0], 128), NAN, dtype=dtype)
+    for rows, columns in shapes:
+        for _ in range(3):
+            row, column = torch.randint(0, documents.shape[0], (2, rows)), torch.randint(0, 128, (columns,))
+            slices = slices_buffer(torch.empty(0), 2, rows, d, dtype)
+            slices.copy_(documents[row])
+            S = torch.bmm(slices, queries[column].mT.expand(2, -1, -1))
+            before = known[row[..., None], column]
+            same_bits(torch.where(before.isnan(), S, before), S)
+            known[row[..., None], column] = S
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])
+def test_sums_over_query_tokens_have_one_order(length):
+    """That of a binary tree with powers of two below it, which zeros at the end do not change."""
+    x = torch.randn(5, 40, 3, length)
+    expected = torch.nn.functional.pad(x, (0, (1 << (length - 1).bit_length()) - length))
+    while expected.shape[-1] > 1:
+        first, second = expected.chunk(2, dim=-1)
+        expected = first + second
+    same_bits(fold_sum(x.clone()), expected[..., 0])
+    same_bits(fold_sum(x.mT.contiguous().mT), expected[..., 0])
+    for zeros in (1, 5, 200):
+        same_bits(fold_sum(torch.nn.functional.pad(x, (0, zeros))), expected[..., 0])

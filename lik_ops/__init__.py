@@ -5,9 +5,11 @@ from ._backend_choice import use_backend
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
 from ._version import __version__
 from ._warmup import warmup
+from .retrieval import Corpus, retrieve
 from .scorer import MaxSimScorer
 
 __all__ = [
+    "Corpus",
     "MaxSimScorer",
     "__version__",
     "export",
@@ -15,6 +17,7 @@ __all__ = [
     "maxsim_pairs",
     "maxsim_with_argmax",
     "reference",
+    "retrieve",
     "use_backend",
     "warmup",
 ]

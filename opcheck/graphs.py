@@ -70,6 +70,7 @@ _SCHEMAS = {  # of operators that are registered: one of them needs Triton
     "maxsim_bwd_unified": "lik::maxsim_bwd_unified(Tensor grad_scores, Tensor Q, Tensor D, Tensor argmax, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, bool[3] needs) -> (Tensor, Tensor, Tensor)",
     "maxsim_fwd": "lik::maxsim_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, str backward) -> (Tensor, Tensor)",
     "maxsim_packaged": "lik::maxsim_packaged(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize) -> Tensor",
+    "maxsim_topk": "lik::maxsim_topk(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, int? chunk) -> (Tensor, Tensor)",
 }
 
 SNAPSHOTS: dict[str, tuple[Callable[[str], str], str]] = {

@@ -159,7 +159,7 @@ def maxsim_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
         if of_packed:
             D, cu_seqlens = packed(SHAPES[shape], layout, dtype, device)
             d_mask = None
-        for top_k, chunk in ((2, None), (5, 2), (0, 1)):
+        for top_k, chunk in ((2, None), (5, 2)):
             name = _name(shape, layout, of_packed and "packed", options and "options", top_k, dtype)
             yield Sample(name, (Q, D, q_mask, d_mask, cu_seqlens, w, options, top_k, chunk), {})
 

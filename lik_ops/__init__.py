@@ -1,5 +1,8 @@
 """MaxSim, the scoring of late-interaction retrieval, as PyTorch operators under ``torch.ops.lik``."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import export, reference
 from ._backend_choice import use_backend
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
@@ -8,10 +11,14 @@ from ._warmup import warmup
 from .retrieval import Corpus, retrieve
 from .scorer import MaxSimScorer
 
+if TYPE_CHECKING:
+    from . import distributed
+
 __all__ = [
     "Corpus",
     "MaxSimScorer",
     "__version__",
+    "distributed",
     "export",
     "maxsim",
     "maxsim_pairs",
@@ -21,3 +28,10 @@ __all__ = [
     "use_backend",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`lik_ops.distributed` is imported when it is first asked for."""
+    if name == "distributed":
+        return import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

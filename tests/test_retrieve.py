@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,6 +74,7 @@ problems = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=max(settings.default.max_examples // 2, 1))
 @given(problem=problems, k=st.integers(0, 45), chunk=st.integers(1, 45), options=st.booleans(), seed=st.integers(0, 99))
 def test_the_best_of_maxsim_whatever_the_chunks(device, problem, k, chunk, options, seed):
     torch.manual_seed(seed)
@@ -94,6 +95,7 @@ def test_the_best_of_maxsim_whatever_the_chunks(device, problem, k, chunk, optio
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=max(settings.default.max_examples // 2, 1))
 @given(
     problem=problems,
     k=st.integers(0, 45),
@@ -457,7 +459,7 @@ def test_progress_is_shown_where_it_was_asked_for(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_importing_lik_ops_imports_no_extra():
+def test_importing_lik_ops_imports_no_extra(tmp_path):
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -465,6 +467,9 @@ import lik_ops
 found = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not found & {"safetensors", "tqdm"}, found
 assert not [name for name in set(sys.modules) - before if name.startswith("torch.distributed")]
+assert "lik_ops.distributed" not in sys.modules
+assert lik_ops.distributed is sys.modules["lik_ops.distributed"]
+assert not hasattr(lik_ops, "nothing")
 sys.modules["safetensors"] = sys.modules["tqdm"] = None
 Q, D = torch.randn(2, 3, 8), torch.randn(9, 4, 8)
 lik_ops.retrieve(Q, D, 3, progress=True)
@@ -475,16 +480,9 @@ except ModuleNotFoundError as error:
     assert "lik-ops[retrieval]" in str(error)
     print("named")
 """
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as directory:
-        run = subprocess.run(
-            [sys.executable, "-c", code, directory],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and run.stdout.strip() == "named", run.stderr
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import backends
 from .._layout import as_bool, check, check_lifted, score_dtype
-from . import batching, flops
+from . import batching, eager, flops
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -200,6 +200,31 @@ def _chunks_of_dense(
         yield backend.forward(Q, D[part], q_mask, mask, q_weight, normalize, None)[0]
 
 
+def _topk(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    top_k: int,
+    chunk: int | None,
+) -> Best:
+    if cu_seqlens_d is None:
+        chunks = _chunks_of_dense(Q, D, q_mask, d_mask, q_weight, normalize, top_k, chunk)
+    else:
+        chunks = _chunks_of_packed(Q, D, cu_seqlens_d, q_mask, q_weight, normalize, top_k, chunk)
+    empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))
+    best: Best = (empty, empty.long())
+    seen = 0
+    for scores in chunks:
+        values, columns = first(scores, top_k)
+        best = merge([best, (values, columns.add_(seen))], top_k) if seen else (values, columns)
+        seen += scores.shape[1]
+    return best
+
+
 @torch.library.custom_op("lik::maxsim_topk", mutates_args=(), schema=_SCHEMA)
 def maxsim_topk(
     Q: Tensor,
@@ -217,18 +242,7 @@ def maxsim_topk(
     D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
     """
     _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
-    if cu_seqlens_d is None:
-        chunks = _chunks_of_dense(Q, D, q_mask, d_mask, q_weight, normalize, top_k, chunk)
-    else:
-        chunks = _chunks_of_packed(Q, D, cu_seqlens_d, q_mask, q_weight, normalize, top_k, chunk)
-    empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))
-    best: Best = (empty, empty.long())
-    seen = 0
-    for scores in chunks:
-        values, columns = first(scores, top_k)
-        best = merge([best, (values, columns.add_(seen))], top_k) if seen else (values, columns)
-        seen += scores.shape[1]
-    return best
+    return _topk(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
 
 
 @maxsim_topk.register_fake
@@ -258,6 +272,9 @@ def best_of(
     q_weight: Tensor | None,
     normalize: bool,
 ) -> Best:
-    """`lik::maxsim_topk` of a 3-D `Q` with masks of any dtype."""
-    masks = as_bool(q_mask), as_bool(d_mask)
-    return torch.ops.lik.maxsim_topk(Q, D, *masks, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+    """`lik::maxsim_topk` of a 3-D `Q`, of arguments that were checked, with masks of any dtype; without gradients."""
+    q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    args = (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight)
+    if not torch.compiler.is_dynamo_compiling() and eager.nobody_sees(*args):
+        return _topk(*args, normalize, top_k, chunk)
+    return torch.ops.lik.maxsim_topk(*args, normalize, top_k, chunk)

@@ -12,13 +12,12 @@ from .retrieval import Corpus, retrieve
 from .scorer import MaxSimScorer
 
 if TYPE_CHECKING:
-    from . import distributed
+    from . import distributed as distributed
 
 __all__ = [
     "Corpus",
     "MaxSimScorer",
     "__version__",
-    "distributed",
     "export",
     "maxsim",
     "maxsim_pairs",

@@ -268,21 +268,24 @@ def test_exported_it_is_one_node_for_all_sizes():
     axes = {0: Dim("Nd", min=3), 1: Dim("Ld")}
     shapes = {"Q": {0: Dim("Nq"), 1: Dim("Lq")}, "D": axes, "d_mask": axes}
     model = Retriever()
-    program = torch.export.export(model, _retriever_inputs(), dynamic_shapes=shapes)
-    assert [str(n.target) for n in program.graph.nodes if "lik" in str(n.target)] == ["lik.maxsim_topk.default"]
-    for sizes in ((3, 7, 4, 6), (2, 20, 5, 9), (5, 4, 7, 3)):
-        x = _retriever_inputs(*sizes)
-        assert_same(program.module()(*x), model(*x))
+    for strict in (False, True):
+        program = torch.export.export(model, _retriever_inputs(), dynamic_shapes=shapes, strict=strict)
+        for each in (program, program.run_decompositions()):
+            assert [str(n.target) for n in each.graph.nodes if "lik" in str(n.target)] == ["lik.maxsim_topk.default"]
+            for sizes in ((3, 7, 4, 6), (2, 20, 5, 9), (5, 4, 7, 3)):
+                x = _retriever_inputs(*sizes)
+                assert_same(each.module()(*x), model(*x))
 
 
 def test_compiled_without_a_break_for_all_sizes():
     torch._dynamo.reset()
     model = Retriever()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    with torch.no_grad():
-        for sizes in ((3, 7, 4, 6), (2, 20, 5, 9), (5, 2, 7, 3)):
-            x = _retriever_inputs(*sizes)
-            assert_same(compiled(*x), model(*x))
+    for sizes in ((3, 7, 4, 6), (2, 20, 5, 9), (5, 2, 7, 3)):
+        x = _retriever_inputs(*sizes)
+        found = compiled(*x)
+        assert not found[0].requires_grad
+        assert_same(found, model(*x))
 
 
 def test_vmap_over_queries_and_over_corpora():
@@ -491,14 +494,15 @@ def test_retrieval_on_a_gpu_does_not_wait(monkeypatch):
     Q, D = draw(3, 5000, 4, 6, 8, torch.float16, "cuda")
     lik_ops.retrieve(Q, D, 5)
     tokens, cu_seqlens = packed(D.cpu(), [i % 7 for i in range(5000)])
-    lik_ops.retrieve(Q, tokens.cuda(), 5, cu_seqlens_d=cu_seqlens)
     tokens = tokens.cuda()
+    lik_ops.retrieve(Q, tokens, 5, cu_seqlens_d=cu_seqlens)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         lik_ops.retrieve(Q, D, 5, chunk=100)
         monkeypatch.setattr(topk, "WORKSPACE", 1 << 12)
         lik_ops.retrieve(Q, D, 5)
+        lik_ops.retrieve(Q, tokens, 5, cu_seqlens_d=cu_seqlens)  # offsets on the CPU
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -152,10 +152,11 @@ def _scores_of_packed(
     wrong = (begin < 0) | (end < begin) | (end > D.shape[0])
     length = (end - begin).masked_fill(wrong, 0)
     width = int(length.max()) if length.numel() else 0
-    token = torch.arange(width)
+    begin, length, wrong = (x.to(D.device, non_blocking=True) for x in (begin, length, wrong))
+    token = torch.arange(width, device=D.device)
+    kept = token < length[:, None]
     rows = (begin[:, None] + token).clamp_(0, max(D.shape[0] - 1, 0))
-    kept, wrong = (x.to(D.device, non_blocking=True) for x in (token < length[:, None], wrong))
-    padded = D.index_select(0, rows.to(D.device, non_blocking=True).view(-1)).view(*rows.shape, D.shape[1])
+    padded = D.index_select(0, rows.view(-1)).view(*rows.shape, D.shape[1])
     backend = backends.select(Q.device, Q.dtype)
     scores, _ = backend.forward(Q, padded, q_mask, kept, q_weight, normalize, None)
     return scores.masked_fill_(wrong, float("nan"))

@@ -38,8 +38,7 @@ def retrieve(
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
     Documents are scored in chunks, and only the best so far are kept. Neither scores nor indices depend on `chunk`, to
-    the last bit. For inference: scores do not require gradients (those of compiled code raise in the backward);
-    to train, score what was found with `lik_ops.maxsim`.
+    the last bit. For inference: nothing requires gradients; to train, score what was found with `lik_ops.maxsim`.
 
     Documents come in one order: NaN first (something is wrong, and it shows), then from the highest score to the
     lowest, documents without tokens (``-inf``) at the end. Equal scores, 0.0 and -0.0 among them, come by document
@@ -102,8 +101,8 @@ def of_tensors(
     flat = Q.dim() == 2
     Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, q_mask, q_weight))
     assert Q3 is not None
-    # A traced program keeps the operator alone: it would have a block of its own for `no_grad`.
-    with nullcontext() if torch.compiler.is_compiling() else torch.no_grad():
+    # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
+    with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
         scores, indices = topk.best_of(Q3, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
 

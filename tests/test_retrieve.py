@@ -452,6 +452,7 @@ def test_the_double_buffer_gives_what_is_there(monkeypatch):
 
 
 def test_progress_is_shown_where_it_was_asked_for(capsys, monkeypatch):
+    pytest.importorskip("tqdm", reason="pip install lik-ops[retrieval]")
     Q, D = draw(2, 20, 3, 4, 8)
     lik_ops.retrieve(Q, D.numpy(), 3, chunk=5)
     assert capsys.readouterr().err == "", "stderr is no terminal"

@@ -167,6 +167,7 @@ class Corpus:
             lengths: integers ``[n]`` that add up to T, where `documents` is packed.
 
         Raises:
+            OSError: of the disk; whether the documents are in the corpus is then seen by opening it.
             RuntimeError: another process, or another thread, is appending.
             TypeError: a dtype or type is wrong.
             ValueError: a size is wrong, or ids are missing or unexpected; or the corpus is corrupt, see `open`.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["maxsim_inbatch", "retrieve"]
 
+_GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
+
 
 def _told(op: str, group: Any, described: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
     """What each process of the group says of its call; an error of one of them is raised in all."""
@@ -138,6 +140,24 @@ def _gathered(best: topk.Best, counts: list[int], group: Any) -> list[topk.Best]
     return parts
 
 
+def _opened(
+    op: str, described: dict, queries: tuple, top_k: Any, chunk: Any, corpus: Any, d_mask: Any, cu_seqlens_d: Any
+) -> tuple[Any, Exception | None]:
+    """How a rank reads its part of the corpus, or what is wrong with its arguments; `described` tells the others."""
+    try:
+        for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
+            described[name] = None if x is None else (tuple(x.shape), x.dtype)
+        topk.check_counts(op, top_k, chunk)
+        resident = isinstance(corpus, Tensor) and corpus.device.type != "cpu"
+        shard = (_Resident if resident else _Read)(corpus, d_mask, cu_seqlens_d)
+        described.update(documents=shard.size, top_k=top_k)
+    except (TypeError, ValueError) as error:
+        return None, error
+    return shard, None
+
+
 @torch.no_grad()
 def retrieve(
     Q: Tensor | None,
@@ -181,22 +201,8 @@ def retrieve(
         >>> scores, indices = lik_ops.distributed.retrieve(Q if rank == 0 else None, corpus, top_k=10)
     """
     op = "distributed.retrieve"
-    error: Exception | None = None
-    described: dict[str, Any] = {}
-    shard: Any = None
-    try:
-        for name, x in (("Q", Q), ("q_mask", q_mask), ("q_weight", q_weight)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
-            described[name] = None if x is None else (tuple(x.shape), x.dtype)
-        topk.check_counts(op, top_k, chunk)
-        if isinstance(corpus, Tensor) and corpus.device.type != "cpu":
-            shard = _Resident(corpus, d_mask, cu_seqlens_d)
-        else:
-            shard = _Read(corpus, d_mask, cu_seqlens_d)
-        described.update(documents=shard.size, top_k=top_k, normalize=normalize)
-    except (TypeError, ValueError) as e:
-        error = e
+    described: dict[str, Any] = {"normalize": normalize}
+    shard, error = _opened(op, described, (Q, q_mask, q_weight), top_k, chunk, corpus, d_mask, cu_seqlens_d)
     told = _told(op, group, described, error)
     _expect_alike(op, told, ("documents", "top_k", "normalize"))
     Q, q_mask, q_weight = _queries(Q, q_mask, q_weight, told, group, device)
@@ -209,6 +215,22 @@ def retrieve(
     counts = [min(top_k, e - b) for b, e in ranges]
     scores, indices = topk.merge(_gathered(best, counts, group), top_k)
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
+
+
+def _described(
+    op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool, backward: str
+) -> tuple[dict[str, Any], Exception | None]:
+    """What the other ranks have to know of this one's arguments, or what is wrong with them."""
+    try:
+        check(op, Q, D, q_mask, d_mask, q_weight, backward)
+        if Q.dim() != 3 or D.dim() != 3:
+            raise ValueError(f"{op}: Q, D: expected [Nq, Lq, d], [Nd, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
+    except (TypeError, ValueError) as error:
+        return {}, error
+    of_Q, of_D, of_weight = (torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight))
+    gradients = dict(zip(_GRADIENTS, (of_Q or of_weight, of_D), strict=True))
+    shape = {"d": D.shape[2], "shape": tuple(D.shape), "masked": d_mask is not None}
+    return {"dtype": D.dtype, "normalize": normalize, **shape, **gradients}, None
 
 
 def maxsim_inbatch(
@@ -253,32 +275,13 @@ def maxsim_inbatch(
         >>> loss = torch.nn.functional.cross_entropy(scores, labels)
     """
     op = "distributed.maxsim_inbatch"
-    error: Exception | None = None
-    try:
-        Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-        check(op, Q, D, q_mask, d_mask, q_weight, backward)
-        if Q.dim() != 3 or D.dim() != 3:
-            raise ValueError(f"{op}: Q, D: expected [Nq, Lq, d], [Nd, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
-    except (TypeError, ValueError) as e:
-        error = e
-    described: dict[str, Any] = {}
-    if error is None:
-        differentiable = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight)]
-        described = {
-            "d": D.shape[2],
-            "dtype": D.dtype,
-            "normalize": normalize,
-            "requires_grad of Q or q_weight": differentiable[0] or differentiable[2],
-            "requires_grad of D": differentiable[1],
-            "shape": tuple(D.shape),
-            "masked": d_mask is not None,
-        }
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    described, error = _described(op, Q, D, q_mask, d_mask, q_weight, normalize, backward)
     told = _told(op, group, described, error)
-    alike = ("d", "dtype", "normalize", "requires_grad of Q or q_weight", "requires_grad of D")
-    _expect_alike(op, told, alike)
+    _expect_alike(op, told, ("d", "dtype", "normalize", *_GRADIENTS))
     if d_mask is None and any(other["masked"] for other in told):
         d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
     ring = Ring(group, _wire(group, D.device), D.device)
-    needs_grad = any(described[name] for name in alike[3:])
+    needs_grad = any(described[name] for name in _GRADIENTS)
     options = Options(ring, [other["shape"] for other in told], normalize, backward, needs_grad and not recompute)
     return RingMaxSim.apply(Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), options)

@@ -46,6 +46,7 @@ def test_what_is_appended_can_be_read(dtype, tmp_path):
     corpus.append(documents[:3])
     corpus.append([])
     corpus.append(torch.cat(documents[2:]), lengths=[7, 1])
+    assert len({path.stat().st_mode for path in corpus.path.iterdir() if path.suffix != ".lock"}) == 1
     for found in (corpus, Corpus.open(tmp_path / "new" / "corpus", verify=True)):
         assert (found.d, found.dtype) == (8, dtype)
         assert_holds(found, [*documents[:3], *documents[2:]])

@@ -1,7 +1,7 @@
 """The files of a corpus: the manifest, the shards, the lock; and how they reach the disk.
 
-A file is written under a temporary name, flushed to the disk, and then given its own name, which replaces the old file
-at once. The manifest comes last: before it, a new shard does not count.
+A file is written in a temporary directory, flushed to the disk, and then given its own name, which replaces the old
+file at once. The manifest comes last: before it, a new shard does not count.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +22,7 @@ from torch import Tensor
 
 FORMAT, VERSION = "lik_ops.corpus", 1
 MANIFEST, LOCK = "manifest.json", "append.lock"
-SHARD_PREFIX, SHARD_SUFFIX, TEMPORARY = "shard-", ".safetensors", ".tmp"
+SHARD_PREFIX, SHARD_SUFFIX, WRITING = "shard-", ".safetensors", "writing-"
 TOKENS, LENGTHS, IDS = "tokens", "lengths", "ids"  # tensors of a shard; ids are JSON in UTF-8
 _BLOCK = 1 << 20
 
@@ -160,12 +162,17 @@ def open_shard(path: Path, shard: Shard, manifest: Manifest) -> Any:
 
 
 def _replace(path: Path, save: Any) -> None:
-    """Let `save` write a temporary file, and put it in the place of `path` once it is on the disk."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    save(temporary)
-    _flush(temporary)
-    os.replace(temporary, path)
-    _flush(path.parent)
+    """Let `save` write a file elsewhere, and put it in the place of `path` once it is on the disk."""
+    # In a directory of its own: libraries that write make temporary files beside theirs.
+    with tempfile.TemporaryDirectory(prefix=WRITING, dir=path.parent) as directory:
+        temporary = Path(directory, path.name)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files for the owner alone
+        save(temporary)
+        temporary.chmod(mode)
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
 
 
 def _flush(path: Path) -> None:
@@ -183,9 +190,9 @@ def remove_leftovers(path: Path, manifest: Manifest) -> None:
     """Remove what a writer that was killed left behind; for who holds the lock."""
     kept = {shard.file for shard in manifest.shards}
     for found in path.iterdir():
-        is_shard = found.name.startswith(SHARD_PREFIX) and found.name.endswith(SHARD_SUFFIX) and found.name not in kept
-        is_temporary = found.name.endswith(TEMPORARY) and found.name.startswith((SHARD_PREFIX, MANIFEST))
-        if is_shard or is_temporary:
+        if found.name.startswith(WRITING):
+            shutil.rmtree(found)
+        elif found.name.startswith(SHARD_PREFIX) and found.name.endswith(SHARD_SUFFIX) and found.name not in kept:
             found.unlink()
 
 

@@ -26,7 +26,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "setting up $(VENV): torch takes a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	@$(PIP_INSTALL) torch numpy setuptools
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[test,lint,demo,onnx]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[test,lint,demo,onnx,retrieval]'
 	@touch $@
 
 # Apart, because one of the peers has wheels for fewer platforms than the rest.

@@ -3,33 +3,38 @@
     python examples/search_docstrings.py
     python examples/search_docstrings.py how do I wait for several coroutines --top 3 --no-eval
 
-Prints the best docstrings with the words that matched, then how often a docstring's first paragraph finds the rest of
-it, beside BM25. Needs ``pip install lik-ops[demo]``; downloads nothing.
+Writes the embeddings of all docstrings to a corpus on disk, retrieves from it, and prints the best ones with the words
+that matched; then how often a docstring's first paragraph finds the rest of it, beside BM25. Needs
+``pip install lik-ops[demo]``; downloads nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
 from hashed_encoder import WORD, HashedEncoder
-from known_item import EVALUATION_POOL, Evaluation, evaluate_known_items, score_documents
+from known_item import BATCH_SIZE, EVALUATION_POOL, Evaluation, evaluate_known_items
 from model_encoder import ModelEncoder
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from token_batch import TokenBatch, TokenEncoder
+from tqdm import tqdm
 
 import lik_ops
 
 DEFAULT_QUESTION = "run a command in a subprocess and capture its output"
+SHARD_SIZE = 20 * BATCH_SIZE  # documents
 SNIPPET_WORDS = 40
 MIN_SIMILARITY = 0.4  # below it, a hashed match is the luck of the maximum over many unrelated words
 MIN_SHARE = 0.2  # of the largest contribution: leaves out words like "the"
@@ -61,6 +66,28 @@ class Hit:
     matches: list[Match]
 
 
+def write_corpus(
+    encoder: TokenEncoder, docstrings: Sequence[Docstring], path: Path, *, progress: bool = False
+) -> lik_ops.Corpus:
+    """Write the tokens of `docstrings` to a corpus on disk, in half precision, without those that are masked."""
+    corpus = None
+    bar = tqdm(total=len(docstrings), desc="indexing", unit="doc", leave=False, disable=not progress)
+    for start in range(0, len(docstrings), SHARD_SIZE):
+        shard, tokens, lengths = docstrings[start : start + SHARD_SIZE], [], []
+        for first in range(0, len(shard), BATCH_SIZE):
+            batch = encoder.encode_documents([docstring.text for docstring in shard[first : first + BATCH_SIZE]])
+            tokens.append(batch.embeddings[batch.mask].half())
+            lengths += batch.mask.sum(dim=1).tolist()
+            bar.update(len(batch.tokens))
+        if corpus is None:
+            corpus = lik_ops.Corpus.create(path, tokens[0].shape[1], torch.float16)
+        corpus.append(torch.cat(tokens), ids=[docstring.name for docstring in shard], lengths=lengths)
+    bar.close()
+    if corpus is None:
+        raise ValueError("docstrings: expected at least one, found none")
+    return corpus
+
+
 def search(
     encoder: TokenEncoder, question: str, pool: Sequence[Docstring], top: int, *, progress: bool = False
 ) -> list[Hit]:
@@ -69,15 +96,18 @@ def search(
     Raises:
         EmptyQuestionError: `question` holds no word.
     """
-    texts = [docstring.text for docstring in pool]
-    encoder.fit(texts)
+    encoder.fit([docstring.text for docstring in pool])
     query = encoder.encode_queries([question])
     if not query.mask.any():
         raise EmptyQuestionError(f"question: expected at least one word, found {question!r}")
-    scores = score_documents(encoder, query, texts, progress=progress)[0]
-    best = scores.topk(min(top, len(pool))).indices.tolist()
-    documents = encoder.encode_documents([texts[i] for i in best])
-    return explain(query, documents, [pool[i] for i in best])
+    with tempfile.TemporaryDirectory() as directory:
+        corpus = write_corpus(encoder, pool, Path(directory), progress=progress)
+        _, indices = lik_ops.retrieve(
+            query.embeddings.half(), corpus, top, q_mask=query.mask, q_weight=query.weight, progress=progress
+        )
+        del corpus  # before its directory: it holds the shards open
+    best = [pool[i] for i in indices[0].tolist()]
+    return explain(query, encoder.encode_documents([docstring.text for docstring in best]), best)
 
 
 def explain(query: TokenBatch, documents: TokenBatch, docstrings: Sequence[Docstring]) -> list[Hit]:

@@ -1,5 +1,8 @@
 """MaxSim, the scoring of late-interaction retrieval, as PyTorch operators under ``torch.ops.lik``."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import export, reference
 from ._backend_choice import use_backend
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
@@ -14,9 +17,14 @@ from ._ragged import (
 )
 from ._version import __version__
 from ._warmup import warmup
+from .retrieval import Corpus, retrieve
 from .scorer import MaxSimScorer
 
+if TYPE_CHECKING:
+    from . import distributed as distributed
+
 __all__ = [
+    "Corpus",
     "MaxSimScorer",
     "__version__",
     "export",
@@ -30,7 +38,15 @@ __all__ = [
     "maxsim_with_argmax",
     "pack",
     "reference",
+    "retrieve",
     "unpack",
     "use_backend",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`lik_ops.distributed` is imported when it is first asked for."""
+    if name == "distributed":
+        return import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ A new operator adds itself to `OPERATORS`, and nowhere else.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -142,6 +143,28 @@ def maxsim_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
             yield Sample(name, (upstream, Q, D, argmax, q_mask, d_mask, w, options, list(needs)), {})
 
 
+def packed(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Nd documents of up to Ld tokens, ``[Td, d]``, every other one shorter, and ``cu_seqlens [Nd + 1]``."""
+    _, Nd, _, Ld, d = shape
+    lengths = torch.tensor([Ld - (i % 2) * (Ld // 2) for i in range(Nd)], dtype=torch.int32)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randn(int(lengths.sum()), d, generator=generator, dtype=torch.float64).to(device, dtype)
+    return LAYOUTS[layout](tokens), cu_seqlens.to(device)
+
+
+def maxsim_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    for shape, layout, of_packed, options in _variants():
+        Q, D, q_mask, d_mask, w = tensors(SHAPES[shape], layout, dtype, device, False, options)
+        cu_seqlens = None
+        if of_packed:
+            D, cu_seqlens = packed(SHAPES[shape], layout, dtype, device)
+            d_mask = None
+        for top_k, chunk in ((2, None), (5, 2)):
+            name = _name(shape, layout, of_packed and "packed", options and "options", top_k, dtype)
+            yield Sample(name, (Q, D, q_mask, d_mask, cu_seqlens, w, options, top_k, chunk), {})
+
+
 def _maxsim_reference(Q, D, q_mask=None, d_mask=None, *, q_weight=None, normalize=False, **_) -> tuple:
     return (lik_ops.reference.maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize),)
 
@@ -199,6 +222,26 @@ def maxsim_ragged_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
     return (Sample(name, args, {}) for name, args in ragged.backward_samples(dtype, device))
 
 
+def _topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
+    if cu_seqlens_d is not None:
+        ends = cu_seqlens_d.tolist()
+        documents = [D[a:b].unsqueeze(0) for a, b in itertools.pairwise(ends)]
+        each = [_maxsim_reference(Q, x, q_mask, q_weight=q_weight, normalize=normalize)[0] for x in documents]
+        scores = torch.cat([Q.new_empty(Q.shape[0], 0), *each], 1)
+    else:
+        (scores,) = _maxsim_reference(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+    found = scores.sort(dim=1, descending=True, stable=True)
+    return found.values[:, :top_k], found.indices[:, :top_k]
+
+
+def _sized_topk(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -> tuple:
+    Q, D, q_mask, d_mask, w = tensors((*sizes, 8), "contiguous", torch.float32, device, False, True)
+    if not of_packed:
+        return Q, D, q_mask, d_mask, None, w, True, 2, None
+    D, cu_seqlens = packed((*sizes, 8), "contiguous", torch.float32, device)
+    return Q, D, q_mask, None, cu_seqlens, w, True, 2, None
+
+
 _BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
 OPERATORS: dict[str, Operator] = {
     "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
@@ -207,6 +250,7 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_bwd_unified": _BWD,
     "maxsim_ragged_fwd": Operator(maxsim_ragged_fwd, ragged.forward_reference, ragged.sized_forward),
     "maxsim_ragged_bwd": Operator(maxsim_ragged_bwd, ragged.backward_reference, ragged.sized_backward),
+    "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
 }
 
 

@@ -94,6 +94,10 @@ def main() -> None:
             scores = lik_ops.maxsim(*args)
             assert tuple(scores.placements) == (Shard(0), Shard(1))
             assert torch.equal(scores.full_tensor(), lik_ops.maxsim(Q, D))
+        for of_queries, of_documents in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Replicate(), Replicate())):
+            args = distribute_tensor(Q, mesh, [of_queries]), distribute_tensor(D, mesh, [of_documents])
+            for found, expected in zip(lik_ops.retrieve(*args, 3), lik_ops.retrieve(Q, D, 3), strict=True):
+                assert found.placements == (of_queries,) and torch.equal(found.full_tensor(), expected)
         compiled = torch.compile(lik_ops.maxsim, backend="aot_eager", fullgraph=True)(*sharded)
         assert torch.equal(compiled.full_tensor(), lik_ops.maxsim(Q, D))
     finally:

@@ -16,7 +16,7 @@ import torch
 
 DEMO = "the demo's packages: pip install lik-ops[demo]"
 np = pytest.importorskip("numpy", reason=DEMO)
-for package in ("bm25s", "rich", "tqdm"):
+for package in ("bm25s", "rich", "safetensors", "tqdm"):
     pytest.importorskip(package, reason=DEMO)
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -232,6 +232,18 @@ def test_search_finds_and_explains(stdlib):
         words = split_words(hit.docstring.text)
         assert all(match.word in words for match in hit.matches)
         assert sum(match.contribution for match in hit.matches) <= hit.score
+
+
+def test_the_corpus_holds_every_token_that_counts(stdlib, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_docstrings, "SHARD_SIZE", 3)
+    monkeypatch.setattr(search_docstrings, "BATCH_SIZE", 2)
+    encoder = HashedEncoder()
+    corpus = search_docstrings.write_corpus(encoder, stdlib[:7], tmp_path)
+    assert corpus.ids == [docstring.name for docstring in stdlib[:7]]
+    packed, cu_seqlens = corpus.documents()
+    for i, docstring in enumerate(stdlib[:7]):
+        (expected,) = encoder.encode_documents([docstring.text]).embeddings
+        assert torch.equal(packed[cu_seqlens[i] : cu_seqlens[i + 1]], expected.half())
 
 
 def test_search_refuses_an_empty_question(stdlib):

@@ -86,6 +86,19 @@ def forward(
     return (scores, argmax if candidates else argmax.transpose(1, 2)), (0, 0)
 
 
+def topk(
+    info: Any, in_dims: tuple, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize: bool, top_k: int, chunk
+) -> Outputs:
+    """`lik::maxsim_topk` of a batch: queries of several samples are queries of one call, corpora are not."""
+    batch = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
+    op = torch.ops.lik.maxsim_topk
+    if batch.any_of(1, 3, 4):
+        return batch.one_by_one(op, normalize, top_k, chunk)
+    _, D, _, d_mask, cu_seqlens_d, _ = batch.args
+    found = op(batch.folded(0), D, batch.folded(2), d_mask, cu_seqlens_d, batch.folded(5), normalize, top_k, chunk)
+    return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in found), (0, 0)
+
+
 def _with_winners(scores: Tensor, dim: int, argmax: Tensor, axis: int, sizes: tuple) -> Outputs:
     if argmax.dim() == 1:
         return (scores, argmax), (dim, None)

@@ -70,6 +70,11 @@ def _nobody_watches() -> bool:
     )
 
 
+def nobody_sees(*tensors: Tensor | None) -> bool:
+    """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
+    return _nobody_watches() and all(t is None or is_memory(t) for t in tensors)
+
+
 class _Call:
     """What is found out once about calls with arguments of one description."""
 

@@ -29,6 +29,18 @@ def _backward_flops(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normali
     return again + products * 2 * rows * Q[-1]
 
 
+def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
+    tokens = D[0] if len(D) == 2 else D[0] * D[1]
+    return 2 * Q[0] * Q[1] * tokens * Q[-1]
+
+
+def register_topk() -> None:
+    """Tell torch's counter of `lik::maxsim_topk`."""
+    import torch
+
+    register_flop_formula([torch.ops.lik.maxsim_topk])(_topk_flops)
+
+
 def register() -> None:
     """Tell torch's counter."""
     import torch

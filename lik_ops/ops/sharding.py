@@ -70,3 +70,11 @@ def _register() -> None:
                 rule(Shard(1), rows, whole, rows, partial, rows),
             ]
         return [rule(whole, whole, whole, whole, whole, whole), *sharded]
+
+    @register_sharding(torch.ops.lik.maxsim_topk.default)
+    def _(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
+        def rule(queries):
+            inputs = [queries, whole, of(q_mask, queries), of(d_mask, whole), of(cu_seqlens_d, whole)]
+            return [queries, queries], [*inputs, of(q_weight, queries), None, None, None]
+
+        return [rule(whole), rule(Shard(0))]

@@ -1,0 +1,281 @@
+"""``lik::maxsim_topk``: the best documents of each query, scored chunk by chunk, so that ``[Nq, Nd]`` never exists.
+
+Scores are put in one total order, so that what is found does not depend on the chunks: NaN first, then from the largest
+to the smallest, -0.0 as 0.0; equal ones by document. `torch.topk` promises nothing of ties; here no two keys are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from .._layout import as_bool, check, check_lifted, score_dtype
+from . import batching, eager, flops
+
+_SCHEMA = (
+    "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
+    " SymInt top_k, int? chunk) -> (Tensor, Tensor)"
+)
+MiB = 1 << 20
+# Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
+WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
+_BYTES_PER_SCORE = 32
+_LOW = (1 << 32) - 1
+
+Best = tuple[Tensor, Tensor]
+"""Scores and document indices ``[Nq, k]``, the best first."""
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Integers in the order of `scores`: NaN above all, -0.0 equal to 0.0."""
+    as_integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    highest = torch.iinfo(as_integer).max
+    bits = (scores + 0.0).view(as_integer)  # -0.0 + 0.0 is 0.0
+    bits = torch.where(bits < 0, bits ^ highest, bits)
+    return bits.masked_fill_(scores.isnan(), highest)
+
+
+def first(scores: Tensor, top_k: int) -> Best:
+    """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column."""
+    k = min(top_k, scores.shape[1])
+    ordered = _ordered(scores)
+    if ordered.dtype == torch.int64:
+        columns = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        columns = columns.clone(memory_format=torch.contiguous_format)  # not a view of all of them
+    else:
+        keys = ordered.long().mul_(_LOW + 1)
+        keys += _LOW - torch.arange(scores.shape[1], device=scores.device)
+        columns = _LOW - (keys.topk(k, dim=1).values & _LOW)
+    return scores.gather(1, columns), columns
+
+
+def merge(parts: list[Best], top_k: int) -> Best:
+    """The best of several parts, which come in the order of their documents, each sorted."""
+    if len(parts) == 1:
+        return parts[0]
+    scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    scores, columns = first(scores, top_k)
+    return scores, indices.gather(1, columns)
+
+
+def check_arguments(
+    op: str,
+    Q: Tensor,
+    D: Tensor,
+    top_k: Any,
+    chunk: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+    check(op, Q, D, q_mask, d_mask, q_weight)
+    check_counts(op, top_k, chunk)
+    if cu_seqlens_d is None:
+        if D.dim() != 3:
+            raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got {list(D.shape)}")
+        return
+    if D.dim() != 2:
+        raise ValueError(f"{op}: D: expected [Td, d] beside cu_seqlens_d, got {list(D.shape)}")
+    if d_mask is not None:
+        raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
+    check_cu_seqlens(op, cu_seqlens_d, D.device)
+
+
+def check_counts(op: str, top_k: Any, chunk: Any) -> None:
+    for name, count, least in (("top_k", top_k, 0), ("chunk", chunk, 1)):
+        if name == "chunk" and count is None:
+            continue
+        if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
+            raise TypeError(f"{op}: {name}: expected an int, got {type(count).__name__}")
+        if isinstance(count, int) and count < least:
+            raise ValueError(f"{op}: {name}: expected {least} or more, got {count}")
+
+
+def check_cu_seqlens(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
+    if not isinstance(cu_seqlens_d, Tensor):
+        raise TypeError(f"{op}: cu_seqlens_d: expected a Tensor or None, got {type(cu_seqlens_d).__name__}")
+    if cu_seqlens_d.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: cu_seqlens_d: expected int32 or int64, got {cu_seqlens_d.dtype}")
+    if cu_seqlens_d.dim() != 1 or (isinstance(cu_seqlens_d.shape[0], int) and cu_seqlens_d.shape[0] < 1):
+        raise ValueError(f"{op}: cu_seqlens_d: expected [Nd + 1], got {list(cu_seqlens_d.shape)}")
+    if cu_seqlens_d.device != device and cu_seqlens_d.device.type != "cpu":
+        raise ValueError(f"{op}: cu_seqlens_d: expected the device of D, {device}, or cpu, got {cu_seqlens_d.device}")
+
+
+def _check(op, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk) -> None:
+    check_arguments(op, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
+    check_lifted(op, Q, D if cu_seqlens_d is None else D.unsqueeze(0), q_mask, d_mask)
+
+
+def _documents(D: Tensor, cu_seqlens_d: Tensor | None) -> Any:
+    return D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
+
+
+def workspace(device: torch.device) -> int:
+    """Bytes to work in: a constant; more on a GPU with much free memory, unless a CUDA graph is being captured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return WORKSPACE
+    # What torch holds and nobody uses is free too. Neither question waits for the GPU.
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(max(free // 8, WORKSPACE), LARGE_WORKSPACE)
+
+
+def _chunk(Q: Tensor, top_k: int, documents: int, bytes_per_document: int) -> int:
+    """Documents that fit the workspace, but as many as are kept at least where these are a few scores each."""
+    each = Q.shape[0] * _BYTES_PER_SCORE + bytes_per_document
+    if documents * each <= WORKSPACE:
+        return max(documents, 1)
+    fit = max(workspace(Q.device) // max(each, 1), 1)
+    return fit if bytes_per_document else max(fit, top_k)
+
+
+def _scores_of_packed(
+    Q: Tensor,
+    D: Tensor,
+    cu_seqlens: Tensor,
+    q_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+) -> Tensor:
+    """Scores ``[Nq, n]`` of the n documents between the offsets ``cu_seqlens [n + 1]``, which lie on the CPU.
+
+    Padded and masked. An offset outside D, or below the one before, makes its document NaN.
+    """
+    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    wrong = (begin < 0) | (end < begin) | (end > D.shape[0])
+    length = (end - begin).masked_fill(wrong, 0)
+    width = int(length.max()) if length.numel() else 0
+    begin, length, wrong = (x.to(D.device, non_blocking=True) for x in (begin, length, wrong))
+    token = torch.arange(width, device=D.device)
+    kept = token < length[:, None]
+    rows = (begin[:, None] + token).clamp_(0, max(D.shape[0] - 1, 0))
+    padded = D.index_select(0, rows.view(-1)).view(*rows.shape, D.shape[1])
+    backend = backends.select(Q.device, Q.dtype)
+    scores, _ = backend.forward(Q, padded, q_mask, kept, q_weight, normalize, None)
+    return scores.masked_fill_(wrong, float("nan"))
+
+
+def _chunks_of_packed(
+    Q: Tensor,
+    D: Tensor,
+    cu_seqlens_d: Tensor,
+    q_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    top_k: int,
+    chunk: int | None,
+) -> Iterator[Tensor]:
+    cu_seqlens = cu_seqlens_d.cpu()
+    documents = cu_seqlens.shape[0] - 1
+    if chunk is None:
+        longest = int(cu_seqlens.diff().max().clamp(0, D.shape[0])) if documents else 0
+        chunk = _chunk(Q, top_k, documents, max(longest, 1) * D.shape[1] * D.element_size())
+    for begin in range(0, documents, chunk):
+        part = cu_seqlens[begin : begin + chunk + 1]
+        yield _scores_of_packed(Q, D, part, q_mask, q_weight, normalize)
+
+
+def _chunks_of_dense(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    top_k: int,
+    chunk: int | None,
+) -> Iterator[Tensor]:
+    if chunk is None:
+        chunk = _chunk(Q, top_k, D.shape[0], 0)
+    backend = backends.select(Q.device, Q.dtype)
+    for begin in range(0, D.shape[0], chunk):
+        part = slice(begin, begin + chunk)
+        mask = None if d_mask is None else d_mask[part]
+        yield backend.forward(Q, D[part], q_mask, mask, q_weight, normalize, None)[0]
+
+
+def _topk(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    top_k: int,
+    chunk: int | None,
+) -> Best:
+    if cu_seqlens_d is None:
+        chunks = _chunks_of_dense(Q, D, q_mask, d_mask, q_weight, normalize, top_k, chunk)
+    else:
+        chunks = _chunks_of_packed(Q, D, cu_seqlens_d, q_mask, q_weight, normalize, top_k, chunk)
+    empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))
+    best: Best = (empty, empty.long())
+    seen = 0
+    for scores in chunks:
+        values, columns = first(scores, top_k)
+        best = merge([best, (values, columns.add_(seen))], top_k) if seen else (values, columns)
+        seen += scores.shape[1]
+    return best
+
+
+@torch.library.custom_op("lik::maxsim_topk", mutates_args=(), schema=_SCHEMA)
+def maxsim_topk(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    top_k: int,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The best ``min(top_k, Nd)`` scores of each query, and int64 indices of their documents, the best first.
+
+    D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
+    """
+    _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
+    return _topk(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+
+
+@maxsim_topk.register_fake
+def _(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
+    _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
+    shape = (Q.shape[0], torch.sym_min(top_k, _documents(D, cu_seqlens_d)))
+    return Q.new_empty(shape, dtype=score_dtype(Q.dtype)), Q.new_empty(shape, dtype=torch.int64)
+
+
+def _no_backward(ctx, *grads):
+    raise NotImplementedError("lik::maxsim_topk has no gradient: score what it found with lik_ops.maxsim")
+
+
+maxsim_topk.register_autograd(_no_backward)
+maxsim_topk.register_vmap(batching.topk)
+flops.register_topk()
+
+
+def best_of(
+    Q: Tensor,
+    D: Tensor,
+    top_k: int,
+    chunk: int | None,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+) -> Best:
+    """`lik::maxsim_topk` of a 3-D `Q`, of arguments that were checked, with masks of any dtype; without gradients."""
+    q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    args = (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight)
+    if not torch.compiler.is_dynamo_compiling() and eager.nobody_sees(*args):
+        return _topk(*args, normalize, top_k, chunk)
+    return torch.ops.lik.maxsim_topk(*args, normalize, top_k, chunk)

@@ -1,0 +1,139 @@
+"""`retrieve`: the best documents of each query, from tensors or from corpora larger than the memory of the device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._layout import lift
+from ..ops import autocast, sharding, topk
+from . import sources
+from .copying import on_device
+from .progress import progress_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .corpus import Corpus
+
+_OP = "retrieve"
+
+
+def retrieve(
+    Q: Tensor,
+    D: Tensor | np.ndarray | Corpus,
+    top_k: int,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
+
+    Documents are scored in chunks, and only the best so far are kept. Neither scores nor indices depend on `chunk`, to
+    the last bit. For inference: nothing requires gradients; to train, score what was found with `lik_ops.maxsim`.
+
+    Documents come in one order: NaN first (something is wrong, and it shows), then from the highest score to the
+    lowest, documents without tokens (``-inf``) at the end. Equal scores, 0.0 and -0.0 among them, come by document
+    index.
+
+    Args:
+        Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
+        D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; a
+            tensor on the device of Q or on the CPU, or a ``numpy`` array, memory-mapped ones included; or a
+            `lik_ops.Corpus`. What is not on the device of Q is copied there chunk by chunk, while the chunk before is
+            scored.
+        top_k: how many documents to return of each query; all of them if the corpus has fewer.
+        chunk: documents scored at a time; None chooses from the memory that is free.
+        q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
+        d_mask: document tokens to keep, ``[Nd, Ld]``; not beside `cu_seqlens_d` or a `Corpus`.
+        cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends. On the CPU
+            it is read at once; on a GPU the call waits for it.
+        q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs).
+        normalize: L2-normalise every token first.
+        progress: show a bar of documents (with tqdm, where it is installed). None: for a corpus that is copied or read
+            chunk by chunk, if stderr is a terminal.
+
+    Returns:
+        ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
+        int64 document indices. A 2-D Q drops the first axis.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+
+    Example:
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(1000, 300, 128)
+        >>> scores, indices = lik_ops.retrieve(Q, D, top_k=10, normalize=True)
+        >>> scores.shape, indices.shape
+        (torch.Size([2, 10]), torch.Size([2, 10]))
+    """
+    if isinstance(D, Tensor) and not progress and (not isinstance(Q, Tensor) or D.device == Q.device):
+        return of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+    source = sources.source(_OP, D, d_mask, cu_seqlens_d)
+    options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
+    return of_source(Q, source, top_k, 0, len(source), **options)  # type: ignore[arg-type]
+
+
+def of_tensors(
+    Q: Tensor,
+    D: Tensor,
+    top_k: int,
+    chunk: int | None,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
+    if not torch.compiler.is_dynamo_compiling():
+        sharding.register_if_needed()
+    flat = Q.dim() == 2
+    Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, q_mask, q_weight))
+    assert Q3 is not None
+    # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
+    with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
+        scores, indices = topk.best_of(Q3, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+    return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
+
+
+@torch.no_grad()
+def of_source(
+    Q: Tensor,
+    source: sources.Source,
+    top_k: int,
+    begin: int,
+    end: int,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
+    if not isinstance(Q, Tensor):
+        raise TypeError(f"{_OP}: Q: expected a Tensor, got {type(Q).__name__}")
+    topk.check_counts(_OP, top_k, chunk)
+    # One read at least, of nothing: what is wrong with the arguments is found in it, and the shapes of the result.
+    ranges = source.ranges(begin, end, chunk, sources.part_bytes(Q.device)) or [(begin, begin)]
+    best: Any = None
+    with progress_bar(end - begin, progress) as advance:
+        parts = (source.read(*at) for at in ranges)
+        for at, part in zip(ranges, on_device(parts, Q.device, max(source.nbytes(*at) for at in ranges)), strict=True):
+            options = (chunk, q_mask, part.d_mask, part.cu_seqlens, q_weight, normalize)
+            scores, indices = of_tensors(Q, part.D, top_k, *options)
+            found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
+            best = found if best is None else topk.merge([best, found], top_k)
+            advance(at[1] - at[0])
+    return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))

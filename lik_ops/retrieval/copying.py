@@ -1,0 +1,159 @@
+"""Parts of a corpus on a device: each is copied there while the one before it is scored.
+
+Two slots of memory take turns. A slot is written again only after the scoring of what it held, by the order of streams;
+the host waits only for a staging buffer that is still being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .sources import Part
+
+_ALIGNMENT = 256  # bytes, of each tensor of a part
+
+
+class Lanes(Protocol):
+    """What a device needs to copy beside its computing. Slots are told by their numbers."""
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Memory of the host that the device copies from."""
+
+    def wait_for_staging(self, slot: int) -> None:
+        """Return when the staging buffer of `slot` may be written."""
+
+    def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Start copies, each ``(target, source)``, once the scoring of what `slot` held before is over."""
+
+    def wait_for_copy(self, slot: int) -> None:
+        """Let what is computed from now on wait for the copy into `slot`."""
+
+    def scored(self, slot: int) -> None:
+        """What is computed so far is all that reads `slot`."""
+
+    def close(self) -> None:
+        """Let what is computed from now on, in memory that slots gave back, wait for all copies."""
+
+
+class InOrder:
+    """For devices that copy when they are told: nothing to wait for."""
+
+    def staging(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def wait_for_staging(self, slot: int) -> None:
+        pass
+
+    def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait_for_copy(self, slot: int) -> None:
+        pass
+
+    def scored(self, slot: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class CudaLanes:
+    """A stream of copies beside the current one, and events between the two."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.computing = torch.cuda.current_stream(device)
+        self.copying = torch.cuda.Stream(device)
+        self.copying.wait_stream(self.computing)  # slots may be memory that earlier work still reads
+        self.copied: dict[int, Any] = {}
+        self.read: dict[int, Any] = {}
+
+    def staging(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def wait_for_staging(self, slot: int) -> None:
+        if slot in self.copied:
+            self.copied[slot].synchronize()
+
+    def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        with torch.cuda.stream(self.copying):
+            if slot in self.read:
+                self.copying.wait_event(self.read[slot])
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self.copied[slot] = self.copying.record_event()
+
+    def wait_for_copy(self, slot: int) -> None:
+        self.computing.wait_event(self.copied[slot])
+
+    def scored(self, slot: int) -> None:
+        self.read[slot] = self.computing.record_event()
+
+    def close(self) -> None:
+        self.computing.wait_stream(self.copying)
+
+
+class DoubleBuffer:
+    """Two slots on `device` for parts of up to `nbytes`, and staging buffers for what is not pinned."""
+
+    def __init__(self, device: torch.device, nbytes: int, lanes: Lanes) -> None:
+        self.lanes = lanes
+        size = nbytes + 2 * _ALIGNMENT
+        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.staged: list[Tensor | None] = [None, None]
+
+    def copied(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Each part on the device. What scores a part has to be launched before the next one is asked for."""
+        try:
+            before: tuple[int, Part] | None = None
+            for i, part in enumerate(parts):
+                started = (i % 2, self._start(i % 2, part))
+                if before is not None:
+                    yield from self._handed_out(*before)
+                before = started
+            if before is not None:
+                yield from self._handed_out(*before)
+        finally:
+            self.lanes.close()
+
+    def _handed_out(self, slot: int, part: Part) -> Iterator[Part]:
+        self.lanes.wait_for_copy(slot)
+        yield part
+        self.lanes.scored(slot)
+
+    def _start(self, slot: int, part: Part) -> Part:
+        offset, pairs = 0, []
+        for x in (part.D, part.d_mask):
+            if x is None:
+                continue
+            nbytes = x.numel() * x.element_size()
+            target = self.slots[slot][offset : offset + nbytes].view(x.dtype).view(x.shape)
+            pairs.append((target, self._source(slot, offset, nbytes, x)))
+            offset = -(-(offset + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        self.lanes.copy(slot, pairs)
+        D, *d_mask = (target for target, _ in pairs)
+        return Part(D, d_mask[0] if d_mask else None, part.cu_seqlens)
+
+    def _source(self, slot: int, offset: int, nbytes: int, x: Tensor) -> Tensor:
+        """`x` where the device can copy from without the host waiting."""
+        if x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned()):
+            return x
+        staged = self.staged[slot]
+        if staged is None:
+            staged = self.staged[slot] = self.lanes.staging(self.slots[slot].shape[0])
+        self.lanes.wait_for_staging(slot)
+        target = staged[offset : offset + nbytes].view(x.dtype).view(x.shape)
+        target.copy_(x)
+        return target
+
+
+def on_device(parts: Iterable[Part], device: torch.device, nbytes: int) -> Iterable[Part]:
+    """The parts, of up to `nbytes` each, on `device`; on a CPU they are there."""
+    if device.type == "cpu":
+        return parts
+    lanes = CudaLanes(device) if device.type == "cuda" else InOrder()
+    return DoubleBuffer(device, nbytes, lanes).copied(parts)

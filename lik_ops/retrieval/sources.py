@@ -1,0 +1,172 @@
+"""Where documents come from that are not on the device yet: each kind reads a range of them to the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ops import topk
+from .corpus import Corpus
+
+_LARGEST_PART = 256 << 20
+_CPU_PART = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway
+
+
+class Part(NamedTuple):
+    """A range of documents."""
+
+    D: Tensor  # [n, Ld, d], or packed [T, d]
+    d_mask: Tensor | None = None  # [n, Ld]
+    cu_seqlens: Tensor | None = None  # [n + 1] of packed ones, on the CPU
+
+
+class Source(Protocol):
+    """Documents that can be read a range at a time."""
+
+    def __len__(self) -> int: ...
+
+    def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
+        """``[begin, end)`` in ranges of `chunk` documents, or, if it is None, of about `budget` bytes."""
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        """All documents in as many contiguous ranges, of about as many tokens each."""
+
+    def nbytes(self, begin: int, end: int) -> int:
+        """Bytes of the tensors of a range that have to be copied to a device."""
+
+    def read(self, begin: int, end: int) -> Part:
+        """The documents of a range, on the CPU; memory that is mapped is not copied."""
+
+
+def part_bytes(device: torch.device) -> int:
+    """Bytes of documents that are copied at a time: two such parts exist on a GPU."""
+    return _CPU_PART if device.type != "cuda" else min(topk.workspace(device), _LARGEST_PART)
+
+
+def _by_count(begin: int, end: int, count: int) -> list[tuple[int, int]]:
+    return [(b, min(b + count, end)) for b in range(begin, end, count)]
+
+
+def _rows(D: Any, begin: int, end: int) -> Tensor:
+    """Rows of a tensor (a view) or of an array (a copy: arrays may be read-only, tensors cannot)."""
+    if isinstance(D, Tensor):
+        return D[begin:end]
+    import numpy as np
+
+    return torch.from_numpy(np.array(D[begin:end], order="C"))
+
+
+class _Dense:
+    """``[Nd, Ld, d]``."""
+
+    def __init__(self, D: Any, d_mask: Tensor | None) -> None:
+        self.D, self.d_mask = D, d_mask
+        itemsize = D.element_size() if isinstance(D, Tensor) else D.itemsize
+        self.each = D.shape[1] * D.shape[2] * itemsize + (0 if d_mask is None else D.shape[1] * d_mask.element_size())
+
+    def __len__(self) -> int:
+        return self.D.shape[0]
+
+    def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
+        return _by_count(begin, end, max(budget // max(self.each, 1), 1) if chunk is None else chunk)
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        bounds = [len(self) * i // parts for i in range(parts + 1)]
+        return list(itertools.pairwise(bounds))
+
+    def nbytes(self, begin: int, end: int) -> int:
+        return (end - begin) * self.each
+
+    def read(self, begin: int, end: int) -> Part:
+        return Part(_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
+
+
+class _Ragged:
+    """Packed documents, of which the offsets are known on the CPU; `read` is left to the kinds of it."""
+
+    def __init__(self, offsets: Tensor, token_bytes: int) -> None:
+        self.offsets, self.token_bytes = offsets, token_bytes
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
+        if chunk is not None:
+            return _by_count(begin, end, chunk)
+        ranges, tokens = [], max(budget // max(self.token_bytes, 1), 1)
+        while begin < end:
+            last = int(torch.searchsorted(self.offsets, self.offsets[begin] + tokens, right=True)) - 1
+            at = (begin, min(max(last, begin + 1), end))
+            ranges.append(at)
+            begin = at[1]
+        return ranges
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        total = self.offsets[-1] - self.offsets[0]
+        wanted = self.offsets[0] + total * torch.arange(1, parts) // parts
+        bounds = [0, *torch.searchsorted(self.offsets, wanted).clamp_(max=len(self)).tolist(), len(self)]
+        return list(itertools.pairwise(bounds))
+
+    def nbytes(self, begin: int, end: int) -> int:
+        return int(self.offsets[end] - self.offsets[begin]) * self.token_bytes
+
+
+class _Packed(_Ragged):
+    """``[Td, d]`` with offsets."""
+
+    def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
+        topk.check_cu_seqlens(op, cu_seqlens_d, cu_seqlens_d.device)
+        self.D, offsets = D, cu_seqlens_d.cpu().long()
+        itemsize = D.element_size() if isinstance(D, Tensor) else D.itemsize
+        super().__init__(offsets, D.shape[1] * itemsize)
+        if int(offsets[0]) < 0 or int(offsets[-1]) > D.shape[0] or bool((offsets.diff() < 0).any()):
+            raise ValueError(f"{op}: cu_seqlens_d: expected offsets that never fall, in [0, {D.shape[0]}]")
+
+    def read(self, begin: int, end: int) -> Part:
+        offsets = self.offsets[begin : end + 1]
+        return Part(_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
+
+
+class _OnDisk(_Ragged):
+    """A `Corpus`."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        super().__init__(corpus.cu_seqlens, corpus.d * corpus.dtype.itemsize)
+
+    def read(self, begin: int, end: int) -> Part:
+        D, cu_seqlens = self.corpus.documents(begin, end)
+        return Part(D, None, cu_seqlens)
+
+
+def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Source:
+    """What reads `D`.
+
+    Raises:
+        TypeError: `D` is of no type that can be read.
+        ValueError: `D`, `d_mask` and `cu_seqlens_d` do not go together.
+    """
+    if isinstance(D, Corpus):
+        for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
+            if x is not None:
+                raise ValueError(f"{op}: {name}: expected None beside a Corpus, got a Tensor")
+        return _OnDisk(D)
+    numpy = sys.modules.get("numpy")
+    if not isinstance(D, Tensor) and (numpy is None or not isinstance(D, numpy.ndarray)):
+        raise TypeError(f"{op}: D: expected a Tensor, a numpy.ndarray or a Corpus, got {type(D).__name__}")
+    if isinstance(D, Tensor) and D.device.type != "cpu":
+        raise ValueError(f"{op}: D: expected the device of Q, or cpu, got {D.device}")
+    shape = list(D.shape)
+    if len(shape) != (3 if cu_seqlens_d is None else 2):
+        raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got {shape}")
+    if cu_seqlens_d is not None:
+        if d_mask is not None:
+            raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
+        return _Packed(op, D, cu_seqlens_d)
+    if d_mask is not None and list(d_mask.shape) != shape[:2]:
+        raise ValueError(f"{op}: d_mask: expected shape {shape[:2]} to match D {shape}, got {list(d_mask.shape)}")
+    return _Dense(D, d_mask)

@@ -1,0 +1,237 @@
+"""One of several processes that search and score together: ``python -m tests.distributed_retrieve`` under torchrun.
+
+Each knows what a single process finds, and compares. An AssertionError ends it with a status of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lik_ops
+from lik_ops import _ring, distributed
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    def bits(x: Tensor) -> Tensor:
+        return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+
+    return torch.equal(found[1], expected[1]) and torch.equal(bits(found[0]), bits(expected[0]))
+
+
+def packed(dtype: torch.dtype, documents: int, d: int) -> tuple[list[Tensor], Tensor]:
+    each = [torch.randint(-2, 3, (i % 6, d)).to(dtype) for i in range(documents)]
+    lengths = torch.tensor([0, *(len(x) for x in each)])
+    return each, lengths.cumsum(0)
+
+
+def check_retrieve(device: str, directory: Path) -> None:
+    """Every kind of corpus, queries everywhere or on one rank, more ranks than documents, ties across ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for documents in (0, 1, 3, 101):
+            Q = torch.randint(-2, 3, (3, 4, 8)).to(device, dtype)
+            q_mask = (torch.rand(3, 4) > 0.3).to(device)
+            weight = torch.rand(3, 4, dtype=torch.float64).to(device, torch.promote_types(dtype, torch.float32))
+            each, cu_seqlens = packed(dtype, documents, 8)
+            tokens = torch.cat([torch.empty(0, 8, dtype=dtype), *each])
+            path = directory / f"{dtype}-{documents}"
+            if rank == 0:
+                lik_ops.Corpus.create(path, 8, dtype).append(each)
+            dist.barrier()
+            options = {"q_mask": q_mask, "q_weight": weight, "normalize": documents == 3}
+            expected = lik_ops.retrieve(Q, tokens.to(device), 7, cu_seqlens_d=cu_seqlens.to(device), **options)
+            for corpus, more in (
+                (lik_ops.Corpus.open(path), {}),
+                (tokens, {"cu_seqlens_d": cu_seqlens}),
+                (tokens.to(device), {"cu_seqlens_d": cu_seqlens.to(device), "chunk": 2}),
+            ):
+                assert same(distributed.retrieve(Q, corpus, 7, **options, **more), expected)
+                alone = {"q_mask": q_mask, "q_weight": weight} if rank == 0 else {}
+                alone["normalize"] = documents == 3
+                found = distributed.retrieve(Q if rank == 0 else None, corpus, 7, **alone, **more, device=device)
+                assert same(found, expected)
+            D = torch.randint(-1, 2, (documents, 3, 8)).to(device, dtype)
+            d_mask = (torch.rand(documents, 3) > 0.5).to(device)
+            flat = distributed.retrieve(Q[0], D, 200, d_mask=d_mask)
+            assert same(flat, lik_ops.retrieve(Q[0], D, 200, d_mask=d_mask))
+    groups = [dist.new_group([0, world - 1]), dist.new_group(list(range(world))[::-1])]
+    Q, D = torch.randn(2, 4, 8).to(device), torch.randn(30, 3, 8).to(device)
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            first = dist.get_rank(group) == 0
+            found = distributed.retrieve(Q if first else None, D, 5, group, device=device)
+            assert same(found, lik_ops.retrieve(Q, D, 5))
+
+
+def check_inbatch(device: str, directory: Path) -> None:
+    """Scores and gradients are those of one process with all queries and documents."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for masked, weighted, recompute, backward, normalize in (
+            (False, False, True, "auto", False),
+            (True, True, False, "lowmem", True),
+            (True, False, True, "unified", True),
+        ):
+            torch.manual_seed(1)
+            # A rank of its own sizes, one with no document, and a mask that only odd ranks have.
+            sizes = [(2 + r, r % 3 + (r > 0), 4 + r, 5 + 2 * r) for r in range(world)]
+            queries = [torch.randn(q, lq, 8).to(device, dtype) for q, _, lq, _ in sizes]
+            documents = [torch.randn(n, ld, 8).to(device, dtype) for _, n, _, ld in sizes]
+            weight_dtype = torch.promote_types(dtype, torch.float32)
+            weights = [torch.rand(q, lq).to(device, weight_dtype) for q, _, lq, _ in sizes]
+            q_masks = [(torch.rand(x.shape[:2]) > 0.2).to(device) for x in queries]
+            d_masks = [(torch.rand(x.shape[:2]) > 0.3).to(device) if r % 2 else None for r, x in enumerate(documents)]
+            if not masked:
+                d_masks = [None] * world
+            for x in (*queries, *documents, *weights):
+                x.requires_grad_()
+
+            expected = []
+            for q, q_mask, weight in zip(queries, q_masks, weights, strict=True):
+                options = {"q_weight": weight if weighted else None, "normalize": normalize}
+                each = [lik_ops.maxsim(q, x, q_mask, m, **options) for x, m in zip(documents, d_masks, strict=True)]
+                expected.append(torch.cat(each, dim=1))
+            upstream = [torch.randn(s.shape, generator=torch.Generator().manual_seed(7)).to(s) for s in expected]
+            kept = [torch.where(s.isfinite(), s, 0) for s in expected]
+            sum((s * g).sum() for s, g in zip(kept, upstream, strict=True)).backward()  # type: ignore[union-attr]
+            mine = [t.detach().clone().requires_grad_() for t in (queries[rank], documents[rank], weights[rank])]
+            scores = distributed.maxsim_inbatch(
+                mine[0],
+                mine[1],
+                q_masks[rank],
+                d_masks[rank],
+                q_weight=mine[2] if weighted else None,
+                normalize=normalize,
+                backward=backward,
+                recompute=recompute,
+            )
+            assert torch.equal(scores, expected[rank].detach())
+            (torch.where(scores.isfinite(), scores, 0) * upstream[rank]).sum().backward()
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+            for x, all_x in zip(mine[: 2 + weighted], (queries, documents, weights), strict=False):
+                assert x.grad is not None and x.grad.dtype == x.dtype
+                wanted = all_x[rank].grad
+                assert wanted is not None
+                torch.testing.assert_close(x.grad, wanted, rtol=tolerance, atol=tolerance)
+    check_frozen(device)
+    check_alone(device)
+    check_memory(device)
+
+
+def check_alone(device: str) -> None:
+    """A group of one process."""
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    Q, D = (torch.randn(n, 4, 8, device=device, requires_grad=True) for n in (2, 3))
+    scores = distributed.maxsim_inbatch(Q, D, group=groups[dist.get_rank()])
+    expected = lik_ops.maxsim(Q, D)
+    assert torch.equal(scores, expected)
+    for found, wanted in zip(*(torch.autograd.grad(s.square().sum(), (Q, D)) for s in (scores, expected)), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def check_memory(device: str) -> None:
+    """However many processes there are: beside the block that is scored one more, and as many gradients."""
+    received: list[weakref.ref] = []
+    most, shift = [0], _ring.Ring.shift
+
+    def watched(ring, sent, shapes):
+        most[0] = max(most[0], sum(x() is not None for x in received))
+        coming = shift(ring, sent, shapes)
+        received.extend(weakref.ref(x) for x in coming.received)
+        return coming
+
+    Q, D = (torch.randn(n, 4, 8, device=device, requires_grad=True) for n in (2, 3))
+    _ring.Ring.shift = watched
+    try:
+        distributed.maxsim_inbatch(Q, D).sum().backward()
+    finally:
+        _ring.Ring.shift = shift
+    world = dist.get_world_size()
+    assert len(received) == 3 * world - 2
+    assert most[0] <= 3, most
+
+
+def check_frozen(device: str) -> None:
+    """Queries or documents alone, and nothing at all: what needs no gradient gets none and is not waited for."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    for of_queries, of_documents in ((True, False), (False, True), (False, False)):
+        Q = torch.randn(2, 3, 8, device=device, requires_grad=of_queries)
+        D = torch.randn(3, 4, 8, device=device, requires_grad=of_documents)
+        scores = distributed.maxsim_inbatch(Q, D)
+        assert scores.shape == (2, 3 * world) and scores.requires_grad == (of_queries or of_documents)
+        if scores.requires_grad:
+            scores.sum().backward()
+        assert (Q.grad is not None, D.grad is not None) == (of_queries, of_documents)
+
+
+def expect(error: type[Exception], message: str, call) -> None:
+    try:
+        call()
+    except error as e:
+        assert message in str(e), e
+    else:
+        raise AssertionError(f"expected {error.__name__}: {message}")
+
+
+def check_errors(device: str, directory: Path) -> None:
+    """A mistake of one rank is an error in all, and leaves the group in order."""
+    rank = dist.get_rank()
+    Q, D = torch.randn(2, 3, 8, device=device), torch.randn(5, 4, 8, device=device)
+    retrieve, inbatch = distributed.retrieve, distributed.maxsim_inbatch
+    mine = rank == 1
+    expect(ValueError, "documents: expected the same on all ranks", lambda: retrieve(Q, D[:4] if mine else D, 3))
+    expect(ValueError, "top_k: expected the same on all ranks", lambda: retrieve(Q, D, 4 if mine else 3))
+    expect(ValueError, "Q: expected the same on all ranks", lambda: retrieve(Q[:1] if mine else Q, D, 3))
+    expect(ValueError, "Q: expected it on rank 0 alone", lambda: retrieve(Q if mine else None, D, 3))
+    wrong = TypeError if mine else ValueError
+    expect(wrong, "top_k: expected an int, got str", lambda: retrieve(Q, D, "3" if mine else 3))
+    if device == "cpu":
+        expect(wrong, "D: expected a Tensor, a numpy.ndarray or a Corpus", lambda: retrieve(Q, [] if mine else D, 3))
+    expect(wrong, "D: expected the dtype of Q", lambda: inbatch(Q, D.half() if mine else D))
+    expect(
+        ValueError,
+        "dtype: expected the same on all ranks",
+        lambda: inbatch(*((x.half() if mine else x) for x in (Q, D))),
+    )
+    expect(ValueError, "Q, D: expected [Nq, Lq, d]", lambda: inbatch(Q, D[0] if mine else D))
+    grads = "requires_grad of D: expected the same on all ranks"
+    expect(ValueError, grads, lambda: inbatch(Q, D.clone().requires_grad_() if mine else D))
+    assert inbatch(Q, D).shape == (2, 5 * dist.get_world_size())
+
+
+CHECKS = {"retrieve": check_retrieve, "inbatch": check_inbatch, "errors": check_errors}
+
+
+def main() -> None:
+    backend, directory = sys.argv[1], Path(sys.argv[2])
+    device = "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = "cuda"
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        for name in sys.argv[3:]:
+            CHECKS[name](device, directory)
+            dist.barrier()
+            print(f"{name} {dist.get_rank()} agrees", flush=True)
+    finally:
+        dist.destroy_process_group()
+    # Without the interpreter's own end: a thread of gloo that lets go of a tensor then asks for the GIL and aborts.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

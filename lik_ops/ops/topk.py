@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import backends
 from .._layout import as_bool, check, check_lifted, score_dtype
+from ..backends.ragged import Ragged
 from . import batching, eager, flops
 
 _SCHEMA = (
@@ -127,13 +128,12 @@ def workspace(device: torch.device) -> int:
     return min(max(free // 8, WORKSPACE), LARGE_WORKSPACE)
 
 
-def _chunk(Q: Tensor, top_k: int, documents: int, bytes_per_document: int) -> int:
-    """Documents that fit the workspace, but as many as are kept at least where these are a few scores each."""
-    each = Q.shape[0] * _BYTES_PER_SCORE + bytes_per_document
+def _chunk(Q: Tensor, top_k: int, documents: int) -> int:
+    """Documents whose scores fit the workspace, but as many as are kept at least."""
+    each = Q.shape[0] * _BYTES_PER_SCORE
     if documents * each <= WORKSPACE:
         return max(documents, 1)
-    fit = max(workspace(Q.device) // max(each, 1), 1)
-    return fit if bytes_per_document else max(fit, top_k)
+    return max(workspace(Q.device) // max(each, 1), top_k, 1)
 
 
 def _scores_of_packed(
@@ -144,22 +144,15 @@ def _scores_of_packed(
     q_weight: Tensor | None,
     normalize: bool,
 ) -> Tensor:
-    """Scores ``[Nq, n]`` of the n documents between the offsets ``cu_seqlens [n + 1]``, which lie on the CPU.
+    """Scores ``[Nq, n]`` of the n documents between the offsets ``cu_seqlens [n + 1]``.
 
-    Padded and masked. An offset outside D, or below the one before, makes its document NaN.
+    An offset outside D, or below the one before, makes its document NaN.
     """
-    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    wrong = (begin < 0) | (end < begin) | (end > D.shape[0])
-    length = (end - begin).masked_fill(wrong, 0)
-    width = int(length.max()) if length.numel() else 0
-    begin, length, wrong = (x.to(D.device, non_blocking=True) for x in (begin, length, wrong))
-    token = torch.arange(width, device=D.device)
-    kept = token < length[:, None]
-    rows = (begin[:, None] + token).clamp_(0, max(D.shape[0] - 1, 0))
-    padded = D.index_select(0, rows.view(-1)).view(*rows.shape, D.shape[1])
-    backend = backends.select(Q.device, Q.dtype)
-    scores, _ = backend.forward(Q, padded, q_mask, kept, q_weight, normalize, None)
-    return scores.masked_fill_(wrong, float("nan"))
+    Nq, Lq, _ = Q.shape
+    starts = torch.arange(Nq + 1, device=Q.device) * Lq
+    q_mask, q_weight = (None if x is None else x.flatten() for x in (q_mask, q_weight))
+    ragged = Ragged(Q.flatten(0, 1), D, starts, cu_seqlens[:-1], cu_seqlens.diff(), None, q_mask, None, q_weight)
+    return backends.select(Q.device, Q.dtype).forward_ragged(ragged, normalize, None, Lq)[0]
 
 
 def _chunks_of_packed(
@@ -172,11 +165,10 @@ def _chunks_of_packed(
     top_k: int,
     chunk: int | None,
 ) -> Iterator[Tensor]:
-    cu_seqlens = cu_seqlens_d.cpu()
+    cu_seqlens = cu_seqlens_d.to(D.device, non_blocking=True)
     documents = cu_seqlens.shape[0] - 1
     if chunk is None:
-        longest = int(cu_seqlens.diff().max().clamp(0, D.shape[0])) if documents else 0
-        chunk = _chunk(Q, top_k, documents, max(longest, 1) * D.shape[1] * D.element_size())
+        chunk = _chunk(Q, top_k, documents)
     for begin in range(0, documents, chunk):
         part = cu_seqlens[begin : begin + chunk + 1]
         yield _scores_of_packed(Q, D, part, q_mask, q_weight, normalize)
@@ -193,7 +185,7 @@ def _chunks_of_dense(
     chunk: int | None,
 ) -> Iterator[Tensor]:
     if chunk is None:
-        chunk = _chunk(Q, top_k, D.shape[0], 0)
+        chunk = _chunk(Q, top_k, D.shape[0])
     backend = backends.select(Q.device, Q.dtype)
     for begin in range(0, D.shape[0], chunk):
         part = slice(begin, begin + chunk)

@@ -54,8 +54,8 @@ def retrieve(
         chunk: documents scored at a time; None chooses from the memory that is free.
         q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
         d_mask: document tokens to keep, ``[Nd, Ld]``; not beside `cu_seqlens_d` or a `Corpus`.
-        cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends. On the CPU
-            it is read at once; on a GPU the call waits for it.
+        cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends; on
+            the device of D or on the CPU.
         q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs).
         normalize: L2-normalise every token first.
         progress: show a bar of documents (with tqdm, where it is installed). None: for a corpus that is copied or read

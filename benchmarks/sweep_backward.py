@@ -21,7 +21,7 @@ import torch
 from forward import Timer
 from torch import Tensor
 
-from lik_ops.backends import configs, cuda_backward
+from lik_ops.backends import backward_configs, cuda_backward
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def forced(function: str, warps: int, stages: int | None, registers: int | None, **config: int) -> Iterator[None]:
-    table = getattr(configs, function)
+    table = getattr(backward_configs, function)
 
     def choose(*args, **kwargs):
         launch = table(*args, **kwargs)
@@ -126,7 +126,7 @@ def forced(function: str, warps: int, stages: int | None, registers: int | None,
         changed = launch.config._replace(**config)
         return replace(launch, config=changed, num_warps=warps, num_stages=stages_, max_registers=registers)
 
-    with mock.patch.object(configs, function, choose):
+    with mock.patch.object(backward_configs, function, choose):
         yield
 
 

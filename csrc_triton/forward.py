@@ -22,6 +22,7 @@ from .common import (
     rows_sum_of_squares,
 )
 from .fp32 import load_terms, odd_maxima, split, split_product
+from .maxima import first_token, lane_maxima, lane_winners, merged, merged_maxima, per_lane, per_row, per_token
 
 
 @triton.jit
@@ -32,26 +33,6 @@ def _document_tile(base, tiles, first_row, t, columns, c0, d, D, C: tl.constexpr
     else:
         x = load_tokens(base, t, t >= 0, columns, d, D, C.WIDE)
     return x
-
-
-@triton.jit
-def _per_row(x, C: tl.constexpr):
-    """Values of query rows, shaped to stand beside a tile."""
-    if C.TOKENS_FIRST:
-        y = x[None, :]
-    else:
-        y = x[:, None]
-    return y
-
-
-@triton.jit
-def _per_token(x, C: tl.constexpr):
-    """Values of document tokens, shaped to stand beside a tile."""
-    if C.TOKENS_FIRST:
-        y = x[:, None]
-    else:
-        y = x[None, :]
-    return y
 
 
 @triton.jit
@@ -97,9 +78,9 @@ def _similarities(q, pointers, row_ok, base, tiles, terms, first_row, t, Q, D, d
             if C.NORMALIZE:
                 squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
     if C.SPLIT:
-        S = S * _per_token(scale, C)
+        S = S * per_token(scale, C)
     if C.NORMALIZE:
-        S = S * _per_token(inverse_norm(squares), C)
+        S = S * per_token(inverse_norm(squares), C)
     return S, plain
 
 
@@ -148,99 +129,8 @@ def _tile(q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, 
         taken = keep & plain
     if D.mask is not None or C.SPLIT or (C.PACKED and tiles is not None):
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
-        S = tl.where(_per_token(taken, C), S, float("-inf"))
+        S = tl.where(per_token(taken, C), S, float("-inf"))
     return S, t, keep, t0, keep & (plain == 0)
-
-
-@triton.jit
-def _first_larger(v0, c0, v1, c1):
-    """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
-    return nan_max(v0, v1), tl.where(v1 > v0, c1, c0)
-
-
-@triton.jit
-def _per_lane(value, dtype: tl.constexpr, C: tl.constexpr):
-    """A value for each lane of each row. Maxima are kept per lane, a share of the tokens, and merged once a document.
-
-    A row has C.LANES lanes; with tokens first each of the BN tokens of a tile is one.
-    """
-    if C.TOKENS_FIRST:
-        x = tl.full((C.BN, C.BM), value, dtype)
-    else:
-        x = tl.full((C.BM, C.LANES), value, dtype)
-    return x
-
-
-@triton.jit
-def _lanes(S, C: tl.constexpr):
-    """[BM, BN] as [BM, BN // 8, 4, 2]: how wgmma spreads a row over the 4 lanes of a quad, so axes 1 and 3 stay in a
-    thread."""
-    return tl.reshape(S, (C.BM, C.BN // 8, 4, 2))
-
-
-@triton.jit
-def _lane_maxima(S, C: tl.constexpr):
-    """The lanes' maxima over a tile, with no exchange between threads unless LANES is 1."""
-    if C.TOKENS_FIRST:
-        m = S
-    elif C.LANES == 1:
-        m = tl.reduce(S, 1, nan_max)[:, None]
-    else:
-        m = tl.reduce(tl.reduce(_lanes(S, C), 3, nan_max), 1, nan_max)
-    return m
-
-
-@triton.jit
-def _lane_winners(S, t, keep, t0, C: tl.constexpr):
-    """The lanes' maxima over a tile and the first tokens that attain them.
-
-    With several lanes the tokens are relative to their lane (`_merged` adds it). With 4 the columns are constants of
-    the compiled code: 2.5 instructions an element.
-    """
-    if C.TOKENS_FIRST:
-        m = S
-        where = _per_lane(0, tl.int32, C) + t0
-    elif C.LANES == 1:
-        m = tl.reduce(S, 1, nan_max)[:, None]
-        where = tl.min(tl.where((S == m) & keep[None, :], t[None, :], NO_TOKEN), axis=1)[:, None]
-    else:
-        column = tl.arange(0, C.BN // 8)[None, :, None, None] * 8 + tl.arange(0, 2)[None, None, None, :]
-        column = tl.broadcast_to(column, (C.BM, C.BN // 8, 4, 2))
-        m, where = tl.reduce((_lanes(S, C), column), 3, _first_larger)
-        m, where = tl.reduce((m, where), 1, _first_larger)
-        where += t0
-    return m, where
-
-
-@triton.jit
-def _merged_maxima(best, C: tl.constexpr):
-    if C.TOKENS_FIRST:
-        row_best = tl.reduce(best, 0, nan_max)
-    else:
-        row_best = tl.reduce(best, 1, nan_max)
-    return row_best
-
-
-@triton.jit
-def _first_token(hit, tokens, C: tl.constexpr):
-    """Each row's lowest token of those that are `hit`, else NO_TOKEN."""
-    if C.TOKENS_FIRST:
-        first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=0)
-    else:
-        first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=1)
-    return first
-
-
-@triton.jit
-def _merged(best, where, Ld, C: tl.constexpr):
-    """Each row's winner from those of its lanes, the lowest token where they are equal; NO_TOKEN where best is NaN."""
-    if C.TOKENS_FIRST:
-        where = tl.where(where == NO_TOKEN, NO_TOKEN, where + tl.arange(0, C.BN)[:, None])
-    elif C.LANES > 1:
-        where = tl.where(where == NO_TOKEN, NO_TOKEN, where + 2 * tl.arange(0, C.LANES)[None, :])
-    row_best = _merged_maxima(best, C)
-    where = _first_token(best == _per_row(row_best, C), where, C)
-    return row_best, tl.where(where == NO_TOKEN, NO_TOKEN, tl.minimum(where, Ld - 1))
 
 
 @triton.jit
@@ -250,8 +140,8 @@ def _search(
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     for t0 in tl.range(0, Ld, C.BN, num_stages=1):
         S, t, keep, _, _ = _tile(q, pointers, row_ok, base, mask_base, tiles, terms, document_row, t0, Q, D, Ld, d, C)
-        hit = (S == _per_row(best, C)) | (S != S)
-        first = _first_token(hit & _per_token(keep, C), _per_token(t, C), C)
+        hit = (S == per_row(best, C)) | (S != S)
+        first = first_token(hit & per_token(keep, C), per_token(t, C), C)
         where = tl.where(where == NO_TOKEN, first, where)
     return where
 
@@ -277,10 +167,10 @@ def _query_rows(pointers, row, row_ok, terms, Q, d, C: tl.constexpr):
 def _taken(best, where, S, t, keep, t0, ARGMAX: tl.constexpr, C: tl.constexpr):
     """The lanes' maxima and their tokens after a tile that begins at t0."""
     if ARGMAX:
-        m, tokens = _lane_winners(S, t, keep, t0, C)
+        m, tokens = lane_winners(S, t, keep, t0, C)
         where = tl.where(m > best, tokens, where)
     else:
-        m = _lane_maxima(S, C)
+        m = lane_maxima(S, C)
     return nan_max(best, m), where
 
 
@@ -310,10 +200,10 @@ def _stepwise_maxima(
         if c0 + C.BD >= d:
             similarity = S
             if C.NORMALIZE:
-                similarity = similarity * _per_token(inverse_norm(squares), C)
+                similarity = similarity * per_token(inverse_norm(squares), C)
             keep = _kept(mask_base, tiles, t, D, Ld, C)
             if D.mask is not None or (C.PACKED and tiles is not None):
-                similarity = tl.where(_per_token(keep, C), similarity, float("-inf"))
+                similarity = tl.where(per_token(keep, C), similarity, float("-inf"))
             if D.mask is not None:
                 kept = kept | keep.to(tl.int32)
             best, where = _taken(best, where, similarity, t, keep, t0, ARGMAX, C)
@@ -326,8 +216,8 @@ def _row_maxima(
     C: tl.constexpr
 ):  # fmt: skip
     """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
-    best = _per_lane(float("-inf"), tl.float32, C)
-    where = _per_lane(NO_TOKEN, tl.int32, C)
+    best = per_lane(float("-inf"), tl.float32, C)
+    where = per_lane(NO_TOKEN, tl.int32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
     odds = tl.full((C.BN,), 0, tl.int32)
     q, scale, plain, unscaled = _query_rows(pointers, row, row_ok, terms, Q, d, C)
@@ -347,9 +237,9 @@ def _row_maxima(
         )
     any_kept = tl.max(kept, axis=0) if D.mask is not None else (Ld > 0).to(tl.int32)
     if ARGMAX:
-        row_best, row_where = _merged(best, where, Ld, C)
+        row_best, row_where = merged(best, where, Ld, C)
     else:
-        row_best = _merged_maxima(best, C)
+        row_best = merged_maxima(best, C)
         row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
     if C.SPLIT:
         row_best = tl.where(unscaled, row_best, row_best * scale)
@@ -471,7 +361,7 @@ def _walk(Q, D, tiles, scores, sizes, d, C: tl.constexpr):
     weight = query_weight(Q, i, s, keep)
     pointers = row_pointers(Q, i, s)
     q = load_rows(pointers, keep, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
-    best = _per_lane(float("-inf"), tl.float32, C)
+    best = per_lane(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
     tiles_each = tl.cdiv(sizes.Ld, C.BN)
     for n in range(0, tl.cdiv(sizes.K - k0, step) * tiles_each):
@@ -484,15 +374,15 @@ def _walk(Q, D, tiles, scores, sizes, d, C: tl.constexpr):
         )
         if D.mask is not None:
             kept = kept | tokens.to(tl.int32)
-        best = nan_max(best, _lane_maxima(S, C))
+        best = nan_max(best, lane_maxima(S, C))
         if t0 + C.BN >= sizes.Ld:
             any_kept = tl.max(kept, axis=0) if D.mask is not None else (sizes.Ld > 0).to(tl.int32)
-            row_best = _merged_maxima(best, C)
+            row_best = merged_maxima(best, C)
             if C.NORMALIZE:
                 row_best = row_best * inverse_norm(rows_sum_of_squares(pointers, keep, d, Q.stride_d, C.BD, C.WIDE))
             sums = ordered_sum(tl.where(keep, weight * row_best, 0.0), GROUPS, C.SLOT)
             _store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
-            best = _per_lane(float("-inf"), tl.float32, C)
+            best = per_lane(float("-inf"), tl.float32, C)
             kept = tl.full((C.BN,), 0, tl.int32)
 
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lik_ops.backends import configs
+from lik_ops.backends import backward_configs, configs
 from lik_ops.backends.configs import Architecture, Launch
 from lik_ops.csrc_triton import (
     backward_documents,
@@ -114,21 +114,21 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "split_tokens":
         launch = configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
-    documents = configs.grad_documents(
+    documents = backward_configs.grad_documents(
         arch, case.dtype, case.d, flat=case.wide == 0 and not case.ragged, pieces=case.pieces, **shared
     )
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_scatter":
-        return configs.scatter(case.dtype, case.d, ragged=case.ragged, **shared)
+        return backward_configs.scatter(case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_documents_few":
-        rows = min(case.Lq, configs.most_few_rows(case.dtype, case.d, case.wide))
-        return configs.few_rows(arch, case.dtype, rows, case.d, **shared)
+        rows = min(case.Lq, backward_configs.most_few_rows(case.dtype, case.d, case.wide))
+        return backward_configs.few_rows(arch, case.dtype, rows, case.d, **shared)
     if case.kernel in LISTS:
-        return configs.lists(arch, documents, case.Nq * case.Lq)
+        return backward_configs.lists(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
-        return replace(configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
-    return configs.gather(case.dtype, case.d, **shared)
+        return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
+    return backward_configs.gather(case.dtype, case.d, **shared)
 
 
 def _levels(case: Case, arch: Architecture) -> int:

@@ -18,7 +18,7 @@ from ..csrc_triton import backward_lists as list_kernels
 from ..csrc_triton import backward_queries as query_kernels
 from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton.arguments import Documents, Queries, Sizes, Upstream
-from . import configs, launcher
+from . import backward_configs, launcher
 from .configs import Architecture, Launch
 from .cuda_arguments import architecture, checked_grid, documents_of, on_device, queries_of, wide_of
 from .cuda_arguments import sizes as sizes_of
@@ -148,7 +148,7 @@ def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, l
 
 
 def _into_queries(call: _Call) -> None:
-    launch = configs.gather(call.Q.dtype, call.d, **call.layout())
+    launch = backward_configs.gather(call.Q.dtype, call.d, **call.layout())
     grid = checked_grid(call.sizes.Nq * triton.cdiv(call.sizes.Lq, launch.config.BM))
     args = (*call.groups, call.grad_Q, call.grad_weight, *call.sizes, call.d, launch.config)
     launcher.launch(query_kernels.maxsim_grad_queries, grid, args, launch.options(call.arch))
@@ -188,18 +188,18 @@ def _into_documents(call: _Call) -> None:
     sizes = call.sizes
     rows = sizes.Lq if call.candidates else sizes.Nq * sizes.Lq
     count = sizes.Nq * sizes.K if call.candidates else sizes.K
-    if rows <= configs.most_few_rows(call.Q.dtype, call.d, call.wide):
+    if rows <= backward_configs.most_few_rows(call.Q.dtype, call.d, call.wide):
         _few_rows(call, rows, count)
         return
     table = functools.partial(
-        configs.grad_documents, call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout()
+        backward_configs.grad_documents, call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout()
     )
     launch = table(pieces=False)
     tiles = triton.cdiv(sizes.Ld, launch.config.BN)
-    if rows > configs.LIST_ROWS:
+    if rows > backward_configs.LIST_ROWS:
         _product(call, launch, None, _Tiles(0, count, rows, 1, tiles, rows))
         return
-    listing = configs.lists(call.arch, launch, rows)
+    listing = backward_configs.lists(call.arch, launch, rows)
     blocks = triton.cdiv(rows, listing.config.BM)
     # Winners take 2 bytes or 4 each, entries 4. While lists take no more than winners and the gradient of the queries,
     # for which there is no memory yet, a step needs no more than with winners of 4 bytes and no lists.
@@ -223,7 +223,7 @@ def _into_documents(call: _Call) -> None:
 
 
 def _few_rows(call: _Call, rows: int, count: int) -> None:
-    launch = configs.few_rows(call.arch, call.Q.dtype, rows, call.d, **call.layout())
+    launch = backward_configs.few_rows(call.arch, call.Q.dtype, rows, call.d, **call.layout())
     # Cut documents give the same bits: a token's rows all count in the part that holds it.
     parts = max(triton.cdiv(call.sizes.Ld, _MOST_TOKENS), triton.cdiv(_PROGRAMS, count))
     tokens = max(triton.cdiv(call.sizes.Ld, parts), _LEAST_TOKENS)
@@ -242,7 +242,7 @@ def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
 
 def _row_norms(call: _Call) -> Tensor:
     norms = torch.empty(call.Q.shape[:2], dtype=torch.float32, device=call.Q.device)
-    launch = configs.gather(call.Q.dtype, call.d, **call.layout())
+    launch = backward_configs.gather(call.Q.dtype, call.d, **call.layout())
     grid = checked_grid(call.sizes.Nq * triton.cdiv(call.sizes.Lq, launch.config.BM))
     args = (call.queries, norms, call.sizes.Nq, call.sizes.Lq, call.d, launch.config)
     launcher.launch(list_kernels.maxsim_row_norms, grid, args, launch.options(call.arch))
@@ -342,7 +342,7 @@ def _finish(
 ) -> None:
     """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
     sizes, d = Sizes(X.shape[0], X.shape[1], X.shape[2], 0), X.shape[-1]
-    launch = configs.gather(X.dtype, d, candidates=False, normalize=normalize, wide=wide_of(X, X))
+    launch = backward_configs.gather(X.dtype, d, candidates=False, normalize=normalize, wide=wide_of(X, X))
     grid = checked_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
     args = (documents_of(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config)
     launcher.launch(unified_kernels.maxsim_finish, grid, args, launch.options(architecture(X.device)))
@@ -350,7 +350,7 @@ def _finish(
 
 def _scatter(call: _Call, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
     sizes = call.sizes
-    launch = configs.scatter(call.Q.dtype, call.d, **call.layout())
+    launch = backward_configs.scatter(call.Q.dtype, call.d, **call.layout())
     row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
     K_per_program = max(triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
     grid = (*checked_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))

@@ -14,7 +14,7 @@ from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
-from . import configs, launcher
+from . import backward_configs, configs, launcher
 from .configs import Launch
 from .cuda_arguments import allow_tf32, architecture, checked_grid, on_device, wide_of
 from .cuda_backward import require_nondeterminism_allowed
@@ -139,13 +139,13 @@ class _Call:
         launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
 
     def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = configs.gather(self.r.Q.dtype, self.d, **self.layout())
+        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
         grid = checked_grid(configs.cdiv(self.r.Q.shape[0], launch.config.BM))
         args = self.queries, self.documents, self.up, grad_Q, grad_weight, *self.sizes, self.d
         self._run(maxsim_grad_queries, grid, args, launch)
 
     def into_documents(self, grad_D: Tensor) -> None:
-        launch = configs.grad_documents(
+        launch = backward_configs.grad_documents(
             self.arch, self.r.Q.dtype, self.d, flat=False, pieces=False, **self.layout() | {"candidates": False}
         )
         tile = launch.config.BN
@@ -171,21 +171,21 @@ class _Call:
     def _row_norms(self) -> Tensor:
         rows = self.r.Q.shape[0]
         norms = self.r.Q.new_empty(rows, dtype=torch.float32)
-        launch = configs.gather(self.r.Q.dtype, self.d, **self.layout())
+        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
         grid = checked_grid(configs.cdiv(rows, launch.config.BM))
         self._run(maxsim_row_norms, grid, (self.queries, norms, 1, rows, self.d), launch)
         return norms
 
     def scatter(self, sum_D: Tensor, sum_Q: Tensor | None) -> None:
         """Add into zeroed fp32 sums, a program for the rows of a tile and all that they meet."""
-        launch = configs.scatter(self.r.Q.dtype, self.d, ragged=True, **self.layout())
+        launch = backward_configs.scatter(self.r.Q.dtype, self.d, ragged=True, **self.layout())
         grid = (*checked_grid(configs.cdiv(self.r.Q.shape[0], launch.config.BM)), 1)
         most = self.r.columns if self.r.pairs is None else self.r.pairs.shape[0]
         args = self.queries, self.documents, self.up, sum_Q, sum_D, *self.sizes, self.d, most
         self._run(maxsim_scatter, grid, args, launch)
 
     def finish_documents(self, sum_D: Tensor, grad_D: Tensor) -> None:
-        launch = configs.gather(self.r.D.dtype, self.d, **self.layout() | {"candidates": False})
+        launch = backward_configs.gather(self.r.D.dtype, self.d, **self.layout() | {"candidates": False})
         rows = self.r.D.shape[0]
         grid = checked_grid(configs.cdiv(rows, launch.config.BM))
         weightless = self.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)

@@ -1,0 +1,128 @@
+"""Which tile sizes the kernels of the backward take: see `configs`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..csrc_triton.arguments import Config
+from .configs import INTERPRETER, Architecture, Launch, loads_vectors, next_power_of_2, precision
+
+
+def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+    """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
+    BD = max(next_power_of_2(d), 16) if d <= 256 else 128
+    # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
+    rows = 128 if dtype != torch.float32 else 32 if normalize else 64
+    vectors = loads_vectors(d, wide)
+    if not vectors:
+        rows = 8 if normalize else 32
+    config = Config(
+        BM=8,
+        BN=max(rows * min(128, BD) // BD // 8, 1),
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION="ieee",
+    )
+    return Launch(config, num_warps=4, num_stages=2, max_registers=128 if vectors and d <= 128 else 255)
+
+
+def scatter(
+    dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
+) -> Launch:
+    """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
+    launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide)
+    config = launch.config
+    launch = replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
+    return replace(launch, max_registers=255) if ragged else launch
+
+
+LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
+
+
+def grad_documents(
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
+    pieces: bool,
+) -> Launch:
+    """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
+    half = dtype != torch.float32
+    BD = min(max(next_power_of_2(d), 16), 128)
+    wgmma, vectors = arch.name in ("sm_90", INTERPRETER.name), loads_vectors(d, wide)
+    wide_unit = wgmma or arch.name == "sm_100"  # takes 64 features of half types or more
+    if not vectors:
+        BD = min(BD, 64 if half and wide_unit else 32)
+    BM, BN = (64 if wgmma else 32, 16) if half else (16, 64)
+    if arch == INTERPRETER:
+        BM, BN = 16, 16
+    config = Config(
+        BM=BM,
+        BN=BN,
+        BD=BD,
+        SLOT=1,
+        LANES=4 if wgmma else 1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(torch.float32, arch, False),
+        FLAT=flat,
+    )
+    if half:
+        # 168 let three programs share a multiprocessor.
+        plain = wgmma and dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
+        stages = 1 if arch.is_amd or not vectors else 3
+        warps = 8 if wide_unit and not vectors else 4
+        return Launch(config, num_warps=warps, num_stages=stages, max_registers=168 if plain else 255)
+    return Launch(config, num_warps=8, num_stages=1, max_registers=255)
+
+
+FEW_ROWS = 128  # query rows of a document that one program holds, at most
+
+
+def most_few_rows(dtype: torch.dtype, d: int, wide: int) -> int:
+    """Query rows of a document that one program holds; of more, ptxas spills."""
+    return FEW_ROWS if dtype != torch.float32 and d <= 128 and loads_vectors(d, wide) else FEW_ROWS // 2
+
+
+def few_rows(
+    arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
+) -> Launch:
+    """The sums of the rows that a document meets, BN at a time; of those that won the same token."""
+    BM, half = max(next_power_of_2(rows), 16), dtype != torch.float32
+    holds_features = BM <= 32 or (half and not arch.is_amd)
+    BD = max(next_power_of_2(d), 16) if d <= (128 if holds_features else 64) else 32
+    config = Config(
+        BM=BM,
+        BN=min(BM, 32 if half and BM <= 64 else 16),
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(torch.float32, arch, False),
+    )
+    # Without a limit ptxas takes 128 and spills.
+    return Launch(config, num_warps=4 if rows <= 32 and half else 8, num_stages=1, max_registers=255)
+
+
+def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
+    """The lists of winners that feed `documents`, in blocks of BM query rows."""
+    most = 64 if arch == INTERPRETER else 1024
+    BM = min(max(next_power_of_2(rows), 16), most)
+    config = documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
+    return Launch(config, num_warps=4, num_stages=1)

@@ -1,6 +1,7 @@
 # Every target sets up .venv by itself. PYTHON is the interpreter it is made from.
 PYTHON ?= python3
-PYTEST_ARGS ?=
+# Two processes: a third of the time is one test, the kernels in Triton's interpreter.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 BENCH ?= benchmarks/cpu.py
 
 VENV := .venv
@@ -13,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=10
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
-	@echo "make test      tests and operator checks that need no GPU (PYTEST_ARGS=... adds options)"
+	@echo "make test      tests and operator checks that need no GPU (PYTEST_ARGS=... in place of -n 2 --dist worksteal)"
 	@echo "make test-all  make test with the slow ones"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    let ruff rewrite the sources"

@@ -61,7 +61,7 @@ def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
         )
 
 
-def _check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor) -> None:
+def check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor) -> None:
     """A mask or weight has the shape of its tensor without d, exactly (no broadcasting), and its device."""
     if x is None:
         return
@@ -91,9 +91,9 @@ def check(
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
     _check_embeddings(op, Q, D)
-    _check_per_token(op, "q_mask", q_mask, "Q", Q)
-    _check_per_token(op, "d_mask", d_mask, "D", D)
-    _check_per_token(op, "q_weight", q_weight, "Q", Q)
+    check_per_token(op, "q_mask", q_mask, "Q", Q)
+    check_per_token(op, "d_mask", d_mask, "D", D)
+    check_per_token(op, "q_weight", q_weight, "Q", Q)
     for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
         if mask is not None and mask.dtype not in MASK_DTYPES:
             raise TypeError(f"{op}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")

@@ -167,8 +167,8 @@ def maxsim_pair_list(
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     arguments.check_tokens(op, Q, D, _spelled("q", cu_seqlens_q), _spelled("d", cu_seqlens_d))
     _check_options(op, Q, q_weight, backward)
-    arguments.check_per_token(op, "q_mask", q_mask, "Q", Q, MASK_DTYPES)
-    arguments.check_per_token(op, "d_mask", d_mask, "D", D, MASK_DTYPES)
+    arguments.check_values(op, "q_mask", q_mask, "Q", Q, MASK_DTYPES)
+    arguments.check_values(op, "d_mask", d_mask, "D", D, MASK_DTYPES)
     arguments.check_indices(op, "pairs", pairs, (None, 2), "[P, 2]", Q.device)
     if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
         raise ValueError(f"{op}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
@@ -336,7 +336,7 @@ def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
 
 
 def _check_options(op: str, Q: Tensor, q_weight: Tensor | None, backward: str) -> None:
-    arguments.check_per_token(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
     arguments.check_backward(op, backward)
 
 

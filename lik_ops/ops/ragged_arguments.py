@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._layout import BACKWARDS, DTYPES, MASK_DTYPES, same_size, score_dtype, shape_of
+from .._layout import BACKWARDS, DTYPES, MASK_DTYPES, check_per_token, same_size, score_dtype, shape_of
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
@@ -59,23 +59,11 @@ def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, device: torch.devic
         raise ValueError(f"{op}: {name}: expected [N + 1], got {shape_of(cu_seqlens)}")
 
 
-def check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor, dtypes: Sequence) -> None:
+def check_values(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor, dtypes: Sequence) -> None:
     """A mask or weight has the shape of its tensor without d, its device and one of `dtypes`."""
+    check_per_token(op, name, x, of_name, of)
     if x is None:
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
-    expected = of.shape[:-1]
-
-    def message() -> str:
-        return f"{op}: {name}: expected shape {list(expected)} to match {of_name} {shape_of(of)}, got {shape_of(x)}"
-
-    if x.dim() != len(expected):
-        raise ValueError(message())
-    for a, b in zip(x.shape, expected, strict=True):
-        same_size(a, b, message)
-    if x.device != of.device:
-        raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
     if x.dtype not in dtypes:
         names = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
         raise TypeError(f"{op}: {name}: expected {names}, got {x.dtype}")
@@ -110,9 +98,9 @@ def check_ragged(
     check_indices(op, "d_lengths", d_lengths, d_offsets.shape, "the shape of d_offsets", Q.device)
     if pairs is not None:
         check_indices(op, "pairs", pairs, (None, 2), "[P, 2]", Q.device)
-    check_per_token(op, "q_mask", q_mask, "Q", Q, (torch.bool,))
-    check_per_token(op, "d_mask", d_mask, "D", D, (torch.bool,))
-    check_per_token(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    check_values(op, "q_mask", q_mask, "Q", Q, (torch.bool,))
+    check_values(op, "d_mask", d_mask, "D", D, (torch.bool,))
+    check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
 
 
 def score_sizes(cu_seqlens_q: Tensor, d_offsets: Tensor, pairs: Tensor | None) -> tuple:

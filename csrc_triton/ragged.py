@@ -41,7 +41,7 @@ def packed_winners(up, i, row, n, ok, sizes, C: tl.constexpr):
     ok = ok & (i >= 0)
     if up.pairs is not None:
         column = row - tl.load(up.cu_seqlens_q + i, mask=ok, other=0)
-        ok = ok & (column < up.most)
+        ok = ok & (column >= 0) & (column < up.most)
         n += tl.load(up.starts + i, mask=ok, other=0)
         ok = ok & (n < tl.load(up.starts + i + 1, mask=ok, other=0))
         p = tl.load(up.order + n, mask=ok, other=0).to(tl.int64)

@@ -276,3 +276,27 @@ def test_rows_of_no_query_and_no_document_get_zeros(place):
     assert grad_Q[used].any(1).all() and not grad_Q[: used.start].any() and not grad_Q[used.stop :].any()
     begin, end = int(r.d_offsets[0]), int(r.d_offsets[0] + r.d_lengths[0])
     assert grad_D[begin:end].any() and not grad_D[:begin].any() and not grad_D[end:].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
+    """As of another call: they name rows outside Q, or score gradients outside theirs."""
+    p = problem(place, mode, torch.float32, options=False)
+    scores, argmax = won(p, False)
+    upstream, needs = torch.randn_like(scores), (True, True, False)
+    rows = torch.cat([p.r.Q, torch.full_like(p.r.Q[:4], float("nan"))])
+    r = p.r._replace(
+        Q=rows, pairs=None if p.r.pairs is None else torch.cat([p.r.pairs, p.r.pairs.new_tensor([[-1, 0]])])
+    )
+    if mode == "pairs":
+        upstream = torch.cat([upstream, upstream[:1]])
+        argmax = torch.cat([argmax, torch.zeros_like(argmax[:1])])
+    else:
+        argmax = torch.cat([argmax, torch.zeros_like(argmax[:, :4])], 1)
+    longer = Problem(r, p.meetings)
+    grad_Q, grad_D, _ = gradients(longer, upstream, argmax, needs=needs)
+    first = slice(0, p.r.Q.shape[0])
+    expected = gradients(p, upstream[: scores.shape[0]], won(p, False)[1], needs=needs)
+    torch.testing.assert_close(grad_Q[first], expected[0])
+    torch.testing.assert_close(grad_D, expected[1])
+    assert not grad_Q[first.stop :].any()

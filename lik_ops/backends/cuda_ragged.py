@@ -176,12 +176,12 @@ class _Call:
         self._run(maxsim_row_norms, grid, (self.queries, norms, 1, rows, self.d), launch)
         return norms
 
-    def scatter(self, sum_D: Tensor, sum_Q: Tensor | None) -> None:
-        """Add into zeroed fp32 sums, a program for the rows of a tile and all that they meet."""
+    def scatter(self, sum_D: Tensor) -> None:
+        """Add into zeroed fp32 sums of the rows of D, a program for the rows of a tile and all that they meet."""
         launch = backward_configs.scatter(self.r.Q.dtype, self.d, ragged=True, **self.layout())
         grid = (*checked_grid(configs.cdiv(self.r.Q.shape[0], launch.config.BM)), 1)
         most = self.r.columns if self.r.pairs is None else self.r.pairs.shape[0]
-        args = self.queries, self.documents, self.up, sum_Q, sum_D, *self.sizes, self.d, most
+        args = self.queries, self.documents, self.up, None, sum_D, *self.sizes, self.d, most
         self._run(maxsim_scatter, grid, args, launch)
 
     def finish_documents(self, sum_D: Tensor, grad_D: Tensor) -> None:
@@ -190,6 +190,16 @@ class _Call:
         grid = checked_grid(configs.cdiv(rows, launch.config.BM))
         weightless = self.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
         self._run(maxsim_finish, grid, (self.documents, weightless, sum_D, grad_D, None, 1, 1, rows, 0, self.d), launch)
+
+
+def _of_queries(r: Ragged, up: Upstream, argmax: Tensor) -> Tensor:
+    """Which places of `argmax` are those of a query's tokens: nothing else may be followed into Q."""
+    if r.pairs is None:
+        return up.query >= 0
+    i, last = r.pairs[:, 0], r.queries - 1
+    begin, end = (r.cu_seqlens_q[i.clamp(0, last) + n] for n in (0, 1))
+    inside = (i >= 0) & (i <= last) & (begin >= 0) & (end <= r.Q.shape[0])
+    return inside[:, None] & (torch.arange(argmax.shape[1], device=argmax.device) < (end - begin)[:, None])
 
 
 def _entries(r: Ragged, up: Upstream, argmax: Tensor, tile: int, tiles: int) -> tuple[Tensor, Tensor]:
@@ -208,7 +218,7 @@ def _entries(r: Ragged, up: Upstream, argmax: Tensor, tile: int, tiles: int) -> 
     else:
         offset = offsets.unsqueeze(1)
     row = argmax + offset.long()
-    row = torch.where((argmax >= 0) & (row >= 0) & (row < Td), row, Td)
+    row = torch.where(_of_queries(r, up, argmax) & (argmax >= 0) & (row >= 0) & (row < Td), row, Td)
     row, order = torch.sort(row.reshape(-1), stable=True)
     bounds = (torch.arange(tiles + 1, device=row.device) * tile).clamp_(max=Td)
     codes = order * tile + row % tile
@@ -241,7 +251,7 @@ def backward_ragged(
             call.into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
         if needs[1] and unified:
             sum_D = torch.zeros(r.D.shape, dtype=torch.float32, device=r.D.device)
-            call.scatter(sum_D, None)
+            call.scatter(sum_D)
             call.finish_documents(sum_D, grad_D)
         elif needs[1]:
             call.into_documents(grad_D)

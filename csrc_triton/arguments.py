@@ -86,6 +86,7 @@ class Upstream(NamedTuple):
     query: Any = None
     cu_seqlens_q: Any = None
     offsets: Any = None
+    lengths: Any = None
     pairs: Any = None
     order: Any = None
     starts: Any = None

@@ -6,7 +6,7 @@ import triton.language as tl
 from .arguments import Sizes
 from .backward import norm_sums, through_norm, winners
 from .backward_documents import finite_rows, power_of_two
-from .common import document_base, inverse_norm, load_rows, query_weight, row_pointers, rows_sum_of_squares
+from .common import apart, document_base, inverse_norm, load_rows, query_weight, row_pointers, rows_sum_of_squares
 
 FILL = tl.constexpr(8192)  # elements set to zero at a time
 
@@ -15,7 +15,7 @@ FILL = tl.constexpr(8192)  # elements set to zero at a time
 def _won(up, owner, k, e, rows, t_begin, t_end, sizes, C: tl.constexpr):
     """The token from t_begin to t_end that each row e of a document won (-1: none), and the score's gradient there."""
     token, won, g = winners(up, owner, k, owner + e // sizes.Lq, e % sizes.Lq, e < rows, sizes, C)
-    return tl.where(won & (token >= t_begin) & (token < t_end), token, -1), g
+    return apart(tl.where(won & (token >= t_begin) & (token < t_end), token, -1)), apart(g)
 
 
 @triton.jit

@@ -33,6 +33,17 @@ def inverse_norm(sum_of_squares):
 
 
 @triton.jit
+def apart(x):
+    """`x`, where the compiler looks no further back.
+
+    It orders the terms of a product (mma.sync) by the narrowest type that anything in a factor was loaded as, the
+    condition of a load included: a byte of a mask, or winners of two bytes, must not decide the bits of a score. A
+    reduction is where it stops.
+    """
+    return tl.max(tl.expand_dims(x, 1), axis=1)
+
+
+@triton.jit
 def wide(k):
     """A loop counter as int64 (the interpreter counts in Python integers, which have no `.to`)."""
     return tl.full((), k, tl.int64)
@@ -84,7 +95,7 @@ def query_keep(Q, i, s, ok):
     """`ok` without the masked query tokens."""
     if Q.mask is not None:
         offsets = i.to(tl.int64) * Q.mask_stride_n + s.to(tl.int64) * Q.mask_stride_l
-        ok = ok & (tl.load(Q.mask + offsets, mask=ok, other=0) != 0)
+        ok = apart((ok & (tl.load(Q.mask + offsets, mask=ok, other=0) != 0)).to(tl.int32)) > 0
     return ok
 
 

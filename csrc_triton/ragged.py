@@ -57,6 +57,7 @@ def packed_winners(up, i, row, n, ok, sizes, C: tl.constexpr):
             document += i * sizes.K
     token = tl.load(up.argmax + won_at, mask=ok, other=-1).to(tl.int64)
     won = ok & (token >= 0)
+    won = won & (token < tl.load(up.lengths + document, mask=won, other=0))  # no forward writes another
     token += tl.load(up.offsets + document, mask=won, other=0).to(tl.int64)
     won = won & (token >= 0) & (token < sizes.Ld)
     return token, won, tl.load(up.grad_scores + pair_at, mask=won, other=0.0)

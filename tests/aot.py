@@ -52,9 +52,10 @@ class Case:
     tf32: bool = False  # allowed by the user
     ragged: bool = False  # the kernel of ragged layouts, or the backward for one
     pairs: bool = False  # of which a list of pairs
+    int32: bool = False  # backward: winners of 4 bytes, not of 2
 
     def __str__(self) -> str:
-        named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs")
+        named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
@@ -64,12 +65,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel uses: matrix instruction, bytes of shared memory, registers and spills of a thread."""
+    """What a compiled kernel uses: matrix instruction, bytes of shared memory, registers and spills of a thread.
+
+    `orders`: in which orders mma.sync is given the terms of its products.
+    """
 
     text: str
     shared: int
     registers: int
     spills: int
+    orders: frozenset[str]
 
 
 def _queries(case: Case) -> tuple[Queries, dict]:
@@ -157,11 +162,12 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
 
 
 def _upstream(case: Case) -> tuple[Upstream, dict]:
+    argmax = "*i32" if case.int32 else "*i16"
     if not case.ragged:
-        return Upstream("*fp32", "i32", "i32", "*i16", *(("constexpr",) * 7)), dict.fromkeys(range(4, 11))
+        return Upstream("*fp32", "i32", "i32", argmax, *(("constexpr",) * 8)), dict.fromkeys(range(4, 12))
     pairs = ("*i64", "*i64", "*i64", "i32") if case.pairs else ("constexpr",) * 4
-    up = Upstream("*fp32", "i32", "i32", "*i16", "*i64", "*i64", "*i64", *pairs)
-    return up, {} if case.pairs else dict.fromkeys(range(7, 11))
+    up = Upstream("*fp32", "i32", "i32", argmax, *(("*i64",) * 4), *pairs)
+    return up, {} if case.pairs else dict.fromkeys(range(8, 12))
 
 
 def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
@@ -290,4 +296,5 @@ def compile_for(case: Case, arch: Architecture) -> Compiled:
     else:
         text = compiled.asm["ptx"]
         registers, spills = _cuda_resources(compiled.asm["cubin"])
-    return Compiled(text, compiled.metadata.shared, registers, spills)
+    orders = frozenset(re.findall(r"kWidth = \d+", compiled.asm["ttgir"]))
+    return Compiled(text, compiled.metadata.shared, registers, spills, orders)

@@ -70,3 +70,17 @@ def test_fp32_is_three_products_of_fp16_terms(case):
 @pytest.mark.parametrize("case", MORE_TERMS, ids=str)
 def test_every_tile_of_fp16_terms(case):
     _check_terms(case)
+
+
+SAME_BITS = [
+    [Case(FORWARD, dtype, 64, options=options, ragged=ragged) for options in (False, True) for ragged in (False, True)]
+    for dtype in (torch.bfloat16, torch.float32)
+]
+SAME_BITS += [[Case(FEW, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
+
+
+@pytest.mark.parametrize("cases", SAME_BITS, ids=lambda cases: str(cases[0]))
+def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
+    """Triton orders the terms of mma.sync by the narrowest type that its operands hang on: see `common.apart`."""
+    orders = [_check(case, "sm_80").orders for case in cases]
+    assert orders == [orders[0]] * len(orders) and orders[0], dict(zip(map(str, cases), orders, strict=True))

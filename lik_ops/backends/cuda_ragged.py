@@ -111,7 +111,7 @@ def _upstream(grad_scores: Tensor, r: Ragged, argmax: Tensor) -> Upstream:
     segments, strides = segments_of(r), grad_scores.stride()
     stride_q, stride_k = strides if r.pairs is None else (strides[0], 0)
     start = grad_scores, stride_q, stride_k, argmax.contiguous()
-    packed = _query_of_rows(r), segments.cu_seqlens_q, segments.offsets
+    packed = _query_of_rows(r), segments.cu_seqlens_q, segments.offsets, segments.lengths
     if r.pairs is None:
         return Upstream(*start, *packed)
     # Pairs that name no query have no winners: they may stand among those of the last.
@@ -210,15 +210,16 @@ def _entries(r: Ragged, up: Upstream, argmax: Tensor, tile: int, tiles: int) -> 
     if argmax.numel() * tile >= 2**32:
         raise ValueError(f"lik_ops: gradients of {argmax.numel()} winners; at most {2**32 // tile} at a time")
     Td = r.D.shape[0]
-    offsets = r.d_offsets.reshape(-1)
-    if r.pairs is not None:
-        offset = offsets[r.pairs[:, 1].clamp(0, offsets.shape[0] - 1)].unsqueeze(1)
-    elif r.candidates:
-        offset = r.d_offsets[up.query.clamp(min=0)].t()
-    else:
-        offset = offsets.unsqueeze(1)
-    row = argmax + offset.long()
-    row = torch.where(_of_queries(r, up, argmax) & (argmax >= 0) & (row >= 0) & (row < Td), row, Td)
+
+    def met(x: Tensor) -> Tensor:
+        """Of offsets or lengths, that of each winner's document."""
+        if r.pairs is not None:
+            return x[r.pairs[:, 1].clamp(0, x.shape[0] - 1)].unsqueeze(1)
+        return x[up.query.clamp(min=0)].t() if r.candidates else x.unsqueeze(1)
+
+    row = argmax + met(r.d_offsets).long()
+    won = _of_queries(r, up, argmax) & (argmax >= 0) & (argmax < met(r.d_lengths))
+    row = torch.where(won & (row >= 0) & (row < Td), row, Td)
     row, order = torch.sort(row.reshape(-1), stable=True)
     bounds = (torch.arange(tiles + 1, device=row.device) * tile).clamp_(max=Td)
     codes = order * tile + row % tile

@@ -59,7 +59,7 @@ def retrieve(
         q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs).
         normalize: L2-normalise every token first.
         progress: show a bar of documents (with tqdm, where it is installed). None: for a corpus that is copied or read
-            chunk by chunk, if stderr is a terminal.
+            chunk by chunk, if stderr is a terminal. What lies on a GPU is searched in one go, without a bar.
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
@@ -75,7 +75,8 @@ def retrieve(
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
-    if isinstance(D, Tensor) and not progress and (not isinstance(Q, Tensor) or D.device == Q.device):
+    here = isinstance(D, Tensor) and (not isinstance(Q, Tensor) or D.device == Q.device)
+    if isinstance(D, Tensor) and here and (not progress or D.device.type != "cpu"):
         return of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     source = sources.source(_OP, D, d_mask, cu_seqlens_d)
     options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}

@@ -68,7 +68,6 @@ class CudaLanes:
     def __init__(self, device: torch.device) -> None:
         self.computing = torch.cuda.current_stream(device)
         self.copying = torch.cuda.Stream(device)
-        self.copying.wait_stream(self.computing)  # slots may be memory that earlier work still reads
         self.copied: dict[int, Any] = {}
         self.read: dict[int, Any] = {}
 
@@ -83,6 +82,8 @@ class CudaLanes:
         with torch.cuda.stream(self.copying):
             if slot in self.read:
                 self.copying.wait_event(self.read[slot])
+            else:  # the slot may be memory that earlier work still uses
+                self.copying.wait_stream(self.computing)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             self.copied[slot] = self.copying.record_event()

@@ -43,6 +43,7 @@ class Case:
     what: str = "scores"  # or "step": forward with winners, and backward
     mean: float = 0.3  # of the documents' lengths, as a part of Ld
     mean_q: float = 1.0  # of the queries' lengths; 1: all have Lq tokens
+    retune: bool = False  # the peers tune themselves on this case; else they keep what they have for its lengths
 
     @property
     def layout(self) -> str:

@@ -114,22 +114,30 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def synchronize() -> None:
+    """Wait for the GPU; where there is none, scripts that only see that they work have nothing to wait for."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def first_call(function: Callable[[], object], seconds: float) -> tuple[object, float]:
     """The result of a call that may compile and tune, and the seconds that it took."""
     start = time.perf_counter()
     with time_limit(seconds):
         result = function()
-        torch.cuda.synchronize()
+        synchronize()
     return result, time.perf_counter() - start
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Device memory that a call takes beyond what is there, its results included."""
-    torch.cuda.synchronize()
+    if not torch.cuda.is_available():
+        return 0
+    synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = function()
-    torch.cuda.synchronize()
+    synchronize()
     del result
     return torch.cuda.max_memory_allocated() - before
 
@@ -138,12 +146,12 @@ def host_microseconds(function: Callable[[], object], rounds: int) -> float:
     """Time of a call on the host, which does not wait for the device."""
     for _ in range(5):
         function()
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(rounds):
         function()
     elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
+    synchronize()
     return elapsed / rounds * 1e6
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py [--check]
 
-Rewrites what stands between ``<!-- NAME: ... -->`` and ``<!-- /NAME -->`` in docs/performance.md and README.md, so that
-a figure in the documentation is always one that a result file has. ``--check`` only tells which documents are stale.
+Rewrites what stands between ``<!-- NAME: ... -->`` and ``<!-- /NAME -->`` in README.md and in docs, so that a figure in
+the documentation is always one that a result file has. ``--check`` only tells which documents are stale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/retrieval.md")
 OURS = "lik_ops"
 COLUMNS = (OURS, "late-interaction-kernels", "flash-maxsim", "eager", "compiled eager")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -139,7 +139,121 @@ def cpu(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table(['case', 'shape', OURS, 'of sgemm', 'maxsim-cpu', 'eager'], rows)}"
 
 
-BLOCKS = {"forward": forward, "summary": summary, "training": training, "cpu": cpu}
+RAGGED = {
+    "lik_ops padded": "padded, prefix mask",
+    "late-interaction-kernels packed": "late-interaction-kernels packed",
+    "flash-maxsim packed": "flash-maxsim packed",
+    "flash-maxsim padded": "flash-maxsim padded",
+    "padded eager": "padded eager",
+}
+
+
+def factor(entry: dict | None, ours: float | None) -> str:
+    """How many times longer another took than we did."""
+    if ours is None or entry is None or "ms" not in entry:
+        return "-"
+    return f"{entry['ms'] / ours:.2f}x" + ("" if entry.get("exact", True) else " *")
+
+
+def number(x: float | None, digits: int) -> str:
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def ragged_rows(records: list[dict]) -> list[list[str]]:
+    rows = []
+    for record in records:
+        entries, dense = record["contenders"], record.get("dense_mean", {})
+        if not entries or "ratio_to_unmasked" in record:
+            continue
+        ours = entries.get(OURS, {})
+        ms = ours.get("ms")
+        row = [record["case"]["name"], shape(record["case"]), number(ms, 4), number(dense.get("ms"), 4)]
+        row += [number(record.get("ratio_to_dense"), 2), number(record.get("of_floor"), 2)]
+        row += [factor(entries.get(name), ms) for name in RAGGED]
+        rows.append([*row, number(ours.get("peak_mb"), 0), number(ours.get("host_us"), 0)])
+    return rows
+
+
+def ragged(results: Path = RESULTS) -> str:
+    if not (results / "ragged.json").exists():
+        return "Not measured yet (`benchmarks/ragged.py`)."
+    document = load("ragged", results)
+    text = (
+        f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median device milliseconds of packed calls on a"
+        " flushed L2 cache, lengths with a mean of 0.3 of the longest that there may be, which the shapes name."
+        " `dense`: the dense kernel on as many scores of documents that all have the mean length; `ratio`: ours to it,"
+        " each for the operations it needs (goal 1.15). `of floor`: the larger of operations and bytes of the kept"
+        " tokens over the ceilings, to ours. Of the others: their time to ours. Peak in MiB beyond the inputs; `host`:"
+        " microseconds of the call on the host. `*`: winners that another precision moved. `-`: cannot, failed, or no"
+        " time left; `benchmarks/results/ragged.json` says why."
+    )
+    header = ["case", "shape", OURS, "dense", "ratio", "of floor", *RAGGED.values(), "peak", "host"]
+    text = f"{text}\n\n{table(header, ragged_rows(document['records']))}"
+    rows = []
+    for record in document["records"]:
+        if ratios := record.get("ratio_to_unmasked"):
+            plain = record["contenders"]["no mask"]["ms"]
+            row = [record["case"]["name"], shape(record["case"]), f"{plain:.4f}"]
+            rows.append([*row, *(number(ratios.get(name), 2) for name in ("holes", "prefix"))])
+    if not rows:
+        return text
+    masks = (
+        "Dense calls with a mask, beside none: a tenth of the document tokens masked here and there (goal 1.15), and"
+    )
+    masks += " documents of Ld / 2 to Ld tokens."
+    return f"{text}\n\n{masks}\n\n{table(['case', 'shape', 'no mask, ms', 'holes', 'prefix'], rows)}"
+
+
+def retrieve_rows(records: list[dict]) -> list[list[str]]:
+    rows = []
+    for record in records:
+        entries = record["contenders"]
+        for name in (n for n in entries if n.split()[0] == OURS):
+            ours, case = entries[name], record["case"]
+            where = name.removeprefix(OURS).strip() or "on the GPU"
+            row = [where, str(case["Nq"]), f"{case['Nd']:,}", number(record["floor_ms"], 2)]
+            row += [number(ours.get("ms"), 2), number(ours.get("of_floor"), 3), number(ours.get("of_read"), 3)]
+            row.append(f"{record['goal']}" if record["goal"] and where != "pageable" else "")
+            rows.append(row + [factor(entries.get(other), ours.get("ms")) for other in COLUMNS[1:4]])
+    return rows
+
+
+def retrieve(results: Path = RESULTS) -> str:
+    parts = []
+    if (results / "retrieve.json").exists():
+        document = load("retrieve", results)
+        parts.append(
+            f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median milliseconds of whole calls by the wall"
+            " clock; documents of 180 tokens, d 128, bf16, queries of 32 tokens, the best 100. `floor`: the larger of"
+            " operations and bytes over the ceilings of the run; for documents in host memory or on the disk, their"
+            " bytes at the rate of copies from one pinned buffer. `of read`: the time of a kernel that only reads the"
+            " corpus, to ours. Of the others: their time to ours, `*` where they score in less than fp32. `-`: cannot,"
+            " failed, or no time left; `benchmarks/results/retrieve.json` says why."
+        )
+        header = ["documents", "queries", "number", "floor", OURS, "of floor", "of read", "goal", *COLUMNS[1:4]]
+        parts.append(table(header, retrieve_rows(document["records"])))
+    if (results / "retrieve_gpus.json").exists():
+        document = load("retrieve_gpus", results)
+        measured = [r for r in document["records"] if "ms" in r["contenders"].get(OURS, {})]
+        text = "`lik_ops.distributed.retrieve`, a process for each GPU over NCCL, with the bits of one GPU"
+        parts.append(f"{text}: {machine(document, 'torch')}, {document['settings']['gpus']} GPUs.")
+        rows = []
+        for record in measured:
+            case, ours = record["case"], record["contenders"][OURS]
+            row = [str(case["Nq"]), f"{case['Nd']:,}", f"{ours['one_ms']:.2f}", f"{ours['ms']:.2f}"]
+            rows.append([*row, f"{ours['efficiency']:.2f}"])
+        parts.append(table(["queries", "documents", "one GPU, ms", "all, ms", "efficiency"], rows))
+    return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieve.py`)."
+
+
+BLOCKS = {
+    "forward": forward,
+    "summary": summary,
+    "training": training,
+    "cpu": cpu,
+    "ragged": ragged,
+    "retrieve": retrieve,
+}
 
 
 def rewritten(text: str, results: Path = RESULTS) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import shutil
@@ -24,6 +25,11 @@ import contenders  # noqa: E402
 import cpu  # noqa: E402
 import forward  # noqa: E402
 import gpu  # noqa: E402
+import ragged  # noqa: E402
+import ragged_cases  # noqa: E402
+import ragged_contenders  # noqa: E402
+import retrieve  # noqa: E402
+import retrieve_gpus  # noqa: E402
 import tables  # noqa: E402
 import training  # noqa: E402
 
@@ -116,6 +122,176 @@ def test_a_slow_first_call_ends():
         swallowing()
 
 
+# ragged lengths
+
+
+def ragged_case(layout: str, mean_q: float = 1.0, what: str = "scores", dtype: str = "float32") -> ragged_cases.Case:
+    more = {"candidates": {"K": 5}, "pairs": {"P": 90}}.get(layout, {})
+    return ragged_cases.Case("small", 6, 40, 9, 24, d=16, dtype=dtype, mean_q=mean_q, what=what, **more)
+
+
+RAGGED = list(itertools.product(("cross", "candidates", "pairs"), (1.0, 0.6)))
+
+
+@pytest.mark.parametrize("most", [32, 300, 1024])
+def test_lengths_have_the_mean_that_is_said(most):
+    lengths = ragged_cases.draw_lengths(50_000, most, 0.3, torch.Generator().manual_seed(0))
+    assert lengths.min() >= 1
+    assert lengths.max() == most
+    assert lengths.double().mean() / most == pytest.approx(0.3, abs=0.005)
+    again = ragged_cases.draw_lengths(50_000, most, 0.3, torch.Generator().manual_seed(0))
+    assert torch.equal(lengths, again)
+
+
+def test_names_of_ragged_cases_and_of_searches_are_unique():
+    names = [case.name for case in (*ragged.CASES, *ragged.MASKED)]
+    assert len(set(names)) == len(names)
+    assert len(set(retrieve.PLAN)) == len(retrieve.PLAN)
+
+
+@pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
+def test_work_of_kept_tokens(layout, mean_q):
+    x = ragged_cases.Inputs(ragged_case(layout, mean_q))
+    each = [int(x.q_lengths[i] * x.d_lengths[j]) for i, j in x.met.tolist()]
+    assert x.operations == 2 * 16 * sum(each)
+    met = [set(side.tolist()) for side in x.met.unbind(1)]
+    tokens = sum(int(x.q_lengths[i]) for i in met[0]) + sum(int(x.d_lengths[j]) for j in met[1])
+    assert x.bytes == 4 * (16 * tokens + len(each))
+    dense = ragged_contenders.dense_mean(x)
+    assert dense.score(*dense.tokens).shape == x.shape
+    assert x.dense_operations == 2 * 16 * len(each) * dense.tokens[0].shape[-2] * dense.tokens[1].shape[-2]
+    assert x.operations / x.dense_operations == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
+def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
+    for what in ("scores", "step"):
+        x = ragged_cases.Inputs(ragged_case(layout, mean_q, what))
+        found = {n: c for n, c in ragged_contenders.contenders(x).items() if not isinstance(c, str)}
+        for name in (ragged_contenders.PACKED, ragged_contenders.PADDED, ragged_contenders.EAGER):
+            score, tokens = found[name]
+            assert ragged_cases.error_of(x, score(*tokens)) < 1e-6
+            assert max(ragged_cases.errors_of(x, score, tokens).values()) < 1e-5
+
+
+@pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
+def test_wrong_ragged_results_are_seen(layout, mean_q):
+    x = ragged_cases.Inputs(ragged_case(layout, mean_q, "step"))
+    score, tokens = ragged_contenders.contenders(x)[ragged_contenders.PACKED]
+    scores = score(*tokens)
+    scores.view(-1)[-1] *= 1.1
+    assert ragged_cases.error_of(x, scores) > 1e-4
+    assert ragged_cases.errors_of(x, lambda Q, D: score(Q, 1.1 * D), tokens)["error_D"] > 0.05
+    leaking = ragged_cases.errors_of(x, lambda Q, D: score(Q, D) + 0.1 * D.sum(), tokens)
+    assert leaking["error_D"] > 0.05
+
+
+class Clock:
+    """In place of `gpu.Timer`: the first function takes a millisecond, each of the others one more."""
+
+    def compare(self, functions):
+        return {name: (function(), float(i))[1] for i, (name, function) in enumerate(functions.items(), 1)}
+
+
+CEILING = {"tflops": 1e-3, "gbs": 1.0}
+
+
+def test_a_ragged_record(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken\nin two lines")
+
+    monkeypatch.setattr(ragged_contenders, "_late", lambda x: broken)
+    monkeypatch.setattr(ragged_contenders, "_flash", lambda x: "why not")
+    monkeypatch.setattr(ragged_contenders, "_flash_padded", lambda x: lambda Q, D: Q.new_zeros(x.shape))
+    record = ragged.measure(ragged_case("cross", 0.6), Clock(), CEILING, time.monotonic() + 60, "cpu")
+    entries = record["contenders"]
+    assert entries["late-interaction-kernels packed"] == {"failed": "RuntimeError: broken"}
+    assert entries["flash-maxsim packed"] == {"skipped": "why not"}
+    assert entries["flash-maxsim padded"]["failed"].startswith("wrong")
+    assert [entries[n]["ms"] for n in ("lik_ops", "lik_ops padded", "padded eager")] == [1, 2, 3]
+    assert record["ratio_to_ours"] == {"lik_ops padded": 2, "padded eager": 3}
+    dense = record["dense_mean"]
+    assert record["ratio_to_dense"] == pytest.approx(dense["operations"] / (4 * record["operations"]))
+    assert record["floor_ms"] == max(record["operations"] / 1e6, record["bytes"] / 1e6)
+    late = ragged.measure(ragged_case("pairs"), Clock(), CEILING, time.monotonic() - 1, "cpu")
+    assert late["contenders"]["lik_ops"] == {"skipped": "no time left"}
+    assert "ratio_to_dense" not in late
+
+
+@pytest.mark.parametrize("what", ["scores", "step"])
+def test_a_record_of_masks(what):
+    record = ragged.measure_masked(small(what=what), Clock(), "cpu")
+    assert record["ratio_to_unmasked"] == {"holes": 2, "prefix": 3}
+    assert all(r["exact"] for r in record["contenders"].values())
+
+
+# searches
+
+
+def test_agreement_with_true_scores():
+    reference = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
+
+    def of(scores: list[float], indices: list[int]) -> dict[str, float]:
+        return retrieve.agreement((torch.tensor([scores]), torch.tensor([indices])), reference)
+
+    assert of([5, 4], [0, 1]) == {"error": 0, "loss": 0, "recall": 1}
+    assert of([5, 4], [1, 0])["error"] == 0.25
+    assert of([5, 3], [0, 2]) == {"error": 0, "loss": 0.25, "recall": 0.5}
+    check = retrieve.check_scores(reference, [0])
+    assert check((torch.tensor([[5.0, 4.0]]), torch.tensor([[0, 1]])))["exact"]
+    for scores, indices in (([5, 5], [0, 0]), ([5, float("nan")], [0, 1]), ([5, 3], [0, 2])):
+        assert check((torch.tensor([scores]).float(), torch.tensor([indices])))["failed"].startswith("wrong")
+
+
+def test_a_corpus_does_not_depend_on_its_size(monkeypatch):
+    monkeypatch.setattr(retrieve, "PART", 8)
+    D = retrieve.draw(20, "cpu")
+    assert torch.equal(D[:11], retrieve.draw(11, "cpu"))
+    assert not torch.equal(D[:8], D[8:16])
+    assert D.float().norm(dim=-1).sub(1).abs().max() < 0.01
+
+
+def test_records_of_searches(monkeypatch):
+    """What is found is checked; a contender that fails leaves its reason, and one that is wrong is not timed."""
+    for name, size in (("PEER_CHUNK", 7), ("TOP_K", 5), ("LQ", 4), ("LD", 12), ("DIMENSION", 16)):
+        monkeypatch.setattr(retrieve, name, size)
+    monkeypatch.setattr(retrieve, "_late", lambda Q, D, k: lambda: 1 / 0)
+    monkeypatch.setattr(
+        retrieve, "_flash", lambda Q, D, k: lambda: (torch.zeros(len(Q), k), torch.zeros(len(Q), k).long())
+    )
+    Q, D = retrieve.draw_queries(2, "cpu"), retrieve.draw(20, "cpu")
+    end = time.monotonic() + 60
+    record = retrieve.resident(Q, D, {"tflops": 1.0, "gbs": 1.0}, 2.0, 2, end)
+    entries = record["contenders"]
+    assert entries["lik_ops"]["exact"] and entries["lik_ops"]["recall"] == 1 and entries["lik_ops"]["rounds"] == 2
+    assert entries["lik_ops"]["of_read"] == 2 / entries["lik_ops"]["ms"]
+    assert entries["late-interaction-kernels"] == {"failed": "ZeroDivisionError: division by zero"}
+    assert entries["flash-maxsim"]["failed"].startswith("wrong")
+    assert not entries["eager"]["exact"]
+    assert record["operations"] == 2 * 2 * 4 * 20 * 12 * 16
+    expected = retrieve.lik_ops.retrieve(Q, D, 5)
+    host = {"pinned": D, "pageable": D.clone()}
+    entries = retrieve.streamed(Q, host, expected, 1.0, 2, end)["contenders"]
+    assert entries["lik_ops pinned"]["exact"] and entries["lik_ops pageable"]["exact"]
+    wrong = retrieve.streamed(Q, host, (expected[0], expected[1] + 1), 1.0, 2, end)["contenders"]
+    assert wrong["lik_ops pinned"]["failed"].startswith("wrong")
+    assert retrieve.on_disk(Q, D, expected, 1.0, 2, end)["contenders"]["lik_ops Corpus"]["exact"]
+
+
+def test_a_search_without_time_still_writes(monkeypatch, tmp_path):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["retrieve.py", "--device", "cpu", "--seconds", "0", "--out", str(out)])
+    retrieve.main()
+    records = json.loads(out.read_text())["records"]
+    assert [r["case"]["name"] for r in records] == [f"{kind} {n}" for kind, n in retrieve.PLAN]
+    assert all("no time left" in r["failed"] for r in records)
+
+
+def test_efficiency():
+    assert retrieve_gpus.efficiency(10, 5, 2) == 1
+    assert retrieve_gpus.efficiency(10, 10, 4) == 0.25
+
+
 # tables
 
 
@@ -148,6 +324,73 @@ def test_another_precision_is_not_compared():
     assert tables.cell(contenders["half"], best=2.0) == "1.0000 *"
     assert tables.cell(exact, best=2.0) == "**2.0000**"
     assert tables.cell(contenders["gone"], best=2.0) == "-"
+
+
+def written(directory: Path, name: str, records: list[dict], **settings) -> None:
+    versions = {"torch": "2.11.0", "late-interaction-kernels": "0.4.5"}
+    env = {"gpus": ["NVIDIA H200"], "versions": versions, "commit": "0123456789", "cpu": "", "threads": 1}
+    document = {"environment": env, "settings": settings, "records": records}
+    (directory / f"{name}.json").write_text(json.dumps(document))
+
+
+def test_tables_of_what_is_not_measured(tmp_path):
+    assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/ragged.py`)."
+    assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieve.py`)."
+
+
+def test_table_of_ragged_results(tmp_path):
+    case = dataclasses.asdict(ragged.CASES[0])
+    entries = {
+        "lik_ops": {"ms": 0.02, "exact": True, "peak_mb": 3.4, "host_us": 51.0},
+        "lik_ops padded": {"ms": 0.03, "exact": True},
+        "padded eager": {"ms": 0.05, "exact": False},
+        "flash-maxsim packed": {"failed": "why"},
+    }
+    record = {
+        "case": case,
+        "contenders": entries,
+        "dense_mean": {"ms": 0.016},
+        "ratio_to_dense": 1.234,
+        "of_floor": 0.5,
+    }
+    masks = {"no mask": {"ms": 0.02}, "holes": {"ms": 0.03}}
+    masked = {"case": dataclasses.asdict(ragged.MASKED[0]), "contenders": masks, "ratio_to_unmasked": {"holes": 1.5}}
+    gone = {"case": case, "contenders": {}, "failed": "no time left"}
+    written(tmp_path, "ragged", [masked, record, gone])
+    lines = tables.ragged(tmp_path).splitlines()
+    assert lines[0].startswith("NVIDIA H200, torch 2.11.0, late-interaction-kernels 0.4.5, commit 0123456.")
+    row = (
+        "| rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 0.0160 | 1.23 | 0.50 | 1.50x | - | - | - | 2.50x * | 3 | 51 |"
+    )
+    assert [line for line in lines if line.startswith("| rerank")] == [row]
+    assert lines[-1] == "| masked rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 1.50 | - |"
+
+
+def test_table_of_searches(tmp_path):
+    resident = retrieve.new_record("resident", 1, 1_000_000) | {"floor_ms": 10.5, "read_ms": 10.6}
+    ours = {"ms": 10.7, "of_floor": 0.9813, "of_read": 0.9907, "exact": True}
+    resident["contenders"] = {"lik_ops": ours, "eager": {"ms": 21.4, "exact": False}, "flash-maxsim": {"failed": "why"}}
+    streamed = retrieve.new_record("streamed", 16, 170_000) | {"floor_ms": 150.0}
+    streamed["contenders"] = {
+        "lik_ops pinned": {"ms": 160.0, "of_floor": 0.9375},
+        "lik_ops pageable": {"failed": "why"},
+    }
+    gone = {"case": {"name": "disk 1", "kind": "disk"}, "contenders": {}, "failed": "no time left"}
+    written(tmp_path, "retrieve", [resident, streamed, gone])
+    lines = tables.retrieve(tmp_path).splitlines()
+    assert lines[-3:] == [
+        "| on the GPU | 1 | 1,000,000 | 10.50 | 10.70 | 0.981 | 0.991 | 0.97 | - | - | 2.00x * |",
+        "| pinned | 16 | 170,000 | 150.00 | 160.00 | 0.938 | - | 0.9 | - | - | - |",
+        "| pageable | 16 | 170,000 | 150.00 | - | - | - |  | - | - | - |",
+    ]
+    record = retrieve.new_record("gpus", 64, 1_000_000)
+    record["contenders"] = {"lik_ops": {"ms": 65.0, "one_ms": 120.0, "efficiency": 0.923}}
+    failed = {"case": {"name": "gpus 1"}, "contenders": {"lik_ops": {"failed": "wrong"}}}
+    written(tmp_path, "retrieve_gpus", [record, failed], gpus=2)
+    text = tables.retrieve(tmp_path)
+    assert text.startswith("\n".join(lines))
+    assert text.splitlines()[-1] == "| 64 | 1,000,000 | 120.00 | 65.00 | 0.92 |"
+    assert "2 GPUs" in text
 
 
 # pictures

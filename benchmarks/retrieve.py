@@ -1,0 +1,410 @@
+"""How close does `lik_ops.retrieve` come to what this machine can do, beside the peers and chunked eager torch?
+
+    python benchmarks/retrieve.py [--only resident] [--documents 1000000] [--seconds 200] [--out FILE]
+    python benchmarks/retrieve.py --gpus [--out FILE]     # several GPUs: lik_ops.distributed.retrieve over NCCL
+
+Documents of 180 unit tokens, d 128, bf16, drawn on the GPU part by part, seeded; the best 100 of each query.
+
+- ``resident``: the corpus is on the GPU. ``floor`` is the larger of operations and bytes over the ceilings (a bf16
+  matrix product, a plain read of 4 GiB), ``read`` a kernel that only reads this corpus.
+- ``streamed``: the corpus is in host memory, pinned or pageable, or a `lik_ops.Corpus` on the disk (in the page cache
+  once it was read). ``floor`` is its bytes at the rate of copies from one pinned buffer, measured in the same run.
+- ``gpus``: a process for each GPU, each with the whole corpus, of which it searches its part; efficiency is the time of
+  one GPU over that of all, times their number.
+
+Times are of whole calls by the wall clock, from an idle device to an idle device: medians, contenders in turn. The
+corpus is many times the L2 cache, so nothing is flushed. Before it is timed, a contender is compared with fp32 scores
+of two queries and all documents; what is streamed or distributed must have the bits of the resident call. Documents
+that are nearly as good may change places in what computes in less precision: ``recall`` is the part of the true best
+that was found. The file is written anew after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import common
+import gpu
+import retrieve_gpus
+import torch
+from contenders import NOT_INSTALLED, PEERS, Contender, forget_tuning
+from torch import Tensor
+
+import lik_ops
+
+LQ, LD, DIMENSION, TOP_K, ITEMSIZE = 32, 180, 128, 100, 2
+PLAN = (  # the slowest last
+    ("resident", 1),
+    ("streamed", 1),
+    ("streamed", 16),
+    ("disk", 1),
+    ("resident", 64),
+    ("resident", 16),
+    ("resident", 256),
+)
+TUNED = (1, 64)  # queries that the peers tune their kernels for; 16 and 256 take what they have
+GOALS = {("resident", 1): 0.97, ("resident", 64): 0.90, ("streamed", 1): 0.90, ("streamed", 16): 0.90}
+PART = 20_000  # documents drawn at a time
+PEER_CHUNK = 50_000  # documents: below the 2^31 elements that late-interaction-kernels can address
+EAGER_BYTES = 2 * 2**30  # similarities of a chunk
+FIRST_CALL_SECONDS = 40
+CASE_SECONDS = 12  # of timed rounds
+WRONG, EXACT = 1e-2, 1e-5
+GIB = 2**30
+Best = tuple[Tensor, Tensor]
+
+
+def unit(*shape: int, generator: torch.Generator) -> Tensor:
+    x = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+    return x.div_(x.norm(dim=-1, keepdim=True))
+
+
+def draw(documents: int, device: str) -> Tensor:
+    """The corpus ``[documents, 180, 128]``; the first documents do not depend on how many there are."""
+    D = torch.empty((documents, LD, DIMENSION), dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for begin in range(0, documents, PART):
+        part = D[begin : begin + PART]
+        part.copy_(unit(PART, LD, DIMENSION, generator=generator)[: len(part)])
+    return D
+
+
+def draw_queries(count: int, device: str) -> Tensor:
+    return unit(count, LQ, DIMENSION, generator=torch.Generator(device).manual_seed(1))
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    gpu.synchronize()
+    start = time.perf_counter()
+    function()
+    gpu.synchronize()
+    return time.perf_counter() - start
+
+
+def compare(functions: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of each call, in up to `rounds` rounds that call each once; none begins after `seconds`, but two."""
+    end = time.monotonic() + seconds
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for done in range(rounds):
+        if done >= 2 and time.monotonic() > end:
+            break
+        for name, function in functions.items():
+            times[name].append(seconds_of(function) * 1e3)
+    return times
+
+
+# What is right
+
+
+def reference_scores(Q: Tensor, D: Tensor, part: int = 8192) -> Tensor:
+    """All scores in fp32, ``[Nq, Nd]``."""
+    each = [torch.einsum("isd,jtd->ijst", Q.float(), x.float()).amax(-1).sum(-1) for x in D.split(part)]
+    return torch.cat(each, dim=1)
+
+
+def checked_queries(Nq: int) -> list[int]:
+    return sorted({0, Nq - 1})
+
+
+def agreement(found: Best, reference: Tensor) -> dict[str, float]:
+    """How far the best documents ``[n, k]`` are from those of the scores `reference` ``[n, Nd]``.
+
+    ``error``: of the scores, relative. ``loss``: by how much the document at any place is worse than the one that
+    belongs there, relative. ``recall``: the part of the true best that was found.
+    """
+    scores, indices = found
+    best = reference.topk(scores.shape[1], dim=1)
+    if bool((indices.sort(dim=1).values.diff(dim=1) == 0).any()):
+        return {"error": float("nan"), "loss": float("nan"), "recall": float("nan")}  # a document twice
+    of_found = reference.gather(1, indices)
+    hits = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(indices, best.indices, strict=True))
+    return {
+        "error": float(((scores - of_found).abs() / of_found.abs()).max()),
+        "loss": float(((best.values - of_found.sort(dim=1, descending=True).values) / best.values.abs()).max()),
+        "recall": hits / indices.numel(),
+    }
+
+
+def same_bits(found: Best, expected: Best) -> bool:
+    a, b = (scores.view(torch.int32) for scores, _ in (found, expected))
+    return torch.equal(a, b) and torch.equal(found[1], expected[1])
+
+
+# Who is measured
+
+
+def eager_chunked(Q: Tensor, D: Tensor, k: int) -> Best:
+    """What one writes without a library: similarities chunk by chunk; documents on a CPU are copied first."""
+    chunk = max(1, EAGER_BYTES // (Q.shape[0] * Q.shape[1] * D.shape[1] * ITEMSIZE))
+    return best_of_chunks(lambda x: common.eager(Q, x), Q.device, D, k, min(chunk, PEER_CHUNK))
+
+
+def best_of_chunks(score: Callable[[Tensor], Any], device: torch.device, D: Tensor, k: int, chunk: int) -> Best:
+    each = [score(x.to(device, non_blocking=True)) for x in D.split(chunk)]
+    best = torch.cat(each, dim=1).topk(k, dim=1)
+    return best.values, best.indices
+
+
+def _late(Q: Tensor, D: Tensor, k: int) -> Contender:
+    try:
+        from late_interaction_kernels import retrieve
+    except ImportError:
+        return NOT_INSTALLED
+    if D.device != Q.device:
+        return "documents on the device of the queries only"
+    return lambda: retrieve(Q, D, k, normalize=False, chunk=PEER_CHUNK)
+
+
+def _flash(Q: Tensor, D: Tensor, k: int) -> Contender:
+    try:
+        import flash_maxsim
+        from flash_maxsim.flash_maxsim_exp import flash_maxsim_streamed
+    except ImportError:
+        return NOT_INSTALLED
+    if D.device != Q.device:
+        if len(Q) > 1:
+            return "streams for one query"
+        return lambda: tuple(x[None] for x in flash_maxsim_streamed(Q[0], D).topk(k))
+    one = len(Q) == 1
+
+    def score(x: Tensor) -> Tensor:
+        return flash_maxsim.flash_maxsim(Q[0], x)[None] if one else flash_maxsim.flash_maxsim_batched(Q, x)
+
+    return lambda: best_of_chunks(score, Q.device, D, k, PEER_CHUNK)
+
+
+def others(Q: Tensor, D: Tensor, k: int) -> dict[str, Contender]:
+    found = {
+        "late-interaction-kernels": _late(Q, D, k),
+        "flash-maxsim": _flash(Q, D, k),
+        "eager": lambda: eager_chunked(Q, D, k),
+    }
+    if len(Q) in TUNED:
+        forget_tuning()
+    return found
+
+
+# Records
+
+
+def prepare(contender: Contender, check: Callable[[Best], dict], seconds: float) -> dict:
+    """Compile and check a contender; or say why there is nothing to time."""
+    if isinstance(contender, str):
+        return {"skipped": contender}
+    if seconds <= 0:
+        return {"skipped": "no time left"}
+    try:
+        found, first = gpu.first_call(contender, min(seconds, FIRST_CALL_SECONDS))
+        entry = check(found)  # type: ignore[arg-type]
+        del found
+        return entry if "failed" in entry else {**entry, "first_s": first, "peak_mb": gpu.peak_bytes(contender) / 2**20}
+    except (Exception, gpu.TooSlowError) as failure:
+        return {"failed": gpu.reason(failure)}
+
+
+def check_scores(reference: Tensor, rows: list[int]) -> Callable[[Best], dict]:
+    def check(found: Best) -> dict:
+        errors = agreement((found[0][rows], found[1][rows]), reference)
+        differences = errors["error"], errors["loss"]
+        if not all(x < WRONG for x in differences):
+            return {"failed": "wrong: " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items())}
+        return {**errors, "exact": all(x < EXACT for x in differences)}
+
+    return check
+
+
+def measure(
+    record: dict, found: Mapping[str, Contender], check: Mapping[str, Callable[[Best], dict]], rounds: int, end: float
+) -> dict:
+    """Add the contenders to a record that has its case and its floor. `check` of a name, or of ""."""
+    entries = {}
+    for name, contender in found.items():
+        entries[name] = prepare(contender, check.get(name, check[""]), end - time.monotonic())
+        torch.cuda.empty_cache()
+    ready = {n: f for n, f in found.items() if not isinstance(f, str) and "first_s" in entries[n]}
+    try:
+        times = compare(ready, rounds, min(CASE_SECONDS, max(0.0, end - time.monotonic())))
+    except Exception as failure:
+        times = {}
+        for name in ready:
+            entries[name] = {"failed": gpu.reason(failure)}
+    for name, each in times.items():
+        ms = statistics.median(each)
+        entries[name] |= {"ms": ms, "best_ms": min(each), "rounds": len(each), "of_floor": record["floor_ms"] / ms}
+        if "read_ms" in record:
+            entries[name]["of_read"] = record["read_ms"] / ms
+    return record | {"contenders": entries}
+
+
+def new_record(kind: str, Nq: int, Nd: int, k: int = TOP_K) -> dict:
+    case = {"name": f"{kind} {Nq}", "kind": kind, "Nq": Nq, "Nd": Nd, "Lq": LQ, "Ld": LD, "d": DIMENSION}
+    tokens = Nd * LD * DIMENSION
+    work = {"operations": 2 * Nq * LQ * tokens, "bytes": ITEMSIZE * tokens}
+    return {"case": {**case, "dtype": "bfloat16", "top_k": k}, **work, "goal": GOALS.get((kind, Nq))}
+
+
+def resident(Q: Tensor, D: Tensor, ceiling: dict[str, float], read_ms: float, rounds: int, end: float) -> dict:
+    k = min(TOP_K, len(D))
+    record = new_record("resident", len(Q), len(D), k)
+    record["floor_ms"] = max(record["operations"] / ceiling["tflops"] / 1e9, record["bytes"] / ceiling["gbs"] / 1e6)
+    record["read_ms"] = read_ms
+    rows = checked_queries(len(Q))
+    check = {"": check_scores(reference_scores(Q[rows], D), rows)}
+    found: dict[str, Contender] = {"lik_ops": lambda: lik_ops.retrieve(Q, D, k), **others(Q, D, k)}
+    return measure(record, found, check, rounds, end)
+
+
+def copy_gbs(host: Tensor, device: str) -> float:
+    """Gigabytes a second of copies from pinned host memory, of 1 GiB or what there is."""
+    source = host.flatten()[: GIB // host.element_size()]
+    target = torch.empty_like(source, device=device)
+    times = compare({"": lambda: target.copy_(source, non_blocking=True)}, 7, 5)[""]
+    return source.numel() * source.element_size() / statistics.median(times) / 1e6
+
+
+def streamed(Q: Tensor, host: Mapping[str, Tensor], expected: Best, gbs: float, rounds: int, end: float) -> dict:
+    """A corpus in host memory: pinned, and what else there is of it."""
+    pinned = host["pinned"]
+    k = min(TOP_K, len(pinned))
+    record = new_record("streamed", len(Q), len(pinned), k) | {"copy_gbs": gbs}
+    record["floor_ms"] = record["bytes"] / gbs / 1e6
+
+    def bits(found: Best) -> dict:
+        if not same_bits(found, expected):
+            return {"failed": "wrong: not the bits of the resident call"}
+        return {"exact": True}
+
+    def near(found: Best) -> dict:
+        error = common.relative_error(found[0], expected[0])
+        return {"error": error, "exact": error < EXACT} if error < WRONG else {"failed": f"wrong: error {error:.1e}"}
+
+    ours = {f"lik_ops {name}": partial(lik_ops.retrieve, Q, D, k, progress=False) for name, D in host.items()}
+    return measure(record, {**ours, **others(Q, pinned, k)}, {"": near, **dict.fromkeys(ours, bits)}, rounds, end)
+
+
+def on_disk(Q: Tensor, pinned: Tensor, expected: Best, gbs: float, rounds: int, end: float) -> dict:
+    k = min(TOP_K, len(pinned))
+    record = new_record("disk", len(Q), len(pinned), k) | {"copy_gbs": gbs}
+    record["floor_ms"] = record["bytes"] / gbs / 1e6
+    with tempfile.TemporaryDirectory() as path:
+        corpus = lik_ops.Corpus.create(path, DIMENSION, torch.bfloat16)
+        for part in pinned.split(5000):
+            corpus.append(part.flatten(0, 1), lengths=[LD] * len(part))
+
+        def near(found: Best) -> dict:  # packed documents are scored by another kernel
+            error = common.relative_error(found[0], expected[0])
+            if not error < WRONG:
+                return {"failed": f"wrong: error {error:.1e}"}
+            return {"error": error, "exact": error < EXACT, "same_bits": same_bits(found, expected)}
+
+        found: dict[str, Contender] = {"lik_ops Corpus": lambda: lik_ops.retrieve(Q, corpus, k, progress=False)}
+        return measure(record, found, {"": near}, rounds, end)
+
+
+def report(record: dict) -> None:
+    case = record["case"]
+    print(f"{case['name']} x {case['Nd']}: floor {record['floor_ms']:.3f} ms", end="")
+    print(f", read {record['read_ms']:.3f} ms" if "read_ms" in record else "", f"(goal {record['goal']})")
+    for name, r in record["contenders"].items():
+        more = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in r.items())
+        print(f"  {name:26} {more}", flush=True)
+
+
+class Run:
+    """The corpora that cases share, each made when it is first needed."""
+
+    def __init__(self, args: argparse.Namespace, end: float) -> None:
+        self.args, self.end, self.device = args, end, args.device
+        self.timer = gpu.Timer(args.rounds) if self.device == "cuda" else None
+        self.ceiling = gpu.ceilings(self.timer) if self.timer else {"tflops": 1.0, "gbs": 1.0}
+
+    @cached_property
+    def D(self) -> Tensor:
+        return draw(max(self.args.documents, self.args.streamed_documents), self.device)
+
+    @cached_property
+    def read_ms(self) -> float:
+        words = self.D[: self.args.documents].view(torch.int32).view(-1)
+        timer = self.timer
+        return timer(lambda: timer.read(words)) if timer else 1.0
+
+    @cached_property
+    def pinned(self) -> Tensor:
+        some = self.D[: self.args.streamed_documents]
+        return torch.empty(some.shape, dtype=some.dtype, pin_memory=self.device == "cuda").copy_(some)
+
+    @cached_property
+    def copy_gbs(self) -> float:
+        return copy_gbs(self.pinned, self.device)
+
+    @cached_property
+    def pageable(self) -> Tensor:
+        return torch.empty(self.pinned.shape, dtype=self.pinned.dtype).copy_(self.pinned)
+
+    def found_by_resident(self, Q: Tensor, documents: int) -> Best:
+        return lik_ops.retrieve(Q, self.D[:documents], min(TOP_K, documents))
+
+    def resident(self, Nq: int) -> dict:
+        Q, D = draw_queries(Nq, self.device), self.D[: self.args.documents]
+        return resident(Q, D, self.ceiling, self.read_ms, self.args.rounds, self.end)
+
+    def streamed(self, Nq: int) -> dict:
+        Q, host = draw_queries(Nq, self.device), {"pinned": self.pinned, "pageable": self.pageable}
+        expected = self.found_by_resident(Q, len(self.pinned))
+        return streamed(Q, host, expected, self.copy_gbs, self.args.rounds, self.end)
+
+    def disk(self, Nq: int) -> dict:
+        Q, pinned = draw_queries(Nq, self.device), self.pinned[: self.args.disk_documents]
+        expected = self.found_by_resident(Q, len(pinned))
+        return on_disk(Q, pinned, expected, self.copy_gbs, self.args.rounds, self.end)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=1_000_000, help="on the GPU (default 1000000, 46 GB)")
+    parser.add_argument("--streamed-documents", type=int, default=170_000, help="in host memory (default 170000, 8 GB)")
+    parser.add_argument("--disk-documents", type=int, default=20_000, help="on the disk (default 20000, 1 GB)")
+    parser.add_argument("--rounds", type=int, default=11, help="timed calls of each contender (default 11)")
+    parser.add_argument("--only", default="", help="cases whose name contains this (resident, streamed, disk)")
+    parser.add_argument("--seconds", type=float, default=200, help="start nothing after this time (default 200)")
+    parser.add_argument("--gpus", action="store_true", help="a process for each GPU instead, over NCCL")
+    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works (--gpus: over gloo)")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/retrieve[_gpus].json)")
+    args = parser.parse_args()
+    start = time.monotonic()
+    if args.gpus:
+        retrieve_gpus.run(args)
+        return
+    settings: dict = {"rounds": args.rounds}
+    records: list[dict] = []
+    path = args.out
+    run = Run(args, start + args.seconds)
+    settings["ceilings"] = run.ceiling
+    print(", ".join(f"{name} {value:.4g}" for name, value in run.ceiling.items()), flush=True)
+    for kind, Nq in PLAN:
+        name = f"{kind} {Nq}"
+        if args.only not in name:
+            continue
+        try:
+            if time.monotonic() > run.end:
+                raise TimeoutError("no time left")
+            with torch.no_grad():
+                records.append(getattr(run, kind)(Nq))
+            report(records[-1])
+        except Exception as failure:
+            records.append({"case": {"name": name, "kind": kind}, "contenders": {}, "failed": gpu.reason(failure)})
+            print(f"{name}: {gpu.reason(failure)}", flush=True)
+        settings["seconds"] = time.monotonic() - start
+        path = common.write("retrieve", records, *PEERS, path=args.out, **settings)
+    print(f"{time.monotonic() - start:.0f} s; wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,10 @@ class Place:
     def use(self) -> contextlib.AbstractContextManager:
         return lik_ops.use_backend(self.backend)
 
+    def some_dtypes(self, n: int) -> tuple[torch.dtype, ...]:
+        """All of them; in the interpreter, which takes minutes for what others do in one second, one, by turns."""
+        return (self.dtypes[n % len(self.dtypes)],) if self.backend == "triton" else self.dtypes
+
 
 PORTABLE = Place("portable", "cpu", "portable", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 # Triton's interpreter multiplies bf16 wrongly; it has no fp64 because the kernels have none.

@@ -131,6 +131,20 @@ def test_the_order_of_special_values(device, dtype, values, k, cut):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(n=st.integers(0, 3000), k=st.integers(0, 12), kinds=st.integers(1, 7), seed=st.integers(0, 99))
+def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n, k, kinds, seed):
+    torch.manual_seed(seed)
+    special = torch.tensor([float("nan"), float("-inf"), -0.0, 0.0, 1.0, float("inf")], dtype=dtype)
+    values = torch.cat([torch.randn(1, dtype=dtype), special])[:kinds]
+    scores = torch.where(torch.rand(3, n) < 0.5, values[torch.randint(kinds, (3, n))], torch.randn(3, n).to(dtype))
+    scores = scores.to(device)
+    found, expected = topk.first(scores, k), topk._first(scores, k)
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nan_comes_first_and_documents_without_tokens_last(device):
     D = torch.ones(6, 2, 4, device=device)
     D[3, 1, 0] = math.nan

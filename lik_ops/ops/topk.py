@@ -26,6 +26,8 @@ MiB = 1 << 20
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
 _BYTES_PER_SCORE = 32
 _LOW = (1 << 32) - 1
+_BLOCK = 64  # columns of which `first` looks at the maximum alone
+_MOST_BLOCKS = 4  # for each score that is kept, or looking at maxima first is no less work
 
 Best = tuple[Tensor, Tensor]
 """Scores and document indices ``[Nq, k]``, the best first."""
@@ -41,7 +43,25 @@ def _ordered(scores: Tensor) -> Tensor:
 
 
 def first(scores: Tensor, top_k: int) -> Best:
-    """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column."""
+    """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column.
+
+    Of many columns only those are ordered that can be among the best: the k best scores lie in the k blocks with the
+    best maxima, blocks of equal maxima by column, as each of k such blocks has a score that comes before all of another.
+    """
+    blocks = scores.shape[1] // _BLOCK
+    if _MOST_BLOCKS * top_k >= blocks:
+        return _first(scores, top_k)
+    whole = scores[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
+    best = _first(whole.amax(dim=2), top_k)[1].sort(dim=1).values  # ascending: equal scores stay by column
+    lane = torch.arange(_BLOCK, device=scores.device)
+    rest = torch.arange(blocks * _BLOCK, scores.shape[1], device=scores.device)
+    columns = torch.cat([(best[:, :, None] * _BLOCK + lane).flatten(1), rest.expand(scores.shape[0], -1)], dim=1)
+    values, at = _first(scores.gather(1, columns), top_k)
+    return values, columns.gather(1, at)
+
+
+def _first(scores: Tensor, top_k: int) -> Best:
+    """`first`, with all columns in order."""
     k = min(top_k, scores.shape[1])
     ordered = _ordered(scores)
     if ordered.dtype == torch.int64:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops import topk
 from .corpus import Corpus
 
-_LARGEST_PART = 256 << 20
+_LARGEST_PART = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
 _CPU_PART = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway
 
 

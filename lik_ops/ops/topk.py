@@ -46,7 +46,7 @@ def first(scores: Tensor, top_k: int) -> Best:
     """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column.
 
     Of many columns only those are ordered that can be among the best: the k best scores lie in the k blocks with the
-    best maxima, blocks of equal maxima by column, as each of k such blocks has a score that comes before all of another.
+    best maxima (of equal ones, the first), as each of k such blocks has a score that comes before all of another.
     """
     blocks = scores.shape[1] // _BLOCK
     if _MOST_BLOCKS * top_k >= blocks:

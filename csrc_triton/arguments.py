@@ -55,7 +55,8 @@ class Terms(NamedTuple):
     queries: Any
     query_scales: Any
     document_scales: Any
-    room: Any
+    query_room: Any
+    document_room: Any
 
 
 class Segments(NamedTuple):

@@ -60,7 +60,7 @@ def _similarities(q, pointers, row_ok, base, tiles, terms, first_row, t, Q, D, d
     if terms is not None:
         scale = tl.load(terms.document_scales + first_row + tl.arange(0, C.BN))
         plain = scale > 0
-        S = split_product(q, (tiles.load([first_row, 0]), tiles.load([first_row + terms.room, 0])), C)
+        S = split_product(q, (tiles.load([first_row, 0]), tiles.load([first_row + terms.document_room, 0])), C)
     elif C.SPLIT:
         x, scale, plain, _ = split(_document_tile(base, tiles, first_row, t, tl.arange(0, C.BD), 0, d, D, C))
         S = split_product(q, x, C)

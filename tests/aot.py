@@ -153,7 +153,7 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     terms: object = "constexpr"
     if case.split:
         tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
-        terms = Terms("*fp16", "*fp32", "*fp32", "i32")
+        terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
     argmax = "*i16" if case.argmax else "constexpr"
     if case.ragged:
         segments = Segments("*i64", "*i64", "*i64", "*i64" if case.pairs else "constexpr")

@@ -18,6 +18,8 @@ def _matrix_unit(case: Case, name: str) -> str:
         return "mma.sync"  # one small product for each document, which writes zeros most of the time
     if case.kernel == DOCUMENTS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
+    if case.kernel == DOCUMENTS and case.dtype == torch.float32 and name == "sm_90":
+        return "mma.sync"  # tokens are the rows, 16 of them
     return MATRIX_UNIT.get(name, "mma.sync")
 
 

@@ -64,7 +64,7 @@ def grad_documents(
     wide_unit = wgmma or arch.name == "sm_100"  # takes 64 features of half types or more
     if not vectors:
         BD = min(BD, 64 if half and wide_unit else 32)
-    BM, BN = (64 if wgmma else 32, 16) if half else (16, 64)
+    BM, BN = (64 if wgmma else 32, 16) if half else (32, 16) if wgmma else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
     config = Config(
@@ -86,6 +86,8 @@ def grad_documents(
         stages = 1 if arch.is_amd or not vectors else 3
         warps = 8 if wide_unit and not vectors else 4
         return Launch(config, num_warps=warps, num_stages=stages, max_registers=168 if plain else 255)
+    if wgmma:
+        return Launch(config, num_warps=4, num_stages=2 if vectors else 1, max_registers=255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 

@@ -27,7 +27,7 @@ _ROWS = 32  # of a program of `split_tokens`
 
 
 def _room(config: Config) -> int:
-    """Rows of which the workspace holds both terms."""
+    """Rows of which a workspace holds both terms, at most."""
     return _BYTES // (4 * config.BD) // 16 * 16
 
 
@@ -39,8 +39,7 @@ class SplitPlan(Plan):
         self.launch, self.config = launch, launch.config
         self.options = launch.options(architecture(Q.device))
         Nq, K, _, Ld = self.sizes
-        self.room = _room(self.config)
-        chunk = self.room // Ld
+        chunk = _room(self.config) // Ld
         self.chunk = chunk if chunk < 16 else chunk // 16 * 16  # then every chunk of scores, winners, mask is aligned
         checked_grid(launch.programs(Nq, min(self.chunk, K)))
         _log.debug("maxsim_forward on split tokens for %s: %s", self.sizes, launch)
@@ -58,11 +57,12 @@ class SplitPlan(Plan):
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
         scores = torch.empty(self.scores_shape, dtype=torch.float32, device=self.device)
-        queries, query_scales = self._workspace()
-        documents, document_scales = self._workspace()
+        Nq, K, Lq, Ld = self.sizes
+        queries, query_scales = self._workspace(Nq * Lq)
+        documents, document_scales = self._workspace(min(self.chunk, K) * Ld)
         C = self.config
         tiles = TensorDescriptor(documents, list(documents.shape), [C.BD, 1], [C.BN, C.BD])
-        terms = Terms(queries, query_scales, document_scales, self.room)
+        terms = Terms(queries, query_scales, document_scales, *(len(t) for t in (query_scales, document_scales)))
         with on_device(self.device):
             self._split(Q, queries, query_scales)
             for k in range(0, self.sizes.K, self.chunk):
@@ -76,16 +76,16 @@ class SplitPlan(Plan):
                 launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
         return scores.view(shape)
 
-    def _workspace(self) -> tuple[Tensor, Tensor]:
+    def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Rows hi above rows lo, and scales."""
         return (
-            torch.empty((2 * self.room, self.config.BD), dtype=torch.float16, device=self.device),
-            torch.empty(self.room, dtype=torch.float32, device=self.device),
+            torch.empty((2 * rows, self.config.BD), dtype=torch.float16, device=self.device),
+            torch.empty(rows, dtype=torch.float32, device=self.device),
         )
 
     def _split(self, X: Tensor, terms: Tensor, scales: Tensor) -> None:
         rows, L = X.shape[0] * X.shape[1], X.shape[1]
-        args = (documents_of(X, None), terms, scales, rows, L, self.room, self.d, self.config._replace(BM=_ROWS))
+        args = (documents_of(X, None), terms, scales, rows, L, len(scales), self.d, self.config._replace(BM=_ROWS))
         launcher.launch(fp32_kernels.split_tokens, (configs.cdiv(rows, _ROWS),), args, {"num_warps": 4})
 
 

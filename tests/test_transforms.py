@@ -6,27 +6,15 @@ import warnings
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
 from lik_ops import reference
 from lik_ops.ops import batching
 
+from .support import Calls
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, Nq, K, Lq, Ld, d = 3, 2, 4, 5, 6, 8
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls that reach an operator below all transforms."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lik":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

@@ -129,6 +129,12 @@ def check_ragged_functions(mesh, device: str) -> None:
         "candidates": (lik_ops.maxsim_candidates_varlen, (offsets[chosen], lengths[chosen]), {"cu_seqlens_q": cu_q}),
         "pairs": (lik_ops.maxsim_pair_list, (pairs,), {"cu_seqlens_q": cu_q, "cu_seqlens_d": cu_d, "max_seqlen_q": 4}),
     }
+    try:
+        lik_ops.maxsim_varlen(place(Q[None], mesh, [Replicate()]), D, None, cu_d)
+    except RuntimeError as error:
+        assert "mixed torch.Tensor and DTensor" in str(error)
+    else:
+        raise AssertionError("a DTensor beside plain tensors: expected a RuntimeError")
     for name, (function, lists, options) in calls.items():
         of_lists = {"varlen": Replicate(), "candidates": Shard(1), "pairs": Shard(0)}[name]
         plain = [Q.detach().requires_grad_(), D.detach().requires_grad_()]

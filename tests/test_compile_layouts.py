@@ -12,6 +12,8 @@ from .ragged import DEVICES, same_bits
 from .test_ragged_stack import FUNCTIONS, arguments, finite
 
 MODES = ["default", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("reduce-overhead", "max-autotune"))]
+BACKWARDS = [name for name in OPERATORS if "_bwd" in name]
+OTHERS = [name for name in OPERATORS if name not in (*BACKWARDS, "maxsim_packaged")]
 LENGTHS = ((3, 1, 7), (5, 2, 8, 1)), ((2, 9, 0, 30), (1, 40, 6, 0, 3, 11))
 
 
@@ -57,9 +59,9 @@ def test_retrieval_in_every_mode(packed, mode, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "maxsim_packaged"])
+@pytest.mark.parametrize("name", BACKWARDS + [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
 def test_every_operator_in_every_mode(name, mode, device):
-    """Backward operators too; ``maxsim_packaged`` only exists in packages."""
+    """``maxsim_packaged`` only exists in packages."""
     op = getattr(torch.ops.lik, name).default
     compiled = torch.compile(lambda *args: op(*args), mode=mode, dynamic=True, fullgraph=True)
     for sizes in ((3, 5, 4, 6), (2, 9, 31, 70)):

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("error:.*batching rule.*")
 B, Nq, Nd, K, P, Tq, Td, d = 3, 3, 4, 2, 5, 9, 14, 8
 LONGEST = 6
 NAMES = ("Q", "D", "cu_seqlens_q", "d_offsets", "d_lengths", "pairs", "q_mask", "d_mask", "q_weight")
+ALL = (True, True, True)
 fwd, bwd = torch.ops.lik.maxsim_ragged_fwd, torch.ops.lik.maxsim_ragged_bwd
 
 
@@ -81,24 +82,24 @@ def test_vmap_over_any_tensors_is_one_call_with_the_same_bits(kind, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmapped_backwards(kind, device):
+    """Of each sample's own upstream gradients, and of one that all share."""
     for batched in subsets(kind, 10):
         args, in_dims = arguments(kind, batched, device)
         scores, argmax = torch.vmap(lambda *t: fwd(*t, True, torch.int16, LONGEST, "auto"), in_dims)(*args)
         upstream = torch.randn_like(scores)
-        for needs in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
-            for shared in (False, True):  # upstream gradients, as far as scores differ at all
+        for needs, shared in ((ALL, False), (ALL, True), ((True, False, False), False), ((False, True, False), False)):
 
-                def call(g, *rest, needs=needs):
-                    *tensors, winners = rest
-                    return bwd(g, *tensors, winners, True, False, needs)
+            def call(g, *rest, needs=needs):
+                *tensors, winners = rest
+                return bwd(g, *tensors, winners, True, False, needs)
 
-                g, dim = (upstream[0], None) if shared else (upstream, 0)
-                dims = dim, *in_dims, 0
-                with Calls() as calls:
-                    actual = torch.vmap(call, dims)(g, *args, argmax)
-                assert calls.names == ["maxsim_ragged_bwd"]
-                for a, e in zip(actual, one_by_one(call, (g, *args, argmax), dims), strict=True):
-                    torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+            g, dim = (upstream[0], None) if shared else (upstream, 0)
+            dims = dim, *in_dims, 0
+            with Calls() as calls:
+                actual = torch.vmap(call, dims)(g, *args, argmax)
+            assert calls.names == ["maxsim_ragged_bwd"]
+            for a, e in zip(actual, one_by_one(call, (g, *args, argmax), dims), strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_that_copies_too_much_is_computed_one_by_one(monkeypatch):

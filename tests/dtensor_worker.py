@@ -72,6 +72,92 @@ def check(mesh, case: str, candidates: bool, options: bool, with_argmax: bool, d
         torch.testing.assert_close(g.full_tensor(), e, msg=lambda m: f"{name}: {m}")
 
 
+def ragged(kind: str, options: bool, device: str) -> list:
+    """Arguments of `lik::maxsim_ragged_fwd` up to the weights; of seven documents, five candidates or five pairs."""
+    lengths = torch.tensor([3, 5, 0, 6, 1, 4, 2])
+    offsets, pairs = lengths.cumsum(0) - lengths, None
+    generator = torch.Generator().manual_seed(0)
+    Q, D = (torch.randn(n, d, generator=generator) for n in (9, int(lengths.sum())))
+    cu_seqlens_q = torch.tensor([0, 2, 5, 9])
+    if kind == "candidates":
+        chosen = torch.randint(0, 7, (3, 5), generator=generator)
+        offsets, lengths = offsets[chosen], lengths[chosen]
+    if kind == "pairs":
+        pairs = torch.stack([torch.randint(0, n, (5,), generator=generator) for n in (3, 7)], 1)
+    masks = [torch.rand(x.shape[0], generator=generator) > 0.3 for x in (Q, D)] if options else [None, None]
+    weight = torch.rand(9, generator=generator) if options else None
+    args = [Q, D, cu_seqlens_q, offsets, lengths, pairs, *masks, weight]
+    return [None if x is None else x.to(device) for x in args]
+
+
+def ragged_step(args: list, options: bool) -> list:
+    leaves = [args[i].requires_grad_() for i in (0, 1, 8) if args[i] is not None]
+    scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*args, options, torch.int32, 4, "auto")
+    finite = torch.where(scores.isfinite(), scores, 0)
+    return [scores.detach(), argmax, *torch.autograd.grad((finite * finite).sum() / 2, leaves)]
+
+
+def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
+    """Nothing, the lists, and what cannot be sharded: tokens with their masks are gathered first."""
+    expected = ragged_step(ragged(kind, options, device), options)
+    lists = {"cross": (3, 4), "candidates": (3, 4), "pairs": (5,)}[kind]
+    for sharded in ((), lists, (0, 1, 6, 7, 8), (2,)):
+        args = ragged(kind, options, device)
+        of_lists = Shard(1) if kind == "candidates" else Shard(0)
+        for i, x in enumerate(args):
+            placement = Replicate() if i not in sharded else of_lists if i in lists else Shard(0)
+            args[i] = place(x, mesh, [placement])
+        found = ragged_step(args, options)
+        name = f"ragged {kind}, options {options}, sharded {sharded}"
+        if sharded == lists:
+            scores = Shard(0) if kind == "pairs" else Shard(1)
+            assert found[0].placements == (scores,) and found[1].placements == (Shard(0),), name
+        for n, (x, e) in enumerate(zip(found, expected, strict=True)):
+            if n < 2:
+                assert torch.equal(x.full_tensor(), e), f"{name}: other bits than one process"
+            else:
+                torch.testing.assert_close(x.full_tensor(), e, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_ragged_functions(mesh, device: str) -> None:
+    """The functions of packed tokens, with what they are given as DTensors; gradients too."""
+    Q, D, cu_q, offsets, lengths, pairs, *_ = ragged("pairs", False, device)
+    cu_d = torch.cat([offsets, offsets[-1:] + lengths[-1:]])
+    chosen = torch.tensor([[1, 3, 0], [4, 4, 5], [6, 3, 1]], device=device)
+    calls = {
+        "varlen": (lik_ops.maxsim_varlen, (cu_q, cu_d), {}),
+        "candidates": (lik_ops.maxsim_candidates_varlen, (offsets[chosen], lengths[chosen]), {"cu_seqlens_q": cu_q}),
+        "pairs": (lik_ops.maxsim_pair_list, (pairs,), {"cu_seqlens_q": cu_q, "cu_seqlens_d": cu_d, "max_seqlen_q": 4}),
+    }
+    try:
+        lik_ops.maxsim_varlen(place(Q[None], mesh, [Replicate()]), D, None, cu_d)
+    except RuntimeError as error:
+        assert "mixed torch.Tensor and DTensor" in str(error)
+    else:
+        raise AssertionError("a DTensor beside plain tensors: expected a RuntimeError")
+    for name, (function, lists, options) in calls.items():
+        of_lists = {"varlen": Replicate(), "candidates": Shard(1), "pairs": Shard(0)}[name]
+        plain = [Q.detach().requires_grad_(), D.detach().requires_grad_()]
+        sharded = [place(x.detach(), mesh, [Replicate()]).requires_grad_() for x in plain]
+        expected = function(*plain, *lists, **options)
+        whole = {k: place(v, mesh, [Replicate()]) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        found = function(*sharded, *(place(x, mesh, [of_lists]) for x in lists), **whole)
+        assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), expected), name
+        keep = expected.isfinite()
+        grads = torch.autograd.grad(torch.where(keep, expected, 0).sum(), plain)
+        found = torch.where(place(keep, mesh, [Replicate()]), found, 0).sum()
+        for g, e in zip(torch.autograd.grad(found, sharded), grads, strict=True):
+            torch.testing.assert_close(g.full_tensor(), e, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_compiled_ragged(mesh, device: str) -> None:
+    Q, D, cu_q, *_ = ragged("cross", False, device)
+    cu_d = torch.tensor([0, 3, 8, 8, 14, 15, 19, 21], device=device)
+    args = [place(x, mesh, [Replicate()]) for x in (Q, D, cu_q, cu_d)]
+    compiled = torch.compile(lik_ops.maxsim_varlen, backend="aot_eager", fullgraph=True)(*args)
+    assert torch.equal(compiled.full_tensor(), lik_ops.maxsim_varlen(Q, D, cu_q, cu_d))
+
+
 def main() -> None:
     backend, device = sys.argv[1:]
     dist.init_process_group(backend)
@@ -79,10 +165,14 @@ def main() -> None:
         torch.cuda.set_device(dist.get_rank())
     try:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
+        check_ragged_functions(mesh, device)  # first: the rules are there without any other call
         for case in ("replicated", "queries", "documents", "both", "tokens"):
             for candidates in (False, True):
                 for options in (False, True):
                     check(mesh, case, candidates, options, options and case == "queries", device)
+        for kind in ("cross", "candidates", "pairs"):
+            for options in (False, True):
+                check_ragged(mesh, kind, options, device)
         Q, D, *_ = tensors(False, False, device)
         sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
         for shape in ((2, 1), (1, 2)):
@@ -100,6 +190,7 @@ def main() -> None:
                 assert found.placements == (of_queries,) and torch.equal(found.full_tensor(), expected)
         compiled = torch.compile(lik_ops.maxsim, backend="aot_eager", fullgraph=True)(*sharded)
         assert torch.equal(compiled.full_tensor(), lik_ops.maxsim(Q, D))
+        check_compiled_ragged(mesh, device)
     finally:
         dist.destroy_process_group()
     print("all equal", flush=True)

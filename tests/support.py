@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
 from lik_ops import reference
@@ -329,3 +330,16 @@ def assert_gradients(p: Problem, x: Inputs, actual: list[Tensor], expected: list
         bound = gradient_tolerance(leaf.dtype) * e.scale
         assert float(error.max()) <= bound, f"{p}: worst gradient error {float(error.max())}, bound {bound}"
         assert p.normalize or bool((a[e.flow == 0] == 0).all()), f"{p}: gradient where nothing won"
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls that reach an operator below all transforms."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "lik":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))

@@ -188,6 +188,34 @@ def test_tensors_that_are_not_plain_memory_take_the_long_way():
     assert torch.equal(lik_ops.maxsim(torch._efficientzerotensor(2, 3, 4), D), torch.zeros(2, 5))
     with torch._subclasses.FakeTensorMode():
         assert short(torch.empty(2, 3, 4), torch.empty(5, 6, 4)) is None
+    assert short(torch.nested.nested_tensor([Q[0], Q[1]]), D) is None  # strided, and of type Tensor
+    mask, weight = torch.ones(5, 6, dtype=torch.bool), torch.ones(2, 3)
+    assert short(Q, D, d_mask=mask, q_weight=weight) is not None
+    assert short(Q, D, d_mask=mask.as_subclass(Wrapped)) is None
+    assert short(Q, D, q_mask=mask[:2, :3].to("meta")) is None
+    assert short(Q, D, q_weight=torch._neg_view(weight)) is None
+
+
+def test_each_kind_of_watcher_is_enough():
+    """One at a time: what is left of the guard without any of its conditions would let the call through."""
+    Q, D = inputs()
+    ways = []
+    torch.func.functionalize(lambda q: ways.append(short(q, D)) or q + 1)(Q)
+    with forward_ad.dual_level():  # though nothing carries a tangent
+        ways.append(short(Q, D))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        ways.append(short(Q, D))
+    with torch.autograd.profiler.profile():
+        ways.append(short(Q, D))
+    for mode in (Seen(), FunctionSeen(), torch.device("cpu")):
+        with mode:
+            ways.append(short(Q, D))
+    with torch._C._AutoDispatchBelowAutograd():  # nothing may be recorded here
+        ways.append(short(Q.requires_grad_(), D))
+    assert ways == [None] * 8
+    for option in ({"normalize": 1}, {"recompute": 0}, {"backward": None}):  # left to the operator's errors
+        assert short(Q, D, **option) is None
+    assert short(Q, D) is not None
 
 
 def test_compiled_callers_keep_the_operator():

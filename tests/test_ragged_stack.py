@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.export import Dim
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lik_ops
 
 from .ragged import DEVICES, build, same_bits
+from .support import Calls
+from .test_stack import Wrapper
 
 Nq, Nd, d = 3, 4, 8
 
@@ -330,6 +334,54 @@ def test_autocast_takes_the_dtype_of_the_region(device):
         scores = varlen(Q, D.bfloat16(), cu_q, cu_d, w.bfloat16())
     expected = varlen(Q.bfloat16(), D.bfloat16(), cu_q, cu_d, w.bfloat16().float())
     torch.testing.assert_close(scores, expected)
+
+
+def test_profiles_and_subclasses_see_the_operators():
+    Q, D, cu_q, cu_d, w = arguments(grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        finite(varlen(Q, D, cu_q, cu_d, w)).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {"lik::maxsim_ragged_fwd", "lik::maxsim_ragged_bwd"} <= names
+    Wrapper.seen = ()
+    wrapped = varlen(Wrapper(Q.detach()), Wrapper(D.detach()), cu_q, cu_d, w.detach())
+    assert type(wrapped) is Wrapper
+    same_bits(wrapped.inner, varlen(Q, D, cu_q, cu_d, w).detach())
+    assert [name for name in Wrapper.seen if name.startswith("lik")] == ["lik.maxsim_ragged_fwd.default"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads(device):
+    args = arguments(device=device, grad=True)
+    leaves = args[0], args[1], args[4]
+
+    def step(_=None):
+        scores = varlen(*args)
+        return [scores.detach(), *torch.autograd.grad(finite(scores).sum(), leaves)]
+
+    expected = step()
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(step, range(80)):
+            for a, e in zip(found, expected, strict=True):
+                same_bits(a, e)
+
+
+def test_a_checkpoint_policy_can_keep_the_scores():
+    Q, D, cu_q, cu_d, w = arguments(grad=True)
+
+    def policy(ctx, op, *args, **kwargs):
+        keep = op == torch.ops.lik.maxsim_ragged_fwd.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q, x):
+        return finite(varlen(q.sin(), x, cu_q, cu_d, w)).sum()
+
+    expected = torch.autograd.grad(block(Q, D), (Q, D))
+    for options, times in (({}, 2), ({"context_fn": lambda: create_selective_checkpoint_contexts(policy)}, 1)):
+        with Calls() as calls:
+            grads = torch.autograd.grad(checkpoint(block, Q, D, use_reentrant=False, **options), (Q, D))
+        assert calls.names.count("maxsim_ragged_fwd") == times
+        for a, e in zip(grads, expected, strict=True):
+            same_bits(a, e)
 
 
 # Helpers.

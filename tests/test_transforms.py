@@ -6,27 +6,15 @@ import warnings
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
 from lik_ops import reference
 from lik_ops.ops import batching
 
+from .support import Calls
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, Nq, K, Lq, Ld, d = 3, 2, 4, 5, 6, 8
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls that reach an operator below all transforms."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lik":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -274,3 +262,36 @@ def test_autocast_of_another_device_changes_nothing():
         warnings.simplefilter("ignore")  # no GPU here
         with torch.autocast("cuda", torch.bfloat16):
             assert torch.equal(lik_ops.maxsim(Q, D), expected)
+
+
+def test_compiled_func_transforms_raise():
+    Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
+    compiled = torch.compile(
+        lambda q: grad(lambda x: lik_ops.maxsim(x, D).sum())(q), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(
+        Exception, match=r"torch\.func cannot differentiate .* call lik_ops\.maxsim outside compiled code"
+    ):
+        compiled(Q)
+    torch.compiler.reset()
+
+
+def test_the_raw_operator_takes_one_dtype_only():
+    Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d).bfloat16()
+    for enabled in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+            pytest.raises(TypeError, match="D: expected the dtype"),
+        ):
+            torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto")
+
+
+def test_the_raw_operator_drops_tangents():
+    """As all of torch's custom operators do. If this fails, torch has changed: docs/pytorch.md says otherwise."""
+    Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(Q, torch.ones_like(Q))
+        scores, _ = torch.ops.lik.maxsim_fwd(dual, D, None, None, None, False, None, "auto")
+        assert torch.autograd.forward_ad.unpack_dual(scores).tangent is None
+        with pytest.raises(NotImplementedError, match="no forward-mode AD"):
+            torch.ops.lik.maxsim(dual, D)

@@ -13,6 +13,7 @@ from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import argmax_dtype_for, score_dtype
 from ..backends.ragged import Ragged
+from . import batching_ragged, flops
 from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_backward, check_ragged, score_sizes
 
 _TENSORS = (
@@ -205,3 +206,7 @@ def _no_double_backward(ctx, *grads):
 
 
 maxsim_ragged_bwd.register_autograd(_no_double_backward)
+
+maxsim_ragged_fwd.register_vmap(batching_ragged.forward)
+maxsim_ragged_bwd.register_vmap(batching_ragged.backward)
+flops.register_ragged()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._layout import BACKWARDS, DTYPES, MASK_DTYPES, check_per_token, same_size, score_dtype, shape_of
+from . import sharding
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
@@ -15,6 +16,7 @@ ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
 
 def check_tokens(op: str, Q: Tensor, D: Tensor, q_shape: str, d_shape: str) -> None:
     """Q and D are embeddings of the rank that `q_shape` and `d_shape` spell, alike in dtype, device and d."""
+    sharding.register_if_needed()  # every function looks at its tokens before it calls an operator
     for name, t, shape in (("Q", Q, q_shape), ("D", D, d_shape)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")

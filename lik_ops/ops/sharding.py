@@ -2,6 +2,8 @@
 
 A score needs one query and one document whole, so sharding either axis needs no communication forward; the gradient of
 the side that is not sharded comes out as partial sums. Tokens and features are gathered first where they are sharded.
+Packed tokens are cut by lengths that no placement follows: of ragged layouts the lists may be sharded (documents of a
+cross product, candidates of each query, pairs), tokens are whole on every process.
 Registered when a `DTensor` may come along, because importing torch.distributed.tensor takes a second.
 """
 
@@ -14,12 +16,14 @@ import torch
 _registered = False
 
 
+@torch.compiler.assume_constant_result  # compiled code registers while it is traced
 def register_if_needed() -> None:
     """Register the rules once, if anything imported torch.distributed.tensor."""
     global _registered
     if not _registered and "torch.distributed.tensor" in sys.modules:
         _registered = True
         _register()
+        _register_ragged()
 
 
 def _register() -> None:
@@ -78,3 +82,53 @@ def _register() -> None:
             return [queries, queries], [*inputs, of(q_weight, queries), None, None, None]
 
         return [rule(whole), rule(Shard(0))]
+
+
+def _register_ragged() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    whole = Replicate()
+
+    def ragged(d_offsets, pairs, lists):
+        """Placements of scores, winners, offsets and pairs; by `lists`, documents, candidates or pairs are sharded."""
+        of_lists = Shard(0) if lists else whole
+        columns = whole if pairs is not None or not lists else Shard(len(d_offsets.shape) - 1)
+        scores = of_lists if pairs is not None or not lists else Shard(1)
+        return scores, of_lists, columns, None if pairs is None else of_lists
+
+    @register_sharding(torch.ops.lik.maxsim_ragged_fwd.default)
+    def _(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight, normalize, argmax_dtype, *rest):
+        def rule(lists):
+            scores, winners, columns, of_pairs = ragged(d_offsets, pairs, lists)
+            masks = [None if x is None else whole for x in (q_mask, d_mask, q_weight)]
+            inputs = [whole, whole, whole, columns, columns, of_pairs, *masks]
+            return [scores, whole if argmax_dtype is None else winners], [*inputs, None, None, None, None]
+
+        return [rule(False), rule(True)]
+
+    @register_sharding(torch.ops.lik.maxsim_ragged_bwd.default)
+    def _(
+        grad_scores,
+        Q,
+        D,
+        cu_seqlens_q,
+        d_offsets,
+        d_lengths,
+        pairs,
+        q_mask,
+        d_mask,
+        q_weight,
+        argmax,
+        normalize,
+        unified,
+        needs,
+    ):
+        def rule(lists):
+            scores, winners, columns, of_pairs = ragged(d_offsets, pairs, lists)
+            masks = [None if x is None else whole for x in (q_mask, d_mask, q_weight)]
+            inputs = [scores, whole, whole, whole, columns, columns, of_pairs, *masks, winners]
+            grads = [Partial() if lists and need else whole for need in needs]
+            return grads, [*inputs, None, None, None]
+
+        return [rule(False), rule(True)]

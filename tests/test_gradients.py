@@ -150,7 +150,7 @@ WAYS = {
 def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkeypatch):
     """Winners that concentrate on few tokens, and one token that wins everything; masks, weights and norms."""
     _cut_small(monkeypatch, **WAYS[way])
-    for dtype in place.dtypes:
+    for dtype in place.some_dtypes((skew == "one") ^ (layout == "cross")):
         for normalize in (False, True) if not INTERPRETING else (dtype == torch.float16,):
             p = Problem(layout, 2, 2, 18, 20, 17, dtype, "holes", "holes", True, normalize)
             p = Problem(**{**p.__dict__, "values": "normal" if skew == "one" or normalize else "integer"})

@@ -58,8 +58,8 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
         return "no masks with holes"
     if case.dtype == "float32" and case.Lq > LONG:
         return HALF
-    if case.what == "winners" and case.Lq > LONG:
-        return "more than 30 s of compiling: winners of a query this long unroll"
+    if case.what != "scores" and case.Lq > LONG:
+        return "more than 30 s of compiling (100 for a step): winners of a query this long unroll"
     lengths = None if x.doc_lengths is None else x.doc_lengths.flatten()
 
     def score(Q: Tensor, D: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ def same_size(a, b, message) -> None:
 
 
 def shape_of(t: Tensor) -> str:
+    if t.is_nested and t.layout == torch.strided:
+        return f"a nested tensor of {t.dim()} axes"
     return str(list(t.shape))
 
 

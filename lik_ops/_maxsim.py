@@ -1,7 +1,5 @@
 """The public scoring functions: MaxSim over all pairs, candidates or aligned pairs, and with its winners."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -68,13 +66,8 @@ def maxsim(
         if scores is not None:
             return scores
     if is_sequences(Q) or is_sequences(D):
-        options: dict[str, Any] = {
-            "q_weight": q_weight,
-            "normalize": normalize,
-            "backward": backward,
-            "recompute": recompute,
-        }
-        return _packed.cross("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, **options)[0]
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return _packed.cross("maxsim", Q, D, *options)[0]
     if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
         return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     return torch.ops.lik.maxsim(
@@ -111,13 +104,8 @@ def maxsim_pairs(
         torch.Size([4])
     """
     if is_sequences(Q) or is_sequences(D):
-        options: dict[str, Any] = {
-            "q_weight": q_weight,
-            "normalize": normalize,
-            "backward": backward,
-            "recompute": recompute,
-        }
-        return _packed.pairs("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, **options)
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return _packed.pairs("maxsim_pairs", Q, D, *options)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
     if Q.dim() != 3 or D.dim() != 3:
@@ -171,13 +159,8 @@ def maxsim_with_argmax(
         (torch.Size([5]), torch.Size([5, 32]))
     """
     if is_sequences(Q) or is_sequences(D):
-        options: dict[str, Any] = {
-            "q_weight": q_weight,
-            "normalize": normalize,
-            "backward": backward,
-            "recompute": recompute,
-        }
-        return _packed.cross("maxsim_with_argmax", Q, D, True, q_mask=q_mask, d_mask=d_mask, **options)
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return _packed.cross("maxsim_with_argmax", Q, D, *options, with_argmax=True)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2

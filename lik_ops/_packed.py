@@ -261,19 +261,30 @@ def winners(g: Given, argmax: Tensor | None, of_one: bool = False) -> Winners:
 # `maxsim` and its kin of lists and nested tensors.
 
 
-def cross(op: str, Q: Any, D: Any, with_argmax: bool = False, **options: Any) -> tuple[Tensor, Winners | None]:
+def cross(
+    op: str,
+    Q: Any,
+    D: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Winners]:
     """`maxsim` where Q or D is a list or nested: a tensor beside it is dense, a 2-D one a single query or document."""
     q_flat, d_flat = (isinstance(x, Tensor) and not x.is_nested and x.dim() == 2 for x in (Q, D))
     if q_flat:
-        Q, options["q_mask"], options["q_weight"] = (_lifted(x) for x in (Q, options["q_mask"], options["q_weight"]))
+        Q, q_mask, q_weight = (_lifted(x) for x in (Q, q_mask, q_weight))
     if d_flat:
-        D, options["d_mask"] = _lifted(D), _lifted(options["d_mask"])
-    g = given(op, Q, D, **options)
+        D, d_mask = _lifted(D), _lifted(d_mask)
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    g = given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
     scores, argmax = varlen(g, with_argmax)
     scores = scores.squeeze(1) if d_flat else scores
     won = winners(g, argmax, d_flat) if with_argmax else None
     if q_flat:
-        assert not isinstance(won, list)
         return scores.squeeze(0), None if won is None else won.squeeze(0)
     return scores, won
 
@@ -282,14 +293,24 @@ def _lifted(x: Any) -> Any:
     return x.unsqueeze(0) if isinstance(x, Tensor) else x
 
 
-def pairs(op: str, Q: Any, D: Any, **options: Any) -> Tensor:
-    """`maxsim_pairs` where Q or D is a list or nested."""
-    g = given(op, Q, D, **options)
+def pairs(
+    op: str,
+    Q: Any,
+    D: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+) -> Tensor:
+    """`maxsim_pairs` where Q or D is a list or nested: each query has one candidate."""
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    g = given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
     q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
     count = q.cu_seqlens.shape[0] - 1
     if offsets.shape[0] != count:
         raise ValueError(f"{op}: D: expected B = {count} documents, got {offsets.shape[0]}")
     one_each = offsets.unsqueeze(1), lengths.unsqueeze(1)
-    return _run(g, Ragged(q.Q, D, q.cu_seqlens, *one_each, None, q.mask, d_mask, q.weight), q.bound, False)[0].squeeze(
-        1
-    )
+    tensors = Ragged(q.Q, D, q.cu_seqlens, *one_each, None, q.mask, d_mask, q.weight)
+    return _run(g, tensors, q.bound, False)[0].squeeze(1)

@@ -5,16 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 from . import export, reference
 from ._backend_choice import use_backend
+from ._checks import checks
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
-from ._ragged import (
-    lengths_to_mask,
-    maxsim_candidates_varlen,
-    maxsim_padded,
-    maxsim_pair_list,
-    maxsim_varlen,
-    pack,
-    unpack,
+from ._packing import lengths_to_mask, pack, unpack
+from ._ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
+from ._ragged_argmax import (
+    maxsim_candidates_varlen_with_argmax,
+    maxsim_padded_with_argmax,
+    maxsim_pair_list_with_argmax,
+    maxsim_varlen_with_argmax,
 )
+from ._similarity_map import similarity_map
 from ._version import __version__
 from ._warmup import warmup
 from .retrieval import Corpus, retrieve
@@ -27,18 +28,24 @@ __all__ = [
     "Corpus",
     "MaxSimScorer",
     "__version__",
+    "checks",
     "export",
     "lengths_to_mask",
     "maxsim",
     "maxsim_candidates_varlen",
+    "maxsim_candidates_varlen_with_argmax",
     "maxsim_padded",
+    "maxsim_padded_with_argmax",
     "maxsim_pair_list",
+    "maxsim_pair_list_with_argmax",
     "maxsim_pairs",
     "maxsim_varlen",
+    "maxsim_varlen_with_argmax",
     "maxsim_with_argmax",
     "pack",
     "reference",
     "retrieve",
+    "similarity_map",
     "unpack",
     "use_backend",
     "warmup",

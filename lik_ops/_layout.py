@@ -31,17 +31,21 @@ def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 
 
+def layout_of(t: Tensor) -> str:
+    return "a nested tensor" if t.is_nested else f"layout {t.layout}"
+
+
 def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
     for name, t, ranks in (("Q", Q, (2, 3)), ("D", D, (2, 3, 4))):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
+        if t.layout != torch.strided or t.is_nested:
+            raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {layout_of(t)}")
         if t.dim() not in ranks:
             expected = "[Lq, d] or [Nq, Lq, d]" if name == "Q" else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
             raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(t)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
-        if t.layout != torch.strided:
-            raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got layout {t.layout}")
     if D.dtype != Q.dtype:
         raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
     if D.device != Q.device:
@@ -67,6 +71,8 @@ def check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tens
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {layout_of(x)}")
     expected = of.shape[:-1]
 
     def message() -> str:

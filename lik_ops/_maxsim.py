@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from . import _packed
 from ._layout import as_bool, check, lifted
+from ._packed import Tokens, Winners
+from ._packing import is_sequences
 from .ops import autocast, eager, functional, sharding
 from .ops import maxsim as operators
 
@@ -11,12 +14,12 @@ __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
 
 
 def maxsim(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = False,
     backward: str = "auto",
     recompute: bool = False,
@@ -30,11 +33,15 @@ def maxsim(
         Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
         D: document token embeddings of the same dtype and device: ``[Nd, Ld, d]`` scores every query against every
             document; ``[Nq, K, Ld, d]`` scores each query against its own K candidates; ``[Ld, d]`` is one document.
+            Queries, documents or both of many lengths: a list of ``[L_i, d]``, or a jagged nested tensor, whose values
+            are taken as they are. Every query then meets every document.
         q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
             Masked query tokens leave the sum.
         d_mask: document tokens to keep, the shape of D without d. Masked document tokens leave the maximum. Any
-            pattern, holes included; what masked tokens hold, NaN included, never matters.
-        q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs). Differentiable.
+            pattern, holes included; what masked tokens hold, NaN included, never matters. Lists and nested tensors take
+            no mask: leave tokens out.
+        q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs). Differentiable. Of
+            a list of queries a list of ``[L_i]``, of a jagged tensor one that shares its offsets, or packed ``[Tq]``.
         normalize: L2-normalise every token first, as ``torch.nn.functional.normalize`` does, without a copy.
         backward: ``"lowmem"`` (reproducible, no atomics), ``"unified"`` (one pass, atomic adds on a GPU) or ``"auto"``.
         recompute: keep no winners for the backward, which then finds them again: less memory, more time.
@@ -51,25 +58,30 @@ def maxsim(
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
         >>> lik_ops.maxsim(Q, D, normalize=True).shape
         torch.Size([2, 5])
+        >>> lik_ops.maxsim(Q, [torch.randn(n, 128) for n in (300, 7, 40)]).shape
+        torch.Size([2, 3])
     """
     if not torch.compiler.is_dynamo_compiling():  # the dispatcher, which compiled code keeps, takes microseconds
         scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
             return scores
-        if functional.is_transforming():
-            return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    if is_sequences(Q) or is_sequences(D):
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return _packed.cross("maxsim", Q, D, *options)[0]
+    if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
+        return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     return torch.ops.lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )
 
 
 def maxsim_pairs(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = False,
     backward: str = "auto",
     recompute: bool = False,
@@ -77,8 +89,8 @@ def maxsim_pairs(
     """MaxSim of query i against document i only.
 
     Args:
-        Q: ``[B, Lq, d]``.
-        D: ``[B, Ld, d]``.
+        Q: ``[B, Lq, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
+        D: ``[B, Ld, d]``, or the same.
         q_mask, d_mask, q_weight, normalize, backward, recompute: as in `maxsim`.
 
     Returns:
@@ -91,6 +103,9 @@ def maxsim_pairs(
         >>> lik_ops.maxsim_pairs(torch.randn(4, 32, 128), torch.randn(4, 300, 128)).shape
         torch.Size([4])
     """
+    if is_sequences(Q) or is_sequences(D):
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return _packed.pairs("maxsim_pairs", Q, D, *options)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
     if Q.dim() != 3 or D.dim() != 3:
@@ -113,16 +128,16 @@ def maxsim_pairs(
 
 
 def maxsim_with_argmax(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = False,
     backward: str = "auto",
     recompute: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Winners]:
     """The scores of `maxsim` and, for each query token, the document token that won: what a similarity map shows.
 
     Args:
@@ -132,7 +147,8 @@ def maxsim_with_argmax(
     Returns:
         ``(scores, argmax)``: the scores of `maxsim`, differentiable, and int64 ``[Nq, Nd, Lq]`` (``[Nq, K, Lq]`` for
         candidates), the index of the winning token within its document. Ties go to the lowest index; -1 for a masked
-        query token and for a document that keeps no token. A 2-D Q or D drops its axis.
+        query token and for a document that keeps no token. A 2-D Q or D drops its axis. Of a list of queries the
+        winners are a list of ``[Nd, L_i]``, of a jagged tensor a jagged ``[Nq, Nd, L]``.
 
     Raises:
         TypeError, ValueError: as `maxsim`.
@@ -142,6 +158,9 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
+    if is_sequences(Q) or is_sequences(D):
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return _packed.cross("maxsim_with_argmax", Q, D, *options, with_argmax=True)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2

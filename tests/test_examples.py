@@ -343,3 +343,45 @@ def test_models_keep_the_holes_of_their_masks(library, tmp_path, monkeypatch):
     assert queries.weight is None
     scores = known_item.score_documents(encoder, queries, ["a,b", "c", "b"])
     assert scores.tolist() == [[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+
+
+# similarity map
+
+
+@pytest.fixture
+def similarity_map():
+    pytest.importorskip("matplotlib", reason=DEMO)
+    import similarity_map
+
+    return similarity_map
+
+
+def test_the_best_docstring_is_drawn_with_its_winners(similarity_map, stdlib, tmp_path, monkeypatch, capsys):
+    few = [docstring for docstring in stdlib if docstring.name == ANSWER] + stdlib[:20]
+    monkeypatch.setattr(similarity_map, "collect_docstrings", lambda: few)
+    similarity_map.main([*QUESTION.split(), "--out", str(tmp_path / "map.png")])
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{ANSWER}: ")
+    assert re.fullmatch(r" *matches -> matches \(1\.00\)", lines[3])
+    similarity_map.main(["stop", "a", "thread", "--name", stdlib[0].name, "--out", str(tmp_path / "other.svg")])
+    assert stdlib[0].name in capsys.readouterr().out and (tmp_path / "other.svg").exists()
+    for arguments in (["..."], ["a", "--name", "no.such.docstring"]):
+        with pytest.raises(SystemExit, match=r"question: expected at least one word|--name: expected a docstring"):
+            similarity_map.main(arguments)
+
+
+def test_pictures_hold_every_word_and_mark_the_winners(similarity_map):
+    words = [f"w{i}" for i in range(100)]
+    S = torch.rand(3, 100)
+    figure = similarity_map.draw(S, S.argmax(1), ["a", "b", "c"], words, "title")
+    *panels, _ = figure.axes
+    assert [label.get_text() for axes in panels for label in axes.get_xticklabels()] == words
+    columns = [round(axes.get_xlim()[1] + 0.5) for axes in panels]
+    starts = [sum(columns[:i]) for i in range(len(panels))]
+    marked = {
+        (int(y), int(x) + start)
+        for axes, start in zip(panels, starts, strict=True)
+        for x, y in axes.collections[0].get_offsets()
+    }
+    assert marked == set(enumerate(S.argmax(1).tolist()))

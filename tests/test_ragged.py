@@ -288,6 +288,23 @@ def test_gradients_are_reproducible_and_leave_out_what_has_no_winner():
     assert first[0][~b.q_mask].eq(0).all() and first[1][~b.d_mask].eq(0).all() and first[2][~b.q_mask].eq(0).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_zero_where_there_is_nothing_to_meet(kind, device):
+    """No query or no document, beside packed rows that nobody's segments hold."""
+    nothing, some = torch.tensor([2], device=device), torch.tensor([0, 2, 5], device=device)
+    for cu_q, cu_d in ((nothing, some), (some, nothing), (nothing, nothing)):
+        b = build((5,), (5,), kind, 4, torch.float32, device)
+        b.cu_q, b.cu_d = cu_q, cu_d
+        b.chosen = torch.zeros(cu_q.numel() - 1, 3 * (cu_d.numel() > 1), dtype=torch.int64, device=device)
+        if kind == "pairs":
+            b.chosen = torch.tensor([[0, 0], [1, 1], [-1, 2]], device=device)
+        leaves = [t.requires_grad_() for t in b.leaves()]
+        scores = b.call()[0]
+        assert scores.isnan().all()
+        for gradient in torch.autograd.grad(scores, leaves, torch.ones_like(scores)):
+            assert gradient.eq(0).all()
+
+
 def test_rows_that_no_segment_holds_are_never_read(device):
     """Packed tensors may hold more than the sequences: what lies between them is nobody's."""
     Q, D = (torch.full((20, 4), NAN, device=device) for _ in range(2))

@@ -279,6 +279,21 @@ def test_rows_of_no_query_and_no_document_get_zeros(place):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_nothing_to_meet_gets_zeros(place, mode):
+    """Packed rows without a query or without a document: there is nothing to look an offset up in."""
+    for queries, documents in (((), DOCUMENTS), (QUERIES, ())):
+        p = problem(place, mode, torch.float32)
+        r = p.r._replace(cu_seqlens_q=p.r.cu_seqlens_q[: len(queries) + 1])
+        columns = len(documents)
+        shape = (len(queries), columns) if mode == "candidates" else (columns,)
+        r = r._replace(d_offsets=r.d_offsets.new_zeros(shape), d_lengths=r.d_lengths.new_zeros(shape))
+        argmax = torch.zeros(r.argmax_shape(5), dtype=torch.int32, device=place.device)
+        upstream = torch.ones(r.scores_shape(), device=place.device)
+        for gradient in cuda_ragged.backward_ragged(upstream, r, argmax, False, [True] * 3, False):
+            assert gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
     """As of another call: they name rows outside Q, or score gradients outside theirs."""
     p = problem(place, mode, torch.float32, options=False)

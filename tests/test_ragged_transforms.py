@@ -102,6 +102,19 @@ def test_vmapped_backwards(kind, device):
                 torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap_of_the_functions(device):
+    Q, D = torch.randn(3, 9, 8, device=device), torch.randn(12, 8, device=device)
+    cu_q, cu_d = (torch.tensor(x, device=device) for x in ([0, 4, 9], [0, 5, 5, 12]))
+    chosen = torch.tensor([[1, 2], [0, 0], [1, 1]], device=device)
+    calls = (
+        lambda q: lik_ops.maxsim_varlen(q, D, cu_q, cu_d),
+        lambda q: lik_ops.maxsim_pair_list(q, D, chosen, cu_seqlens_q=cu_q, cu_seqlens_d=cu_d),
+    )
+    for call in calls:
+        assert torch.equal(torch.vmap(call)(Q), torch.stack([call(q) for q in Q]))
+
+
 def test_a_batch_that_copies_too_much_is_computed_one_by_one(monkeypatch):
     calls = []
     real = batching._Batch.one_by_one

@@ -236,7 +236,7 @@ def backward_ragged(
     """
     if unified:
         require_nondeterminism_allowed()
-    trivial = 0 in (r.Q.numel(), r.D.numel(), argmax.numel())
+    trivial = 0 in (r.Q.numel(), r.D.numel(), argmax.numel(), r.queries, r.columns)
     new = torch.zeros_like if trivial else torch.empty_like
     grad_Q, grad_D = (
         new(x, memory_format=torch.contiguous_format) if need else x.new_empty(0)

@@ -36,6 +36,9 @@ def backward_ragged(
         if needs[1]:
             job.into_documents()
     grads = job.grad_Q, job.grad_D, job.grad_q_weight
+    if not job.anything:
+        for grad in grads:
+            grad.zero_()
     grad_Q, grad_D, grad_q_weight = (g.squeeze(0) if need else g for g, need in zip(grads, needs, strict=True))
     return grad_Q, grad_D, grad_q_weight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def _any_of_cpu_and_cuda() -> bool:
 is_anywhere: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _any_of_cpu_and_cuda)
 
 
-def to_region(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def to_region(Q: Any, D: Any, q_weight: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments as a region of autocast on their device wants them; fp64 stays, as everywhere in autocast.
 
     Weights of a half dtype, as layers inside the region make them, become fp32.

@@ -172,11 +172,11 @@ class _MaxSim(torch.autograd.Function):
 
 
 def maxsim(
-    Q: Tensor,
-    D: Tensor,
+    Q: Any,
+    D: Any,
     q_mask: Tensor | None,
     d_mask: Tensor | None,
-    q_weight: Tensor | None,
+    q_weight: Any,
     normalize: bool,
     backward: str,
     recompute: bool,

@@ -7,6 +7,7 @@ eager call that nothing watches goes from `maxsim` straight to the backend (`eag
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -242,11 +243,11 @@ def _composite(
 
 def watched(
     forward: Callable,
-    Q: Tensor,
-    D: Tensor,
+    Q: Any,
+    D: Any,
     q_mask: Tensor | None,
     d_mask: Tensor | None,
-    q_weight: Tensor | None,
+    q_weight: Any,
     normalize: bool,
     backward: str,
     recompute: bool,

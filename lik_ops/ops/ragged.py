@@ -15,6 +15,7 @@ from .._layout import argmax_dtype_for, score_dtype
 from ..backends.ragged import Ragged
 from . import batching_ragged, flops
 from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_backward, check_ragged, score_sizes
+from .ragged_values import check_ragged as check_ragged_values
 
 _TENSORS = (
     "Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask,"
@@ -66,6 +67,7 @@ def maxsim_ragged_fwd(
     """
     tensors = Ragged(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight)
     _check_fwd(tensors, argmax_dtype, max_seqlen_q, backward)
+    check_ragged_values(_FWD, *tensors[:6], max_seqlen_q)
     return backends.select(Q.device, Q.dtype).forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import backends
 from .._layout import as_bool, check, check_lifted, score_dtype
 from ..backends.ragged import Ragged
-from . import batching, eager, flops
+from . import batching, eager, flops, ragged_values
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -106,6 +106,8 @@ def check_arguments(
     if d_mask is not None:
         raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
     check_cu_seqlens(op, cu_seqlens_d, D.device)
+    if ragged_values.looks(cu_seqlens_d):
+        ragged_values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:

@@ -1,0 +1,316 @@
+"""Scores of packed tokens: what the public functions do with queries and documents of many lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ._layout import MASK_DTYPES, argmax_dtype_for, as_bool, score_dtype
+from ._packing import Sequences, is_sequences, packed
+from .backends.ragged import Ragged
+from .ops import autocast, eager, functional
+from .ops import maxsim as operators
+from .ops import ragged_arguments as arguments
+from .ops import ragged_values as values
+
+Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
+Winners: TypeAlias = Any  # Tensor; of a list of queries list[Tensor]
+
+
+class Given(NamedTuple):
+    """Arguments as they came, but for lists and nested tensors, which are packed: their `cu_seqlens` are theirs."""
+
+    op: str
+    Q: Tensor
+    D: Tensor
+    cu_seqlens_q: Tensor | None  # None: dense
+    cu_seqlens_d: Tensor | None
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+    normalize: bool
+    backward: str
+    queries: Sequences | None  # where they came as such
+    recompute: bool = False
+
+    def wants_gradients(self) -> bool:
+        return wants_gradients(self.Q, self.D, self.q_weight)
+
+
+def given(
+    op: str,
+    Q: Any,
+    D: Any,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    q_weight: Any = None,
+    normalize: bool = False,
+    backward: str = "auto",
+    recompute: bool = False,
+    d_shape: str | None = None,
+) -> Given:
+    """Pack what came as sequences, and check all that does not hang on the layout.
+
+    Args:
+        d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
+    """
+    queries = documents = None
+    if is_sequences(Q):
+        queries = _sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q)
+        Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
+        q_weight = _weights(op, q_weight, queries)
+    if is_sequences(D) and d_shape is None:
+        documents = _sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d)
+        D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    d_shape = d_shape or _spelled("d", cu_seqlens_d)
+    arguments.check_tokens(op, Q, D, _spelled("q", cu_seqlens_q), d_shape)
+    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    arguments.check_backward(op, backward)
+    arguments.check_values(op, "q_mask", q_mask, "Q", Q, MASK_DTYPES)
+    arguments.check_values(op, "d_mask", d_mask, "D", D, MASK_DTYPES)
+    for name, cu_seqlens, of_name, of in (
+        ("cu_seqlens_q", cu_seqlens_q, "Q", Q),
+        ("cu_seqlens_d", cu_seqlens_d, "D", D),
+    ):
+        if cu_seqlens is not None:
+            arguments.check_cu_seqlens(op, name, cu_seqlens, Q.device)
+            if values.looks(cu_seqlens):
+                values.check_cu_seqlens(op, name, cu_seqlens, of_name, of)
+    masks = as_bool(q_mask), as_bool(d_mask)
+    return Given(op, Q, D, cu_seqlens_q, cu_seqlens_d, *masks, q_weight, normalize, backward, queries, recompute)
+
+
+def _sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any) -> Sequences:
+    found = packed(op, name, x)
+    if found.tokens.dim() != 2:
+        raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of {['L', *found.tokens.shape[1:]]}")
+    if given_cu is not None:
+        raise ValueError(
+            f"{op}: {cu}: expected None beside a list or nested tensor {name}, got {type(given_cu).__name__}"
+        )
+    if given_mask is not None:
+        raise ValueError(
+            f"{op}: {mask}: expected None beside a list or nested tensor {name} (leave out tokens that do not count),"
+            f" got {type(given_mask).__name__}"
+        )
+    return found
+
+
+def _weights(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
+    """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
+    if not is_sequences(q_weight):
+        return q_weight
+    weights = packed(op, "q_weight", q_weight)
+    if weights.lengths is not None and queries.lengths is not None:
+        same = weights.lengths == queries.lengths
+    else:  # only their tensors know the lengths: two jagged ones have to share their offsets
+        same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
+    if not same:
+        expected = "the offsets" if queries.lengths is None else f"the lengths {_shown(queries.lengths)}"
+        found = "others" if weights.lengths is None else f"a list of {_shown(weights.lengths)}"
+        raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
+    return weights.tokens
+
+
+def _shown(lengths: list[int]) -> str:
+    return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
+
+
+def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
+    """The shape that a side has to have, packed or dense."""
+    return f"[N{side}, L{side}, d]" if cu_seqlens is None else f"[T{side}, d]"
+
+
+def starts(count, length, device: torch.device) -> Tensor:
+    """Where dense sequences begin once they are packed, and where the last ends: ``[count + 1]``."""
+    return torch.arange(count + 1, device=device) * length
+
+
+class _Queries(NamedTuple):
+    Q: Tensor  # [Tq, d]
+    cu_seqlens: Tensor
+    mask: Tensor | None
+    weight: Tensor | None
+    bound: int  # on the tokens of a query
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.flatten()
+
+
+def _queries(g: Given) -> _Queries:
+    if g.cu_seqlens_q is not None:
+        return _Queries(g.Q, g.cu_seqlens_q, g.q_mask, g.q_weight, g.Q.shape[0])
+    Nq, Lq = g.Q.shape[:2]
+    return _Queries(g.Q.flatten(0, 1), starts(Nq, Lq, g.Q.device), _flat(g.q_mask), _flat(g.q_weight), Lq)
+
+
+def _documents(g: Given) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """D packed, where its documents begin and how long they are, and the mask."""
+    D, cu_seqlens = g.D, g.cu_seqlens_d
+    if cu_seqlens is None:
+        Nd, Ld = D.shape[:2]
+        D, cu_seqlens = D.flatten(0, 1), starts(Nd, Ld, D.device)
+    return D, cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1], _flat(g.d_mask)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def varlen(g: Given, with_argmax: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Every query against every document: scores ``[Nq, Nd]`` and winners ``[Nd, Tq]``."""
+    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
+    return _run(g, Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, None, q.mask, d_mask, q.weight), q.bound, with_argmax)
+
+
+def candidates(g: Given, offsets: Tensor, lengths: Tensor, with_argmax: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Each query against its own candidates of a store: scores ``[Nq, K]`` and winners ``[K, Tq]``."""
+    q = _queries(g)
+    expected = (q.cu_seqlens.shape[0] - 1, None)
+    arguments.check_indices(g.op, "doc_offsets", offsets, expected, "[Nq, K]", g.Q.device)
+    arguments.check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
+    if values.looks(offsets, lengths):
+        values.check_segments(g.op, ("doc_offsets", "doc_lengths"), offsets, lengths, "D", g.D)
+    tensors = Ragged(q.Q, g.D, q.cu_seqlens, offsets, lengths, None, None, None, q.weight)
+    return _run(g, tensors, q.bound, with_argmax)
+
+
+def pair_list(
+    g: Given, pairs: Tensor, max_seqlen_q: int | None = None, with_argmax: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The pairs of a list: scores ``[P]`` and winners ``[P, max_seqlen_q]``."""
+    arguments.check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
+    if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
+        raise ValueError(f"{g.op}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
+    if g.cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = _longest(g, g.cu_seqlens_q, with_argmax)
+    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
+    bound = q.bound if max_seqlen_q is None else max_seqlen_q
+    if values.looks(pairs, q.cu_seqlens):
+        values.check_pairs(g.op, pairs, q.cu_seqlens.shape[0] - 1, offsets.shape[0])
+        values.check_longest(g.op, q.cu_seqlens, pairs, bound)
+    return _run(g, Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, pairs, q.mask, d_mask, q.weight), bound, with_argmax)
+
+
+def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
+    """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
+    if g.queries is not None and g.queries.lengths is not None:
+        return max(g.queries.lengths)
+    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and eager.is_memory(cu_seqlens_q)
+    if may_look:
+        lengths = cu_seqlens_q.long().diff()
+        return min(max(0, int(lengths.max())), g.Q.shape[0]) if lengths.numel() else 0
+    if with_argmax or g.wants_gradients():
+        raise ValueError(
+            f"{g.op}: max_seqlen_q: expected a bound on the tokens of a query, which packed queries with gradients or"
+            f" winners need on {g.Q.device.type} and in compiled code, got None"
+        )
+    return g.Q.shape[0]
+
+
+def _run(g: Given, r: Ragged, max_seqlen_q: int, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
+    options: dict[str, Any] = {"recompute": g.recompute, "with_argmax": with_argmax}
+    return run(r, g.normalize, max_seqlen_q, g.backward, **options)
+
+
+def run(
+    r: Ragged, normalize: bool, max_seqlen_q: int, backward: str, *, recompute: bool = False, with_argmax: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Scores and, if asked, winners of the operator, past what it cannot go through."""
+    if not torch.compiler.is_dynamo_compiling():
+        if functional.is_differentiating():
+            raise NotImplementedError(
+                "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
+                " torch.autograd, or pad and call lik_ops.maxsim"
+            )
+        operators.reject_forward_ad(r.Q, r.D, r.q_weight)
+    keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
+    argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
+    scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
+    return scores, argmax if with_argmax else None
+
+
+def winners(g: Given, argmax: Tensor | None, of_one: bool = False) -> Winners:
+    """Winners ``[Nd, Tq]`` or ``[K, Tq]`` as the queries came: those of the i-th are ``[Nd, L_i]`` or ``[K, L_i]``.
+
+    Of dense queries ``[Nq, Nd, Lq]``, of a list a list, of a jagged tensor a jagged one; of packed queries
+    ``[Tq, Nd]``. `of_one` drops the axis of the only document.
+    """
+    assert argmax is not None
+    argmax = argmax[0].long() if of_one else argmax.long()
+    if g.queries is not None and g.queries.lengths is not None:
+        return list(argmax.split(g.queries.lengths, dim=-1))
+    if g.queries is not None:
+        rows = argmax if of_one else argmax.t()
+        nested = torch.nested.nested_tensor_from_jagged(rows, g.queries.cu_seqlens)
+        return nested if of_one else nested.transpose(1, 2)
+    if g.cu_seqlens_q is not None:
+        return argmax.t()
+    argmax = argmax.unflatten(-1, g.Q.shape[:2])
+    return argmax if of_one else argmax.transpose(0, 1)
+
+
+# `maxsim` and its kin of lists and nested tensors.
+
+
+def cross(
+    op: str,
+    Q: Any,
+    D: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Winners]:
+    """`maxsim` where Q or D is a list or nested: a tensor beside it is dense, a 2-D one a single query or document."""
+    q_flat, d_flat = (isinstance(x, Tensor) and not x.is_nested and x.dim() == 2 for x in (Q, D))
+    if q_flat:
+        Q, q_mask, q_weight = (_lifted(x) for x in (Q, q_mask, q_weight))
+    if d_flat:
+        D, d_mask = _lifted(D), _lifted(d_mask)
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    g = given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+    scores, argmax = varlen(g, with_argmax)
+    scores = scores.squeeze(1) if d_flat else scores
+    won = winners(g, argmax, d_flat) if with_argmax else None
+    if q_flat:
+        return scores.squeeze(0), None if won is None else won.squeeze(0)
+    return scores, won
+
+
+def _lifted(x: Any) -> Any:
+    return x.unsqueeze(0) if isinstance(x, Tensor) else x
+
+
+def pairs(
+    op: str,
+    Q: Any,
+    D: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+) -> Tensor:
+    """`maxsim_pairs` where Q or D is a list or nested: each query has one candidate."""
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    g = given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
+    count = q.cu_seqlens.shape[0] - 1
+    if offsets.shape[0] != count:
+        raise ValueError(f"{op}: D: expected B = {count} documents, got {offsets.shape[0]}")
+    one_each = offsets.unsqueeze(1), lengths.unsqueeze(1)
+    tensors = Ragged(q.Q, D, q.cu_seqlens, *one_each, None, q.mask, d_mask, q.weight)
+    return _run(g, tensors, q.bound, False)[0].squeeze(1)

@@ -1,0 +1,91 @@
+"""Looks at the values of ragged arguments, where `lik_ops.checks` asks for it: the first that is wrong is an error."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import checks_values
+from .._layout import shape_of
+
+
+def looks(*tensors: Tensor | None) -> bool:
+    """Whether values are asked for and there are any: not while tracing, nor of fake and meta tensors."""
+    if torch.compiler.is_compiling() or not checks_values():
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors)
+
+
+def _first(bad: Tensor) -> list[int] | None:
+    """Index of the first True, or None; waits for the device."""
+    return bad.nonzero()[0].tolist() if bool(bad.any()) else None
+
+
+def _raise(op: str, name: str, expected: str, x: Tensor, at: list[int]) -> None:
+    place = ", ".join(map(str, at))
+    raise ValueError(f"{op}: {name}: expected {expected}, got {x[tuple(at)].tolist()} at [{place}]")
+
+
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:
+    """Ascending rows of a packed tensor."""
+    bad = (cu_seqlens < 0) | (cu_seqlens > of.shape[0])
+    bad[1:] |= cu_seqlens[1:] < cu_seqlens[:-1]
+    if (at := _first(bad)) is not None:
+        _raise(op, name, f"ascending rows of {of_name} {shape_of(of)}", cu_seqlens, at)
+
+
+def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Tensor, of_name: str, of: Tensor) -> None:
+    """Offsets and lengths that lie inside a packed tensor."""
+    rows, (offset_name, length_name) = of.shape[0], names
+    if (at := _first((offsets < 0) | (offsets > rows))) is not None:
+        _raise(op, offset_name, f"rows of {of_name} {shape_of(of)}", offsets, at)
+    # Not offsets + lengths, which may be beyond the largest integer.
+    if (at := _first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
+        rest = rows - int(offsets[tuple(at)])
+        _raise(op, length_name, f"0 to {rest} rows, as many as {of_name} {shape_of(of)} has from there", lengths, at)
+
+
+def check_lengths(op: str, name: str, lengths: Tensor, most: int) -> None:
+    """Lengths of what is padded to `most` tokens."""
+    if (at := _first((lengths < 0) | (lengths > most))) is not None:
+        _raise(op, name, f"0 to {most} tokens", lengths, at)
+
+
+def check_pairs(op: str, pairs: Tensor, queries: int, documents: int) -> None:
+    """Indices of queries and documents."""
+    most = torch.tensor([queries, documents], device=pairs.device)
+    if (at := _first((pairs < 0) | (pairs >= most))) is not None:
+        what = f"a query, 0 <= i < {queries}" if at[1] == 0 else f"a document, 0 <= j < {documents}"
+        _raise(op, "pairs", what, pairs, at)
+
+
+def check_longest(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q: int) -> None:
+    """No query of a pair longer than the bound; indices and segments are right."""
+    lengths = cu_seqlens_q.diff()[pairs[:, 0].long()] if pairs.shape[0] else cu_seqlens_q.new_empty(0)
+    if (at := _first(lengths > max_seqlen_q)) is not None:
+        found = f"{lengths[at[0]].tolist()} tokens of the query at pairs[{at[0]}]"
+        raise ValueError(
+            f"{op}: max_seqlen_q: expected a bound on the tokens of every query, got {max_seqlen_q}, {found}"
+        )
+
+
+def check_ragged(
+    op: str,
+    Q: Tensor,
+    D: Tensor,
+    cu_seqlens_q: Tensor,
+    d_offsets: Tensor,
+    d_lengths: Tensor,
+    pairs: Tensor | None,
+    max_seqlen_q: int,
+) -> None:
+    """The values of what the operators are given."""
+    if not looks(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs):
+        return
+    check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, "Q", Q)
+    check_segments(op, ("d_offsets", "d_lengths"), d_offsets, d_lengths, "D", D)
+    if pairs is not None:
+        check_pairs(op, pairs, cu_seqlens_q.shape[0] - 1, d_offsets.shape[0])
+        check_longest(op, cu_seqlens_q, pairs, max_seqlen_q)

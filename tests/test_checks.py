@@ -1,0 +1,161 @@
+"""`lik_ops.checks`: wrong values are errors that name them; without it they give NaN, which other tests hold."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops._checks import checks_values
+
+from .ragged import DEVICES
+
+BIG = 2**63 - 1
+CU_Q, CU_D = [0, 3, 3, 7], [0, 2, 6, 6, 9]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def test_context_manager_wins_nests_and_restores(monkeypatch):
+    assert not checks_values()
+    with lik_ops.checks():
+        assert checks_values()
+        with lik_ops.checks(False):
+            assert not checks_values()
+        assert checks_values()
+    with pytest.raises(KeyError), lik_ops.checks(True):
+        raise KeyError
+    assert not checks_values()
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("LIK_OPS_CHECKS", value)
+        assert checks_values() is expected
+    monkeypatch.setenv("LIK_OPS_CHECKS", "1")
+    with lik_ops.checks(False):
+        assert not checks_values()
+    monkeypatch.setenv("LIK_OPS_CHECKS", "yes")
+    with pytest.raises(ValueError, match="LIK_OPS_CHECKS: expected 0 or 1, got 'yes'"):
+        checks_values()
+    with pytest.raises(TypeError, match="checks: enabled: expected a bool, got int"):
+        lik_ops.checks(1).__enter__()
+
+
+def arguments(device, dtype, **changes):
+    """What the calls below are made of: lists of integers as tensors."""
+    lists = {"cu_q": CU_Q, "cu_d": CU_D, "at": [[0, 5], [8, 9], [0, 0]], "length": [[2, 4], [1, 0], [9, 3]]}
+    lists |= {"pairs": [[0, 0], [2, 3]], "q_lengths": [0, 4], "d_lengths": [[5, 0], [1, 2]], **changes}
+    given = {name: torch.tensor(x, device=device, dtype=dtype) for name, x in lists.items()}
+    Q, D = torch.randn(7, 4, device=device), torch.randn(9, 4, device=device)
+    return {**given, "Q": Q, "D": D}
+
+
+def varlen(x):
+    return lik_ops.maxsim_varlen(x["Q"], x["D"], x["cu_q"], x["cu_d"])
+
+
+def candidates(x):
+    return lik_ops.maxsim_candidates_varlen(x["Q"], x["D"], x["at"], x["length"], cu_seqlens_q=x["cu_q"])
+
+
+def pair_list(x, **options):
+    cu_seqlens = {"cu_seqlens_q": x["cu_q"], "cu_seqlens_d": x["cu_d"]}
+    return lik_ops.maxsim_pair_list(x["Q"], x["D"], x["pairs"], **cu_seqlens, **options)
+
+
+def padded(x):
+    Q, D = torch.randn(2, 4, 8, device=x["Q"].device), torch.randn(2, 2, 5, 8, device=x["Q"].device)
+    return lik_ops.maxsim_padded(Q, D, x["q_lengths"], x["d_lengths"])
+
+
+def retrieve(x):
+    return lik_ops.retrieve(torch.randn(2, 3, 4, device=x["Q"].device), x["D"], 2, cu_seqlens_d=x["cu_d"])[0]
+
+
+WRONG = [
+    (varlen, "cu_q", [0, 4, 3, 7], "maxsim_varlen: cu_seqlens_q: expected ascending rows of Q [7, 4], got 3 at [2]"),
+    (varlen, "cu_q", [-1, 3, 3, 7], "maxsim_varlen: cu_seqlens_q: expected ascending rows of Q [7, 4], got -1 at [0]"),
+    (
+        varlen,
+        "cu_d",
+        [0, 2, 6, 6, 10],
+        "maxsim_varlen: cu_seqlens_d: expected ascending rows of D [9, 4], got 10 at [4]",
+    ),
+    (candidates, "at", [[0, 5], [8, 10], [0, 0]], "doc_offsets: expected rows of D [9, 4], got 10 at [1, 1]"),
+    (candidates, "at", [[0, -5], [8, 10], [0, 0]], "doc_offsets: expected rows of D [9, 4], got -5 at [0, 1]"),
+    (candidates, "length", [[2, 4], [1, 0], [10, 3]], "doc_lengths: expected 0 to 9 rows, as many as D [9, 4] has"),
+    (candidates, "length", [[2, 5], [1, 0], [9, 3]], "doc_lengths: expected 0 to 4 rows, as many as D [9, 4] has"),
+    (candidates, "length", [[-2, 4], [1, 0], [9, 3]], "got -2 at [0, 0]"),
+    (
+        candidates,
+        "cu_q",
+        [0, 8, 7, 7],
+        "maxsim_candidates_varlen: cu_seqlens_q: expected ascending rows of Q [7, 4], got 8",
+    ),
+    (pair_list, "pairs", [[0, 0], [3, 3]], "maxsim_pair_list: pairs: expected a query, 0 <= i < 3, got 3 at [1, 0]"),
+    (
+        pair_list,
+        "pairs",
+        [[0, -1], [2, 3]],
+        "maxsim_pair_list: pairs: expected a document, 0 <= j < 4, got -1 at [0, 1]",
+    ),
+    (pair_list, "cu_d", [3, 2, 6, 6, 9], "maxsim_pair_list: cu_seqlens_d: expected ascending rows of D"),
+    (padded, "q_lengths", [0, 5], "maxsim_padded: query_lengths: expected 0 to 4 tokens, got 5 at [1]"),
+    (padded, "d_lengths", [[5, 0], [1, -2]], "maxsim_padded: doc_lengths: expected 0 to 5 tokens, got -2 at [1, 1]"),
+    (retrieve, "cu_d", [0, 2, 6, 5, 9], "retrieve: cu_seqlens_d: expected ascending rows of D [9, 4], got 5 at [3]"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("function, name, value, message", WRONG)
+def test_the_first_wrong_entry_is_named_and_without_checks_scores_nan(function, name, value, message, dtype, device):
+    right, wrong = arguments(device, dtype), arguments(device, dtype, **{name: value})
+    with lik_ops.checks():
+        assert not function(right).isnan().any()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(wrong)
+        with lik_ops.checks(False):
+            assert function is retrieve or function(wrong).isnan().any()
+    assert function is retrieve or function(wrong).isnan().any()
+
+
+def test_bounds_and_the_largest_integers(device):
+    x = arguments(device, torch.int64, length=[[2, 4], [1, BIG], [9, 3]])
+    assert candidates(x)[1, 1].isnan()
+    with lik_ops.checks():
+        with pytest.raises(ValueError, match=re.escape(f"got {BIG} at [1, 1]")):
+            candidates(x)
+        with pytest.raises(
+            ValueError, match=r"max_seqlen_q: expected a bound .*, got 3, 4 tokens of the query at pairs\[1\]"
+        ):
+            pair_list(x, max_seqlen_q=3)
+        empty = arguments(device, torch.int64, pairs=[[0, 0]][:0], cu_q=[0], cu_d=[0])
+        empty["pairs"] = empty["pairs"].view(0, 2)
+        assert pair_list(empty, max_seqlen_q=0).shape == (0,)
+
+
+def test_the_operator_and_compiled_code_look_too():
+    x = arguments("cpu", torch.int64, cu_d=[0, 2, 6, 6, 10])
+    compiled = torch.compile(varlen, backend="aot_eager", fullgraph=True)
+    assert compiled(x).isnan().any()
+    with lik_ops.checks(), pytest.raises(ValueError, match=r"lik::maxsim_ragged_fwd: d_lengths: expected 0 to 3 rows"):
+        compiled(x)
+
+
+def test_fakes_have_no_values_to_look_at():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = arguments("cpu", torch.int64, cu_d=[0, 2, 6, 6, 10])
+    with lik_ops.checks(), FakeTensorMode() as mode:
+        assert varlen({name: mode.from_tensor(t) for name, t in x.items()}).shape == (3, 4)
+    with lik_ops.checks():
+        assert varlen({name: t.to("meta") for name, t in x.items()}).shape == (3, 4)
+
+
+def test_lists_and_nested_tensors_are_looked_at():
+    nested = torch.nested.nested_tensor_from_jagged(torch.randn(7, 4), torch.tensor([0, 3, 9]))
+    with lik_ops.checks(), pytest.raises(ValueError, match="cu_seqlens_d: expected ascending rows of D"):
+        lik_ops.maxsim([torch.randn(2, 4)], nested)

@@ -63,4 +63,8 @@ def maxsim_packaged(
         docs, d_stride_owner, d_stride_doc, d_stride_l, d_stride_d,
         d_mask, d_mask_stride_owner, d_mask_stride_doc, d_mask_stride_l,
     )  # fmt: skip
-    _visit(Q, D, None, scores, None, None, Sizes(Nq, K, Lq, Ld), d, C)
+    # A size of 1 is a constant here, and constants have no methods.
+    sizes = Sizes(
+        tl.full((), Nq, tl.int32), tl.full((), K, tl.int32), tl.full((), Lq, tl.int32), tl.full((), Ld, tl.int32)
+    )
+    _visit(Q, D, None, scores, None, None, sizes, d, C)

@@ -105,6 +105,27 @@ def test_the_kernel_compiles(dtype, arch, copy, tmp_path):
     assert ("wgmma" if arch == "sm_90" else "mma.sync") in compiled.asm["ptx"]
 
 
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernel_compiles_where_every_size_is_one(masked):
+    """Triton makes a constant of each argument that is 1, and constants have no methods."""
+    import triton
+
+    from lik_ops.csrc_triton.packaged import maxsim_packaged as kernel
+    from lik_ops.ops import packaged
+
+    Q, D = torch.empty(1, 1, 1), torch.empty(1, 1, 1)
+    options = [torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1)]
+    args, constants = packaged.arguments(Q, D, *(options if masked else [None] * 3), True, torch.empty(1, 1))
+    pointers = {torch.float32: "*fp32", torch.bool: "*i1"}
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    constants |= {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
+    signature = {n: "constexpr" if n in constants else pointers[given[n].dtype] for n in kernel.arg_names}
+    places = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
 class Scores(torch.nn.Module):
     def forward(self, Q, D, d_mask):
         return lik_ops.maxsim(Q * 2, D, None, d_mask, normalize=True) + 1

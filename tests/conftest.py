@@ -2,6 +2,10 @@
 
 import os
 
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Before torch is imported, here and in processes that tests start: threads beyond the cores wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -1,6 +1,7 @@
 """The kernels for ragged layouts: bit for bit what the dense ones give of each pair, and gradients against fp64."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -315,3 +316,15 @@ def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
     torch.testing.assert_close(grad_Q[first], expected[0])
     torch.testing.assert_close(grad_D, expected[1])
     assert not grad_Q[first.stop :].any()
+
+
+@pytest.mark.parametrize("bounds", [[0, 2, 2, 5], [3, 5, 0, 3], [1, 4, -1, 4, 7], [6, 2, 3, 3, 99, 5], [-1, 0]])
+def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
+    """Bounds that leave gaps, descend, or lie outside; a batch of samples has such."""
+    Q, cu = torch.zeros(7, 4, device=place.device), torch.tensor(bounds, device=place.device)
+    none = torch.zeros(0, dtype=torch.int64, device=place.device)
+    expected = [-1] * 7
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if 0 <= begin < end <= 7:
+            expected[begin:end] = [i] * (end - begin)
+    assert cuda_ragged._query_of_rows(Ragged(Q, Q, cu, none, none, None, None, None, None)).tolist() == expected

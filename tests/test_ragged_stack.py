@@ -13,6 +13,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lik_ops
+from lik_ops.ops import sharding
 
 from .ragged import DEVICES, build, same_bits
 from .support import Calls
@@ -422,3 +423,7 @@ def test_what_cannot_be_packed_is_named():
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_what_compiled_code_takes_for_a_constant_is_marked_as_torch_does():
+    assert vars(sharding.register_if_needed) == vars(torch.compiler.assume_constant_result(lambda: None))

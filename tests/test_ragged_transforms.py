@@ -25,8 +25,8 @@ fwd, bwd = torch.ops.lik.maxsim_ragged_fwd, torch.ops.lik.maxsim_ragged_bwd
 
 
 def each_geometry(kind):
-    """Of three samples: with tokens of no query, segments and indices outside, a segment that ends before it begins."""
-    ends = torch.tensor([[0, 2, 2, 8], [1, 4, 10, 9], [3, 5, 4, 9]])
+    """Of three samples: with tokens of no query, segments and indices outside, bounds that descend."""
+    ends = torch.tensor([[0, 2, 2, 8], [1, 4, 10, 9], [3, 5, 1, 3]])
     offsets = torch.tensor([[0, 3, 12, 5], [13, 0, -1, 2], [1, 1, 4, 6]])
     lengths = torch.tensor([[3, 0, 3, 4], [1, 5, 2, -2], [13, 14, 6, 1]])
     if kind == "candidates":

@@ -100,11 +100,16 @@ def forward_ragged(
 
 
 def _query_of_rows(r: Ragged) -> Tensor:
-    """The query of each packed row, -1 of rows that none has."""
-    rows = torch.arange(r.Q.shape[0], dtype=r.cu_seqlens_q.dtype, device=r.Q.device)
-    query = torch.searchsorted(r.cu_seqlens_q[1:].contiguous(), rows, right=True)
-    inside = (rows >= r.cu_seqlens_q[0]) & (query < r.queries)
-    return torch.where(inside, query, -1)
+    """The query of each packed row, -1 of rows that none has. Bounds may leave gaps and come in any order."""
+    Tq, bounds = r.Q.shape[0], r.cu_seqlens_q.long()
+    begin, end = bounds[:-1], bounds[1:]
+    valid = (begin >= 0) & (end > begin) & (end <= Tq)
+    rows = torch.arange(Tq, device=bounds.device)
+    starting = torch.full((Tq + 1,), -1, device=bounds.device)  # the query that begins at each row; the last is nowhere
+    starting.scatter_(0, torch.where(valid, begin, Tq), torch.arange(r.queries, device=bounds.device))
+    latest = torch.where(starting[:Tq] >= 0, rows, -1).cummax(0).values
+    query = starting[latest.clamp(min=0)]
+    return torch.where((latest >= 0) & (rows < end[query.clamp(min=0)]), query, -1)
 
 
 def _upstream(grad_scores: Tensor, r: Ragged, argmax: Tensor) -> Upstream:

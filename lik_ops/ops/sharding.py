@@ -16,7 +16,6 @@ import torch
 _registered = False
 
 
-@torch.compiler.assume_constant_result  # compiled code registers while it is traced
 def register_if_needed() -> None:
     """Register the rules once, if anything imported torch.distributed.tensor."""
     global _registered
@@ -24,6 +23,11 @@ def register_if_needed() -> None:
         _registered = True
         _register()
         _register_ragged()
+
+
+# Compiled code registers while it is traced. `torch.compiler.assume_constant_result` does just this, but would import
+# all of torch._dynamo here; a test compares the two.
+register_if_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _register() -> None:

@@ -11,7 +11,7 @@ class Ragged(NamedTuple):
     """Packed query and document tokens, how they are cut, and which queries meet which documents.
 
     A segment, offset, length or index that is negative or reaches outside its tensor makes its scores NaN. Documents
-    may overlap and repeat; of queries that overlap, as bounds that descend may, the winners and gradients are undefined.
+    may overlap and repeat; queries may not: where bounds descend so that they do, winners and gradients are undefined.
 
     Scores are ``[Nq, Nd]``; ``[Nq, K]`` for candidates, whose offsets have two axes; ``[P]`` for pairs. Winners,
     relative to their document, are ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``.

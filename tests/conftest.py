@@ -39,6 +39,7 @@ def _seed_and_poison():
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each: none may be the last to begin
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA or ROCm GPU on this machine")

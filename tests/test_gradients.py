@@ -54,8 +54,8 @@ def test_gradients_match_the_formulas_at_the_winners(place, problem, data):
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize(("Lq", "d"), [(150, 24), (5, 300)] if not INTERPRETING else [(40, 24), (3, 140)])
 def test_long_queries_and_wide_features(place, backward, Lq, d):
-    for layout in ("cross", "candidates"):
-        for dtype in place.dtypes:
+    for n, layout in enumerate(("cross", "candidates")):
+        for dtype in place.some_dtypes(n ^ (backward == "lowmem")):
             p = Problem(layout, 2, 3, Lq, LONG, d, dtype, "holes", "holes", True, True, "normal")
             x = build(p, place.device)
             with place.use():
@@ -192,8 +192,10 @@ def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("way", WAYS if not INTERPRETING else ("few", "lists"))
-@pytest.mark.parametrize("scale", [1e-6, 65536.0])
+@pytest.mark.parametrize(
+    ("way", "scale"),
+    itertools.product(WAYS, (1e-6, 65536.0)) if not INTERPRETING else (("few", 65536.0), ("lists", 1e-6)),
+)
 def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkeypatch):
     """Upstream gradients as small as a mean over a large batch makes them, and as large as GradScaler does."""
     _cut_small(monkeypatch, **WAYS[way])
@@ -237,7 +239,7 @@ def test_lowmem_is_bitwise_reproducible(place, layout):
         with place.use():
             upstream = torch.randn_like(score(p, x))
             first = _gradients(p, x, upstream, backward="lowmem")[1]
-            for _ in range(2 if INTERPRETING else 19):
+            for _ in range(1 if INTERPRETING else 19):
                 again = _gradients(p, x, upstream, backward="lowmem")[1]
                 assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 

@@ -13,18 +13,18 @@ from .ragged import document_segment, pair, query_segment
 
 
 @triton.jit
-def _carried(total, pending, sums, n, LEVELS: tl.constexpr, ROOM: tl.constexpr):
+def _carried(total, pending, sums, n, LEVELS: tl.constexpr):
     """Add block n's sums as the next leaf of binary trees of 2^LEVELS blocks; `total` takes whole trees in order.
 
     The order of a sum over a query that fills several slots is then that of a query summed 2^LEVELS slots at once, as
-    in the dense layouts. `pending` [groups, ROOM] are the sums of the levels that wait for their right half.
+    in the dense layouts. `pending` [groups, LEVELS or more] are the sums of the levels that wait for their right half.
     """
     if LEVELS == 0:
         total += sums
     else:
         carry = sums
         moving = tl.full((), 1, tl.int1)
-        column = tl.arange(0, ROOM)[None, :]
+        column = tl.arange(0, pending.shape[1])[None, :]
         for level in tl.static_range(LEVELS):
             here = column == level
             full = ((wide(n) >> level) & 1) == 1
@@ -37,11 +37,11 @@ def _carried(total, pending, sums, n, LEVELS: tl.constexpr, ROOM: tl.constexpr):
 
 
 @triton.jit
-def _flushed(total, pending, blocks, LEVELS: tl.constexpr, ROOM: tl.constexpr):
+def _flushed(total, pending, blocks, LEVELS: tl.constexpr):
     """`total` with the tree that `blocks` blocks left unfinished, what is missing counted as zeros."""
     if LEVELS > 0:
         rest = tl.zeros_like(total)
-        column = tl.arange(0, ROOM)[None, :]
+        column = tl.arange(0, pending.shape[1])[None, :]
         for level in tl.static_range(LEVELS):
             waits = ((wide(blocks) >> level) & 1) == 1
             left = tl.sum(tl.where(column == level, pending, 0.0), axis=1)
@@ -109,8 +109,7 @@ def maxsim_forward_ragged(
         argmax_row = k * most - tl.max(begin, axis=0)
 
     total = tl.full((GROUPS,), 0, tl.float32)
-    ROOM: tl.constexpr = 4 if LEVELS <= 4 else 8
-    pending = tl.full((GROUPS, ROOM), 0, tl.float32)
+    pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
     keeps = tl.full((GROUPS,), 0, tl.int32)
     any_kept = tl.full((), 0, tl.int32)
     longest = tl.max(length, axis=0)
@@ -120,9 +119,9 @@ def maxsim_forward_ragged(
         sums, keeps_more, any_kept = _score_rows(
             row * 0, row, s < length, row, base, mask_base, tiles, None, first_row, argmax, argmax_row, Q, D, Ld, d, C
         )
-        total, pending = _carried(total, pending, sums, s0 // C.SLOT, LEVELS, ROOM)
+        total, pending = _carried(total, pending, sums, s0 // C.SLOT, LEVELS)
         keeps = keeps | keeps_more
-    total = _flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS, ROOM)
+    total = _flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS)
 
     i = first + tl.arange(0, GROUPS)
     mine = i < queries

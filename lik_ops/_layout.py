@@ -31,16 +31,18 @@ def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 
 
-def layout_of(t: Tensor) -> str:
-    return "a nested tensor" if t.is_nested else f"layout {t.layout}"
+def check_strided(op: str, name: str, t: Tensor) -> None:
+    """Raise TypeError, naming the argument, for sparse and nested tensors."""
+    if t.layout != torch.strided or t.is_nested:
+        found = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
 def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
     for name, t, ranks in (("Q", Q, (2, 3)), ("D", D, (2, 3, 4))):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
-        if t.layout != torch.strided or t.is_nested:
-            raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {layout_of(t)}")
+        check_strided(op, name, t)
         if t.dim() not in ranks:
             expected = "[Lq, d] or [Nq, Lq, d]" if name == "Q" else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
             raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(t)}")
@@ -71,8 +73,7 @@ def check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tens
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {layout_of(x)}")
+    check_strided(op, name, x)
     expected = of.shape[:-1]
 
     def message() -> str:

@@ -217,8 +217,7 @@ def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
 
 
 def _run(g: Given, r: Ragged, max_seqlen_q: int, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
-    options: dict[str, Any] = {"recompute": g.recompute, "with_argmax": with_argmax}
-    return run(r, g.normalize, max_seqlen_q, g.backward, **options)
+    return run(r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=with_argmax)
 
 
 def run(

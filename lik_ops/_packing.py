@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._layout import layout_of
+from ._layout import check_strided
 from .ops import ragged_arguments as arguments
 
 __all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "packed", "unpack"]
@@ -128,8 +128,7 @@ def packed(op: str, name: str, x: Any) -> Sequences:
         at = f"{op}: {name}[{i}]"
         if not isinstance(t, Tensor):
             raise TypeError(f"{at}: expected a Tensor, got {type(t).__name__}")
-        if t.layout != torch.strided or t.is_nested:
-            raise TypeError(f"{at}: expected a dense (strided) tensor, got {layout_of(t)}")
+        check_strided(op, f"{name}[{i}]", t)
         if t.dim() == 0 or t.shape[1:] != first.shape[1:]:
             expected = ", ".join(map(str, ("L", *first.shape[1:]) if first.dim() else ("L", "d")))
             raise ValueError(f"{at}: expected [{expected}], got {list(t.shape)}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._layout import DTYPES, MASK_DTYPES, check_per_token, layout_of, score_dtype, shape_of
+from ._layout import DTYPES, MASK_DTYPES, check_per_token, check_strided, score_dtype, shape_of
 
 _OP = "similarity_map"
 
@@ -63,8 +62,7 @@ def _check(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -
     for name, x in (("Q", Q), ("D", D)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{_OP}: {name}: expected a Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            raise TypeError(f"{_OP}: {name}: expected a dense (strided) tensor, got {layout_of(x)}")
+        check_strided(_OP, name, x)
         if x.dtype not in DTYPES:
             raise TypeError(f"{_OP}: {name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
         if x.dim() < 2:

@@ -111,10 +111,8 @@ class _Packed:
 
     def tensors(self) -> Ragged:
         """The arguments of the one call."""
-        own = {i: self.layout.queries for i in _QUERY_SIDE} | {i: self.layout.documents for i in _DOCUMENT_SIDE}
-        if not self.layout.queries:
-            own |= {i: False for i in _QUERY_SIDE}
-        Q, D, q_mask, d_mask, q_weight = (self._tokens(i, own[i]) for i in (0, 1, 6, 7, 8))
+        Q, q_mask, q_weight = (self._tokens(i, self.layout.queries) for i in _QUERY_SIDE)
+        D, d_mask = (self._tokens(i, self.layout.documents) for i in _DOCUMENT_SIDE)
         return Ragged(Q, D, self._ends(), *self._columns(), self._pairs(), q_mask, d_mask, q_weight)
 
     def scores_of_samples(self, scores: Tensor) -> tuple[Tensor, int]:

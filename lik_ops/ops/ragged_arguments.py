@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._layout import BACKWARDS, DTYPES, MASK_DTYPES, check_per_token, layout_of, same_size, score_dtype, shape_of
+from .._layout import BACKWARDS, DTYPES, MASK_DTYPES, check_per_token, check_strided, same_size, score_dtype, shape_of
 from . import sharding
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -20,8 +20,7 @@ def check_tokens(op: str, Q: Tensor, D: Tensor, q_shape: str, d_shape: str) -> N
     for name, t, shape in (("Q", Q, q_shape), ("D", D, d_shape)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
-        if t.layout != torch.strided or t.is_nested:
-            raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {layout_of(t)}")
+        check_strided(op, name, t)
         if t.dim() != shape.count(",") + 1:
             raise ValueError(f"{op}: {name}: expected {shape}, got {shape_of(t)}")
         if t.dtype not in DTYPES:
@@ -41,8 +40,7 @@ def check_indices(op: str, name: str, x: Tensor, expected: Sequence, spelled: st
         raise TypeError(f"{op}: {name}: expected a Tensor, got {type(x).__name__}")
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
-    if x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {layout_of(x)}")
+    check_strided(op, name, x)
 
     def message() -> str:
         return f"{op}: {name}: expected {spelled}, got {shape_of(x)}"

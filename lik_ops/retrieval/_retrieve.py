@@ -75,8 +75,11 @@ def retrieve(
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
-    here = isinstance(D, Tensor) and (not isinstance(Q, Tensor) or D.device == Q.device)
-    if isinstance(D, Tensor) and here and (not progress or D.device.type != "cpu"):
+    if (
+        isinstance(D, Tensor)
+        and (not isinstance(Q, Tensor) or D.device == Q.device)
+        and (not progress or D.device.type != "cpu")
+    ):
         return of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     source = sources.source(_OP, D, d_mask, cu_seqlens_d)
     options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}

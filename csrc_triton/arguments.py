@@ -73,6 +73,29 @@ class Segments(NamedTuple):
     pairs: Any
 
 
+class Spans(NamedTuple):
+    """Where documents lie among the rows of D: `lengths` [K] from `offsets` [K] on, or from ``k * Ld`` where None.
+
+    `words` [K, stride] are None or say which tokens count, 64 in each, a bit for each; none of them beyond the length.
+    """
+
+    lengths: Any
+    offsets: Any
+    words: Any
+    stride: Any
+
+
+class Cuts(NamedTuple):
+    """How query rows and documents are cut where maxima are added up: as `Segments` says, None in dense layouts.
+
+    In these `lengths` only say which documents have tokens that count.
+    """
+
+    lengths: Any
+    offsets: Any
+    cu_seqlens_q: Any
+
+
 class Upstream(NamedTuple):
     """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners.
 

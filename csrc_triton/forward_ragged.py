@@ -13,7 +13,7 @@ from .ragged import document_segment, pair, query_segment
 
 
 @triton.jit
-def _carried(total, pending, sums, n, LEVELS: tl.constexpr):
+def carried(total, pending, sums, n, LEVELS: tl.constexpr):
     """Add block n's sums as the next leaf of binary trees of 2^LEVELS blocks; `total` takes whole trees in order.
 
     The order of a sum over a query that fills several slots is then that of a query summed 2^LEVELS slots at once, as
@@ -37,7 +37,7 @@ def _carried(total, pending, sums, n, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _flushed(total, pending, blocks, LEVELS: tl.constexpr):
+def flushed(total, pending, blocks, LEVELS: tl.constexpr):
     """`total` with the tree that `blocks` blocks left unfinished, what is missing counted as zeros."""
     if LEVELS > 0:
         rest = tl.zeros_like(total)
@@ -91,7 +91,8 @@ def maxsim_forward_ragged(
 
     Q and D are the packed rows, with strides of 0 between queries and documents; `tiles` is a descriptor of the rows of
     D in blocks [BN, BD], or None. `argmax` is [K, Tq], or [P, most] with pairs, filled with -1, or None. K documents
-    are there, or candidates of each query. A query's rows are summed as trees of ``SLOT * 2^LEVELS`` rows.
+    are there, or candidates of each query. A query's rows are summed as trees of ``SLOT * 2^LEVELS`` rows,
+    where LONG says that it may have more than SLOT.
     """
     GROUPS: tl.constexpr = C.BM // C.SLOT
     first, queries, document, k, ok = _place(segments, Nq, K, C)
@@ -108,20 +109,28 @@ def maxsim_forward_ragged(
     if segments.pairs is not None:
         argmax_row = k * most - tl.max(begin, axis=0)
 
-    total = tl.full((GROUPS,), 0, tl.float32)
-    pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
-    keeps = tl.full((GROUPS,), 0, tl.int32)
-    any_kept = tl.full((), 0, tl.int32)
-    longest = tl.max(length, axis=0)
-    for s0 in range(0, longest, C.SLOT):
-        s = s0 + lane % C.SLOT
+    if C.LONG:
+        total = tl.full((GROUPS,), 0, tl.float32)
+        pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
+        keeps = tl.full((GROUPS,), 0, tl.int32)
+        any_kept = tl.full((), 0, tl.int32)
+        longest = tl.max(length, axis=0)
+        for s0 in range(0, longest, C.SLOT):
+            s = s0 + lane % C.SLOT
+            row = begin + s
+            sums, keeps_more, any_kept = _score_rows(
+                row * 0, row, s < length, row, base, mask_base, tiles, None, first_row, argmax, argmax_row, Q, D, Ld, d,
+                C
+            )  # fmt: skip
+            total, pending = carried(total, pending, sums, s0 // C.SLOT, LEVELS)
+            keeps = keeps | keeps_more
+        total = flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS)
+    else:
+        s = lane % C.SLOT
         row = begin + s
-        sums, keeps_more, any_kept = _score_rows(
+        total, keeps, any_kept = _score_rows(
             row * 0, row, s < length, row, base, mask_base, tiles, None, first_row, argmax, argmax_row, Q, D, Ld, d, C
         )
-        total, pending = _carried(total, pending, sums, s0 // C.SLOT, LEVELS)
-        keeps = keeps | keeps_more
-    total = _flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS)
 
     i = first + tl.arange(0, GROUPS)
     mine = i < queries

@@ -107,7 +107,7 @@ def _along(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _reduced(S, best, where, t0, C: gl.constexpr):
+def reduced(S, best, where, t0, C: gl.constexpr):
     """`best` and `where` after a tile. Columns are constants of the compiled code, relative to the lane."""
     x = lanes(S)
     if C.ARGMAX:
@@ -122,7 +122,7 @@ def _reduced(S, best, where, t0, C: gl.constexpr):
 
 
 @gluon.jit
-def _settle(half, C: gl.constexpr):
+def settle(half, C: gl.constexpr):
     """Nothing: but as the compiler sees it, `half.S` is rewritten once `half.best` is known.
 
     So the next product may overwrite the registers of `half.S`. Without it the reduction sinks below the product, which
@@ -142,7 +142,7 @@ def _multiply(q, ring, stage, half):
 
 
 @gluon.jit
-def _issued(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr):
+def issued(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr):
     """Both halves' products with the tile at `stage`, in flight."""
     mbarrier.wait(ring.full.index(stage), phase)
     mbarrier.wait(ring.turn.index(G), turn)
@@ -157,14 +157,14 @@ def _absorbed(S_a, S_b, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexp
     """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
     start = gl.minimum(t0, Ld - C.BN)
     S = warpgroup_mma_wait(1, [S_a])
-    best, where = _reduced(S, halves[0].best, halves[0].where, start, C)
+    best, where = reduced(S, halves[0].best, halves[0].where, start, C)
     a = Half(S, best, where)
     S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    best, where = _reduced(S, halves[1].best, halves[1].where, start, C)
+    best, where = reduced(S, halves[1].best, halves[1].where, start, C)
     b = Half(S, best, where)
     stage, phase = advance(stage, phase, C)
-    return (_settle(a, C), _settle(b, C)), stage, phase, turn ^ 1
+    return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
 
 
 @gluon.jit
@@ -235,7 +235,7 @@ def _score(halves, Q, first, parts, k, exists, scores, argmax, unresolved, sizes
 
 
 @gluon.jit
-def _fresh(S, C: gl.constexpr):
+def fresh(S, C: gl.constexpr):
     """A half that has seen no tile; `S` only lends its registers."""
     none = gl.full_like(S, float("-inf"))
     best = gl.reduce(gl.reduce(lanes(none), 3, nan_max), 1, nan_max)
@@ -251,7 +251,7 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
     phase = 0
     turn = 1 - G
     S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
-    halves = (_fresh(S, C), _fresh(S, C))
+    halves = (fresh(S, C), fresh(S, C))
     unresolved = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, halves[0].best.type.layout))
     task = begin
     while task < end:
@@ -264,19 +264,19 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
         for k in range(begin_k, end_k):
             if C.ARGMAX:
                 for t0 in range(0, sizes.Ld, C.BN):
-                    S_a, S_b = _issued(q, ring, halves, stage, phase, turn, G, C)
+                    S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
                     halves, stage, phase, turn = _absorbed(
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
                 unresolved = _score(halves, Q, first, parts, k, True, scores, argmax, unresolved, sizes, C)
-                halves = (_fresh(halves[0].S, C), _fresh(halves[1].S, C))
+                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
             else:
-                S_a, S_b = _issued(q, ring, halves, stage, phase, turn, G, C)
+                S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
                 _score(halves, Q, first, parts, k - 1, k > begin_k, scores, argmax, unresolved, sizes, C)
-                halves = (_fresh(halves[0].S, C), _fresh(halves[1].S, C))
+                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
                 halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
                 for t0 in range(C.BN, sizes.Ld, C.BN):
-                    S_a, S_b = _issued(q, ring, halves, stage, phase, turn, G, C)
+                    S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
                     halves, stage, phase, turn = _absorbed(
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )

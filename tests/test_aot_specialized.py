@@ -67,10 +67,10 @@ def serialised(ptx: str, directory: Path) -> list[str]:
 def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source(dtype, d, Lq, options, argmax), target=target, options={"num_warps": 4})
-    _check(compiled, tmp_path)
+    check(compiled, tmp_path)
 
 
-def _check(compiled, tmp_path: Path) -> None:
+def check(compiled, tmp_path: Path) -> None:
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
@@ -112,4 +112,4 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> 
 def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, tmp_path):
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(wide_source(dtype, d, Lq, Ld, options), target=target, options={"num_warps": 4})
-    _check(compiled, tmp_path)
+    check(compiled, tmp_path)

@@ -14,6 +14,7 @@ import torch
 from ..csrc_triton.arguments import Config, Specialization, WideSpecialization
 
 SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
+_MOST_ROWS = 2**23  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class Rule(NamedTuple):
 SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
 _HALF, _FP32 = (torch.float16, torch.bfloat16), (torch.float32,)
 _PROCESSORS = 132  # of an H100 or H200
+_RESIDENT = 8 * _PROCESSORS  # programs that run at a time: then the longest document decides, so it is pipelined
 _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
 
 # The first rule that covers a call holds.
@@ -315,10 +317,13 @@ def forward_ragged(
     wide: int,
     tf32: bool,
     argmax: bool,
+    longest: int = _ANY,
+    documents: int = _ANY,
 ) -> tuple[Launch, int]:
     """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
 
-    A query takes as many steps of the slot as it needs. Bounds that are read take registers: fewer rows than elsewhere.
+    No query has more tokens than `longest`. One takes as many steps of the slot as it needs. Bounds that are read take
+    registers: fewer rows than elsewhere.
     """
     launch = forward(
         arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32, argmax=argmax
@@ -330,9 +335,50 @@ def forward_ragged(
         launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
     few = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # tokens: ptxas spills else
     tokens = min(config.BN, 32) if few else config.BN
-    config = config._replace(BM=rows, BN=tokens, SLOT=min(config.SLOT, rows), PACKED=True)
+    if config.TOKENS_FIRST and arch.unit == "wgmma" and documents <= _RESIDENT:
+        launch = replace(launch, num_stages=4)
+    slot = min(config.SLOT, rows)
+    # Where it changes nothing it is set as in `forward`.
+    long = longest > slot or arch.unit == "mma" or config.SPLIT
+    config = config._replace(BM=rows, BN=tokens, SLOT=slot, PACKED=True, LONG=long)
     most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1
+
+
+class RowMaxima(NamedTuple):
+    """How `maxsim_row_maxima` runs, and the sums after it: rows of a query, queries and documents at a time, levels."""
+
+    config: Specialization
+    programs: int
+    sums: tuple[int, int, int, int]
+
+
+def row_maxima(
+    arch: Architecture,
+    dtype: torch.dtype,
+    rows: int,
+    K: int,
+    Lq: int,
+    d: int,
+    *,
+    argmax: bool,
+    processors: int,
+) -> RowMaxima | None:
+    """The choice for `rows` query rows, of `Lq` in the mean, against K documents; None where another kernel serves.
+
+    Rows and K may decide, as all give the same bits.
+    """
+    row_tiles = cdiv(rows, SPECIALIZED_ROWS)
+    half = arch.name == "sm_90" and dtype in _HALF and d <= 128
+    worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= processors // 2
+    if not (half and worth and row_tiles * K < 2**31 and rows <= _MOST_ROWS):
+        return None
+    most = forward_tiles(arch, dtype, Lq, d, False, 0)[-1].rows
+    slot = min(max(next_power_of_2(Lq), 16), most)
+    lanes = max(slot, 128)
+    config = Specialization(BN=64, BD=64 if d <= 64 else 128, SLOT=slot, STAGES=6, RESIDENT=True, ARGMAX=argmax)
+    levels = (most // slot).bit_length() - 1
+    return RowMaxima(config, min(processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
 
 
 class Specialized(NamedTuple):

@@ -230,10 +230,13 @@ def _new_plan(
     argmax_dtype: torch.dtype | None,
 ) -> Plan:
     plan: Plan | None
-    if Q.device.type == "cuda" and d_mask is None and not normalize:
-        from .cuda_specialized import specialized_plan  # it is built upon this module
+    if Q.device.type == "cuda" and not normalize:
+        from . import cuda_rows, cuda_specialized  # they are built upon this module
 
-        plan = specialized_plan(Q, D, q_mask, q_weight, argmax_dtype)
+        if d_mask is None:
+            plan = cuda_specialized.specialized_plan(Q, D, q_mask, q_weight, argmax_dtype)
+        else:
+            plan = cuda_rows.masked_plan(Q, D, argmax_dtype)
         if plan is not None:
             return plan
     if Q.dtype == torch.float32 and not normalize:

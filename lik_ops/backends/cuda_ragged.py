@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Documents, Queries, Segments, Upstream
+from ..csrc_triton import row_sums
+from ..csrc_triton.arguments import Cuts, Documents, Queries, Segments, Sizes, Spans, Upstream
 from ..csrc_triton.backward_documents import maxsim_grad_documents
 from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
-from . import backward_configs, configs, launcher
+from . import backward_configs, configs, cuda_rows, launcher
 from .configs import Launch
 from .cuda_arguments import allow_tf32, architecture, checked_grid, on_device, wide_of
 from .cuda_backward import require_nondeterminism_allowed
@@ -60,6 +61,8 @@ def _launch(r: Ragged, normalize: bool, argmax: bool) -> tuple[Launch, int]:
         wide=wide,
         tf32=allow_tf32(),
         argmax=argmax,
+        longest=r.Q.shape[0],
+        documents=r.d_offsets.numel() if r.pairs is None else r.pairs.shape[0],
     )
 
 
@@ -78,6 +81,9 @@ def forward_ragged(
     """Scores in fp32 and winners (an empty tensor if `argmax_dtype` is None), both as `Ragged` says."""
     new, shape = r.Q.new_empty, r.scores_shape()
     scores = new(shape, dtype=torch.float32)
+    choice = _row_maxima(r, normalize, argmax_dtype is not None)
+    if choice is not None:
+        return scores, _forward_rows(r, choice, scores, argmax_dtype)
     argmax = None
     if argmax_dtype is not None:
         argmax = r.Q.new_full(r.argmax_shape(max_seqlen_q), -1, dtype=argmax_dtype)
@@ -97,6 +103,35 @@ def forward_ragged(
         launcher.launch(maxsim_forward_ragged, grid, args, launch.options(architecture(r.Q.device)))
     _log.debug("maxsim_forward_ragged for %s: %s", tuple(shape), launch)
     return scores, winners
+
+
+def _row_maxima(r: Ragged, normalize: bool, argmax: bool) -> configs.RowMaxima | None:
+    """How the cross product goes by way of row maxima, None where it does not."""
+    rows, queries = r.Q.shape[0], r.queries
+    if r.candidates or r.pairs is not None or normalize or r.d_mask is not None or 0 in (rows, queries, r.columns):
+        return None
+    if r.D.numel() == 0 or r.D.data_ptr() % 16:
+        return None
+    return cuda_rows.choose(r.D, rows, r.columns, configs.cdiv(rows, queries), argmax)
+
+
+def _forward_rows(r: Ragged, choice: configs.RowMaxima, scores: Tensor, argmax_dtype: torch.dtype | None) -> Tensor:
+    """Fill the scores of the cross product, and return the winners."""
+    rows, columns = r.Q.shape[0], r.columns
+    argmax = None
+    segments = segments_of(r)
+    with on_device(r.Q.device):
+        if argmax_dtype is not None:
+            argmax = r.Q.new_empty((columns, rows), dtype=argmax_dtype)
+            covered = r.Q.new_zeros(rows, dtype=torch.bool)
+            args = segments.cu_seqlens_q, r.q_mask, covered, rows, 1 if r.q_mask is None else r.q_mask.stride(0), 128
+            launcher.launch(row_sums.maxsim_covered_rows, (r.queries,), args, {"num_warps": 4})
+            r = r._replace(q_mask=covered)
+        spans = Spans(segments.lengths, segments.offsets, None, None)
+        cuts = Cuts(segments.lengths, segments.offsets, segments.cu_seqlens_q)
+        sizes = Sizes(r.queries, columns, rows, 0)
+        cuda_rows.score_rows(choice, queries_of(r), (1, rows), r.D, spans, cuts, sizes, scores, argmax)
+    return r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
 def _query_of_rows(r: Ragged) -> Tensor:

@@ -30,21 +30,23 @@ class Kernels(NamedTuple):
 
     specialized: ModuleType
     wide: ModuleType
+    rows: ModuleType
 
 
 @functools.cache
 def kernels() -> Kernels | None:
     """The Gluon kernels, or None with a triton that has not the Gluon they are written in."""
     try:
-        from ..csrc_triton import forward_specialized, forward_wide
+        from ..csrc_triton import forward_rows, forward_specialized, forward_wide
     except (ImportError, AttributeError) as error:
         _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
         return None
-    return Kernels(forward_specialized, forward_wide)
+    return Kernels(forward_specialized, forward_wide, forward_rows)
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """The device's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -168,7 +170,7 @@ def specialized_plan(
         *sizes(Q, D),
         Q.shape[-1],
         argmax=argmax_dtype is not None,
-        processors=_processors(Q.device),
+        processors=processors(Q.device),
     )
     if choice is None or not describable(D, choice.config):
         return None

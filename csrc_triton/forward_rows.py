@@ -1,0 +1,360 @@
+"""The forward of sm_90 for packed query rows and documents of any length: the maximum of every row in each document.
+
+As `forward_specialized`, but the rows of all queries follow each other with nothing between them, a document ends where
+its length or its mask says, and what is stored are the rows' maxima, which `row_sums` adds up. A tile of which all
+tokens count costs what it costs there; only in others are similarities selected.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .arguments import Sizes
+from .common import NO_TOKEN, nan_max, query_keep, row_pointers
+from .forward_specialized import (
+    CONSUMER_REGISTERS,
+    HALF_ROWS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    UNRESOLVED,
+    Half,
+    Ring,
+    advance,
+    fresh,
+    issued,
+    reduced,
+    settle,
+)
+from .ragged import document_segment
+
+SPAN_BLOCK = gl.constexpr(1024)
+
+
+class Kept(NamedTuple):
+    """Which of a tile's tokens count: the first `rest`, or those of `word`."""
+
+    rest: Any
+    word: Any
+
+
+@gluon.jit
+def _span(spans, k, K, Ld, Td):
+    """First row and length of document k; 0 rows of one that is not inside D, or not there."""
+    k = k.to(gl.int64)
+    ok = k < K
+    if spans.offsets is None:
+        row = k * Ld
+        length = gl.load(spans.lengths + k, mask=ok, other=0)
+    else:
+        row, length, _ = document_segment(spans, k, ok, Td)
+    return row.to(gl.int32), length
+
+
+@gluon.jit
+def _kept(spans, k, K, t0, length):
+    """What counts of the tile from token t0 on."""
+    word = 0
+    if spans.words is not None:
+        word = gl.load(spans.words + k.to(gl.int64) * spans.stride + t0 // 64, mask=(k < K) & (t0 < length), other=0)
+    return Kept(length - t0, word)
+
+
+@gluon.jit
+def _counts(kept, layout: gl.constexpr, spans, C: gl.constexpr):
+    """Of each column of a tile, whether its token counts."""
+    column = gl.arange(0, C.BN, layout=layout)
+    if spans.words is None:
+        counts = column < kept.rest
+    else:
+        # A thread has columns 2 lane + {0, 1} of every 8: shifted by those once, it asks for constant bits.
+        lane = column & 6
+        low = kept.word.to(gl.int32) >> lane
+        high = (kept.word >> 32).to(gl.int32) >> lane
+        counts = (gl.where(column < 32, low, high) >> (column & 25)) & 1 != 0
+    return counts
+
+
+@gluon.jit
+def _all_count(kept, spans, C: gl.constexpr):
+    if spans.words is None:
+        full = kept.rest >= C.BN
+    else:
+        full = kept.word == -1
+    return full
+
+
+@gluon.jit
+def _produce(D, ring, spans, begin, end, K, Ld, Td, C: gl.constexpr):
+    """Copy the tiles of every document into the ring, one at least; the last reads on into what follows."""
+    stage = 0
+    phase = 1
+    for task in range(begin, end):
+        row, length = _span(spans, task % K, K, Ld, Td)
+        for t0 in range(0, gl.maximum(length, 1), C.BN):
+            full = ring.full.index(stage)
+            mbarrier.wait(ring.empty.index(stage), phase)
+            mbarrier.expect(full, D.block_type.nbytes)
+            tma.async_copy_global_to_shared(D, [row + t0, 0], full, ring.tiles.index(stage))
+            stage, phase = advance(stage, phase, C)
+
+
+@gluon.jit
+def _of_counting(S, half, kept, t0, spans, C: gl.constexpr):
+    """`half` after a tile: its best so far, and where."""
+    if _all_count(kept, spans, C):
+        best, where = reduced(S, half.best, half.where, t0, C)
+    else:
+        counts = _counts(kept, gl.SliceLayout(0, S.type.layout), spans, C)
+        # Selected, not biased: what does not count may hold NaN or inf, which no added bias removes.
+        best, where = reduced(gl.where(counts[None, :], S, float("-inf")), half.best, half.where, t0, C)
+    return Half(S, best, where)
+
+
+@gluon.jit
+def _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C: gl.constexpr):
+    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
+    a = _of_counting(warpgroup_mma_wait(1, [S_a]), halves[0], kept, t0, spans, C)
+    S = warpgroup_mma_wait(0, [S_b])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    b = _of_counting(S, halves[1], kept, t0, spans, C)
+    stage, phase = advance(stage, phase, C)
+    return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
+
+
+@gluon.jit
+def _rows(first, H: gl.constexpr, layout: gl.constexpr):
+    return first + H * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=layout)
+
+
+@gluon.jit
+def _load_rows(Q, q_smem, first, sizes, d, G: gl.constexpr, C: gl.constexpr):
+    """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
+    for H in gl.static_range(2):
+        row = _rows(first, H, gl.SliceLayout(1, LAYOUT))
+        i = row // sizes.Lq
+        s = row % sizes.Lq
+        ok = query_keep(Q, i, s, i < sizes.Nq)
+        pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
+        q_smem.index(2 * G + H).store(gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0))
+    fence_async_shared()
+    return (
+        q_smem.index(2 * G).load(gl.DotOperandLayout(0, ACC, 2)),
+        q_smem.index(2 * G + 1).load(gl.DotOperandLayout(0, ACC, 2)),
+    )
+
+
+@gluon.jit
+def _store(half, Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C: gl.constexpr):
+    """A half's maxima in document k, [K, rows]; and their winners, UNRESOLVED where one is NaN or -inf."""
+    rows = sizes.Nq * sizes.Lq
+    ok = (row < rows) & exists
+    at = k.to(gl.int64) * rows + row
+    best = gl.reduce(half.best, 1, nan_max)
+    gl.store(maxima + at, best, mask=ok)
+    if C.ARGMAX:
+        keep = query_keep(Q, row // sizes.Lq, row % sizes.Lq, ok) & (length > 0)
+        lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
+        where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
+        where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)
+        unresolved = unresolved | (keep & (where == NO_TOKEN)).to(gl.int32)
+        where = gl.where(keep, gl.where(where == NO_TOKEN, UNRESOLVED, where), -1)
+        gl.store(argmax + at, where.to(argmax.dtype.element_ty), mask=ok)
+    return unresolved
+
+
+@gluon.jit
+def _stored(halves, Q, first, k, exists, length, maxima, argmax, unresolved, sizes, C: gl.constexpr):
+    """Both halves stored, and fresh ones."""
+    ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
+    row = _rows(first, 0, ROW)
+    unresolved = _store(halves[0], Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C)
+    row = _rows(first, 1, ROW)
+    unresolved = _store(halves[1], Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C)
+    return (fresh(halves[0].S, C), fresh(halves[1].S, C)), unresolved
+
+
+@gluon.jit
+def _consume(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
+    """Warp group G: its 128 rows of each row tile against the tile's documents."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    stage = 0
+    phase = 0
+    turn = 1 - G
+    S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
+    halves = (fresh(S, C), fresh(S, C))
+    unresolved = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, halves[0].best.type.layout))
+    task = begin
+    while task < end:
+        row_tile = task // sizes.K
+        last = gl.minimum((row_tile + 1) * sizes.K, end)
+        first = (row_tile * 2 + G) * (2 * HALF_ROWS)
+        q = _load_rows(Q, q_smem, first, sizes, d, G, C)
+        begin_k = task % sizes.K
+        end_k = begin_k + last - task
+        _, length = _span(spans, begin_k, sizes.K, sizes.Ld, Td)
+        kept = _kept(spans, begin_k, sizes.K, 0, length)
+        for k in range(begin_k, end_k):
+            # Of the next document and tile, as loads take longer than a tile.
+            _, length_after = _span(spans, k + 1, sizes.K, sizes.Ld, Td)
+            S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+            if not C.ARGMAX:
+                halves, unresolved = _stored(
+                    halves, Q, first, k - 1, k > begin_k, 1, maxima, argmax, unresolved, sizes, C
+                )
+            kept_after = _kept(spans, k, sizes.K, C.BN, length)
+            halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, kept, stage, phase, turn, spans, C)
+            for t0 in range(C.BN, length, C.BN):
+                kept = kept_after
+                S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+                kept_after = _kept(spans, k, sizes.K, t0 + C.BN, length)
+                halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C)
+            if C.ARGMAX:
+                halves, unresolved = _stored(halves, Q, first, k, True, length, maxima, argmax, unresolved, sizes, C)
+            length = length_after
+            kept = _kept(spans, k + 1, sizes.K, 0, length)
+        if not C.ARGMAX:
+            halves, unresolved = _stored(halves, Q, first, end_k - 1, True, 1, maxima, argmax, unresolved, sizes, C)
+        task = last
+    if C.ARGMAX:
+        mbarrier.arrive(ring.search.index(2), count=1)
+        if gl.max(unresolved, axis=0) > 0:
+            _resolve(Q, D, ring, q_smem, spans, argmax, begin, end, sizes, Td, d, G, C)
+
+
+@gluon.jit
+def _first_nan(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: gl.constexpr):
+    """The first token that counts and whose similarity to each of 64 query rows is NaN; where there is none the first
+    that counts."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    tile = ring.tiles.index(G)
+    column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
+    found = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
+    first = found
+    for t0 in range(0, length, C.BN):
+        mbarrier.expect(ring.search.index(G), D.block_type.nbytes)
+        tma.async_copy_global_to_shared(D, [row + t0, 0], ring.search.index(G), tile)
+        mbarrier.wait(ring.search.index(G), phase)
+        phase ^= 1
+        S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
+        S = warpgroup_mma(q, tile.permute((1, 0)), S)
+        counts = _counts(_kept(spans, k, sizes.K, t0, length), gl.SliceLayout(0, ACC), spans, C)
+        token = gl.where(counts, t0 + column, NO_TOKEN)[None, :]
+        first = gl.minimum(first, gl.min(gl.where(S == S, token, token), axis=1))
+        found = gl.minimum(found, gl.min(gl.where(S != S, token, NO_TOKEN), axis=1))
+    return gl.where(found == NO_TOKEN, first, found), phase
+
+
+@gluon.jit
+def _resolve(Q, D, ring, q_smem, spans, argmax, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
+    """Replace UNRESOLVED winners: the first NaN if the maximum is NaN, else (it is -inf) the first that counts."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
+    phase = 0
+    mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
+    rows = sizes.Nq * sizes.Lq
+    for task in range(begin, end):
+        k = task % sizes.K
+        first = (task // sizes.K * 2 + G) * (2 * HALF_ROWS)
+        row, length = _span(spans, k, sizes.K, sizes.Ld, Td)
+        q = _load_rows(Q, q_smem, first, sizes, d, G, C)
+        for H in gl.static_range(2):
+            found, phase = _first_nan(q[H], D, ring, spans, k, row, length, phase, sizes, G, C)
+            query_row = _rows(first, H, ROW)
+            out = argmax + k.to(gl.int64) * rows + query_row
+            ok = query_row < rows
+            ok = ok & (gl.load(out, mask=ok, other=0) == UNRESOLVED)
+            gl.store(out, found.to(argmax.dtype.element_ty), mask=ok)
+
+
+@gluon.jit
+def _costs(spans, k0, K, Ld, Td, C: gl.constexpr):
+    """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
+    k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
+    _, length = _span(spans, k, K, Ld, Td)
+    return gl.where(k < K, 4 * gl.maximum(gl.cdiv(length, C.BN), 1) + 1, 0)
+
+
+@gluon.jit
+def _share(pid, total, row_tiles):
+    """Where the part of program `pid` begins: a row tile, and what the documents before cost; all below 2^31."""
+    programs = gl.num_programs(0)
+    whole = (row_tiles.to(gl.int64) * pid // programs).to(gl.int32)
+    rest = (row_tiles.to(gl.int64) * pid % programs).to(gl.int32)
+    return whole, total // programs * rest + total % programs * rest // programs
+
+
+@gluon.jit
+def _shares(spans, row_tiles, K, Ld, Td, C: gl.constexpr):
+    """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same."""
+    first = _costs(spans, 0, K, Ld, Td, C)
+    total = gl.sum(first, axis=0)
+    for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
+        total += gl.sum(_costs(spans, k0, K, Ld, Td, C), axis=0)
+    x, x_rest = _share(gl.program_id(0), total, row_tiles)
+    y, y_rest = _share(gl.program_id(0) + 1, total, row_tiles)
+    x = x * K
+    y = y * K
+    before = gl.to_tensor(0)
+    costs = first
+    for k0 in range(0, K, SPAN_BLOCK):
+        starts = before + gl.associative_scan(costs, 0, _plus) - costs
+        x += gl.sum(((starts < x_rest) & (costs > 0)).to(gl.int32), axis=0)
+        y += gl.sum(((starts < y_rest) & (costs > 0)).to(gl.int32), axis=0)
+        before += gl.sum(costs, axis=0)
+        if k0 + SPAN_BLOCK < K:
+            costs = _costs(spans, k0 + SPAN_BLOCK, K, Ld, Td, C)
+    return x, y
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "Td"])
+def maxsim_row_maxima(Q, D, spans, maxima, argmax, Nq, K, Lq, Ld, Td, d, C: gl.constexpr):
+    """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, -inf where none does.
+
+    Winners of the same shape unless None: -1 where none counts and of masked rows. D is a tensor descriptor of all Td
+    document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs, row tiles first.
+    """
+    sizes = Sizes(Nq, K, Lq, Ld)
+    row_tiles = gl.cdiv(Nq * Lq, ROWS)
+    begin, end = _shares(spans, row_tiles, K, Ld, Td, C)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = C.STAGES
+    ring = Ring(
+        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
+    )
+    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(n), count=1)
+        mbarrier.init(ring.empty.index(n), count=2)
+    for n in gl.static_range(2):
+        mbarrier.init(ring.turn.index(n), count=1)
+        mbarrier.init(ring.search.index(n), count=1)
+    mbarrier.init(ring.search.index(2), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 0, C)),
+            (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 1, C)),
+            (_produce, (D, ring, spans, begin, end, K, Ld, Td, C)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,101 @@
+"""The kernels around row maxima compile for sm_90 without a GPU: on wgmma, in flight together, no spills."""
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lik_ops.backends import configs
+from lik_ops.csrc_triton import row_sums
+from lik_ops.csrc_triton.arguments import Cuts, Queries, Spans
+
+from .aot import Case, _cuda_resources, _queries
+from .test_aot_specialized import SM_90, check
+
+fr = pytest.importorskip("lik_ops.csrc_triton.forward_rows")
+fs = pytest.importorskip("lik_ops.csrc_triton.forward_specialized")
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+TARGET = GPUTarget("cuda", 90, 32)
+ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool) -> configs.RowMaxima:
+    found = configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, processors=132)
+    assert found is not None
+    return found
+
+
+def constants_of(group: tuple, at: int) -> dict:
+    """The compile-time None of a group that is the argument `at`."""
+    return {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
+
+
+def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool) -> GluonASTSource:
+    C = choice(dtype, d, 32, argmax).config
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
+    layout = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    offsets, words = ("constexpr", ("*i64", "i32")) if masked else ("*i64", ("constexpr", "constexpr"))
+    spans = Spans("*i32", offsets, *words)
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{layout!r}>",
+        "spans": spans,
+        "maxima": "*fp32",
+        "argmax": "*i16" if argmax else "constexpr",
+    }
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "Td", "d"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | constants_of(spans, names.index("spans"))
+    values[(names.index("C"),)] = C
+    if not argmax:
+        values[(names.index("argmax"),)] = None
+    aligned = [(0, 0), (0, 1), (0, 2), (names.index("maxima"),)]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fr.maxsim_row_maxima, signature, values, attributes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "masked", "argmax"),
+    [
+        (torch.bfloat16, 128, False, False),
+        (torch.bfloat16, 128, False, True),
+        (torch.bfloat16, 128, True, False),
+        pytest.param(torch.float16, 128, True, True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 48, True, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 96, False, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_row_maxima_compile_as_meant(dtype, d, masked, argmax, tmp_path):
+    check(triton.compile(source(dtype, d, masked, argmax), target=TARGET, options={"num_warps": 4}), tmp_path)
+
+
+def without_spills(source: ASTSource) -> None:
+    registers, spills = _cuda_resources(triton.compile(source, target=TARGET, options={"num_warps": 4}).asm["cubin"])
+    assert spills == 0, f"{spills} spill instructions, {registers} registers"
+
+
+@pytest.mark.parametrize("Lq", [1, 32, 1024])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_sums_do_not_spill(ragged, Lq):
+    queries, constants = _queries(Case("maxsim_forward", options=True))
+    cuts = Cuts("*i32", *(["*i64", "*i32"] if ragged else ["constexpr", "constexpr"]))
+    signature = {"maxima": "*fp32", "scores": "*fp32", "Q": Queries(*queries), "cuts": cuts}
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "rows", "stride"), "i32")
+    values = {(2, k): v for k, v in constants.items()} | constants_of(cuts, 3)
+    for name, value in zip(
+        ("SLOT", "QUERIES", "DOCUMENTS", "LEVELS"), choice(torch.bfloat16, 128, Lq, False).sums, strict=True
+    ):
+        values[(len(signature),)] = value
+        signature[name] = "constexpr"
+    without_spills(ASTSource(row_sums.maxsim_row_sums, signature, values, {(0,): [["tt.divisibility", 16]]}))
+
+
+def test_what_goes_before_does_not_spill():
+    signature = {"mask": "*i1", "words": "*i64", "lengths": "*i32"}
+    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "stride"), "i32") | {"WORDS": "constexpr"}
+    without_spills(ASTSource(row_sums.maxsim_kept_words, signature, {(7,): 8}, {}))
+    signature = {"cu_seqlens_q": "*i64", "mask": "*i1", "covered": "*i1", "Tq": "i32", "mask_stride": "i32"}
+    without_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))

@@ -1,0 +1,177 @@
+"""The way over row maxima (sm_90): bit for bit the plain kernels, for documents with masks and of any length."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.backends.ragged import Ragged
+
+from .ragged import same_bits
+from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
+
+if INTERPRETING:
+    pytest.skip("the interpreter has no Gluon", allow_module_level=True)
+
+from lik_ops.backends import configs
+
+SM_90 = configs.ARCHITECTURES["sm_90"]
+HALF = (torch.float16, torch.bfloat16)
+
+
+def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90):
+    return configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, processors=132)
+
+
+def test_when_it_is_chosen():
+    assert choice() is not None
+    assert choice(dtype=torch.float32) is None
+    assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
+    assert choice(rows=128) is None and choice(rows=129) is not None
+    assert choice(rows=256, K=65) is None
+    assert choice(d=129) is None
+
+
+@pytest.mark.parametrize("Lq", [1, 2, 16, 19, 32, 100, 256, 1000])
+def test_sums_are_trees_of_the_rows_that_other_kernels_sum_at_once(Lq):
+    slot, queries, documents, levels = choice(Lq=Lq).sums
+    assert slot * 2**levels == configs.forward_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
+    assert queries * documents * slot == 1024 and (slot >= min(Lq, 256) or levels == 0)
+
+
+def masked_cases():
+    """Row tiles and tiles of tokens that end anywhere; documents of no token, of masks with holes and without."""
+    for n, (Nq, Nd, Lq, Ld, d) in enumerate(
+        [
+            (40, 70, 32, 180, 128),
+            (9, 131, 31, 64, 96),
+            (33, 67, 8, 65, 64),
+            (70, 66, 3, 127, 8),
+            (200, 70, 1, 7, 48),
+            (3, 140, 100, 129, 128),
+            (2, 150, 128, 300, 120),
+            (1, 140, 129, 1, 128),
+            (2, 70, 300, 200, 128),
+            (1, 70, 1030, 96, 128),
+        ]
+    ):
+        for values, d_mask in (("integer", "holes"), ("negative", "prefix"), ("normal", "empty_some")):
+            q_mask, weight = ("none", "holes", "empty_some")[n % 3], n % 2 == 1
+            yield Problem(
+                Nq=Nq,
+                Nd=Nd,
+                Lq=Lq,
+                Ld=Ld,
+                d=d,
+                dtype=HALF[n % 2],
+                q_mask=q_mask,
+                d_mask=d_mask,
+                weight=weight,
+                values=values,
+                seed=n,
+            )
+
+
+def plain(x, argmax_dtype):
+    """Scores and winners of `maxsim_forward`."""
+    from lik_ops.backends import cuda_forward
+
+    plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
+    argmax = None if argmax_dtype is None else plan.new_argmax()
+    return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
+
+
+def by_rows(x, argmax_dtype):
+    """The same by way of row maxima, which is an error to be without."""
+    from lik_ops.backends import cuda_rows
+
+    plan = cuda_rows.masked_plan(x.Q, x.D, argmax_dtype)
+    assert plan is not None
+    argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
+    return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", list(masked_cases()), ids=str)
+def test_masks_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p):
+    x = build(p, "cuda")
+    x.Q = build(dataclasses.replace(p, strides="transposed"), "cuda").Q
+    scores, argmax = by_rows(x, torch.int16)
+    expected, winners = plain(x, torch.int16)
+    assert torch.equal(scores, expected) and torch.equal(argmax, winners)
+    assert torch.equal(by_rows(x, None)[0], scores)
+    assert_scores(p, x, scores)
+    assert_winners(p, x, argmax.transpose(0, 1).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_masks_and_what_is_not_finite(value):
+    p = Problem(Nq=12, Nd=80, Lq=16, Ld=130, d=64, dtype=torch.bfloat16, d_mask="holes", values="integer")
+    x = build(p, "cuda")
+    x.D[::3, 70] = value
+    x.D[1::3, 0] = value
+    x.D[2::5] = value
+    x.Q[3, 5] = value
+    (scores, argmax), (expected, winners) = by_rows(x, torch.int32), plain(x, torch.int32)
+    same_bits(scores, expected)
+    assert torch.equal(argmax, winners)
+
+
+def packed(Nq, Nd, Lq, Ld, d, seed, dtype=torch.bfloat16, values="normal"):
+    """Packed tensors of queries of up to Lq and documents of up to Ld tokens, some empty, with a gap before each."""
+    g = torch.Generator().manual_seed(seed)
+
+    def side(count, most):
+        lengths = torch.randint(0, most + 1, (count,), generator=g)
+        lengths[torch.rand(count, generator=g) < 0.1] = 0
+        return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]) + 3, int(lengths.sum()) + 5
+
+    (cu_q, Tq), (cu_d, Td) = side(Nq, Lq), side(Nd, Ld)
+    draw = (lambda n: torch.randint(-2, 3, (n, d), generator=g)) if values == "integer" else None
+    Q, D = ((draw(n) if draw else torch.randn(n, d, generator=g)).to("cuda", dtype) for n in (Tq, Td))
+    q_mask, weight = (torch.rand(Tq, generator=g) > 0.2).cuda(), torch.randn(Tq, generator=g).cuda()
+    cu_q, cu_d = cu_q.cuda(), cu_d.cuda()
+    return Ragged(Q, D, cu_q, cu_d[:-1], cu_d.diff(), None, q_mask, None, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", ["normal", "integer"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(40, 90, 32, 150, 128), (300, 70, 7, 64, 64), (9, 200, 80, 20, 96), (4, 70, 700, 300, 128), (700, 1500, 5, 9, 16)],
+    ids=str,
+)
+def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypatch):
+    from lik_ops.backends import cuda_ragged
+
+    r = packed(*sizes, seed=sum(sizes), values=values)
+    r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
+    assert cuda_ragged._row_maxima(r, False, True) is not None
+    scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
+    assert torch.equal(cuda_ragged.forward_ragged(r, False, None, 0)[0].nan_to_num(7), scores.nan_to_num(7))
+    monkeypatch.setattr(cuda_ragged, "_row_maxima", lambda *_: None)
+    expected, winners = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
+    same_bits(scores, expected)
+    assert scores[:, 3].isnan().all() and scores[:, 5].isnan().all()
+    if values == "integer":
+        assert torch.equal(argmax, winners)
+    i, j = sizes[0] - 1, sizes[1] - 1
+    rows, tokens = r.cu_seqlens_q[i : i + 2].tolist(), r.d_offsets[j].item()
+    alone = slice(*rows), slice(tokens, tokens + r.d_lengths[j].item())
+    options = {"q_mask": r.q_mask[alone[0]], "q_weight": r.q_weight[alone[0]]}
+    same_bits(scores[i, j], lik_ops.maxsim(r.Q[alone[0]], r.D[alone[1]], **options).reshape(()))
+
+
+@pytest.mark.gpu
+def test_chunks_of_documents_do_not_show(monkeypatch):
+    from lik_ops.backends import cuda_ragged, cuda_rows
+
+    r = packed(40, 90, 32, 150, 128, seed=1)
+    x = build(Problem(Nq=40, Nd=90, Lq=16, Ld=70, d=64, dtype=torch.bfloat16, d_mask="holes"), "cuda")
+    whole = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
+    monkeypatch.setattr(cuda_rows, "_WORKSPACE", 33 * 4 * r.Q.shape[0])
+    parts = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
+    for part, expected in zip(parts, whole, strict=True):
+        assert torch.equal(part, expected)

@@ -1,8 +1,7 @@
 """The forward of sm_90 for packed query rows and documents of any length: the maximum of every row in each document.
 
 As `forward_specialized`, but the rows of all queries follow each other with nothing between them, a document ends where
-its length or its mask says, and what is stored are the rows' maxima, which `row_sums` adds up. A tile of which all
-tokens count costs what it costs there; only in others are similarities selected.
+its length or its mask says, and what is stored are the rows' maxima, which `row_sums` adds up.
 """
 
 from typing import Any, NamedTuple
@@ -83,15 +82,6 @@ def _counts(kept, layout: gl.constexpr, spans, C: gl.constexpr):
 
 
 @gluon.jit
-def _all_count(kept, spans, C: gl.constexpr):
-    if spans.words is None:
-        full = kept.rest >= C.BN
-    else:
-        full = kept.word == -1
-    return full
-
-
-@gluon.jit
 def _produce(D, ring, spans, begin, end, K, Ld, Td, C: gl.constexpr):
     """Copy the tiles of every document into the ring, one at least; the last reads on into what follows."""
     stage = 0
@@ -107,24 +97,33 @@ def _produce(D, ring, spans, begin, end, K, Ld, Td, C: gl.constexpr):
 
 
 @gluon.jit
-def _of_counting(S, half, kept, t0, spans, C: gl.constexpr):
+def _taken(S, half, kept, bias, t0, spans, C: gl.constexpr):
     """`half` after a tile: its best so far, and where."""
-    if _all_count(kept, spans, C):
+    if spans.words is not None:
+        best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
+    elif kept.rest >= C.BN:
         best, where = reduced(S, half.best, half.where, t0, C)
     else:
         counts = _counts(kept, gl.SliceLayout(0, S.type.layout), spans, C)
-        # Selected, not biased: what does not count may hold NaN or inf, which no added bias removes.
         best, where = reduced(gl.where(counts[None, :], S, float("-inf")), half.best, half.where, t0, C)
     return Half(S, best, where)
 
 
 @gluon.jit
 def _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
-    a = _of_counting(warpgroup_mma_wait(1, [S_a]), halves[0], kept, t0, spans, C)
+    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs.
+
+    Words of a mask become a bias: half the instructions of a selection, and on another pipe than the maxima. What it
+    leaves of tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
+    """
+    bias = 0.0
+    if spans.words is not None:
+        LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
+        bias = gl.where(_counts(kept, LAYOUT, spans, C), -0.0, float("-inf"))
+    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], kept, bias, t0, spans, C)
     S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    b = _of_counting(S, halves[1], kept, t0, spans, C)
+    b = _taken(S, halves[1], kept, bias, t0, spans, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
 
@@ -155,13 +154,15 @@ def _load_rows(Q, q_smem, first, sizes, d, G: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(half, Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C: gl.constexpr):
+def _store(half, Q, row, k, exists, length, spans, maxima, argmax, unresolved, sizes, C: gl.constexpr):
     """A half's maxima in document k, [K, rows]; and their winners, UNRESOLVED where one is NaN or -inf."""
     rows = sizes.Nq * sizes.Lq
     ok = (row < rows) & exists
     at = k.to(gl.int64) * rows + row
     best = gl.reduce(half.best, 1, nan_max)
     gl.store(maxima + at, best, mask=ok)
+    if spans.words is not None:
+        unresolved = unresolved | (ok & (best != best)).to(gl.int32)
     if C.ARGMAX:
         keep = query_keep(Q, row // sizes.Lq, row % sizes.Lq, ok) & (length > 0)
         lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
@@ -174,13 +175,13 @@ def _store(half, Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C
 
 
 @gluon.jit
-def _stored(halves, Q, first, k, exists, length, maxima, argmax, unresolved, sizes, C: gl.constexpr):
+def _stored(halves, Q, first, k, exists, length, spans, maxima, argmax, unresolved, sizes, C: gl.constexpr):
     """Both halves stored, and fresh ones."""
     ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     row = _rows(first, 0, ROW)
-    unresolved = _store(halves[0], Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C)
+    unresolved = _store(halves[0], Q, row, k, exists, length, spans, maxima, argmax, unresolved, sizes, C)
     row = _rows(first, 1, ROW)
-    unresolved = _store(halves[1], Q, row, k, exists, length, maxima, argmax, unresolved, sizes, C)
+    unresolved = _store(halves[1], Q, row, k, exists, length, spans, maxima, argmax, unresolved, sizes, C)
     return (fresh(halves[0].S, C), fresh(halves[1].S, C)), unresolved
 
 
@@ -210,7 +211,7 @@ def _consume(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d
             S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
                 halves, unresolved = _stored(
-                    halves, Q, first, k - 1, k > begin_k, 1, maxima, argmax, unresolved, sizes, C
+                    halves, Q, first, k - 1, k > begin_k, 1, spans, maxima, argmax, unresolved, sizes, C
                 )
             kept_after = _kept(spans, k, sizes.K, C.BN, length)
             halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, kept, stage, phase, turn, spans, C)
@@ -220,44 +221,52 @@ def _consume(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d
                 kept_after = _kept(spans, k, sizes.K, t0 + C.BN, length)
                 halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C)
             if C.ARGMAX:
-                halves, unresolved = _stored(halves, Q, first, k, True, length, maxima, argmax, unresolved, sizes, C)
+                halves, unresolved = _stored(
+                    halves, Q, first, k, True, length, spans, maxima, argmax, unresolved, sizes, C
+                )
             length = length_after
             kept = _kept(spans, k + 1, sizes.K, 0, length)
         if not C.ARGMAX:
-            halves, unresolved = _stored(halves, Q, first, end_k - 1, True, 1, maxima, argmax, unresolved, sizes, C)
+            halves, unresolved = _stored(
+                halves, Q, first, end_k - 1, True, 1, spans, maxima, argmax, unresolved, sizes, C
+            )
         task = last
-    if C.ARGMAX:
+    if C.ARGMAX or spans.words is not None:
         mbarrier.arrive(ring.search.index(2), count=1)
         if gl.max(unresolved, axis=0) > 0:
-            _resolve(Q, D, ring, q_smem, spans, argmax, begin, end, sizes, Td, d, G, C)
+            _resolve(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, G, C)
 
 
 @gluon.jit
-def _first_nan(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: gl.constexpr):
-    """The first token that counts and whose similarity to each of 64 query rows is NaN; where there is none the first
-    that counts."""
+def _exact(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: gl.constexpr):
+    """Of 64 query rows in a document, with selections: the maxima, NaN the largest, and the first tokens that attain
+    them, which count."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     tile = ring.tiles.index(G)
     column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
-    found = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
-    first = found
+    best = gl.full([HALF_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
+    where = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
     for t0 in range(0, length, C.BN):
         mbarrier.expect(ring.search.index(G), D.block_type.nbytes)
         tma.async_copy_global_to_shared(D, [row + t0, 0], ring.search.index(G), tile)
         mbarrier.wait(ring.search.index(G), phase)
         phase ^= 1
-        S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
-        S = warpgroup_mma(q, tile.permute((1, 0)), S)
-        counts = _counts(_kept(spans, k, sizes.K, t0, length), gl.SliceLayout(0, ACC), spans, C)
-        token = gl.where(counts, t0 + column, NO_TOKEN)[None, :]
-        first = gl.minimum(first, gl.min(gl.where(S == S, token, token), axis=1))
-        found = gl.minimum(found, gl.min(gl.where(S != S, token, NO_TOKEN), axis=1))
-    return gl.where(found == NO_TOKEN, first, found), phase
+        S = warpgroup_mma(q, tile.permute((1, 0)), gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC))
+        counts = _counts(_kept(spans, k, sizes.K, t0, length), gl.SliceLayout(0, ACC), spans, C)[None, :]
+        S = gl.where(counts, S, float("-inf"))
+        m = gl.reduce(S, 1, nan_max)
+        hit = counts & ((S == m[:, None]) | (S != S))
+        first = gl.min(gl.where(hit, t0 + column[None, :], NO_TOKEN), axis=1)
+        # A tile of which no token counts has no first; what is only -inf still has one.
+        better = (m > best) | ((m != m) & (best == best)) | (where == NO_TOKEN)
+        where = gl.where(better, first, where)
+        best = nan_max(best, m)
+    return best, where, phase
 
 
 @gluon.jit
-def _resolve(Q, D, ring, q_smem, spans, argmax, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
-    """Replace UNRESOLVED winners: the first NaN if the maximum is NaN, else (it is -inf) the first that counts."""
+def _resolve(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
+    """Replace maxima that are NaN, perhaps by what does not count, and winners that are UNRESOLVED."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
     phase = 0
     mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
@@ -268,12 +277,19 @@ def _resolve(Q, D, ring, q_smem, spans, argmax, begin, end, sizes, Td, d, G: gl.
         row, length = _span(spans, k, sizes.K, sizes.Ld, Td)
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         for H in gl.static_range(2):
-            found, phase = _first_nan(q[H], D, ring, spans, k, row, length, phase, sizes, G, C)
             query_row = _rows(first, H, ROW)
-            out = argmax + k.to(gl.int64) * rows + query_row
+            at = k.to(gl.int64) * rows + query_row
             ok = query_row < rows
-            ok = ok & (gl.load(out, mask=ok, other=0) == UNRESOLVED)
-            gl.store(out, found.to(argmax.dtype.element_ty), mask=ok)
+            stored = gl.load(maxima + at, mask=ok, other=0.0)
+            wrong = ok & (stored != stored)
+            if C.ARGMAX:
+                wrong = wrong | (ok & (gl.load(argmax + at, mask=ok, other=0) == UNRESOLVED))
+            if gl.max(wrong.to(gl.int32), axis=0) > 0:
+                best, where, phase = _exact(q[H], D, ring, spans, k, row, length, phase, sizes, G, C)
+                gl.store(maxima + at, best, mask=wrong)
+                if C.ARGMAX:
+                    unresolved = wrong & (gl.load(argmax + at, mask=wrong, other=0) == UNRESOLVED)
+                    gl.store(argmax + at, where.to(argmax.dtype.element_ty), mask=unresolved)
 
 
 @gluon.jit

@@ -79,6 +79,11 @@ def merge(parts: list[Best], top_k: int) -> Best:
     if len(parts) == 1:
         return parts[0]
     scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    return of_candidates(scores, indices, top_k)
+
+
+def of_candidates(scores: Tensor, indices: Tensor, top_k: int) -> Best:
+    """The best of candidates ``[Nq, n]``, of which equal ones are in the order of their documents."""
     scores, columns = first(scores, top_k)
     return scores, indices.gather(1, columns)
 

@@ -60,6 +60,13 @@ def _rows(D: Any, begin: int, end: int) -> Tensor:
     return torch.from_numpy(np.array(D[begin:end], order="C"))
 
 
+def token_bounds(offsets: Tensor, parts: int) -> list[int]:
+    """``[parts + 1]``, where each of as many ranges of documents begins that have about as many tokens each."""
+    documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
+    wanted = offsets[0] + total * torch.arange(1, parts) // parts
+    return [0, *torch.searchsorted(offsets, wanted).clamp_(max=documents).tolist(), documents]
+
+
 class _Dense:
     """``[Nd, Ld, d]``."""
 
@@ -106,10 +113,7 @@ class _Ragged:
         return ranges
 
     def split(self, parts: int) -> list[tuple[int, int]]:
-        total = self.offsets[-1] - self.offsets[0]
-        wanted = self.offsets[0] + total * torch.arange(1, parts) // parts
-        bounds = [0, *torch.searchsorted(self.offsets, wanted).clamp_(max=len(self)).tolist(), len(self)]
-        return list(itertools.pairwise(bounds))
+        return list(itertools.pairwise(token_bounds(self.offsets, parts)))
 
     def nbytes(self, begin: int, end: int) -> int:
         return int(self.offsets[end] - self.offsets[begin]) * self.token_bytes

@@ -37,6 +37,13 @@ def _first_wire(group: Any, tensors: tuple) -> torch.device:
     return devices[0] if devices else at
 
 
+def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
+    """`sent` of all ranks into `received`, one after another; both flat."""
+    # The name since torch 2.13, which warns of the older one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, sent, group=group)
+
+
 @cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
     """A stream on which the message does not wait for what the current one has still to do."""
@@ -74,12 +81,12 @@ class Agreement:
         self.copied: torch.cuda.Event | None = None
         if at.type != "cuda":
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=at)
-            dist.all_gather_into_tensor(self.rows.view(-1), torch.tensor(words, device=at), group=group)
+            all_gather(self.rows.view(-1), torch.tensor(words, device=at), group)
             return
         with torch.cuda.stream(_beside(at)):
             sent = torch.tensor(words, pin_memory=True).to(at, non_blocking=True)
             received = torch.empty(world * len(words), dtype=torch.int64, device=at)
-            dist.all_gather_into_tensor(received, sent, group=group)
+            all_gather(received, sent, group)
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, pin_memory=True)
             self.rows.view(-1).copy_(received, non_blocking=True)
             self.copied = torch.cuda.current_stream(at).record_event()

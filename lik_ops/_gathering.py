@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agreement import wire
+from ._agreement import all_gather, wire
 from ._layout import DTYPES, as_bool, score_dtype
 from .ops import topk
 
@@ -71,7 +71,7 @@ def merged(best: topk.Best, first: int, documents: list[int], top_k: int, group:
     message = message.to(wire(group, device))
     received = message.new_empty((len(counts), *message.shape))
     if message.numel():
-        dist.all_gather_into_tensor(received.view(-1), message.view(-1), group=group)
+        all_gather(received.view(-1), message.view(-1), group)
     # In the order of the documents, which decides between equal scores.
     each = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2).to(device)
     return topk.of_candidates(each[0].to(integers).view(scores.dtype), each[1], top_k)

@@ -22,6 +22,11 @@ class Part(NamedTuple):
     D: Tensor  # [n, Ld, d], or packed [T, d]
     d_mask: Tensor | None = None  # [n, Ld]
     cu_seqlens: Tensor | None = None  # [n + 1] of packed ones, on the CPU
+    rest: tuple[Tensor, ...] = ()  # of D, which lies in several files: what follows its rows
+
+    def whole(self) -> Part:
+        """With D in one piece."""
+        return self._replace(D=torch.cat([self.D, *self.rest]), rest=()) if self.rest else self
 
 
 class Source(Protocol):
@@ -143,8 +148,8 @@ class _OnDisk(_Ragged):
         super().__init__(corpus.cu_seqlens, corpus.d * corpus.dtype.itemsize)
 
     def read(self, begin: int, end: int) -> Part:
-        D, cu_seqlens = self.corpus.documents(begin, end)
-        return Part(D, None, cu_seqlens)
+        (D, *rest), cu_seqlens = self.corpus._pieces(begin, end)
+        return Part(D, None, cu_seqlens, tuple(rest))
 
 
 def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Source:

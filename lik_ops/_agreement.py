@@ -45,8 +45,8 @@ def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
 
 
 @cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which the message does not wait for what the current one has still to do."""
+def _beside(device: torch.device, group: int) -> torch.cuda.Stream:
+    """A stream on which the message does not wait for what the current one has still to do, nor for another group."""
     return torch.cuda.Stream(device)
 
 
@@ -83,7 +83,7 @@ class Agreement:
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=at)
             all_gather(self.rows.view(-1), torch.tensor(words, device=at), group)
             return
-        with torch.cuda.stream(_beside(at)):
+        with torch.cuda.stream(_beside(at, id(group))):
             sent = torch.tensor(words, pin_memory=True).to(at, non_blocking=True)
             received = torch.empty(world * len(words), dtype=torch.int64, device=at)
             all_gather(received, sent, group)

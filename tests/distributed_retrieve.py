@@ -121,6 +121,9 @@ def check_launched(device: str, directory: Path) -> None:
         tokens = torch.cat([torch.empty(0, 8, dtype=torch.float16), *each]).to(device)
         options = {"q_mask": q_mask, "q_weight": weight}
         expected = lik_ops.retrieve(Q, tokens, 7, cu_seqlens_d=cu_seqlens, **options)
+        for queries, k in ((Q[:0], 7), (Q, 0)):
+            found = distributed.retrieve(queries, tokens, k, cu_seqlens_d=cu_seqlens)
+            assert same(found, lik_ops.retrieve(queries, tokens, k, cu_seqlens_d=cu_seqlens))
         for where in (cu_seqlens, cu_seqlens.to(device)):
             for alone in (False, True, True, False):
                 given = not alone or rank == 0

@@ -57,7 +57,7 @@ class Resident:
         """By tokens where the host knows the offsets, else by count."""
         if self.cu_seqlens_d is not None and self.cu_seqlens_d.device.type == "cpu":
             # Never falling, because offsets that fall are no error here.
-            bounds = list(accumulate(sources.token_bounds(self.cu_seqlens_d.long(), parts), max))
+            bounds = list(accumulate(sources.token_bounds(self.cu_seqlens_d, parts), max))
         else:
             bounds = [self.size * i // parts for i in range(parts + 1)]
         return list(pairwise(bounds))

@@ -69,7 +69,7 @@ def token_bounds(offsets: Tensor, parts: int) -> list[int]:
     """``[parts + 1]``, where each of as many ranges of documents begins that have about as many tokens each."""
     documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
     wanted = offsets[0] + total * torch.arange(1, parts) // parts
-    return [0, *torch.searchsorted(offsets, wanted).clamp_(max=documents).tolist(), documents]
+    return [0, *torch.searchsorted(offsets, wanted.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
 class _Dense:

@@ -154,6 +154,11 @@ def check_sharded(device: str, directory: Path) -> None:
         part = {"cu_seqlens_d": cu_seqlens[begin : end + 1], "sharded": True, "chunk": 4, "device": device}
         assert same(distributed.retrieve(Q if rank == 0 else None, tokens, k, **part), whole)
         assert same(distributed.retrieve(Q, corpus, k, sharded=True), whole)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = lik_ops.retrieve(Q, D, 6)
+        for given in (True, rank == 0):
+            found = distributed.retrieve(Q if given else None, D[begin:end], 6, sharded=True, device=device)
+            assert same(found, expected)
 
 
 def check_messages(device: str, directory: Path) -> None:
@@ -325,6 +330,7 @@ def check_while_ranks_agree(device: str, directory: Path) -> None:
     with launched() if device == "cpu" else nullcontext():
         check_errors(device, directory)
         check_launched(device, directory)
+        check_sharded(device, directory / "launched")
 
 
 CHECKS = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import topk
+from ..ops import autocast, topk
 from . import _retrieve, sources
 from .sources import Part
 
@@ -66,14 +66,15 @@ class Resident:
         return Part(self.D, self.d_mask, self.cu_seqlens_d)
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+        """Of arguments that were checked."""
         D, d_mask, cu_seqlens_d = self.D, self.d_mask, self.cu_seqlens_d
         if cu_seqlens_d is not None:
             cu_seqlens_d = cu_seqlens_d[begin : end + 1]
         else:
             D, d_mask = D[begin:end], None if d_mask is None else d_mask[begin:end]
-        Q, q_mask, q_weight = queries
-        chunk, normalize = options["chunk"], options["normalize"]
-        found = _retrieve.of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+        q_mask, chunk, normalize = queries[1], options["chunk"], options["normalize"]
+        Q, D, q_weight = autocast.to_region(queries[0], D, queries[2])
+        found = _retrieve.of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
         return Found(_lifted(Q, *found), begin)
 
 

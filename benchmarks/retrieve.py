@@ -10,7 +10,8 @@ Documents of 180 unit tokens, d 128, bf16, drawn on the GPU part by part, seeded
 - ``streamed``: the corpus is in host memory, pinned or pageable, or a `lik_ops.Corpus` on the disk (in the page cache
   once it was read). ``floor`` is its bytes at the rate of copies from one pinned buffer, measured in the same run.
 - ``gpus``: a process for each GPU, each with the whole corpus, of which it searches its part; efficiency is the time of
-  one GPU over that of all, times their number.
+  one GPU over that of all, times their number. Beside it, of each rank: its search, the agreement at the beginning and
+  the merge at the end, each alone, and the host's time of a whole call.
 
 Times are of whole calls by the wall clock, from an idle device to an idle device: medians, contenders in turn. The
 corpus is many times the L2 cache, so nothing is flushed. Before it is timed, a contender is compared with fp32 scores

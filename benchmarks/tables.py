@@ -241,8 +241,11 @@ def retrieve(results: Path = RESULTS) -> str:
         for record in measured:
             case, ours = record["case"], record["contenders"][OURS]
             row = [str(case["Nq"]), f"{case['Nd']:,}", f"{ours['one_ms']:.2f}", f"{ours['ms']:.2f}"]
+            each = [record.get("parts", {}).get(f"{name}_ms") for name in ("local", "agree", "merge")]
+            row += [number(None if times is None else max(times), 2) for times in each]
             rows.append([*row, f"{ours['efficiency']:.2f}"])
-        parts.append(table(["queries", "documents", "one GPU, ms", "all, ms", "efficiency"], rows))
+        header = ["queries", "documents", "one GPU, ms", "all, ms", "search alone", "agreement alone", "merge alone"]
+        parts.append(table([*header, "efficiency"], rows))
     return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieve.py`)."
 
 

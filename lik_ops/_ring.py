@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._agreement import as_bytes
 from ._layout import argmax_dtype_for, score_dtype
 
 
@@ -20,8 +21,8 @@ class Shift:
     def __init__(self, ring: Ring, sent: list[Tensor], received: list[Tensor]) -> None:
         self.device, self.received = ring.device, received
         self.sent = [x.to(ring.wire).contiguous() for x in sent]  # kept until they have gone
-        operations = [dist.P2POp(dist.isend, _bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent]
-        operations += [dist.P2POp(dist.irecv, _bytes(x), group=ring.group, group_peer=ring.before) for x in received]
+        operations = [dist.P2POp(dist.isend, as_bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent]
+        operations += [dist.P2POp(dist.irecv, as_bytes(x), group=ring.group, group_peer=ring.before) for x in received]
         # What holds nothing is not sent; its receiver knows.
         operations = [x for x in operations if x.tensor.numel()]
         self.works = dist.batch_isend_irecv(operations) if operations else []
@@ -32,11 +33,6 @@ class Shift:
             work.wait()
         received, self.sent, self.received = self.received, [], []
         return [x.to(self.device) for x in received]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """As bytes, because not every backend knows every dtype."""
-    return x.view(-1).view(torch.uint8)
 
 
 class Ring:

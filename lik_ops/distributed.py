@@ -2,23 +2,26 @@
 
 Imported where it is used: ``lik_ops.distributed.retrieve(...)``, or ``from lik_ops import distributed``. Every process
 of the group makes the same calls in the same order. Before anything large is sent, the processes tell each other what
-they were called with, so that a mistake of one is an error in all; this small exchange waits for the device. When a
-process dies or does not come, the others raise an error, at the latest after the timeout of the group.
+they were called with, some hundred bytes each, so that a mistake of one is an error in all. When a process dies or does
+not come, the others raise an error, at the latest after the timeout of the group.
 """
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._layout import as_bool, check
+from ._agreement import Agreement, current_device, wire
+from ._gathering import NO_QUERIES, Queries, broadcast, described, merged
+from ._layout import as_bool, check, check_strided
 from ._ring import Options, Ring, RingMaxSim
 from .ops import autocast, topk
-from .retrieval import _retrieve, sources
+from .retrieval import shards
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,135 +30,78 @@ if TYPE_CHECKING:
 
 __all__ = ["maxsim_inbatch", "retrieve"]
 
+_RETRIEVE = "distributed.retrieve"
 _GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
 
-
-def _told(op: str, group: Any, described: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
-    """What each process of the group says of its call; an error of one of them is raised in all."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, {**described, "error": None if error is None else str(error)}, group=group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(told):
-        if other["error"] is not None:
-            raise ValueError(f"{op}: rank {rank}: {other['error']}")
-    return told
+# Groups of which rank 0 did not have to send its queries in the last call. It has to before it searches, or a GPU that
+# is full lets them wait; in these groups it searches before it knows. A wrong guess costs time, nothing else.
+_have_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _expect_alike(op: str, told: list[dict[str, Any]], names: tuple[str, ...]) -> None:
-    for name in names:
-        found = [other.get(name) for other in told]
-        if any(x != found[0] for x in found):
-            raise ValueError(f"{op}: {name}: expected the same on all ranks, got {found}")
+class _Call(NamedTuple):
+    """The arguments of a rank, found right."""
+
+    shard: shards.Read | shards.Resident
+    begin: int
+    end: int
+    queries: Queries | None  # None: they come from rank 0
+
+    def is_launched(self) -> bool:
+        """Whether the host need not wait for the search."""
+        return isinstance(self.shard, shards.Resident)
+
+    def best(self, queries: Queries, top_k: int, options: dict) -> shards.Found:
+        return self.shard.best(queries, top_k, self.begin, self.end, options)
+
+    def numbers(self) -> list[int]:
+        """What the other ranks have to know."""
+        return [self.begin, self.end, *(NO_QUERIES if self.queries is None else described(self.queries))]
 
 
-def _wire(group: Any, device: torch.device) -> torch.device:
-    """Where the group's backend takes tensors from."""
-    backend = str(dist.get_backend(group)).lower()
-    return torch.device("cpu") if backend in ("gloo", "mpi") else device
+def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d: Any, group: Any) -> _Call:
+    """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
+    op, top_k = _RETRIEVE, alike["top_k"]
+    for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
+    if isinstance(corpus, Tensor):
+        check_strided(op, "D", corpus)
+    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d)
+    D, d_mask, cu_seqlens_d, _ = shard.sample()
+    Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
+    if isinstance(shard, shards.Read):
+        D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)
+    Q, like, q_weight = autocast.to_region(Q, D[:0], q_weight)
+    # Of the region's dtype, and as large, without the memory.
+    D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
+    topk.check_arguments(op, Q, D, top_k, None, q_mask, d_mask, cu_seqlens_d, q_weight)
+    begin, end = 0, shard.size
+    if not alike["sharded"]:
+        begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]
+        alike["documents"] = shard.size
+    alike.update(dtype=D.dtype, d=D.shape[-1])
+    return _Call(shard, begin, end, None if queries[0] is None else Queries(Q, q_mask, q_weight))
 
 
-def _queries(
-    Q: Tensor | None, q_mask: Tensor | None, q_weight: Tensor | None, told: list[dict], group: Any, device: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The queries of rank 0 on all, if the others have none."""
-    op = "distributed.retrieve"
-    if all(other["Q"] is not None for other in told):
-        _expect_alike(op, told, ("Q", "q_mask", "q_weight"))
-        assert Q is not None
-        return Q, q_mask, q_weight
-    if told[0]["Q"] is None or any(other["Q"] is not None for other in told[1:]):
-        given = [rank for rank, other in enumerate(told) if other["Q"] is not None]
-        raise ValueError(f"{op}: Q: expected it on rank 0 alone or on all ranks, got it on {given}")
-    if device is None:
-        nccl = str(dist.get_backend(group)).lower() == "nccl"
-        device = Q.device if Q is not None else torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
-    received: list[Any] = []
-    for x, about in ((Q, told[0]["Q"]), (q_mask, told[0]["q_mask"]), (q_weight, told[0]["q_weight"])):
-        if about is None:
-            received.append(None)
-            continue
-        wire = _wire(group, torch.device(device))
-        # As bytes: not every backend knows every dtype.
-        sent = torch.empty(about[0], dtype=about[1], device=wire) if x is None else x.detach().to(wire).contiguous()
-        if sent.numel():
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-        received.append(sent.to(device) if x is None else x)
-    return received[0], received[1], received[2]
+def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:
+    """Whether rank 0 alone has queries, of which each rank told `about`; raises what does not go together."""
+    given = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
+    if given == [0] and len(about) > 1:
+        return True
+    if len(given) < len(about):
+        raise ValueError(f"{_RETRIEVE}: Q: expected it on rank 0 alone or on all ranks, got it on {given}")
+    if any(x != about[0] for x in about):
+        assert queries is not None
+        kinds = {n: None if x is None else (tuple(x.shape), x.dtype) for n, x in queries._asdict().items()}
+        agreement.compare(kinds)
+    return False
 
 
-class _Read:
-    """A corpus that is read part by part."""
-
-    def __init__(self, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
-        self.source = sources.source("distributed.retrieve", corpus, d_mask, cu_seqlens_d)
-        self.size = len(self.source)
-
-    def split(self, parts: int) -> list[tuple[int, int]]:
-        return self.source.split(parts)
-
-    def best(self, Q, top_k, begin, end, chunk, q_mask, q_weight, normalize, progress) -> topk.Best:
-        options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize}
-        return _retrieve.of_source(Q, self.source, top_k, begin, end, progress=progress, **options)
-
-
-class _Resident:
-    """A corpus in the memory of each process's GPU, of which every process searches a part."""
-
-    def __init__(self, D: Tensor, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
-        self.D, self.d_mask, self.cu_seqlens_d = D, d_mask, cu_seqlens_d
-        self.size = D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
-
-    def split(self, parts: int) -> list[tuple[int, int]]:
-        """By count: how long documents are is known on the device only."""
-        bounds = [self.size * i // parts for i in range(parts + 1)]
-        return list(pairwise(bounds))
-
-    def best(self, Q, top_k, begin, end, chunk, q_mask, q_weight, normalize, progress) -> topk.Best:
-        D, d_mask, cu_seqlens_d = self.D, self.d_mask, self.cu_seqlens_d
-        if cu_seqlens_d is not None:
-            cu_seqlens_d = cu_seqlens_d[begin : end + 1]
-        else:
-            D, d_mask = D[begin:end], None if d_mask is None else d_mask[begin:end]
-        found = _retrieve.of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
-        return found[0], found[1].add_(begin)
-
-
-def _gathered(best: topk.Best, counts: list[int], group: Any) -> list[topk.Best]:
-    """The best of every process: scores and indices in one message."""
-    scores, indices = best
-    integers = torch.int64 if scores.dtype == torch.float64 else torch.int32
-    wire = _wire(group, scores.device)
-    message = scores.new_zeros((2, scores.shape[0], max(counts)), dtype=torch.int64)
-    message[0, :, : scores.shape[1]] = scores.view(integers)
-    message[1, :, : scores.shape[1]] = indices
-    message = message.to(wire)
-    received = [torch.empty_like(message) for _ in counts]
-    if message.numel():
-        dist.all_gather(received, message, group=group)
-    parts = []
-    for count, other in zip(counts, received, strict=True):
-        bits, found = other[:, :, :count].to(scores.device)
-        parts.append((bits.to(integers).view(scores.dtype), found.contiguous()))
-    return parts
-
-
-def _opened(
-    op: str, described: dict, queries: tuple, top_k: Any, chunk: Any, corpus: Any, d_mask: Any, cu_seqlens_d: Any
-) -> tuple[Any, Exception | None]:
-    """How a rank reads its part of the corpus, or what is wrong with its arguments; `described` tells the others."""
-    try:
-        for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
-            described[name] = None if x is None else (tuple(x.shape), x.dtype)
-        topk.check_counts(op, top_k, chunk)
-        resident = isinstance(corpus, Tensor) and corpus.device.type != "cpu"
-        shard = (_Resident if resident else _Read)(corpus, d_mask, cu_seqlens_d)
-        described.update(documents=shard.size, top_k=top_k)
-    except (TypeError, ValueError) as error:
-        return None, error
-    return shard, None
+def _documents(ranges: list[list[int]], sharded: bool) -> list[int]:
+    """How many documents each rank searches; they follow each other if the ranks were given the same corpus."""
+    if not sharded and any(a[1] != b[0] for a, b in pairwise(ranges)):
+        raise ValueError(f"{_RETRIEVE}: corpus: expected the same on all ranks, which would search {ranges} of it")
+    return [end - begin for begin, end in ranges]
 
 
 @torch.no_grad()
@@ -173,23 +119,34 @@ def retrieve(
     normalize: bool = False,
     progress: bool | None = None,
     device: torch.device | str | None = None,
+    sharded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`lik_ops.retrieve` by all processes of a group, each searching a part of the corpus: the same bits.
 
     Each process is given the whole corpus, but reads only its part of it, a contiguous range of documents with about as
-    many tokens as the others'. The best of each are gathered once and merged, on all processes.
+    many tokens as the others'; or, with `sharded`, it is given its part alone. The best of each are gathered and merged
+    on all processes.
+
+    A call has two collectives: a hundred bytes of each rank at its beginning, and the best at its end; a third one in
+    between where rank 0 sends its queries. The host waits once, for the first of them. If all ranks have queries and
+    corpus on their GPUs, the search runs meanwhile, and nothing else waits for a GPU.
 
     Args:
         Q: queries, as in `lik_ops.retrieve`, the same on all ranks; or on rank 0 of the group alone, with its `q_mask`
             and `q_weight`, and None on all others.
         corpus: what `lik_ops.retrieve` takes as D, the same on all ranks; a `Corpus` in a shared directory, or a
-            memory-mapped array, costs each process its part only.
+            memory-mapped array, costs each process its part only. On a GPU it is split by tokens if it is packed with
+            `cu_seqlens_d` on the CPU, else by number.
         top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress: as in `lik_ops.retrieve`.
         group: the processes; None is all of them.
-        device: where ranks that are sent their queries score; None: the current CUDA device for NCCL, else the CPU.
+        device: where ranks that are sent their queries score, unless the corpus is on a GPU; None: the current CUDA
+            device for NCCL, else the CPU.
+        sharded: `corpus` is this rank's shard, with its `d_mask` or `cu_seqlens_d`: the whole corpus is the shards one
+            after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype.
 
     Returns:
-        ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank.
+        ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank; indices count from the first
+        document of rank 0.
 
     Raises:
         TypeError, ValueError: as `lik_ops.retrieve`; also when the ranks' arguments do not fit together, on all ranks.
@@ -199,28 +156,53 @@ def retrieve(
         >>> # torchrun --nproc-per-node 4 search.py
         >>> corpus = lik_ops.Corpus.open("/shared/corpus")
         >>> scores, indices = lik_ops.distributed.retrieve(Q if rank == 0 else None, corpus, top_k=10)
+        >>> # a corpus larger than one GPU
+        >>> scores, indices = lik_ops.distributed.retrieve(Q, my_documents.cuda(), top_k=10, sharded=True)
     """
-    op = "distributed.retrieve"
-    described: dict[str, Any] = {"normalize": normalize}
-    shard, error = _opened(op, described, (Q, q_mask, q_weight), top_k, chunk, corpus, d_mask, cu_seqlens_d)
-    told = _told(op, group, described, error)
-    _expect_alike(op, told, ("documents", "top_k", "normalize"))
-    Q, q_mask, q_weight = _queries(Q, q_mask, q_weight, told, group, device)
-    ranges = shard.split(len(told))
-    begin, end = ranges[dist.get_rank(group)]
-    best = shard.best(Q, top_k, begin, end, chunk, q_mask, q_weight, normalize, progress)
-    flat = Q.dim() == 2
-    if flat:
-        best = (best[0].unsqueeze(0), best[1].unsqueeze(0))
-    counts = [min(top_k, e - b) for b, e in ranges]
-    scores, indices = topk.merge(_gathered(best, counts, group), top_k)
-    return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
+    options = {"chunk": chunk, "normalize": normalize, "progress": progress}
+    alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
+    call, error = None, None
+    try:
+        topk.check_counts(_RETRIEVE, top_k, chunk)
+        call = _opened(alike, (Q, q_mask, q_weight), corpus, d_mask, cu_seqlens_d, group)
+    except Exception as failure:  # of any kind: the others wait for this rank
+        error = failure
+    numbers = [0, 0, *NO_QUERIES] if call is None else call.numbers()
+    agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
+    return _together(call, agreement, top_k, sharded, group, device, options)
 
 
-def _described(
+def _together(
+    call: _Call | None, agreement: Agreement, top_k: int, sharded: bool, group: Any, device: Any, options: dict
+) -> topk.Best:
+    """The search, with the first message under way; on a GPU it begins before that arrives."""
+    rank, members = dist.get_rank(group), dist.group.WORLD if group is None else group
+    found = None
+    if call is not None and call.queries is not None and call.is_launched() and (rank or members in _have_queries):
+        found = call.best(call.queries, top_k, options)
+    told = agreement.wait()
+    assert call is not None, "or waiting had raised what is wrong"
+    documents = _documents([x[:2] for x in told], sharded)
+    queries = call.queries
+    if _has_to_send(agreement, queries, [x[2:] for x in told]):
+        _have_queries.discard(members)
+        at = call.shard.device or torch.device(current_device(group) if device is None else device)
+        at = at if queries is None else queries.Q.device
+        queries = broadcast(queries, told[0][2:], group, at)
+    else:
+        _have_queries.add(members)
+    assert queries is not None
+    if found is None:
+        found = call.best(queries, top_k, options)
+    first = found.first + (sum(documents[:rank]) if sharded else 0)
+    scores, indices = merged(found.best, first, documents, top_k, group)
+    return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)
+
+
+def _alike(
     op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool, backward: str
 ) -> tuple[dict[str, Any], Exception | None]:
-    """What the other ranks have to know of this one's arguments, or what is wrong with them."""
+    """What has to be alike on all ranks, or what is wrong with this one's arguments."""
     try:
         check(op, Q, D, q_mask, d_mask, q_weight, backward)
         if Q.dim() != 3 or D.dim() != 3:
@@ -229,8 +211,7 @@ def _described(
         return {}, error
     of_Q, of_D, of_weight = (torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight))
     gradients = dict(zip(_GRADIENTS, (of_Q or of_weight, of_D), strict=True))
-    shape = {"d": D.shape[2], "shape": tuple(D.shape), "masked": d_mask is not None}
-    return {"dtype": D.dtype, "normalize": normalize, **shape, **gradients}, None
+    return {"d": D.shape[2], "dtype": D.dtype, "normalize": bool(normalize), **gradients}, None
 
 
 def maxsim_inbatch(
@@ -276,12 +257,12 @@ def maxsim_inbatch(
     """
     op = "distributed.maxsim_inbatch"
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    described, error = _described(op, Q, D, q_mask, d_mask, q_weight, normalize, backward)
-    told = _told(op, group, described, error)
-    _expect_alike(op, told, ("d", "dtype", "normalize", *_GRADIENTS))
-    if d_mask is None and any(other["masked"] for other in told):
+    alike, error = _alike(op, Q, D, q_mask, d_mask, q_weight, normalize, backward)
+    numbers = [0] * 4 if error is not None else [int(d_mask is not None), *D.shape]
+    told = Agreement(op, group, (D, Q), alike, numbers, error).wait()
+    if d_mask is None and any(masked for masked, *_ in told):
         d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
-    ring = Ring(group, _wire(group, D.device), D.device)
-    needs_grad = any(described[name] for name in _GRADIENTS)
-    options = Options(ring, [other["shape"] for other in told], normalize, backward, needs_grad and not recompute)
+    ring = Ring(group, wire(group, D.device), D.device)
+    needs_grad = any(alike[name] for name in _GRADIENTS)
+    options = Options(ring, [tuple(shape) for _, *shape in told], normalize, backward, needs_grad and not recompute)
     return RingMaxSim.apply(Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), options)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops import _ring, distributed
+from lik_ops.retrieval import shards
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -32,6 +35,39 @@ def packed(dtype: torch.dtype, documents: int, d: int) -> tuple[list[Tensor], Te
     each = [torch.randint(-2, 3, (i % 6, d)).to(dtype) for i in range(documents)]
     lengths = torch.tensor([0, *(len(x) for x in each)])
     return each, lengths.cumsum(0)
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Tensors on the CPU are searched as those on a GPU are: before it is known what the other ranks say."""
+    is_resident = shards.is_resident
+    shards.is_resident = lambda corpus: isinstance(corpus, Tensor)
+    try:
+        yield
+    finally:
+        shards.is_resident = is_resident
+
+
+@contextmanager
+def counted(module: object, *names: str) -> Iterator[list[str]]:
+    """The names of those functions of `module` that are called, in order."""
+    calls: list[str] = []
+    functions = {name: getattr(module, name) for name in names}
+
+    def counting(name: str):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return functions[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(module, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, function in functions.items():
+            setattr(module, name, function)
 
 
 def check_retrieve(device: str, directory: Path) -> None:
@@ -72,6 +108,74 @@ def check_retrieve(device: str, directory: Path) -> None:
             first = dist.get_rank(group) == 0
             found = distributed.retrieve(Q if first else None, D, 5, group, device=device)
             assert same(found, lik_ops.retrieve(Q, D, 5))
+
+
+def check_launched(device: str, directory: Path) -> None:
+    """Documents that are searched while the ranks agree; queries everywhere, on one rank, and everywhere again."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    for documents in (0, 3, 101):
+        Q = torch.randint(-2, 3, (3, 4, 8)).to(device, torch.float16)
+        q_mask, weight = (torch.rand(3, 4) > 0.3).to(device), torch.rand(3, 4).to(device)
+        each, cu_seqlens = packed(torch.float16, documents, 8)
+        tokens = torch.cat([torch.empty(0, 8, dtype=torch.float16), *each]).to(device)
+        options = {"q_mask": q_mask, "q_weight": weight}
+        expected = lik_ops.retrieve(Q, tokens, 7, cu_seqlens_d=cu_seqlens, **options)
+        for queries, k in ((Q[:0], 7), (Q, 0)):
+            found = distributed.retrieve(queries, tokens, k, cu_seqlens_d=cu_seqlens)
+            assert same(found, lik_ops.retrieve(queries, tokens, k, cu_seqlens_d=cu_seqlens))
+        for where in (cu_seqlens, cu_seqlens.to(device)):
+            for alone in (False, True, True, False):
+                given = not alone or rank == 0
+                found = distributed.retrieve(
+                    Q if given else None, tokens, 7, cu_seqlens_d=where, **(options if given else {}), device=device
+                )
+                assert same(found, expected)
+
+
+def check_sharded(device: str, directory: Path) -> None:
+    """A shard of each rank's own, of any size, of any kind: what is found of all of them one after another."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    Q, D = torch.randint(-2, 3, (3, 4, 8)).to(device).float(), torch.randint(-2, 3, (40, 5, 8)).to(device).float()
+    d_mask = (torch.rand(40, 5) > 0.4).to(device)
+    tokens, cu_seqlens = D.flatten(0, 1), torch.arange(41, device=device) * 5
+    corpus = lik_ops.Corpus.create(directory / f"shard-{rank}", 8, torch.float32)
+    cuts = [0, 3, 3, 21] if world == 4 else [0, 37]  # a shard with fewer documents than are wanted, one with none
+    begin, end = [*cuts, 40][rank : rank + 2]
+    corpus.append(list(D[begin:end].cpu()))
+    for k in (1, 6, 100):
+        masked, whole = (
+            lik_ops.retrieve(Q, D, k, d_mask=d_mask),
+            lik_ops.retrieve(Q, tokens, k, cu_seqlens_d=cu_seqlens),
+        )
+        found = distributed.retrieve(Q, D[begin:end], k, d_mask=d_mask[begin:end], sharded=True)
+        assert same(found, masked)
+        part = {"cu_seqlens_d": cu_seqlens[begin : end + 1], "sharded": True, "chunk": 4, "device": device}
+        assert same(distributed.retrieve(Q if rank == 0 else None, tokens, k, **part), whole)
+        assert same(distributed.retrieve(Q, corpus, k, sharded=True), whole)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = lik_ops.retrieve(Q, D, 6)
+        for given in (True, rank == 0):
+            found = distributed.retrieve(Q if given else None, D[begin:end], 6, sharded=True, device=device)
+            assert same(found, expected)
+
+
+def check_messages(device: str, directory: Path) -> None:
+    """What a call sends: two messages, or three with the queries; objects only where something is wrong."""
+    rank = dist.get_rank()
+    Q, D = torch.randn(2, 3, 8, device=device), torch.randn(50, 4, 8, device=device)
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    names = (gather, "all_gather", "all_gather_object", "broadcast", "all_reduce", "barrier")
+    with counted(dist, *names) as calls:
+        distributed.retrieve(Q, D, 5)
+        assert calls == [gather] * 2, calls
+        calls.clear()
+        distributed.retrieve(Q if rank == 0 else None, D, 5, device=device)
+        assert calls == [gather, "broadcast", gather], calls
+        calls.clear()
+        expect(ValueError, "top_k: expected the same", lambda: distributed.retrieve(Q, D, 4 if rank else 3))
+        assert calls == [gather, "all_gather_object"], calls
 
 
 def check_inbatch(device: str, directory: Path) -> None:
@@ -197,6 +301,16 @@ def check_errors(device: str, directory: Path) -> None:
     expect(ValueError, "Q: expected it on rank 0 alone", lambda: retrieve(Q if mine else None, D, 3))
     wrong = TypeError if mine else ValueError
     expect(wrong, "top_k: expected an int, got str", lambda: retrieve(Q, D, "3" if mine else 3))
+    # What only the search had found out, of the kernels' arguments, while the others waited for its results.
+    expect(wrong, "D: expected the dtype of Q", lambda: retrieve(Q, D.half() if mine else D, 3))
+    expect(ValueError, "D: expected d = 8", lambda: retrieve(Q, D[..., :4] if mine else D, 3))
+    expect(ValueError, "q_mask: expected shape", lambda: retrieve(Q, D, 3, q_mask=Q[:, :2, 0] > 0 if mine else None))
+    expect(ValueError, "d_mask: expected shape", lambda: retrieve(Q, D, 3, d_mask=D[:2, :, 0] > 0 if mine else None))
+    expect(ValueError, "sharded: expected the same on all ranks", lambda: retrieve(Q, D, 3, sharded=mine))
+    expect(ValueError, "dtype: expected the same", lambda: retrieve(*((x.half() if mine else x) for x in (Q, D)), 3))
+    expect(ValueError, "q_mask: expected the same", lambda: retrieve(Q, D, 3, q_mask=Q[..., 0] > 0 if mine else None))
+    offsets = torch.tensor([0, 18, 18, 18, 18, 20] if mine else [0, 1, 2, 3, 4, 20])  # as many, split elsewhere
+    expect(ValueError, "corpus: expected the same", lambda: retrieve(Q, D.flatten(0, 1).cpu(), 3, cu_seqlens_d=offsets))
     if device == "cpu":
         expect(wrong, "D: expected a Tensor, a numpy.ndarray or a Corpus", lambda: retrieve(Q, [] if mine else D, 3))
     expect(wrong, "D: expected the dtype of Q", lambda: inbatch(Q, D.half() if mine else D))
@@ -211,7 +325,22 @@ def check_errors(device: str, directory: Path) -> None:
     assert inbatch(Q, D).shape == (2, 5 * dist.get_world_size())
 
 
-CHECKS = {"retrieve": check_retrieve, "inbatch": check_inbatch, "errors": check_errors}
+def check_while_ranks_agree(device: str, directory: Path) -> None:
+    """On a GPU nothing new; on a CPU, what a GPU does."""
+    with launched() if device == "cpu" else nullcontext():
+        check_errors(device, directory)
+        check_launched(device, directory)
+        check_sharded(device, directory / "launched")
+
+
+CHECKS = {
+    "retrieve": check_retrieve,
+    "sharded": check_sharded,
+    "messages": check_messages,
+    "inbatch": check_inbatch,
+    "errors": check_errors,
+    "launched": check_while_ranks_agree,
+}
 
 
 def main() -> None:

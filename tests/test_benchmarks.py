@@ -386,10 +386,14 @@ def test_table_of_searches(tmp_path):
     record = retrieve.new_record("gpus", 64, 1_000_000)
     record["contenders"] = {"lik_ops": {"ms": 65.0, "one_ms": 120.0, "efficiency": 0.923}}
     failed = {"case": {"name": "gpus 1"}, "contenders": {"lik_ops": {"failed": "wrong"}}}
-    written(tmp_path, "retrieve_gpus", [record, failed], gpus=2)
+    whole = record | {"parts": {"local_ms": [60.5, 61.25], "agree_ms": [0.06, 0.05], "merge_ms": [0.1, 0.125]}}
+    written(tmp_path, "retrieve_gpus", [record, whole, failed], gpus=2)
     text = tables.retrieve(tmp_path)
     assert text.startswith("\n".join(lines))
-    assert text.splitlines()[-1] == "| 64 | 1,000,000 | 120.00 | 65.00 | 0.92 |"
+    assert text.splitlines()[-2:] == [
+        "| 64 | 1,000,000 | 120.00 | 65.00 | - | - | - | 0.92 |",
+        "| 64 | 1,000,000 | 120.00 | 65.00 | 61.25 | 0.06 | 0.12 | 0.92 |",
+    ]
     assert "2 GPUs" in text
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops import Corpus
-from lik_ops.retrieval import sources, storage
+from lik_ops.retrieval import copying, sources, storage
 
 pytest.importorskip("safetensors", reason="pip install lik-ops[retrieval]")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -314,6 +314,28 @@ def test_retrieving_from_a_corpus(device, chunk, dtype, tmp_path, monkeypatch):
     assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
     flat = lik_ops.retrieve(Q[0], corpus, 12, chunk=chunk, q_mask=q_mask[0], normalize=True)
     assert torch.equal(flat[1], expected[1][0])
+
+
+def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
+    """To a device, with a CPU in its place: from the mapped files into the staging buffer, and never joined before."""
+
+    def on_device(parts, device, nbytes):
+        return copying.DoubleBuffer(device, nbytes, copying.InOrder()).copied(parts)
+
+    def joined(part):
+        raise AssertionError("joined in memory")
+
+    monkeypatch.setattr("lik_ops.retrieval._retrieve.on_device", on_device)
+    monkeypatch.setattr(sources.Part, "whole", joined)
+    documents = draw([i % 9 for i in range(60)], 16)
+    corpus = Corpus.create(tmp_path, 16, torch.float32)
+    for first in range(0, 60, 7):
+        corpus.append(documents[first : first + 7])
+    Q = torch.randn(3, 5, 16)
+    expected = lik_ops.retrieve(Q, torch.cat(documents), 12, cu_seqlens_d=corpus.cu_seqlens)
+    for chunk in (None, 1, 13, 60):
+        found = lik_ops.retrieve(Q, corpus, 12, chunk=chunk)
+        assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
 
 
 def test_what_does_not_go_with_a_corpus_is_named(tmp_path):

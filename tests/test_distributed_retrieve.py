@@ -24,7 +24,7 @@ def run(command, devices):
 
 
 def check(backend, processes, path):
-    names = ["retrieve", "inbatch", "errors"]
+    names = ["retrieve", "sharded", "messages", "inbatch", "errors", "launched"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     out = run([*launch, "-m", "tests.distributed_retrieve", backend, str(path), *names], backend == "nccl")
     for name in names:

@@ -18,6 +18,8 @@ import lik_ops
 from lik_ops import reference
 from lik_ops.ops import topk
 
+from .test_portable import peak_bytes
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -144,6 +146,21 @@ def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n,
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [1, 10, 200])
+@pytest.mark.parametrize("Nq", [1, 100])
+def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dtype):
+    """What a chunk takes is measured; of a few more documents it would be more than there is, by the same count."""
+    monkeypatch.setattr(topk, "WORKSPACE", 1 << 24)
+    Q = torch.empty(Nq, 1, 1, dtype=dtype)
+    chunk = topk._chunk(Q, top_k, 1 << 40)
+    count = partial(topk._bytes, top_k=top_k, itemsize=dtype.itemsize)
+    assert Nq * count(chunk) <= 1 << 24 < Nq * count(chunk + 10)
+    scores = torch.randn(Nq, chunk, dtype=dtype)
+    assert peak_bytes(lambda: topk.first(scores, top_k)) + scores.nbytes <= 1 << 24
+    assert topk._chunk(Q, top_k, chunk // 2) == chunk // 2
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_comes_first_and_documents_without_tokens_last(device):
     D = torch.ones(6, 2, 4, device=device)
@@ -203,7 +220,7 @@ def test_the_scores_of_all_documents_are_never_in_memory(monkeypatch):
     Q, D = draw(4, 500, 2, 3, 8)
     expected = ranked(lik_ops.maxsim(Q, D), 5)
     assert_same(lik_ops.retrieve(Q, D, 5), expected)
-    assert max(sizes) == (1 << 12) // (4 * topk._BYTES_PER_SCORE) and len(sizes) > 20
+    assert max(sizes) == (1 << 12) // (4 * topk._BYTES_PER_SCORE[4]) and len(sizes) > 20
     tokens, cu_seqlens = packed(D, [3] * 500)
     assert_same(lik_ops.retrieve(Q, tokens, 5, cu_seqlens_d=cu_seqlens), expected)
     sizes.clear()

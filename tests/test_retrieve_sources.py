@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lik_ops
-from lik_ops.retrieval import copying, sources
+from lik_ops.retrieval import copying, shards, sources
 
 from .test_retrieve import DEVICES, assert_same, draw, packed, ranked
 
@@ -72,6 +72,18 @@ def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget
     assert len(split) == parts
     assert [i for a, b in split for i in range(a, b)] == list(range(len(lengths)))
     assert all(source.nbytes(a, b) <= 10 * (sum(lengths) / parts + 1 + max(lengths)) for a, b in split if b > a)
+
+
+@given(offsets=st.lists(st.integers(-9, 99), min_size=1, max_size=20), parts=st.integers(1, 5), rising=st.booleans())
+def test_what_is_resident_is_split_by_tokens_where_the_host_knows_them(offsets, parts, rising):
+    cu_seqlens = torch.tensor(sorted(offsets) if rising else offsets, dtype=torch.int32)
+    split = shards.Resident("retrieve", torch.empty(99, 8), None, cu_seqlens).split(parts)
+    assert len(split) == parts
+    assert [i for a, b in split for i in range(a, b)] == list(range(len(offsets) - 1)), "each document once, in order"
+    if rising:
+        assert split == sources._Ragged(cu_seqlens.long(), 10).split(parts)
+    by_number = shards.Resident("retrieve", torch.empty(7, 3, 8), None, None).split(2)
+    assert by_number == [(0, 3), (3, 7)]
 
 
 class Recording(copying.InOrder):

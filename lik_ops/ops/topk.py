@@ -6,6 +6,8 @@ to the smallest, -0.0 as 0.0; equal ones by document. `torch.topk` promises noth
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +26,8 @@ _SCHEMA = (
 MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
-_BYTES_PER_SCORE = 32
-_LOW = (1 << 32) - 1
+_BYTES_PER_SCORE = {4: 32, 8: 48}  # of what is put in order, by the size of a score
+_LOW = 0 if sys.byteorder == "little" else 1  # which of the halves of a 64-bit integer is the lower
 _BLOCK = 64  # columns of which `first` looks at the maximum alone
 _MOST_BLOCKS = 4  # for each score that is kept, or looking at maxima first is no less work
 
@@ -36,10 +38,15 @@ Best = tuple[Tensor, Tensor]
 def _ordered(scores: Tensor) -> Tensor:
     """Integers in the order of `scores`: NaN above all, -0.0 equal to 0.0."""
     as_integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
-    highest = torch.iinfo(as_integer).max
-    bits = (scores + 0.0).view(as_integer)  # -0.0 + 0.0 is 0.0
-    bits = torch.where(bits < 0, bits ^ highest, bits)
-    return bits.masked_fill_(scores.isnan(), highest)
+    sizes = torch.iinfo(as_integer)
+    # -0.0 + 0.0 is 0.0; all NaN become the one of Python, whose bits are above those of infinity.
+    bits = (scores + 0.0).nan_to_num_(math.nan, math.inf, -math.inf).view(as_integer)
+    # Where the sign is set, the other bits rise as scores fall.
+    return bits.bitwise_xor_((bits >> (sizes.bits - 1)).bitwise_and_(sizes.max))
+
+
+def _looks_at_blocks(columns: int, top_k: int) -> bool:
+    return columns // _BLOCK > _MOST_BLOCKS * top_k
 
 
 def first(scores: Tensor, top_k: int) -> Best:
@@ -48,30 +55,42 @@ def first(scores: Tensor, top_k: int) -> Best:
     Of many columns only those are ordered that can be among the best: the k best scores lie in the k blocks with the
     best maxima (of equal ones, the first), as each of k such blocks has a score that comes before all of another.
     """
-    blocks = scores.shape[1] // _BLOCK
-    if _MOST_BLOCKS * top_k >= blocks:
+    if not _looks_at_blocks(scores.shape[1], top_k):
         return _first(scores, top_k)
-    whole = scores[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
-    best = _first(whole.amax(dim=2), top_k)[1].sort(dim=1).values  # ascending: equal scores stay by column
-    lane = torch.arange(_BLOCK, device=scores.device)
-    rest = torch.arange(blocks * _BLOCK, scores.shape[1], device=scores.device)
-    columns = torch.cat([(best[:, :, None] * _BLOCK + lane).flatten(1), rest.expand(scores.shape[0], -1)], dim=1)
-    values, at = _first(scores.gather(1, columns), top_k)
-    return values, columns.gather(1, at)
+    count = scores.shape[1] // _BLOCK
+    whole, rest = scores[:, : count * _BLOCK].unflatten(1, (count, _BLOCK)), scores[:, count * _BLOCK :]
+    blocks = _best_columns(whole.amax(dim=2), top_k)
+    if scores.dtype == torch.float64:
+        blocks = blocks.sort(dim=1).values
+    candidates = whole.gather(1, blocks[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    columns = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(1)
+    if rest.shape[1]:
+        last = torch.arange(count * _BLOCK, scores.shape[1], device=scores.device)
+        candidates, columns = torch.cat([candidates, rest], 1), torch.cat([columns, last.expand(len(rest), -1)], 1)
+    columns = _best_columns(candidates, top_k, columns)
+    return scores.gather(1, columns), columns
 
 
 def _first(scores: Tensor, top_k: int) -> Best:
     """`first`, with all columns in order."""
-    k = min(top_k, scores.shape[1])
+    columns = _best_columns(scores, top_k)
+    return scores.gather(1, columns), columns
+
+
+def _best_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> Tensor:
+    """Columns ``[Nq, k]`` of the best scores, which are those of `columns` ``[Nq, n]`` (ascending, if fp64)."""
+    k, n, device = min(top_k, scores.shape[1]), scores.shape[1], scores.device
     ordered = _ordered(scores)
     if ordered.dtype == torch.int64:
-        columns = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        columns = columns.clone(memory_format=torch.contiguous_format)  # not a view of all of them
-    else:
-        keys = ordered.long().mul_(_LOW + 1)
-        keys += _LOW - torch.arange(scores.shape[1], device=scores.device)
-        columns = _LOW - (keys.topk(k, dim=1).values & _LOW)
-    return scores.gather(1, columns), columns
+        at = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        # A copy, not a view of all of them.
+        return at.clone(memory_format=torch.contiguous_format) if columns is None else columns.gather(1, at)
+    # Keys of 64 bits, of which no two are equal: the score, and below it the column, with its bits inverted.
+    low = torch.arange(-1, -n - 1, -1, dtype=torch.int32, device=device) if columns is None else ~columns.int()
+    halves = [ordered, ordered]
+    halves[_LOW] = low.expand_as(ordered)
+    best = torch.stack(halves, dim=2).view(torch.int64).squeeze(2).topk(k, dim=1).values
+    return ~best.view(torch.int32)[:, _LOW::2].long()
 
 
 def merge(parts: list[Best], top_k: int) -> Best:
@@ -79,6 +98,11 @@ def merge(parts: list[Best], top_k: int) -> Best:
     if len(parts) == 1:
         return parts[0]
     scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    return of_candidates(scores, indices, top_k)
+
+
+def of_candidates(scores: Tensor, indices: Tensor, top_k: int) -> Best:
+    """The best of candidates ``[Nq, n]``, of which equal ones are in the order of their documents."""
     scores, columns = first(scores, top_k)
     return scores, indices.gather(1, columns)
 
@@ -144,18 +168,31 @@ def workspace(device: torch.device) -> int:
     """Bytes to work in: a constant; more on a GPU with much free memory, unless a CUDA graph is being captured."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return WORKSPACE
-    # What torch holds and nobody uses is free too. Neither question waits for the GPU.
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # What torch holds and nobody uses is free too. Neither question waits for the GPU. The statistics in one piece:
+    # `torch.cuda.memory_reserved` and `memory_allocated` each flatten and sort all of them.
+    free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
+    if held:
+        free += held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"]
     return min(max(free // 8, WORKSPACE), LARGE_WORKSPACE)
+
+
+def _bytes(documents: int, top_k: int, itemsize: int) -> int:
+    """What `first` and the scores of a query with so many documents take."""
+    if not _looks_at_blocks(documents, top_k):
+        return documents * _BYTES_PER_SCORE[itemsize]
+    return documents * (itemsize + 1) + _BLOCK * (top_k + 1) * _BYTES_PER_SCORE[itemsize]  # 1: the maxima of blocks
 
 
 def _chunk(Q: Tensor, top_k: int, documents: int) -> int:
     """Documents whose scores fit the workspace, but as many as are kept at least."""
-    each = Q.shape[0] * _BYTES_PER_SCORE
-    if documents * each <= WORKSPACE:
+    queries, itemsize = max(Q.shape[0], 1), score_dtype(Q.dtype).itemsize
+    if queries * _bytes(documents, top_k, itemsize) <= WORKSPACE:
         return max(documents, 1)
-    return max(workspace(Q.device) // max(each, 1), top_k, 1)
+    space = workspace(Q.device) // queries
+    chunk = (space - _BLOCK * (top_k + 1) * _BYTES_PER_SCORE[itemsize]) // (itemsize + 1)
+    if not _looks_at_blocks(chunk, top_k):
+        chunk = space // _BYTES_PER_SCORE[itemsize]
+    return max(chunk, top_k, 1)
 
 
 def _scores_of_packed(

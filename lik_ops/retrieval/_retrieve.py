@@ -100,6 +100,21 @@ def of_tensors(
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
+    return of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+
+
+def of_checked(
+    Q: Tensor,
+    D: Tensor,
+    top_k: int,
+    chunk: int | None,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """`of_tensors`, of arguments that `topk.check_arguments` accepted, in the dtype of the region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
     flat = Q.dim() == 2

@@ -7,6 +7,7 @@ the host waits only for a staging buffer that is still being read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -128,33 +129,36 @@ class DoubleBuffer:
 
     def _start(self, slot: int, part: Part) -> Part:
         offset, pairs = 0, []
-        for x in (part.D, part.d_mask):
-            if x is None:
+        for pieces in ((part.D, *part.rest), () if part.d_mask is None else (part.d_mask,)):
+            if not pieces:
                 continue
-            nbytes = x.numel() * x.element_size()
-            target = self.slots[slot][offset : offset + nbytes].view(x.dtype).view(x.shape)
-            pairs.append((target, self._source(slot, offset, nbytes, x)))
-            offset = -(-(offset + nbytes) // _ALIGNMENT) * _ALIGNMENT
+            shape = (sum(len(x) for x in pieces), *pieces[0].shape[1:])
+            place = slice(offset, offset + prod(shape) * pieces[0].element_size())
+            target = self.slots[slot][place].view(pieces[0].dtype).view(shape)
+            pairs.append((target, self._source(slot, place, shape, pieces)))
+            offset = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
         self.lanes.copy(slot, pairs)
         D, *d_mask = (target for target, _ in pairs)
         return Part(D, d_mask[0] if d_mask else None, part.cu_seqlens)
 
-    def _source(self, slot: int, offset: int, nbytes: int, x: Tensor) -> Tensor:
-        """`x` where the device can copy from without the host waiting."""
-        if x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned()):
+    def _source(self, slot: int, place: slice, shape: tuple[int, ...], pieces: tuple[Tensor, ...]) -> Tensor:
+        """All rows of `pieces` where the device can copy from without the host waiting."""
+        x = pieces[0]
+        if len(pieces) == 1 and (x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned())):
             return x
         staged = self.staged[slot]
         if staged is None:
             staged = self.staged[slot] = self.lanes.staging(self.slots[slot].shape[0])
         self.lanes.wait_for_staging(slot)
-        target = staged[offset : offset + nbytes].view(x.dtype).view(x.shape)
-        target.copy_(x)
+        target = staged[place].view(x.dtype).view(shape)
+        for rows, piece in zip(target.split([len(piece) for piece in pieces]), pieces, strict=True):
+            rows.copy_(piece)
         return target
 
 
 def on_device(parts: Iterable[Part], device: torch.device, nbytes: int) -> Iterable[Part]:
     """The parts, of up to `nbytes` each, on `device`; on a CPU they are there."""
     if device.type == "cpu":
-        return parts
+        return (part.whole() for part in parts)
     lanes = CudaLanes(device) if device.type == "cuda" else InOrder()
     return DoubleBuffer(device, nbytes, lanes).copied(parts)

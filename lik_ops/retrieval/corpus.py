@@ -141,6 +141,11 @@ class Corpus:
             raise ValueError(
                 f"Corpus.documents: begin, end: expected 0 <= begin <= end <= {len(self)}, got {begin}, {end}"
             )
+        parts, cu_seqlens = self._pieces(begin, end)
+        return parts[0] if len(parts) == 1 else torch.cat(parts), cu_seqlens
+
+    def _pieces(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
+        """`documents`, with the tokens where each shard has them."""
         offsets = self.cu_seqlens[begin : end + 1]
         parts = []
         for shard, first, last in zip(self._manifest.shards, self._starts[:-1], self._starts[1:], strict=True):
@@ -148,8 +153,7 @@ class Corpus:
                 origin = int(self.cu_seqlens[first])
                 a, b = (int(self.cu_seqlens[i]) - origin for i in (max(begin, first), min(end, last)))
                 parts.append(self._file(shard).get_slice(storage.TOKENS)[a:b])
-        packed = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, self.d, dtype=self.dtype), *parts])
-        return packed, offsets - offsets[0]
+        return parts or [torch.empty(0, self.d, dtype=self.dtype)], offsets - offsets[0]
 
     def append(
         self,

@@ -22,6 +22,11 @@ class Part(NamedTuple):
     D: Tensor  # [n, Ld, d], or packed [T, d]
     d_mask: Tensor | None = None  # [n, Ld]
     cu_seqlens: Tensor | None = None  # [n + 1] of packed ones, on the CPU
+    rest: tuple[Tensor, ...] = ()  # of D, which lies in several files: what follows its rows
+
+    def whole(self) -> Part:
+        """With D in one piece."""
+        return self._replace(D=torch.cat([self.D, *self.rest]), rest=()) if self.rest else self
 
 
 class Source(Protocol):
@@ -58,6 +63,13 @@ def _rows(D: Any, begin: int, end: int) -> Tensor:
     import numpy as np
 
     return torch.from_numpy(np.array(D[begin:end], order="C"))
+
+
+def token_bounds(offsets: Tensor, parts: int) -> list[int]:
+    """``[parts + 1]``, where each of as many ranges of documents begins that have about as many tokens each."""
+    documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
+    wanted = offsets[0] + total * torch.arange(1, parts) // parts
+    return [0, *torch.searchsorted(offsets, wanted.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
 class _Dense:
@@ -106,10 +118,7 @@ class _Ragged:
         return ranges
 
     def split(self, parts: int) -> list[tuple[int, int]]:
-        total = self.offsets[-1] - self.offsets[0]
-        wanted = self.offsets[0] + total * torch.arange(1, parts) // parts
-        bounds = [0, *torch.searchsorted(self.offsets, wanted).clamp_(max=len(self)).tolist(), len(self)]
-        return list(itertools.pairwise(bounds))
+        return list(itertools.pairwise(token_bounds(self.offsets, parts)))
 
     def nbytes(self, begin: int, end: int) -> int:
         return int(self.offsets[end] - self.offsets[begin]) * self.token_bytes
@@ -139,8 +148,8 @@ class _OnDisk(_Ragged):
         super().__init__(corpus.cu_seqlens, corpus.d * corpus.dtype.itemsize)
 
     def read(self, begin: int, end: int) -> Part:
-        D, cu_seqlens = self.corpus.documents(begin, end)
-        return Part(D, None, cu_seqlens)
+        (D, *rest), cu_seqlens = self.corpus._pieces(begin, end)
+        return Part(D, None, cu_seqlens, tuple(rest))
 
 
 def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Source:

@@ -1,0 +1,122 @@
+"""The first message of a call that all processes of a group make: whether they mean the same call.
+
+A few integers of each process go round in one collective. Objects follow only where something is wrong, for the words
+of the error that is then raised in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def wire(group: Any, device: torch.device) -> torch.device:
+    """Where the group's backend takes tensors from that were computed on `device`."""
+    backend = str(dist.get_backend(group)).lower()
+    if backend in ("gloo", "mpi"):
+        return torch.device("cpu")
+    return current_device(group) if backend == "nccl" and device.type == "cpu" else device
+
+
+def current_device(group: Any) -> torch.device:
+    """Where tensors of this process are if none says so: the current GPU for NCCL, else the CPU."""
+    is_nccl = str(dist.get_backend(group)).lower() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def _first_wire(group: Any, tensors: tuple) -> torch.device:
+    """As `wire`, of a kind that all ranks choose, whatever they were called with."""
+    at = current_device(group)
+    devices = [x.device for x in tensors if isinstance(x, Tensor) and x.device.type == at.type]
+    return devices[0] if devices else at
+
+
+def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
+    """`sent` of all ranks into `received`, one after another; both flat."""
+    # The name since torch 2.13, which warns of the older one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, sent, group=group)
+
+
+@cache
+def _beside(device: torch.device, group: int) -> torch.cuda.Stream:
+    """A stream on which the message does not wait for what the current one has still to do, nor for another group."""
+    return torch.cuda.Stream(device)
+
+
+def _digest(described: dict[str, Any]) -> int:
+    text = repr(sorted(described.items())).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+class Agreement:
+    """The message on its way; `wait` for what the others say.
+
+    On a GPU the host waits for this message alone, which of all earlier work follows only the group's messages; what is
+    launched before the wait runs meanwhile. The message has to be launched first: a GPU that is full would let it wait.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: Any,
+        tensors: tuple,
+        alike: dict[str, Any],
+        numbers: Sequence[int],
+        error: Exception | None,
+    ) -> None:
+        """`alike` has to be the same on all ranks; `numbers`, as many on all, are told; so is that there was `error`.
+
+        `tensors`: arguments of the call, one of which may say which GPU is this process's.
+        """
+        self.op, self.group, self.alike, self.error = op, group, alike, error
+        words = [int(error is not None), _digest(alike), *numbers]
+        at, world = _first_wire(group, tensors), dist.get_world_size(group)
+        self.copied: torch.cuda.Event | None = None
+        if at.type != "cuda":
+            self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=at)
+            all_gather(self.rows.view(-1), torch.tensor(words, device=at), group)
+            return
+        with torch.cuda.stream(_beside(at, id(group))):
+            sent = torch.tensor(words, pin_memory=True).to(at, non_blocking=True)
+            received = torch.empty(world * len(words), dtype=torch.int64, device=at)
+            all_gather(received, sent, group)
+            self.rows = torch.empty((world, len(words)), dtype=torch.int64, pin_memory=True)
+            self.rows.view(-1).copy_(received, non_blocking=True)
+            self.copied = torch.cuda.current_stream(at).record_event()
+
+    def wait(self) -> list[list[int]]:
+        """The numbers of each rank; an error of one of them, or what they do not agree on, is raised in all."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        rows = self.rows.tolist()
+        if any(failed or digest != rows[0][1] for failed, digest, *_ in rows):
+            self.compare(self.alike)
+            raise RuntimeError(f"{self.op}: the ranks were called with different arguments")
+        return [numbers for _, _, *numbers in rows]
+
+    def compare(self, described: dict[str, Any]) -> None:
+        """Raise what is wrong with a rank's call, or what differs, by name and value. All ranks have to ask."""
+        told: list[Any] = [None] * dist.get_world_size(self.group)
+        error = None if self.error is None else str(self.error)
+        dist.all_gather_object(told, (described, error), group=self.group)
+        if self.error is not None:
+            raise self.error
+        for rank, (_, other) in enumerate(told):
+            if other is not None:
+                raise ValueError(f"{self.op}: rank {rank}: {other}")
+        for name in described:
+            found = [other.get(name) for other, _ in told]
+            if any(x != found[0] for x in found):
+                raise ValueError(f"{self.op}: {name}: expected the same on all ranks, got {found}")
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A view as bytes, because not every backend knows every dtype."""
+    return x.view(-1).view(torch.uint8)

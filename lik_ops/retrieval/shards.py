@@ -1,0 +1,92 @@
+"""What a process searches of a corpus that several share: a range of the whole, or all of a shard of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import autocast, topk
+from . import _retrieve, sources
+from .sources import Part
+
+
+@dataclass
+class Found:
+    """The best documents ``[Nq, k]`` of a range; index 0 is document `first` of what the process was given."""
+
+    best: topk.Best
+    first: int
+
+
+class Read:
+    """Documents that are read part by part."""
+
+    def __init__(self, op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
+        self.source = sources.source(op, corpus, d_mask, cu_seqlens_d)
+        self.size = len(self.source)
+        self.device: torch.device | None = None  # that of the queries
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        return self.source.split(parts)
+
+    def sample(self) -> Part:
+        return self.source.read(0, 0)
+
+    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+        Q, q_mask, q_weight = queries
+        found = _retrieve.of_source(Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, **options)
+        return Found(_lifted(Q, *found), 0)
+
+
+class Resident:
+    """Documents in the memory of this process's GPU."""
+
+    def __init__(self, op: str, D: Tensor, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
+        if cu_seqlens_d is not None:
+            topk.check_cu_seqlens(op, cu_seqlens_d, D.device)
+        elif D.dim() == 0:
+            raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got []")
+        self.D, self.d_mask, self.cu_seqlens_d, self.device = D, d_mask, cu_seqlens_d, D.device
+        self.size = D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        """By tokens where the host knows the offsets, else by count."""
+        if self.cu_seqlens_d is not None and self.cu_seqlens_d.device.type == "cpu":
+            # Never falling, because offsets that fall are no error here.
+            bounds = list(accumulate(sources.token_bounds(self.cu_seqlens_d, parts), max))
+        else:
+            bounds = [self.size * i // parts for i in range(parts + 1)]
+        return list(pairwise(bounds))
+
+    def sample(self) -> Part:
+        return Part(self.D, self.d_mask, self.cu_seqlens_d)
+
+    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+        """Of arguments that were checked."""
+        D, d_mask, cu_seqlens_d = self.D, self.d_mask, self.cu_seqlens_d
+        if cu_seqlens_d is not None:
+            cu_seqlens_d = cu_seqlens_d[begin : end + 1]
+        else:
+            D, d_mask = D[begin:end], None if d_mask is None else d_mask[begin:end]
+        q_mask, chunk, normalize = queries[1], options["chunk"], options["normalize"]
+        Q, D, q_weight = autocast.to_region(queries[0], D, queries[2])
+        found = _retrieve.of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+        return Found(_lifted(Q, *found), begin)
+
+
+def _lifted(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.Best:
+    return (scores, indices) if Q.dim() == 3 else (scores.unsqueeze(0), indices.unsqueeze(0))
+
+
+def is_resident(corpus: Any) -> bool:
+    """Whether it lies where it is scored, and scoring it is launched, not waited for."""
+    return isinstance(corpus, Tensor) and corpus.device.type != "cpu"
+
+
+def shard(op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Read | Resident:
+    """What searches `corpus`; raises what `sources.source` raises."""
+    return (Resident if is_resident(corpus) else Read)(op, corpus, d_mask, cu_seqlens_d)

@@ -4,6 +4,7 @@
 
 Host microseconds of tiny calls (8 x 8, Lq 32, Ld 64, d 64, bf16), the best of blocks of calls: the GPU runs behind the
 host, is waited for between blocks, and a block is short enough for its queue. ``steps`` are parts of a call alone.
+``ragged`` and ``ragged step`` are calls of as few tokens of many lengths, packed and padded, the peers' beside ours.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import common
 import torch
+from ragged_cases import Case, Inputs
+from ragged_contenders import contenders
 from torch import Tensor
 
 import lik_ops
 from lik_ops.backends import launcher
 
 BLOCK = 50
+RAGGED = (
+    Case("cross", 8, 8, 32, 64, d=64, mean_q=0.6),
+    Case("cross, dense queries", 8, 8, 32, 64, d=64),
+    Case("candidates", 8, 8, 32, 64, K=8, d=64),
+    Case("pairs", 8, 8, 32, 64, P=16, d=64, mean_q=0.6),
+)
 
 
 def microseconds(function: Callable[[], object], rounds: int) -> float:
@@ -96,6 +106,38 @@ def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     return found
 
 
+def ragged(what: str) -> dict[str, Callable[[], object]]:
+    """Everybody on each of `RAGGED`: scores alone, or steps of a training; and ours where rows differ at every call."""
+    found: dict[str, Callable[[], object]] = {}
+    for case in RAGGED:
+        x = Inputs(replace(case, what=what), "cuda")
+        for name, contender in contenders(x).items():
+            if isinstance(contender, str):
+                continue
+            score, tokens = contender
+            if what == "step":
+                tokens = tuple(t.detach().clone().requires_grad_() for t in tokens)
+            found[f"{case.name}, {name}"] = _call(score, tokens, x.grad_scores if what == "step" else None)
+    if what == "scores":
+        x, turn = Inputs(RAGGED[0], "cuda"), iter(range(10**9))
+        stores = [(x.draw(8 * n), torch.arange(9, device="cuda") * n) for n in range(20, 60)]
+        tensors = x.Q, x.D, x.cu_q, x.cu_d[:-1].contiguous(), x.cu_d.diff(), *[None] * 4
+
+        def varied() -> Tensor:
+            D, cu_d = stores[next(turn) % 40]
+            return lik_ops.maxsim_varlen(x.Q, D, x.cu_q, cu_d)
+
+        found["cross, lik_ops, 40 stores in turn"] = varied
+        found["lik::maxsim_ragged_fwd"] = lambda: torch.ops.lik.maxsim_ragged_fwd(*tensors, False, None, 32, "auto")
+    return found
+
+
+def _call(score: Callable[..., Tensor], tokens: tuple[Tensor, ...], upstream: Tensor | None) -> Callable[[], object]:
+    if upstream is None:
+        return lambda: score(*tokens)
+    return lambda: torch.autograd.grad(score(*tokens), tokens, upstream)
+
+
 def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     """Parts of `lik_ops.maxsim`, each alone."""
     from lik_ops._backend_choice import requested_backend
@@ -119,7 +161,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     leaf = torch.zeros(8, 8, device="cuda", requires_grad=True)
     copied = leaf.view_as(leaf)
     return {
-        "nobody watches": eager._nobody_watches,
+        "nobody watches": eager.nobody_watches,
         "ordinary tensors (2)": lambda: (eager.is_memory(Q), eager.is_memory(D)),
         "metadata": lambda: metadata(Q, D, None, None, None),
         "requested backend": requested_backend,
@@ -166,18 +208,25 @@ def main() -> None:
     Q, D = (torch.randn(8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
     records = []
     print(f"launched {launcher.way()}")
-    for title, make, grad in (("no grad", scoring, False), ("training", training, True), ("steps", steps, False)):
+    kinds: tuple[tuple[str, Callable[[], dict[str, Callable[[], object]]], bool], ...] = (
+        ("no grad", lambda: scoring(Q, D), False),
+        ("training", lambda: training(Q, D), True),
+        ("ragged", lambda: ragged("scores"), False),
+        ("ragged step", lambda: ragged("step"), True),
+        ("steps", lambda: steps(Q, D), False),
+    )
+    for title, make, grad in kinds:
         with torch.set_grad_enabled(grad or title == "steps"):
-            functions = make(Q, D)
+            functions = make()
         for name, function in functions.items():
             with torch.set_grad_enabled(grad), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
                     us = microseconds(function, args.rounds)
                 except Exception as failure:
-                    print(f"{title:9} {name:36} failed: {type(failure).__name__}: {failure}"[:200])
+                    print(f"{title:11} {name:49} failed: {type(failure).__name__}: {failure}"[:200])
                     continue
-            print(f"{title:9} {name:36} {us:8.2f} us", flush=True)
+            print(f"{title:11} {name:49} {us:8.2f} us", flush=True)
             records.append({"kind": title, "name": name, "us": us})
     peers = ("late-interaction-kernels", "flash-maxsim")
     print("wrote", common.write("host", records, *peers, path=args.out, shape=[8, 8, 32, 64, 64]))

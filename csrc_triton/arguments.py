@@ -65,35 +65,19 @@ class Segments(NamedTuple):
     Query i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of Q, a document `lengths` rows of D from
     `offsets` on: both ``[Nd]``, or ``[Nq, K]`` for candidates. `pairs` ``[P, 2]`` says which (query, document) meet, or
     is None: all, or a query and its candidates.
+
+    Where `lengths` is None, `offsets` are ``[Nd + 1]`` and a document ends where the next begins. Where `cu_seqlens_q`
+    or `offsets` is None, rows are cut evenly, into `q_each` or `d_each`; of which the first `q_lengths` ``[Nq]`` or
+    `lengths` count, all if that is None too.
     """
 
     cu_seqlens_q: Any
     offsets: Any
     lengths: Any
     pairs: Any
-
-
-class Spans(NamedTuple):
-    """Where documents lie among the rows of D: `lengths` [K] from `offsets` [K] on, or from ``k * Ld`` where None.
-
-    `words` [K, stride] are None or say which tokens count, 64 in each, a bit for each; none of them beyond the length.
-    """
-
-    lengths: Any
-    offsets: Any
-    words: Any
-    stride: Any
-
-
-class Cuts(NamedTuple):
-    """How query rows and documents are cut where maxima are added up: as `Segments` says, None in dense layouts.
-
-    In these `lengths` only say which documents have tokens that count.
-    """
-
-    lengths: Any
-    offsets: Any
-    cu_seqlens_q: Any
+    q_lengths: Any = None
+    q_each: Any = None
+    d_each: Any = None
 
 
 class Upstream(NamedTuple):

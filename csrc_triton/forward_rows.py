@@ -37,6 +37,17 @@ from .ragged import document_segment
 SPAN_BLOCK = gl.constexpr(1024)
 
 
+class Spans(NamedTuple):
+    """Where documents lie among the rows of D: as `segments` say.
+
+    `words` [K, stride] are None or say which tokens count, 64 in each, a bit for each; none of them beyond the length.
+    """
+
+    segments: Any
+    words: Any
+    stride: Any
+
+
 class Kept(NamedTuple):
     """Which of a tile's tokens count: the first `rest`, or those of `word`."""
 
@@ -45,15 +56,10 @@ class Kept(NamedTuple):
 
 
 @gluon.jit
-def _span(spans, k, K, Ld, Td):
+def _span(spans, k, K, Td):
     """First row and length of document k; 0 rows of one that is not inside D, or not there."""
     k = k.to(gl.int64)
-    ok = k < K
-    if spans.offsets is None:
-        row = k * Ld
-        length = gl.load(spans.lengths + k, mask=ok, other=0)
-    else:
-        row, length, _ = document_segment(spans, k, ok, Td)
+    row, length, _ = document_segment(spans.segments, k, k < K, Td)
     return row.to(gl.int32), length
 
 
@@ -82,12 +88,12 @@ def _counts(kept, layout: gl.constexpr, spans, C: gl.constexpr):
 
 
 @gluon.jit
-def _produce(D, ring, spans, begin, end, K, Ld, Td, C: gl.constexpr):
+def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
     """Copy the tiles of every document into the ring, one at least; the last reads on into what follows."""
     stage = 0
     phase = 1
     for task in range(begin, end):
-        row, length = _span(spans, task % K, K, Ld, Td)
+        row, length = _span(spans, task % K, K, Td)
         for t0 in range(0, gl.maximum(length, 1), C.BN):
             full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
@@ -203,11 +209,11 @@ def _consume(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
-        _, length = _span(spans, begin_k, sizes.K, sizes.Ld, Td)
+        _, length = _span(spans, begin_k, sizes.K, Td)
         kept = _kept(spans, begin_k, sizes.K, 0, length)
         for k in range(begin_k, end_k):
             # Of the next document and tile, as loads take longer than a tile.
-            _, length_after = _span(spans, k + 1, sizes.K, sizes.Ld, Td)
+            _, length_after = _span(spans, k + 1, sizes.K, Td)
             S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
                 halves, unresolved = _stored(
@@ -274,7 +280,7 @@ def _resolve(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d
     for task in range(begin, end):
         k = task % sizes.K
         first = (task // sizes.K * 2 + G) * (2 * HALF_ROWS)
-        row, length = _span(spans, k, sizes.K, sizes.Ld, Td)
+        row, length = _span(spans, k, sizes.K, Td)
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         for H in gl.static_range(2):
             query_row = _rows(first, H, ROW)
@@ -293,11 +299,11 @@ def _resolve(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d
 
 
 @gluon.jit
-def _costs(spans, k0, K, Ld, Td, C: gl.constexpr):
+def _costs(spans, k0, K, Td, C: gl.constexpr):
     """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
     k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
-    _, length = _span(spans, k, K, Ld, Td)
+    _, length = _span(spans, k, K, Td)
     return gl.where(k < K, 4 * gl.maximum(gl.cdiv(length, C.BN), 1) + 1, 0)
 
 
@@ -311,12 +317,12 @@ def _share(pid, total, row_tiles):
 
 
 @gluon.jit
-def _shares(spans, row_tiles, K, Ld, Td, C: gl.constexpr):
+def _shares(spans, row_tiles, K, Td, C: gl.constexpr):
     """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same."""
-    first = _costs(spans, 0, K, Ld, Td, C)
+    first = _costs(spans, 0, K, Td, C)
     total = gl.sum(first, axis=0)
     for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
-        total += gl.sum(_costs(spans, k0, K, Ld, Td, C), axis=0)
+        total += gl.sum(_costs(spans, k0, K, Td, C), axis=0)
     x, x_rest = _share(gl.program_id(0), total, row_tiles)
     y, y_rest = _share(gl.program_id(0) + 1, total, row_tiles)
     x = x * K
@@ -329,7 +335,7 @@ def _shares(spans, row_tiles, K, Ld, Td, C: gl.constexpr):
         y += gl.sum(((starts < y_rest) & (costs > 0)).to(gl.int32), axis=0)
         before += gl.sum(costs, axis=0)
         if k0 + SPAN_BLOCK < K:
-            costs = _costs(spans, k0 + SPAN_BLOCK, K, Ld, Td, C)
+            costs = _costs(spans, k0 + SPAN_BLOCK, K, Td, C)
     return x, y
 
 
@@ -338,16 +344,17 @@ def _plus(a, b):
     return a + b
 
 
-@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "Td"])
-def maxsim_row_maxima(Q, D, spans, maxima, argmax, Nq, K, Lq, Ld, Td, d, C: gl.constexpr):
+@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "stride"])
+def maxsim_row_maxima(Q, D, segments, words, stride, maxima, argmax, Nq, K, Lq, Td, d, C: gl.constexpr):
     """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, -inf where none does.
 
     Winners of the same shape unless None: -1 where none counts and of masked rows. D is a tensor descriptor of all Td
     document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs, row tiles first.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
+    sizes = Sizes(Nq, K, Lq, 0)
+    spans = Spans(segments, words, stride)
     row_tiles = gl.cdiv(Nq * Lq, ROWS)
-    begin, end = _shares(spans, row_tiles, K, Ld, Td, C)
+    begin, end = _shares(spans, row_tiles, K, Td, C)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
     ring = Ring(
@@ -369,7 +376,7 @@ def maxsim_row_maxima(Q, D, spans, maxima, argmax, Nq, K, Lq, Ld, Td, d, C: gl.c
         [
             (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 0, C)),
             (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 1, C)),
-            (_produce, (D, ring, spans, begin, end, K, Ld, Td, C)),
+            (_produce, (D, ring, spans, begin, end, K, Td, C)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -7,20 +7,37 @@ import triton.language as tl
 @triton.jit
 def query_segment(segments, i, ok, Tq):
     """First row and length of query i, and whether it is inside Q; 0 and 0 rows where it is not, or not `ok`."""
-    begin = tl.load(segments.cu_seqlens_q + i, mask=ok, other=0).to(tl.int64)
-    end = tl.load(segments.cu_seqlens_q + i + 1, mask=ok, other=0).to(tl.int64)
-    valid = (begin >= 0) & (end >= begin) & (end <= Tq)
+    if segments.cu_seqlens_q is None:
+        begin = i.to(tl.int64) * segments.q_each
+        length = begin * 0 + segments.q_each
+        if segments.q_lengths is not None:
+            length = tl.load(segments.q_lengths + i, mask=ok, other=0).to(tl.int64)
+        valid = (length >= 0) & (length <= segments.q_each)
+    else:
+        begin = tl.load(segments.cu_seqlens_q + i, mask=ok, other=0).to(tl.int64)
+        end = tl.load(segments.cu_seqlens_q + i + 1, mask=ok, other=0).to(tl.int64)
+        length = end - begin
+        valid = (begin >= 0) & (length >= 0) & (end <= Tq)
     ok = ok & valid
     # Q has fewer than 2^31 rows, and one number takes one register.
-    return tl.where(ok, begin, 0).to(tl.int32), tl.where(ok, end - begin, 0).to(tl.int32), valid
+    return tl.where(ok, begin, 0).to(tl.int32), tl.where(ok, length, 0).to(tl.int32), valid
 
 
 @triton.jit
 def document_segment(segments, document, ok, Td):
     """First row and length of a document, numbered as in `Segments.offsets`; 0 rows where it is not inside D."""
-    begin = tl.load(segments.offsets + document, mask=ok, other=0).to(tl.int64)
-    length = tl.load(segments.lengths + document, mask=ok, other=0).to(tl.int64)
+    if segments.offsets is None:
+        begin = tl.where(ok, document, 0).to(tl.int64) * segments.d_each
+        length = begin * 0 + segments.d_each
+    else:
+        begin = tl.load(segments.offsets + document, mask=ok, other=0).to(tl.int64)
+    if segments.lengths is not None:
+        length = tl.load(segments.lengths + document, mask=ok, other=0).to(tl.int64)
+    elif segments.offsets is not None:
+        length = tl.load(segments.offsets + document + 1, mask=ok, other=0).to(tl.int64) - begin
     valid = (begin >= 0) & (length >= 0) & (begin <= Td - length)
+    if segments.offsets is None:
+        valid = valid & (length <= segments.d_each)
     return begin, tl.where(ok & valid, length, 0).to(tl.int32), valid
 
 

@@ -39,84 +39,54 @@ def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.
 
 
 @triton.jit
-def _query(cuts, i, sizes):
-    """First row, length and validity of queries i."""
-    ok = i < sizes.Nq
-    if cuts.cu_seqlens_q is None:
-        begin = i * sizes.Lq
-        length = tl.where(ok, sizes.Lq, 0)
-        fits = ok
-    else:
-        begin, length, fits = query_segment(cuts, i, ok, sizes.Lq)
-    return begin, length, fits
-
-
-@triton.jit
-def _document(cuts, k, sizes, Td):
-    """Whether documents k have tokens that count, and whether they lie inside D."""
-    ok = k < sizes.K
-    if cuts.offsets is None:
-        length = tl.load(cuts.lengths + k, mask=ok, other=0)
-        valid = ok
-    else:
-        _, length, valid = document_segment(cuts, k, ok, Td)
-    return length > 0, valid
-
-
-@triton.jit
 def _block_sums(
-    maxima, Q, cuts, i, begin, length, s0, k, K, rows, SLOT: tl.constexpr, QUERIES: tl.constexpr,
-    DOCUMENTS: tl.constexpr
+    maxima, Q, begin, length, s0, k, sizes, SLOT: tl.constexpr, QUERIES: tl.constexpr, DOCUMENTS: tl.constexpr
 ):  # fmt: skip
     """Sums over SLOT rows of each query from its row s0 on, as [DOCUMENTS * QUERIES]; and which queries keep some."""
     s = s0 + tl.arange(0, QUERIES * SLOT) % SLOT
     row = begin + s
-    if cuts.cu_seqlens_q is not None:
-        i = i * 0
-        keep = query_keep(Q, i, row, s < length)
-        weight = query_weight(Q, i, row, keep)
-    else:
-        keep = query_keep(Q, i, s, s < length)
-        weight = query_weight(Q, i, s, keep)
-    at = k.to(tl.int64)[:, None] * rows + row[None, :]
-    best = tl.load(maxima + at, mask=(k < K)[:, None] & keep[None, :], other=0.0)
+    i = row // sizes.Lq
+    keep = query_keep(Q, i, row % sizes.Lq, s < length)
+    weight = query_weight(Q, i, row % sizes.Lq, keep)
+    at = k.to(tl.int64)[:, None] * (sizes.Nq * sizes.Lq) + row[None, :]
+    best = tl.load(maxima + at, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
     terms = tl.where(keep[None, :], weight[None, :] * best, 0.0)
     sums = ordered_sum(tl.reshape(terms, (DOCUMENTS * QUERIES * SLOT,)), DOCUMENTS * QUERIES, SLOT)
     return sums, tl.max(tl.reshape(keep.to(tl.int32), (QUERIES, SLOT)), axis=1)
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "rows", "stride"])
+@triton.jit(do_not_specialize=["queries", "stride", "Nq", "K", "Lq", "Td"])
 def maxsim_row_sums(
-    maxima, scores, Q, cuts, Nq, K, Lq, Td, rows, stride, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+    maxima, scores, Q, segments, queries, stride, Nq, K, Lq, Td, SLOT: tl.constexpr, QUERIES: tl.constexpr,
     DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Scores ``[Nq, stride]`` of K documents from their rows' maxima [K, rows]: weighted sums over each query's rows.
+    """Scores ``[queries, stride]`` of K documents from their rows' maxima ``[K, Nq * Lq]``: weighted sums over the rows
+    of each query.
 
     A program adds SLOT rows at a time of QUERIES queries for DOCUMENTS documents, as trees of ``SLOT * 2^LEVELS`` rows.
-    Queries have Lq rows each, or those that `cuts` says, of Lq in all.
     """
     sizes = Sizes(Nq, K, Lq, 0)
-    query_tiles = tl.cdiv(Nq, QUERIES)
+    query_tiles = tl.cdiv(queries, QUERIES)
     first = (tl.program_id(0) % query_tiles) * QUERIES
     k = (tl.program_id(0) // query_tiles) * DOCUMENTS + tl.arange(0, DOCUMENTS)
     i = first + tl.arange(0, QUERIES * SLOT) // SLOT
-    begin, length, _ = _query(cuts, i, sizes)
-    total, keeps = _block_sums(maxima, Q, cuts, i, begin, length, 0, k, K, rows, SLOT, QUERIES, DOCUMENTS)
+    begin, length, _ = query_segment(segments, i, i < queries, Nq * Lq)
+    total, keeps = _block_sums(maxima, Q, begin, length, 0, k, sizes, SLOT, QUERIES, DOCUMENTS)
     longest = tl.max(length, axis=0)
     if longest > SLOT:
         pending = tl.full((DOCUMENTS * QUERIES, 4 if LEVELS <= 4 else 8), 0, tl.float32)
         total, pending = carried(tl.zeros_like(total), pending, total, 0, LEVELS)
         for s0 in range(SLOT, longest, SLOT):
-            sums, keeps_more = _block_sums(maxima, Q, cuts, i, begin, length, s0, k, K, rows, SLOT, QUERIES, DOCUMENTS)
+            sums, keeps_more = _block_sums(maxima, Q, begin, length, s0, k, sizes, SLOT, QUERIES, DOCUMENTS)
             total, pending = carried(total, pending, sums, s0 // SLOT, LEVELS)
             keeps = keeps | keeps_more
         total = flushed(total, pending, tl.cdiv(longest, SLOT), LEVELS)
 
     i = first + tl.arange(0, QUERIES)
-    _, _, fits = _query(cuts, i, sizes)
-    some, valid = _document(cuts, k, sizes, Td)
+    _, _, fits = query_segment(segments, i, i < queries, Nq * Lq)
+    _, tokens, valid = document_segment(segments, k, k < K, Td)
     empty = tl.where(keeps > 0, float("-inf"), 0.0)
-    score = tl.where(some[:, None], tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
+    score = tl.where((tokens > 0)[:, None], tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
     at = i.to(tl.int64)[None, :] * stride + k[:, None]
-    tl.store(scores + at, score, mask=(i < Nq)[None, :] & (k < K)[:, None])
+    tl.store(scores + at, score, mask=(i < queries)[None, :] & (k < K)[:, None])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ._layout import MASK_DTYPES, argmax_dtype_for, as_bool, score_dtype
 from ._packing import Sequences, is_sequences, packed
-from .backends.ragged import Ragged
-from .ops import autocast, eager, functional
+from .backends.ragged import Ragged, starts
+from .ops import autocast, eager, eager_ragged, functional
 from .ops import maxsim as operators
 from .ops import ragged_arguments as arguments
 from .ops import ragged_values as values
@@ -128,11 +128,6 @@ def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
     return f"[N{side}, L{side}, d]" if cu_seqlens is None else f"[T{side}, d]"
 
 
-def starts(count, length, device: torch.device) -> Tensor:
-    """Where dense sequences begin once they are packed, and where the last ends: ``[count + 1]``."""
-    return torch.arange(count + 1, device=device) * length
-
-
 class _Queries(NamedTuple):
     Q: Tensor  # [Tq, d]
     cu_seqlens: Tensor
@@ -165,14 +160,35 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def _short(
+    g: Given,
+    offsets: Tensor | None,
+    lengths: Tensor | None = None,
+    pairs: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
+    """By the short way of an eager call, or None where it is not taken."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
+    options: dict[str, Any] = {"normalize": g.normalize, "backward": g.backward, "recompute": g.recompute}
+    return eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=with_argmax)
+
+
 def varlen(g: Given, with_argmax: bool = False) -> tuple[Tensor, Tensor | None]:
     """Every query against every document: scores ``[Nq, Nd]`` and winners ``[Nd, Tq]``."""
+    if (found := _short(g, g.cu_seqlens_d, with_argmax=with_argmax)) is not None:
+        return found
     q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
     return _run(g, Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, None, q.mask, d_mask, q.weight), q.bound, with_argmax)
 
 
 def candidates(g: Given, offsets: Tensor, lengths: Tensor, with_argmax: bool = False) -> tuple[Tensor, Tensor | None]:
     """Each query against its own candidates of a store: scores ``[Nq, K]`` and winners ``[K, Tq]``."""
+    given_both = offsets is not None and lengths is not None
+    if given_both and (found := _short(g, offsets, lengths, with_argmax=with_argmax)) is not None:
+        return found
     q = _queries(g)
     expected = (q.cu_seqlens.shape[0] - 1, None)
     arguments.check_indices(g.op, "doc_offsets", offsets, expected, "[Nq, K]", g.Q.device)
@@ -190,6 +206,11 @@ def pair_list(
     arguments.check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
         raise ValueError(f"{g.op}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
+    if g.queries is not None and g.queries.lengths is not None and max_seqlen_q is None:
+        max_seqlen_q = max(g.queries.lengths)
+    options: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": with_argmax}
+    if (found := _short(g, g.cu_seqlens_d, pairs=pairs, **options)) is not None:
+        return found
     if g.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = _longest(g, g.cu_seqlens_q, with_argmax)
     q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
@@ -202,8 +223,6 @@ def pair_list(
 
 def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
     """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
-    if g.queries is not None and g.queries.lengths is not None:
-        return max(g.queries.lengths)
     may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and eager.is_memory(cu_seqlens_q)
     if may_look:
         lengths = cu_seqlens_q.long().diff()
@@ -311,5 +330,8 @@ def pairs(
     if offsets.shape[0] != count:
         raise ValueError(f"{op}: D: expected B = {count} documents, got {offsets.shape[0]}")
     one_each = offsets.unsqueeze(1), lengths.unsqueeze(1)
+    packed_g = g._replace(Q=q.Q, D=D, cu_seqlens_q=q.cu_seqlens, q_mask=q.mask, d_mask=d_mask, q_weight=q.weight)
+    if (found := _short(packed_g, *one_each)) is not None:
+        return found[0].squeeze(1)
     tensors = Ragged(q.Q, D, q.cu_seqlens, *one_each, None, q.mask, d_mask, q.weight)
     return _run(g, tensors, q.bound, False)[0].squeeze(1)

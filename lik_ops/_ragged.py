@@ -12,8 +12,8 @@ from ._layout import same_size, score_dtype, shape_of
 from ._maxsim import maxsim, maxsim_with_argmax
 from ._packed import Tokens, given
 from ._packing import lengths_to_mask
-from .backends.ragged import Ragged
-from .ops import autocast, eager, functional
+from .backends.ragged import Ragged, starts
+from .ops import autocast, eager, eager_ragged, functional
 from .ops import ragged_arguments as arguments
 from .ops import ragged_values as values
 
@@ -61,6 +61,11 @@ def maxsim_varlen(
         >>> lik_ops.maxsim_varlen(Q, D, cu_seqlens_q, cu_seqlens_d).shape
         torch.Size([2, 3])
     """
+    if not torch.compiler.is_dynamo_compiling():  # checks and the dispatcher take far longer than a kernel
+        known: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, cu_seqlens_d, **known)
+        if short is not None:
+            return short[0]
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
     return _packed.varlen(given("maxsim_varlen", Q, D, **options, normalize=normalize, backward=backward))[0]
 
@@ -101,12 +106,12 @@ def maxsim_candidates_varlen(
         >>> lik_ops.maxsim_candidates_varlen(torch.randn(2, 32, 128), store, offsets, lengths).shape
         torch.Size([2, 2])
     """
-    options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "q_weight": q_weight,
-        "normalize": normalize,
-        "backward": backward,
-    }
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    if not torch.compiler.is_dynamo_compiling() and doc_offsets is not None and doc_lengths is not None:
+        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
+        if short is not None:
+            return short[0]
+    options["cu_seqlens_q"] = cu_seqlens_q
     g = given("maxsim_candidates_varlen", Q, D, **options, d_shape="[Td, d]")
     return _packed.candidates(g, doc_offsets, doc_lengths)[0]
 
@@ -150,13 +155,14 @@ def maxsim_pair_list(
         >>> lik_ops.maxsim_pair_list(Q, D, torch.tensor([[0, 17], [0, 3], [2, 99]])).shape
         torch.Size([3])
     """
-    options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_d": cu_seqlens_d,
-        "q_mask": q_mask,
-        "d_mask": d_mask,
-    }
-    g = given("maxsim_pair_list", Q, D, **options, q_weight=q_weight, normalize=normalize, backward=backward)
+    options: dict[str, Any] = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
+    options |= {"normalize": normalize, "backward": backward}
+    if not torch.compiler.is_dynamo_compiling() and pairs is not None:
+        tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
+        short = eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q)
+        if short is not None:
+            return short[0]
+    g = given("maxsim_pair_list", Q, D, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d, **options)
     return _packed.pair_list(g, pairs, max_seqlen_q)[0]
 
 
@@ -198,6 +204,10 @@ def maxsim_padded(
         torch.Size([2, 10])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    if not torch.compiler.is_dynamo_compiling() and query_lengths is not None and doc_lengths is not None:
+        short = eager_ragged.maxsim(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options)
+        if short is not None:
+            return short[0]
     return padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
 
 
@@ -254,10 +264,10 @@ def _padded_scores(
 ) -> Tensor:
     """`maxsim_padded` over views of contiguous tokens."""
     (B, Lq, _), (C, Ld) = Q.shape, D.shape[1:3]
-    offsets = _packed.starts(B * C, Ld, D.device)[:-1].view(B, C)
+    offsets = starts(B * C, Ld, D.device)[:-1].view(B, C)
     q_mask = lengths_to_mask(query_lengths, Lq).flatten()
     q_weight = None if q_weight is None else q_weight.flatten()
-    cu_seqlens_q = _packed.starts(B, Lq, Q.device)
+    cu_seqlens_q = starts(B, Lq, Q.device)
     tensors = Ragged(Q.flatten(0, 1), D.flatten(0, 2), cu_seqlens_q, offsets, doc_lengths, None, q_mask, None, q_weight)
     return _packed.run(tensors, normalize, Lq, "auto")[0]
 

@@ -52,10 +52,13 @@ class Case:
     tf32: bool = False  # allowed by the user
     ragged: bool = False  # the kernel of ragged layouts, or the backward for one
     pairs: bool = False  # of which a list of pairs
+    bounds: bool = False  # documents between bounds, in place of offsets and lengths
+    padded: bool = False  # queries and documents that lie evenly, with lengths
     int32: bool = False  # backward: winners of 4 bytes, not of 2
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
+        named += ("bounds", "padded")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
@@ -156,9 +159,21 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
         terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
     argmax = "*i16" if case.argmax else "constexpr"
     if case.ragged:
-        segments = Segments("*i64", "*i64", "*i64", "*i64" if case.pairs else "constexpr")
+        segments, _ = _segments(case)
         return {"Q": None, "D": None, "tiles": tiles, "segments": segments, "scores": "*fp32", "argmax": argmax}
     return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax, "terms": terms}
+
+
+def _segments(case: Case) -> tuple[Segments, dict]:
+    kinds = {name: "constexpr" for name in Segments._fields}
+    kinds |= {"pairs": "*i64"} if case.pairs else {}
+    if case.padded:
+        kinds |= {"lengths": "*i64", "q_lengths": "*i64", "q_each": "i32", "d_each": "i32"}
+    else:
+        kinds |= {"cu_seqlens_q": "*i64", "offsets": "*i64"}
+        kinds |= {} if case.bounds else {"lengths": "*i64"}
+    segments = Segments(**kinds)
+    return segments, {n: None for n, kind in enumerate(segments) if kind == "constexpr"}
 
 
 def _upstream(case: Case) -> tuple[Upstream, dict]:
@@ -239,8 +254,9 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         constants |= {(names.index("up"), k): None for k in absent}
     if "segments" in arguments:
         at = names.index("segments")
-        aligned += [(at, k) for k in range(4 if case.pairs else 3)]
-        constants |= {} if case.pairs else {(at, 3): None}
+        segments, absent = _segments(case)
+        aligned += [(at, k) for k, v in enumerate(segments) if v.startswith("*")]
+        constants |= {(at, k): None for k in absent}
     if "rows" in arguments and case.kernel in LISTS and case.Nq * case.Lq % 16 == 0:
         aligned.append((names.index("rows"),))
     for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):

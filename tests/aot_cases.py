@@ -65,6 +65,9 @@ RAGGED = [
         for kernel in (FORWARD, QUERIES, DOCUMENTS)
     ),
     Case(FORWARD, ragged=True),
+    Case(FORWARD, ragged=True, bounds=True, **_EVERYTHING),
+    Case(FORWARD, ragged=True, bounds=True, pairs=True, candidates=True),
+    Case(FORWARD, Nq=4, ragged=True, padded=True, candidates=True),
     Case(FORWARD, Nq=1, ragged=True),
     Case(FORWARD, Nq=256, Lq=1024, ragged=True),
     Case(FORWARD, Nq=4, ragged=True, candidates=True, options=True),

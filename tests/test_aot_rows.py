@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 
 from lik_ops.backends import configs
 from lik_ops.csrc_triton import row_sums
-from lik_ops.csrc_triton.arguments import Cuts, Queries, Spans
+from lik_ops.csrc_triton.arguments import Queries, Segments
 
 from .aot import Case, _cuda_resources, _queries
 from .test_aot_specialized import SM_90, check
@@ -32,22 +32,33 @@ def constants_of(group: tuple, at: int) -> dict:
     return {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
 
 
+def segments_of(masked: bool) -> Segments:
+    """Dense tokens of which some are masked, or packed ones."""
+    none = "constexpr"
+    if masked:
+        return Segments(none, none, "*i32", none, none, "i32", "i32")
+    return Segments("*i64", "*i64", none, none, none, none, none)
+
+
 def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool) -> GluonASTSource:
     C = choice(dtype, d, 32, argmax).config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
     layout = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
-    offsets, words = ("constexpr", ("*i64", "i32")) if masked else ("*i64", ("constexpr", "constexpr"))
-    spans = Spans("*i32", offsets, *words)
+    segments = segments_of(masked)
     signature = {
         "Q": Queries(*queries),
         "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{layout!r}>",
-        "spans": spans,
+        "segments": segments,
+        "words": "*i64" if masked else "constexpr",
+        "stride": "i32" if masked else "constexpr",
         "maxima": "*fp32",
         "argmax": "*i16" if argmax else "constexpr",
     }
-    signature |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "Td", "d"), "i32") | {"C": "constexpr"}
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "d"), "i32") | {"C": "constexpr"}
     names = list(signature)
-    values = {(0, k): v for k, v in constants.items()} | constants_of(spans, names.index("spans"))
+    values = {(0, k): v for k, v in constants.items()} | constants_of(segments, names.index("segments"))
+    if not masked:
+        values[(names.index("words"),)] = values[(names.index("stride"),)] = None
     values[(names.index("C"),)] = C
     if not argmax:
         values[(names.index("argmax"),)] = None
@@ -81,10 +92,10 @@ def without_spills(source: ASTSource) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_sums_do_not_spill(ragged, Lq):
     queries, constants = _queries(Case("maxsim_forward", options=True))
-    cuts = Cuts("*i32", *(["*i64", "*i32"] if ragged else ["constexpr", "constexpr"]))
-    signature = {"maxima": "*fp32", "scores": "*fp32", "Q": Queries(*queries), "cuts": cuts}
-    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "rows", "stride"), "i32")
-    values = {(2, k): v for k, v in constants.items()} | constants_of(cuts, 3)
+    segments = segments_of(not ragged)
+    signature = {"maxima": "*fp32", "scores": "*fp32", "Q": Queries(*queries), "segments": segments}
+    signature |= dict.fromkeys(("queries", "stride", "Nq", "K", "Lq", "Td"), "i32")
+    values = {(2, k): v for k, v in constants.items()} | constants_of(segments, 3)
     for name, value in zip(
         ("SLOT", "QUERIES", "DOCUMENTS", "LEVELS"), choice(torch.bfloat16, 128, Lq, False).sums, strict=True
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.backends.ragged import Ragged
+from lik_ops.backends.ragged import Cut, Ragged
 
 from .ragged import same_bits
 from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
@@ -148,10 +148,11 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
 
     r = packed(*sizes, seed=sum(sizes), values=values)
     r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
-    assert cuda_ragged._row_maxima(r, False, True) is not None
+    c = Cut.of(r, 0)
+    assert cuda_ragged.Plan(c, False, None)._row_maxima(c) is not None
     scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     assert torch.equal(cuda_ragged.forward_ragged(r, False, None, 0)[0].nan_to_num(7), scores.nan_to_num(7))
-    monkeypatch.setattr(cuda_ragged, "_row_maxima", lambda *_: None)
+    monkeypatch.setattr(cuda_ragged.Plan, "_row_maxima", lambda *_: None)
     expected, winners = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     same_bits(scores, expected)
     assert scores[:, 3].isnan().all() and scores[:, 5].isnan().all()

@@ -157,7 +157,9 @@ class Rule(NamedTuple):
 SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
 _HALF, _FP32 = (torch.float16, torch.bfloat16), (torch.float32,)
 _PROCESSORS = 132  # of an H100 or H200
-_RESIDENT = 8 * _PROCESSORS  # programs that run at a time: then the longest document decides, so it is pipelined
+RESIDENT = (
+    8 * _PROCESSORS
+)  # ragged documents that are all at work at a time: the longest decides, so pipelines are deep
 _FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
 
 # The first rule that covers a call holds.
@@ -317,13 +319,13 @@ def forward_ragged(
     wide: int,
     tf32: bool,
     argmax: bool,
-    longest: int = _ANY,
-    documents: int = _ANY,
+    longest: int | None = None,
+    few: bool = False,
 ) -> tuple[Launch, int]:
     """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
 
-    No query has more tokens than `longest`. One takes as many steps of the slot as it needs. Bounds that are read take
-    registers: fewer rows than elsewhere.
+    No query has more tokens than `longest`, if it is known. One takes as many steps of the slot as it needs. Bounds
+    that are read take registers: fewer rows than elsewhere. `few`: at most `RESIDENT` documents are scored.
     """
     launch = forward(
         arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32, argmax=argmax
@@ -335,11 +337,11 @@ def forward_ragged(
         launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
     few = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # tokens: ptxas spills else
     tokens = min(config.BN, 32) if few else config.BN
-    if config.TOKENS_FIRST and arch.unit == "wgmma" and documents <= _RESIDENT:
+    if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
         launch = replace(launch, num_stages=4)
     slot = min(config.SLOT, rows)
     # Where it changes nothing it is set as in `forward`.
-    long = longest > slot or arch.unit == "mma" or config.SPLIT
+    long = longest is None or longest > slot or arch.unit == "mma" or config.SPLIT
     config = config._replace(BM=rows, BN=tokens, SLOT=slot, PACKED=True, LONG=long)
     most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1

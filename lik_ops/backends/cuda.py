@@ -3,10 +3,11 @@
 Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
 """
 
+from . import cuda_forward, cuda_ragged
 from .cuda_arguments import allow_tf32, architecture, unavailable
 from .cuda_backward import backward_lowmem, backward_unified
-from .cuda_forward import forget, forward, forward_plan
-from .cuda_ragged import backward_ragged, forward_ragged
+from .cuda_forward import forward, forward_plan
+from .cuda_ragged import backward_ragged, forward_ragged, ragged_plan
 
 __all__ = [
     "allow_tf32",
@@ -18,5 +19,12 @@ __all__ = [
     "forward",
     "forward_plan",
     "forward_ragged",
+    "ragged_plan",
     "unavailable",
 ]
+
+
+def forget() -> None:
+    """Drop what was worked out from the table of configurations."""
+    cuda_forward.forget()
+    cuda_ragged.forget()

@@ -88,10 +88,15 @@ def sizes(Q: Tensor, D: Tensor) -> Sizes:
 
 def wide_of(Q: Tensor, D: Tensor) -> int:
     """`Config.WIDE`: whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits."""
-    features = D.shape[-1] * max(abs(Q.stride(-1)), abs(D.stride(-1)))
+    features = features_span(Q, D)
     if features > _INT32_MAX:
         return 2
     return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
+
+
+def features_span(Q: Tensor, D: Tensor) -> int:
+    """How far the features of a token reach."""
+    return D.shape[-1] * max(abs(Q.stride(-1)), abs(D.stride(-1)))
 
 
 def descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:

@@ -30,9 +30,9 @@ _log = logging.getLogger("lik_ops")
 _MOST_PLANS = 4096
 _MOST_TILES = 64  # tensor descriptors that a plan keeps
 # None where torch was built without CUDA and ROCm.
-_raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 # What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
-_empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
 class Plan:
@@ -145,14 +145,14 @@ class ForwardPlan(Plan):
             queries, documents = (q, *self.query_rest), (d, *self.document_rest)
         if not aligned:
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
-        if _empty_cuda is None or torch.are_deterministic_algorithms_enabled():
+        if empty_cuda is None or torch.are_deterministic_algorithms_enabled():
             scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         else:
-            scores = _empty_cuda(shape, self.score_strides[-len(shape) :] if shape else (), torch.float32)
+            scores = empty_cuda(shape, self.score_strides[-len(shape) :] if shape else (), torch.float32)
         tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
         winners = None if argmax is None else argmax.data_ptr()
         args = (queries, documents, *tiles, scores.data_ptr(), winners, *self.constants)
-        direct(*self.grid, _raw_stream(self.index), args)
+        direct(*self.grid, raw_stream(self.index), args)
         return scores
 
     def _scores_by_launcher(

@@ -7,94 +7,118 @@ workspace, from which a second kernel adds them up, for a chunk of documents at 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._layout import lifted
 from ..csrc_triton import row_sums
-from ..csrc_triton.arguments import Cuts, Queries, Sizes, Spans
+from ..csrc_triton.arguments import Queries, Segments
 from . import configs, launcher
 from .configs import RowMaxima
 from .cuda_arguments import architecture, on_device, queries_of
 from .cuda_forward import ForwardPlan, Plan
 from .cuda_specialized import kernels, processors
+from .ragged import Cut
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes of maxima
 _WORDS = 8  # of a step of `maxsim_kept_words`
+_COVERED_BLOCK = 128
 
 
-def readable(tokens: Tensor) -> bool:
-    """Whether the memory access unit can read rows ``[Td, d]``, if they begin at a multiple of 16 bytes."""
-    rows, d = tokens.shape
-    return tokens.is_contiguous() and 0 < rows < 2**31 and d * tokens.element_size() % 16 == 0
+def choose(D: Tensor, rows: int, K: int, Lq: int, argmax: bool) -> RowMaxima | None:
+    """The choice for contiguous tokens of K documents, None where another kernel serves better or alone.
 
-
-def choose(tokens: Tensor, rows: int, K: int, Lq: int, argmax: bool) -> RowMaxima | None:
-    """The choice for document tokens ``[Td, d]``, None where another kernel serves better or alone."""
-    if tokens.device.type != "cuda" or not readable(tokens):
+    Args:
+        rows: query tokens, `Lq` in the mean of each.
+    """
+    d = D.shape[-1]
+    if D.device.type != "cuda" or d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
         return None
-    arch, count = architecture(tokens.device), processors(tokens.device)
-    found = configs.row_maxima(arch, tokens.dtype, rows, K, Lq, tokens.shape[1], argmax=argmax, processors=count)
+    arch, count = architecture(D.device), processors(D.device)
+    found = configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count)
     return None if found is None or kernels() is None else found
 
 
-def score_rows(
-    choice: RowMaxima,
-    queries: Queries,
-    shape: tuple[int, int],
-    tokens: Tensor,
-    spans: Spans,
-    cuts: Cuts,
-    sizes: Sizes,
-    scores: Tensor,
-    argmax: Tensor | None,
-) -> None:
-    """Fill scores ``[Nq, K]`` and winners ``[K, rows]``. Of each document there are `spans` and `cuts`.
+class Rows(NamedTuple):
+    """What is scored: query rows, ``(n, L)`` of them in n groups, and document tokens as rows from 16 bytes on."""
 
-    Args:
-        shape: how query rows lie, ``(n, L)`` of them in n groups.
-        tokens: the rows of D, ``[Td, d]``, from a multiple of 16 bytes on.
-        sizes: queries, documents, tokens of a query (of all, where `cuts` cuts them), tokens of a document.
-    """
-    rows, (Nq, K, Lq, Ld) = shape[0] * shape[1], sizes
-    chunk = max(1, min(K, _WORKSPACE // (4 * rows)))
+    queries: Queries
+    groups: tuple[int, int]
+    tokens: Tensor  # [Td, d]
+    segments: Segments
+    words: Tensor | None  # of a mask, see `maxsim_kept_words`
+    counts: tuple[int, int]  # queries, documents
+
+    def part(self, k: int, count: int) -> Rows:
+        """`count` documents from the k-th on."""
+        segments, tokens = self.segments, self.tokens
+        if segments.offsets is None:
+            tokens = tokens[k * segments.d_each :]
+        offsets, lengths, words = (
+            None if t is None else t[k:] for t in (segments.offsets, segments.lengths, self.words)
+        )
+        segments = segments._replace(offsets=offsets, lengths=lengths)
+        return self._replace(tokens=tokens, segments=segments, words=words, counts=(self.counts[0], count))
+
+
+def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None) -> None:
+    """Fill scores ``[queries, documents]`` and winners ``[documents, n * L]``, a chunk of documents at a time."""
+    count, (queries, K) = rows.groups[0] * rows.groups[1], rows.counts
+    chunk = max(1, min(K, _WORKSPACE // (4 * count)))
     chunk = chunk if chunk in (1, K) else chunk // 16 * 16 or chunk
-    maxima = torch.empty((chunk, rows), dtype=torch.float32, device=tokens.device)
+    maxima = torch.empty((chunk, count), dtype=torch.float32, device=scores.device)
+    slot, side, documents, levels = choice.sums
     for k in range(0, K, chunk):
-        count, part = min(chunk, K - k), slice(k, k + chunk)
-        of_part = Spans(*(t if t is None or isinstance(t, int) else t[part] for t in spans))
-        rest = tokens if spans.offsets is not None else tokens[k * Ld :]
-        winners = None if argmax is None else argmax[part]
-        _maxima(choice, queries, rest, of_part, maxima, winners, (shape[0], count, shape[1], Ld))
-        cut = Cuts(cuts.lengths[part], None if cuts.offsets is None else cuts.offsets[part], cuts.cu_seqlens_q)
-        slot, side, documents, levels = choice.sums
-        grid = (configs.cdiv(Nq, side) * configs.cdiv(count, documents),)
-        numbers = Nq, count, Lq, rest.shape[0], rows, K
-        args = (maxima, scores[:, k:], queries, cut, *numbers, slot, side, documents, levels)
-        launcher.launch(row_sums.maxsim_row_sums, grid, args, {"num_warps": 4})
-    _log.debug("maxsim_row_maxima for %s rows, %s: %s", rows, sizes, choice)
+        part = rows if chunk == K else rows.part(k, min(chunk, K - k))
+        _maxima(choice, part, maxima, argmax if argmax is None else argmax[k : k + chunk])
+        sizes = part.groups[0], part.counts[1], part.groups[1]
+        args = maxima, scores[:, k:], part.queries, part.segments, queries, K, *sizes, part.tokens.shape[0]
+        grid = (configs.cdiv(queries, side) * configs.cdiv(part.counts[1], documents),)
+        launcher.launch(row_sums.maxsim_row_sums, grid, (*args, slot, side, documents, levels), {"num_warps": 4})
+    _log.debug("maxsim_row_maxima for %s rows, %s: %s", count, rows.counts, choice)
 
 
-def _maxima(
-    choice: RowMaxima,
-    queries: Queries,
-    tokens: Tensor,
-    spans: Spans,
-    maxima: Tensor,
-    argmax: Tensor | None,
-    sizes: tuple[int, int, int, int],
-) -> None:
+def _maxima(choice: RowMaxima, rows: Rows, maxima: Tensor, argmax: Tensor | None) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    gluon, C = kernels(), choice.config
+    gluon, C, tokens = kernels(), choice.config, rows.tokens
     assert gluon is not None
     block = [C.BN, C.BD]
     layout = gluon.specialized.tile_layout(block, str(tokens.dtype).removeprefix("torch."))
     described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], block, layout)
-    args = (queries, described, spans, maxima, argmax, *sizes, *tokens.shape, C)
+    stride = None if rows.words is None else rows.words.stride(0)
+    sizes = rows.groups[0], rows.counts[1], rows.groups[1]
+    args = (rows.queries, described, rows.segments, rows.words, stride, maxima, argmax, *sizes, *tokens.shape, C)
     launcher.launch(gluon.rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
+
+
+def forward_packed(
+    choice: RowMaxima, c: Cut, queries: Queries, segments: Segments, argmax_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[Nq, Nd]`` and winners ``[Nd, Tq]`` of the cross product of packed tokens."""
+    scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
+    argmax = None
+    with on_device(c.Q.device):
+        if argmax_dtype is not None:
+            argmax = torch.empty(c.argmax_shape(), dtype=argmax_dtype, device=c.Q.device)
+            queries = _covered(c, queries)
+        tokens = c.D.view(c.Td, c.D.shape[-1])
+        rows = Rows(queries, (1, c.Tq), tokens, segments, None, (c.queries, c.columns))
+        score_rows(choice, rows, scores, argmax)
+    return scores, argmax
+
+
+def _covered(c: Cut, queries: Queries) -> Queries:
+    """`queries` with a mask without rows of no query, which win nothing."""
+    if c.cu_seqlens_q is None:
+        return queries
+    covered = torch.zeros(c.Tq, dtype=torch.bool, device=c.Q.device)
+    args = c.cu_seqlens_q, queries.mask, covered, c.Tq, queries.mask_stride_l or 1, _COVERED_BLOCK
+    launcher.launch(row_sums.maxsim_covered_rows, (c.queries,), args, {"num_warps": 4})
+    return queries._replace(mask=covered, mask_stride_n=0, mask_stride_l=1)
 
 
 class MaskedPlan(Plan):
@@ -128,9 +152,9 @@ class MaskedPlan(Plan):
         with on_device(self.device):
             args = (d_mask, words, lengths, Ld, *d_mask.stride(), stride, _WORDS)
             launcher.launch(row_sums.maxsim_kept_words, (K,), args, {"num_warps": 4})
+            segments = Segments(None, None, lengths, None, None, Lq, Ld)
             queries, tokens = queries_of(Q, q_mask, q_weight), D.view(-1, self.d)
-            spans, cuts = Spans(lengths, None, words, stride), Cuts(lengths, None, None)
-            score_rows(self.choice, queries, (Nq, Lq), tokens, spans, cuts, self.sizes, scores, argmax)
+            score_rows(self.choice, Rows(queries, (Nq, Lq), tokens, segments, words, (Nq, K)), scores, argmax)
         return scores.view(shape)
 
 
@@ -138,5 +162,5 @@ def masked_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> Maske
     """The plan of a call whose documents have masks, None where another kernel serves better or alone."""
     if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0 or not D.is_contiguous():
         return None
-    choice = choose(D.view(-1, D.shape[2]), Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None)
+    choice = choose(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None)
     return None if choice is None else MaskedPlan(choice, Q, D, argmax_dtype)

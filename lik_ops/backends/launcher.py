@@ -12,7 +12,7 @@ What a compiled kernel knows of an argument:
   loads can be vectorised; of those in `UNIT`, whether it is 1; of others nothing but their width;
 - compile-time arguments and None: themselves; a tensor descriptor: dtype, block and layout.
 
-A group begins with a tensor; other tuples are compile-time arguments.
+A group begins with a tensor or None; other tuples are compile-time arguments.
 
 The shortest way needs private parts of Triton, which differ between versions: it is taken for the versions in
 `_DIRECT` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the compiled kernel is launched as
@@ -128,7 +128,7 @@ def _exactly(args: tuple) -> tuple[list, list]:
             pointer = x.data_ptr()
             key += (x.dtype, pointer & 15 == 0)
             values.append(pointer)
-        elif isinstance(x, tuple) and isinstance(x[0], Tensor):
+        elif isinstance(x, tuple) and (x[0] is None or isinstance(x[0], Tensor)):
             group = []
             for y in x:
                 if isinstance(y, Tensor):

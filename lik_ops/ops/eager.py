@@ -59,7 +59,7 @@ def is_memory(t: Tensor) -> bool:
     return _KEYS(t).raw_repr() in _usual_keys or _is_newly_known(t)
 
 
-def _nobody_watches() -> bool:
+def nobody_watches() -> bool:
     """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
     return (
         not _INCLUDED().raw_repr() & _UNUSUAL_ADDED
@@ -70,9 +70,23 @@ def _nobody_watches() -> bool:
     )
 
 
+def is_below_autograd() -> bool:
+    """Whether the call comes from below autograd, where nothing may be recorded."""
+    return bool(_EXCLUDED().raw_repr() & _AUTOGRAD)
+
+
+def backward_is_short(*tensors: Tensor) -> bool:
+    """Whether a backward of the short way may go past the dispatcher.
+
+    Not with a graph of the backward, whose operator raises for second derivatives.
+    """
+    short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
+    return short and nobody_watches() and all(is_memory(t) for t in tensors)
+
+
 def nobody_sees(*tensors: Tensor | None) -> bool:
     """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
-    return _nobody_watches() and all(t is None or is_memory(t) for t in tensors)
+    return nobody_watches() and all(t is None or is_memory(t) for t in tensors)
 
 
 class _Call:
@@ -120,7 +134,20 @@ class _Call:
         return scores.view(self.shape), None if argmax_dtype is None else argmax
 
 
-_calls: dict[tuple, _Call] = {}
+_calls: dict[tuple, Any] = {}  # of ragged calls too
+
+
+def known(key: tuple, otherwise: Any) -> Any:
+    """What was found out about calls of this description, or `otherwise`."""
+    return _calls.get(key, otherwise)
+
+
+def remember(key: tuple, call: Any) -> Any:
+    """`call`, which is what there is to know about calls of this description."""
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call
 
 
 class _operators:
@@ -159,12 +186,9 @@ class _MaxSim(torch.autograd.Function):
             grad_scores = grad_scores.unsqueeze(0)
         if call.d_flat:
             grad_scores = grad_scores.unsqueeze(1)
-        # With a graph of the backward, or where somebody watches, the operators: theirs raises for second derivatives.
-        short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
-        short = short and _nobody_watches() and all(is_memory(t) for t in (grad_scores, Q, D))
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
-            ops = call.backend if short else _operators
+            ops = call.backend if backward_is_short(grad_scores, Q, D) else _operators
             run = ops.backward_unified if ctx.unified else ops.backward_lowmem
             grads = run(grad_scores, Q3, D3, argmax, *options, call.normalize, needs)
         shaped = (g.view(x.shape) if need else None for g, x, need in zip(grads, (Q, D, q_weight), needs, strict=True))
@@ -190,7 +214,7 @@ def maxsim(
         (normalize is True or normalize is False)
         and (recompute is True or recompute is False)
         and type(backward) is str
-        and _nobody_watches()
+        and nobody_watches()
         and is_memory(Q)
         and is_memory(D)
         and (q_mask is None or is_memory(q_mask))
@@ -201,7 +225,7 @@ def maxsim(
     differentiable = _is_grad_enabled() and (
         Q.requires_grad or D.requires_grad or (q_weight is not None and q_weight.requires_grad)
     )
-    if differentiable and _EXCLUDED().raw_repr() & _AUTOGRAD:
+    if differentiable and is_below_autograd():
         return None
     tf32 = Q.dtype is _fp32 and _matmul.fp32_precision == "tf32"
     keeps = differentiable and not recompute
@@ -210,9 +234,7 @@ def maxsim(
     if call is None:
         check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
         argmax_dtype = argmax_dtype_for(D.shape[-2]) if keeps else None
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        call = _calls[key] = _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+        call = remember(key, _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype))
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if differentiable:

@@ -13,7 +13,7 @@ from lik_ops.backends.ragged import Ragged
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import cuda_ragged
+from lik_ops.backends import cuda_ragged, cuda_ragged_backward
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
@@ -189,7 +189,7 @@ def test_nothing_to_score(place):
     ):
         scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
         assert scores.numel() == argmax[:, :0].numel() == 0
-        grads = cuda_ragged.backward_ragged(scores, r, argmax, False, [True] * 3, False)
+        grads = cuda_ragged_backward.backward_ragged(scores, r, argmax, False, [True] * 3, False)
         assert [g.shape for g in grads] == [r.Q.shape, r.D.shape, r.Q.shape[:1]]
         assert not any(g.any() for g in grads)
 
@@ -207,7 +207,7 @@ def won(p, normalize):
 
 
 def gradients(p, upstream, argmax, normalize=False, needs=(True, True, True), unified=False):
-    return cuda_ragged.backward_ragged(upstream, p.r, argmax, normalize, list(needs), unified)
+    return cuda_ragged_backward.backward_ragged(upstream, p.r, argmax, normalize, list(needs), unified)
 
 
 def expected_gradients(p, upstream, normalize):
@@ -290,7 +290,7 @@ def test_nothing_to_meet_gets_zeros(place, mode):
         r = r._replace(d_offsets=r.d_offsets.new_zeros(shape), d_lengths=r.d_lengths.new_zeros(shape))
         argmax = torch.zeros(r.argmax_shape(5), dtype=torch.int32, device=place.device)
         upstream = torch.ones(r.scores_shape(), device=place.device)
-        for gradient in cuda_ragged.backward_ragged(upstream, r, argmax, False, [True] * 3, False):
+        for gradient in cuda_ragged_backward.backward_ragged(upstream, r, argmax, False, [True] * 3, False):
             assert gradient.eq(0).all()
 
 
@@ -327,4 +327,5 @@ def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if 0 <= begin < end <= 7:
             expected[begin:end] = [i] * (end - begin)
-    assert cuda_ragged._query_of_rows(Ragged(Q, Q, cu, none, none, None, None, None, None)).tolist() == expected
+    r = Ragged(Q, Q, cu, none, none, None, None, None, None)
+    assert cuda_ragged_backward.Lookup(r, 7, (1, 1)).query.tolist() == expected

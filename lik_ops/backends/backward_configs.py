@@ -91,6 +91,30 @@ def grad_documents(
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 
+def grad_packed_documents(
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
+    rows: int | None,
+) -> Launch:
+    """The one-hot product of BN rows of D and BM query rows a step; `rows`: of the mean query, where an item has one.
+
+    A document of the cross product meets all rows: the steps of a program are many, and those before its end are on
+    their way. Other items are many and short, several of them a step.
+    """
+    launch = grad_documents(
+        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=True
+    )
+    config = launch.config
+    SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
+    return replace(launch, config=config._replace(SLOT=SLOT))
+
+
 FEW_ROWS = 128  # query rows of a document that one program holds, at most
 
 

@@ -6,7 +6,8 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 from .cuda_arguments import allow_tf32, architecture, unavailable
 from .cuda_backward import backward_lowmem, backward_unified
 from .cuda_forward import forget, forward, forward_plan
-from .cuda_ragged import backward_ragged, forward_ragged
+from .cuda_ragged import forward_ragged
+from .cuda_ragged_backward import backward_ragged
 
 __all__ = [
     "allow_tf32",

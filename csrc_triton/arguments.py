@@ -92,7 +92,10 @@ class Upstream(NamedTuple):
 
 class Walk(NamedTuple):
     """What the gradient of a tile of packed document tokens is summed over: items `lo` to `hi` of those sorted by
-    their first rows, `count` in all, and of each the query rows from `r0` to `r1`. `t0` is the tile's first row of D.
+    their first rows, `count` in all, and of each the query rows from `r0` to `r1`.
+
+    `t0` is the tile's first row of D. Where `slots` is not None it has more tokens than are summed at a time: BN places
+    from `u0` on, token t of the tile at ``slots[t]``.
     """
 
     items: Any
@@ -102,6 +105,8 @@ class Walk(NamedTuple):
     t0: Any
     r0: Any
     r1: Any
+    slots: Any = None
+    u0: Any = None
 
 
 class Items(NamedTuple):

@@ -13,6 +13,7 @@ import triton.language as tl
 from .arguments import Items, Sizes, Walk
 from .backward import norm_sums, through_norm
 from .backward_documents import CAREFUL_ROWS, finite_rows, one_hot_product, power_of_two
+from .backward_few import fill_with_zeros
 from .common import load_rows, query_weight, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 
@@ -45,22 +46,47 @@ def _winners(items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _rows(items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
-    """Of the lanes of a step: query rows, the token of the tile that each won (-1: none), and ``g * w / ||q||``."""
-    row = items.begin + s0 + tl.arange(0, STEP) % SLOT
+def _once(x):
+    """`x`, computed once and not in every layout that it is used in: Triton repeats what it finds cheap, loads too.
+
+    A reduction it does not repeat.
+    """
+    return tl.max(tl.broadcast_to(x[:, None], (x.shape[0], 2)), axis=1)
+
+
+@triton.jit
+def _places(items, token, query, up, TILE: tl.constexpr):
+    """The token of the tile that each lane's row won, -1: none."""
     token = token.to(tl.int64)
     local = token + items.first
-    hit = (token >= 0) & (token < items.length) & (local >= 0) & (local < C.BN)  # no forward writes another
-    score = items.score
+    hit = (token >= 0) & (token < items.length) & (local >= 0) & (local < TILE)  # no forward writes another
     if up.query is not None:
         hit = hit & (query >= 0)
+    return tl.where(hit, local, -1).to(tl.int32)
+
+
+@triton.jit
+def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
+    """Of the lanes of a step: query rows, at which of BN places the token is that each won (-1: none), and
+    ``g * w / ||q||``."""
+    row = items.begin + s0 + tl.arange(0, STEP) % SLOT
+    if walk.slots is not None:
+        place = _places(items, token, query, up, walk.slots.shape[0])
+        slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
+        place = tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1)
+    else:
+        place = _places(items, token, query, up, C.BN)
+    place = _once(place)
+    hit = place >= 0
+    score = items.score
+    if up.query is not None:
         score += query.to(tl.int64) * up.stride_q
     coefficient = tl.load(up.grad_scores + score, mask=hit, other=0.0)
     if Q.weight is not None:
         coefficient *= query_weight(Q, row * 0, row, hit)
     if norms is not None:
         coefficient *= tl.load(norms + row, mask=hit, other=0.0)
-    return row, hit, tl.where(hit, local, -1).to(tl.int32), coefficient
+    return row, place, coefficient
 
 
 @triton.jit
@@ -80,7 +106,7 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
         items = _items(walk, n0, C.BM, C.SLOT)
         for s0 in range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT):
             token, query = _winners(items, s0, up, C.BM, C.SLOT)
-            _, _, _, c = _rows(items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
+            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
             largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)
@@ -90,12 +116,12 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
 @triton.jit
 def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: tl.constexpr):
     """The sums [BN, BD] of a tile's rows times `scale`; CHECK: without those that hold NaN or inf."""
-    HALF: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32
+    TURNED: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32 and not C.TOKENS_FIRST
     STEP: tl.constexpr = CAREFUL_ROWS if CHECK else C.BM
     SLOT: tl.constexpr = min(C.SLOT, STEP)
-    PAIRS: tl.constexpr = HALF and C.LANES > 1
-    M: tl.constexpr = C.BD if HALF else C.BN
-    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
+    PAIRS: tl.constexpr = TURNED and C.LANES > 1
+    M: tl.constexpr = C.BD if TURNED else C.BN
+    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if TURNED else C.BD
     G = tl.full((M, N), 0, tl.float32)
     for n0 in range(walk.lo, walk.hi, STEP // SLOT):
         items = _items(walk, n0, STEP, SLOT)
@@ -103,16 +129,16 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
         for s0 in range(0, tl.max(items.stop - items.begin, axis=0), SLOT):
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
             token_ahead, query_ahead = _winners(items, s0 + SLOT, up, STEP, SLOT)
-            row, hit, local, c = _rows(items, s0, token, query, norms, up, Q, STEP, SLOT, C)
-            x = load_rows(_row_pointers(Q, row, C), hit, columns, d, Q.stride_d, C.WIDE)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
+            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
             if CHECK:
                 finite = finite_rows(x, c)
                 x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
                 c = tl.where(finite, c, 0.0)
-            G = one_hot_product(G, x, local, c * scale, C)
+            G = one_hot_product(G, x, place, c * scale, C)
             token = token_ahead
             query = query_ahead
-    if HALF:
+    if TURNED:
         if PAIRS:
             G = tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2)
         G = tl.trans(G)
@@ -128,15 +154,15 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
         items = _items(walk, n0, CAREFUL_ROWS, SLOT)
         for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), SLOT, num_stages=1):
             token, query = _winners(items, s0, up, CAREFUL_ROWS, SLOT)
-            row, hit, local, c = _rows(items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
-            x = load_rows(_row_pointers(Q, row, C), hit, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
-            bad = hit & (finite_rows(x, c) == 0)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
+            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
+            bad = (place >= 0) & (finite_rows(x, c) == 0)
             if tl.max(bad.to(tl.int32), axis=0) > 0:
                 for n in range(CAREFUL_ROWS):
                     this = (rows == n) & bad
-                    token_of = tl.max(tl.where(this, local, -1), axis=0)
+                    here = tl.max(tl.where(this, place, -1), axis=0)
                     term = tl.sum(tl.where(this[:, None], c[:, None] * x, 0.0), axis=0)
-                    G += tl.where((tl.arange(0, C.BN) == token_of)[:, None], term[None, :], 0.0)
+                    G += tl.where((tl.arange(0, C.BN) == here)[:, None], term[None, :], 0.0)
     return G
 
 
@@ -157,7 +183,7 @@ def _sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
 
 
 @triton.jit
-def _walk_of(items, starts, up, sizes, C: tl.constexpr):
+def _walk_of(items, starts, up, sizes, TILE: tl.constexpr, C: tl.constexpr):
     """What piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross product all items that
     may touch it, and a part of the rows; else a part of the items."""
     tile = tl.program_id(0)
@@ -175,7 +201,7 @@ def _walk_of(items, starts, up, sizes, C: tl.constexpr):
         part = tl.cdiv(tl.maximum(hi - lo, 0), pieces)
         lo = tl.minimum(lo + piece * part, hi)
         hi = tl.minimum(lo + part, hi)
-    return Walk(items, up.count, lo, hi, wide(tile) * C.BN, r0, r1)
+    return Walk(items, up.count, lo, hi, wide(tile) * TILE, r0, r1, None, None)
 
 
 @triton.jit
@@ -185,7 +211,7 @@ def _store(G, grad_D, t, Td, columns, d):
 
 
 @triton.jit
-def _slots(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
+def _partial_sums(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
     """Where the sums of a piece of a tile are kept."""
     token = (wide(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
     return partial + (token * d)[:, None] + columns[None, :]
@@ -203,7 +229,7 @@ def maxsim_grad_packed_documents(
     """
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
-    walk = _walk_of(items, starts, up, sizes, C)
+    walk = _walk_of(items, starts, up, sizes, C.BN, C)
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
@@ -220,7 +246,7 @@ def maxsim_grad_packed_documents(
     for c0 in range(0, d, C.BD):
         G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
         if partial is not None:
-            slots = _slots(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)
+            slots = _partial_sums(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)
             tl.store(slots, G, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)))
         else:
             if C.NORMALIZE:
@@ -238,7 +264,7 @@ def _joined(partial, pieces, columns, d, C: tl.constexpr):
     """The sum of a tile's pieces in ascending order."""
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for piece in range(0, pieces):
-        slots = _slots(partial, tl.program_id(0), piece, pieces, columns, d, C)
+        slots = _partial_sums(partial, tl.program_id(0), piece, pieces, columns, d, C)
         G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
     return G
 
@@ -268,3 +294,59 @@ def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr
             x, _, _, _ = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
             G = through_norm(G, x, live, squares, dot)
         _store(G, grad_D, t, Td, columns, d)
+
+
+@triton.jit
+def _slots(walk, up, TILE: tl.constexpr, C: tl.constexpr):
+    """Which tokens of a tile win anything, how many of them there are, and how many before each."""
+    won = tl.zeros((TILE,), tl.int32)
+    for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
+        items = _items(walk, n0, C.BM, C.SLOT)
+        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT, num_stages=1):
+            token, query = _winners(items, s0, up, C.BM, C.SLOT)
+            place = _places(items, token, query, up, TILE)
+            won += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
+    won = (won > 0).to(tl.int32)
+    return won, tl.sum(won, axis=0), tl.cumsum(won, axis=0) - won
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
+def maxsim_grad_few_packed_documents(
+    Q, D, up, items, starts, norms, grad_D, Nq, K, Tq, Td, d, TILE: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """grad_D [Td, d] of TILE rows of D a program, of which few win: zeros, and the sums of those that do over them.
+
+    BN of them are summed at a time. The rest is as in `maxsim_grad_packed_documents`.
+    """
+    sizes = Sizes(Nq, K, Tq, Td)
+    TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
+    walk = _walk_of(items, starts, up, sizes, TILE, C)
+    won, count, slots = _slots(walk, up, TILE, C)
+    rows = tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32)
+    fill_with_zeros(grad_D + walk.t0 * d, rows * d)
+    tl.debug_barrier()  # the zeros are written by other threads than the sums
+    base = D.ptr + walk.t0 * D.stride_l
+    for u0 in tl.range(0, count, C.BN, num_stages=1):
+        part = Walk(walk.items, walk.count, walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0)
+        here = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (won > 0)[None, :]
+        t = tl.max(tl.where(here, tl.arange(0, TILE)[None, :], -1), axis=1)
+        dot = tl.full((C.BN,), 0, tl.float32)
+        squares = tl.full((C.BN,), 0, tl.float32)
+        live = tl.full((C.BN,), 0, tl.int32)
+        if TWICE:
+            for c0 in range(0, d, C.BD):
+                G, columns = _sum_of_rows(part, norms, up, Q, c0, d, C)
+                _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
+                dot += more_dot
+                squares += more_squares
+                live = live | more_live
+        for c0 in range(0, d, C.BD):
+            G, columns = _sum_of_rows(part, norms, up, Q, c0, d, C)
+            if C.NORMALIZE:
+                x, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
+                if not TWICE:
+                    dot = more_dot
+                    squares = more_squares
+                    live = more_live
+                G = through_norm(G, x, live, squares, dot)
+            _store(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)

@@ -128,7 +128,10 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return documents
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
-        return backward_configs.grad_packed_documents(arch, case.dtype, case.d, flat=flat, rows=rows, **shared)
+        few = case.kernel == "maxsim_grad_few_packed_documents"
+        return backward_configs.grad_packed_documents(
+            arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared
+        )
     if case.kernel in ITEMS:
         return Launch(documents.config, num_warps=4, num_stages=1)
     if case.kernel == "maxsim_scatter":
@@ -150,7 +153,7 @@ def _levels(case: Case, arch: Architecture) -> int:
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
-PACKED = ("maxsim_grad_packed_documents", "maxsim_join_packed_pieces")
+PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_few_packed_documents", "maxsim_join_packed_pieces")
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -209,6 +212,11 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
         return backward_ragged.maxsim_grad_packed_documents, found | packed
+    if case.kernel == "maxsim_grad_few_packed_documents":
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
+        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
+        return backward_ragged.maxsim_grad_few_packed_documents, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
         return backward_ragged.maxsim_join_packed_pieces, found
@@ -263,7 +271,7 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
 
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {}
-    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0}
+    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.few_tokens(arch)}
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:
         constants[(names.index("LEVELS"),)] = _levels(case, arch)

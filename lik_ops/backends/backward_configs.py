@@ -91,6 +91,11 @@ def grad_documents(
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 
+def few_tokens(arch: Architecture) -> int:
+    """Rows of D for one program where few of them win anything."""
+    return 32 if arch == INTERPRETER else 256
+
+
 def grad_packed_documents(
     arch: Architecture,
     dtype: torch.dtype,
@@ -101,16 +106,25 @@ def grad_packed_documents(
     wide: int,
     flat: bool,
     rows: int | None,
+    few: bool,
 ) -> Launch:
-    """The one-hot product of BN rows of D and BM query rows a step; `rows`: of the mean query, where an item has one.
+    """The one-hot product of BN rows of D and BM query rows a step; `few`: of BN rows of D that win, of many.
 
-    A document of the cross product meets all rows: the steps of a program are many, and those before its end are on
-    their way. Other items are many and short, several of them a step.
+    `rows` are those of the mean query where an item has one query: such items are short, and several share a step. None
+    in the cross product, where a document meets all rows: the winners of a program are many, and what they name is
+    asked for steps before.
     """
-    launch = grad_documents(
-        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=True
-    )
-    config = launch.config
+    layout = {"candidates": candidates, "normalize": normalize, "wide": wide}
+    launch = grad_documents(arch, dtype, d, flat=flat, pieces=True, **layout)
+    config, single = launch.config, rows is not None
+    if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
+        wgmma = arch.name == "sm_90"
+        BM = 128 if wgmma and not single else config.BM
+        first = wgmma and single and not few  # 64 rows of a product
+        config = config._replace(BM=BM, BN=64 if first else 32, TOKENS_FIRST=first)
+        launch = replace(launch, num_stages=1 if single or arch.is_amd else 2)
+    elif single:
+        launch = replace(launch, num_stages=1)
     SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
     return replace(launch, config=config._replace(SLOT=SLOT))
 

@@ -10,7 +10,11 @@ from ..csrc_triton import ragged_items as item_kernels
 from ..csrc_triton.arguments import Upstream
 from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
-from ..csrc_triton.backward_ragged import maxsim_grad_packed_documents, maxsim_join_packed_pieces
+from ..csrc_triton.backward_ragged import (
+    maxsim_grad_few_packed_documents,
+    maxsim_grad_packed_documents,
+    maxsim_join_packed_pieces,
+)
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from . import backward_configs, launcher
 from .configs import Launch, cdiv
@@ -24,6 +28,7 @@ _BLOCK, _QUERIES, _RANKED = (
     x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED)
 )
 _MOST_RANKED = 8192  # items that are sorted by comparing each with each
+_FEW = 2  # rows of D for each winner, beyond which most win nothing
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
@@ -121,24 +126,34 @@ class _Call:
         """Whether an item is of one query."""
         return self.r.candidates or self.r.pairs is not None
 
-    def into_documents(self, grad_D: Tensor) -> None:
+    def _few(self) -> bool:
+        """Whether most rows of D win nothing, whoever wins."""
         r = self.r
-        rows, (Tq, Td) = cdiv(r.Q.shape[0], r.queries) if self._single() else None, (r.Q.shape[0], r.D.shape[0])
+        own = r.columns * r.Q.shape[0] if r.pairs is None else r.pairs.shape[0] * cdiv(r.Q.shape[0], r.queries)
+        return self._single() and r.D.shape[0] > _FEW * own
+
+    def into_documents(self, grad_D: Tensor) -> None:
+        r, few, (Tq, Td) = self.r, self._few(), (self.r.Q.shape[0], self.r.D.shape[0])
+        rows = cdiv(Tq, r.queries) if self._single() else None
         flat = Tq * abs(r.Q.stride(0)) + self.d * abs(r.Q.stride(1)) <= _INT32_MAX
         launch = backward_configs.grad_packed_documents(
-            self.arch, r.Q.dtype, self.d, rows=rows, flat=flat, **self.layout()
+            self.arch, r.Q.dtype, self.d, rows=rows, flat=flat, few=few, **self.layout()
         )
-        tile = launch.config.BN
+        tile = backward_configs.few_tokens(self.arch) if few else launch.config.BN
         (tiles,) = checked_grid(cdiv(Td, tile))
-        pieces = self._pieces(tile, tiles)
         items, starts = self.lookup.by_tile(tile, tiles)
         up = self.up._replace(query=None if self._single() else self.lookup.query, count=items.shape[1])
         norms = self._row_norms() if self.normalize else None
+        first = self.queries, self.documents, up, items, starts, norms
+        numbers = *self.sizes, self.d
+        if few:
+            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, grad_D, *numbers, tile), launch)
+            return
+        pieces = self._pieces(tile, tiles)
         partial = None
         if pieces > 1:
             partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=r.Q.device)
-        args = self.queries, self.documents, up, items, starts, norms, partial, grad_D, *self.sizes, self.d
-        self._run(maxsim_grad_packed_documents, (tiles, pieces), args, launch)
+        self._run(maxsim_grad_packed_documents, (tiles, pieces), (*first, partial, grad_D, *numbers), launch)
         if partial is not None:
             joined = self.documents, partial, grad_D, pieces, Td, self.d
             self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)

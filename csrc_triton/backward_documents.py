@@ -114,9 +114,9 @@ def _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr):
 
 @triton.jit
 def one_hot_product(acc, x, local, coefficient, C: tl.constexpr):
-    """acc + one-hot product: [BN, BD] for fp32 or TOKENS_FIRST; else for half types transposed, x being the left operand.
+    """acc + one-hot product: [BN, BD] for fp32; for half types transposed, x being the left operand.
 
-    Transposed, with LANES the high and low parts of a token are columns of one product, [BD, 2 * BN]; else there are two products.
+    With LANES the high and low parts of a token are columns of one product, [BD, 2 * BN]; else there are two products.
     """
     if x.dtype == tl.float32:
         match = local[None, :] == tl.arange(0, C.BN)[:, None]
@@ -125,11 +125,7 @@ def one_hot_product(acc, x, local, coefficient, C: tl.constexpr):
         high = coefficient.to(x.dtype)
         low = (coefficient - high.to(tl.float32)).to(x.dtype)
         zero = tl.full((1, 1), 0, x.dtype)
-        if C.TOKENS_FIRST:
-            match = local[None, :] == tl.arange(0, C.BN)[:, None]
-            acc = tl.dot(tl.where(match, high[None, :], zero), x, acc)
-            acc = tl.dot(tl.where(match, low[None, :], zero), x, acc)
-        elif C.LANES > 1:
+        if C.LANES > 1:
             m = tl.arange(0, 2 * C.BN)
             part = tl.where((m % 2 == 0)[:, None], high[None, :], low[None, :])
             one_hot = tl.where(local[None, :] == (m // 2)[:, None], part, zero)

@@ -116,12 +116,12 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
 @triton.jit
 def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: tl.constexpr):
     """The sums [BN, BD] of a tile's rows times `scale`; CHECK: without those that hold NaN or inf."""
-    TURNED: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32 and not C.TOKENS_FIRST
+    HALF: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32
     STEP: tl.constexpr = CAREFUL_ROWS if CHECK else C.BM
     SLOT: tl.constexpr = min(C.SLOT, STEP)
-    PAIRS: tl.constexpr = TURNED and C.LANES > 1
-    M: tl.constexpr = C.BD if TURNED else C.BN
-    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if TURNED else C.BD
+    PAIRS: tl.constexpr = HALF and C.LANES > 1
+    M: tl.constexpr = C.BD if HALF else C.BN
+    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
     G = tl.full((M, N), 0, tl.float32)
     for n0 in range(walk.lo, walk.hi, STEP // SLOT):
         items = _items(walk, n0, STEP, SLOT)
@@ -138,7 +138,7 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
             G = one_hot_product(G, x, place, c * scale, C)
             token = token_ahead
             query = query_ahead
-    if TURNED:
+    if HALF:
         if PAIRS:
             G = tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2)
         G = tl.trans(G)

@@ -6,9 +6,9 @@ import torch
 from lik_ops.backends.configs import ARCHITECTURES
 
 from .aot import Case, Compiled, compile_for
-from .aot_cases import DOCUMENTS, FEW, FORWARD, MORE_TERMS, RAGGED, TERMS, common_and_others
+from .aot_cases import DOCUMENTS, FEW, FEW_PACKED, FORWARD, MORE_TERMS, PACKED, RAGGED, TERMS, common_and_others
 
-MATRIX_KERNELS = (FORWARD, DOCUMENTS, FEW)
+MATRIX_KERNELS = (FORWARD, DOCUMENTS, FEW, PACKED, FEW_PACKED)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
 COMMON, OTHERS = common_and_others()
 

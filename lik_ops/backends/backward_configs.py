@@ -118,10 +118,10 @@ def grad_packed_documents(
     launch = grad_documents(arch, dtype, d, flat=flat, pieces=True, **layout)
     config, single = launch.config, rows is not None
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
-        wgmma = arch.name == "sm_90"
-        BM = 128 if wgmma and not single else config.BM
-        first = wgmma and single and not few  # 64 rows of a product
-        config = config._replace(BM=BM, BN=64 if first else 32, TOKENS_FIRST=first)
+        # What stands where is computed once for all threads if a step has as many rows as there are threads.
+        BM = 128 if arch.name == "sm_90" and not single else config.BM
+        plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
+        config = config._replace(BM=BM, BN=16 if few and not plain else 32)
         launch = replace(launch, num_stages=1 if single or arch.is_amd else 2)
     elif single:
         launch = replace(launch, num_stages=1)

@@ -1,10 +1,10 @@
 """The destination-owned gradient of packed documents: a one-hot product over the query rows that each token won.
 
 A program owns BN rows of D, whatever documents they are of: documents may overlap and be met many times. Of the items
-sorted by their documents' first rows, those that may touch the tile are neighbours. The program walks over them in order
-and over the winners of each, BM rows a step, or SLOT rows of BM // SLOT items where queries are short. Winners elsewhere
-cost their part of the product, but nothing is sorted or listed, and it does not matter which tokens win. Query rows that
-win elsewhere are not read. Coefficients are those of `backward_documents`.
+sorted by their documents' first rows, those that may touch the tile are neighbours. The program walks over them in
+order and over the winners of each, BM rows a step, or SLOT rows of BM // SLOT items where queries are short. Winners
+elsewhere cost their part of the product, but nothing is sorted or listed, and it does not matter which tokens win.
+Query rows that win elsewhere are not read. Coefficients are those of `backward_documents`.
 """
 
 import triton

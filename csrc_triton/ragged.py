@@ -34,9 +34,9 @@ def pair(segments, p, ok, Nq, Nd):
     return i, k, (i >= 0) & (i < Nq) & (k >= 0) & (k < Nd)
 
 
-# What `maxsim_ragged_items` writes of each item, int64: the first row of its document (behind all rows where nothing can
-# win) and its length, its query's rows from BEGIN to STOP, what a row's number is added to for its winner, where the
-# score's gradient lies (in the cross product that of query 0), and its query (behind all queries where there is none).
+# What `maxsim_ragged_items` writes of each item, int64: the first row of its document (behind all rows where nothing
+# can win) and its length, its query's rows from BEGIN to STOP, what a row's number is added to for its winner, where
+# the score's gradient lies (in the cross product that of query 0), and its query (behind all where there is none).
 FIRST, LENGTH, BEGIN, STOP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WINNERS, SCORE, QUERY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 FIELDS = tl.constexpr(7)
@@ -74,8 +74,8 @@ def most_met(up, row, ok, sizes, C: tl.constexpr):
 
 @triton.jit
 def packed_winners(up, of, row, n, ok, sizes, C: tl.constexpr):
-    """Of packed query rows in the n-th item that their query meets, `of` being their `met_items`: the row of D that won,
-    whether one did, and the score's gradient.
+    """Of packed query rows in the n-th item that their query meets, `of` being their `met_items`: the row of D that
+    won, whether one did, and the score's gradient.
 
     Nothing that is read decides whether something else is: the loads are on their way together.
     """

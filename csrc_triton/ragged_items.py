@@ -56,9 +56,7 @@ def _item(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES: tl.c
 def _write_items(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
     n = wide(block) * BLOCK + tl.arange(0, BLOCK)
     ok = n < count
-    i, document, begin, rows, winners, score = _item(
-        segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES
-    )
+    i, document, begin, rows, winners, score = _item(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES)
     first, length, _ = document_segment(segments, document, ok & (i >= 0), Td)
     some = (length > 0) & (rows > 0)
     tl.store(items + FIRST * wide(count) + n, tl.where(some, first, Td), mask=ok)

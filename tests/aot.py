@@ -129,9 +129,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         few = case.kernel == "maxsim_grad_few_packed_documents"
-        return backward_configs.grad_packed_documents(
-            arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared
-        )
+        return backward_configs.grad_packed_documents(arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared)
     if case.kernel in ITEMS:
         return Launch(documents.config, num_warps=4, num_stages=1)
     if case.kernel == "maxsim_scatter":
@@ -293,7 +291,9 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
             constants |= {(names.index(name), k): v for k, v in group.items()}
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
     constants |= {
-        (names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in (*given, "ALONE", "LEVELS")
+        (names.index(n),): None
+        for n, v in arguments.items()
+        if v == "constexpr" and n not in (*given, "ALONE", "LEVELS")
     }
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
     if case.split:

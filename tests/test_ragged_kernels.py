@@ -345,7 +345,7 @@ def gradient_error(p, found, upstream, normalize):
 def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypatch):
     """One that covers all others, some inside it, some with equal beginnings, one that most meet."""
     monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
-    for dtype in half_or_fp32(place):
+    for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
         p = problem(place, "pairs", dtype, documents=(90,))
         at = torch.tensor([[0, 90], [3, 20], [3, 7], [40, 50], [89, 1], [5, 0], [60, 20]], device=place.device)
         met = torch.tensor([(i * j) % 7 if i else 1 for i in range(4) for j in range(6)], device=place.device)

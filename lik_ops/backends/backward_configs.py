@@ -114,8 +114,9 @@ def grad_packed_documents(
     in the cross product, where a document meets all rows: the winners of a program are many, and what they name is
     asked for steps before.
     """
-    layout = {"candidates": candidates, "normalize": normalize, "wide": wide}
-    launch = grad_documents(arch, dtype, d, flat=flat, pieces=True, **layout)
+    launch = grad_documents(
+        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=True
+    )
     config, single = launch.config, rows is not None
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
         # What stands where is computed once for all threads if a step has as many rows as there are threads.

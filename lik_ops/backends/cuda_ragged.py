@@ -1,4 +1,4 @@
-"""The forward half of the Triton backend for ragged layouts: packed queries and documents, candidate lists, lists of pairs."""
+"""The Triton backend for ragged layouts, forward: packed queries and documents, candidate lists, lists of pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backward half of the Triton backend for ragged layouts: what it looks up, which kernels a gradient takes."""
+"""The Triton backend for ragged layouts, backward: what it looks up, which kernels a gradient takes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from .cuda_ragged import documents_of, queries_of, segments_of
 from .ragged import Ragged
 
 _FIELDS, _FIRST, _LENGTH, _QUERY = (x.value for x in (fields.FIELDS, fields.FIRST, fields.LENGTH, fields.QUERY))
-_BLOCK, _QUERIES, _RANKED = (
-    x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED)
-)
+_BLOCK, _QUERIES, _RANKED = (x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED))
 _MOST_RANKED = 8192  # items that are sorted by comparing each with each
 _FEW = 2  # rows of D for each winner, beyond which most win nothing
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
@@ -37,7 +35,7 @@ _SMALL = {"num_warps": 4, "num_stages": 1}
 
 
 def sorted_items(items: Tensor, key: int, reach: bool) -> tuple[Tensor, Tensor | None]:
-    """Items in ascending order of a field, equal ones in theirs; and for each the row behind its document and all before."""
+    """Items ascending by a field, equal ones in order; and for each the row behind its document and all before."""
     count = items.shape[1]
     if count > _MOST_RANKED:
         items = items[:, torch.sort(items[key], stable=True).indices]
@@ -50,7 +48,7 @@ def sorted_items(items: Tensor, key: int, reach: bool) -> tuple[Tensor, Tensor |
 
 
 def found_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, most: int) -> Tensor:
-    """Where the keys from ``t * step`` on begin, for `places` of t; then which of `reach` are beyond: see the kernel."""
+    """Where the keys from ``t * step`` on begin, for `places` of t; then where those of `reach` beyond it do."""
     count = keys.shape[0]
     starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
     args = keys, reach, starts, count, places, step, most, count.bit_length()
@@ -92,9 +90,9 @@ class _Call:
         self.arch, self.d = architecture(r.Q.device), r.Q.shape[1]
         self.wide = wide_of(r.Q.unsqueeze(0), r.D.unsqueeze(0))
         self.queries, self.documents = queries_of(r), documents_of(r, None)  # masked tokens win nothing
-        strides = (*grad_scores.stride(), 0)[:2]
-        self.lookup = Lookup(r, argmax.shape[1], strides)
-        self.up = Upstream(grad_scores, *strides, argmax.contiguous())
+        stride_q, stride_k = grad_scores.stride() if r.pairs is None else (grad_scores.stride(0), 0)
+        self.lookup = Lookup(r, argmax.shape[1], (stride_q, stride_k))
+        self.up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous())
         # Packed rows are one query; the rows of D one document.
         self.sizes = 1, r.columns, r.Q.shape[0], r.D.shape[0]
 
@@ -199,7 +197,7 @@ def backward_ragged(
         for x, need in zip((r.Q, r.D), needs, strict=False)
     )
     weight_shape = r.Q.shape[:1] if needs[2] else (0,)
-    grad_weight = r.Q.new_zeros(weight_shape, dtype=torch.float32)
+    grad_weight = (r.Q.new_zeros if trivial else r.Q.new_empty)(weight_shape, dtype=torch.float32)
     if trivial or not any(needs):
         return grad_Q, grad_D, grad_weight
     with on_device(r.Q.device):

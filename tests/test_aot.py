@@ -6,7 +6,18 @@ import torch
 from lik_ops.backends.configs import ARCHITECTURES
 
 from .aot import Case, Compiled, compile_for
-from .aot_cases import DOCUMENTS, FEW, FEW_PACKED, FORWARD, MORE_TERMS, PACKED, RAGGED, TERMS, common_and_others
+from .aot_cases import (
+    DOCUMENTS,
+    FEW,
+    FEW_PACKED,
+    FORWARD,
+    MORE_RAGGED,
+    MORE_TERMS,
+    PACKED,
+    RAGGED,
+    TERMS,
+    common_and_others,
+)
 
 MATRIX_KERNELS = (FORWARD, DOCUMENTS, FEW, PACKED, FEW_PACKED)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
@@ -49,6 +60,13 @@ def test_ragged_kernels(case):
 @pytest.mark.parametrize("arch", sorted(set(ARCHITECTURES) - {"sm_90"}))
 @pytest.mark.parametrize("case", RAGGED, ids=str)
 def test_ragged_kernels_elsewhere(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", MORE_RAGGED, ids=str)
+def test_every_configuration_of_ragged_gradients(case, arch):
     _check(case, arch)
 
 

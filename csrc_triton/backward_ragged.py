@@ -123,9 +123,13 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
     M: tl.constexpr = C.BD if HALF else C.BN
     N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
     G = tl.full((M, N), 0, tl.float32)
+    # Items are read two steps ahead, their winners one, so that nothing waits for what names it.
+    items = _items(walk, walk.lo, STEP, SLOT)
+    items_ahead = _items(walk, walk.lo + STEP // SLOT, STEP, SLOT)
+    token, query = _winners(items, 0, up, STEP, SLOT)
     for n0 in range(walk.lo, walk.hi, STEP // SLOT):
-        items = _items(walk, n0, STEP, SLOT)
-        token, query = _winners(items, 0, up, STEP, SLOT)
+        first_token, first_query = _winners(items_ahead, 0, up, STEP, SLOT)
+        items_after = _items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT)
         for s0 in range(0, tl.max(items.stop - items.begin, axis=0), SLOT):
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
             token_ahead, query_ahead = _winners(items, s0 + SLOT, up, STEP, SLOT)
@@ -138,6 +142,10 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
             G = one_hot_product(G, x, place, c * scale, C)
             token = token_ahead
             query = query_ahead
+        items = items_ahead
+        items_ahead = items_after
+        token = first_token
+        query = first_query
     if HALF:
         if PAIRS:
             G = tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2)

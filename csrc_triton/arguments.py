@@ -83,8 +83,8 @@ class Segments(NamedTuple):
 class Upstream(NamedTuple):
     """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners.
 
-    The rest is of ragged layouts, None in the dense ones: the query of each packed row (-1: none), how Q and D are cut
-    as in `Segments`, and with pairs their numbers by query, where each query's begin, and the columns of their winners.
+    The rest is of ragged layouts, None in the dense ones: the query of each packed row (-1: none), `count` items as
+    `maxsim_ragged_items` writes them, and for pairs, whose items are sorted by query, where each query's begin.
     """
 
     grad_scores: Any
@@ -92,13 +92,41 @@ class Upstream(NamedTuple):
     stride_k: Any
     argmax: Any
     query: Any = None
-    cu_seqlens_q: Any = None
-    offsets: Any = None
-    lengths: Any = None
-    pairs: Any = None
-    order: Any = None
+    items: Any = None
+    count: Any = None
     starts: Any = None
-    most: Any = None
+
+
+class Walk(NamedTuple):
+    """What the gradient of a tile of packed document tokens is summed over: items `lo` to `hi` of those sorted by
+    their first rows, `count` in all, and of each the query rows from `r0` to `r1`.
+
+    `t0` is the tile's first row of D. Where `slots` is not None it has more tokens than are summed at a time: BN places
+    from `u0` on, token t of the tile at ``slots[t]``.
+    """
+
+    items: Any
+    count: Any
+    lo: Any
+    hi: Any
+    t0: Any
+    r0: Any
+    r1: Any
+    slots: Any = None
+    u0: Any = None
+
+
+class Items(NamedTuple):
+    """A step of a walk, lane by lane: where the item's document begins in the tile and how many tokens it has, its
+    query rows from `begin` to `stop`, and what a row's number is added to for its winner and its score's gradient.
+    """
+
+    first: Any
+    length: Any
+    begin: Any
+    stop: Any
+    winners: Any
+    score: Any
 
 
 class Config(NamedTuple):

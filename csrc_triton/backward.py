@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .common import NORM_EPS, inverse_norm, load_rows, load_tokens, rows_sum_of_squares, wide
-from .ragged import packed_winners
+from .ragged import met_items, packed_winners
 
 
 @triton.jit
@@ -57,11 +57,11 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C:
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     if up.query is not None:
-        i_pair = tl.load(up.query + s_pair, mask=ok_pair, other=0)
+        of = met_items(up, s_pair, ok_pair, sizes, C)
     for k0 in range(k_begin, k_end, C.BN):
         k = wide(k0) + n
         if up.query is not None:
-            token, won, g = packed_winners(up, i_pair, s_pair, k, ok_pair & (k < k_end), sizes, C)
+            token, won, g = packed_winners(up, of, s_pair, k, ok_pair & (k < k_end), sizes, C)
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:

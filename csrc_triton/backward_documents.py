@@ -20,7 +20,6 @@ from .common import (
     rows_sum_of_squares,
     wide,
 )
-from .ragged import packed_entry
 
 CAREFUL_ROWS = tl.constexpr(16)  # of a step of the slow path
 
@@ -59,10 +58,7 @@ def _pointers(code, e, tile, lists, up, Q, sizes, C: tl.constexpr):
         hit = code >= 0
     else:
         hit = (code >= t0) & (code < t0 + C.BN)
-    if up.query is not None:
-        row, _ = packed_entry(up, r, hit, sizes)
-        pointers = Q.ptr + row * Q.stride_l
-    elif C.FLAT:
+    if C.FLAT:
         pointers = Q.ptr + owner.to(tl.int64) * Q.stride_n + r * Q.stride_l
     else:
         pointers = row_pointers(Q, (r // sizes.Lq).to(tl.int32) + owner, (r % sizes.Lq).to(tl.int32))
@@ -80,14 +76,9 @@ def _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr)
     else:
         hit = (code >= t0) & (code < t0 + C.BN)
         local = tl.where(hit, code - t0, -1)
-    if up.query is not None:
-        r, pair = packed_entry(up, r, hit, sizes)
-        s = r
-        i = r * 0
-    else:
-        s = (r % sizes.Lq).to(tl.int32)
-        i = (r // sizes.Lq).to(tl.int32) + owner
-        pair = i.to(tl.int64) * up.stride_q + k.to(tl.int64) * up.stride_k
+    s = (r % sizes.Lq).to(tl.int32)
+    i = (r // sizes.Lq).to(tl.int32) + owner
+    pair = i.to(tl.int64) * up.stride_q + k.to(tl.int64) * up.stride_k
     coefficient = tl.load(up.grad_scores + pair, mask=hit, other=0.0)
     if Q.weight is not None:
         coefficient *= query_weight(Q, i, s, hit)
@@ -122,7 +113,7 @@ def _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr):
 
 
 @triton.jit
-def _product(acc, x, local, coefficient, C: tl.constexpr):
+def one_hot_product(acc, x, local, coefficient, C: tl.constexpr):
     """acc + one-hot product: [BN, BD] for fp32; for half types transposed, x being the left operand.
 
     With LANES the high and low parts of a token are columns of one product, [BD, 2 * BN]; else there are two products.
@@ -192,7 +183,7 @@ def _finite_sum(begin, end, tile, lists, norms, scale, up, Q, sizes, columns, d,
             finite = finite_rows(x, c)
             x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
             c = tl.where(finite, c, 0.0)
-        G = _product(G, x, local, c * scale, C)
+        G = one_hot_product(G, x, local, c * scale, C)
         code = ahead
     if HALF:
         if PAIRS:

@@ -89,7 +89,7 @@ def _sums(match, coefficient, x, C: tl.constexpr):
 
 
 @triton.jit
-def _fill_with_zeros(begin, elements):
+def fill_with_zeros(begin, elements):
     for first in tl.range(0, elements, FILL, num_stages=1):
         offsets = first + tl.arange(0, FILL)
         tl.store(begin + offsets, tl.zeros((FILL,), begin.dtype.element_ty), mask=offsets < elements)
@@ -117,7 +117,7 @@ def maxsim_grad_documents_few(Q, D, up, grad_D, rows, tokens, Nq, K, Lq, Ld, d, 
     token, g = _won(up, owner, k, tl.arange(0, C.BM), rows, t_begin, t_end, sizes, C)
     pointers, coefficient = _few_rows(token, g, owner, Q, sizes, d, C)
     target = _first_rows(token, up, owner, k, rows, t_begin, t_end, sizes, C)
-    _fill_with_zeros(gradient + t_begin.to(tl.int64) * d, (t_end - t_begin) * d)
+    fill_with_zeros(gradient + t_begin.to(tl.int64) * d, (t_end - t_begin) * d)
     tl.debug_barrier()  # the zeros are written by other threads than the sums
 
     x = load_rows(pointers, token >= 0, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)

@@ -15,7 +15,7 @@ def _row_gradient(up, i, s, ok, pointers, c0, Q, D, sizes, d, C: tl.constexpr):
     columns = c0 + tl.arange(0, C.BD)
     count = sizes.K
     if up.query is not None:
-        count = most_met(up, tl.load(up.query + s, mask=ok, other=0), ok, sizes)
+        count = most_met(up, s, ok, sizes, C)
     acc, live = gathered(up, i, s, ok, 0, count, columns, None, None, D, sizes, d, C)
     q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
     return q, acc, live, columns

@@ -23,7 +23,7 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, Nq, K, Lq, Ld, d, K_per_program, C: t
     ok = query_keep(Q, i, s, row_ok)
     count = sizes.K
     if up.query is not None:
-        count = most_met(up, tl.load(up.query + s, mask=ok, other=-1), ok, sizes)
+        count = most_met(up, s, ok, sizes, C)
     k_end = tl.minimum(k_begin + K_per_program, count)
     pointers = row_pointers(Q, i, s)
     scale = query_weight(Q, i, s, ok)

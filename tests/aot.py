@@ -21,10 +21,12 @@ from lik_ops.csrc_triton import (
     backward_few,
     backward_lists,
     backward_queries,
+    backward_ragged,
     backward_unified,
     forward,
     forward_ragged,
     fp32,
+    ragged_items,
 )
 from lik_ops.csrc_triton.arguments import Documents, Queries, Segments, Terms, Upstream
 
@@ -127,6 +129,12 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     )
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
+    if case.kernel in PACKED:
+        flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
+        few = case.kernel == "maxsim_grad_few_packed_documents"
+        return backward_configs.grad_packed_documents(arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared)
+    if case.kernel in ITEMS:
+        return Launch(documents.config, num_warps=4, num_stages=1)
     if case.kernel == "maxsim_scatter":
         return backward_configs.scatter(case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_documents_few":
@@ -146,6 +154,8 @@ def _levels(case: Case, arch: Architecture) -> int:
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
+PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_few_packed_documents", "maxsim_join_packed_pieces")
+ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
 def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
@@ -179,10 +189,13 @@ def _segments(case: Case) -> tuple[Segments, dict]:
 def _upstream(case: Case) -> tuple[Upstream, dict]:
     argmax = "*i32" if case.int32 else "*i16"
     if not case.ragged:
-        return Upstream("*fp32", "i32", "i32", argmax, *(("constexpr",) * 8)), dict.fromkeys(range(4, 12))
-    pairs = ("*i64", "*i64", "*i64", "i32") if case.pairs else ("constexpr",) * 4
-    up = Upstream("*fp32", "i32", "i32", argmax, *(("*i64",) * 4), *pairs)
-    return up, {} if case.pairs else dict.fromkeys(range(8, 12))
+        return Upstream("*fp32", "i32", "i32", argmax, *(("constexpr",) * 4)), dict.fromkeys(range(4, 8))
+    # The gradient of documents takes the query of a row in the cross product alone, and its items on their own.
+    absent = {7} if not case.pairs else set()
+    if case.kernel in PACKED:
+        absent = {5, 7, 4} if case.pairs or case.candidates else {5, 7}
+    kinds = ["*fp32", "i32", "i32", argmax, "*i32", "*i64", "i32", "*i32"]
+    return Upstream(*("constexpr" if n in absent else k for n, k in enumerate(kinds))), dict.fromkeys(absent)
 
 
 def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
@@ -206,6 +219,33 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms}
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
+    if case.kernel == "maxsim_grad_packed_documents":
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        found |= {"norms": "*fp32" if case.normalize else "constexpr"}
+        found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
+        packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
+        return backward_ragged.maxsim_grad_packed_documents, found | packed
+    if case.kernel == "maxsim_grad_few_packed_documents":
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
+        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
+        return backward_ragged.maxsim_grad_few_packed_documents, found
+    if case.kernel == "maxsim_join_packed_pieces":
+        found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
+        return backward_ragged.maxsim_join_packed_pieces, found
+    if case.kernel == "maxsim_ragged_items":
+        segments = Segments("*i64", "*i64", "*i64", "*i64" if case.pairs else "constexpr")
+        names = "Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"
+        found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
+        return ragged_items.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
+    if case.kernel == "maxsim_sort_items":
+        found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64", "count": "i32"}
+        return ragged_items.maxsim_sort_items, found | {"KEY": "constexpr"}
+    if case.kernel == "maxsim_find_starts":
+        found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
+        return ragged_items.maxsim_find_starts, found | dict.fromkeys(
+            ("count", "places", "step", "most", "rounds"), "i32"
+        )
     if case.kernel == "maxsim_grad_documents_few":
         found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32"} | sizes
         return backward_few.maxsim_grad_documents_few, found
@@ -239,10 +279,13 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     kernel, arguments = _arguments(case, launch, arch)
     groups = {"Q": queries, "D": documents, "X": documents}
     arguments = {name: groups[name] if kind is None else kind for name, kind in arguments.items()}
-    arguments["C"] = "constexpr"
+    if case.kernel not in ITEMS:
+        arguments["C"] = "constexpr"
 
     names = list(arguments)
-    constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
+    constants: dict[tuple[int, ...], object] = {}
+    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.few_tokens(arch)}
+    constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:
         constants[(names.index("LEVELS"),)] = _levels(case, arch)
     if "ALONE" in arguments:
@@ -264,7 +307,9 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
             constants |= {(names.index(name), k): v for k, v in group.items()}
             aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
     constants |= {
-        (names.index(n),): None for n, v in arguments.items() if v == "constexpr" and n not in ("C", "ALONE", "LEVELS")
+        (names.index(n),): None
+        for n, v in arguments.items()
+        if v == "constexpr" and n not in (*given, "ALONE", "LEVELS")
     }
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
     if case.split:

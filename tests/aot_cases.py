@@ -20,6 +20,9 @@ FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_g
 FEW, JOIN, NORMS = "maxsim_grad_documents_few", "maxsim_join_pieces", "maxsim_row_norms"
 COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_winners"
 SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
+PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
+FEW_PACKED = "maxsim_grad_few_packed_documents"
+ITEMS, SORT, STARTS = "maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts"
 KERNELS = (FORWARD, QUERIES, DOCUMENTS, FEW, JOIN, COUNT, LIST, SCATTER, FINISH)
 
 _EVERYTHING = {"options": True, "argmax": True}
@@ -56,14 +59,12 @@ COMMON = [
 
 # Ragged layouts: in-batch training, a list of candidates, pairs, one query; what is loaded feature by feature.
 RAGGED = [
-    *(
-        Case(kernel, ragged=True, options=True, argmax=kernel == FORWARD)
-        for kernel in (FORWARD, QUERIES, DOCUMENTS, SCATTER)
-    ),
+    *(Case(kernel, ragged=True, options=True, argmax=kernel == FORWARD) for kernel in (FORWARD, QUERIES, SCATTER)),
     *(
         Case(kernel, ragged=True, pairs=True, candidates=kernel == FORWARD, **_EVERYTHING)
-        for kernel in (FORWARD, QUERIES, DOCUMENTS)
+        for kernel in (FORWARD, QUERIES, SCATTER)
     ),
+    Case(QUERIES, ragged=True, candidates=True),
     Case(FORWARD, ragged=True),
     Case(FORWARD, ragged=True, bounds=True, **_EVERYTHING),
     Case(FORWARD, ragged=True, bounds=True, pairs=True, candidates=True),
@@ -76,7 +77,31 @@ RAGGED = [
     Case(FORWARD, _FP32, Nq=2, ragged=True, **_EVERYTHING),
     Case(FORWARD, d=768, ragged=True, options=True),
     Case(FORWARD, d=100, ragged=True, **_EVERYTHING),
-    Case(DOCUMENTS, _FP32, ragged=True, normalize=True, options=True),
+    *(Case(kernel, ragged=True, pairs=pairs) for kernel in (ITEMS, SORT, STARTS) for pairs in (False, True)),
+    Case(ITEMS, ragged=True, candidates=True),
+    Case(JOIN_PACKED, _FP16, 300, ragged=True, normalize=True),
+    *(
+        Case(kernel, dtype, ragged=True, candidates=kernel == FEW_PACKED, pairs=pairs, **fields)
+        for kernel, pairs in ((PACKED, False), (PACKED, True), (FEW_PACKED, False))
+        for dtype, fields in ((_BF16, {}), (_FP32, {"normalize": True, "options": True}))
+    ),
+    Case(PACKED, _FP16, ragged=True, pieces=True, options=True),
+]
+# The other widths, and what few calls ask for.
+MORE_RAGGED = [
+    *(
+        Case(kernel, dtype, d, ragged=True, candidates=kernel == FEW_PACKED, pairs=pairs, **fields)
+        for kernel, pairs in ((PACKED, False), (PACKED, True), (FEW_PACKED, False))
+        for dtype, d, fields in (
+            (_FP16, 128, {"normalize": True, "options": True}),
+            (_BF16, 768, {"normalize": True, "options": True}),
+            (_BF16, 100, {"normalize": True, "options": True}),
+            (_FP32, 300, {"wide": 2}),
+        )
+    ),
+    Case(PACKED, ragged=True, options=True, int32=True),
+    Case(PACKED, ragged=True, pieces=True, pairs=True, normalize=True),
+    Case(FEW_PACKED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]
 
 # fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.

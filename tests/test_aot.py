@@ -6,9 +6,21 @@ import torch
 from lik_ops.backends.configs import ARCHITECTURES
 
 from .aot import Case, Compiled, compile_for
-from .aot_cases import DOCUMENTS, FEW, FORWARD, MORE_TERMS, RAGGED, TERMS, common_and_others
+from .aot_cases import (
+    DOCUMENTS,
+    FEW,
+    FEW_PACKED,
+    FORWARD,
+    MORE_RAGGED,
+    MORE_TERMS,
+    PACKED,
+    RAGGED,
+    TERMS,
+    common_and_others,
+)
 
-MATRIX_KERNELS = (FORWARD, DOCUMENTS, FEW)
+SUMS = (DOCUMENTS, PACKED, FEW_PACKED)
+MATRIX_KERNELS = (FORWARD, FEW, *SUMS)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
 COMMON, OTHERS = common_and_others()
 
@@ -16,9 +28,9 @@ COMMON, OTHERS = common_and_others()
 def _matrix_unit(case: Case, name: str) -> str:
     if case.kernel == FEW and not name.startswith("gfx"):
         return "mma.sync"  # one small product for each document, which writes zeros most of the time
-    if case.kernel == DOCUMENTS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
+    if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
-    if case.kernel == DOCUMENTS and case.dtype == torch.float32 and name == "sm_90":
+    if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
         return "mma.sync"  # tokens are the rows, 16 of them
     return MATRIX_UNIT.get(name, "mma.sync")
 
@@ -49,6 +61,13 @@ def test_ragged_kernels(case):
 @pytest.mark.parametrize("arch", sorted(set(ARCHITECTURES) - {"sm_90"}))
 @pytest.mark.parametrize("case", RAGGED, ids=str)
 def test_ragged_kernels_elsewhere(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", MORE_RAGGED, ids=str)
+def test_every_configuration_of_ragged_gradients(case, arch):
     _check(case, arch)
 
 

@@ -13,7 +13,7 @@ from lik_ops.backends.ragged import Ragged
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import cuda_ragged
+from lik_ops.backends import cuda_ragged, cuda_ragged_backward
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
@@ -189,7 +189,7 @@ def test_nothing_to_score(place):
     ):
         scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
         assert scores.numel() == argmax[:, :0].numel() == 0
-        grads = cuda_ragged.backward_ragged(scores, r, argmax, False, [True] * 3, False)
+        grads = cuda_ragged_backward.backward_ragged(scores, r, argmax, False, [True] * 3, False)
         assert [g.shape for g in grads] == [r.Q.shape, r.D.shape, r.Q.shape[:1]]
         assert not any(g.any() for g in grads)
 
@@ -207,7 +207,7 @@ def won(p, normalize):
 
 
 def gradients(p, upstream, argmax, normalize=False, needs=(True, True, True), unified=False):
-    return cuda_ragged.backward_ragged(upstream, p.r, argmax, normalize, list(needs), unified)
+    return cuda_ragged_backward.backward_ragged(upstream, p.r, argmax, normalize, list(needs), unified)
 
 
 def expected_gradients(p, upstream, normalize):
@@ -290,7 +290,7 @@ def test_nothing_to_meet_gets_zeros(place, mode):
         r = r._replace(d_offsets=r.d_offsets.new_zeros(shape), d_lengths=r.d_lengths.new_zeros(shape))
         argmax = torch.zeros(r.argmax_shape(5), dtype=torch.int32, device=place.device)
         upstream = torch.ones(r.scores_shape(), device=place.device)
-        for gradient in cuda_ragged.backward_ragged(upstream, r, argmax, False, [True] * 3, False):
+        for gradient in cuda_ragged_backward.backward_ragged(upstream, r, argmax, False, [True] * 3, False):
             assert gradient.eq(0).all()
 
 
@@ -327,4 +327,110 @@ def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if 0 <= begin < end <= 7:
             expected[begin:end] = [i] * (end - begin)
-    assert cuda_ragged._query_of_rows(Ragged(Q, Q, cu, none, none, None, None, None, None)).tolist() == expected
+    r = Ragged(Q, Q, cu, none, none, None, None, None, None)
+    assert cuda_ragged_backward.Lookup(r, 7, (1, 1)).query.tolist() == expected
+
+
+FEW = {"all at once": 10**9, "those that win": 0}
+
+
+def gradient_error(p, found, upstream, normalize):
+    """Of the gradient of the documents, relative to its norm."""
+    expected = expected_gradients(p, upstream, normalize)[1]
+    return float((found.double() - expected).norm()) / float(expected.norm())
+
+
+@pytest.mark.parametrize("few", FEW.values(), ids=FEW)
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypatch):
+    """One that covers all others, some inside it, some with equal beginnings, one that most meet."""
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
+    for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
+        p = problem(place, "pairs", dtype, documents=(90,))
+        at = torch.tensor([[0, 90], [3, 20], [3, 7], [40, 50], [89, 1], [5, 0], [60, 20]], device=place.device)
+        met = torch.tensor([(i * j) % 7 if i else 1 for i in range(4) for j in range(6)], device=place.device)
+        queries = torch.arange(24, device=place.device) // 6
+        if mode == "pairs":
+            r = p.r._replace(d_offsets=at[:, 0], d_lengths=at[:, 1], pairs=torch.stack([queries, met], 1))
+            meetings = [(i, j, n) for n, (i, j) in enumerate(r.pairs.tolist())]
+        else:
+            r = p.r._replace(d_offsets=at[met, 0].view(4, 6), d_lengths=at[met, 1].view(4, 6), pairs=None)
+            meetings = [(i, 6 * i + k, (i, k)) for i in range(4) for k in range(6)]
+        p = Problem(r, meetings)
+        scores, argmax = won(p, False)
+        upstream = torch.randn(scores.shape, device=scores.device)
+        tolerance = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
+        assert gradient_error(p, gradients(p, upstream, argmax)[1], upstream, False) < tolerance, dtype
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_in_pieces(place, mode, monkeypatch):
+    """Few rows of D must not leave a GPU to few programs."""
+    monkeypatch.setattr(cuda_ragged_backward, "_PIECE_ROWS", 8)
+    monkeypatch.setattr(cuda_ragged_backward, "_PIECE_ITEMS", 2)
+    launched = []
+    launch = cuda_ragged_backward.launcher.launch
+    monkeypatch.setattr(
+        cuda_ragged_backward.launcher, "launch", lambda kernel, *args: (launched.append(kernel), launch(kernel, *args))
+    )
+    for d, normalize in ((16, False), (200, True)):
+        p = problem(place, mode, torch.float32, d=d)
+        scores, argmax = won(p, normalize)
+        upstream = torch.randn(scores.shape, device=scores.device)
+        assert gradient_error(p, gradients(p, upstream, argmax, normalize)[1], upstream, normalize) < 1e-6
+    assert cuda_ragged_backward.maxsim_join_packed_pieces in launched
+
+
+@pytest.mark.parametrize("few", FEW.values(), ids=FEW)
+def test_gradients_keep_their_precision_at_any_scale(place, few, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
+    for dtype in half_or_fp32(place):
+        p = problem(place, "candidates", dtype, options=False)
+        scores, argmax = won(p, False)
+        for scale in (1e-3, 1.0, 1e2) if dtype == torch.float16 else (1e-9, 1.0, 1e5):
+            upstream = scale * torch.randn(scores.shape, device=scores.device)
+            # Subnormal gradients of fp16 hold fewer digits.
+            tolerance = {torch.bfloat16: 2e-3, torch.float16: 2e-3 if scale < 1 else 5e-4, torch.float32: 1e-6}[dtype]
+            assert gradient_error(p, gradients(p, upstream, argmax)[1], upstream, False) < tolerance, (dtype, scale)
+
+
+@pytest.mark.parametrize("few", FEW.values(), ids=FEW)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_is_not_finite_reaches_the_tokens_that_it_won_only(place, mode, few, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
+    p = problem(place, mode, torch.float16, options=False, queries=(3, 0, 5), documents=(5, 0, 20))
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    clean = gradients(p, upstream, argmax)[1]
+    Q = p.r.Q.clone()
+    Q[4, 0], Q[6, 1] = float("inf"), float("nan")  # of the last query
+    found = gradients(Problem(p.r._replace(Q=Q), p.meetings), upstream, argmax)[1]
+    reached = torch.zeros(clean.shape[0], dtype=torch.bool, device=clean.device)
+    for i, j, at in p.meetings:
+        if i == 2:
+            tokens = p.winners(argmax, i, at)[[1, 3]]
+            reached[int(p.r.d_offsets.view(-1)[j]) + tokens[tokens >= 0]] = True
+    assert reached.any() and (found[reached].isfinite().all(1) == 0).all()
+    torch.testing.assert_close(found[~reached], clean[~reached])
+
+
+@pytest.mark.parametrize("most", [0, 8192], ids=["sorted by torch", "compared with each other"])
+def test_items_are_sorted_and_found_by_tile(place, most, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_MOST_RANKED", most)
+    count, rows, tile = 300, 500, 64
+    first = torch.randint(0, rows // 8, (count,), device=place.device) * 8
+    first[::7] = rows  # nothing can win there
+    length = torch.randint(0, 40, (count,), device=place.device).minimum(rows - first)
+    length[5] = rows - first[5]
+    items = torch.stack([first, length, *(torch.arange(count, device=place.device) + n for n in range(5))])
+    found, reach = cuda_ragged_backward.sorted_items(items, 0, True)
+    expected = items[:, torch.sort(first, stable=True).indices]
+    assert torch.equal(found, expected)
+    assert torch.equal(reach, (expected[0] + expected[1]).cummax(0).values)
+    tiles = -(-rows // tile)
+    starts = cuda_ragged_backward.found_starts(found[0], reach, tiles + 1, tile, rows).view(2, -1)
+    for t in range(tiles):
+        met = (found[0] < min((t + 1) * tile, rows)) & (found[0] + found[1] > t * tile)
+        lo, hi = int(starts[1, t]), int(starts[0, t + 1])
+        assert not met[:lo].any() and not met[hi:].any() and hi <= count
+        assert lo == int((reach <= t * tile).sum())

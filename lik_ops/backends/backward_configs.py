@@ -91,6 +91,45 @@ def grad_documents(
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 
+def few_tokens(arch: Architecture) -> int:
+    """Rows of D for one program where few of them win anything."""
+    return 32 if arch == INTERPRETER else 256
+
+
+def grad_packed_documents(
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
+    rows: int | None,
+    few: bool,
+) -> Launch:
+    """The one-hot product of BN rows of D and BM query rows a step; `few`: of BN rows of D that win, of many.
+
+    `rows` are those of the mean query where an item has one query: such items are short, and several share a step. None
+    in the cross product, where a document meets all rows: the winners of a program are many, and what they name is
+    asked for steps before.
+    """
+    launch = grad_documents(
+        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=True
+    )
+    config, single = launch.config, rows is not None
+    if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
+        # What stands where is computed once for all threads if a step has as many rows as there are threads.
+        BM = 128 if arch.name == "sm_90" and not single else config.BM
+        plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
+        config = config._replace(BM=BM, BN=16 if few and not plain else 32)
+        launch = replace(launch, num_stages=1 if single or arch.is_amd else 2)
+    elif single:
+        launch = replace(launch, num_stages=1)
+    SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
+    return replace(launch, config=config._replace(SLOT=SLOT))
+
+
 FEW_ROWS = 128  # query rows of a document that one program holds, at most
 
 

@@ -7,7 +7,8 @@ from . import cuda_forward, cuda_ragged
 from .cuda_arguments import allow_tf32, architecture, unavailable
 from .cuda_backward import backward_lowmem, backward_unified
 from .cuda_forward import forward, forward_plan
-from .cuda_ragged import backward_ragged, forward_ragged, ragged_plan
+from .cuda_ragged import forward_ragged, ragged_plan
+from .cuda_ragged_backward import backward_ragged
 
 __all__ = [
     "allow_tf32",

@@ -1,4 +1,4 @@
-"""The Triton backend for ragged layouts: packed queries and documents, candidate lists, lists of pairs."""
+"""The Triton backend for ragged layouts, forward: packed queries and documents, candidate lists, lists of pairs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Documents, Queries, Segments, Upstream
-from ..csrc_triton.backward_documents import maxsim_grad_documents
-from ..csrc_triton.backward_lists import maxsim_row_norms
-from ..csrc_triton.backward_queries import maxsim_grad_queries
-from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
+from ..csrc_triton.arguments import Documents, Queries, Segments
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
-from . import backward_configs, configs, cuda_rows, launcher
+from . import configs, cuda_rows, launcher
 from .configs import Launch
 from .cuda_arguments import (
     allow_tf32,
@@ -24,9 +20,7 @@ from .cuda_arguments import (
     current_device,
     features_span,
     on_device,
-    wide_of,
 )
-from .cuda_backward import require_nondeterminism_allowed
 from .cuda_forward import empty_cuda, raw_stream
 from .ragged import Cut, Ragged
 
@@ -258,168 +252,3 @@ def forward_ragged(
     c = Cut.of(r, max_seqlen_q)
     scores, argmax = ragged_plan(c, normalize, argmax_dtype).forward(c)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
-
-
-def _query_of_rows(r: Ragged) -> Tensor:
-    """The query of each packed row, -1 of rows that none has. Bounds may leave gaps and come in any order."""
-    Tq, bounds = r.Q.shape[0], r.cu_seqlens_q.long()
-    begin, end = bounds[:-1], bounds[1:]
-    valid = (begin >= 0) & (end > begin) & (end <= Tq)
-    rows = torch.arange(Tq, device=bounds.device)
-    starting = torch.full((Tq + 1,), -1, device=bounds.device)  # the query that begins at each row; the last is nowhere
-    starting.scatter_(0, torch.where(valid, begin, Tq), torch.arange(r.queries, device=bounds.device))
-    latest = torch.where(starting[:Tq] >= 0, rows, -1).cummax(0).values
-    query = starting[latest.clamp(min=0)]
-    return torch.where((latest >= 0) & (rows < end[query.clamp(min=0)]), query, -1)
-
-
-def _upstream(grad_scores: Tensor, r: Ragged, argmax: Tensor) -> Upstream:
-    segments, strides = segments_of(r), grad_scores.stride()
-    stride_q, stride_k = strides if r.pairs is None else (strides[0], 0)
-    start = grad_scores, stride_q, stride_k, argmax.contiguous()
-    packed = _query_of_rows(r), segments.cu_seqlens_q, segments.offsets, segments.lengths
-    if r.pairs is None:
-        return Upstream(*start, *packed)
-    # Pairs that name no query have no winners: they may stand among those of the last.
-    query, order = torch.sort(r.pairs[:, 0].contiguous(), stable=True)
-    starts = torch.searchsorted(query, torch.arange(r.queries + 1, dtype=query.dtype, device=query.device))
-    return Upstream(*start, *packed, segments.pairs, order, starts, argmax.shape[1])
-
-
-class _Call:
-    """One backward: what its kernels share."""
-
-    def __init__(self, grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool) -> None:
-        self.r, self.argmax, self.normalize = r, argmax, normalize
-        self.arch, self.d = architecture(r.Q.device), r.Q.shape[1]
-        self.wide = wide_of(r.Q.unsqueeze(0), r.D.unsqueeze(0))
-        self.queries, self.documents = queries_of(r), documents_of(r, None)  # masked tokens win nothing
-        self.up = _upstream(grad_scores, r, argmax)
-        # Packed rows are one query; the rows of D one document.
-        self.sizes = 1, r.columns, r.Q.shape[0], r.D.shape[0]
-
-    def layout(self) -> dict:
-        return {"candidates": self.r.candidates, "normalize": self.normalize, "wide": self.wide}
-
-    def _run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
-        launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
-
-    def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
-        grid = checked_grid(configs.cdiv(self.r.Q.shape[0], launch.config.BM))
-        args = self.queries, self.documents, self.up, grad_Q, grad_weight, *self.sizes, self.d
-        self._run(maxsim_grad_queries, grid, args, launch)
-
-    def into_documents(self, grad_D: Tensor) -> None:
-        launch = backward_configs.grad_documents(
-            self.arch, self.r.Q.dtype, self.d, flat=False, pieces=False, **self.layout() | {"candidates": False}
-        )
-        tile = launch.config.BN
-        tiles = configs.cdiv(self.r.D.shape[0], tile)
-        starts, entries = _entries(self.r, self.up, self.argmax, tile, tiles)
-        norms = self._row_norms() if self.normalize else None
-        numbers = 0, entries.numel(), 1, tiles, max(entries.numel(), 1)
-        args = (
-            self.queries,
-            self.documents,
-            self.up,
-            starts,
-            entries,
-            norms,
-            None,
-            grad_D,
-            *numbers,
-            *self.sizes,
-            self.d,
-        )
-        self._run(maxsim_grad_documents, (*checked_grid(tiles), 1), args, launch)
-
-    def _row_norms(self) -> Tensor:
-        rows = self.r.Q.shape[0]
-        norms = self.r.Q.new_empty(rows, dtype=torch.float32)
-        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
-        grid = checked_grid(configs.cdiv(rows, launch.config.BM))
-        self._run(maxsim_row_norms, grid, (self.queries, norms, 1, rows, self.d), launch)
-        return norms
-
-    def scatter(self, sum_D: Tensor) -> None:
-        """Add into zeroed fp32 sums of the rows of D, a program for the rows of a tile and all that they meet."""
-        launch = backward_configs.scatter(self.r.Q.dtype, self.d, ragged=True, **self.layout())
-        grid = (*checked_grid(configs.cdiv(self.r.Q.shape[0], launch.config.BM)), 1)
-        most = self.r.columns if self.r.pairs is None else self.r.pairs.shape[0]
-        args = self.queries, self.documents, self.up, None, sum_D, *self.sizes, self.d, most
-        self._run(maxsim_scatter, grid, args, launch)
-
-    def finish_documents(self, sum_D: Tensor, grad_D: Tensor) -> None:
-        launch = backward_configs.gather(self.r.D.dtype, self.d, **self.layout() | {"candidates": False})
-        rows = self.r.D.shape[0]
-        grid = checked_grid(configs.cdiv(rows, launch.config.BM))
-        weightless = self.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
-        self._run(maxsim_finish, grid, (self.documents, weightless, sum_D, grad_D, None, 1, 1, rows, 0, self.d), launch)
-
-
-def _of_queries(r: Ragged, up: Upstream, argmax: Tensor) -> Tensor:
-    """Which places of `argmax` are those of a query's tokens: nothing else may be followed into Q."""
-    if r.pairs is None:
-        return up.query >= 0
-    i, last = r.pairs[:, 0], r.queries - 1
-    begin, end = (r.cu_seqlens_q[i.clamp(0, last) + n] for n in (0, 1))
-    inside = (i >= 0) & (i <= last) & (begin >= 0) & (end <= r.Q.shape[0])
-    return inside[:, None] & (torch.arange(argmax.shape[1], device=argmax.device) < (end - begin)[:, None])
-
-
-def _entries(r: Ragged, up: Upstream, argmax: Tensor, tile: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Winners sorted by the row of D that won, as `maxsim_grad_documents` reads lists, and where each tile's begin.
-
-    Documents may overlap or be met many times, so no row of D belongs to one document: all winners are sorted.
-    """
-    if argmax.numel() * tile >= 2**32:
-        raise ValueError(f"lik_ops: gradients of {argmax.numel()} winners; at most {2**32 // tile} at a time")
-    Td = r.D.shape[0]
-
-    def met(x: Tensor) -> Tensor:
-        """Of offsets or lengths, that of each winner's document."""
-        if r.pairs is not None:
-            return x[r.pairs[:, 1].clamp(0, x.shape[0] - 1)].unsqueeze(1)
-        return x[up.query.clamp(min=0)].t() if r.candidates else x.unsqueeze(1)
-
-    row = argmax + met(r.d_offsets).long()
-    won = _of_queries(r, up, argmax) & (argmax >= 0) & (argmax < met(r.d_lengths))
-    row = torch.where(won & (row >= 0) & (row < Td), row, Td)
-    row, order = torch.sort(row.reshape(-1), stable=True)
-    bounds = (torch.arange(tiles + 1, device=row.device) * tile).clamp_(max=Td)
-    codes = order * tile + row % tile
-    return torch.searchsorted(row, bounds).int(), codes.int()
-
-
-def backward_ragged(
-    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight; `unified`: that of D by fp32 atomic adds, else each summed in a fixed order.
-
-    Raises:
-        RuntimeError: `unified` under `torch.use_deterministic_algorithms(True)`.
-    """
-    if unified:
-        require_nondeterminism_allowed()
-    trivial = 0 in (r.Q.numel(), r.D.numel(), argmax.numel(), r.queries, r.columns)
-    new = torch.zeros_like if trivial else torch.empty_like
-    grad_Q, grad_D = (
-        new(x, memory_format=torch.contiguous_format) if need else x.new_empty(0)
-        for x, need in zip((r.Q, r.D), needs, strict=False)
-    )
-    weight_shape = r.Q.shape[:1] if needs[2] else (0,)
-    grad_weight = r.Q.new_zeros(weight_shape, dtype=torch.float32)
-    if trivial or not any(needs):
-        return grad_Q, grad_D, grad_weight
-    with on_device(r.Q.device):
-        call = _Call(grad_scores, r, argmax, normalize)
-        if needs[0] or needs[2]:
-            call.into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
-        if needs[1] and unified:
-            sum_D = torch.zeros(r.D.shape, dtype=torch.float32, device=r.D.device)
-            call.scatter(sum_D)
-            call.finish_documents(sum_D, grad_D)
-        elif needs[1]:
-            call.into_documents(grad_D)
-    return grad_Q, grad_D, grad_weight

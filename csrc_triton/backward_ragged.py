@@ -1,0 +1,360 @@
+"""The destination-owned gradient of packed documents: a one-hot product over the query rows that each token won.
+
+A program owns BN rows of D, whatever documents they are of: documents may overlap and be met many times. Of the items
+sorted by their documents' first rows, those that may touch the tile are neighbours. The program walks over them in
+order and over the winners of each, BM rows a step, or SLOT rows of BM // SLOT items where queries are short. Winners
+elsewhere cost their part of the product, but nothing is sorted or listed, and it does not matter which tokens win.
+Query rows that win elsewhere are not read. Coefficients are those of `backward_documents`.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import Items, Sizes, Walk
+from .backward import norm_sums, through_norm
+from .backward_documents import CAREFUL_ROWS, finite_rows, one_hot_product, power_of_two
+from .backward_few import fill_with_zeros
+from .common import load_rows, query_weight, wide
+from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
+
+
+@triton.jit
+def _items(walk, n0, STEP: tl.constexpr, SLOT: tl.constexpr):
+    """Items of a step from item n0 on, SLOT lanes each; with no rows behind the last."""
+    n = n0 + tl.arange(0, STEP) // SLOT
+    ok = n < walk.hi
+    first = item_field(walk.items, walk.count, n, ok, FIRST) - walk.t0
+    length = item_field(walk.items, walk.count, n, ok, LENGTH)
+    begin = tl.maximum(item_field(walk.items, walk.count, n, ok, BEGIN), walk.r0).to(tl.int32)
+    stop = tl.minimum(item_field(walk.items, walk.count, n, ok, STOP), walk.r1).to(tl.int32)
+    winners = item_field(walk.items, walk.count, n, ok, WINNERS)
+    score = item_field(walk.items, walk.count, n, ok, SCORE)
+    return Items(first, length, begin, stop, winners, score)
+
+
+@triton.jit
+def _winners(items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
+    """The winners of the rows from number s0 of each item on, -1 where there is no row, and in the cross product their
+    queries."""
+    row = items.begin + s0 + tl.arange(0, STEP) % SLOT
+    ok = row < items.stop
+    token = tl.load(up.argmax + (items.winners + row), mask=ok, other=-1)
+    query = row
+    if up.query is not None:
+        query = tl.load(up.query + row, mask=ok, other=-1)
+    return token, query
+
+
+@triton.jit
+def _once(x):
+    """`x`, computed once and not in every layout that it is used in: Triton repeats what it finds cheap, loads too.
+
+    A reduction it does not repeat.
+    """
+    return tl.max(tl.broadcast_to(x[:, None], (x.shape[0], 2)), axis=1)
+
+
+@triton.jit
+def _places(items, token, query, up, TILE: tl.constexpr):
+    """The token of the tile that each lane's row won, -1: none."""
+    token = token.to(tl.int64)
+    local = token + items.first
+    hit = (token >= 0) & (token < items.length) & (local >= 0) & (local < TILE)  # no forward writes another
+    if up.query is not None:
+        hit = hit & (query >= 0)
+    return tl.where(hit, local, -1).to(tl.int32)
+
+
+@triton.jit
+def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
+    """Of the lanes of a step: query rows, at which of BN places the token is that each won (-1: none), and
+    ``g * w / ||q||``."""
+    row = items.begin + s0 + tl.arange(0, STEP) % SLOT
+    if walk.slots is not None:
+        place = _places(items, token, query, up, walk.slots.shape[0])
+        slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
+        place = tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1)
+    else:
+        place = _places(items, token, query, up, C.BN)
+    place = _once(place)
+    hit = place >= 0
+    score = items.score
+    if up.query is not None:
+        score += query.to(tl.int64) * up.stride_q
+    coefficient = tl.load(up.grad_scores + score, mask=hit, other=0.0)
+    if Q.weight is not None:
+        coefficient *= query_weight(Q, row * 0, row, hit)
+    if norms is not None:
+        coefficient *= tl.load(norms + row, mask=hit, other=0.0)
+    return row, place, coefficient
+
+
+@triton.jit
+def _row_pointers(Q, row, C: tl.constexpr):
+    if C.FLAT:
+        pointers = Q.ptr + row * Q.stride_l
+    else:
+        pointers = Q.ptr + row.to(tl.int64) * Q.stride_l
+    return pointers
+
+
+@triton.jit
+def _scale_of(walk, norms, up, Q, C: tl.constexpr):
+    """As that of `backward_documents`: for fp16, whose range may not hold the coefficients."""
+    largest = tl.full((C.BM,), 0, tl.float32)
+    for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
+        items = _items(walk, n0, C.BM, C.SLOT)
+        for s0 in range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT):
+            token, query = _winners(items, s0, up, C.BM, C.SLOT)
+            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
+            largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
+    exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 15)
+    return power_of_two(268 - exponent), power_of_two(exponent - 14)
+
+
+@triton.jit
+def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: tl.constexpr):
+    """The sums [BN, BD] of a tile's rows times `scale`; CHECK: without those that hold NaN or inf."""
+    HALF: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32
+    STEP: tl.constexpr = CAREFUL_ROWS if CHECK else C.BM
+    SLOT: tl.constexpr = min(C.SLOT, STEP)
+    PAIRS: tl.constexpr = HALF and C.LANES > 1
+    M: tl.constexpr = C.BD if HALF else C.BN
+    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
+    G = tl.full((M, N), 0, tl.float32)
+    # Items are read two steps ahead, their winners one, so that nothing waits for what names it.
+    items = _items(walk, walk.lo, STEP, SLOT)
+    items_ahead = _items(walk, walk.lo + STEP // SLOT, STEP, SLOT)
+    token, query = _winners(items, 0, up, STEP, SLOT)
+    for n0 in range(walk.lo, walk.hi, STEP // SLOT):
+        first_token, first_query = _winners(items_ahead, 0, up, STEP, SLOT)
+        items_after = _items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT)
+        for s0 in range(0, tl.max(items.stop - items.begin, axis=0), SLOT):
+            # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
+            token_ahead, query_ahead = _winners(items, s0 + SLOT, up, STEP, SLOT)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
+            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
+            if CHECK:
+                finite = finite_rows(x, c)
+                x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
+                c = tl.where(finite, c, 0.0)
+            G = one_hot_product(G, x, place, c * scale, C)
+            token = token_ahead
+            query = query_ahead
+        items = items_ahead
+        items_ahead = items_after
+        token = first_token
+        query = first_query
+    if HALF:
+        if PAIRS:
+            G = tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2)
+        G = tl.trans(G)
+    return G
+
+
+@triton.jit
+def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
+    """Add the rows that hold NaN or inf one at a time: in a product they would spoil every token of the tile."""
+    SLOT: tl.constexpr = min(C.SLOT, CAREFUL_ROWS)
+    rows = tl.arange(0, CAREFUL_ROWS)
+    for n0 in range(walk.lo, walk.hi, CAREFUL_ROWS // SLOT):
+        items = _items(walk, n0, CAREFUL_ROWS, SLOT)
+        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), SLOT, num_stages=1):
+            token, query = _winners(items, s0, up, CAREFUL_ROWS, SLOT)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
+            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
+            bad = (place >= 0) & (finite_rows(x, c) == 0)
+            if tl.max(bad.to(tl.int32), axis=0) > 0:
+                for n in range(CAREFUL_ROWS):
+                    this = (rows == n) & bad
+                    here = tl.max(tl.where(this, place, -1), axis=0)
+                    term = tl.sum(tl.where(this[:, None], c[:, None] * x, 0.0), axis=0)
+                    G += tl.where((tl.arange(0, C.BN) == here)[:, None], term[None, :], 0.0)
+    return G
+
+
+@triton.jit
+def _sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
+    """``sum of coefficient * row`` of each token of a tile, BD features from c0 on, and these features."""
+    columns = c0 + tl.arange(0, C.BD)
+    scale = 1.0
+    unscale = 1.0
+    if Q.ptr.dtype.element_ty == tl.float16:
+        scale, unscale = _scale_of(walk, norms, up, Q, C)
+    G = _finite_sum(walk, norms, scale, up, Q, columns, d, False, C) * unscale
+    # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
+    if tl.sum(G * 0.0) != 0.0:
+        G = _finite_sum(walk, norms, scale, up, Q, columns, d, True, C) * unscale
+        G = _add_non_finite(G, walk, norms, up, Q, columns, d, C)
+    return G, columns
+
+
+@triton.jit
+def _walk_of(items, starts, up, sizes, TILE: tl.constexpr, C: tl.constexpr):
+    """What piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross product all items that
+    may touch it, and a part of the rows; else a part of the items."""
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    pieces = tl.num_programs(1)
+    lo = tl.load(starts + tl.num_programs(0) + 1 + tile)
+    hi = tl.load(starts + tile + 1)
+    r0 = piece * 0
+    r1 = r0 + sizes.Lq
+    if up.query is not None:
+        part = tl.cdiv(tl.cdiv(sizes.Lq, C.BM), pieces) * C.BM
+        r0 = tl.minimum(piece * part, sizes.Lq)
+        r1 = r0 + tl.minimum(part, sizes.Lq - r0)
+    else:
+        part = tl.cdiv(tl.maximum(hi - lo, 0), pieces)
+        lo = tl.minimum(lo + piece * part, hi)
+        hi = tl.minimum(lo + part, hi)
+    return Walk(items, up.count, lo, hi, wide(tile) * TILE, r0, r1, None, None)
+
+
+@triton.jit
+def _store(G, grad_D, t, Td, columns, d):
+    mask = (t < Td)[:, None] & (columns < d)[None, :]
+    tl.store(grad_D + (t * d)[:, None] + columns[None, :], G.to(grad_D.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _partial_sums(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
+    """Where the sums of a piece of a tile are kept."""
+    token = (wide(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
+    return partial + (token * d)[:, None] + columns[None, :]
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
+def maxsim_grad_packed_documents(
+    Q, D, up, items, starts, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
+):  # fmt: skip
+    """grad_D [Td, d] of BN rows of D a program: the sum over the query rows that they won.
+
+    `items` are those of `up`, sorted by their first rows; `starts` is what `maxsim_find_starts` finds for tiles. Unless
+    `partial` is None, program (.., n) takes the n-th piece of a tile's sum, and `maxsim_join_packed_pieces` adds them.
+    `up.query` is None but in the cross product.
+    """
+    sizes = Sizes(Nq, K, Tq, Td)
+    TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
+    walk = _walk_of(items, starts, up, sizes, C.BN, C)
+    tokens = tl.arange(0, C.BN)
+    t = walk.t0 + tokens
+    base = D.ptr + walk.t0 * D.stride_l
+    dot = tl.full((C.BN,), 0, tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    live = tl.full((C.BN,), 0, tl.int32)
+    if TWICE:
+        for c0 in range(0, d, C.BD):
+            G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
+            _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < sizes.Ld, columns, D, d, C)
+            dot += more_dot
+            squares += more_squares
+            live = live | more_live
+    for c0 in range(0, d, C.BD):
+        G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
+        if partial is not None:
+            slots = _partial_sums(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)
+            tl.store(slots, G, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)))
+        else:
+            if C.NORMALIZE:
+                x, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < sizes.Ld, columns, D, d, C)
+                if not TWICE:
+                    dot = more_dot
+                    squares = more_squares
+                    live = more_live
+                G = through_norm(G, x, live, squares, dot)
+            _store(G, grad_D, t, sizes.Ld, columns, d)
+
+
+@triton.jit
+def _joined(partial, pieces, columns, d, C: tl.constexpr):
+    """The sum of a tile's pieces in ascending order."""
+    G = tl.full((C.BN, C.BD), 0, tl.float32)
+    for piece in range(0, pieces):
+        slots = _partial_sums(partial, tl.program_id(0), piece, pieces, columns, d, C)
+        G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
+    return G
+
+
+@triton.jit(do_not_specialize=["pieces", "Td"])
+def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr):
+    """grad_D of the tiles whose sums `maxsim_grad_packed_documents` took in several pieces."""
+    t0 = wide(tl.program_id(0)) * C.BN
+    tokens = tl.arange(0, C.BN)
+    t = t0 + tokens
+    base = D.ptr + t0 * D.stride_l
+    dot = tl.full((C.BN,), 0, tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    live = tl.full((C.BN,), 0, tl.int32)
+    if C.NORMALIZE:
+        for c0 in range(0, d, C.BD):
+            columns = c0 + tl.arange(0, C.BD)
+            G = _joined(partial, pieces, columns, d, C)
+            _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
+            dot += more_dot
+            squares += more_squares
+            live = live | more_live
+    for c0 in range(0, d, C.BD):
+        columns = c0 + tl.arange(0, C.BD)
+        G = _joined(partial, pieces, columns, d, C)
+        if C.NORMALIZE:
+            x, _, _, _ = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
+            G = through_norm(G, x, live, squares, dot)
+        _store(G, grad_D, t, Td, columns, d)
+
+
+@triton.jit
+def _slots(walk, up, TILE: tl.constexpr, C: tl.constexpr):
+    """Which tokens of a tile win anything, how many of them there are, and how many before each."""
+    won = tl.zeros((TILE,), tl.int32)
+    for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
+        items = _items(walk, n0, C.BM, C.SLOT)
+        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT, num_stages=1):
+            token, query = _winners(items, s0, up, C.BM, C.SLOT)
+            place = _places(items, token, query, up, TILE)
+            won += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
+    won = (won > 0).to(tl.int32)
+    return won, tl.sum(won, axis=0), tl.cumsum(won, axis=0) - won
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
+def maxsim_grad_few_packed_documents(
+    Q, D, up, items, starts, norms, grad_D, Nq, K, Tq, Td, d, TILE: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """grad_D [Td, d] of TILE rows of D a program, of which few win: zeros, and the sums of those that do over them.
+
+    BN of them are summed at a time. The rest is as in `maxsim_grad_packed_documents`.
+    """
+    sizes = Sizes(Nq, K, Tq, Td)
+    TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
+    walk = _walk_of(items, starts, up, sizes, TILE, C)
+    won, count, slots = _slots(walk, up, TILE, C)
+    rows = tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32)
+    fill_with_zeros(grad_D + walk.t0 * d, rows * d)
+    tl.debug_barrier()  # the zeros are written by other threads than the sums
+    base = D.ptr + walk.t0 * D.stride_l
+    for u0 in tl.range(0, count, C.BN, num_stages=1):
+        part = Walk(walk.items, walk.count, walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0)
+        here = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (won > 0)[None, :]
+        t = tl.max(tl.where(here, tl.arange(0, TILE)[None, :], -1), axis=1)
+        dot = tl.full((C.BN,), 0, tl.float32)
+        squares = tl.full((C.BN,), 0, tl.float32)
+        live = tl.full((C.BN,), 0, tl.int32)
+        if TWICE:
+            for c0 in range(0, d, C.BD):
+                G, columns = _sum_of_rows(part, norms, up, Q, c0, d, C)
+                _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
+                dot += more_dot
+                squares += more_squares
+                live = live | more_live
+        for c0 in range(0, d, C.BD):
+            G, columns = _sum_of_rows(part, norms, up, Q, c0, d, C)
+            if C.NORMALIZE:
+                x, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
+                if not TWICE:
+                    dot = more_dot
+                    squares = more_squares
+                    live = more_live
+                G = through_norm(G, x, live, squares, dot)
+            _store(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)

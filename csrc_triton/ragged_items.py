@@ -1,0 +1,145 @@
+"""What the backward of ragged layouts looks up: the query of each packed row, and the items, listed and sorted.
+
+An item is a document as a query meets it: a document of the cross product, a candidate of a query, one of a pair list.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import wide
+from .ragged import (
+    BEGIN,
+    FIELDS,
+    FIRST,
+    LENGTH,
+    QUERY,
+    SCORE,
+    STOP,
+    WINNERS,
+    document_segment,
+    item_field,
+    pair,
+    query_segment,
+)
+
+BLOCK = tl.constexpr(128)  # items, or bounds, of a program
+QUERIES = tl.constexpr(16)  # of a program that writes which rows they have
+RANKED, OTHERS = tl.constexpr(16), tl.constexpr(256)  # items that a program ranks, and those they are compared with
+
+
+@triton.jit
+def _item(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
+    """Query (-1: none), document and query rows of items n, and what finds their winners and score's gradients."""
+    if segments.pairs is not None:
+        i, document, exists = pair(segments, n, ok, Nq, K)
+        i = tl.where(exists, i, -1)
+        begin, rows, _ = query_segment(segments, i, ok & exists, Tq)
+        rows = tl.minimum(rows, most)
+        winners = n * most - begin
+        score = n * stride_q
+    else:
+        document = n
+        i = n * 0
+        begin = i.to(tl.int32)
+        rows = begin + Tq
+        winners = n * Tq
+        score = n * stride_k
+        if CANDIDATES:
+            i = n // K
+            begin, rows, _ = query_segment(segments, i, ok, Tq)
+            winners = n % K * Tq
+            score = i * stride_q + n % K * stride_k
+    return i, document, begin, rows, winners, score
+
+
+@triton.jit
+def _write_items(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
+    n = wide(block) * BLOCK + tl.arange(0, BLOCK)
+    ok = n < count
+    i, document, begin, rows, winners, score = _item(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES)
+    first, length, _ = document_segment(segments, document, ok & (i >= 0), Td)
+    some = (length > 0) & (rows > 0)
+    tl.store(items + FIRST * wide(count) + n, tl.where(some, first, Td), mask=ok)
+    tl.store(items + LENGTH * wide(count) + n, tl.where(some, length, 0), mask=ok)
+    tl.store(items + BEGIN * wide(count) + n, begin, mask=ok)
+    tl.store(items + STOP * wide(count) + n, begin + tl.where(some, rows, 0), mask=ok)
+    tl.store(items + WINNERS * wide(count) + n, winners, mask=ok)
+    tl.store(items + SCORE * wide(count) + n, score, mask=ok)
+    tl.store(items + QUERY * wide(count) + n, tl.where(i >= 0, i, Nq), mask=ok)
+
+
+@triton.jit
+def _write_queries(segments, query, block, Nq, Tq):
+    i = block * QUERIES + tl.arange(0, QUERIES)
+    begin, rows, _ = query_segment(segments, i.to(tl.int64), i < Nq, Tq)
+    s = tl.arange(0, BLOCK)
+    for s0 in range(0, tl.max(rows, axis=0), BLOCK):
+        of = tl.broadcast_to(i[:, None], (QUERIES, BLOCK))
+        tl.store(query + (begin[:, None] + s0 + s[None, :]), of, mask=s0 + s[None, :] < rows[:, None])
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"])
+def maxsim_ragged_items(
+    segments, items, query, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    """Write `items` [FIELDS, count] and the query of each row into `query` [Tq], which is filled with -1.
+
+    Bounds of queries may leave gaps and come in any order. K documents are there, or candidates of each query; `most`
+    columns of winners with pairs.
+    """
+    blocks = tl.cdiv(count, BLOCK)
+    block = tl.program_id(0)
+    if block < blocks:
+        _write_items(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES)
+    else:
+        _write_queries(segments, query, block - blocks, Nq, Tq)
+
+
+@triton.jit(do_not_specialize=["count"])
+def maxsim_sort_items(items, out, reach, count, KEY: tl.constexpr):
+    """Write the items sorted by field KEY, equal ones in their order; and unless `reach` is None, for each of them the
+    row of D behind its document and all documents before.
+
+    Every item is compared with every other: for the few thousand items of a batch, that is quicker than to sort.
+    """
+    n = wide(tl.program_id(0)) * RANKED + tl.arange(0, RANKED)
+    ok = n < count
+    key = item_field(items, count, n, ok, KEY)
+    rank = tl.zeros((RANKED,), tl.int64)
+    behind = key + item_field(items, count, n, ok, LENGTH)
+    for m0 in range(0, count, OTHERS):
+        m = wide(m0) + tl.arange(0, OTHERS)
+        other = item_field(items, count, m, m < count, KEY)
+        before = (other[None, :] < key[:, None] + (m[None, :] < n[:, None]).to(tl.int64)) & (m < count)[None, :]
+        rank += tl.sum(before.to(tl.int32), axis=1)
+        if reach is not None:
+            end = other + item_field(items, count, m, m < count, LENGTH)
+            behind = tl.maximum(behind, tl.max(tl.where(before, end[None, :], 0), axis=1))
+    for field in tl.static_range(FIELDS):
+        tl.store(out + field * wide(count) + rank, item_field(items, count, n, ok, field), mask=ok)
+    if reach is not None:
+        tl.store(reach + rank, behind, mask=ok)
+
+
+@triton.jit
+def _smaller(keys, x, count, rounds):
+    """How many of `count` ascending keys are smaller than x: a binary search of `rounds` rounds."""
+    begin = tl.zeros(x.shape, tl.int32)
+    end = begin + count
+    for _ in range(rounds):
+        middle = begin + (end - begin) // 2
+        smaller = tl.load(keys + middle, mask=middle < end, other=0) < x
+        begin = tl.where((middle < end) & smaller, middle + 1, begin)
+        end = tl.where((middle < end) & (smaller == 0), middle, end)
+    return begin
+
+
+@triton.jit(do_not_specialize=["count", "places", "step", "most", "rounds"])
+def maxsim_find_starts(keys, reach, starts, count, places, step, most, rounds):
+    """``starts[t]``: how many keys are smaller than ``min(t * step, most)``, of `places` of t; and behind them, unless
+    `reach` is None, how many of `reach` are no larger than ``t * step``."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bound = t.to(tl.int64) * step
+    tl.store(starts + t, _smaller(keys, tl.minimum(bound, most), count, rounds), mask=t < places)
+    if reach is not None:
+        tl.store(starts + places + t, _smaller(reach, bound + 1, count, rounds), mask=t < places)

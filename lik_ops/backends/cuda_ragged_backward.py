@@ -1,0 +1,213 @@
+"""The Triton backend for ragged layouts, backward: what it looks up, which kernels a gradient takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..csrc_triton import ragged as fields
+from ..csrc_triton import ragged_items as item_kernels
+from ..csrc_triton.arguments import Upstream
+from ..csrc_triton.backward_lists import maxsim_row_norms
+from ..csrc_triton.backward_queries import maxsim_grad_queries
+from ..csrc_triton.backward_ragged import (
+    maxsim_grad_few_packed_documents,
+    maxsim_grad_packed_documents,
+    maxsim_join_packed_pieces,
+)
+from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
+from . import backward_configs, launcher
+from .configs import Launch, cdiv
+from .cuda_arguments import architecture, checked_grid, on_device, wide_of
+from .cuda_backward import require_nondeterminism_allowed
+from .cuda_ragged import documents_of, queries_of, segments_of
+from .ragged import Ragged
+
+_FIELDS, _FIRST, _LENGTH, _QUERY = (x.value for x in (fields.FIELDS, fields.FIRST, fields.LENGTH, fields.QUERY))
+_BLOCK, _QUERIES, _RANKED = (x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED))
+_MOST_RANKED = 8192  # items that are sorted by comparing each with each
+_FEW = 2  # rows of D for each winner, beyond which most win nothing
+_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
+_PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
+_INT32_MAX = 2**31 - 1
+_SMALL = {"num_warps": 4, "num_stages": 1}
+
+
+def sorted_items(items: Tensor, key: int, reach: bool) -> tuple[Tensor, Tensor | None]:
+    """Items ascending by a field, equal ones in order; and for each the row behind its document and all before."""
+    count = items.shape[1]
+    if count > _MOST_RANKED:
+        items = items[:, torch.sort(items[key], stable=True).indices]
+        return items, (items[_FIRST] + items[_LENGTH]).cummax(0).values if reach else None
+    out = torch.empty_like(items)
+    behind = items.new_empty(count) if reach else None
+    grid = (cdiv(count, _RANKED),)
+    launcher.launch(item_kernels.maxsim_sort_items, grid, (items, out, behind, count, key), _SMALL)
+    return out, behind
+
+
+def found_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, most: int) -> Tensor:
+    """Where the keys from ``t * step`` on begin, for `places` of t; then where those of `reach` beyond it do."""
+    count = keys.shape[0]
+    starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
+    args = keys, reach, starts, count, places, step, most, count.bit_length()
+    launcher.launch(item_kernels.maxsim_find_starts, (cdiv(places, _BLOCK),), args, _SMALL)
+    return starts
+
+
+class Lookup:
+    """The query of each packed row, and the items, as `Upstream` has them."""
+
+    def __init__(self, r: Ragged, most: int, strides: tuple[int, int]) -> None:
+        self.r = r
+        count = r.d_offsets.numel() if r.pairs is None else r.pairs.shape[0]
+        self.items = torch.empty((_FIELDS, count), dtype=torch.int64, device=r.Q.device)
+        self.query = torch.full((r.Q.shape[0],), -1, dtype=torch.int32, device=r.Q.device)
+        grid = checked_grid(cdiv(count, _BLOCK) + cdiv(r.queries, _QUERIES))
+        numbers = r.queries, r.columns, r.Q.shape[0], r.D.shape[0], count, most, *strides
+        args = segments_of(r), self.items, self.query, *numbers, r.candidates
+        launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _SMALL)
+
+    def by_query(self) -> tuple[Tensor, Tensor | None]:
+        """Items, those of each query together, and for pairs where each query's begin."""
+        if self.r.pairs is None:
+            return self.items, None
+        items, _ = sorted_items(self.items, _QUERY, False)
+        return items, found_starts(items[_QUERY], None, self.r.queries + 1, 1, self.r.queries)
+
+    def by_tile(self, tile: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """Items sorted by their documents' first rows, and which of them each tile of rows of D may meet."""
+        items, reach = sorted_items(self.items, _FIRST, True)
+        return items, found_starts(items[_FIRST], reach, tiles + 1, tile, self.r.D.shape[0])
+
+
+class _Call:
+    """One backward: what its kernels share."""
+
+    def __init__(self, grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool) -> None:
+        self.r, self.normalize = r, normalize
+        self.arch, self.d = architecture(r.Q.device), r.Q.shape[1]
+        self.wide = wide_of(r.Q.unsqueeze(0), r.D.unsqueeze(0))
+        self.queries, self.documents = queries_of(r), documents_of(r, None)  # masked tokens win nothing
+        stride_q, stride_k = grad_scores.stride() if r.pairs is None else (grad_scores.stride(0), 0)
+        self.lookup = Lookup(r, argmax.shape[1], (stride_q, stride_k))
+        self.up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous())
+        # Packed rows are one query; the rows of D one document.
+        self.sizes = 1, r.columns, r.Q.shape[0], r.D.shape[0]
+
+    def layout(self) -> dict:
+        return {"candidates": self.r.candidates, "normalize": self.normalize, "wide": self.wide}
+
+    def _run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
+        launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
+
+    def _by_query(self) -> Upstream:
+        items, starts = self.lookup.by_query()
+        return self.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
+
+    def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
+        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
+        grid = checked_grid(cdiv(self.r.Q.shape[0], launch.config.BM))
+        args = self.queries, self.documents, self._by_query(), grad_Q, grad_weight, *self.sizes, self.d
+        self._run(maxsim_grad_queries, grid, args, launch)
+
+    def _pieces(self, tile: int, tiles: int) -> int:
+        """Into how many pieces the sum of a tile is cut: few rows of D must not leave the GPU to few programs."""
+        if tiles >= _PROGRAMS:
+            return 1
+        r, count = self.r, self.lookup.items.shape[1]
+        most = count // _PIECE_ITEMS if self._single() else r.Q.shape[0] // _PIECE_ROWS
+        return max(1, min(cdiv(_PROGRAMS, tiles), most, _PARTIAL_BYTES // (4 * tile * tiles * self.d)))
+
+    def _single(self) -> bool:
+        """Whether an item is of one query."""
+        return self.r.candidates or self.r.pairs is not None
+
+    def _few(self) -> bool:
+        """Whether most rows of D win nothing, whoever wins."""
+        r = self.r
+        own = r.columns * r.Q.shape[0] if r.pairs is None else r.pairs.shape[0] * cdiv(r.Q.shape[0], r.queries)
+        return self._single() and r.D.shape[0] > _FEW * own
+
+    def into_documents(self, grad_D: Tensor) -> None:
+        r, few, (Tq, Td) = self.r, self._few(), (self.r.Q.shape[0], self.r.D.shape[0])
+        rows = cdiv(Tq, r.queries) if self._single() else None
+        flat = Tq * abs(r.Q.stride(0)) + self.d * abs(r.Q.stride(1)) <= _INT32_MAX
+        launch = backward_configs.grad_packed_documents(
+            self.arch, r.Q.dtype, self.d, rows=rows, flat=flat, few=few, **self.layout()
+        )
+        tile = backward_configs.few_tokens(self.arch) if few else launch.config.BN
+        (tiles,) = checked_grid(cdiv(Td, tile))
+        items, starts = self.lookup.by_tile(tile, tiles)
+        up = self.up._replace(query=None if self._single() else self.lookup.query, count=items.shape[1])
+        norms = self._row_norms() if self.normalize else None
+        first = self.queries, self.documents, up, items, starts, norms
+        numbers = *self.sizes, self.d
+        if few:
+            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, grad_D, *numbers, tile), launch)
+            return
+        pieces = self._pieces(tile, tiles)
+        partial = None
+        if pieces > 1:
+            partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=r.Q.device)
+        self._run(maxsim_grad_packed_documents, (tiles, pieces), (*first, partial, grad_D, *numbers), launch)
+        if partial is not None:
+            joined = self.documents, partial, grad_D, pieces, Td, self.d
+            self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)
+
+    def _row_norms(self) -> Tensor:
+        rows = self.r.Q.shape[0]
+        norms = self.r.Q.new_empty(rows, dtype=torch.float32)
+        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
+        grid = checked_grid(cdiv(rows, launch.config.BM))
+        self._run(maxsim_row_norms, grid, (self.queries, norms, 1, rows, self.d), launch)
+        return norms
+
+    def scatter(self, sum_D: Tensor) -> None:
+        """Add into zeroed fp32 sums of the rows of D, a program for the rows of a tile and all that they meet."""
+        launch = backward_configs.scatter(self.r.Q.dtype, self.d, ragged=True, **self.layout())
+        grid = (*checked_grid(cdiv(self.r.Q.shape[0], launch.config.BM)), 1)
+        most = self.r.columns if self.r.pairs is None else self.r.pairs.shape[0]
+        args = self.queries, self.documents, self._by_query(), None, sum_D, *self.sizes, self.d, most
+        self._run(maxsim_scatter, grid, args, launch)
+
+    def finish_documents(self, sum_D: Tensor, grad_D: Tensor) -> None:
+        launch = backward_configs.gather(self.r.D.dtype, self.d, **self.layout() | {"candidates": False})
+        rows = self.r.D.shape[0]
+        grid = checked_grid(cdiv(rows, launch.config.BM))
+        weightless = self.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
+        self._run(maxsim_finish, grid, (self.documents, weightless, sum_D, grad_D, None, 1, 1, rows, 0, self.d), launch)
+
+
+def backward_ragged(
+    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of Q, D and q_weight; `unified`: that of D by fp32 atomic adds, else each summed in a fixed order.
+
+    Raises:
+        RuntimeError: `unified` under `torch.use_deterministic_algorithms(True)`.
+    """
+    if unified:
+        require_nondeterminism_allowed()
+    trivial = 0 in (r.Q.numel(), r.D.numel(), argmax.numel(), r.queries, r.columns)
+    new = torch.zeros_like if trivial else torch.empty_like
+    grad_Q, grad_D = (
+        new(x, memory_format=torch.contiguous_format) if need else x.new_empty(0)
+        for x, need in zip((r.Q, r.D), needs, strict=False)
+    )
+    weight_shape = r.Q.shape[:1] if needs[2] else (0,)
+    grad_weight = (r.Q.new_zeros if trivial else r.Q.new_empty)(weight_shape, dtype=torch.float32)
+    if trivial or not any(needs):
+        return grad_Q, grad_D, grad_weight
+    with on_device(r.Q.device):
+        call = _Call(grad_scores, r, argmax, normalize)
+        if needs[0] or needs[2]:
+            call.into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
+        if needs[1] and unified:
+            sum_D = torch.zeros(r.D.shape, dtype=torch.float32, device=r.D.device)
+            call.scatter(sum_D)
+            call.finish_documents(sum_D, grad_D)
+        elif needs[1]:
+            call.into_documents(grad_D)
+    return grad_Q, grad_D, grad_weight

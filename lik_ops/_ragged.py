@@ -251,7 +251,8 @@ def padded(
 def _reads_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
     """Whether padded tokens are best taken as ragged ones that lie apart: on a CPU, which reads no padding then.
 
-    The bits are those of masks. With gradients masks are as fast, and their winners smaller.
+    The bits are those of masks. With gradients masks are as fast, and their winners smaller. Triton's kernels read the
+    lengths themselves, where eager calls take the short way.
     """
     if torch.compiler.is_compiling() or Q.device.type != "cpu" or _packed.wants_gradients(Q, D, q_weight):
         return False

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lik_ops
-from lik_ops.csrc_triton import backward_documents, backward_lists, backward_queries, backward_unified, forward
-from lik_ops.csrc_triton.arguments import Config, Upstream
+from lik_ops.csrc_triton import (
+    backward_documents,
+    backward_lists,
+    backward_queries,
+    backward_unified,
+    forward,
+    forward_ragged,
+)
+from lik_ops.csrc_triton.arguments import Config, Segments, Upstream
 
 from .support import INTERPRETING
 
@@ -42,6 +49,11 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is forward.maxsim_forward:
         return (*groups, None, up.grad_scores, None, None, *sizes, CONFIG)
+    if kernel is forward_ragged.maxsim_forward_ragged:  # padded, with lengths
+        lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
+        segments = Segments(None, None, next(lengths), None, next(lengths), Lq, Ld)
+        numbers = (Nq, K, Nq * Lq, Nq * K * Ld, Lq, d, 0)
+        return (*groups, None, segments, up.grad_scores, None, *numbers, CONFIG)
     if kernel is backward_unified.maxsim_finish:
         return (groups[1], groups[0], up.grad_scores, Q, None, *sizes, CONFIG)
     lists = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
@@ -55,6 +67,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
 
 KERNELS = (
     forward.maxsim_forward,
+    forward_ragged.maxsim_forward_ragged,
     backward_queries.maxsim_grad_queries,
     backward_documents.maxsim_grad_documents,
     backward_unified.maxsim_scatter,

@@ -191,9 +191,12 @@ def _sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
 
 
 @triton.jit
-def _walk_of(items, starts, up, sizes, TILE: tl.constexpr, C: tl.constexpr):
-    """What piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross product all items that
-    may touch it, and a part of the rows; else a part of the items."""
+def _bounds_of(starts, up, sizes, C: tl.constexpr):
+    """The items and the rows that piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross
+    product all items that may touch it, and a part of the rows; else a part of the items.
+
+    No `Walk`: Triton 3.6 returns no groups that hold None.
+    """
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     pieces = tl.num_programs(1)
@@ -209,7 +212,7 @@ def _walk_of(items, starts, up, sizes, TILE: tl.constexpr, C: tl.constexpr):
         part = tl.cdiv(tl.maximum(hi - lo, 0), pieces)
         lo = tl.minimum(lo + piece * part, hi)
         hi = tl.minimum(lo + part, hi)
-    return Walk(items, up.count, lo, hi, wide(tile) * TILE, r0, r1, None, None)
+    return lo, hi, r0, r1
 
 
 @triton.jit
@@ -237,7 +240,8 @@ def maxsim_grad_packed_documents(
     """
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
-    walk = _walk_of(items, starts, up, sizes, C.BN, C)
+    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
+    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None)
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
@@ -328,7 +332,8 @@ def maxsim_grad_few_packed_documents(
     """
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
-    walk = _walk_of(items, starts, up, sizes, TILE, C)
+    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
+    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * TILE, r0, r1, None, None)
     won, count, slots = _slots(walk, up, TILE, C)
     rows = tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32)
     fill_with_zeros(grad_D + walk.t0 * d, rows * d)

@@ -120,7 +120,7 @@ def grad_packed_documents(
     config, single = launch.config, rows is not None
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
         # What stands where is computed once for all threads if a step has as many rows as there are threads.
-        BM = 128 if arch.name == "sm_90" and not single else config.BM
+        BM = 128 if arch.name == "sm_90" and config.ONE_CHUNK and not single else config.BM
         plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
         config = config._replace(BM=BM, BN=16 if few and not plain else 32)
         launch = replace(launch, num_stages=1 if single or arch.is_amd else 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .portable_blocks import BEST_BYTES, MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, unified_layout
+from .portable_blocks import MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, unified_layout
 from .portable_slices import NEG_INF, Forward, Panel, Part, cut_of
 
 DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
@@ -63,13 +63,14 @@ class Across(Forward):
 
     @staticmethod
     def takes(layout: Layout, normalize: bool) -> bool:
-        """Whether documents need no conversion and are enough for a slice; winners are found faster in whole ones."""
+        """Whether documents need no conversion and are enough for a slice.
+
+        Winners are found faster in whole documents, and queries of several panels read them from the cache.
+        """
         dtype, (X, Ld, d) = layout.pairs.dtype, layout.D.shape[1:]
-        if normalize or layout.argmax is not None or X < MIN_ROWS or not lies_ready(layout.D, dtype):
+        if normalize or layout.argmax is not None or X < MIN_ROWS:
             return False
-        shape = slice_shape(layout.Q.shape[2], Ld, d, dtype)
-        # A slab has to hold the maxima of enough documents.
-        return BEST_BYTES // (shape.panels * shape.columns * dtype.itemsize) >= MIN_ROWS
+        return slice_shape(layout.Q.shape[2], Ld, d, dtype).panels == 1 and lies_ready(layout.D, dtype)
 
     def _plan(self) -> None:
         layout, dtype = self.layout, self.layout.pairs.dtype

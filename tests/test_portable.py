@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lik_ops import reference
-from lik_ops.backends import portable, portable_backward, portable_forward
+from lik_ops.backends import portable, portable_backward, portable_slices
 from lik_ops.backends.portable_blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS
-from lik_ops.backends.portable_forward import winners
+from lik_ops.backends.portable_slices import winners
 
 MiB = 1 << 20
 WORKSPACE = 32 * MiB
@@ -297,7 +297,7 @@ def test_not_looking_at_values_changes_no_result(layout, monkeypatch):
         g = torch.randn_like(scores)
         expected = [p.backward(function, g, argmax) for function in BACKWARDS]
         with monkeypatch.context() as patch:
-            for module in (portable_forward, portable_backward):
+            for module in (portable_slices, portable_backward):
                 patch.setattr(module, "may_look", lambda x: False)
             blind, blind_argmax = p.forward()
             actual = [p.backward(function, g, argmax) for function in BACKWARDS]

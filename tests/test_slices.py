@@ -8,7 +8,14 @@ import itertools
 import pytest
 import torch
 
-from lik_ops.backends.portable_blocks import MAX_ROWS, MIN_ROWS, fold_sum, slice_shape, slices_buffer
+from lik_ops.backends.portable_blocks import (
+    MAX_ROWS,
+    MIN_ROWS,
+    fold_sum,
+    reads_in_place,
+    slice_shape,
+    slices_buffer,
+)
 
 from .ragged import NAN, same_bits
 
@@ -50,6 +57,34 @@ def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
             before = known[row[..., None], column]
             same_bits(torch.where(before.isnan(), S, before), S)
             known[row[..., None], column] = S
+
+
+@pytest.mark.skipif(not reads_in_place(), reason="documents are copied on this machine")
+@pytest.mark.parametrize("d", [1, 7, 16, 24, 64, 100, 127, 128, 384, 768, 1000, 5000])
+def test_documents_have_the_bits_of_slices_where_they_lie(d):
+    """Many documents token by token or whole ones, from any address and with columns contiguous or not."""
+    for Ld, n, start in itertools.product((1, 2, 9, 33, 100), (MIN_ROWS, 31, 40, 63), (0, 1, 4)):
+        if n * Ld * d > 1 << 20:
+            continue
+        documents = torch.randn(n * Ld * d + start)[start:].view(n, Ld, d)
+        for Lq in (1, 33, 128):
+            shape = slice_shape(Lq, Ld, d, torch.float32)
+            panel = torch.randn(shape.columns, d)
+            # What a slice of all tokens gives: of any rows, says the test before.
+            copied = slices_buffer(documents, 2, max(n * Ld, MIN_ROWS), d, torch.float32)
+            copied[:, : n * Ld] = documents.flatten(0, 1)
+            expected = torch.bmm(copied, panel.mT.expand(2, -1, -1))[0, : n * Ld].view(n, Ld, -1)
+            columns = panel.t().contiguous().expand(Ld, -1, -1)
+            same_bits(torch.bmm(documents.transpose(0, 1), columns).transpose(0, 1), expected)
+            if Ld >= MIN_ROWS:
+                same_bits(torch.bmm(documents, panel.mT.expand(n, -1, -1)), expected)
+                same_bits(torch.bmm(documents[:2], panel.expand(2, -1, -1).contiguous().mT), expected[:2])
+
+
+@pytest.mark.parametrize("name", ["MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"])
+def test_documents_are_copied_where_mkl_is_told_which_kernels_to_use(name, monkeypatch):
+    monkeypatch.setenv(name, "AVX2")
+    assert not reads_in_place.__wrapped__()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])

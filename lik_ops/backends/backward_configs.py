@@ -124,7 +124,7 @@ def grad_packed_documents(
         plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
         config = config._replace(BM=BM, BN=16 if few and not plain else 32)
         launch = replace(launch, num_stages=1 if single or arch.is_amd else 2)
-    elif single:
+    else:
         launch = replace(launch, num_stages=1)
     SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
     return replace(launch, config=config._replace(SLOT=SLOT))

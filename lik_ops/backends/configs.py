@@ -335,8 +335,8 @@ def forward_ragged(
     if rows < config.BM:
         stages = min(launch.num_stages, 3)
         launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
-    few = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # tokens: ptxas spills else
-    tokens = min(config.BN, 32) if few else config.BN
+    narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
+    tokens = min(config.BN, 32) if narrow else config.BN
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
         launch = replace(launch, num_stages=4)
     slot = min(config.SLOT, rows)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .portable_blocks import Layout, may_look
-from .portable_forward import NEG_INF, Forward
+from .portable_forward import run
+from .portable_slices import NEG_INF, Forward
 from .ragged import Ragged
 from .ragged_items import Items
 
@@ -211,7 +212,11 @@ class _Blocks:
         d_mask = None if r.d_mask is None else r.d_mask[D.rows(slice(0, B), slice(0, X), slice(0, block.Ld))]
         weight = None if r.q_weight is None else r.q_weight[rows]
         # The forward reads tokens by indexing with three slices, which is what `Padded` is made for.
-        _Forward(Layout(cast(Tensor, Q), cast(Tensor, D), q_mask, d_mask, weight, pairs, argmax), self.normalize).run()
+        layout = Layout(cast(Tensor, Q), cast(Tensor, D), q_mask, d_mask, weight, pairs, argmax)
+        if D.view is None:
+            _Forward(layout, self.normalize).run()
+        else:
+            run(layout._replace(D=D.view), self.normalize)
         cell = items.cell(block.queries.unsqueeze(1), block.items.unsqueeze(2)).expand(B, X, Y)
         self.scores.view(-1)[cell.reshape(-1)] = pairs.view(-1)
         if self.argmax is not None and argmax is not None:

@@ -6,6 +6,7 @@ workspace, from which a second kernel adds them up, for a chunk of documents at 
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -81,14 +82,20 @@ def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | N
     _log.debug("maxsim_row_maxima for %s rows, %s: %s", count, rows.counts, choice)
 
 
+@functools.cache
+def _layout(block: tuple[int, int], element: str) -> object:
+    gluon = kernels()
+    assert gluon is not None
+    return gluon.specialized.tile_layout(list(block), element)
+
+
 def _maxima(choice: RowMaxima, rows: Rows, maxima: Tensor, argmax: Tensor | None) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     gluon, C, tokens = kernels(), choice.config, rows.tokens
     assert gluon is not None
-    block = [C.BN, C.BD]
-    layout = gluon.specialized.tile_layout(block, str(tokens.dtype).removeprefix("torch."))
-    described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], block, layout)
+    layout = _layout((C.BN, C.BD), str(tokens.dtype).removeprefix("torch."))
+    described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], [C.BN, C.BD], layout)
     stride = None if rows.words is None else rows.words.stride(0)
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
     args = (rows.queries, described, rows.segments, rows.words, stride, maxima, argmax, *sizes, *tokens.shape, C)

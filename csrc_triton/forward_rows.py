@@ -25,12 +25,12 @@ from .forward_specialized import (
     ROWS,
     UNRESOLVED,
     Half,
-    Ring,
     advance,
     fresh,
     issued,
     reduced,
     settle,
+    shared_ring,
 )
 from .ragged import document_segment
 
@@ -103,11 +103,20 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
 
 
 @gluon.jit
+def _all_count(kept, spans, C: gl.constexpr):
+    if spans.words is None:
+        full = kept.rest >= C.BN
+    else:
+        full = kept.word == -1
+    return full
+
+
+@gluon.jit
 def _taken(S, half, kept, bias, t0, spans, C: gl.constexpr):
     """`half` after a tile: its best so far, and where."""
-    if spans.words is not None:
+    if bias is not None:
         best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
-    elif kept.rest >= C.BN:
+    elif _all_count(kept, spans, C):
         best, where = reduced(S, half.best, half.where, t0, C)
     else:
         counts = _counts(kept, gl.SliceLayout(0, S.type.layout), spans, C)
@@ -119,11 +128,11 @@ def _taken(S, half, kept, bias, t0, spans, C: gl.constexpr):
 def _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C: gl.constexpr):
     """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs.
 
-    Words of a mask become a bias: half the instructions of a selection, and on another pipe than the maxima. What it
-    leaves of tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
+    Where no winners are asked for, words of a mask become a bias: half the instructions of a selection, and on another
+    pipe than the maxima. What it leaves of tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
     """
-    bias = 0.0
-    if spans.words is not None:
+    bias = None
+    if spans.words is not None and not C.ARGMAX:
         LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
         bias = gl.where(_counts(kept, LAYOUT, spans, C), -0.0, float("-inf"))
     a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], kept, bias, t0, spans, C)
@@ -355,23 +364,7 @@ def maxsim_row_maxima(Q, D, segments, words, stride, maxima, argmax, Nq, K, Lq, 
     spans = Spans(segments, words, stride)
     row_tiles = gl.cdiv(Nq * Lq, ROWS)
     begin, end = _shares(spans, row_tiles, K, Td, C)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = C.STAGES
-    ring = Ring(
-        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
-    )
-    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
-    for n in gl.static_range(2):
-        mbarrier.init(ring.turn.index(n), count=1)
-        mbarrier.init(ring.search.index(n), count=1)
-    mbarrier.init(ring.search.index(2), count=2)
+    ring, q_smem = shared_ring(D, C)
     gl.warp_specialize(
         [
             (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 0, C)),

@@ -59,6 +59,29 @@ def tile_layout(block: list[int], dtype: str):
 
 
 @gluon.jit
+def shared_ring(D, C: gl.constexpr):
+    """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = C.STAGES
+    ring = Ring(
+        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
+    )
+    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(n), count=1)
+        mbarrier.init(ring.empty.index(n), count=2)
+    for n in gl.static_range(2):
+        mbarrier.init(ring.turn.index(n), count=1)
+        mbarrier.init(ring.search.index(n), count=1)
+    mbarrier.init(ring.search.index(2), count=2)
+    return ring, q_smem
+
+
+@gluon.jit
 def advance(stage, phase, C: gl.constexpr):
     """The next stage of a ring, and its phase."""
     stage += 1
@@ -341,23 +364,7 @@ def maxsim_forward_specialized(Q, D, scores, argmax, Nq, K, Lq, Ld, d, parts, C:
     pairs = row_tiles.to(gl.int64) * K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = C.STAGES
-    ring = Ring(
-        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
-    )
-    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
-    for n in gl.static_range(2):
-        mbarrier.init(ring.turn.index(n), count=1)
-        mbarrier.init(ring.search.index(n), count=1)
-    mbarrier.init(ring.search.index(2), count=2)
+    ring, q_smem = shared_ring(D, C)
     gl.warp_specialize(
         [
             (_consume, (Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, 0, C)),

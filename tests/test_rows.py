@@ -173,6 +173,7 @@ def test_chunks_of_documents_do_not_show(monkeypatch):
     x = build(Problem(Nq=40, Nd=90, Lq=16, Ld=70, d=64, dtype=torch.bfloat16, d_mask="holes"), "cuda")
     whole = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
     monkeypatch.setattr(cuda_rows, "_WORKSPACE", 33 * 4 * r.Q.shape[0])
+    monkeypatch.setattr(cuda_rows, "_MASK_BYTES", 40 * 8 * 2)
     parts = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
     for part, expected in zip(parts, whole, strict=True):
         assert torch.equal(part, expected)

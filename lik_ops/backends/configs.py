@@ -14,7 +14,7 @@ import torch
 from ..csrc_triton.arguments import Config, Specialization, WideSpecialization
 
 SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
-_MOST_ROWS = 2**23  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
+_MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
 
 
 @dataclass(frozen=True)

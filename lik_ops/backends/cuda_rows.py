@@ -24,7 +24,8 @@ from .cuda_specialized import kernels, processors
 from .ragged import Cut
 
 _log = logging.getLogger("lik_ops")
-_WORKSPACE = 32 * 2**20  # bytes of maxima
+_WORKSPACE = 24 * 2**20  # bytes of maxima; with the bits of masks 32 MiB
+_MASK_BYTES = 8 * 2**20  # of the bits of masks
 _WORDS = 8  # of a step of `maxsim_kept_words`
 _COVERED_BLOCK = 128
 
@@ -75,8 +76,8 @@ def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | N
     for k in range(0, K, chunk):
         part = rows if chunk == K else rows.part(k, min(chunk, K - k))
         _maxima(choice, part, maxima, argmax if argmax is None else argmax[k : k + chunk])
-        sizes = part.groups[0], part.counts[1], part.groups[1]
-        args = maxima, scores[:, k:], part.queries, part.segments, queries, K, *sizes, part.tokens.shape[0]
+        sizes = part.groups[0], part.counts[1], part.groups[1], part.tokens.shape[0]
+        args = maxima, scores[:, k:], part.queries, part.segments, queries, scores.stride(0), *sizes
         grid = (configs.cdiv(queries, side) * configs.cdiv(part.counts[1], documents),)
         launcher.launch(row_sums.maxsim_row_sums, grid, (*args, slot, side, documents, levels), {"num_warps": 4})
     _log.debug("maxsim_row_maxima for %s rows, %s: %s", count, rows.counts, choice)
@@ -146,23 +147,31 @@ class MaskedPlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Nq, K, Lq, Ld = self.sizes
+        Nq, K, _, Ld = self.sizes
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
         if D.data_ptr() % 16:
             plain = ForwardPlan(Q, D, q_mask, d_mask, q_weight, False, self.argmax_dtype)
             return plain.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         assert d_mask is not None
-        stride = configs.cdiv(Ld, 64)
-        words = torch.empty((K, stride), dtype=torch.int64, device=self.device)
-        lengths = torch.empty(K, dtype=torch.int32, device=self.device)
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
+        queries, words = queries_of(Q, q_mask, q_weight), configs.cdiv(Ld, 64)
+        chunk = max(1, _MASK_BYTES // (8 * words))
         with on_device(self.device):
-            args = (d_mask, words, lengths, Ld, *d_mask.stride(), stride, _WORDS)
-            launcher.launch(row_sums.maxsim_kept_words, (K,), args, {"num_warps": 4})
-            segments = Segments(None, None, lengths, None, None, Lq, Ld)
-            queries, tokens = queries_of(Q, q_mask, q_weight), D.view(-1, self.d)
-            score_rows(self.choice, Rows(queries, (Nq, Lq), tokens, segments, words, (Nq, K)), scores, argmax)
+            for k in range(0, K, chunk):
+                part = slice(k, k + chunk)
+                rows = self._rows(queries, D[part], d_mask[part], words)
+                score_rows(self.choice, rows, scores[:, part], None if argmax is None else argmax[part])
         return scores.view(shape)
+
+    def _rows(self, queries: Queries, D: Tensor, d_mask: Tensor, words: int) -> Rows:
+        """What is scored of these documents, `words` of 64 tokens each."""
+        (Nq, _, Lq, Ld), K = self.sizes, D.shape[0]
+        kept = torch.empty((K, words), dtype=torch.int64, device=self.device)
+        lengths = torch.empty(K, dtype=torch.int32, device=self.device)
+        args = (d_mask, kept, lengths, Ld, *d_mask.stride(), words, _WORDS)
+        launcher.launch(row_sums.maxsim_kept_words, (K,), args, {"num_warps": 4})
+        segments = Segments(None, None, lengths, None, None, Lq, Ld)
+        return Rows(queries, (Nq, Lq), D.view(-1, self.d), segments, kept, (Nq, K))
 
 
 def masked_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> MaskedPlan | None:

@@ -313,15 +313,17 @@ def _costs(spans, k0, K, Td, C: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
     k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
     _, length = _span(spans, k, K, Td)
-    return gl.where(k < K, 4 * gl.maximum(gl.cdiv(length, C.BN), 1) + 1, 0)
+    # 64 bits: documents may overlap, so there may be more of their tokens than rows of D.
+    return gl.where(k < K, 4 * gl.maximum(gl.cdiv(length, C.BN), 1) + 1, 0).to(gl.int64)
 
 
 @gluon.jit
 def _share(pid, total, row_tiles):
-    """Where the part of program `pid` begins: a row tile, and what the documents before cost; all below 2^31."""
+    """Where the part of program `pid` begins: a row tile, and what the documents before cost."""
     programs = gl.num_programs(0)
-    whole = (row_tiles.to(gl.int64) * pid // programs).to(gl.int32)
-    rest = (row_tiles.to(gl.int64) * pid % programs).to(gl.int32)
+    position = row_tiles.to(gl.int64) * pid
+    whole = (position // programs).to(gl.int32)
+    rest = position % programs
     return whole, total // programs * rest + total % programs * rest // programs
 
 
@@ -336,7 +338,7 @@ def _shares(spans, row_tiles, K, Td, C: gl.constexpr):
     y, y_rest = _share(gl.program_id(0) + 1, total, row_tiles)
     x = x * K
     y = y * K
-    before = gl.to_tensor(0)
+    before = total * 0
     costs = first
     for k0 in range(0, K, SPAN_BLOCK):
         starts = before + gl.associative_scan(costs, 0, _plus) - costs

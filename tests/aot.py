@@ -234,7 +234,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
         return backward_ragged.maxsim_join_packed_pieces, found
     if case.kernel == "maxsim_ragged_items":
-        segments = Segments("*i64", "*i64", "*i64", "*i64" if case.pairs else "constexpr")
+        segments, _ = _segments(case)
         names = "Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"
         found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
         return ragged_items.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}

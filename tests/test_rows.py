@@ -116,6 +116,7 @@ def test_masks_and_what_is_not_finite(value):
     x.Q[3, 5] = value
     (scores, argmax), (expected, winners) = by_rows(x, torch.int32), plain(x, torch.int32)
     same_bits(scores, expected)
+    same_bits(by_rows(x, None)[0], expected)
     assert torch.equal(argmax, winners)
 
 

@@ -148,6 +148,29 @@ def _new_call(c: Cut, normalize: Any, argmax_dtype: Any, backward: Any) -> _Call
     return _Call(backend, c, normalize, argmax_dtype, backward) if hasattr(backend, "ragged_plan") else None
 
 
+def _description(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple) -> list | None:
+    """What a call has in common with others that take the same plan; None where an argument is no ordinary tensor.
+
+    `per_token` are masks and weights, each with the tokens that it is of.
+    """
+    found: list = [Q.shape[1:], Q.stride(), Q.dtype, Q.get_device(), D.shape[1:], D.stride(), D.dtype, D.get_device()]
+    for x in indices:
+        if x is None:
+            found.append(None)
+        elif _is_memory(x):
+            found += (x.dtype, x.get_device(), x.is_contiguous())
+        else:
+            return None
+    for x, of in per_token:
+        if x is None:
+            found.append(None)
+        elif _is_memory(x) and x.shape == of.shape[:-1]:
+            found += (x.dtype, x.get_device(), x.stride())
+        else:
+            return None
+    return found
+
+
 def maxsim(
     Q: Any,
     D: Any,
@@ -172,22 +195,10 @@ def maxsim(
     """
     if checks_values() or not (_nobody_watches() and _is_memory(Q) and _is_memory(D)):
         return None
-    found: list = [Q.shape[1:], Q.stride(), Q.dtype, Q.get_device(), D.shape[1:], D.stride(), D.dtype, D.get_device()]
     indices = cu_seqlens_q, offsets, lengths, pairs, q_lengths
-    for x in indices:
-        if x is None:
-            found.append(None)
-        elif _is_memory(x):
-            found += (x.dtype, x.get_device(), x.is_contiguous())
-        else:
-            return None
-    for x, of in ((q_mask, Q), (d_mask, D), (q_weight, Q)):
-        if x is None:
-            found.append(None)
-        elif _is_memory(x) and x.shape == of.shape[:-1]:
-            found += (x.dtype, x.get_device(), x.stride())
-        else:
-            return None
+    found = _description(Q, D, indices, ((q_mask, Q), (d_mask, D), (q_weight, Q)))
+    if found is None:
+        return None
     differentiable = _is_grad_enabled() and (
         Q.requires_grad or D.requires_grad or (q_weight is not None and q_weight.requires_grad)
     )

@@ -134,7 +134,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         few = case.kernel == "maxsim_grad_few_packed_documents"
         return backward_configs.grad_packed_documents(arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared)
     if case.kernel in ITEMS:
-        return Launch(documents.config, num_warps=4, num_stages=1)
+        return backward_configs.lookup(arch)
     if case.kernel == "maxsim_scatter":
         return backward_configs.scatter(case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_documents_few":

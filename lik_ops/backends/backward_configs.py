@@ -91,6 +91,14 @@ def grad_documents(
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 
+def lookup(arch: Architecture) -> Launch:
+    """How the kernels run that find and sort the items of ragged layouts; they take no configuration of their own."""
+    config = grad_documents(
+        arch, torch.float32, 128, candidates=False, normalize=False, wide=0, flat=True, pieces=True
+    ).config
+    return Launch(config, num_warps=4, num_stages=1, max_registers=arch.registers)
+
+
 def few_tokens(arch: Architecture) -> int:
     """Rows of D for one program where few of them win anything."""
     return 32 if arch == INTERPRETER else 256
@@ -123,7 +131,8 @@ def grad_packed_documents(
         BM = 128 if arch.name == "sm_90" and config.ONE_CHUNK and not single else config.BM
         plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
         config = config._replace(BM=BM, BN=16 if few and not plain else 32)
-        launch = replace(launch, num_stages=1 if single or arch.is_amd else 2)
+        # On sm_120 ptxas spills two stages.
+        launch = replace(launch, num_stages=1 if single or arch.is_amd or arch.name == "sm_120" else 2)
     else:
         launch = replace(launch, num_stages=1)
     SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,13 @@ _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
 _INT32_MAX = 2**31 - 1
-_SMALL = {"num_warps": 4, "num_stages": 1}
+
+
+@functools.cache
+def _options(device: torch.device) -> dict[str, int]:
+    """Launch options of the kernels that find and sort items."""
+    arch = architecture(device)
+    return backward_configs.lookup(arch).options(arch)
 
 
 def sorted_items(items: Tensor, key: int, reach: bool) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +51,7 @@ def sorted_items(items: Tensor, key: int, reach: bool) -> tuple[Tensor, Tensor |
     out = torch.empty_like(items)
     behind = items.new_empty(count) if reach else None
     grid = (cdiv(count, _RANKED),)
-    launcher.launch(item_kernels.maxsim_sort_items, grid, (items, out, behind, count, key), _SMALL)
+    launcher.launch(item_kernels.maxsim_sort_items, grid, (items, out, behind, count, key), _options(items.device))
     return out, behind
 
 
@@ -52,7 +60,7 @@ def found_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, mos
     count = keys.shape[0]
     starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
     args = keys, reach, starts, count, places, step, most, count.bit_length()
-    launcher.launch(item_kernels.maxsim_find_starts, (cdiv(places, _BLOCK),), args, _SMALL)
+    launcher.launch(item_kernels.maxsim_find_starts, (cdiv(places, _BLOCK),), args, _options(keys.device))
     return starts
 
 
@@ -67,7 +75,7 @@ class Lookup:
         grid = checked_grid(cdiv(count, _BLOCK) + cdiv(r.queries, _QUERIES))
         numbers = r.queries, r.columns, r.Q.shape[0], r.D.shape[0], count, most, *strides
         args = segments_of(r), self.items, self.query, *numbers, r.candidates
-        launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _SMALL)
+        launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _options(r.Q.device))
 
     def by_query(self) -> tuple[Tensor, Tensor | None]:
         """Items, those of each query together, and for pairs where each query's begin."""

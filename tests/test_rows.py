@@ -40,6 +40,20 @@ def test_sums_are_trees_of_the_rows_that_other_kernels_sum_at_once(Lq):
     assert queries * documents * slot == 1024 and (slot >= min(Lq, 256) or levels == 0)
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(40, dtype=torch.bool), torch.ones(1, dtype=torch.bool).expand(40)])
+def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch):
+    from lik_ops.backends import cuda_ragged, cuda_rows
+
+    found = []
+    monkeypatch.setattr(cuda_rows.launcher, "launch", lambda kernel, grid, args, options: found.append((grid, args)))
+    tokens, bounds = torch.randn(40, 16), torch.tensor([0, 12, 40])
+    r = Ragged(tokens, tokens, bounds, bounds[:-1], bounds.diff(), None, mask, None, None)
+    cuda_rows._covered(Cut.of(r, 0), cuda_ragged.queries_of(r))
+    [(grid, (_, given, covered, rows, stride, _))] = found
+    assert grid == (2,) and rows == covered.numel() == 40 and given is mask
+    assert stride == (1 if mask is None else mask.stride(0))
+
+
 def masked_cases():
     """Row tiles and tiles of tokens that end anywhere; documents of no token, of masks with holes and without."""
     for n, (Nq, Nd, Lq, Ld, d) in enumerate(

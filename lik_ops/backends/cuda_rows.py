@@ -124,7 +124,8 @@ def _covered(c: Cut, queries: Queries) -> Queries:
     if c.cu_seqlens_q is None:
         return queries
     covered = torch.zeros(c.Tq, dtype=torch.bool, device=c.Q.device)
-    args = c.cu_seqlens_q, queries.mask, covered, c.Tq, queries.mask_stride_l or 1, _COVERED_BLOCK
+    stride = 1 if queries.mask is None else queries.mask_stride_l  # 0 of an expanded mask
+    args = c.cu_seqlens_q, queries.mask, covered, c.Tq, stride, _COVERED_BLOCK
     launcher.launch(row_sums.maxsim_covered_rows, (c.queries,), args, {"num_warps": 4})
     return queries._replace(mask=covered, mask_stride_n=0, mask_stride_l=1)
 

@@ -123,7 +123,7 @@ class Plan:
         """How a cross product of many query rows goes, see `cuda_rows`."""
         if 0 in (c.queries, c.columns, c.Tq) or c.D.data_ptr() % 16:
             return None
-        return cuda_rows.choose(c.D, c.Tq, c.columns, -(-c.Tq // c.queries), self.argmax_dtype is not None)
+        return cuda_rows.choose(c.D, c.Tq, c.columns, configs.cdiv(c.Tq, c.queries), self.argmax_dtype is not None)
 
     def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
         if len(self.tiles) >= _MOST_TILES:
@@ -136,7 +136,7 @@ class Plan:
     def _scores(self, c: Cut, argmax: Tensor | None) -> Tensor:
         """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
-        Lq = max(_LEAST_SLOT, -(-Tq // (queries or 1)))
+        Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.pairs.shape[0] if self.pairs else queries * columns if self.single else columns  # type: ignore[union-attr]
         few = documents <= configs.RESIDENT
@@ -148,7 +148,7 @@ class Plan:
             shape, strides = (programs,), (1,)
         else:
             shape, strides = (queries, columns), (columns, 1)
-            programs = documents if self.single else -(-queries // tile.groups) * columns
+            programs = documents if self.single else configs.cdiv(queries, tile.groups) * columns
         pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight

@@ -144,6 +144,18 @@ def finite_rows(x, coefficient):
 
 
 @triton.jit
+def add_one_by_one(G, x, local, c, chosen, C: tl.constexpr):
+    """G with the rows ``c * x`` of the CAREFUL_ROWS that are `chosen` added to their tokens, one after the other."""
+    if tl.max(chosen.to(tl.int32), axis=0) > 0:
+        for n in range(CAREFUL_ROWS):
+            this = (tl.arange(0, CAREFUL_ROWS) == n) & chosen
+            token = tl.max(tl.where(this, local, -1), axis=0)
+            row = tl.sum(tl.where(this[:, None], c[:, None] * x, 0.0), axis=0)
+            G += tl.where((tl.arange(0, C.BN) == token)[:, None], row[None, :], 0.0)
+    return G
+
+
+@triton.jit
 def _add_non_finite(G, begin, end, tile, lists, norms, up, Q, sizes, columns, d, C: tl.constexpr):
     """Add the rows that hold NaN or inf one at a time: in a product they would spoil every token of the tile."""
     rows = tl.arange(0, CAREFUL_ROWS)
@@ -153,12 +165,7 @@ def _add_non_finite(G, begin, end, tile, lists, norms, up, Q, sizes, columns, d,
         local, c = _coefficients(code, e0 + rows, tile, lists, norms, up, Q, sizes, d, C)
         x = load_rows(pointers, hit, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
         bad = hit & (finite_rows(x, c) == 0)
-        if tl.max(bad.to(tl.int32), axis=0) > 0:
-            for n in range(CAREFUL_ROWS):
-                this = (rows == n) & bad
-                token = tl.max(tl.where(this, local, -1), axis=0)
-                row = tl.sum(tl.where(this[:, None], c[:, None] * x, 0.0), axis=0)
-                G += tl.where((tl.arange(0, C.BN) == token)[:, None], row[None, :], 0.0)
+        G = add_one_by_one(G, x, local, c, bad, C)
     return G
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .arguments import Items, Sizes, Walk
 from .backward import norm_sums, through_norm
-from .backward_documents import CAREFUL_ROWS, finite_rows, one_hot_product, power_of_two
+from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, power_of_two
 from .backward_few import fill_with_zeros
 from .common import load_rows, query_weight, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
@@ -157,7 +157,6 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
 def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
     """Add the rows that hold NaN or inf one at a time: in a product they would spoil every token of the tile."""
     SLOT: tl.constexpr = min(C.SLOT, CAREFUL_ROWS)
-    rows = tl.arange(0, CAREFUL_ROWS)
     for n0 in range(walk.lo, walk.hi, CAREFUL_ROWS // SLOT):
         items = _items(walk, n0, CAREFUL_ROWS, SLOT)
         for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), SLOT, num_stages=1):
@@ -165,12 +164,7 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
             row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
             x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             bad = (place >= 0) & (finite_rows(x, c) == 0)
-            if tl.max(bad.to(tl.int32), axis=0) > 0:
-                for n in range(CAREFUL_ROWS):
-                    this = (rows == n) & bad
-                    here = tl.max(tl.where(this, place, -1), axis=0)
-                    term = tl.sum(tl.where(this[:, None], c[:, None] * x, 0.0), axis=0)
-                    G += tl.where((tl.arange(0, C.BN) == here)[:, None], term[None, :], 0.0)
+            G = add_one_by_one(G, x, place, c, bad, C)
     return G
 
 

@@ -18,8 +18,8 @@ def query_segment(segments, i, ok, Tq):
     else:
         begin = tl.load(segments.cu_seqlens_q + i, mask=ok, other=0).to(tl.int64)
         end = tl.load(segments.cu_seqlens_q + i + 1, mask=ok, other=0).to(tl.int64)
-        length = end - begin
-        valid = (begin >= 0) & (length >= 0) & (end <= Tq)
+        length = end - begin  # wraps where they are far apart: it does not tell which is first
+        valid = (begin >= 0) & (begin <= end) & (end <= Tq)
     ok = ok & valid
     # Q has fewer than 2^31 rows, and one number takes one register.
     return tl.where(ok, begin, 0).to(tl.int32), tl.where(ok, length, 0).to(tl.int32), valid
@@ -112,4 +112,5 @@ def packed_winners(up, of, row, n, ok, sizes, C: tl.constexpr):
     begin = item_field(up.items, up.count, m, ok, FIRST)
     g = tl.load(up.grad_scores + score_at, mask=ok, other=0.0)
     won = ok & (token >= 0) & (token < length)  # no forward writes another
-    return begin + token, won, tl.where(won, g, 0.0)
+    # Row 0 where none won, though it is not read: without that selection Triton 3.6 does not compile the other.
+    return tl.where(won, begin + token, 0), won, tl.where(won, g, 0.0)

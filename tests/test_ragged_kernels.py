@@ -172,6 +172,9 @@ def test_what_lies_outside_scores_nan_and_touches_nothing_else(place):
     cu[2], cu[4] = -3, rows + 1  # of queries 1 and 2, 3 and 4
     found, winners = cuda_ragged.forward_ragged(bad._replace(cu_seqlens_q=cu), False, torch.int32, 0)
     assert found[1:5].isnan().all() and torch.equal(found[[0, 5], 5], scores[[0, 5], 5])
+    cu[2:5] = torch.tensor([2**63 - 1, -(2**63), 8])  # in 64 bits the second is one more than the first
+    found, winners = cuda_ragged.forward_ragged(bad._replace(cu_seqlens_q=cu), False, torch.int32, 0)
+    assert found[1:4].isnan().all() and torch.equal(found[[0, 5], 5], scores[[0, 5], 5])
     pairs = torch.tensor([[0, 0], [-1, 0], [0, 6], [6, 0], [0, -1], [5, 3]], device=place.device)
     found, winners = cuda_ragged.forward_ragged(good.r._replace(pairs=pairs), False, torch.int32, 5)
     assert found[1:5].isnan().all() and torch.equal(found[[0, 5]], torch.stack([scores[0, 0], scores[5, 3]]))

@@ -24,7 +24,7 @@ from .ragged import (
 
 BLOCK = tl.constexpr(128)  # items, or bounds, of a program
 QUERIES = tl.constexpr(16)  # of a program that writes which rows they have
-RANKED, OTHERS = tl.constexpr(16), tl.constexpr(256)  # items that a program ranks, and those they are compared with
+RANKED, OTHERS = tl.constexpr(4), tl.constexpr(512)  # items that a program ranks, and those they are compared with
 
 
 @triton.jit
@@ -105,19 +105,21 @@ def maxsim_sort_items(items, out, reach, count, KEY: tl.constexpr):
     n = wide(tl.program_id(0)) * RANKED + tl.arange(0, RANKED)
     ok = n < count
     key = item_field(items, count, n, ok, KEY)
-    rank = tl.zeros((RANKED,), tl.int64)
-    behind = key + item_field(items, count, n, ok, LENGTH)
+    counts = tl.zeros((RANKED, OTHERS), tl.int32)
+    ends = tl.zeros((RANKED, OTHERS), tl.int64)
     for m0 in range(0, count, OTHERS):
         m = wide(m0) + tl.arange(0, OTHERS)
         other = item_field(items, count, m, m < count, KEY)
         before = (other[None, :] < key[:, None] + (m[None, :] < n[:, None]).to(tl.int64)) & (m < count)[None, :]
-        rank += tl.sum(before.to(tl.int32), axis=1)
+        counts += before.to(tl.int32)
         if reach is not None:
             end = other + item_field(items, count, m, m < count, LENGTH)
-            behind = tl.maximum(behind, tl.max(tl.where(before, end[None, :], 0), axis=1))
+            ends = tl.maximum(ends, tl.where(before, end[None, :], 0))
+    rank = tl.sum(counts, axis=1).to(tl.int64)
     for field in tl.static_range(FIELDS):
         tl.store(out + field * wide(count) + rank, item_field(items, count, n, ok, field), mask=ok)
     if reach is not None:
+        behind = tl.maximum(tl.max(ends, axis=1), key + item_field(items, count, n, ok, LENGTH))
         tl.store(reach + rank, behind, mask=ok)
 
 

@@ -66,6 +66,8 @@ RAGGED = [
     ),
     Case(QUERIES, ragged=True, candidates=True),
     *(Case(QUERIES, dtype, d, ragged=True) for dtype, d in ((_BF16, 128), (_FP32, 16), (_FP32, 128), (_FP16, 300))),
+    Case(QUERIES, ragged=True, candidates=True, normalize=True, options=True),
+    Case(QUERIES, _FP32, ragged=True, candidates=True),
     Case(FORWARD, ragged=True),
     Case(FORWARD, ragged=True, bounds=True, **_EVERYTHING),
     Case(FORWARD, ragged=True, bounds=True, pairs=True, candidates=True),

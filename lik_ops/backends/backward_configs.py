@@ -10,7 +10,9 @@ from ..csrc_triton.arguments import Config
 from .configs import INTERPRETER, Architecture, Launch, loads_vectors, next_power_of_2, precision
 
 
-def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int) -> Launch:
+def gather(
+    dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
+) -> Launch:
     """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
@@ -18,6 +20,9 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
     vectors = loads_vectors(d, wide)
     if not vectors:
         rows = 8 if normalize else 32
+    short = vectors and d <= 128
+    if ragged and not (short and dtype != torch.float32 and not normalize):
+        rows //= 2  # where their winners lie takes registers too
     config = Config(
         BM=8,
         BN=max(rows * min(128, BD) // BD // 8, 1),
@@ -30,14 +35,15 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
         WIDE=wide,
         PRECISION="ieee",
     )
-    return Launch(config, num_warps=4, num_stages=2, max_registers=128 if vectors and d <= 128 else 255)
+    few = short and not (ragged and candidates and dtype == torch.float32)
+    return Launch(config, num_warps=4, num_stages=2, max_registers=128 if few else 255)
 
 
 def scatter(
     dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
 ) -> Launch:
     """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
-    launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide)
+    launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide, ragged=ragged)
     config = launch.config
     launch = replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
     return replace(launch, max_registers=255) if ragged else launch

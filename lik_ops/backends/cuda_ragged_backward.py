@@ -115,7 +115,7 @@ class _Call:
         return self.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
 
     def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
+        launch = backward_configs.gather(self.r.Q.dtype, self.d, ragged=True, **self.layout())
         grid = checked_grid(cdiv(self.r.Q.shape[0], launch.config.BM))
         args = self.queries, self.documents, self._by_query(), grad_Q, grad_weight, *self.sizes, self.d
         self._run(maxsim_grad_queries, grid, args, launch)

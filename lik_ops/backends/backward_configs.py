@@ -10,9 +10,7 @@ from ..csrc_triton.arguments import Config
 from .configs import INTERPRETER, Architecture, Launch, loads_vectors, next_power_of_2, precision
 
 
-def gather(
-    dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
-) -> Launch:
+def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False) -> Launch:
     """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.

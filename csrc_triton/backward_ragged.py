@@ -13,7 +13,7 @@ import triton.language as tl
 from .arguments import Items, Sizes, Walk
 from .backward import norm_sums, through_norm
 from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, power_of_two
-from .backward_few import fill_with_zeros
+from .backward_few import fill_with_zeros, sums_of_few
 from .common import load_rows, query_weight, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 
@@ -66,16 +66,19 @@ def _places(items, token, query, up, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
-    """Of the lanes of a step: query rows, at which of BN places the token is that each won (-1: none), and
+def _rows(
+    walk, items, s0, token, query, norms, up, Q,
+    STEP: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Of the lanes of a step: query rows, at which of PLACES the token is that each won (-1: none), and
     ``g * w / ||q||``."""
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
     if walk.slots is not None:
         place = _places(items, token, query, up, walk.slots.shape[0])
         slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
-        place = tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1)
+        place = tl.where((place >= 0) & (slot >= 0) & (slot < PLACES), slot, -1)
     else:
-        place = _places(items, token, query, up, C.BN)
+        place = _places(items, token, query, up, PLACES)
     place = _once(place)
     hit = place >= 0
     score = items.score
@@ -106,7 +109,7 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
         items = _items(walk, n0, C.BM, C.SLOT)
         for s0 in range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT):
             token, query = _winners(items, s0, up, C.BM, C.SLOT)
-            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
+            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C.BN, C)
             largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)
@@ -133,7 +136,7 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
         for s0 in range(0, tl.max(items.stop - items.begin, axis=0), SLOT):
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
             token_ahead, query_ahead = _winners(items, s0 + SLOT, up, STEP, SLOT)
-            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C.BN, C)
             x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
             if CHECK:
                 finite = finite_rows(x, c)
@@ -161,7 +164,7 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
         items = _items(walk, n0, CAREFUL_ROWS, SLOT)
         for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), SLOT, num_stages=1):
             token, query = _winners(items, s0, up, CAREFUL_ROWS, SLOT)
-            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C.BN, C)
             x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             bad = (place >= 0) & (finite_rows(x, c) == 0)
             G = add_one_by_one(G, x, place, c, bad, C)
@@ -316,21 +319,12 @@ def _slots(walk, up, TILE: tl.constexpr, C: tl.constexpr):
     return won, tl.sum(won, axis=0), tl.cumsum(won, axis=0) - won
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
-def maxsim_grad_few_packed_documents(
-    Q, D, up, items, starts, norms, grad_D, Nq, K, Tq, Td, d, TILE: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """grad_D [Td, d] of TILE rows of D a program, of which few win: zeros, and the sums of those that do over them.
-
-    BN of them are summed at a time. The rest is as in `maxsim_grad_packed_documents`.
-    """
-    sizes = Sizes(Nq, K, Tq, Td)
+@triton.jit
+def _sum_many(walk, norms, up, Q, D, grad_D, sizes, d, TILE: tl.constexpr, C: tl.constexpr):
+    """Write zeros, and over them the sums of the tokens of a tile that win, BN at a time, however many rows there are."""
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
-    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
-    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * TILE, r0, r1, None, None)
     won, count, slots = _slots(walk, up, TILE, C)
-    rows = tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32)
-    fill_with_zeros(grad_D + walk.t0 * d, rows * d)
+    fill_with_zeros(grad_D + walk.t0 * d, tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32) * d)
     tl.debug_barrier()  # the zeros are written by other threads than the sums
     base = D.ptr + walk.t0 * D.stride_l
     for u0 in tl.range(0, count, C.BN, num_stages=1):
@@ -357,3 +351,49 @@ def maxsim_grad_few_packed_documents(
                     live = more_live
                 G = through_norm(G, x, live, squares, dot)
             _store(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)
+
+
+@triton.jit
+def _sum_one_step(walk, items, norms, up, Q, D, grad_D, sizes, d, TILE: tl.constexpr, C: tl.constexpr):
+    """The same where `items` are all, with one step's rows: of those with the same winner the first writes the sum."""
+    token, query = _winners(items, 0, up, C.BM, C.SLOT)
+    row, place, c = _rows(walk, items, 0, token, query, norms, up, Q, C.BM, C.SLOT, TILE, C)
+    n = tl.arange(0, C.BM)
+    first = tl.min(tl.where(place[:, None] == place[None, :], n[:, None], C.BM), axis=0)
+    first, c = _once(tl.where(place >= 0, first, -1)), _once(c)
+    fill_with_zeros(grad_D + walk.t0 * d, tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32) * d)
+    tl.debug_barrier()  # the zeros are written by other threads than the sums
+    base = D.ptr + walk.t0 * D.stride_l
+    for c0 in range(0, d, C.BD):
+        columns = c0 + tl.arange(0, C.BD)
+        x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
+        for n0 in tl.range(0, C.BM, C.BN, num_stages=1):
+            match = first[None, :] == (n0 + tl.arange(0, C.BN))[:, None]
+            t = tl.max(tl.where(match, place[None, :], -1), axis=1)
+            G = sums_of_few(match, c, x, C)
+            if C.NORMALIZE:
+                y, dot, squares, live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
+                G = through_norm(G, y, live, squares, dot)
+            _store(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)
+
+
+@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
+def maxsim_grad_few_packed_documents(
+    Q, D, up, sorted_items, starts, norms, grad_D, Nq, K, Tq, Td, d, TILE: tl.constexpr, ONE: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """grad_D [Td, d] of TILE rows of D a program, of which few win: zeros, and the sums of those that do over them.
+
+    Most tiles meet the rows of one step, of configuration ONE (None: none does), which need not be counted before. The
+    rest is as in `maxsim_grad_packed_documents`.
+    """
+    sizes = Sizes(Nq, K, Tq, Td)
+    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
+    walk = Walk(sorted_items, up.count, lo, hi, wide(tl.program_id(0)) * TILE, r0, r1, None, None)
+    if ONE is None:
+        _sum_many(walk, norms, up, Q, D, grad_D, sizes, d, TILE, C)
+    else:
+        items = _items(walk, lo, ONE.BM, ONE.SLOT)
+        if (tl.max(items.stop - items.begin, axis=0) <= ONE.SLOT) & (hi - lo <= ONE.BM // ONE.SLOT):
+            _sum_one_step(walk, items, norms, up, Q, D, grad_D, sizes, d, TILE, ONE)
+        else:
+            _sum_many(walk, norms, up, Q, D, grad_D, sizes, d, TILE, C)

@@ -28,7 +28,7 @@ from lik_ops.csrc_triton import (
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Documents, Queries, Segments, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Config, Documents, Queries, Segments, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -131,8 +131,11 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return documents
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
-        few = case.kernel == "maxsim_grad_few_packed_documents"
-        return backward_configs.grad_packed_documents(arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared)
+        if case.kernel == "maxsim_grad_few_packed_documents":
+            return backward_configs.few_packed_documents(arch, case.dtype, case.d, rows, flat=flat, **shared)[0]
+        return backward_configs.grad_packed_documents(
+            arch, case.dtype, case.d, flat=flat, rows=rows, few=False, **shared
+        )
     if case.kernel in ITEMS:
         return backward_configs.lookup(arch)
     if case.kernel == "maxsim_scatter":
@@ -145,6 +148,11 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
     return backward_configs.gather(case.dtype, case.d, ragged=case.ragged, **shared)
+
+
+def _one_step(case: Case, arch: Architecture) -> Config | None:
+    options = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "flat": case.wide == 0}
+    return backward_configs.few_packed_documents(arch, case.dtype, case.d, case.Lq, **options)[1]
 
 
 def _levels(case: Case, arch: Architecture) -> int:
@@ -226,9 +234,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
         return backward_ragged.maxsim_grad_packed_documents, found | packed
     if case.kernel == "maxsim_grad_few_packed_documents":
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        found = {"Q": None, "D": None, "up": up, "sorted_items": "*i64", "starts": "*i32"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
-        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
+        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr", "ONE": "constexpr"}
         return backward_ragged.maxsim_grad_few_packed_documents, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
@@ -285,6 +293,8 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {}
     given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.few_tokens(arch)}
+    if "ONE" in arguments:
+        given["ONE"] = _one_step(case, arch)
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:
         constants[(names.index("LEVELS"),)] = _levels(case, arch)

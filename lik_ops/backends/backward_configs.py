@@ -143,6 +143,36 @@ def grad_packed_documents(
     return replace(launch, config=config._replace(SLOT=SLOT))
 
 
+def few_packed_documents(
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    rows: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
+) -> tuple[Launch, Config | None]:
+    """`grad_packed_documents` for `few`, and the configuration of tiles whose rows fit one step; None: of no tile."""
+    launch = grad_packed_documents(
+        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, rows=rows, few=True
+    )
+    config = launch.config
+    if normalize and not config.ONE_CHUNK:
+        return launch, None
+    half = dtype != torch.float32 and loads_vectors(d, wide) and not arch.is_amd
+    BM = 16 if arch == INTERPRETER else 64 if half and arch.name == "sm_90" else 32
+    BD = config.BD if normalize else max(config.BD // 2, 16)
+    one = config._replace(BM=BM, BN=16, BD=BD, SLOT=min(max(next_power_of_2(rows), 16), BM))
+    if half and arch != INTERPRETER:
+        # Most tiles take the one step: three programs on a multiprocessor matter more than the steps of the others.
+        registers = 168 if arch.name == "sm_90" and not normalize else 255
+        config = config._replace(BM=32, BN=16, BD=BD, ONE_CHUNK=d <= BD, SLOT=min(config.SLOT, 32))
+        launch = replace(launch, config=config, max_registers=registers)
+    return launch, one
+
+
 FEW_ROWS = 128  # query rows of a document that one program holds, at most
 
 

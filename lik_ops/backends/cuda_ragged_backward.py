@@ -142,9 +142,12 @@ class _Call:
         r, few, (Tq, Td) = self.r, self._few(), (self.r.Q.shape[0], self.r.D.shape[0])
         rows = cdiv(Tq, r.queries) if self._single() else None
         flat = Tq * abs(r.Q.stride(0)) + self.d * abs(r.Q.stride(1)) <= _INT32_MAX
-        launch = backward_configs.grad_packed_documents(
-            self.arch, r.Q.dtype, self.d, rows=rows, flat=flat, few=few, **self.layout()
-        )
+        options = {"rows": rows, "flat": flat, **self.layout()}
+        one = None
+        if few:
+            launch, one = backward_configs.few_packed_documents(self.arch, r.Q.dtype, self.d, **options)
+        else:
+            launch = backward_configs.grad_packed_documents(self.arch, r.Q.dtype, self.d, few=False, **options)
         tile = backward_configs.few_tokens(self.arch) if few else launch.config.BN
         (tiles,) = checked_grid(cdiv(Td, tile))
         items, starts = self.lookup.by_tile(tile, tiles)
@@ -153,7 +156,7 @@ class _Call:
         first = self.queries, self.documents, up, items, starts, norms
         numbers = *self.sizes, self.d
         if few:
-            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, grad_D, *numbers, tile), launch)
+            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, grad_D, *numbers, tile, one), launch)
             return
         pieces = self._pieces(tile, tiles)
         partial = None

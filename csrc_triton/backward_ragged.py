@@ -14,31 +14,49 @@ from .arguments import Items, Sizes, Walk
 from .backward import norm_sums, through_norm
 from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, power_of_two
 from .backward_few import fill_with_zeros
+from .backward_ragged_lists import OFFSET_BITS, OFFSETS, listed_item
 from .common import load_rows, query_weight, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 
 
 @triton.jit
-def _items(walk, n0, STEP: tl.constexpr, SLOT: tl.constexpr):
+def _items(walk, n0, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
     """Items of a step from item n0 on, SLOT lanes each; with no rows behind the last."""
-    n = n0 + tl.arange(0, STEP) // SLOT
-    ok = n < walk.hi
-    first = item_field(walk.items, walk.count, n, ok, FIRST) - walk.t0
-    length = item_field(walk.items, walk.count, n, ok, LENGTH)
-    begin = tl.maximum(item_field(walk.items, walk.count, n, ok, BEGIN), walk.r0).to(tl.int32)
-    stop = tl.minimum(item_field(walk.items, walk.count, n, ok, STOP), walk.r1).to(tl.int32)
-    winners = item_field(walk.items, walk.count, n, ok, WINNERS)
-    score = item_field(walk.items, walk.count, n, ok, SCORE)
-    return Items(first, length, begin, stop, winners, score)
+    if walk.lists is not None:
+        items = listed_item(walk, n0, C)
+    else:
+        n = n0 + tl.arange(0, STEP) // SLOT
+        ok = n < walk.hi
+        first = item_field(walk.items, walk.count, n, ok, FIRST) - walk.t0
+        length = item_field(walk.items, walk.count, n, ok, LENGTH)
+        begin = tl.maximum(item_field(walk.items, walk.count, n, ok, BEGIN), walk.r0).to(tl.int32)
+        stop = tl.minimum(item_field(walk.items, walk.count, n, ok, STOP), walk.r1).to(tl.int32)
+        winners = item_field(walk.items, walk.count, n, ok, WINNERS)
+        score = item_field(walk.items, walk.count, n, ok, SCORE)
+        items = Items(first, length, begin, stop, winners, score)
+    return items
 
 
 @triton.jit
-def _winners(items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
-    """The winners of the rows from number s0 of each item on, -1 where there is no row, and in the cross product their
-    queries."""
+def _most_rows(walk, items):
+    """The most rows, or entries, that an item of a step has."""
+    most = items.stop - items.begin
+    if walk.lists is None:
+        most = tl.max(most, axis=0)
+    return most
+
+
+@triton.jit
+def _winners(walk, items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
+    """The winners, or entries, of the rows from number s0 of each item on, -1 where there is no row, and in the cross
+    product their queries."""
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
     ok = row < items.stop
-    token = tl.load(up.argmax + (items.winners + row), mask=ok, other=-1)
+    if walk.lists is not None:
+        token = tl.load(walk.lists.entries + row, mask=ok, other=-1)
+        row = items.winners + (token >> OFFSET_BITS)
+    else:
+        token = tl.load(up.argmax + (items.winners + row), mask=ok, other=-1)
     query = row
     if up.query is not None:
         query = tl.load(up.query + row, mask=ok, other=-1)
@@ -70,13 +88,17 @@ def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT:
     """Of the lanes of a step: query rows, at which of BN places the token is that each won (-1: none), and
     ``g * w / ||q||``."""
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
-    if walk.slots is not None:
+    if walk.lists is not None:
+        entry = _once(token)
+        row = items.winners + (entry >> OFFSET_BITS)
+        place = (entry & (OFFSETS - 1)) + items.first
+        place = tl.where((entry >= 0) & (place >= 0) & (place < C.BN), place, -1)
+    elif walk.slots is not None:
         place = _places(items, token, query, up, walk.slots.shape[0])
         slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
-        place = tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1)
+        place = _once(tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
     else:
-        place = _places(items, token, query, up, C.BN)
-    place = _once(place)
+        place = _once(_places(items, token, query, up, C.BN))
     hit = place >= 0
     score = items.score
     if up.query is not None:
@@ -103,9 +125,9 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
     """As that of `backward_documents`: for fp16, whose range may not hold the coefficients."""
     largest = tl.full((C.BM,), 0, tl.float32)
     for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
-        items = _items(walk, n0, C.BM, C.SLOT)
-        for s0 in range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT):
-            token, query = _winners(items, s0, up, C.BM, C.SLOT)
+        items = _items(walk, n0, C.BM, C.SLOT, C)
+        for s0 in range(0, _most_rows(walk, items), C.SLOT):
+            token, query = _winners(walk, items, s0, up, C.BM, C.SLOT)
             _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
             largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
@@ -124,15 +146,15 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
     N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
     G = tl.full((M, N), 0, tl.float32)
     # Items are read two steps ahead, their winners one, so that nothing waits for what names it.
-    items = _items(walk, walk.lo, STEP, SLOT)
-    items_ahead = _items(walk, walk.lo + STEP // SLOT, STEP, SLOT)
-    token, query = _winners(items, 0, up, STEP, SLOT)
+    items = _items(walk, walk.lo, STEP, SLOT, C)
+    items_ahead = _items(walk, walk.lo + STEP // SLOT, STEP, SLOT, C)
+    token, query = _winners(walk, items, 0, up, STEP, SLOT)
     for n0 in range(walk.lo, walk.hi, STEP // SLOT):
-        first_token, first_query = _winners(items_ahead, 0, up, STEP, SLOT)
-        items_after = _items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT)
-        for s0 in range(0, tl.max(items.stop - items.begin, axis=0), SLOT):
+        first_token, first_query = _winners(walk, items_ahead, 0, up, STEP, SLOT)
+        items_after = _items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT, C)
+        for s0 in range(0, _most_rows(walk, items), SLOT):
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
-            token_ahead, query_ahead = _winners(items, s0 + SLOT, up, STEP, SLOT)
+            token_ahead, query_ahead = _winners(walk, items, s0 + SLOT, up, STEP, SLOT)
             row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
             x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
             if CHECK:
@@ -158,9 +180,9 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
     """Add the rows that hold NaN or inf one at a time: in a product they would spoil every token of the tile."""
     SLOT: tl.constexpr = min(C.SLOT, CAREFUL_ROWS)
     for n0 in range(walk.lo, walk.hi, CAREFUL_ROWS // SLOT):
-        items = _items(walk, n0, CAREFUL_ROWS, SLOT)
-        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), SLOT, num_stages=1):
-            token, query = _winners(items, s0, up, CAREFUL_ROWS, SLOT)
+        items = _items(walk, n0, CAREFUL_ROWS, SLOT, C)
+        for s0 in tl.range(0, _most_rows(walk, items), SLOT, num_stages=1):
+            token, query = _winners(walk, items, s0, up, CAREFUL_ROWS, SLOT)
             row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
             x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             bad = (place >= 0) & (finite_rows(x, c) == 0)
@@ -224,7 +246,7 @@ def _partial_sums(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
 def maxsim_grad_packed_documents(
-    Q, D, up, items, starts, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
+    Q, D, up, items, starts, lists, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
 ):  # fmt: skip
     """grad_D [Td, d] of BN rows of D a program: the sum over the query rows that they won.
 
@@ -235,7 +257,10 @@ def maxsim_grad_packed_documents(
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
     lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
-    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None)
+    if lists is not None:
+        lo *= lists.blocks
+        hi *= lists.blocks
+    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
@@ -307,9 +332,9 @@ def _slots(walk, up, TILE: tl.constexpr, C: tl.constexpr):
     """Which tokens of a tile win anything, how many of them there are, and how many before each."""
     won = tl.zeros((TILE,), tl.int32)
     for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
-        items = _items(walk, n0, C.BM, C.SLOT)
-        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT, num_stages=1):
-            token, query = _winners(items, s0, up, C.BM, C.SLOT)
+        items = _items(walk, n0, C.BM, C.SLOT, C)
+        for s0 in tl.range(0, _most_rows(walk, items), C.SLOT, num_stages=1):
+            token, query = _winners(walk, items, s0, up, C.BM, C.SLOT)
             place = _places(items, token, query, up, TILE)
             won += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
     won = (won > 0).to(tl.int32)
@@ -327,14 +352,14 @@ def maxsim_grad_few_packed_documents(
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
     lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
-    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * TILE, r0, r1, None, None)
+    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * TILE, r0, r1, None, None, None)
     won, count, slots = _slots(walk, up, TILE, C)
     rows = tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32)
     fill_with_zeros(grad_D + walk.t0 * d, rows * d)
     tl.debug_barrier()  # the zeros are written by other threads than the sums
     base = D.ptr + walk.t0 * D.stride_l
     for u0 in tl.range(0, count, C.BN, num_stages=1):
-        part = Walk(walk.items, walk.count, walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0)
+        part = Walk(walk.items, walk.count, walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0, None)
         here = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (won > 0)[None, :]
         t = tl.max(tl.where(here, tl.arange(0, TILE)[None, :], -1), axis=1)
         dot = tl.full((C.BN,), 0, tl.float32)

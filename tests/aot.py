@@ -22,13 +22,14 @@ from lik_ops.csrc_triton import (
     backward_lists,
     backward_queries,
     backward_ragged,
+    backward_ragged_lists,
     backward_unified,
     forward,
     forward_ragged,
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Documents, Queries, Segments, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Documents, Lists, Queries, Segments, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -132,7 +133,11 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         few = case.kernel == "maxsim_grad_few_packed_documents"
-        return backward_configs.grad_packed_documents(arch, case.dtype, case.d, flat=flat, rows=rows, few=few, **shared)
+        choices = {"flat": flat, "rows": rows, "few": few, "listed": _listed(case), **shared}
+        packed = backward_configs.grad_packed_documents(arch, case.dtype, case.d, **choices)
+        if case.kernel == "maxsim_list_packed_winners":
+            return backward_configs.packed_lists(arch, packed, case.Nq * case.Lq)[0]
+        return packed
     if case.kernel in ITEMS:
         return backward_configs.lookup(arch)
     if case.kernel == "maxsim_scatter":
@@ -147,6 +152,10 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     return backward_configs.gather(case.dtype, case.d, **shared)
 
 
+def _listed(case: Case) -> bool:
+    return case.lists and case.kernel != "maxsim_grad_few_packed_documents" and not (case.candidates or case.pairs)
+
+
 def _levels(case: Case, arch: Architecture) -> int:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
     sizes = case.Nq, case.Lq, case.d
@@ -155,6 +164,7 @@ def _levels(case: Case, arch: Architecture) -> int:
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_few_packed_documents", "maxsim_join_packed_pieces")
+PACKED += ("maxsim_list_packed_winners",)
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -221,6 +231,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
     if case.kernel == "maxsim_grad_packed_documents":
         found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        found |= {"lists": Lists("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr"}
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
@@ -230,6 +241,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
         found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
         return backward_ragged.maxsim_grad_few_packed_documents, found
+    if case.kernel == "maxsim_list_packed_winners":
+        found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(("rows", "blocks"), "i32")
+        return backward_ragged_lists.maxsim_list_packed_winners, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
         return backward_ragged.maxsim_join_packed_pieces, found
@@ -295,6 +309,8 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         up, absent = _upstream(case)
         aligned += [(names.index("up"), k) for k, v in enumerate(up) if v.startswith("*")]
         constants |= {(names.index("up"), k): None for k in absent}
+    if isinstance(arguments.get("lists"), Lists):
+        aligned += [(names.index("lists"), n) for n in range(2)]
     if "segments" in arguments:
         at = names.index("segments")
         segments, absent = _segments(case)

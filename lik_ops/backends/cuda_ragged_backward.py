@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..csrc_triton import ragged as fields
 from ..csrc_triton import ragged_items as item_kernels
-from ..csrc_triton.arguments import Upstream
+from ..csrc_triton.arguments import Lists, Upstream
 from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_ragged import (
@@ -17,6 +17,7 @@ from ..csrc_triton.backward_ragged import (
     maxsim_grad_packed_documents,
     maxsim_join_packed_pieces,
 )
+from ..csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from . import backward_configs, launcher
 from .configs import Launch, cdiv
@@ -31,6 +32,9 @@ _MOST_RANKED = 8192  # items that are sorted by comparing each with each
 _FEW = 2  # rows of D for each winner, beyond which most win nothing
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
+_LIST_BYTES = 16 * 2**20  # of the lists of winners; where those are more, all of them are walked over
+_LIST_ROWS = 1024  # query rows from which on winners are listed: fewer are a few steps of a walk
+_LIST_TOKENS = (BUCKETS.value - 1) * OFFSETS.value // 2  # rows of D that entries can tell apart
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
 _INT32_MAX = 2**31 - 1
 
@@ -138,28 +142,53 @@ class _Call:
         own = r.columns * r.Q.shape[0] if r.pairs is None else r.pairs.shape[0] * cdiv(r.Q.shape[0], r.queries)
         return self._single() and r.D.shape[0] > _FEW * own
 
+    def _list_blocks(self, launch: Launch) -> tuple[Launch, int, int] | None:
+        """How winners are listed, in how many blocks of each document's query rows, and the rows of a block; None where
+        they are not."""
+        Tq, count = self.r.Q.shape[0], self.lookup.items.shape[1]
+        if self._single() or Tq < _LIST_ROWS or self.r.D.shape[0] > _LIST_TOKENS:
+            return None
+        listing, rows = backward_configs.packed_lists(self.arch, launch, Tq)
+        blocks = cdiv(Tq, rows)
+        fits = 4 * count * blocks * (rows + BUCKETS.value + 1) <= _LIST_BYTES
+        return (listing, blocks, rows) if fits else None
+
+    def _lists(self, up: Upstream, items: Tensor, listing: Launch, blocks: int, rows: int) -> Lists:
+        new = functools.partial(torch.empty, dtype=torch.int32, device=items.device)
+        count = items.shape[1] * blocks
+        lists = Lists(new(count * rows), new(count * (BUCKETS.value + 1)), rows, blocks)
+        self._run(maxsim_list_packed_winners, checked_grid(count), (up, items, *lists), listing)
+        return lists
+
     def into_documents(self, grad_D: Tensor) -> None:
         r, few, (Tq, Td) = self.r, self._few(), (self.r.Q.shape[0], self.r.D.shape[0])
         rows = cdiv(Tq, r.queries) if self._single() else None
         flat = Tq * abs(r.Q.stride(0)) + self.d * abs(r.Q.stride(1)) <= _INT32_MAX
-        launch = backward_configs.grad_packed_documents(
-            self.arch, r.Q.dtype, self.d, rows=rows, flat=flat, few=few, **self.layout()
+        table = functools.partial(
+            backward_configs.grad_packed_documents,
+            *(self.arch, r.Q.dtype, self.d),
+            **{"rows": rows, "flat": flat, "few": few, **self.layout()},
         )
+        launch = table(listed=True)
+        blocks = self._list_blocks(launch)
+        if blocks is None:
+            launch = table()
         tile = backward_configs.few_tokens(self.arch) if few else launch.config.BN
         (tiles,) = checked_grid(cdiv(Td, tile))
         items, starts = self.lookup.by_tile(tile, tiles)
         up = self.up._replace(query=None if self._single() else self.lookup.query, count=items.shape[1])
         norms = self._row_norms() if self.normalize else None
-        first = self.queries, self.documents, up, items, starts, norms
+        first = self.queries, self.documents, up, items, starts
         numbers = *self.sizes, self.d
         if few:
-            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, grad_D, *numbers, tile), launch)
+            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, norms, grad_D, *numbers, tile), launch)
             return
+        lists = None if blocks is None else self._lists(up, items, *blocks)
         pieces = self._pieces(tile, tiles)
         partial = None
         if pieces > 1:
             partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=r.Q.device)
-        self._run(maxsim_grad_packed_documents, (tiles, pieces), (*first, partial, grad_D, *numbers), launch)
+        self._run(maxsim_grad_packed_documents, (tiles, pieces), (*first, lists, norms, partial, grad_D, *numbers), launch)
         if partial is not None:
             joined = self.documents, partial, grad_D, pieces, Td, self.d
             self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)

@@ -102,8 +102,8 @@ class Walk(NamedTuple):
     their first rows, `count` in all, and of each the query rows from `r0` to `r1`.
 
     `t0` is the tile's first row of D. Where `slots` is not None it has more tokens than are summed at a time: BN places
-    from `u0` on, token t of the tile at ``slots[t]``. Where `lists` is not None `lo` to `hi` are blocks of items, and of
-    each only the rows are met that won in a bucket of the document.
+    from `u0` on, token t of the tile at ``slots[t]``. Where `lists` is not None, `lo` to `hi` are blocks of items, and
+    of each only the rows are met that won in the tile's bucket of the document.
     """
 
     items: Any
@@ -121,8 +121,8 @@ class Walk(NamedTuple):
 class Lists(NamedTuple):
     """The winners of packed documents, listed by `maxsim_list_packed_winners`.
 
-    Each item has `blocks` blocks of `rows` query rows. Entries are ``[items, blocks, rows]``, those of a bucket together;
-    `starts` ``[items, blocks, BUCKETS + 1]`` is where buckets begin in their block.
+    Each item has `blocks` blocks of `rows` query rows. Entries ``[items, blocks, rows]`` are int32, those of a bucket
+    together; `starts` ``[items, blocks, BUCKETS + 1]``, int32, is where buckets begin in their block.
     """
 
     entries: Any

@@ -242,7 +242,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
         return backward_ragged.maxsim_grad_few_packed_documents, found
     if case.kernel == "maxsim_list_packed_winners":
-        found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(("rows", "blocks"), "i32")
+        found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(
+            ("rows", "blocks"), "i32"
+        )
         return backward_ragged_lists.maxsim_list_packed_winners, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")

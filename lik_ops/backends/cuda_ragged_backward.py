@@ -188,7 +188,9 @@ class _Call:
         partial = None
         if pieces > 1:
             partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=r.Q.device)
-        self._run(maxsim_grad_packed_documents, (tiles, pieces), (*first, lists, norms, partial, grad_D, *numbers), launch)
+        self._run(
+            maxsim_grad_packed_documents, (tiles, pieces), (*first, lists, norms, partial, grad_D, *numbers), launch
+        )
         if partial is not None:
             joined = self.documents, partial, grad_D, pieces, Td, self.d
             self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)

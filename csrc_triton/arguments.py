@@ -131,6 +131,21 @@ class Lists(NamedTuple):
     blocks: Any
 
 
+class Bounds(NamedTuple):
+    """Which of the sorted items may touch each tile of packed document tokens: what `maxsim_find_starts` finds.
+
+    Where the lists of all items do not fit the workspace, chunks of `own` items are listed one after the other, each
+    with those up to `room` items from its `first` on, and a launch sums the tiles that its chunk serves: whose items
+    begin in it and end before what is listed ends. A launch without lists sums the tiles that no chunk serves. `own` is
+    None where one launch sums all tiles.
+    """
+
+    starts: Any
+    first: Any = None
+    own: Any = None
+    room: Any = None
+
+
 class Items(NamedTuple):
     """A step of a walk, lane by lane: where the item's document begins in the tile and how many tokens it has, its
     query rows from `begin` to `stop`, and what a row's number is added to for its winner and its score's gradient.

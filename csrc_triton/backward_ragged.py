@@ -246,17 +246,28 @@ def _partial_sums(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
 def maxsim_grad_packed_documents(
-    Q, D, up, items, starts, lists, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
+    Q, D, up, items, bounds, lists, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
 ):  # fmt: skip
     """grad_D [Td, d] of BN rows of D a program: the sum over the query rows that they won.
 
-    `items` are those of `up`, sorted by their first rows; `starts` is what `maxsim_find_starts` finds for tiles. Unless
-    `partial` is None, program (.., n) takes the n-th piece of a tile's sum, and `maxsim_join_packed_pieces` adds them.
-    `up.query` is None but in the cross product.
+    `items` are those of `up`, sorted by their first rows, from the first that `lists` has. Unless `partial` is None,
+    program (.., n) takes the n-th piece of a tile's sum, and `maxsim_join_packed_pieces` adds them. `up.query` is None
+    but in the cross product; there `lists` may be None.
     """
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
-    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
+    lo, hi, r0, r1 = _bounds_of(bounds.starts, up, sizes, C)
+    features = d
+    if bounds.own is not None:
+        first = tl.minimum(lo, up.count - 1) // bounds.own * bounds.own
+        served = hi <= first + bounds.room
+        if lists is not None:
+            served = served & (first == bounds.first)
+            lo -= bounds.first
+            hi -= bounds.first
+        else:
+            served = served == 0
+        features = tl.where(served, d, 0)
     if lists is not None:
         lo *= lists.blocks
         hi *= lists.blocks
@@ -268,13 +279,13 @@ def maxsim_grad_packed_documents(
     squares = tl.full((C.BN,), 0, tl.float32)
     live = tl.full((C.BN,), 0, tl.int32)
     if TWICE:
-        for c0 in range(0, d, C.BD):
+        for c0 in range(0, features, C.BD):
             G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
             _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < sizes.Ld, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
-    for c0 in range(0, d, C.BD):
+    for c0 in range(0, features, C.BD):
         G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
         if partial is not None:
             slots = _partial_sums(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)

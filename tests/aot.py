@@ -29,7 +29,7 @@ from lik_ops.csrc_triton import (
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Documents, Lists, Queries, Segments, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -57,11 +57,12 @@ class Case:
     pairs: bool = False  # of which a list of pairs
     bounds: bool = False  # documents between bounds, in place of offsets and lengths
     padded: bool = False  # queries and documents that lie evenly, with lengths
+    chunks: bool = False  # of lists of winners
     int32: bool = False  # backward: winners of 4 bytes, not of 2
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
-        named += ("bounds", "padded")
+        named += ("bounds", "padded", "chunks")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
@@ -134,7 +135,11 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         few = case.kernel == "maxsim_grad_few_packed_documents"
         choices = {"flat": flat, "rows": rows, "few": few, "listed": _listed(case), **shared}
+        if case.chunks:  # what lists do not serve is walked over by the same tiles
+            choices["listed"] = True
         packed = backward_configs.grad_packed_documents(arch, case.dtype, case.d, **choices)
+        if case.chunks and not case.lists:
+            packed = replace(packed, max_registers=255)
         if case.kernel == "maxsim_list_packed_winners":
             return backward_configs.packed_lists(arch, packed, case.Nq * case.Lq)[0]
         return packed
@@ -230,7 +235,8 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
     if case.kernel == "maxsim_grad_packed_documents":
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        bounds = Bounds("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "bounds": bounds}
         found |= {"lists": Lists("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr"}
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
@@ -311,6 +317,10 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         up, absent = _upstream(case)
         aligned += [(names.index("up"), k) for k, v in enumerate(up) if v.startswith("*")]
         constants |= {(names.index("up"), k): None for k in absent}
+    if "bounds" in arguments:
+        aligned.append((names.index("bounds"), 0))
+        if not case.chunks:
+            constants |= {(names.index("bounds"), n): None for n in (1, 2, 3)}
     if isinstance(arguments.get("lists"), Lists):
         aligned += [(names.index("lists"), n) for n in range(2)]
     if "segments" in arguments:

@@ -89,6 +89,7 @@ RAGGED = [
     Case(PACKED, _FP16, ragged=True, pieces=True, options=True),
     Case(PACKED, ragged=True, lists=False),
     Case(PACKED, _FP16, ragged=True, lists=False, pieces=True, options=True),
+    *(Case(PACKED, ragged=True, lists=lists, chunks=True) for lists in (False, True)),
     Case(LIST_PACKED, ragged=True),
     Case(LIST_PACKED, _FP32, Lq=1, ragged=True, int32=True),
 ]
@@ -109,6 +110,11 @@ MORE_RAGGED = [
     ),
     Case(PACKED, ragged=True, options=True, int32=True),
     Case(PACKED, ragged=True, options=True, int32=True, lists=False),
+    *(
+        Case(PACKED, dtype, d, ragged=True, lists=lists, chunks=True, normalize=True, options=True)
+        for lists in (False, True)
+        for dtype, d in ((_FP16, 128), (_BF16, 100), (_FP32, 300))
+    ),
     Case(PACKED, ragged=True, pieces=True, pairs=True, normalize=True),
     Case(FEW_PACKED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]

@@ -62,6 +62,21 @@ def test_documents_may_overlap_and_be_met_many_times(place, queries, path, monke
     assert (cuda_ragged_backward.maxsim_list_packed_winners in launched) == (path == "listed")
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("overlap", [0, 3, 64])
+def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap, pieces, monkeypatch):
+    """The rest, tiles that meet too many documents, is walked over."""
+    monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", 4 * 5 * (sum(ONE_BLOCK) + BUCKETS.value + 1))
+    monkeypatch.setattr(cuda_ragged_backward, "_LIST_OVERLAP", overlap)
+    monkeypatch.setattr(cuda_ragged_backward._Call, "_pieces", lambda *_: pieces)
+    documents = [*OVERLAPPING, *((n, 9) for n in range(90, 300, 30)), (306, 13), (319, 1)]
+    launched = kernels_launched(monkeypatch)
+    check(cross(place, torch.float32, ONE_BLOCK, documents, 350), torch.float32)
+    chunks = launched.count(cuda_ragged_backward.maxsim_list_packed_winners)
+    assert chunks == -(-len(documents) // 4)
+    assert launched.count(cuda_ragged_backward.maxsim_grad_packed_documents) == chunks + 1
+
+
 def test_few_query_rows_are_walked_over(place, monkeypatch):
     p = cross(place, torch.float32, ONE_BLOCK, [(0, 9)], 9)
     for rows, listed in ((sum(ONE_BLOCK), True), (sum(ONE_BLOCK) + 1, False)):
@@ -142,10 +157,13 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     launch = backward_configs.grad_packed_documents(
         call.arch, torch.float32, 16, rows=None, flat=True, few=False, listed=True, **call.layout()
     )
-    listing, blocks, rows = call._list_blocks(launch)
+    listing = call._listing(launch)
+    blocks, rows = listing.blocks, listing.rows
     assert blocks > 1 and rows <= BLOCK
     up = call.up._replace(query=call.lookup.query, count=len(documents))
-    lists = call._lists(up, call.lookup.items, listing, blocks, rows)
+    lists = listing.lists(place.device)
+    grid = (len(documents) * blocks,)
+    call._run(cuda_ragged_backward.maxsim_list_packed_winners, grid, (up, call.lookup.items, *lists), listing.launch)
     entries = lists.entries.view(-1, blocks, rows).tolist()
     starts, tile = lists.starts.view(-1, blocks, BUCKETS.value + 1).tolist(), launch.config.BN
     for n, (first, length) in enumerate(documents):

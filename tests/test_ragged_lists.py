@@ -175,11 +175,7 @@ def test_lists_are_sorted_by_bucket_and_row(place):
             won_at = argmax[n, block * rows : (block + 1) * rows]
             of = torch.where(won_at < 0, -1, won_at + first).tolist() if length else []
             expected = [
-                [
-                    r * OFFSETS.value + (first + t) % width
-                    for r, t in enumerate(of)
-                    if t >= 0 and (first + t) // width == b
-                ]
+                [r * OFFSETS.value + at % width for r, at in enumerate(of) if at >= first and at // width == b]
                 for b in range(first // width, first // width + used)
             ]
             bounds = starts[n][block][: used + 1]

@@ -102,7 +102,8 @@ class Walk(NamedTuple):
     their first rows, `count` in all, and of each the query rows from `r0` to `r1`.
 
     `t0` is the tile's first row of D. Where `slots` is not None it has more tokens than are summed at a time: BN places
-    from `u0` on, token t of the tile at ``slots[t]``.
+    from `u0` on, token t of the tile at ``slots[t]``. Where `lists` is not None, `lo` to `hi` are blocks of items, and
+    of each only the rows are met that won in the tile's bucket of the document.
     """
 
     items: Any
@@ -114,11 +115,43 @@ class Walk(NamedTuple):
     r1: Any
     slots: Any = None
     u0: Any = None
+    lists: Any = None
+
+
+class Lists(NamedTuple):
+    """The winners of packed documents, listed by `maxsim_list_packed_winners`.
+
+    Each item has `blocks` blocks of `rows` query rows. Entries ``[items, blocks, rows]`` are int32, those of a bucket
+    together; `starts` ``[items, blocks, BUCKETS + 1]``, int32, is where buckets begin in their block.
+    """
+
+    entries: Any
+    starts: Any
+    rows: Any
+    blocks: Any
+
+
+class Bounds(NamedTuple):
+    """Which of the sorted items may touch each tile of packed document tokens: what `maxsim_find_starts` finds.
+
+    Where the lists of all items do not fit the workspace, chunks of `own` items are listed one after the other, each
+    with those up to `room` items from its `first` on, and a launch sums the tiles that its chunk serves: whose items
+    begin in it and end before what is listed ends. A launch without lists sums the tiles that no chunk serves. `own` is
+    None where one launch sums all tiles.
+    """
+
+    starts: Any
+    first: Any = None
+    own: Any = None
+    room: Any = None
 
 
 class Items(NamedTuple):
     """A step of a walk, lane by lane: where the item's document begins in the tile and how many tokens it has, its
     query rows from `begin` to `stop`, and what a row's number is added to for its winner and its score's gradient.
+
+    With lists one bucket of a document for all lanes, in its place: where it begins in the tile and how many tokens it
+    has, its entries from `begin` to `stop`, and in `winners` the row that they count from.
     """
 
     first: Any

@@ -86,7 +86,7 @@ def maxsim_scan_counts(starts, count, C: tl.constexpr):
 
 
 @triton.jit
-def _ranks(tile, starts, tiles, ALONE: tl.constexpr):
+def ranks(tile, starts, tiles, ALONE: tl.constexpr):
     """Of each row, how many before it in the block belong to the same tile.
 
     ALONE: the block is the whole document; `starts` is written, which counting and scanning write for several blocks.
@@ -123,6 +123,6 @@ def maxsim_list_winners(up, starts, lists, first, rows, blocks, tiles, ALONE: tl
     won = token >= 0
     tile = tl.where(won, token // C.BN, -1)
     starts += wide(document) * (tiles * blocks + 1)
-    position = _ranks(tile, starts, tiles, ALONE)
+    position = ranks(tile, starts, tiles, ALONE)
     position += tl.load(starts + tile * blocks + block, mask=won, other=0)
     tl.store(lists + wide(document) * rows + position, r * C.BN + token % C.BN, mask=won)

@@ -13,32 +13,49 @@ import triton.language as tl
 from .arguments import Items, Sizes, Walk
 from .backward import norm_sums, through_norm
 from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, power_of_two
-from .backward_few import fill_with_zeros, sums_of_few
+from .backward_ragged_lists import OFFSET_BITS, OFFSETS, listed_item
 from .common import load_rows, query_weight, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 
 
 @triton.jit
-def _items(walk, n0, STEP: tl.constexpr, SLOT: tl.constexpr):
+def step_items(walk, n0, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
     """Items of a step from item n0 on, SLOT lanes each; with no rows behind the last."""
-    n = n0 + tl.arange(0, STEP) // SLOT
-    ok = n < walk.hi
-    first = item_field(walk.items, walk.count, n, ok, FIRST) - walk.t0
-    length = item_field(walk.items, walk.count, n, ok, LENGTH)
-    begin = tl.maximum(item_field(walk.items, walk.count, n, ok, BEGIN), walk.r0).to(tl.int32)
-    stop = tl.minimum(item_field(walk.items, walk.count, n, ok, STOP), walk.r1).to(tl.int32)
-    winners = item_field(walk.items, walk.count, n, ok, WINNERS)
-    score = item_field(walk.items, walk.count, n, ok, SCORE)
-    return Items(first, length, begin, stop, winners, score)
+    if walk.lists is not None:
+        items = listed_item(walk, n0, C)
+    else:
+        n = n0 + tl.arange(0, STEP) // SLOT
+        ok = n < walk.hi
+        first = item_field(walk.items, walk.count, n, ok, FIRST) - walk.t0
+        length = item_field(walk.items, walk.count, n, ok, LENGTH)
+        begin = tl.maximum(item_field(walk.items, walk.count, n, ok, BEGIN), walk.r0).to(tl.int32)
+        stop = tl.minimum(item_field(walk.items, walk.count, n, ok, STOP), walk.r1).to(tl.int32)
+        winners = item_field(walk.items, walk.count, n, ok, WINNERS)
+        score = item_field(walk.items, walk.count, n, ok, SCORE)
+        items = Items(first, length, begin, stop, winners, score)
+    return items
 
 
 @triton.jit
-def _winners(items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
-    """The winners of the rows from number s0 of each item on, -1 where there is no row, and in the cross product their
-    queries."""
+def most_rows(walk, items):
+    """The most rows, or entries, that an item of a step has."""
+    most = items.stop - items.begin
+    if walk.lists is None:
+        most = tl.max(most, axis=0)
+    return most
+
+
+@triton.jit
+def step_winners(walk, items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
+    """The winners, or entries, of the rows from number s0 of each item on, -1 where there is no row, and in the cross
+    product their queries."""
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
     ok = row < items.stop
-    token = tl.load(up.argmax + (items.winners + row), mask=ok, other=-1)
+    if walk.lists is not None:
+        token = tl.load(walk.lists.entries + row, mask=ok, other=-1)
+        row = items.winners + (token >> OFFSET_BITS)
+    else:
+        token = tl.load(up.argmax + (items.winners + row), mask=ok, other=-1)
     query = row
     if up.query is not None:
         query = tl.load(up.query + row, mask=ok, other=-1)
@@ -46,7 +63,7 @@ def _winners(items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _once(x):
+def once(x):
     """`x`, computed once and not in every layout that it is used in: Triton repeats what it finds cheap, loads too.
 
     A reduction it does not repeat.
@@ -55,7 +72,7 @@ def _once(x):
 
 
 @triton.jit
-def _places(items, token, query, up, TILE: tl.constexpr):
+def places(items, token, query, up, TILE: tl.constexpr):
     """The token of the tile that each lane's row won, -1: none."""
     token = token.to(tl.int64)
     local = token + items.first
@@ -66,20 +83,24 @@ def _places(items, token, query, up, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows(
+def step_rows(
     walk, items, s0, token, query, norms, up, Q,
     STEP: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Of the lanes of a step: query rows, at which of PLACES the token is that each won (-1: none), and
     ``g * w / ||q||``."""
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
-    if walk.slots is not None:
-        place = _places(items, token, query, up, walk.slots.shape[0])
+    if walk.lists is not None:
+        entry = once(token)
+        row = items.winners + (entry >> OFFSET_BITS)
+        place = (entry & (OFFSETS - 1)) + items.first
+        place = tl.where((entry >= 0) & (place >= 0) & (place < C.BN), place, -1)
+    elif walk.slots is not None:
+        place = places(items, token, query, up, walk.slots.shape[0])
         slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
-        place = tl.where((place >= 0) & (slot >= 0) & (slot < PLACES), slot, -1)
+        place = once(tl.where((place >= 0) & (slot >= 0) & (slot < PLACES), slot, -1))
     else:
-        place = _places(items, token, query, up, PLACES)
-    place = _once(place)
+        place = once(places(items, token, query, up, PLACES))
     hit = place >= 0
     score = items.score
     if up.query is not None:
@@ -93,7 +114,7 @@ def _rows(
 
 
 @triton.jit
-def _row_pointers(Q, row, C: tl.constexpr):
+def packed_row_pointers(Q, row, C: tl.constexpr):
     if C.FLAT:
         pointers = Q.ptr + row * Q.stride_l
     else:
@@ -106,10 +127,10 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
     """As that of `backward_documents`: for fp16, whose range may not hold the coefficients."""
     largest = tl.full((C.BM,), 0, tl.float32)
     for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
-        items = _items(walk, n0, C.BM, C.SLOT)
-        for s0 in range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT):
-            token, query = _winners(items, s0, up, C.BM, C.SLOT)
-            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C.BN, C)
+        items = step_items(walk, n0, C.BM, C.SLOT, C)
+        for s0 in range(0, most_rows(walk, items), C.SLOT):
+            token, query = step_winners(walk, items, s0, up, C.BM, C.SLOT)
+            _, _, c = step_rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C.BN, C)
             largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)
@@ -127,17 +148,17 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
     N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
     G = tl.full((M, N), 0, tl.float32)
     # Items are read two steps ahead, their winners one, so that nothing waits for what names it.
-    items = _items(walk, walk.lo, STEP, SLOT)
-    items_ahead = _items(walk, walk.lo + STEP // SLOT, STEP, SLOT)
-    token, query = _winners(items, 0, up, STEP, SLOT)
+    items = step_items(walk, walk.lo, STEP, SLOT, C)
+    items_ahead = step_items(walk, walk.lo + STEP // SLOT, STEP, SLOT, C)
+    token, query = step_winners(walk, items, 0, up, STEP, SLOT)
     for n0 in range(walk.lo, walk.hi, STEP // SLOT):
-        first_token, first_query = _winners(items_ahead, 0, up, STEP, SLOT)
-        items_after = _items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT)
-        for s0 in range(0, tl.max(items.stop - items.begin, axis=0), SLOT):
+        first_token, first_query = step_winners(walk, items_ahead, 0, up, STEP, SLOT)
+        items_after = step_items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT, C)
+        for s0 in range(0, most_rows(walk, items), SLOT):
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
-            token_ahead, query_ahead = _winners(items, s0 + SLOT, up, STEP, SLOT)
-            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C.BN, C)
-            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
+            token_ahead, query_ahead = step_winners(walk, items, s0 + SLOT, up, STEP, SLOT)
+            row, place, c = step_rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C.BN, C)
+            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
             if CHECK:
                 finite = finite_rows(x, c)
                 x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
@@ -161,18 +182,18 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
     """Add the rows that hold NaN or inf one at a time: in a product they would spoil every token of the tile."""
     SLOT: tl.constexpr = min(C.SLOT, CAREFUL_ROWS)
     for n0 in range(walk.lo, walk.hi, CAREFUL_ROWS // SLOT):
-        items = _items(walk, n0, CAREFUL_ROWS, SLOT)
-        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), SLOT, num_stages=1):
-            token, query = _winners(items, s0, up, CAREFUL_ROWS, SLOT)
-            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C.BN, C)
-            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
+        items = step_items(walk, n0, CAREFUL_ROWS, SLOT, C)
+        for s0 in tl.range(0, most_rows(walk, items), SLOT, num_stages=1):
+            token, query = step_winners(walk, items, s0, up, CAREFUL_ROWS, SLOT)
+            row, place, c = step_rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C.BN, C)
+            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             bad = (place >= 0) & (finite_rows(x, c) == 0)
             G = add_one_by_one(G, x, place, c, bad, C)
     return G
 
 
 @triton.jit
-def _sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
+def sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
     """``sum of coefficient * row`` of each token of a tile, BD features from c0 on, and these features."""
     columns = c0 + tl.arange(0, C.BD)
     scale = 1.0
@@ -188,7 +209,7 @@ def _sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
 
 
 @triton.jit
-def _bounds_of(starts, up, sizes, C: tl.constexpr):
+def bounds_of(starts, up, sizes, C: tl.constexpr):
     """The items and the rows that piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross
     product all items that may touch it, and a part of the rows; else a part of the items.
 
@@ -213,7 +234,7 @@ def _bounds_of(starts, up, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def _store(G, grad_D, t, Td, columns, d):
+def store_rows(G, grad_D, t, Td, columns, d):
     mask = (t < Td)[:, None] & (columns < d)[None, :]
     tl.store(grad_D + (t * d)[:, None] + columns[None, :], G.to(grad_D.dtype.element_ty), mask=mask)
 
@@ -227,18 +248,32 @@ def _partial_sums(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
 def maxsim_grad_packed_documents(
-    Q, D, up, items, starts, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
+    Q, D, up, items, bounds, lists, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
 ):  # fmt: skip
     """grad_D [Td, d] of BN rows of D a program: the sum over the query rows that they won.
 
-    `items` are those of `up`, sorted by their first rows; `starts` is what `maxsim_find_starts` finds for tiles. Unless
-    `partial` is None, program (.., n) takes the n-th piece of a tile's sum, and `maxsim_join_packed_pieces` adds them.
-    `up.query` is None but in the cross product.
+    `items` are those of `up`, sorted by their first rows, from the first that `lists` has. Unless `partial` is None,
+    program (.., n) takes the n-th piece of a tile's sum, and `maxsim_join_packed_pieces` adds them. `up.query` is None
+    but in the cross product; there `lists` may be None.
     """
     sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
-    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
-    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None)
+    lo, hi, r0, r1 = bounds_of(bounds.starts, up, sizes, C)
+    features = d
+    if bounds.own is not None:
+        first = tl.minimum(lo, up.count - 1) // bounds.own * bounds.own
+        served = hi <= first + bounds.room
+        if lists is not None:
+            served = served & (first == bounds.first)
+            lo -= bounds.first
+            hi -= bounds.first
+        else:
+            served = served == 0
+        features = tl.where(served, d, 0)
+    if lists is not None:
+        lo *= lists.blocks
+        hi *= lists.blocks
+    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
@@ -246,14 +281,14 @@ def maxsim_grad_packed_documents(
     squares = tl.full((C.BN,), 0, tl.float32)
     live = tl.full((C.BN,), 0, tl.int32)
     if TWICE:
-        for c0 in range(0, d, C.BD):
-            G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
+        for c0 in range(0, features, C.BD):
+            G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
             _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < sizes.Ld, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
-    for c0 in range(0, d, C.BD):
-        G, columns = _sum_of_rows(walk, norms, up, Q, c0, d, C)
+    for c0 in range(0, features, C.BD):
+        G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
         if partial is not None:
             slots = _partial_sums(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)
             tl.store(slots, G, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)))
@@ -265,7 +300,7 @@ def maxsim_grad_packed_documents(
                     squares = more_squares
                     live = more_live
                 G = through_norm(G, x, live, squares, dot)
-            _store(G, grad_D, t, sizes.Ld, columns, d)
+            store_rows(G, grad_D, t, sizes.Ld, columns, d)
 
 
 @triton.jit
@@ -302,98 +337,4 @@ def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr
         if C.NORMALIZE:
             x, _, _, _ = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
             G = through_norm(G, x, live, squares, dot)
-        _store(G, grad_D, t, Td, columns, d)
-
-
-@triton.jit
-def _slots(walk, up, TILE: tl.constexpr, C: tl.constexpr):
-    """Which tokens of a tile win anything, how many of them there are, and how many before each."""
-    won = tl.zeros((TILE,), tl.int32)
-    for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
-        items = _items(walk, n0, C.BM, C.SLOT)
-        for s0 in tl.range(0, tl.max(items.stop - items.begin, axis=0), C.SLOT, num_stages=1):
-            token, query = _winners(items, s0, up, C.BM, C.SLOT)
-            place = _places(items, token, query, up, TILE)
-            won += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
-    won = (won > 0).to(tl.int32)
-    return won, tl.sum(won, axis=0), tl.cumsum(won, axis=0) - won
-
-
-@triton.jit
-def _sum_many(walk, norms, up, Q, D, grad_D, sizes, d, TILE: tl.constexpr, C: tl.constexpr):
-    """Write zeros, and over them the sums of the tokens of a tile that win, BN at a time, however many rows there are."""
-    TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
-    won, count, slots = _slots(walk, up, TILE, C)
-    fill_with_zeros(grad_D + walk.t0 * d, tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32) * d)
-    tl.debug_barrier()  # the zeros are written by other threads than the sums
-    base = D.ptr + walk.t0 * D.stride_l
-    for u0 in tl.range(0, count, C.BN, num_stages=1):
-        part = Walk(walk.items, walk.count, walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0)
-        here = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (won > 0)[None, :]
-        t = tl.max(tl.where(here, tl.arange(0, TILE)[None, :], -1), axis=1)
-        dot = tl.full((C.BN,), 0, tl.float32)
-        squares = tl.full((C.BN,), 0, tl.float32)
-        live = tl.full((C.BN,), 0, tl.int32)
-        if TWICE:
-            for c0 in range(0, d, C.BD):
-                G, columns = _sum_of_rows(part, norms, up, Q, c0, d, C)
-                _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                dot += more_dot
-                squares += more_squares
-                live = live | more_live
-        for c0 in range(0, d, C.BD):
-            G, columns = _sum_of_rows(part, norms, up, Q, c0, d, C)
-            if C.NORMALIZE:
-                x, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                if not TWICE:
-                    dot = more_dot
-                    squares = more_squares
-                    live = more_live
-                G = through_norm(G, x, live, squares, dot)
-            _store(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)
-
-
-@triton.jit
-def _sum_one_step(walk, items, norms, up, Q, D, grad_D, sizes, d, TILE: tl.constexpr, C: tl.constexpr):
-    """The same where `items` are all, with one step's rows: of those with the same winner the first writes the sum."""
-    token, query = _winners(items, 0, up, C.BM, C.SLOT)
-    row, place, c = _rows(walk, items, 0, token, query, norms, up, Q, C.BM, C.SLOT, TILE, C)
-    n = tl.arange(0, C.BM)
-    first = tl.min(tl.where(place[:, None] == place[None, :], n[:, None], C.BM), axis=0)
-    first, c = _once(tl.where(place >= 0, first, -1)), _once(c)
-    fill_with_zeros(grad_D + walk.t0 * d, tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32) * d)
-    tl.debug_barrier()  # the zeros are written by other threads than the sums
-    base = D.ptr + walk.t0 * D.stride_l
-    for c0 in range(0, d, C.BD):
-        columns = c0 + tl.arange(0, C.BD)
-        x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
-        for n0 in tl.range(0, C.BM, C.BN, num_stages=1):
-            match = first[None, :] == (n0 + tl.arange(0, C.BN))[:, None]
-            t = tl.max(tl.where(match, place[None, :], -1), axis=1)
-            G = sums_of_few(match, c, x, C)
-            if C.NORMALIZE:
-                y, dot, squares, live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                G = through_norm(G, y, live, squares, dot)
-            _store(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)
-
-
-@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
-def maxsim_grad_few_packed_documents(
-    Q, D, up, sorted_items, starts, norms, grad_D, Nq, K, Tq, Td, d, TILE: tl.constexpr, ONE: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """grad_D [Td, d] of TILE rows of D a program, of which few win: zeros, and the sums of those that do over them.
-
-    Most tiles meet the rows of one step, of configuration ONE (None: none does), which need not be counted before. The
-    rest is as in `maxsim_grad_packed_documents`.
-    """
-    sizes = Sizes(Nq, K, Tq, Td)
-    lo, hi, r0, r1 = _bounds_of(starts, up, sizes, C)
-    walk = Walk(sorted_items, up.count, lo, hi, wide(tl.program_id(0)) * TILE, r0, r1, None, None)
-    if ONE is None:
-        _sum_many(walk, norms, up, Q, D, grad_D, sizes, d, TILE, C)
-    else:
-        items = _items(walk, lo, ONE.BM, ONE.SLOT)
-        if (tl.max(items.stop - items.begin, axis=0) <= ONE.SLOT) & (hi - lo <= ONE.BM // ONE.SLOT):
-            _sum_one_step(walk, items, norms, up, Q, D, grad_D, sizes, d, TILE, ONE)
-        else:
-            _sum_many(walk, norms, up, Q, D, grad_D, sizes, d, TILE, C)
+        store_rows(G, grad_D, t, Td, columns, d)

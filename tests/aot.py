@@ -22,13 +22,15 @@ from lik_ops.csrc_triton import (
     backward_lists,
     backward_queries,
     backward_ragged,
+    backward_ragged_few,
+    backward_ragged_lists,
     backward_unified,
     forward,
     forward_ragged,
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Config, Documents, Queries, Segments, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Bounds, Config, Documents, Lists, Queries, Segments, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -56,11 +58,12 @@ class Case:
     pairs: bool = False  # of which a list of pairs
     bounds: bool = False  # documents between bounds, in place of offsets and lengths
     padded: bool = False  # queries and documents that lie evenly, with lengths
+    chunks: bool = False  # of lists of winners
     int32: bool = False  # backward: winners of 4 bytes, not of 2
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
-        named += ("bounds", "padded")
+        named += ("bounds", "padded", "chunks")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
@@ -133,9 +136,15 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         if case.kernel == "maxsim_grad_few_packed_documents":
             return backward_configs.few_packed_documents(arch, case.dtype, case.d, rows, flat=flat, **shared)[0]
-        return backward_configs.grad_packed_documents(
-            arch, case.dtype, case.d, flat=flat, rows=rows, few=False, **shared
-        )
+        choices = {"flat": flat, "rows": rows, "few": False, "listed": _listed(case), **shared}
+        if case.chunks:  # what lists do not serve is walked over by the same tiles
+            choices["listed"] = True
+        packed = backward_configs.grad_packed_documents(arch, case.dtype, case.d, **choices)
+        if case.chunks and not case.lists:
+            packed = replace(packed, max_registers=255)
+        if case.kernel == "maxsim_list_packed_winners":
+            return backward_configs.packed_lists(arch, packed, case.Nq * case.Lq)[0]
+        return packed
     if case.kernel in ITEMS:
         return backward_configs.lookup(arch)
     if case.kernel == "maxsim_scatter":
@@ -155,6 +164,10 @@ def _one_step(case: Case, arch: Architecture) -> Config | None:
     return backward_configs.few_packed_documents(arch, case.dtype, case.d, case.Lq, **options)[1]
 
 
+def _listed(case: Case) -> bool:
+    return case.lists and case.kernel != "maxsim_grad_few_packed_documents" and not (case.candidates or case.pairs)
+
+
 def _levels(case: Case, arch: Architecture) -> int:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
     sizes = case.Nq, case.Lq, case.d
@@ -163,6 +176,7 @@ def _levels(case: Case, arch: Architecture) -> int:
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_few_packed_documents", "maxsim_join_packed_pieces")
+PACKED += ("maxsim_list_packed_winners",)
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -228,7 +242,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
     if case.kernel == "maxsim_grad_packed_documents":
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        bounds = Bounds("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "bounds": bounds}
+        found |= {"lists": Lists("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr"}
         found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
@@ -237,7 +253,12 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "sorted_items": "*i64", "starts": "*i32"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
         found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr", "ONE": "constexpr"}
-        return backward_ragged.maxsim_grad_few_packed_documents, found
+        return backward_ragged_few.maxsim_grad_few_packed_documents, found
+    if case.kernel == "maxsim_list_packed_winners":
+        found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(
+            ("rows", "blocks"), "i32"
+        )
+        return backward_ragged_lists.maxsim_list_packed_winners, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
         return backward_ragged.maxsim_join_packed_pieces, found
@@ -305,6 +326,12 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         up, absent = _upstream(case)
         aligned += [(names.index("up"), k) for k, v in enumerate(up) if v.startswith("*")]
         constants |= {(names.index("up"), k): None for k in absent}
+    if "bounds" in arguments:
+        aligned.append((names.index("bounds"), 0))
+        if not case.chunks:
+            constants |= {(names.index("bounds"), n): None for n in (1, 2, 3)}
+    if isinstance(arguments.get("lists"), Lists):
+        aligned += [(names.index("lists"), n) for n in range(2)]
     if "segments" in arguments:
         at = names.index("segments")
         segments, absent = _segments(case)

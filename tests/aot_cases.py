@@ -21,7 +21,7 @@ FEW, JOIN, NORMS = "maxsim_grad_documents_few", "maxsim_join_pieces", "maxsim_ro
 COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_winners"
 SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
 PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
-FEW_PACKED = "maxsim_grad_few_packed_documents"
+FEW_PACKED, LIST_PACKED = "maxsim_grad_few_packed_documents", "maxsim_list_packed_winners"
 ITEMS, SORT, STARTS = "maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts"
 KERNELS = (FORWARD, QUERIES, DOCUMENTS, FEW, JOIN, COUNT, LIST, SCATTER, FINISH)
 
@@ -89,12 +89,20 @@ RAGGED = [
         for dtype, fields in ((_BF16, {}), (_FP32, {"normalize": True, "options": True}))
     ),
     Case(PACKED, _FP16, ragged=True, pieces=True, options=True),
+    Case(PACKED, ragged=True, lists=False),
+    Case(PACKED, _FP16, ragged=True, lists=False, pieces=True, options=True),
+    *(Case(PACKED, ragged=True, lists=lists, chunks=True) for lists in (False, True)),
+    Case(LIST_PACKED, ragged=True),
+    Case(LIST_PACKED, _FP32, Lq=1, ragged=True, int32=True),
 ]
 # The other widths, and what few calls ask for.
 MORE_RAGGED = [
     *(
-        Case(kernel, dtype, d, ragged=True, candidates=kernel == FEW_PACKED, pairs=pairs, **fields)
-        for kernel, pairs in ((PACKED, False), (PACKED, True), (FEW_PACKED, False))
+        Case(kernel, dtype, d, ragged=True, candidates=kernel == FEW_PACKED, pairs=pairs, lists=lists, **fields)
+        for kernel, pairs, lists in (
+            *((PACKED, False, lists) for lists in (False, True)),
+            *((PACKED, True, True), (FEW_PACKED, False, True)),
+        )
         for dtype, d, fields in (
             (_FP16, 128, {"normalize": True, "options": True}),
             (_BF16, 768, {"normalize": True, "options": True}),
@@ -103,6 +111,12 @@ MORE_RAGGED = [
         )
     ),
     Case(PACKED, ragged=True, options=True, int32=True),
+    Case(PACKED, ragged=True, options=True, int32=True, lists=False),
+    *(
+        Case(PACKED, dtype, d, ragged=True, lists=lists, chunks=True, normalize=True, options=True)
+        for lists in (False, True)
+        for dtype, d in ((_FP16, 128), (_BF16, 100), (_FP32, 300))
+    ),
     Case(PACKED, ragged=True, pieces=True, pairs=True, normalize=True),
     Case(FEW_PACKED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]

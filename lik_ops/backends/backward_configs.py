@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from ..csrc_triton.arguments import Config
-from .configs import INTERPRETER, Architecture, Launch, loads_vectors, next_power_of_2, precision
+from ..csrc_triton.backward_ragged_lists import BLOCK_ROWS
+from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 
 
 def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False) -> Launch:
@@ -119,17 +120,21 @@ def grad_packed_documents(
     flat: bool,
     rows: int | None,
     few: bool,
+    listed: bool = False,
 ) -> Launch:
-    """The one-hot product of BN rows of D and BM query rows a step; `few`: of BN rows of D that win, of many.
+    """The one-hot product of BN rows of D and BM query rows a step; `few`: of BN rows of D that win, of many; `listed`:
+    of the rows that won in the tile.
 
     `rows` are those of the mean query where an item has one query: such items are short, and several share a step. None
     in the cross product, where a document meets all rows: the winners of a program are many, and what they name is
     asked for steps before.
     """
     launch = grad_documents(
-        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=True
+        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=not listed
     )
     config, single = launch.config, rows is not None
+    if listed:
+        return replace(launch, config=config._replace(SLOT=config.BM))
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
         # What stands where is computed once for all threads if a step has as many rows as there are threads.
         BM = 128 if arch.name == "sm_90" and config.ONE_CHUNK and not single else config.BM
@@ -162,7 +167,7 @@ def few_packed_documents(
     if normalize and not config.ONE_CHUNK:
         return launch, None
     half = dtype != torch.float32 and loads_vectors(d, wide) and not arch.is_amd
-    BM = 16 if arch == INTERPRETER else 64 if half and arch.name == "sm_90" else 32
+    BM = 64 if half and arch.name in ("sm_90", INTERPRETER.name) else 32
     BD = config.BD if normalize else max(config.BD // 2, 16)
     one = config._replace(BM=BM, BN=16, BD=BD, SLOT=min(max(next_power_of_2(rows), 16), BM))
     if half and arch != INTERPRETER:
@@ -206,7 +211,23 @@ def few_rows(
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:
     """The lists of winners that feed `documents`, in blocks of BM query rows."""
-    most = 64 if arch == INTERPRETER else 1024
-    BM = min(max(next_power_of_2(rows), 16), most)
-    config = documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
-    return Launch(config, num_warps=4, num_stages=1)
+    return Launch(_list_config(arch, documents, rows, 1024), num_warps=4, num_stages=1)
+
+
+def _list_config(arch: Architecture, documents: Launch, rows: int, most: int) -> Config:
+    BM = min(max(next_power_of_2(rows), 16), 64 if arch == INTERPRETER else most)
+    return documents.config._replace(BM=BM, SLOT=min(BM, 16 if arch == INTERPRETER else 128))
+
+
+def packed_lists(arch: Architecture, documents: Launch, rows: int) -> tuple[Launch, int]:
+    """The lists of winners that feed `documents` of packed layouts, and of how many query rows a block is.
+
+    A block is one program's, so that one launch lists all; it is large, because a tile's walk begins anew with each.
+    """
+    # Of 16 rows a thread ptxas spills, on sm_120 of 8 in 128 registers.
+    most = BLOCK_ROWS.value // 2 if arch.name == "sm_120" else BLOCK_ROWS.value
+    most = _list_config(arch, documents, rows, most).BM
+    each = cdiv(rows, cdiv(rows, most))
+    config = _list_config(arch, documents, each, most)
+    warps = max(4, config.BM // 256)
+    return Launch(config, num_warps=warps, num_stages=1, max_registers=128 if warps == 16 else 255), each

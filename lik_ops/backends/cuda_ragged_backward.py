@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..csrc_triton import ragged as fields
 from ..csrc_triton import ragged_items as item_kernels
-from ..csrc_triton.arguments import Upstream
+from ..csrc_triton.arguments import Bounds, Lists, Upstream
 from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
-from ..csrc_triton.backward_ragged import (
-    maxsim_grad_few_packed_documents,
-    maxsim_grad_packed_documents,
-    maxsim_join_packed_pieces,
-)
+from ..csrc_triton.backward_ragged import maxsim_grad_packed_documents, maxsim_join_packed_pieces
+from ..csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents
+from ..csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from . import backward_configs, launcher
 from .configs import Launch, cdiv
@@ -31,6 +31,10 @@ _MOST_RANKED = 8192  # items that are sorted by comparing each with each
 _FEW = 2  # rows of D for each winner, beyond which most win nothing
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
+_LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
+_LIST_OVERLAP = 64  # documents that are listed twice, in two chunks: a tile may meet one more, and the last of a chunk
+_LIST_ROWS = 1024  # query rows from which on winners are listed: fewer are a few steps of a walk
+_LIST_TOKENS = (BUCKETS.value - 1) * OFFSETS.value // 2  # rows of D that entries can tell apart
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
 _INT32_MAX = 2**31 - 1
 
@@ -90,6 +94,25 @@ class Lookup:
         return items, found_starts(items[_FIRST], reach, tiles + 1, tile, self.r.D.shape[0])
 
 
+class _Listing(NamedTuple):
+    """How the winners of documents are listed: `blocks` blocks of `rows` query rows of each, and of `room` documents at
+    a time those of `own` for the tiles that first meet these; the others are also in the next chunk."""
+
+    launch: Launch
+    blocks: int
+    rows: int
+    room: int
+    own: int
+
+    def lists(self, device: torch.device) -> Lists:
+        new, blocks = functools.partial(torch.empty, dtype=torch.int32, device=device), self.room * self.blocks
+        return Lists(new(blocks * self.rows), new(blocks * (BUCKETS.value + 1)), self.rows, self.blocks)
+
+    def bounds(self, starts: Tensor, first: int, count: int) -> Bounds:
+        """Of the chunk from document `first` on, of `count`."""
+        return Bounds(starts) if self.own >= count else Bounds(starts, first, self.own, self.room)
+
+
 class _Call:
     """One backward: what its kernels share."""
 
@@ -138,31 +161,74 @@ class _Call:
         own = r.columns * r.Q.shape[0] if r.pairs is None else r.pairs.shape[0] * cdiv(r.Q.shape[0], r.queries)
         return self._single() and r.D.shape[0] > _FEW * own
 
+    def _listing(self, launch: Launch) -> _Listing | None:
+        """How winners are listed; None where they are not."""
+        Tq, count = self.r.Q.shape[0], self.lookup.items.shape[1]
+        if self._single() or Tq < _LIST_ROWS or self.r.D.shape[0] > _LIST_TOKENS:
+            return None
+        listing, rows = backward_configs.packed_lists(self.arch, launch, Tq)
+        blocks = cdiv(Tq, rows)
+        room = min(_LIST_BYTES // (4 * blocks * (rows + BUCKETS.value + 1)), count)
+        if room < count:
+            own = (room - min(_LIST_OVERLAP, room // 4)) // 2 * 2  # chunks begin at multiples of 16 bytes
+            return _Listing(listing, blocks, rows, room, own) if own else None
+        return _Listing(listing, blocks, rows, room, count)
+
+    def _sum_tiles(self, items: Tensor, starts: Tensor, launch: Launch, listing: _Listing | None, sums: tuple) -> None:
+        """Sum all tiles: from lists, of a chunk of documents after the other; or by a walk, as tiles are that no chunk
+        serves. `sums` are the grid, and the arguments behind the lists."""
+        up = self.up._replace(query=None if self._single() else self.lookup.query, count=items.shape[1])
+        grid, *others = sums
+
+        def run(items: Tensor, bounds: Bounds, lists: Lists | None, launch: Launch) -> None:
+            args = self.queries, self.documents, up, items, bounds, lists, *others
+            self._run(maxsim_grad_packed_documents, grid, args, launch)
+
+        if listing is None:
+            run(items, Bounds(starts), None, launch)
+            return
+        lists = listing.lists(items.device)
+        for first in range(0, up.count, listing.own):
+            part = items[:, first:]
+            programs = checked_grid(min(part.shape[1], listing.room) * listing.blocks)
+            self._run(maxsim_list_packed_winners, programs, (up, part, *lists), listing.launch)
+            run(part, listing.bounds(starts, first, up.count), lists, launch)
+        if listing.own < up.count:
+            run(items, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
+
     def into_documents(self, grad_D: Tensor) -> None:
-        r, few, (Tq, Td) = self.r, self._few(), (self.r.Q.shape[0], self.r.D.shape[0])
-        rows = cdiv(Tq, r.queries) if self._single() else None
-        flat = Tq * abs(r.Q.stride(0)) + self.d * abs(r.Q.stride(1)) <= _INT32_MAX
+        rows = cdiv(self.r.Q.shape[0], self.r.queries) if self._single() else None
+        flat = self.r.Q.shape[0] * abs(self.r.Q.stride(0)) + self.d * abs(self.r.Q.stride(1)) <= _INT32_MAX
         options = {"rows": rows, "flat": flat, **self.layout()}
-        one = None
-        if few:
-            launch, one = backward_configs.few_packed_documents(self.arch, r.Q.dtype, self.d, **options)
-        else:
-            launch = backward_configs.grad_packed_documents(self.arch, r.Q.dtype, self.d, few=False, **options)
-        tile = backward_configs.few_tokens(self.arch) if few else launch.config.BN
+        norms = self._row_norms() if self.normalize else None
+        (self._into_few if self._few() else self._into_all)(grad_D, norms, options)
+
+    def _into_few(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
+        launch, one = backward_configs.few_packed_documents(self.arch, self.r.Q.dtype, self.d, **options)
+        tile = backward_configs.few_tokens(self.arch)
+        (tiles,) = checked_grid(cdiv(self.r.D.shape[0], tile))
+        items, starts = self.lookup.by_tile(tile, tiles)
+        up = self.up._replace(count=items.shape[1])
+        args = self.queries, self.documents, up, items, starts, norms, grad_D, *self.sizes, self.d, tile, one
+        self._run(maxsim_grad_few_packed_documents, (tiles,), args, launch)
+
+    def _into_all(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
+        table = functools.partial(
+            backward_configs.grad_packed_documents, self.arch, self.r.Q.dtype, self.d, few=False, **options
+        )
+        launch = table(listed=True)
+        listing = self._listing(launch)
+        if listing is None:
+            launch = table()
+        tile, Td = launch.config.BN, self.r.D.shape[0]
         (tiles,) = checked_grid(cdiv(Td, tile))
         items, starts = self.lookup.by_tile(tile, tiles)
-        up = self.up._replace(query=None if self._single() else self.lookup.query, count=items.shape[1])
-        norms = self._row_norms() if self.normalize else None
-        first = self.queries, self.documents, up, items, starts, norms
-        numbers = *self.sizes, self.d
-        if few:
-            self._run(maxsim_grad_few_packed_documents, (tiles,), (*first, grad_D, *numbers, tile, one), launch)
-            return
         pieces = self._pieces(tile, tiles)
         partial = None
         if pieces > 1:
-            partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=r.Q.device)
-        self._run(maxsim_grad_packed_documents, (tiles, pieces), (*first, partial, grad_D, *numbers), launch)
+            partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=grad_D.device)
+        sums = (tiles, pieces), norms, partial, grad_D, *self.sizes, self.d
+        self._sum_tiles(items, starts, launch, listing, sums)
         if partial is not None:
             joined = self.documents, partial, grad_D, pieces, Td, self.d
             self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)

@@ -236,16 +236,19 @@ def retrieve(results: Path = RESULTS) -> str:
         document = load("retrieve_gpus", results)
         measured = [r for r in document["records"] if "ms" in r["contenders"].get(OURS, {})]
         text = "`lik_ops.distributed.retrieve`, a process for each GPU over NCCL, with the bits of one GPU"
-        parts.append(f"{text}: {machine(document, 'torch')}, {document['settings']['gpus']} GPUs.")
+        parts.append(
+            f"{text}: {machine(document, 'torch')}, {document['settings']['gpus']} GPUs. `sustained`: the efficiency of"
+            " calls that follow each other without waiting."
+        )
         rows = []
         for record in measured:
             case, ours = record["case"], record["contenders"][OURS]
             row = [str(case["Nq"]), f"{case['Nd']:,}", f"{ours['one_ms']:.2f}", f"{ours['ms']:.2f}"]
             each = [record.get("parts", {}).get(f"{name}_ms") for name in ("local", "agree", "merge")]
             row += [number(None if times is None else max(times), 2) for times in each]
-            rows.append([*row, f"{ours['efficiency']:.2f}"])
+            rows.append([*row, f"{ours['efficiency']:.2f}", number(ours.get("sustained_efficiency"), 2)])
         header = ["queries", "documents", "one GPU, ms", "all, ms", "search alone", "agreement alone", "merge alone"]
-        parts.append(table([*header, "efficiency"], rows))
+        parts.append(table([*header, "efficiency", "sustained"], rows))
     return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieve.py`)."
 
 

@@ -292,6 +292,26 @@ def test_efficiency():
     assert retrieve_gpus.efficiency(10, 10, 4) == 0.25
 
 
+def test_records_of_several_gpus(monkeypatch, tmp_path):
+    """Every figure of a case is there, and that of a queue of calls is the time of one of them."""
+    for name, size in (("TOP_K", 5), ("LQ", 4), ("LD", 12), ("DIMENSION", 16)):
+        monkeypatch.setattr(retrieve, name, size)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        Q, D = retrieve.draw_queries(2, "cpu"), retrieve.draw(2000, "cpu")
+        record = retrieve_gpus.measure(Q, D, 3, 5)
+    finally:
+        torch.distributed.destroy_process_group()
+    ours = record["contenders"]["lik_ops"]
+    assert ours["exact"] and record["rounds"] == 3
+    for prefix in ("", "sustained_"):
+        one, every = ours[f"{prefix}one_ms"], ours[f"{prefix}ms"]
+        assert ours[f"{prefix}efficiency"] == retrieve_gpus.efficiency(one, every, 1)
+    assert ours["sustained_one_ms"] < 3 * ours["one_ms"]
+    assert set(record["parts"]) == {"local_ms", "agree_ms", "merge_ms", "launch_ms"}
+
+
 # tables
 
 
@@ -387,12 +407,13 @@ def test_table_of_searches(tmp_path):
     record["contenders"] = {"lik_ops": {"ms": 65.0, "one_ms": 120.0, "efficiency": 0.923}}
     failed = {"case": {"name": "gpus 1"}, "contenders": {"lik_ops": {"failed": "wrong"}}}
     whole = record | {"parts": {"local_ms": [60.5, 61.25], "agree_ms": [0.06, 0.05], "merge_ms": [0.1, 0.125]}}
+    whole["contenders"] = {"lik_ops": record["contenders"]["lik_ops"] | {"sustained_efficiency": 0.981}}
     written(tmp_path, "retrieve_gpus", [record, whole, failed], gpus=2)
     text = tables.retrieve(tmp_path)
     assert text.startswith("\n".join(lines))
     assert text.splitlines()[-2:] == [
-        "| 64 | 1,000,000 | 120.00 | 65.00 | - | - | - | 0.92 |",
-        "| 64 | 1,000,000 | 120.00 | 65.00 | 61.25 | 0.06 | 0.12 | 0.92 |",
+        "| 64 | 1,000,000 | 120.00 | 65.00 | - | - | - | 0.92 | - |",
+        "| 64 | 1,000,000 | 120.00 | 65.00 | 61.25 | 0.06 | 0.12 | 0.92 | 0.98 |",
     ]
     assert "2 GPUs" in text
 

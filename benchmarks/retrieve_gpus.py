@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import tempfile
@@ -172,7 +173,9 @@ def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str
     if args.device != "cpu":
         torch.cuda.set_device(rank)
     address = f"tcp://127.0.0.1:{port}"
-    backend = "gloo" if args.device == "cpu" else "nccl"
+    # Both, so that the host sends the first message of a search; and between processes of one machine.
+    backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         D = retrieve.draw(args.documents, device)

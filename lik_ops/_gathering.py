@@ -79,5 +79,4 @@ def merged(
     if message.numel():
         all_gather(received.view(-1), message.view(-1), group)
     # In the order of the documents, which decides between equal scores.
-    each = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2).to(device)
-    return topk.of_candidates(each[0].to(integers).view(scores.dtype), each[1], top_k)
+    return topk.of_parts(received.to(device), counts, top_k, scores.dtype)

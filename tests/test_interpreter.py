@@ -10,7 +10,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-MODULES = ["test_semantics", "test_ragged_kernels", "test_eager_ragged", "test_gradients", "test_fp32", "test_tune"]
+MODULES = [
+    "test_semantics",
+    "test_ragged_kernels",
+    "test_eager_ragged",
+    "test_gradients",
+    "test_fp32",
+    "test_tune",
+    "test_topk",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

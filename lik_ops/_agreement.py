@@ -7,6 +7,7 @@ of the error that is then raised in all.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,10 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_known: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def members(group: Any) -> Any:
+    """The group itself, where None is all processes."""
+    return dist.group.WORLD if group is None else group
+
 
 def _backends(group: Any) -> dict[str, str]:
     """The backend of each type of device that the group sends from: the same on all ranks."""
-    return dict(pair.split(":") for pair in str(dist.get_backend_config(group)).lower().split(","))
+    group = members(group)
+    found = _known.get(group)
+    if found is None:
+        found = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).lower().split(","))
+        _known[group] = found
+    return found
 
 
 def _takes(device: torch.device, group: Any) -> bool:

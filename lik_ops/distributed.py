@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agreement import Agreement, current_device, on_host, wire
+from ._agreement import Agreement, current_device, members, on_host, wire
 from ._gathering import NO_QUERIES, Queries, broadcast, described, merged
 from ._layout import as_bool, check, check_strided
 from ._ring import Options, Ring, RingMaxSim
@@ -188,15 +188,11 @@ def retrieve(
     return _together(call, found, agreement, top_k, sharded, group, options)
 
 
-def _members(group: Any) -> Any:
-    return dist.group.WORLD if group is None else group
-
-
 def _launched(call: _Call, top_k: int, group: Any, options: dict) -> shards.Found | None:
     """The search, where it can begin before it is known what the other ranks say: else None."""
     if call.queries is None or not call.is_launched():
         return None
-    if dist.get_rank(group) == 0 and _members(group) not in _have_queries:
+    if dist.get_rank(group) == 0 and members(group) not in _have_queries:
         return None
     return call.best(call.queries, top_k, options)
 
@@ -213,14 +209,14 @@ def _together(
     """The search, unless it was `found`, and the best of all ranks."""
     told = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
-    rank, members = dist.get_rank(group), _members(group)
+    rank, all_ranks = dist.get_rank(group), members(group)
     documents, everywhere = _documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
     queries = call.queries
     if _has_to_send(agreement, queries, [x[3:] for x in told]):
-        _have_queries.discard(members)
+        _have_queries.discard(all_ranks)
         queries = broadcast(queries, told[0][3:], group, call.device, everywhere)
     else:
-        _have_queries.add(members)
+        _have_queries.add(all_ranks)
     assert queries is not None
     if found is None:
         found = call.best(queries, top_k, options)

@@ -46,6 +46,10 @@ def test_nccl(backend, tmp_path):
     check(backend, 2, tmp_path)
 
 
+class Group:
+    """Stands for a group of processes."""
+
+
 @pytest.mark.parametrize(
     ("config", "first", "alike", "mixed"),
     [
@@ -59,10 +63,10 @@ def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypa
     """Tensors on the CPU and on a GPU, that all ranks have there or not; the current GPU is the second."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    devices = torch.device("cpu"), torch.device("cuda", 0)
-    assert str(_agreement._first_wire(None, ())) == first
+    devices, group = (torch.device("cpu"), torch.device("cuda", 0)), Group()
+    assert str(_agreement._first_wire(group, ())) == first
     for everywhere, expected in ((True, alike), (False, mixed)):
-        assert tuple(str(_agreement.wire(None, device, everywhere)) for device in devices) == expected
+        assert tuple(str(_agreement.wire(group, device, everywhere)) for device in devices) == expected
 
 
 def test_a_process_that_is_lost_ends_the_others_in_time():

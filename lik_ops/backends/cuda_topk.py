@@ -14,14 +14,14 @@ from .cuda_arguments import on_device
 BLOCK, SMALL_BLOCK = 8192, 1024
 _WARPS = {BLOCK: 16, SMALL_BLOCK: 4}
 _MOST = 256  # kept of each row
-_INT32_MAX = 2**31 - 1
+_COLUMNS = 2**30  # they are counted in 32 bits
 
 
 def _fits(scores: Tensor, k: int) -> bool:
     """Whether the kernel takes them; AMD's barriers do not promise that other threads see what was stored."""
     if scores.dtype != torch.float32 or torch.version.hip is not None:
         return False
-    return 0 < k <= _MOST and scores.shape[0] > 0 and scores.shape[1] <= _INT32_MAX
+    return 0 < k <= _MOST and scores.shape[0] > 0 and scores.shape[1] <= _COLUMNS
 
 
 def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:

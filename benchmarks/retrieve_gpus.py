@@ -1,9 +1,15 @@
-"""`benchmarks/retrieve.py --gpus`: `lik_ops.distributed.retrieve`, a process for each GPU, beside one GPU alone."""
+"""`benchmarks/retrieve.py --gpus`: `lik_ops.distributed.retrieve`, a process for each GPU, beside one GPU alone.
+
+One GPU alone is timed on all of them at once, each rank searching the whole corpus by itself, and is the median of the
+ranks: a GPU that has just worked is slower than one that has waited, and here none has waited. ``sustained`` is the
+time of a call of several that nobody waits between, as a server with searches in flight has them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import tempfile
@@ -24,6 +30,9 @@ from lik_ops._gathering import merged
 
 QUERIES = (1, 64, 16, 256)
 PART_ROUNDS = 7
+IN_FLIGHT, SUSTAINED_ROUNDS = 8, 3
+SUSTAINED_MS = 500  # of one GPU: two calls at least, however long they are
+SECONDS = 3  # of each kind of rounds of a case
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -59,6 +68,38 @@ def of_each_rank(times: list[float], device: torch.device) -> list[float]:
     return all_ranks.tolist()
 
 
+def in_flight(function: Callable[[], object], calls: int) -> Callable[[], None]:
+    """So many calls, none of which is waited for."""
+
+    def queue() -> None:
+        for _ in range(calls):
+            function()
+
+    return queue
+
+
+def in_turn(
+    functions: dict[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of each function, all ranks beginning together, in up to `rounds` rounds that call each once.
+
+    As many rounds on all ranks, two at least: rank 0, by its own clock, says whether one more follows.
+    """
+    import retrieve  # it imports this module
+
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    end = time.monotonic() + seconds
+    for done in range(rounds):
+        goes_on = torch.tensor(int(done < 2 or time.monotonic() < end), device=device)
+        dist.broadcast(goes_on, 0)
+        if not goes_on.item():
+            break
+        for name, function in functions.items():
+            dist.barrier()
+            times[name].append(retrieve.seconds_of(function) * 1e3)
+    return times
+
+
 def measure_parts(Q: Tensor, D: Tensor, k: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each part, of each rank; all ranks begin together.
 
@@ -85,44 +126,43 @@ def measure_parts(Q: Tensor, D: Tensor, k: int, rounds: int) -> dict[str, list[f
     return found
 
 
-def measure(Q: Tensor, D: Tensor, rounds: int, seconds: float) -> dict:
-    """A record of one case: on rank 0 what it is told by its own clock, which ends when the result is there.
+def figures(times: dict[str, list[float]], device: torch.device) -> dict[str, float]:
+    """What all GPUs take (rank 0), what one takes (the median of the ranks), and the efficiency of the two."""
+    one_ms = statistics.median(of_each_rank(times["one"], device))
+    all_ms = of_each_rank(times["all"], device)[0]
+    return {"ms": all_ms, "one_ms": one_ms, "efficiency": efficiency(one_ms, all_ms, dist.get_world_size())}
 
-    As many rounds on all ranks, though they are not told the time: rank 0 says whether one more follows. `parts`, of
-    each rank, say where the time goes: the call should take that of the slowest ``local`` and of ``merge``, and on GPUs
-    none of ``agree``, which happens during the search.
+
+def measure(Q: Tensor, D: Tensor, rounds: int, seconds: float) -> dict:
+    """A record of one case: of calls of all GPUs what rank 0 is told by its own clock, which ends when the result is
+    there.
+
+    `parts`, of each rank, say where the time goes: the call should take that of the slowest ``local`` and of ``merge``,
+    and on GPUs none of ``agree``, which happens during the search.
     """
     import retrieve  # it imports this module
 
-    rank, world, k = dist.get_rank(), dist.get_world_size(), min(retrieve.TOP_K, len(D))
-    expected = lik_ops.retrieve(Q, D, k)
-    found = lik_ops.distributed.retrieve(Q, D, k, progress=False)
-    same = torch.tensor(int(retrieve.same_bits(found, expected)), device=Q.device)
+    world, k = dist.get_world_size(), min(retrieve.TOP_K, len(D))
+    calls: dict[str, Callable[[], object]] = {
+        "one": lambda: lik_ops.retrieve(Q, D, k),
+        "all": lambda: lik_ops.distributed.retrieve(Q, D, k, progress=False),
+    }
+    same = torch.tensor(int(retrieve.same_bits(calls["all"](), calls["one"]())), device=Q.device)  # type: ignore[arg-type]
     dist.all_reduce(same, dist.ReduceOp.MIN)
-    alone: list[float] = []
-    together: list[float] = []
-    end = time.monotonic() + seconds
-    for _ in range(rounds):
-        goes_on = torch.tensor(int(len(alone) < 2 or time.monotonic() < end), device=Q.device)
-        dist.broadcast(goes_on, 0)
-        if not goes_on.item():
-            break
-        if rank == 0:
-            alone.append(retrieve.seconds_of(lambda: lik_ops.retrieve(Q, D, k)) * 1e3)
-        else:
-            alone.append(0.0)
-        dist.barrier()
-        seconds_all = retrieve.seconds_of(lambda: lik_ops.distributed.retrieve(Q, D, k, progress=False))
-        together.append(seconds_all * 1e3)
+    times = in_turn(calls, rounds, seconds, Q.device)
+    found = figures(times, Q.device)
+    count = max(2, min(IN_FLIGHT, int(SUSTAINED_MS / found["one_ms"])))
+    queues = {name: in_flight(call, count) for name, call in calls.items()}
+    sustained = in_turn(queues, min(rounds, SUSTAINED_ROUNDS), seconds, Q.device)
+    each_call = {name: [ms / count for ms in queue] for name, queue in sustained.items()}
     parts = {f"{name}_ms": each for name, each in measure_parts(Q, D, k, min(rounds, PART_ROUNDS)).items()}
-    one_ms, all_ms = statistics.median(alone), statistics.median(together)
+    found |= {f"sustained_{name}": value for name, value in figures(each_call, Q.device).items()}
     entry: dict = {"failed": "wrong: not the bits of one GPU"}
     if same.item():
-        scaling = efficiency(one_ms, all_ms, world)
-        entry = {"ms": all_ms, "best_ms": min(together), "one_ms": one_ms, "efficiency": scaling, "exact": True}
-        entry["beside_local_ms"] = all_ms - max(parts["local_ms"])
+        entry = {**found, "best_ms": min(times["all"]), "exact": True}
+        entry["beside_local_ms"] = entry["ms"] - max(parts["local_ms"])
     record = retrieve.new_record("gpus", len(Q), len(D), k)
-    return record | {"gpus": world, "rounds": len(together), "parts": parts, "contenders": {"lik_ops": entry}}
+    return record | {"gpus": world, "rounds": len(times["all"]), "parts": parts, "contenders": {"lik_ops": entry}}
 
 
 def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str) -> None:
@@ -133,7 +173,9 @@ def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str
     if args.device != "cpu":
         torch.cuda.set_device(rank)
     address = f"tcp://127.0.0.1:{port}"
-    backend = "gloo" if args.device == "cpu" else "nccl"
+    # Both, so that the host sends the first message of a search; and between processes of one machine.
+    backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         D = retrieve.draw(args.documents, device)
@@ -145,7 +187,7 @@ def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str
                 records.append({"case": {"name": f"gpus {Nq}", "kind": "gpus"}, "contenders": {}, "failed": "no time"})
             else:
                 with torch.no_grad():
-                    budget = min(left.item(), retrieve.CASE_SECONDS)
+                    budget = min(left.item() / 2, SECONDS)
                     records.append(measure(retrieve.draw_queries(Nq, device), D, args.rounds, budget))
             if rank == 0:
                 last = records[-1]

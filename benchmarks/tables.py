@@ -212,7 +212,8 @@ def retrieve_rows(records: list[dict]) -> list[list[str]]:
             ours, case = entries[name], record["case"]
             where = name.removeprefix(OURS).strip() or "on the GPU"
             row = [where, str(case["Nq"]), f"{case['Nd']:,}", number(record["floor_ms"], 2)]
-            row += [number(ours.get("ms"), 2), number(ours.get("of_floor"), 3), number(ours.get("of_read"), 3)]
+            row.append(number(ours.get("ms"), 2))
+            row += [number(ours.get(f"of_{of}"), 3) for of in ("floor", "sustained", "read")]
             row.append(f"{record['goal']}" if record["goal"] and where != "pageable" else "")
             rows.append(row + [factor(entries.get(other), ours.get("ms")) for other in COLUMNS[1:4]])
     return rows
@@ -226,26 +227,31 @@ def retrieve(results: Path = RESULTS) -> str:
             f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median milliseconds of whole calls by the wall"
             " clock; documents of 180 tokens, d 128, bf16, queries of 32 tokens, the best 100. `floor`: the larger of"
             " operations and bytes over the ceilings of the run; for documents in host memory or on the disk, their"
-            " bytes at the rate of copies from one pinned buffer. `of read`: the time of a kernel that only reads the"
-            " corpus, to ours. Of the others: their time to ours, `*` where they score in less than fp32. `-`: cannot,"
-            " failed, or no time left; `benchmarks/results/retrieve.json` says why."
+            " bytes at the rate of copies from one pinned buffer. `of sustained`: the time of plain bf16 products"
+            " with as many operations, which meet the limit on power as a long search does, to ours. `of read`: that of"
+            " a kernel that only reads the corpus. Of the others: their time to ours, `*` where they score in less than"
+            " fp32. `-`: cannot, failed, or no time left; `benchmarks/results/retrieve.json` says why."
         )
-        header = ["documents", "queries", "number", "floor", OURS, "of floor", "of read", "goal", *COLUMNS[1:4]]
+        header = ["documents", "queries", "number", "floor", OURS, "of floor", "of sustained", "of read", "goal"]
+        header += COLUMNS[1:4]
         parts.append(table(header, retrieve_rows(document["records"])))
     if (results / "retrieve_gpus.json").exists():
         document = load("retrieve_gpus", results)
         measured = [r for r in document["records"] if "ms" in r["contenders"].get(OURS, {})]
         text = "`lik_ops.distributed.retrieve`, a process for each GPU over NCCL, with the bits of one GPU"
-        parts.append(f"{text}: {machine(document, 'torch')}, {document['settings']['gpus']} GPUs.")
+        parts.append(
+            f"{text}: {machine(document, 'torch')}, {document['settings']['gpus']} GPUs. `sustained`: the efficiency of"
+            " calls that follow each other without waiting."
+        )
         rows = []
         for record in measured:
             case, ours = record["case"], record["contenders"][OURS]
             row = [str(case["Nq"]), f"{case['Nd']:,}", f"{ours['one_ms']:.2f}", f"{ours['ms']:.2f}"]
             each = [record.get("parts", {}).get(f"{name}_ms") for name in ("local", "agree", "merge")]
             row += [number(None if times is None else max(times), 2) for times in each]
-            rows.append([*row, f"{ours['efficiency']:.2f}"])
+            rows.append([*row, f"{ours['efficiency']:.2f}", number(ours.get("sustained_efficiency"), 2)])
         header = ["queries", "documents", "one GPU, ms", "all, ms", "search alone", "agreement alone", "merge alone"]
-        parts.append(table([*header, "efficiency"], rows))
+        parts.append(table([*header, "efficiency", "sustained"], rows))
     return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieve.py`)."
 
 

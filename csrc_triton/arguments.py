@@ -202,6 +202,27 @@ class WideSpecialization(NamedTuple):
     STAGES: int  # steps of the ring
 
 
+class Candidates(NamedTuple):
+    """Scores ``[Nq, n]`` in fp32 and their int64 `indices`, the columns where that is None.
+
+    Or, of int64 words, parts ``[parts, Nq, width]`` that follow each other: the scores' bits, and indices.
+    """
+
+    scores: Any
+    indices: Any
+    stride_row: Any
+    stride_part: Any = None
+    width: Any = None
+
+
+class Best(NamedTuple):
+    """fp32 scores and int64 indices of each row, `stride` from row to row."""
+
+    scores: Any
+    indices: Any
+    stride: Any
+
+
 # The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
 # anew, but for two kinds. VECTOR: strides of which it knows whether all are multiples of 16, so that it can load
 # vectors; where tensors are contiguous that follows from d. UNIT: strides that become constants where they are 1.

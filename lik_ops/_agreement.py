@@ -7,6 +7,7 @@ of the error that is then raised in all.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,23 +16,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_known: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
-def wire(group: Any, device: torch.device) -> torch.device:
-    """Where the group's backend takes tensors from that were computed on `device`."""
-    backend = str(dist.get_backend(group)).lower()
-    if backend in ("gloo", "mpi"):
-        return torch.device("cpu")
-    return current_device(group) if backend == "nccl" and device.type == "cpu" else device
+
+def members(group: Any) -> Any:
+    """The group itself, where None is all processes."""
+    return dist.group.WORLD if group is None else group
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """The backend of each type of device that the group sends from: the same on all ranks."""
+    group = members(group)
+    found = _known.get(group)
+    if found is None:
+        found = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).lower().split(","))
+        _known[group] = found
+    return found
+
+
+def _takes(device: torch.device, group: Any) -> bool:
+    """Whether the group sends from there, and not by a copy on the host that it makes itself."""
+    backend = _backends(group).get(device.type)
+    return backend is not None and (device.type == "cpu" or backend not in ("gloo", "mpi"))
+
+
+def wire(group: Any, device: torch.device, everywhere: bool) -> torch.device:
+    """From where the group takes tensors that were computed on `device`.
+
+    `everywhere`: on all ranks on a device of this type; else ranks of a group with a backend for each would not meet.
+    """
+    if _takes(device, group) and (everywhere or not on_host(group)):
+        return device
+    return torch.device("cpu") if on_host(group) else current_device(group)
+
+
+def on_host(group: Any) -> bool:
+    """Whether the group sends from the memory of the host: then `Agreement` needs nothing of a GPU."""
+    return "cpu" in _backends(group)
 
 
 def current_device(group: Any) -> torch.device:
-    """Where tensors of this process are if none says so: the current GPU for NCCL, else the CPU."""
-    is_nccl = str(dist.get_backend(group)).lower() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    """Where tensors of this process are if none says so: the current GPU where the group has NCCL, else the CPU."""
+    has_nccl = "nccl" in _backends(group).values()
+    return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
 def _first_wire(group: Any, tensors: tuple) -> torch.device:
     """As `wire`, of a kind that all ranks choose, whatever they were called with."""
+    if on_host(group):
+        return torch.device("cpu")
     at = current_device(group)
     devices = [x.device for x in tensors if isinstance(x, Tensor) and x.device.type == at.type]
     return devices[0] if devices else at
@@ -57,6 +90,8 @@ def _digest(described: dict[str, Any]) -> int:
 
 class Agreement:
     """The message on its way; `wait` for what the others say.
+
+    A group that sends from the host makes it at once, whatever a GPU does meanwhile: it comes after what is launched.
 
     On a GPU the host waits for this message alone, which of all earlier work follows only the group's messages; what is
     launched before the wait runs meanwhile. The message has to be launched first: a GPU that is full would let it wait.

@@ -35,13 +35,16 @@ def described(queries: Queries) -> list[int]:
     return [Q.dim(), *shape, DTYPES.index(Q.dtype), int(q_mask is not None), int(q_weight is not None)]
 
 
-def broadcast(queries: Queries | None, about: list[int], group: Any, device: torch.device) -> Queries:
-    """The queries of rank 0, of which it told `about`, on `device`: one message. Those of rank 0 itself as they are."""
+def broadcast(queries: Queries | None, about: list[int], group: Any, device: torch.device, everywhere: bool) -> Queries:
+    """The queries of rank 0, of which it told `about`, on `device`: one message. Those of rank 0 itself as they are.
+
+    `everywhere`: whether all ranks want them on a device of this type, or have them there.
+    """
     dim, *sizes, code, masked, weighted = about
     shape, dtype = sizes[:dim], DTYPES[code]
     kinds = [(shape, dtype)] + [(shape[:-1], torch.bool)] * masked + [(shape[:-1], score_dtype(dtype))] * weighted
     room = [-(-prod(size) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT for size, kind in kinds]
-    message = torch.empty(sum(room), dtype=torch.uint8, device=wire(group, device))
+    message = torch.empty(sum(room), dtype=torch.uint8, device=wire(group, device, everywhere))
     parts = []
     for (size, kind), begin in zip(kinds, accumulate(room, initial=0), strict=False):
         parts.append(message[begin : begin + prod(size) * kind.itemsize].view(kind).view(size))
@@ -57,10 +60,13 @@ def broadcast(queries: Queries | None, about: list[int], group: Any, device: tor
     return Queries(next(received), next(received) if masked else None, next(received) if weighted else None)
 
 
-def merged(best: topk.Best, first: int, documents: list[int], top_k: int, group: Any) -> topk.Best:
+def merged(
+    best: topk.Best, first: int, documents: list[int], top_k: int, group: Any, everywhere: bool = True
+) -> topk.Best:
     """The best documents of all processes, from those of each ``[Nq, min(top_k, documents)]``: one message.
 
-    `first` is the document that this process's index 0 means, `documents` how many each process has searched.
+    `first` is the document that this process's index 0 means, `documents` how many each process has searched;
+    `everywhere`: all of them on a device of this type.
     """
     scores, indices = best
     device, integers = scores.device, torch.int64 if scores.dtype == torch.float64 else torch.int32
@@ -68,10 +74,9 @@ def merged(best: topk.Best, first: int, documents: list[int], top_k: int, group:
     message = torch.empty((2, len(scores), max(counts)), dtype=torch.int64, device=device)
     message[0, :, : scores.shape[1]].copy_(scores.view(integers))
     torch.add(indices, first, out=message[1, :, : scores.shape[1]])
-    message = message.to(wire(group, device))
+    message = message.to(wire(group, device, everywhere))
     received = message.new_empty((len(counts), *message.shape))
     if message.numel():
         all_gather(received.view(-1), message.view(-1), group)
     # In the order of the documents, which decides between equal scores.
-    each = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2).to(device)
-    return topk.of_candidates(each[0].to(integers).view(scores.dtype), each[1], top_k)
+    return topk.of_parts(received.to(device), counts, top_k, scores.dtype)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agreement import Agreement, current_device, wire
+from ._agreement import Agreement, current_device, members, on_host, wire
 from ._gathering import NO_QUERIES, Queries, broadcast, described, merged
 from ._layout import as_bool, check, check_strided
 from ._ring import Options, Ring, RingMaxSim
@@ -45,6 +45,7 @@ class _Call(NamedTuple):
     begin: int
     end: int
     queries: Queries | None  # None: they come from rank 0
+    device: torch.device  # where it searches
 
     def is_launched(self) -> bool:
         """Whether the host need not wait for the search."""
@@ -55,10 +56,16 @@ class _Call(NamedTuple):
 
     def numbers(self) -> list[int]:
         """What the other ranks have to know."""
-        return [self.begin, self.end, *(NO_QUERIES if self.queries is None else described(self.queries))]
+        about = NO_QUERIES if self.queries is None else described(self.queries)
+        return [self.begin, self.end, _kind(self.device), *about]
 
 
-def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d: Any, group: Any) -> _Call:
+def _kind(device: torch.device) -> int:
+    """A number of the type of a device."""
+    return int(device.type != "cpu")
+
+
+def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d: Any, group: Any, device: Any) -> _Call:
     """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
     op, top_k = _RETRIEVE, alike["top_k"]
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
@@ -80,7 +87,10 @@ def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d:
         begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]
         alike["documents"] = shard.size
     alike.update(dtype=D.dtype, d=D.shape[-1])
-    return _Call(shard, begin, end, None if queries[0] is None else Queries(Q, q_mask, q_weight))
+    if queries[0] is not None:
+        return _Call(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device)
+    at = shard.device or torch.device(current_device(group) if device is None else device)
+    return _Call(shard, begin, end, None, at)
 
 
 def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:
@@ -129,7 +139,9 @@ def retrieve(
 
     A call has two collectives: a hundred bytes of each rank at its beginning, and the best at its end; a third one in
     between where rank 0 sends its queries. The host waits once, for the first of them. If all ranks have queries and
-    corpus on their GPUs, the search runs meanwhile, and nothing else waits for a GPU.
+    corpus on their GPUs, the search runs meanwhile, and nothing else waits for a GPU. A group with a backend for the
+    CPU beside NCCL, ``init_process_group("cpu:gloo,cuda:nccl")``, hides the first message wholly: it is sent once
+    the search is launched, where NCCL alone needs the GPU for it before.
 
     Args:
         Q: queries, as in `lik_ops.retrieve`, the same on all ranks; or on rank 0 of the group alone, with its `q_mask`
@@ -140,7 +152,7 @@ def retrieve(
         top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress: as in `lik_ops.retrieve`.
         group: the processes; None is all of them.
         device: where ranks that are sent their queries score, unless the corpus is on a GPU; None: the current CUDA
-            device for NCCL, else the CPU.
+            device if the group has NCCL, else the CPU.
         sharded: `corpus` is this rank's shard, with its `d_mask` or `cu_seqlens_d`: the whole corpus is the shards one
             after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype.
 
@@ -161,41 +173,55 @@ def retrieve(
     """
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
     alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
-    call, error = None, None
+    call, found, error = None, None, None
     try:
         topk.check_counts(_RETRIEVE, top_k, chunk)
-        call = _opened(alike, (Q, q_mask, q_weight), corpus, d_mask, cu_seqlens_d, group)
+        call = _opened(alike, (Q, q_mask, q_weight), corpus, d_mask, cu_seqlens_d, group, device)
+        if on_host(group):
+            found = _launched(call, top_k, group, options)
     except Exception as failure:  # of any kind: the others wait for this rank
         error = failure
-    numbers = [0, 0, *NO_QUERIES] if call is None else call.numbers()
+    numbers = [0, 0, 0, *NO_QUERIES] if call is None else call.numbers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
-    return _together(call, agreement, top_k, sharded, group, device, options)
+    if call is not None and not on_host(group):
+        found = _launched(call, top_k, group, options)
+    return _together(call, found, agreement, top_k, sharded, group, options)
+
+
+def _launched(call: _Call, top_k: int, group: Any, options: dict) -> shards.Found | None:
+    """The search, where it can begin before it is known what the other ranks say: else None."""
+    if call.queries is None or not call.is_launched():
+        return None
+    if dist.get_rank(group) == 0 and members(group) not in _have_queries:
+        return None
+    return call.best(call.queries, top_k, options)
 
 
 def _together(
-    call: _Call | None, agreement: Agreement, top_k: int, sharded: bool, group: Any, device: Any, options: dict
+    call: _Call | None,
+    found: shards.Found | None,
+    agreement: Agreement,
+    top_k: int,
+    sharded: bool,
+    group: Any,
+    options: dict,
 ) -> topk.Best:
-    """The search, with the first message under way; on a GPU it begins before that arrives."""
-    rank, members = dist.get_rank(group), dist.group.WORLD if group is None else group
-    found = None
-    if call is not None and call.queries is not None and call.is_launched() and (rank or members in _have_queries):
-        found = call.best(call.queries, top_k, options)
+    """The search, unless it was `found`, and the best of all ranks."""
     told = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
-    documents = _documents([x[:2] for x in told], sharded)
+    rank, all_ranks = dist.get_rank(group), members(group)
+    documents, everywhere = _documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
     queries = call.queries
-    if _has_to_send(agreement, queries, [x[2:] for x in told]):
-        _have_queries.discard(members)
-        at = call.shard.device or torch.device(current_device(group) if device is None else device)
-        at = at if queries is None else queries.Q.device
-        queries = broadcast(queries, told[0][2:], group, at)
+    if _has_to_send(agreement, queries, [x[3:] for x in told]):
+        _have_queries.discard(all_ranks)
+        queries = broadcast(queries, told[0][3:], group, call.device, everywhere)
     else:
-        _have_queries.add(members)
+        _have_queries.add(all_ranks)
     assert queries is not None
     if found is None:
         found = call.best(queries, top_k, options)
     first = found.first + (sum(documents[:rank]) if sharded else 0)
-    scores, indices = merged(found.best, first, documents, top_k, group)
+    scores, indices = merged(found.best, first, documents, top_k, group, everywhere)
     return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)
 
 
@@ -258,11 +284,12 @@ def maxsim_inbatch(
     op = "distributed.maxsim_inbatch"
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     alike, error = _alike(op, Q, D, q_mask, d_mask, q_weight, normalize, backward)
-    numbers = [0] * 4 if error is not None else [int(d_mask is not None), *D.shape]
+    numbers = [0] * 5 if error is not None else [int(d_mask is not None), _kind(D.device), *D.shape]
     told = Agreement(op, group, (D, Q), alike, numbers, error).wait()
     if d_mask is None and any(masked for masked, *_ in told):
         d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
-    ring = Ring(group, wire(group, D.device), D.device)
+    everywhere = len({kind for _, kind, *_ in told}) == 1
+    ring = Ring(group, wire(group, D.device, everywhere), D.device)
     needs_grad = any(alike[name] for name in _GRADIENTS)
-    options = Options(ring, [tuple(shape) for _, *shape in told], normalize, backward, needs_grad and not recompute)
+    options = Options(ring, [tuple(shape) for _, _, *shape in told], normalize, backward, needs_grad and not recompute)
     return RingMaxSim.apply(Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), options)

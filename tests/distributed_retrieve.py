@@ -19,6 +19,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops import _ring, distributed
+from lik_ops._agreement import on_host
 from lik_ops.retrieval import shards
 
 TIMEOUT = timedelta(seconds=60)
@@ -49,9 +50,9 @@ def launched() -> Iterator[None]:
 
 
 @contextmanager
-def counted(module: object, *names: str) -> Iterator[list[str]]:
-    """The names of those functions of `module` that are called, in order."""
-    calls: list[str] = []
+def counted(module: object, *names: str, calls: list[str] | None = None) -> Iterator[list[str]]:
+    """The names of those functions of `module` that are called, in order; after others in `calls`."""
+    calls = [] if calls is None else calls
     functions = {name: getattr(module, name) for name in names}
 
     def counting(name: str):
@@ -176,6 +177,12 @@ def check_messages(device: str, directory: Path) -> None:
         calls.clear()
         expect(ValueError, "top_k: expected the same", lambda: distributed.retrieve(Q, D, 4 if rank else 3))
         assert calls == [gather, "all_gather_object"], calls
+        distributed.retrieve(Q, D, 5)
+        calls.clear()
+        with launched() if device == "cpu" else nullcontext(), counted(shards.Resident, "best", calls=calls):
+            distributed.retrieve(Q, D, 5)
+        # Nothing keeps the search waiting, unless the first message needs the GPU too.
+        assert calls == (["best", gather, gather] if on_host(None) else [gather, "best", gather]), calls
 
 
 def check_inbatch(device: str, directory: Path) -> None:
@@ -331,6 +338,27 @@ def check_while_ranks_agree(device: str, directory: Path) -> None:
         check_errors(device, directory)
         check_launched(device, directory)
         check_sharded(device, directory / "launched")
+        check_lost_search(device)
+
+
+def check_lost_search(device: str) -> None:
+    """A search that fails where it is launched is an error in all, if the first message comes after it."""
+    Q, D = torch.randn(2, 3, 8, device=device), torch.randn(50, 4, 8, device=device)
+    expected = distributed.retrieve(Q, D, 5)
+    if not on_host(None):
+        return
+    mine, best = dist.get_rank() == 1, shards.Resident.best
+
+    def full(*args):
+        raise MemoryError("no memory left")
+
+    shards.Resident.best = full if mine else best
+    try:
+        error = MemoryError if mine else ValueError
+        expect(error, "no memory left", lambda: distributed.retrieve(Q, D, 5))
+    finally:
+        shards.Resident.best = best
+    assert same(distributed.retrieve(Q, D, 5), expected)
 
 
 CHECKS = {
@@ -346,7 +374,7 @@ CHECKS = {
 def main() -> None:
     backend, directory = sys.argv[1], Path(sys.argv[2])
     device = "cpu"
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = "cuda"
     torch.set_num_threads(1)

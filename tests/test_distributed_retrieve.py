@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lik_ops import _agreement
+
 pytest.importorskip("safetensors", reason="pip install lik-ops[retrieval]")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +28,7 @@ def run(command, devices):
 def check(backend, processes, path):
     names = ["retrieve", "sharded", "messages", "inbatch", "errors", "launched"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    out = run([*launch, "-m", "tests.distributed_retrieve", backend, str(path), *names], backend == "nccl")
+    out = run([*launch, "-m", "tests.distributed_retrieve", backend, str(path), *names], "nccl" in backend)
     for name in names:
         for rank in range(processes):
             assert f"{name} {rank} agrees" in out
@@ -39,8 +41,32 @@ def test_gloo(processes, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl(tmp_path):
-    check("nccl", 2, tmp_path)
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl(backend, tmp_path):
+    check(backend, 2, tmp_path)
+
+
+class Group:
+    """Stands for a group of processes."""
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "alike", "mixed"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", ("cpu", "cpu"), ("cpu", "cpu")),
+        ("cpu:gloo", "cpu", ("cpu", "cpu"), ("cpu", "cpu")),
+        ("cuda:nccl", "cuda:1", ("cuda:1", "cuda:0"), ("cuda:1", "cuda:0")),
+        ("cpu:gloo,cuda:nccl", "cpu", ("cpu", "cuda:0"), ("cpu", "cpu")),
+    ],
+)
+def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypatch):
+    """Tensors on the CPU and on a GPU, that all ranks have there or not; the current GPU is the second."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices, group = (torch.device("cpu"), torch.device("cuda", 0)), Group()
+    assert str(_agreement._first_wire(group, ())) == first
+    for everywhere, expected in ((True, alike), (False, mixed)):
+        assert tuple(str(_agreement.wire(group, device, everywhere)) for device in devices) == expected
 
 
 def test_a_process_that_is_lost_ends_the_others_in_time():

@@ -14,10 +14,12 @@ MODULES = [
     "test_semantics",
     "test_ragged_kernels",
     "test_ragged_lists",
+    "test_ragged_few",
     "test_eager_ragged",
     "test_gradients",
     "test_fp32",
     "test_tune",
+    "test_topk",
 ]
 
 

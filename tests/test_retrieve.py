@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lik_ops
 from lik_ops import reference
+from lik_ops.backends import portable, portable_topk
 from lik_ops.ops import topk
 
 from .test_portable import peak_bytes
@@ -141,9 +142,8 @@ def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n,
     values = torch.cat([torch.randn(1, dtype=dtype), special])[:kinds]
     scores = torch.where(torch.rand(3, n) < 0.5, values[torch.randint(kinds, (3, n))], torch.randn(3, n).to(dtype))
     scores = scores.to(device)
-    found, expected = topk.first(scores, k), topk._first(scores, k)
-    assert torch.equal(found[1], expected[1])
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    found, expected = portable_topk.best(scores, k), portable_topk.best_columns(scores, k)
+    assert_same(found, (scores.gather(1, expected), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -154,7 +154,7 @@ def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dty
     monkeypatch.setattr(topk, "WORKSPACE", 1 << 24)
     Q = torch.empty(Nq, 1, 1, dtype=dtype)
     chunk = topk._chunk(Q, top_k, 1 << 40)
-    count = partial(topk._bytes, top_k=top_k, itemsize=dtype.itemsize)
+    count = partial(portable_topk.bytes_of, top_k=top_k, itemsize=dtype.itemsize)
     assert Nq * count(chunk) <= 1 << 24 < Nq * count(chunk + 10)
     scores = torch.randn(Nq, chunk, dtype=dtype)
     assert peak_bytes(lambda: topk.first(scores, top_k)) + scores.nbytes <= 1 << 24
@@ -214,13 +214,15 @@ def test_nothing_is_differentiable():
 def test_the_scores_of_all_documents_are_never_in_memory(monkeypatch):
     """With little room, chunks are small; the peak is that of a chunk, not ``[Nq, Nd]``."""
     sizes = []
-    inner = topk.first
-    monkeypatch.setattr(topk, "first", lambda scores, k: (sizes.append(scores.shape[1]), inner(scores, k))[1])
+    inner = portable.best
+    monkeypatch.setattr(
+        portable, "best", lambda scores, *rest: (sizes.append(scores.shape[1]), inner(scores, *rest))[1]
+    )
     monkeypatch.setattr(topk, "WORKSPACE", 1 << 12)
     Q, D = draw(4, 500, 2, 3, 8)
     expected = ranked(lik_ops.maxsim(Q, D), 5)
     assert_same(lik_ops.retrieve(Q, D, 5), expected)
-    assert max(sizes) == (1 << 12) // (4 * topk._BYTES_PER_SCORE[4]) and len(sizes) > 20
+    assert max(sizes) == (1 << 12) // (4 * portable_topk.BYTES_PER_SCORE[4]) and len(sizes) > 20
     tokens, cu_seqlens = packed(D, [3] * 500)
     assert_same(lik_ops.retrieve(Q, tokens, 5, cu_seqlens_d=cu_seqlens), expected)
     sizes.clear()

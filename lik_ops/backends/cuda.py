@@ -9,6 +9,7 @@ from .cuda_backward import backward_lowmem, backward_unified
 from .cuda_forward import forward, forward_plan
 from .cuda_ragged import forward_ragged, ragged_plan
 from .cuda_ragged_backward import backward_ragged
+from .cuda_topk import best, best_of_parts
 
 __all__ = [
     "allow_tf32",
@@ -16,6 +17,8 @@ __all__ = [
     "backward_lowmem",
     "backward_ragged",
     "backward_unified",
+    "best",
+    "best_of_parts",
     "forget",
     "forward",
     "forward_plan",

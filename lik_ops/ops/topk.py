@@ -6,9 +6,8 @@ to the smallest, -0.0 as 0.0; equal ones by document. `torch.topk` promises noth
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .. import backends
 from .._layout import as_bool, check, check_lifted, score_dtype
+from ..backends import portable_topk
 from ..backends.ragged import Ragged
 from . import batching, eager, flops, ragged_values
 
@@ -26,71 +26,19 @@ _SCHEMA = (
 MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
-_BYTES_PER_SCORE = {4: 32, 8: 48}  # of what is put in order, by the size of a score
-_LOW = 0 if sys.byteorder == "little" else 1  # which of the halves of a 64-bit integer is the lower
-_BLOCK = 64  # columns of which `first` looks at the maximum alone
-_MOST_BLOCKS = 4  # for each score that is kept, or looking at maxima first is no less work
 
 Best = tuple[Tensor, Tensor]
 """Scores and document indices ``[Nq, k]``, the best first."""
 
 
-def _ordered(scores: Tensor) -> Tensor:
-    """Integers in the order of `scores`: NaN above all, -0.0 equal to 0.0."""
-    as_integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
-    sizes = torch.iinfo(as_integer)
-    # -0.0 + 0.0 is 0.0; all NaN become the one of Python, whose bits are above those of infinity.
-    bits = (scores + 0.0).nan_to_num_(math.nan, math.inf, -math.inf).view(as_integer)
-    # Where the sign is set, the other bits rise as scores fall.
-    return bits.bitwise_xor_((bits >> (sizes.bits - 1)).bitwise_and_(sizes.max))
-
-
-def _looks_at_blocks(columns: int, top_k: int) -> bool:
-    return columns // _BLOCK > _MOST_BLOCKS * top_k
+def _backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    # What is traced are torch's operators.
+    return backends.portable if torch.compiler.is_dynamo_compiling() else backends.select(device, dtype)
 
 
 def first(scores: Tensor, top_k: int) -> Best:
-    """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column.
-
-    Of many columns only those are ordered that can be among the best: the k best scores lie in the k blocks with the
-    best maxima (of equal ones, the first), as each of k such blocks has a score that comes before all of another.
-    """
-    if not _looks_at_blocks(scores.shape[1], top_k):
-        return _first(scores, top_k)
-    count = scores.shape[1] // _BLOCK
-    whole, rest = scores[:, : count * _BLOCK].unflatten(1, (count, _BLOCK)), scores[:, count * _BLOCK :]
-    blocks = _best_columns(whole.amax(dim=2), top_k)
-    if scores.dtype == torch.float64:
-        blocks = blocks.sort(dim=1).values
-    candidates = whole.gather(1, blocks[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    columns = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(1)
-    if rest.shape[1]:
-        last = torch.arange(count * _BLOCK, scores.shape[1], device=scores.device)
-        candidates, columns = torch.cat([candidates, rest], 1), torch.cat([columns, last.expand(len(rest), -1)], 1)
-    columns = _best_columns(candidates, top_k, columns)
-    return scores.gather(1, columns), columns
-
-
-def _first(scores: Tensor, top_k: int) -> Best:
-    """`first`, with all columns in order."""
-    columns = _best_columns(scores, top_k)
-    return scores.gather(1, columns), columns
-
-
-def _best_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> Tensor:
-    """Columns ``[Nq, k]`` of the best scores, which are those of `columns` ``[Nq, n]`` (ascending, if fp64)."""
-    k, n, device = min(top_k, scores.shape[1]), scores.shape[1], scores.device
-    ordered = _ordered(scores)
-    if ordered.dtype == torch.int64:
-        at = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        # A copy, not a view of all of them.
-        return at.clone(memory_format=torch.contiguous_format) if columns is None else columns.gather(1, at)
-    # Keys of 64 bits, of which no two are equal: the score, and below it the column, with its bits inverted.
-    low = torch.arange(-1, -n - 1, -1, dtype=torch.int32, device=device) if columns is None else ~columns.int()
-    halves = [ordered, ordered]
-    halves[_LOW] = low.expand_as(ordered)
-    best = torch.stack(halves, dim=2).view(torch.int64).squeeze(2).topk(k, dim=1).values
-    return ~best.view(torch.int32)[:, _LOW::2].long()
+    """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column."""
+    return _backend(scores.device, scores.dtype).best(scores, top_k)
 
 
 def merge(parts: list[Best], top_k: int) -> Best:
@@ -103,8 +51,18 @@ def merge(parts: list[Best], top_k: int) -> Best:
 
 def of_candidates(scores: Tensor, indices: Tensor, top_k: int) -> Best:
     """The best of candidates ``[Nq, n]``, of which equal ones are in the order of their documents."""
-    scores, columns = first(scores, top_k)
-    return scores, indices.gather(1, columns)
+    return _backend(scores.device, scores.dtype).best(scores, top_k, indices)
+
+
+def of_parts(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype) -> Best:
+    """The best of int64 messages ``[parts, 2, Nq, width]``: the bits of scores of `dtype`, and their indices.
+
+    The messages follow each other in the order of their documents; of each the first ``counts[part]`` of a query count.
+    """
+    if dtype == torch.float32 and min(counts) == received.shape[3]:
+        return _backend(received.device, dtype).best_of_parts(received, top_k)
+    scores, indices = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2)
+    return of_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
 
 def check_arguments(
@@ -176,22 +134,15 @@ def workspace(device: torch.device) -> int:
     return min(max(free // 8, WORKSPACE), LARGE_WORKSPACE)
 
 
-def _bytes(documents: int, top_k: int, itemsize: int) -> int:
-    """What `first` and the scores of a query with so many documents take."""
-    if not _looks_at_blocks(documents, top_k):
-        return documents * _BYTES_PER_SCORE[itemsize]
-    return documents * (itemsize + 1) + _BLOCK * (top_k + 1) * _BYTES_PER_SCORE[itemsize]  # 1: the maxima of blocks
-
-
 def _chunk(Q: Tensor, top_k: int, documents: int) -> int:
     """Documents whose scores fit the workspace, but as many as are kept at least."""
     queries, itemsize = max(Q.shape[0], 1), score_dtype(Q.dtype).itemsize
-    if queries * _bytes(documents, top_k, itemsize) <= WORKSPACE:
+    if queries * portable_topk.bytes_of(documents, top_k, itemsize) <= WORKSPACE:
         return max(documents, 1)
     space = workspace(Q.device) // queries
-    chunk = (space - _BLOCK * (top_k + 1) * _BYTES_PER_SCORE[itemsize]) // (itemsize + 1)
-    if not _looks_at_blocks(chunk, top_k):
-        chunk = space // _BYTES_PER_SCORE[itemsize]
+    chunk = (space - portable_topk.BLOCK * (top_k + 1) * portable_topk.BYTES_PER_SCORE[itemsize]) // (itemsize + 1)
+    if not portable_topk.looks_at_blocks(chunk, top_k):
+        chunk = space // portable_topk.BYTES_PER_SCORE[itemsize]
     return max(chunk, top_k, 1)
 
 

@@ -1,0 +1,84 @@
+"""The gradient of packed documents of which few rows win: tiles with the rows of one step, and with more, against fp64."""
+
+import pytest
+import torch
+
+from .support import CUDA, INTERPRETER, INTERPRETING
+
+pytest.importorskip("triton", reason="these are kernels in Triton")
+from lik_ops.backends import backward_configs, cuda_ragged_backward
+from lik_ops.csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents
+
+from .test_ragged_kernels import (
+    HALF_ULP,
+    Problem,
+    gradient_error,
+    gradients,
+    half_or_fp32,
+    kernels_launched,
+    problem,
+    won,
+)
+
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
+# In tiles (of 32 rows in the interpreter, else 256): below one, one, several, two that share one.
+TILES = (2.5, 1.0, 1.25, 0.25, 0.0, 3.0)
+TOLERANCE = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}
+
+
+def lookups(place, dtype, rows, met, **options):
+    """Queries of `rows` tokens and pairs [(query, document), ..] of documents that lie one after another."""
+    tile = 32 if INTERPRETING else 256
+    p = problem(place, "pairs", dtype, queries=rows, documents=tuple(int(n * tile) for n in TILES), **options)
+    return Problem(
+        p.r._replace(pairs=torch.tensor(met, device=place.device)), [(i, j, n) for n, (i, j) in enumerate(met)]
+    )
+
+
+EACH = [(0, 0), (1, 1), (2, 2), (3, 3), (0, 4), (2, 5)]
+SOME_OFTEN = [*EACH, (1, 0), (2, 0), (3, 0), (0, 0), (1, 3), (1, 3)]
+CASES = {
+    "short queries": ((14, 9, 16, 3), EACH, {}),
+    "no options": ((14, 9, 16, 3), EACH, {"options": False}),
+    "some have more rows than a step": ((14, 50, 6, 3), EACH, {}),
+    "some documents are met often": ((14, 9, 16, 3), SOME_OFTEN, {}),
+    "many features": ((14, 9, 16, 3), SOME_OFTEN, {"d": 200}),
+    "features that are no multiple of 16": ((14, 9, 16, 3), EACH, {"d": 20}),
+}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    launched = kernels_launched(monkeypatch)
+    rows, met, options = CASES[case]
+    for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
+        p = lookups(place, dtype, rows, met, **options)
+        p.r.D[: len(p.r.D) // 8] *= 4  # tokens that win most
+        scores, argmax = won(p, normalize)
+        upstream = torch.randn(scores.shape, device=scores.device)
+        found = gradients(p, upstream, argmax, normalize)[1]
+        assert gradient_error(p, found, upstream, normalize) < TOLERANCE[dtype], dtype
+        assert torch.equal(found, gradients(p, upstream, argmax, normalize)[1])
+    assert maxsim_grad_few_packed_documents in launched
+
+
+def test_most_tiles_take_one_step_and_no_more_can(place, monkeypatch):
+    """Rounded otherwise, and no less exact: without the one step all tiles count who wins."""
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    p = lookups(place, torch.float32, *CASES["short queries"][:2], options=False)
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    found = gradients(p, upstream, argmax)[1]
+    table = backward_configs.few_packed_documents
+    monkeypatch.setattr(backward_configs, "few_packed_documents", lambda *a, **k: (table(*a, **k)[0], None))
+    assert gradient_error(p, gradients(p, upstream, argmax)[1], upstream, False) < 1e-6
+    monkeypatch.setattr(backward_configs, "few_packed_documents", table)
+    p.r.Q[3, 0] = float("nan")  # of query 0, met by documents 0 and 4, of which 4 is empty
+    spoiled = gradients(p, upstream, argmax)[1]
+    reached = int(p.r.d_offsets[0]) + int(p.winners(argmax, 0, 0)[3])
+    assert not spoiled[reached].isfinite().all()
+    spoiled[reached] = found[reached]
+    assert torch.equal(spoiled, found)

@@ -63,7 +63,7 @@ def _one_hot_product(match, x, coefficient, C: tl.constexpr):
 
 
 @triton.jit
-def sums_of_few(match, coefficient, x, C: tl.constexpr):
+def _sums(match, coefficient, x, C: tl.constexpr):
     """The sums of the rows x, of which these are BD features, that match each of BN rows."""
     scale = 1.0
     unscale = 1.0
@@ -131,7 +131,7 @@ def maxsim_grad_documents_few(Q, D, up, grad_D, rows, tokens, Nq, K, Lq, Ld, d, 
             for c0 in range(0, d, C.BD):
                 columns = c0 + tl.arange(0, C.BD)
                 x = load_rows(pointers, token >= 0, columns, d, Q.stride_d, C.WIDE)
-                G = sums_of_few(match, coefficient, x, C)
+                G = _sums(match, coefficient, x, C)
                 _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
                 dot += more_dot
                 squares += more_squares
@@ -140,7 +140,7 @@ def maxsim_grad_documents_few(Q, D, up, grad_D, rows, tokens, Nq, K, Lq, Ld, d, 
             columns = c0 + tl.arange(0, C.BD)
             if not C.ONE_CHUNK:
                 x = load_rows(pointers, token >= 0, columns, d, Q.stride_d, C.WIDE)
-            G = sums_of_few(match, coefficient, x, C)
+            G = _sums(match, coefficient, x, C)
             if C.NORMALIZE:
                 y, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
                 if C.ONE_CHUNK:

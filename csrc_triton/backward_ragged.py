@@ -63,7 +63,7 @@ def step_winners(walk, items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def once(x):
+def _once(x):
     """`x`, computed once and not in every layout that it is used in: Triton repeats what it finds cheap, loads too.
 
     A reduction it does not repeat.
@@ -83,24 +83,21 @@ def places(items, token, query, up, TILE: tl.constexpr):
 
 
 @triton.jit
-def step_rows(
-    walk, items, s0, token, query, norms, up, Q,
-    STEP: tl.constexpr, SLOT: tl.constexpr, PLACES: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """Of the lanes of a step: query rows, at which of PLACES the token is that each won (-1: none), and
+def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
+    """Of the lanes of a step: query rows, at which of BN places the token is that each won (-1: none), and
     ``g * w / ||q||``."""
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
     if walk.lists is not None:
-        entry = once(token)
+        entry = _once(token)
         row = items.winners + (entry >> OFFSET_BITS)
         place = (entry & (OFFSETS - 1)) + items.first
         place = tl.where((entry >= 0) & (place >= 0) & (place < C.BN), place, -1)
     elif walk.slots is not None:
         place = places(items, token, query, up, walk.slots.shape[0])
         slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
-        place = once(tl.where((place >= 0) & (slot >= 0) & (slot < PLACES), slot, -1))
+        place = _once(tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
     else:
-        place = once(places(items, token, query, up, PLACES))
+        place = _once(places(items, token, query, up, C.BN))
     hit = place >= 0
     score = items.score
     if up.query is not None:
@@ -114,7 +111,7 @@ def step_rows(
 
 
 @triton.jit
-def packed_row_pointers(Q, row, C: tl.constexpr):
+def _row_pointers(Q, row, C: tl.constexpr):
     if C.FLAT:
         pointers = Q.ptr + row * Q.stride_l
     else:
@@ -130,7 +127,7 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
         items = step_items(walk, n0, C.BM, C.SLOT, C)
         for s0 in range(0, most_rows(walk, items), C.SLOT):
             token, query = step_winners(walk, items, s0, up, C.BM, C.SLOT)
-            _, _, c = step_rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C.BN, C)
+            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
             largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
     exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 15)
@@ -157,8 +154,8 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
         for s0 in range(0, most_rows(walk, items), SLOT):
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
             token_ahead, query_ahead = step_winners(walk, items, s0 + SLOT, up, STEP, SLOT)
-            row, place, c = step_rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C.BN, C)
-            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
+            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
             if CHECK:
                 finite = finite_rows(x, c)
                 x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
@@ -185,8 +182,8 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
         items = step_items(walk, n0, CAREFUL_ROWS, SLOT, C)
         for s0 in tl.range(0, most_rows(walk, items), SLOT, num_stages=1):
             token, query = step_winners(walk, items, s0, up, CAREFUL_ROWS, SLOT)
-            row, place, c = step_rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C.BN, C)
-            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
+            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
+            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             bad = (place >= 0) & (finite_rows(x, c) == 0)
             G = add_one_by_one(G, x, place, c, bad, C)
     return G

@@ -30,7 +30,7 @@ from lik_ops.csrc_triton import (
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Bounds, Config, Documents, Lists, Queries, Segments, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -134,9 +134,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return documents
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
-        if case.kernel == "maxsim_grad_few_packed_documents":
-            return backward_configs.few_packed_documents(arch, case.dtype, case.d, rows, flat=flat, **shared)[0]
-        choices = {"flat": flat, "rows": rows, "few": False, "listed": _listed(case), **shared}
+        few = case.kernel == "maxsim_grad_few_packed_documents"
+        choices = {"flat": flat, "rows": rows, "few": few, "listed": _listed(case), **shared}
         if case.chunks:  # what lists do not serve is walked over by the same tiles
             choices["listed"] = True
         packed = backward_configs.grad_packed_documents(arch, case.dtype, case.d, **choices)
@@ -157,11 +156,6 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
     return backward_configs.gather(case.dtype, case.d, ragged=case.ragged, **shared)
-
-
-def _one_step(case: Case, arch: Architecture) -> Config | None:
-    options = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "flat": case.wide == 0}
-    return backward_configs.few_packed_documents(arch, case.dtype, case.d, case.Lq, **options)[1]
 
 
 def _listed(case: Case) -> bool:
@@ -250,9 +244,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
         return backward_ragged.maxsim_grad_packed_documents, found | packed
     if case.kernel == "maxsim_grad_few_packed_documents":
-        found = {"Q": None, "D": None, "up": up, "sorted_items": "*i64", "starts": "*i32"}
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
-        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr", "ONE": "constexpr"}
+        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
         return backward_ragged_few.maxsim_grad_few_packed_documents, found
     if case.kernel == "maxsim_list_packed_winners":
         found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(
@@ -314,8 +308,6 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {}
     given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.few_tokens(arch)}
-    if "ONE" in arguments:
-        given["ONE"] = _one_step(case, arch)
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:
         constants[(names.index("LEVELS"),)] = _levels(case, arch)

@@ -1,4 +1,4 @@
-"""The gradient of packed documents of which few rows win: tiles with the rows of one step, and with more, against fp64."""
+"""The gradient of packed documents of which few rows win, against fp64."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import backward_configs, cuda_ragged_backward
+from lik_ops.backends import cuda_ragged_backward
 from lik_ops.csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents
 
 from .test_ragged_kernels import (
@@ -41,7 +41,7 @@ SOME_OFTEN = [*EACH, (1, 0), (2, 0), (3, 0), (0, 0), (1, 3), (1, 3)]
 CASES = {
     "short queries": ((14, 9, 16, 3), EACH, {}),
     "no options": ((14, 9, 16, 3), EACH, {"options": False}),
-    "some have more rows than a step": ((14, 50, 6, 3), EACH, {}),
+    "queries of many lengths": ((14, 50, 6, 3), EACH, {}),
     "some documents are met often": ((14, 9, 16, 3), SOME_OFTEN, {}),
     "many features": ((14, 9, 16, 3), SOME_OFTEN, {"d": 200}),
     "features that are no multiple of 16": ((14, 9, 16, 3), EACH, {"d": 20}),
@@ -63,22 +63,3 @@ def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch)
         assert gradient_error(p, found, upstream, normalize) < TOLERANCE[dtype], dtype
         assert torch.equal(found, gradients(p, upstream, argmax, normalize)[1])
     assert maxsim_grad_few_packed_documents in launched
-
-
-def test_most_tiles_take_one_step_and_no_more_can(place, monkeypatch):
-    """Rounded otherwise, and no less exact: without the one step all tiles count who wins."""
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
-    p = lookups(place, torch.float32, *CASES["short queries"][:2], options=False)
-    scores, argmax = won(p, False)
-    upstream = torch.randn(scores.shape, device=scores.device)
-    found = gradients(p, upstream, argmax)[1]
-    table = backward_configs.few_packed_documents
-    monkeypatch.setattr(backward_configs, "few_packed_documents", lambda *a, **k: (table(*a, **k)[0], None))
-    assert gradient_error(p, gradients(p, upstream, argmax)[1], upstream, False) < 1e-6
-    monkeypatch.setattr(backward_configs, "few_packed_documents", table)
-    p.r.Q[3, 0] = float("nan")  # of query 0, met by documents 0 and 4, of which 4 is empty
-    spoiled = gradients(p, upstream, argmax)[1]
-    reached = int(p.r.d_offsets[0]) + int(p.winners(argmax, 0, 0)[3])
-    assert not spoiled[reached].isfinite().all()
-    spoiled[reached] = found[reached]
-    assert torch.equal(spoiled, found)

@@ -134,7 +134,9 @@ def grad_packed_documents(
     )
     config, single = launch.config, rows is not None
     if listed:
-        return replace(launch, config=config._replace(SLOT=config.BM))
+        plain = launch.max_registers == 168  # three programs on a multiprocessor, with fewer barriers for each row
+        BM, stages = (128, 2) if plain else (config.BM, launch.num_stages)
+        return replace(launch, config=config._replace(BM=BM, SLOT=BM), num_stages=stages)
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
         # What stands where is computed once for all threads if a step has as many rows as there are threads.
         BM = 128 if arch.name == "sm_90" and config.ONE_CHUNK and not single else config.BM
@@ -146,36 +148,6 @@ def grad_packed_documents(
         launch = replace(launch, num_stages=1)
     SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
     return replace(launch, config=config._replace(SLOT=SLOT))
-
-
-def few_packed_documents(
-    arch: Architecture,
-    dtype: torch.dtype,
-    d: int,
-    rows: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    flat: bool,
-) -> tuple[Launch, Config | None]:
-    """`grad_packed_documents` for `few`, and the configuration of tiles whose rows fit one step; None: of no tile."""
-    launch = grad_packed_documents(
-        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, rows=rows, few=True
-    )
-    config = launch.config
-    if normalize and not config.ONE_CHUNK:
-        return launch, None
-    half = dtype != torch.float32 and loads_vectors(d, wide) and not arch.is_amd
-    BM = 64 if half and arch.name in ("sm_90", INTERPRETER.name) else 32
-    BD = config.BD if normalize else max(config.BD // 2, 16)
-    one = config._replace(BM=BM, BN=16, BD=BD, SLOT=min(max(next_power_of_2(rows), 16), BM))
-    if half and arch != INTERPRETER:
-        # Most tiles take the one step: three programs on a multiprocessor matter more than the steps of the others.
-        registers = 168 if arch.name == "sm_90" and not normalize else 255
-        config = config._replace(BM=32, BN=16, BD=BD, ONE_CHUNK=d <= BD, SLOT=min(config.SLOT, 32))
-        launch = replace(launch, config=config, max_registers=registers)
-    return launch, one
 
 
 FEW_ROWS = 128  # query rows of a document that one program holds, at most

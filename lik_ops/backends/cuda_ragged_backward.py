@@ -204,12 +204,12 @@ class _Call:
         (self._into_few if self._few() else self._into_all)(grad_D, norms, options)
 
     def _into_few(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
-        launch, one = backward_configs.few_packed_documents(self.arch, self.r.Q.dtype, self.d, **options)
+        launch = backward_configs.grad_packed_documents(self.arch, self.r.Q.dtype, self.d, few=True, **options)
         tile = backward_configs.few_tokens(self.arch)
         (tiles,) = checked_grid(cdiv(self.r.D.shape[0], tile))
         items, starts = self.lookup.by_tile(tile, tiles)
         up = self.up._replace(count=items.shape[1])
-        args = self.queries, self.documents, up, items, starts, norms, grad_D, *self.sizes, self.d, tile, one
+        args = self.queries, self.documents, up, items, starts, norms, grad_D, *self.sizes, self.d, tile
         self._run(maxsim_grad_few_packed_documents, (tiles,), args, launch)
 
     def _into_all(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:

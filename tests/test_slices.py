@@ -38,7 +38,7 @@ def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("d", [1, 2, 8, 17, 96, 128, 768, 5000, 20000])
+@pytest.mark.parametrize("d", [1, 2, 8, 17, 96, 128, 768, 5000, 12000, 20000, 50000])
 def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
     """What padded, packed and masked tokens rest on: a similarity does not know how long queries and documents are."""
     documents = torch.randn(MAX_ROWS if d < 5000 else 64, d, dtype=dtype)

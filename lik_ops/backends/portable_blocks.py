@@ -31,6 +31,8 @@ SHARED_ROWS = 64  # rows of a slice that short documents share
 # Steps of rows, steps of columns and most columns: torch's vectorised amax takes 32 fp32 columns at a time; MKL's fp64
 # kernels take 4 rows and 24 columns, what remains is rounded otherwise.
 STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
+# Of a step, where features are so many that no step fits: of other numbers of columns MKL rounds the last otherwise.
+PARTS = (4, 8, 12, 24)
 ALIGNMENT = 64  # bytes
 NORM_EPS = 1e-12
 
@@ -96,7 +98,8 @@ def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     token_bytes = d * dtype.itemsize
     row_step, step, most = STEPS[dtype]
     starts: tuple[int, ...] = (0,)
-    max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, SLICE_BYTES // token_bytes), 1)
+    fits = SLICE_BYTES // token_bytes
+    max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, fits // 4 * 4), 1)
     if Ld < MIN_ROWS and Ld <= max_rows:
         rows = min(SHARED_ROWS, max_rows)
         documents = rows // Ld
@@ -104,7 +107,8 @@ def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
         tiles = ceil_div(Ld, max_rows)
         rows, documents = round_up(Ld, row_step) if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
         starts = tuple(min(tile * rows, max(Ld - rows, 0)) for tile in range(ceil_div(Ld, rows)))
-    max_columns = max(min(most, 2 * MiB // token_bytes // step * step), min(step, SLICE_BYTES // token_bytes), 1)
+    part = max(n for n in (1, *PARTS, step) if n <= max(fits, 1))
+    max_columns = max(min(most, 2 * MiB // token_bytes // step * step), part)
     if Lq < step <= max_columns:
         columns, queries, panels = step, step // Lq, 1
     else:

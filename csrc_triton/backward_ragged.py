@@ -2,9 +2,9 @@
 
 A program owns BN rows of D, whatever documents they are of: documents may overlap and be met many times. Of the items
 sorted by their documents' first rows, those that may touch the tile are neighbours. The program walks over them in
-order and over the winners of each, BM rows a step, or SLOT rows of BM // SLOT items where queries are short. Winners
-elsewhere cost their part of the product, but nothing is sorted or listed, and it does not matter which tokens win.
-Query rows that win elsewhere are not read. Coefficients are those of `backward_documents`.
+order and over the winners of each, BM rows a step, or SLOT rows of BM // SLOT items where queries are short: those that
+`backward_ragged_lists` lists for the tile, or, where none are made, all. Then winners elsewhere cost their part of the
+product, though their query rows are not read. Coefficients are those of `backward_documents`.
 """
 
 import triton
@@ -206,6 +206,31 @@ def sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
 
 
 @triton.jit
+def tile_norms(walk, norms, up, Q, base, tokens, ok, features, D, d, TWICE: tl.constexpr, C: tl.constexpr):
+    """Of a tile's tokens the sums of `norm_sums` over all features, for `through_tile_norm`; zeros unless TWICE."""
+    dot = tl.full((C.BN,), 0, tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    live = tl.full((C.BN,), 0, tl.int32)
+    if TWICE:
+        for c0 in range(0, features, C.BD):
+            G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
+            _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, ok, columns, D, d, C)
+            dot += more_dot
+            squares += more_squares
+            live = live | more_live
+    return dot, squares, live
+
+
+@triton.jit
+def through_tile_norm(G, columns, sums, base, tokens, ok, D, d, C: tl.constexpr):
+    """`G`, of some columns, through the norm of its tokens; `sums`: of `tile_norms`, where they are not all."""
+    x, dot, squares, live = norm_sums(G, base, tokens, ok, columns, D, d, C)
+    if not C.ONE_CHUNK:
+        dot, squares, live = sums
+    return through_norm(G, x, live, squares, dot)
+
+
+@triton.jit
 def bounds_of(starts, up, sizes, C: tl.constexpr):
     """The items and the rows that piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross
     product all items that may touch it, and a part of the rows; else a part of the items.
@@ -274,16 +299,7 @@ def maxsim_grad_packed_documents(
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
-    dot = tl.full((C.BN,), 0, tl.float32)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    live = tl.full((C.BN,), 0, tl.int32)
-    if TWICE:
-        for c0 in range(0, features, C.BD):
-            G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
-            _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < sizes.Ld, columns, D, d, C)
-            dot += more_dot
-            squares += more_squares
-            live = live | more_live
+    sums = tile_norms(walk, norms, up, Q, base, tokens, t < sizes.Ld, features, D, d, TWICE, C)
     for c0 in range(0, features, C.BD):
         G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
         if partial is not None:
@@ -291,12 +307,7 @@ def maxsim_grad_packed_documents(
             tl.store(slots, G, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)))
         else:
             if C.NORMALIZE:
-                x, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < sizes.Ld, columns, D, d, C)
-                if not TWICE:
-                    dot = more_dot
-                    squares = more_squares
-                    live = more_live
-                G = through_norm(G, x, live, squares, dot)
+                G = through_tile_norm(G, columns, sums, base, tokens, t < sizes.Ld, D, d, C)
             store_rows(G, grad_D, t, sizes.Ld, columns, d)
 
 

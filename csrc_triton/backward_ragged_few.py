@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes, Walk
-from .backward import norm_sums, through_norm
 from .backward_few import fill_with_zeros
 from .backward_ragged import (
     bounds_of,
@@ -14,6 +13,8 @@ from .backward_ragged import (
     step_winners,
     store_rows,
     sum_of_rows,
+    through_tile_norm,
+    tile_norms,
 )
 from .common import wide
 
@@ -53,23 +54,9 @@ def maxsim_grad_few_packed_documents(
         part = Walk(walk.items, walk.count, walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0, None)
         here = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (won > 0)[None, :]
         t = tl.max(tl.where(here, tl.arange(0, TILE)[None, :], -1), axis=1)
-        dot = tl.full((C.BN,), 0, tl.float32)
-        squares = tl.full((C.BN,), 0, tl.float32)
-        live = tl.full((C.BN,), 0, tl.int32)
-        if TWICE:
-            for c0 in range(0, d, C.BD):
-                G, columns = sum_of_rows(part, norms, up, Q, c0, d, C)
-                _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                dot += more_dot
-                squares += more_squares
-                live = live | more_live
+        sums = tile_norms(part, norms, up, Q, base, t, t >= 0, d, D, d, TWICE, C)
         for c0 in range(0, d, C.BD):
             G, columns = sum_of_rows(part, norms, up, Q, c0, d, C)
             if C.NORMALIZE:
-                x, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                if not TWICE:
-                    dot = more_dot
-                    squares = more_squares
-                    live = more_live
-                G = through_norm(G, x, live, squares, dot)
+                G = through_tile_norm(G, columns, sums, base, t, t >= 0, D, d, C)
             store_rows(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)

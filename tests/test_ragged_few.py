@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from .support import CUDA, INTERPRETER, INTERPRETING
+from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.backends import cuda_ragged_backward
 from lik_ops.csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents
 
 from .test_ragged_kernels import (
-    HALF_ULP,
+    GRADIENT_TOLERANCE,
+    PLACES,
     Problem,
     gradient_error,
     gradients,
@@ -20,11 +21,9 @@ from .test_ragged_kernels import (
     won,
 )
 
-PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 # In tiles (of 32 rows in the interpreter, else 256): below one, one, several, two that share one.
 TILES = (2.5, 1.0, 1.25, 0.25, 0.0, 3.0)
-TOLERANCE = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}
 
 
 def lookups(place, dtype, rows, met, **options):
@@ -64,6 +63,6 @@ def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch)
         scores, argmax = won(p, normalize)
         upstream = torch.randn(scores.shape, device=scores.device)
         found = gradients(p, upstream, argmax, normalize)[1]
-        assert gradient_error(p, found, upstream, normalize) < TOLERANCE[dtype], dtype
+        assert gradient_error(p, found, upstream, normalize) < GRADIENT_TOLERANCE[dtype], dtype
         assert torch.equal(found, gradients(p, upstream, argmax, normalize)[1])
     assert maxsim_grad_few_packed_documents in launched

@@ -259,7 +259,7 @@ def test_gradients_are_those_of_the_formula(place, mode, options, unified):
             found = gradients(p, upstream, argmax, normalize, needs, unified)
             for need, g, e in zip(needs, found, expected_gradients(p, upstream, normalize), strict=True):
                 if need:
-                    tolerance = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
+                    tolerance = GRADIENT_TOLERANCE[dtype]
                     assert float((g.double() - e).norm()) <= tolerance * float(e.norm()), (dtype, d, normalize)
 
 
@@ -352,6 +352,7 @@ def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
 
 
 HALF_ULP = 2**-8  # of bf16: a token that wins most is most of the norm, and its rounding does not average out
+GRADIENT_TOLERANCE = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}
 FEW = {"all at once": 10**9, "those that win": 0}
 
 
@@ -380,8 +381,7 @@ def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypat
         p = Problem(r, meetings)
         scores, argmax = won(p, False)
         upstream = torch.randn(scores.shape, device=scores.device)
-        tolerance = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
-        assert gradient_error(p, gradients(p, upstream, argmax)[1], upstream, False) < tolerance, dtype
+        assert gradient_error(p, gradients(p, upstream, argmax)[1], upstream, False) < GRADIENT_TOLERANCE[dtype], dtype
 
 
 @pytest.mark.parametrize("mode", MODES)

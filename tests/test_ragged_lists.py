@@ -5,14 +5,15 @@ import itertools
 import pytest
 import torch
 
-from .support import CUDA, INTERPRETER, INTERPRETING
+from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.backends import backward_configs, cuda_ragged_backward
 from lik_ops.csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS
 
 from .test_ragged_kernels import (
-    HALF_ULP,
+    GRADIENT_TOLERANCE,
+    PLACES,
     Problem,
     gradient_error,
     gradients,
@@ -24,13 +25,11 @@ from .test_ragged_kernels import (
 )
 
 __all__ = ["list_few_winners_too"]
-PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 BLOCK = 64 if INTERPRETING else 4096  # most query rows that one program lists
 ONE_BLOCK = (3, 0, 35, 2)
 BLOCKS = (3, 0, BLOCK, 2, BLOCK)
 PATHS = {"listed": 16 * 2**20, "walked": 0}  # bytes that lists may take
-TOLERANCE = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}
 
 slow_in_interpreter = [pytest.mark.slow] if INTERPRETING else []
 
@@ -47,7 +46,7 @@ def check(p, dtype, normalize=False):
     scores, argmax = won(p, normalize)
     upstream = torch.randn(scores.shape, device=scores.device)
     found = gradients(p, upstream, argmax, normalize, (False, True, False))[1]
-    assert gradient_error(p, found, upstream, normalize) < TOLERANCE[dtype], dtype
+    assert gradient_error(p, found, upstream, normalize) < GRADIENT_TOLERANCE[dtype], dtype
 
 
 # One that covers all others, some inside it, equal ones, one of a token, empty ones, one at the end of all rows.

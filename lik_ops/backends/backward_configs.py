@@ -34,8 +34,8 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
         WIDE=wide,
         PRECISION="ieee",
     )
-    few = short and not (ragged and candidates and dtype == torch.float32)
-    return Launch(config, num_warps=4, num_stages=2, max_registers=128 if few else 255)
+    spills = not short or (ragged and candidates and dtype == torch.float32)
+    return Launch(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
 
 def scatter(
@@ -48,6 +48,7 @@ def scatter(
     return replace(launch, max_registers=255) if ragged else launch
 
 
+THREE_PROGRAMS = 168  # registers of a thread with which so many of four warps share a multiprocessor
 LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
 
 
@@ -86,11 +87,10 @@ def grad_documents(
         FLAT=flat,
     )
     if half:
-        # 168 let three programs share a multiprocessor.
         plain = wgmma and dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
         stages = 1 if arch.is_amd or not vectors else 3
         warps = 8 if wide_unit and not vectors else 4
-        return Launch(config, num_warps=warps, num_stages=stages, max_registers=168 if plain else 255)
+        return Launch(config, num_warps=warps, num_stages=stages, max_registers=THREE_PROGRAMS if plain else 255)
     if wgmma:
         return Launch(config, num_warps=4, num_stages=2 if vectors else 1, max_registers=255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
@@ -134,8 +134,9 @@ def grad_packed_documents(
     )
     config, single = launch.config, rows is not None
     if listed:
-        plain = launch.max_registers == 168  # three programs on a multiprocessor, with fewer barriers for each row
-        BM, stages = (128, 2) if plain else (config.BM, launch.num_stages)
+        # Three programs hide what one waits for: long steps, with fewer barriers for each row, beat stages.
+        shared = launch.max_registers == THREE_PROGRAMS
+        BM, stages = (128, 2) if shared else (config.BM, launch.num_stages)
         return replace(launch, config=config._replace(BM=BM, SLOT=BM), num_stages=stages)
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
         # What stands where is computed once for all threads if a step has as many rows as there are threads.

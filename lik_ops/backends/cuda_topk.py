@@ -17,18 +17,16 @@ _MOST = 256  # kept of each row
 _COLUMNS = 2**30  # they are counted in 32 bits
 
 
-def _fits(scores: Tensor, k: int) -> bool:
+def _fits(rows: int, n: int, k: int) -> bool:
     """Whether the kernel takes them; AMD's barriers do not promise that other threads see what was stored."""
-    if scores.dtype != torch.float32 or torch.version.hip is not None:
-        return False
-    return 0 < k <= _MOST and scores.shape[0] > 0 and scores.shape[1] <= _COLUMNS
+    return torch.version.hip is None and rows > 0 and n <= _COLUMNS and 0 < k <= _MOST
 
 
 def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `portable_topk.best`, the same bits, beside the scores in memory for some percent of them."""
     rows, n = scores.shape
     k = min(top_k, n)
-    if not _fits(scores, k):
+    if scores.dtype != torch.float32 or not _fits(rows, n, k):
         return portable_topk.best(scores, top_k, indices)
     if scores.stride(1) != 1 or (indices is not None and indices.stride() != scores.stride()):
         scores, indices = scores.contiguous(), None if indices is None else indices.contiguous()
@@ -46,7 +44,7 @@ def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     parts, _, rows, width = received.shape
     n = parts * width
     k = min(top_k, n)
-    if n > BLOCK or rows == 0 or not 0 < k <= _MOST or torch.version.hip is not None:
+    if n > BLOCK or not _fits(rows, n, k):
         return portable_topk.best_of_parts(received, top_k)
     received = received.contiguous()
     X = Candidates(received[:, 0], received[:, 1], width, received.stride(0), width)

@@ -80,7 +80,7 @@ def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def bytes_of(documents: int, top_k: int, itemsize: int) -> int:
-    """What `first` and the scores of a query with so many documents take."""
+    """What `best` and the scores of a query with so many documents take."""
     if not looks_at_blocks(documents, top_k):
         return documents * BYTES_PER_SCORE[itemsize]
     return documents * (itemsize + 1) + BLOCK * (top_k + 1) * BYTES_PER_SCORE[itemsize]  # 1: the maxima of blocks

@@ -6,9 +6,10 @@
 Documents of 180 unit tokens, d 128, bf16, drawn on the GPU part by part, seeded; the best 100 of each query.
 
 - ``resident``: the corpus is on the GPU. ``floor`` is the larger of operations and bytes over the ceilings (a bf16
-  matrix product, a plain read of 4 GiB), ``read`` a kernel that only reads this corpus. From 16 queries on a call is
-  long enough to meet the limit on power, which the short product of the ceilings does not: ``sustained`` is the time of
-  plain bf16 products of 8192 rows, as many operations as the case, in turn with the contenders.
+  matrix product, a plain read of 4 GiB), ``read`` a kernel that only reads this corpus, by the same clock and in turn
+  with the contenders. From 16 queries on a call is long enough to meet the limit on power, which the short product of
+  the ceilings does not: ``sustained`` is the time of plain bf16 products of 8192 rows, as many operations as the case,
+  in turn with the contenders too.
 - ``streamed``: the corpus is in host memory, pinned or pageable, or a `lik_ops.Corpus` on the disk (in the page cache
   once it was read). ``floor`` is its bytes at the rate of copies from one pinned buffer, measured in the same run.
 - ``gpus``: a process for each GPU, each with the whole corpus, of which it searches its part; efficiency is the time of
@@ -245,23 +246,27 @@ def measure(
     check: Mapping[str, Callable[[Best], dict]],
     rounds: int,
     end: float,
-    products: Products | None = None,
+    ceilings: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict:
-    """Add the contenders to a record that has its case and its floor. `check` of a name, or of ""."""
+    """Add the contenders to a record that has its case and its floor. `check` of a name, or of "".
+
+    `ceilings` are timed in turn with them, each becoming ``{name}_ms`` of the record.
+    """
     entries = {}
     for name, contender in found.items():
         entries[name] = prepare(contender, check.get(name, check[""]), end - time.monotonic())
         torch.cuda.empty_cache()
     ready = {n: f for n, f in found.items() if not isinstance(f, str) and "first_s" in entries[n]}
-    beside: dict[str, Callable[[], object]] = {} if products is None else {"": products}
+    ceilings = ceilings or {}
     try:
-        times = compare({**ready, **beside}, rounds, min(CASE_SECONDS, max(0.0, end - time.monotonic())))
+        times = compare({**ready, **ceilings}, rounds, min(CASE_SECONDS, max(0.0, end - time.monotonic())))
     except Exception as failure:
         times = {}
         for name in ready:
             entries[name] = {"failed": gpu.reason(failure)}
-    if products is not None and "" in times:
-        record = record | {"sustained_ms": statistics.median(times.pop("")) * products.share}
+    for name, ceiling in ceilings.items():
+        if name in times:
+            record = record | {f"{name}_ms": statistics.median(times.pop(name)) * getattr(ceiling, "share", 1)}
     for name, each in times.items():
         ms = statistics.median(each)
         entries[name] |= {"ms": ms, "best_ms": min(each), "rounds": len(each), "of_floor": record["floor_ms"] / ms}
@@ -278,16 +283,19 @@ def new_record(kind: str, Nq: int, Nd: int, k: int = TOP_K) -> dict:
     return {"case": {**case, "dtype": "bfloat16", "top_k": k}, **work, "goal": GOALS.get((kind, Nq))}
 
 
-def resident(Q: Tensor, D: Tensor, ceiling: dict[str, float], read_ms: float, rounds: int, end: float) -> dict:
+def resident(
+    Q: Tensor, D: Tensor, ceiling: dict[str, float], read: Callable[[], object] | None, rounds: int, end: float
+) -> dict:
     k = min(TOP_K, len(D))
     record = new_record("resident", len(Q), len(D), k)
     record["floor_ms"] = max(record["operations"] / ceiling["tflops"] / 1e9, record["bytes"] / ceiling["gbs"] / 1e6)
-    record["read_ms"] = read_ms
     rows = checked_queries(len(Q))
     check = {"": check_scores(reference_scores(Q[rows], D), rows)}
     found: dict[str, Contender] = {"lik_ops": lambda: lik_ops.retrieve(Q, D, k), **others(Q, D, k)}
-    products = Products(record["operations"], str(Q.device)) if len(Q) >= SUSTAINED_QUERIES else None
-    return measure(record, found, check, rounds, end, products)
+    ceilings: dict[str, Callable[[], object]] = {} if read is None else {"read": read}
+    if len(Q) >= SUSTAINED_QUERIES:
+        ceilings["sustained"] = Products(record["operations"], str(Q.device))
+    return measure(record, found, check, rounds, end, ceilings)
 
 
 def copy_gbs(host: Tensor, device: str) -> float:
@@ -360,11 +368,10 @@ class Run:
     def D(self) -> Tensor:
         return draw(max(self.args.documents, self.args.streamed_documents), self.device)
 
-    @cached_property
-    def read_ms(self) -> float:
-        words = self.D[: self.args.documents].view(torch.int32).view(-1)
-        timer = self.timer
-        return timer(lambda: timer.read(words)) if timer else 1.0
+    def read(self) -> None:
+        """The corpus, and nothing else."""
+        assert self.timer is not None
+        self.timer.read(self.D[: self.args.documents].view(torch.int32).view(-1))
 
     @cached_property
     def pinned(self) -> Tensor:
@@ -384,7 +391,7 @@ class Run:
 
     def resident(self, Nq: int) -> dict:
         Q, D = draw_queries(Nq, self.device), self.D[: self.args.documents]
-        return resident(Q, D, self.ceiling, self.read_ms, self.args.rounds, self.end)
+        return resident(Q, D, self.ceiling, self.read if self.timer else None, self.args.rounds, self.end)
 
     def streamed(self, Nq: int) -> dict:
         Q, host = draw_queries(Nq, self.device), {"pinned": self.pinned, "pageable": self.pageable}

@@ -197,6 +197,9 @@ def _chunks_of_dense(
     if chunk is None:
         chunk = _chunk(Q, top_k, D.shape[0])
     backend = backends.select(Q.device, Q.dtype)
+    if chunk >= D.shape[0] > 0:
+        yield backend.forward(Q, D, q_mask, d_mask, q_weight, normalize, None)[0]
+        return
     for begin in range(0, D.shape[0], chunk):
         part = slice(begin, begin + chunk)
         mask = None if d_mask is None else d_mask[part]
@@ -218,13 +221,15 @@ def _topk(
         chunks = _chunks_of_dense(Q, D, q_mask, d_mask, q_weight, normalize, top_k, chunk)
     else:
         chunks = _chunks_of_packed(Q, D, cu_seqlens_d, q_mask, q_weight, normalize, top_k, chunk)
-    empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))
-    best: Best = (empty, empty.long())
+    best: Best | None = None
     seen = 0
     for scores in chunks:
         values, columns = first(scores, top_k)
-        best = merge([best, (values, columns.add_(seen))], top_k) if seen else (values, columns)
+        best = (values, columns) if best is None else merge([best, (values, columns.add_(seen))], top_k)
         seen += scores.shape[1]
+    if best is None:
+        empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))
+        best = empty, empty.long()
     return best
 
 

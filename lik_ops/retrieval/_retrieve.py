@@ -121,7 +121,8 @@ def of_checked(
     Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, q_mask, q_weight))
     assert Q3 is not None
     # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
-    with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
+    recording = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    with torch.no_grad() if recording else nullcontext():
         scores, indices = topk.best_of(Q3, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
 

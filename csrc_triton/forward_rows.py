@@ -65,10 +65,17 @@ def _span(spans, bounds, k, K, Td):
 
 
 @gluon.jit
-def _bias(spans, k, t0, layout: gl.constexpr, C: gl.constexpr):
+def _length(spans, bounds, k, K, Td):
+    _, length = _span(spans, bounds, k, K, Td)
+    return length
+
+
+@gluon.jit
+def _bias(spans, k, t0, length, layout: gl.constexpr, C: gl.constexpr):
     """Of each column of the tile of document k from token t0 on, what is added to its similarities."""
     tile = k.to(gl.int64) * spans.tiles + t0 // C.BN
-    return gl.load(spans.bias + tile * C.BN + gl.arange(0, C.BN, layout=layout))
+    pointers = spans.bias + tile * C.BN + gl.arange(0, C.BN, layout=layout)
+    return gl.load(pointers, mask=t0 < length, other=float("-inf"))
 
 
 @gluon.jit
@@ -134,7 +141,7 @@ def _absorbed(S_a, S_b, ring, halves, k, t0, length, stage, phase, turn, spans, 
     bias = None
     if spans.bias is not None:
         ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-        bias = _bias(spans, k, t0, gl.SliceLayout(0, ACC), C)
+        bias = _bias(spans, k, t0, length, gl.SliceLayout(0, ACC), C)
     a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], bias, t0, length - t0, C)
     if bias is not None:
         a = Half(a.S, _at_once(a.best), _at_once(a.where) if C.ARGMAX else 0)
@@ -272,9 +279,9 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
-        _, length = _span(spans, _bounds(spans, begin_k, sizes.K), begin_k, sizes.K, Td)
+        length = _length(spans, _bounds(spans, begin_k, sizes.K), begin_k, sizes.K, Td)
         bounds = _bounds(spans, begin_k + 1, sizes.K)
-        before = length
+        before = begin_k  # of no document yet; not `length`, or Triton takes it for what never changes
         for k in range(begin_k, end_k):
             S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
@@ -291,7 +298,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
                 halves, unresolved = _stored(halves, Q, first, k, True, length, spans, found, unresolved, sizes, C)
             before = length
             # Where the next document lies was asked for a document before: a product must not wait for it.
-            _, length = _span(spans, bounds, k + 1, sizes.K, Td)
+            length = _length(spans, bounds, k + 1, sizes.K, Td)
             bounds = _bounds(spans, k + 2, sizes.K)
         if not C.ARGMAX:
             halves, unresolved = _stored(halves, Q, first, end_k - 1, True, before, spans, found, unresolved, sizes, C)
@@ -319,7 +326,7 @@ def _exact(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: 
         S = warpgroup_mma(q, tile.permute((1, 0)), gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC))
         counts = column < length - t0
         if spans.bias is not None:
-            counts = counts & (_bias(spans, k, t0, gl.SliceLayout(0, ACC), C) == 0)
+            counts = counts & (_bias(spans, k, t0, length, gl.SliceLayout(0, ACC), C) == 0)
         counts = counts[None, :]
         S = gl.where(counts, S, float("-inf"))
         m = gl.reduce(S, 1, nan_max)

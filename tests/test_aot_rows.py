@@ -1,5 +1,7 @@
 """The kernels around row maxima compile for sm_90 without a GPU: on wgmma, in flight together, no spills."""
 
+import re
+
 import pytest
 import torch
 import triton
@@ -87,6 +89,25 @@ def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool, sums: bool = 
 def test_row_maxima_compile_as_meant(dtype, d, masked, argmax, sums, tmp_path):
     compiled = triton.compile(source(dtype, d, masked, argmax, sums), target=TARGET, options={"num_warps": 4})
     check(compiled, tmp_path)
+
+
+def carried_numbers(ttgir: str) -> list[int]:
+    """Of each loop over documents, which carries two tiles of similarities, how many numbers it carries."""
+    loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*)\)\s*: i32", ttgir)
+    types = [re.sub(r"tensor<[^()]*?>>*(?=, |$)", "tensor", loop) for loop in loops if loop.count("64x64xf32") == 2]
+    return [sum(kind in ("i32", "i64") for kind in loop.split(", ")) for loop in types]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_differs_between_documents_is_carried_from_one_to_the_next(masked, argmax, sums):
+    """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
+    compiled = triton.compile(source(torch.bfloat16, 128, masked, argmax, sums), target=TARGET)
+    # Stage, phase, turn and length; the length before; where the next document lies.
+    expected = 4 + (sums and not argmax) + (1 if masked else 2)
+    counts = carried_numbers(compiled.asm["ttgir"])
+    assert counts[0] == expected and counts.count(expected) >= 2, counts
 
 
 def without_spills(source: ASTSource) -> None:

@@ -123,8 +123,7 @@ class Plan:
         """How a cross product of many query rows goes, see `cuda_rows`."""
         if 0 in (c.queries, c.columns, c.Tq) or c.D.data_ptr() % 16:
             return None
-        dense, mean = c.cu_seqlens_q is None, configs.cdiv(c.Tq, c.queries)
-        return cuda_rows.choose(c.D, c.Tq, c.columns, mean, self.argmax_dtype is not None, dense)
+        return cuda_rows.choose(c.D, c.Tq, c.columns, configs.cdiv(c.Tq, c.queries), self.argmax_dtype is not None)
 
     def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
         if len(self.tiles) >= _MOST_TILES:

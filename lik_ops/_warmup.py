@@ -9,6 +9,7 @@ import torch
 
 from ._layout import BACKWARDS, score_dtype
 from ._maxsim import maxsim, maxsim_with_argmax
+from .ops import topk
 
 __all__ = ["warmup"]
 
@@ -30,6 +31,7 @@ def warmup(
     argmax: bool = False,
     training: bool = False,
     backward: str = "auto",
+    top_k: int | Sequence[int] = (),
 ) -> None:
     """Compile the kernels that calls like these will run, so that no request waits for the compiler.
 
@@ -52,6 +54,7 @@ def warmup(
         argmax: also `maxsim_with_argmax`.
         training: also the forward that keeps winners, and the backward of Q and D.
         backward: as calls will say.
+        top_k: of `retrieve`: also what finds so many best among up to 4 million documents.
 
     Raises:
         TypeError, ValueError: as `maxsim`; also where a size is not positive.
@@ -59,10 +62,10 @@ def warmup(
     Example:
         >>> lik_ops.warmup("cpu", torch.bfloat16, d=128, Lq=32, Nq=(1, 16), d_mask=True)
     """
-    sizes = {"Nq": Nq, "Nd": Nd, "Lq": Lq, "Ld": Ld, "d": d}
+    sizes = {"Nq": Nq, "Nd": Nd, "Lq": Lq, "Ld": Ld, "d": d, "top_k": top_k}
     each = {name: (n,) if isinstance(n, int) else tuple(n) for name, n in sizes.items()}
     for name, several in each.items():
-        if not several or min(several) < 1:
+        if (name != "top_k" and not several) or any(n < 1 for n in several):
             raise ValueError(f"warmup: {name}: expected positive sizes, got {list(several)}")
     if backward not in BACKWARDS:
         raise ValueError(f"warmup: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
@@ -85,5 +88,7 @@ def warmup(
             with torch.enable_grad():
                 scores = maxsim(Q, D, *masks, q_weight=weight, backward=backward, **options)
                 torch.autograd.grad(scores, (Q, D), torch.ones_like(scores))
+    for best in each["top_k"]:
+        topk.warm(device, score_dtype(dtype), best)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

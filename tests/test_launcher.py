@@ -277,6 +277,18 @@ def test_warmup_leaves_nothing_to_compile(compilations):
 
 @pytest.mark.gpu
 @torch.no_grad()
+def test_warmup_of_a_search_leaves_nothing_to_compile(compilations):
+    lik_ops.warmup("cuda", torch.bfloat16, 16, 4, Ld=70, Nd=(2, 200), top_k=100)
+    compilations.clear()
+    Q = tensors(1, 1, 4, 1, 16)[0]
+    for Nd in (50, 3_000, 20_000, 300_000):
+        D = torch.randn(Nd, 1, 16, device="cuda", dtype=Q.dtype).expand(-1, 70, -1)
+        lik_ops.retrieve(Q, D, 100)
+    assert "maxsim_best" not in compilations
+
+
+@pytest.mark.gpu
+@torch.no_grad()
 def test_tensors_that_begin_anywhere_and_descriptors_used_again():
     Q, D = tensors()
     expected = lik_ops.maxsim(Q, D)

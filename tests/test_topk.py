@@ -13,7 +13,7 @@ import lik_ops
 from lik_ops.backends import cuda_topk, portable_topk
 from lik_ops.csrc_triton import topk
 from lik_ops.csrc_triton.arguments import Best, Candidates
-from lik_ops.ops.topk import of_parts
+from lik_ops.ops.topk import WARMED, of_parts
 
 from .aot import _cuda_resources
 from .support import INTERPRETING
@@ -134,6 +134,28 @@ class TestInterpreted:
             found, expected = cuda_topk.best(few, k), portable_topk.best(few, k)
             assert torch.equal(found[1], expected[1]) and found[0].shape == expected[0].shape
         assert not launches
+
+
+def kernels(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
+    """What decides which kernels the best k of n scores take: the arguments that are compiled in."""
+    found = set()
+
+    def launch(kernel, grid, args, options):
+        X, _, _, _, *constants = args
+        found.add((X.indices is None, *constants))
+
+    monkeypatch.setattr(cuda_topk.launcher, "launch", launch)
+    cuda_topk.best(torch.empty(1, n), k)
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 10, 100, 129, 256])
+def test_warmup_takes_every_kernel_that_a_search_may_take(k, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    warmed = set().union(*(kernels(n, k, monkeypatch) for n in WARMED))
+    for n in (1, 1023, 1024, 1025, 8191, 8192, 8193, 16_385, 90_000, 700_000, 2_500_000, 3_999_999):
+        assert kernels(n, k, monkeypatch) <= warmed
+    assert len(warmed) > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -26,6 +26,8 @@ _SCHEMA = (
 MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
+# Numbers of scores that between them take every kernel of the Triton backend.
+WARMED = (100, 1_000, 8_000, 20_000, 200_000, 1_000_000, 4_000_000)
 
 Best = tuple[Tensor, Tensor]
 """Scores and document indices ``[Nq, k]``, the best first."""
@@ -39,6 +41,12 @@ def _backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
 def first(scores: Tensor, top_k: int) -> Best:
     """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column."""
     return _backend(scores.device, scores.dtype).best(scores, top_k)
+
+
+def warm(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
+    """Run every kernel that finds the `top_k` best of up to 4 million scores of `dtype`."""
+    for count in WARMED:
+        first(torch.zeros((1, count), dtype=dtype, device=device), top_k)
 
 
 def merge(parts: list[Best], top_k: int) -> Best:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,10 @@ from ..csrc_triton.arguments import Config
 from ..csrc_triton.backward_ragged_lists import BLOCK_ROWS
 from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 
+_remembered = functools.lru_cache(maxsize=1024)  # the same few are asked for at every step, for microseconds each
 
+
+@_remembered
 def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False) -> Launch:
     """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
@@ -38,6 +42,7 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
     return Launch(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
 
+@_remembered
 def scatter(
     dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
 ) -> Launch:
@@ -52,6 +57,7 @@ THREE_PROGRAMS = 168  # registers of a thread with which so many of four warps s
 LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
 
 
+@_remembered
 def grad_documents(
     arch: Architecture,
     dtype: torch.dtype,
@@ -109,6 +115,7 @@ def few_tokens(arch: Architecture) -> int:
     return 32 if arch == INTERPRETER else 256
 
 
+@_remembered
 def grad_packed_documents(
     arch: Architecture,
     dtype: torch.dtype,
@@ -159,6 +166,7 @@ def most_few_rows(dtype: torch.dtype, d: int, wide: int) -> int:
     return FEW_ROWS if dtype != torch.float32 and d <= 128 and loads_vectors(d, wide) else FEW_ROWS // 2
 
 
+@_remembered
 def few_rows(
     arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
 ) -> Launch:

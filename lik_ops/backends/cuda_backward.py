@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .._layout import argmax_dtype_for
@@ -19,7 +18,7 @@ from ..csrc_triton import backward_queries as query_kernels
 from ..csrc_triton import backward_unified as unified_kernels
 from ..csrc_triton.arguments import Documents, Queries, Sizes, Upstream
 from . import backward_configs, launcher
-from .configs import Architecture, Launch
+from .configs import Architecture, Launch, cdiv
 from .cuda_arguments import architecture, checked_grid, documents_of, on_device, queries_of, wide_of
 from .cuda_arguments import sizes as sizes_of
 from .cuda_forward import forward
@@ -62,15 +61,18 @@ class _Call(NamedTuple):
         return {"candidates": self.candidates, "normalize": self.normalize, "wide": self.wide}
 
 
+def _output(x: Tensor, need: bool, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for the gradient of `x`, or of what has another shape and dtype; [0] where it is not needed."""
+    return x.new_empty((x.shape if shape is None else shape) if need else (0,), dtype=dtype)
+
+
 def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
     """A gradient for each of Q, D, q_weight: zeros where nothing can flow, [0] where not needed."""
-    empty = Q.numel() == 0 or D.numel() == 0
-    new = torch.zeros if empty else torch.empty
-    shapes, dtypes = (Q.shape, D.shape, Q.shape[:2]), (Q.dtype, D.dtype, torch.float32)
-    return [
-        new(shape if need else (0,), dtype=dtype, device=Q.device)
-        for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
-    ]
+    outputs = [_output(Q, needs[0]), _output(D, needs[1]), _output(Q, needs[2], Q.shape[:2], torch.float32)]
+    if Q.numel() == 0 or D.numel() == 0:
+        for x in outputs:
+            x.zero_()
+    return outputs
 
 
 class _Arguments(NamedTuple):
@@ -149,7 +151,7 @@ def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, l
 
 def _into_queries(call: _Call) -> None:
     launch = backward_configs.gather(call.Q.dtype, call.d, **call.layout())
-    grid = checked_grid(call.sizes.Nq * triton.cdiv(call.sizes.Lq, launch.config.BM))
+    grid = checked_grid(call.sizes.Nq * cdiv(call.sizes.Lq, launch.config.BM))
     args = (*call.groups, call.grad_Q, call.grad_weight, *call.sizes, call.d, launch.config)
     launcher.launch(query_kernels.maxsim_grad_queries, grid, args, launch.options(call.arch))
 
@@ -195,17 +197,17 @@ def _into_documents(call: _Call) -> None:
         backward_configs.grad_documents, call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout()
     )
     launch = table(pieces=False)
-    tiles = triton.cdiv(sizes.Ld, launch.config.BN)
+    tiles = cdiv(sizes.Ld, launch.config.BN)
     if rows > backward_configs.LIST_ROWS:
         _product(call, launch, None, _Tiles(0, count, rows, 1, tiles, rows))
         return
     listing = backward_configs.lists(call.arch, launch, rows)
-    blocks = triton.cdiv(rows, listing.config.BM)
+    blocks = cdiv(rows, listing.config.BM)
     # Winners take 2 bytes or 4 each, entries 4. While lists take no more than winners and the gradient of the queries,
     # for which there is no memory yet, a step needs no more than with winners of 4 bytes and no lists.
     room = min(_LIST_BYTES, max(call.up.argmax.nbytes + call.Q.nbytes, _LIST_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
-    step = triton.cdiv(count, triton.cdiv(count, step))
+    step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
     pieces = _pieces(step, rows, slot_bytes)
     launch = table(pieces=pieces > 1)
@@ -217,7 +219,7 @@ def _into_documents(call: _Call) -> None:
         new(step * 2 * pieces * slot_bytes // 4, dtype=torch.float32) if pieces > 1 else None,
     )
     for first in range(0, count, step):
-        cut = _Tiles(first, min(step, count - first), rows, blocks, tiles, triton.cdiv(rows, pieces))
+        cut = _Tiles(first, min(step, count - first), rows, blocks, tiles, cdiv(rows, pieces))
         _list(call, listing, lists, cut)
         _product(call, launch, lists, cut)
 
@@ -225,9 +227,9 @@ def _into_documents(call: _Call) -> None:
 def _few_rows(call: _Call, rows: int, count: int) -> None:
     launch = backward_configs.few_rows(call.arch, call.Q.dtype, rows, call.d, **call.layout())
     # Cut documents give the same bits: a token's rows all count in the part that holds it.
-    parts = max(triton.cdiv(call.sizes.Ld, _MOST_TOKENS), triton.cdiv(_PROGRAMS, count))
-    tokens = max(triton.cdiv(call.sizes.Ld, parts), _LEAST_TOKENS)
-    grid = checked_grid(count * triton.cdiv(call.sizes.Ld, tokens))
+    parts = max(cdiv(call.sizes.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
+    tokens = max(cdiv(call.sizes.Ld, parts), _LEAST_TOKENS)
+    grid = checked_grid(count * cdiv(call.sizes.Ld, tokens))
     args = (*call.groups, call.grad_D, rows, tokens, *call.sizes, call.d, launch.config)
     launcher.launch(few_kernels.maxsim_grad_documents_few, grid, args, launch.options(call.arch))
 
@@ -236,14 +238,14 @@ def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
     """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
     if documents >= _ENOUGH:
         return 1
-    most = min(triton.cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
+    most = min(cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
     return max(1, most)
 
 
 def _row_norms(call: _Call) -> Tensor:
     norms = torch.empty(call.Q.shape[:2], dtype=torch.float32, device=call.Q.device)
     launch = backward_configs.gather(call.Q.dtype, call.d, **call.layout())
-    grid = checked_grid(call.sizes.Nq * triton.cdiv(call.sizes.Lq, launch.config.BM))
+    grid = checked_grid(call.sizes.Nq * cdiv(call.sizes.Lq, launch.config.BM))
     args = (call.queries, norms, call.sizes.Nq, call.sizes.Lq, call.d, launch.config)
     launcher.launch(list_kernels.maxsim_row_norms, grid, args, launch.options(call.arch))
     return norms
@@ -265,7 +267,7 @@ def _product(call: _Call, launch: Launch, lists: _Lists | None, cut: _Tiles) -> 
     (programs,) = checked_grid(cut.documents * cut.tiles)
     options = launch.options(call.arch)
     starts, entries, norms, partial = lists or (None,) * 4
-    pieces = 1 if partial is None else triton.cdiv(cut.rows, cut.piece)
+    pieces = 1 if partial is None else cdiv(cut.rows, cut.piece)
     numbers, grad_D = (*cut.numbers(), cut.piece), call.grad_D
     args = (*call.groups, starts, entries, norms, partial, grad_D, *numbers, *call.sizes, call.d, launch.config)
     launcher.launch(document_kernels.maxsim_grad_documents, (programs, pieces), args, options)
@@ -312,16 +314,16 @@ def _found_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 def _known_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
-    documents = a._replace(needs=[False, a.needs[1], False])
-    outputs = _outputs(a.Q, a.D, documents.needs)
-    call = _call(documents, outputs)
-    if a.needs[1]:
+    Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
+    grad_D = _output(D, of_D)
+    call = _call(a._replace(needs=[False, of_D, False]), [grad_D, grad_D, grad_D])
+    if of_D:
         _into_documents(call)
-    grad_Q, _, grad_weight = _outputs(a.Q, a.D, [a.needs[0], False, a.needs[2]])
-    if a.needs[0] or a.needs[2]:
-        wanted = grad_Q if a.needs[0] else None, grad_weight if a.needs[2] else None
+    grad_Q, grad_weight = _output(Q, of_Q), _output(Q, of_weight, Q.shape[:2], torch.float32)
+    if of_Q or of_weight:
+        wanted = grad_Q if of_Q else None, grad_weight if of_weight else None
         _into_queries(call._replace(grad_Q=wanted[0], grad_weight=wanted[1]))
-    return grad_Q, outputs[1], grad_weight
+    return grad_Q, grad_D, grad_weight
 
 
 def require_nondeterminism_allowed() -> None:
@@ -343,7 +345,7 @@ def _finish(
     """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
     sizes, d = Sizes(X.shape[0], X.shape[1], X.shape[2], 0), X.shape[-1]
     launch = backward_configs.gather(X.dtype, d, candidates=False, normalize=normalize, wide=wide_of(X, X))
-    grid = checked_grid(sizes.Nq * sizes.K * triton.cdiv(sizes.Lq, launch.config.BM))
+    grid = checked_grid(sizes.Nq * sizes.K * cdiv(sizes.Lq, launch.config.BM))
     args = (documents_of(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config)
     launcher.launch(unified_kernels.maxsim_finish, grid, args, launch.options(architecture(X.device)))
 
@@ -351,9 +353,9 @@ def _finish(
 def _scatter(call: _Call, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
     sizes = call.sizes
     launch = backward_configs.scatter(call.Q.dtype, call.d, **call.layout())
-    row_tiles = sizes.Nq * triton.cdiv(sizes.Lq, launch.config.BM)
-    K_per_program = max(triton.cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
-    grid = (*checked_grid(row_tiles), triton.cdiv(sizes.K, K_per_program))
+    row_tiles = sizes.Nq * cdiv(sizes.Lq, launch.config.BM)
+    K_per_program = max(cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
+    grid = (*checked_grid(row_tiles), cdiv(sizes.K, K_per_program))
     args = (*call.groups, sum_Q, sum_D, *sizes, call.d, K_per_program, launch.config)
     launcher.launch(unified_kernels.maxsim_scatter, grid, args, launch.options(call.arch))
 

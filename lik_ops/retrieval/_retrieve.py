@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .corpus import Corpus
 
 _OP = "retrieve"
+# Under the Dynamo of torch 2.11 `torch.compiler.is_exporting()` is true in all that it traces; the flag behind it is
+# read as it is.
+_READS_FLAG = torch.__version__.split(".")[:2] < ["2", "13"] and hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def retrieve(
@@ -121,7 +124,8 @@ def of_checked(
     Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, q_mask, q_weight))
     assert Q3 is not None
     # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
-    recording = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
+    recording = torch.is_grad_enabled() and not exporting
     with torch.no_grad() if recording else nullcontext():
         scores, indices = topk.best_of(Q3, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)

@@ -99,12 +99,17 @@ def test_the_checks_find_what_is_wrong(check, wrong):
         checks.check_table()
 
 
-def test_writing_to_an_input_and_returning_it_are_found(wrong):
-    wrong.register(lambda Q, D, *a: _scores(Q, D.mul_(2), *a), _fake)
-    with pytest.raises(AssertionError, match="an input was written"):
-        checks.CHECKS["strides"]("wrong", _wrong_operator(), checks.Selection("cpu"))
-    wrong.register(lambda Q, D, *a: Q[:, 0, :1], _fake)
-    with pytest.raises(AssertionError, match="shares memory"):
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda Q, D, *a: _scores(Q, D.mul_(2), *a), "an input was written"),
+        (lambda Q, D, *a: Q[:, 0, :1], "shares memory"),
+    ],
+    ids=["written", "returned"],
+)
+def test_writing_to_an_input_and_returning_it_are_found(wrong, function, message):
+    wrong.register(function, _fake)
+    with pytest.raises(AssertionError, match=message):
         checks.CHECKS["strides"]("wrong", _wrong_operator(), checks.Selection("cpu"))
 
 

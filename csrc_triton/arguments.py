@@ -184,7 +184,8 @@ class Config(NamedTuple):
 
 
 class Specialization(NamedTuple):
-    """Compile-time choices of `maxsim_forward_specialized`, each correct for every shape with Ld >= BN."""
+    """Compile-time choices of `maxsim_forward_specialized`, each correct for every shape with Ld >= BN, and of
+    `maxsim_row_maxima`, correct for every shape."""
 
     BN: int  # document tokens of a tile
     BD: int  # features, all of them: a power of two >= d
@@ -192,6 +193,17 @@ class Specialization(NamedTuple):
     STAGES: int  # tiles of the ring
     RESIDENT: bool  # queries in registers, else in shared memory
     ARGMAX: bool
+    SUMS: bool = False  # `maxsim_row_maxima`: scores, not maxima
+
+
+class Found(NamedTuple):
+    """Where `maxsim_row_maxima` stores what it finds: the rows' maxima ``[K, rows]``, or scores ``[Nq, stride]``; and
+    winners ``[K, rows]``, None where nobody asks for them."""
+
+    maxima: Any
+    scores: Any
+    stride: Any
+    argmax: Any
 
 
 class WideSpecialization(NamedTuple):

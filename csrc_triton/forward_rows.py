@@ -1,7 +1,8 @@
 """The forward of sm_90 for packed query rows and documents of any length: the maximum of every row in each document.
 
-As `forward_specialized`, but the rows of all queries follow each other with nothing between them, a document ends where
-its length or its mask says, and what is stored are the rows' maxima, which `row_sums` adds up.
+As `forward_specialized`, but a document ends where its length or its mask says, and the rows of all queries follow each
+other with nothing between them: what is stored are their maxima, which `row_sums` adds up. With C.SUMS, for dense
+queries that fill their slots, rows lie as they do there, and the scores themselves are stored.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .arguments import Sizes
-from .common import NO_TOKEN, nan_max, query_keep, row_pointers
+from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
 from .forward_specialized import (
     CONSUMER_REGISTERS,
     HALF_ROWS,
@@ -31,8 +32,9 @@ from .forward_specialized import (
     reduced,
     settle,
     shared_ring,
+    slot_rows,
 )
-from .ragged import document_segment
+from .ragged import bounded_segment, document_bounds
 
 SPAN_BLOCK = gl.constexpr(1024)
 
@@ -40,51 +42,40 @@ SPAN_BLOCK = gl.constexpr(1024)
 class Spans(NamedTuple):
     """Where documents lie among the rows of D: as `segments` say.
 
-    `words` [K, stride] are None or say which tokens count, 64 in each, a bit for each; none of them beyond the length.
+    `bias` is None or, of `tiles` tiles of each document, what `maxsim_mask_bias` writes of a mask.
     """
 
     segments: Any
-    words: Any
-    stride: Any
-
-
-class Kept(NamedTuple):
-    """Which of a tile's tokens count: the first `rest`, or those of `word`."""
-
-    rest: Any
-    word: Any
+    bias: Any
+    tiles: Any
 
 
 @gluon.jit
-def _span(spans, k, K, Td):
-    """First row and length of document k; 0 rows of one that is not inside D, or not there."""
+def _bounds(spans, k, K):
+    """What is stored of where document k lies, for `_span`: asked for a document ahead, as it comes from far away."""
+    return document_bounds(spans.segments, k.to(gl.int64), k < K)
+
+
+@gluon.jit
+def _span(spans, bounds, k, K, Td):
+    """First row and length of document k: -1 of one that is not inside D, 0 of one that is not there."""
     k = k.to(gl.int64)
-    row, length, _ = document_segment(spans.segments, k, k < K, Td)
-    return row.to(gl.int32), length
+    row, length, valid = bounded_segment(spans.segments, bounds, k, k < K, Td)
+    return row.to(gl.int32), gl.where(valid, length, -1)
 
 
 @gluon.jit
-def _kept(spans, k, K, t0, length):
-    """What counts of the tile from token t0 on."""
-    word = 0
-    if spans.words is not None:
-        word = gl.load(spans.words + k.to(gl.int64) * spans.stride + t0 // 64, mask=(k < K) & (t0 < length), other=0)
-    return Kept(length - t0, word)
+def _length(spans, bounds, k, K, Td):
+    _, length = _span(spans, bounds, k, K, Td)
+    return length
 
 
 @gluon.jit
-def _counts(kept, layout: gl.constexpr, spans, C: gl.constexpr):
-    """Of each column of a tile, whether its token counts."""
-    column = gl.arange(0, C.BN, layout=layout)
-    if spans.words is None:
-        counts = column < kept.rest
-    else:
-        # A thread has columns 2 lane + {0, 1} of every 8: shifted by those once, it asks for constant bits.
-        lane = column & 6
-        low = kept.word.to(gl.int32) >> lane
-        high = (kept.word >> 32).to(gl.int32) >> lane
-        counts = (gl.where(column < 32, low, high) >> (column & 25)) & 1 != 0
-    return counts
+def _bias(spans, k, t0, length, layout: gl.constexpr, C: gl.constexpr):
+    """Of each column of the tile of document k from token t0 on, what is added to its similarities."""
+    tile = k.to(gl.int64) * spans.tiles + t0 // C.BN
+    pointers = spans.bias + tile * C.BN + gl.arange(0, C.BN, layout=layout)
+    return gl.load(pointers, mask=t0 < length, other=float("-inf"))
 
 
 @gluon.jit
@@ -93,7 +84,7 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
     stage = 0
     phase = 1
     for task in range(begin, end):
-        row, length = _span(spans, task % K, K, Td)
+        row, length = _span(spans, _bounds(spans, task % K, K), task % K, K, Td)
         for t0 in range(0, gl.maximum(length, 1), C.BN):
             full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
@@ -103,49 +94,83 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
 
 
 @gluon.jit
-def _all_count(kept, spans, C: gl.constexpr):
-    if spans.words is None:
-        full = kept.rest >= C.BN
-    else:
-        full = kept.word == -1
-    return full
+def _at_once(x):
+    """`x` [64, 4], computed before what follows.
+
+    Without a branch in the reduction ptxas puts it off until the other half's product is done, under which it should
+    run. It cannot look behind a condition on the result: bits that no maximum has, and even then a sleep of no time.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.eq.s32 p, $2, 0x7fc0dead;
+        setp.eq.and.s32 p, $3, 0x7fc0dead, p;
+        @p nanosleep.u32 0;
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        }""",
+        "=r,=r,r,r",
+        [x],
+        dtype=x.dtype,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @gluon.jit
-def _taken(S, half, kept, bias, t0, spans, C: gl.constexpr):
-    """`half` after a tile: its best so far, and where."""
+def _taken(S, half, bias, t0, rest, C: gl.constexpr):
+    """`half` after a tile, of which the first `rest` tokens count, or those without bias: its best, and where."""
     if bias is not None:
         best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
-    elif _all_count(kept, spans, C):
+    elif rest >= C.BN:
         best, where = reduced(S, half.best, half.where, t0, C)
     else:
-        counts = _counts(kept, gl.SliceLayout(0, S.type.layout), spans, C)
+        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < rest
         best, where = reduced(gl.where(counts[None, :], S, float("-inf")), half.best, half.where, t0, C)
     return Half(S, best, where)
 
 
 @gluon.jit
-def _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs.
+def _absorbed(S_a, S_b, ring, halves, k, t0, length, stage, phase, turn, spans, C: gl.constexpr):
+    """The halves after the tile in flight, that of token t0 of document k: one is reduced while the other's product
+    still runs.
 
-    Where no winners are asked for, words of a mask become a bias: half the instructions of a selection, and on another
-    pipe than the maxima. What it leaves of tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
+    A mask is a bias: half the instructions of a selection, and on another pipe than the maxima. What it leaves of
+    tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
     """
     bias = None
-    if spans.words is not None and not C.ARGMAX:
-        LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
-        bias = gl.where(_counts(kept, LAYOUT, spans, C), -0.0, float("-inf"))
-    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], kept, bias, t0, spans, C)
+    if spans.bias is not None:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+        bias = _bias(spans, k, t0, length, gl.SliceLayout(0, ACC), C)
+    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], bias, t0, length - t0, C)
+    if bias is not None:
+        a = Half(a.S, _at_once(a.best), _at_once(a.where) if C.ARGMAX else 0)
     S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    b = _taken(S, halves[1], kept, bias, t0, spans, C)
+    b = _taken(S, halves[1], bias, t0, length - t0, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
 
 
 @gluon.jit
-def _rows(first, H: gl.constexpr, layout: gl.constexpr):
-    return first + H * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=layout)
+def _first(row_tile, G: gl.constexpr, C: gl.constexpr):
+    """The first row of warp group G in a row tile, or its first query with C.SUMS."""
+    return (row_tile * 2 + G) * (2 * HALF_ROWS // C.SLOT if C.SUMS else 2 * HALF_ROWS)
+
+
+@gluon.jit
+def _rows(first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl.constexpr):
+    """Query and token of the 64 rows of half H, their number, and whether there are such."""
+    if C.SUMS:
+        i, s = slot_rows(first, H, 1, layout, C)
+        row = i * sizes.Lq + s
+        ok = (i < sizes.Nq) & (s < sizes.Lq)
+    else:
+        row = first + H * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=layout)
+        i = row // sizes.Lq
+        s = row % sizes.Lq
+        ok = row < sizes.Nq * sizes.Lq
+    return i, s, row, ok
 
 
 @gluon.jit
@@ -155,10 +180,8 @@ def _load_rows(Q, q_smem, first, sizes, d, G: gl.constexpr, C: gl.constexpr):
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     for H in gl.static_range(2):
-        row = _rows(first, H, gl.SliceLayout(1, LAYOUT))
-        i = row // sizes.Lq
-        s = row % sizes.Lq
-        ok = query_keep(Q, i, s, i < sizes.Nq)
+        i, s, _, ok = _rows(first, H, sizes, gl.SliceLayout(1, LAYOUT), C)
+        ok = query_keep(Q, i, s, ok)
         pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
         q_smem.index(2 * G + H).store(gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0))
     fence_async_shared()
@@ -169,39 +192,77 @@ def _load_rows(Q, q_smem, first, sizes, d, G: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(half, Q, row, k, exists, length, spans, maxima, argmax, unresolved, sizes, C: gl.constexpr):
-    """A half's maxima in document k, [K, rows]; and their winners, UNRESOLVED where one is NaN or -inf."""
-    rows = sizes.Nq * sizes.Lq
-    ok = (row < rows) & exists
-    at = k.to(gl.int64) * rows + row
+def _terms(best, Q, i, s, ok):
+    """What maxima of rows add to the scores of their queries."""
+    keep = query_keep(Q, i, s, ok)
+    return gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0)
+
+
+@gluon.jit
+def _store(half, Q, first, H: gl.constexpr, k, exists, length, spans, found, unresolved, sizes, C: gl.constexpr):
+    """A half's winners in document k, [K, rows], UNRESOLVED where one is NaN or -inf; and its maxima, but with C.SUMS,
+    where what they add to the scores is returned."""
+    i, s, row, ok = _rows(first, H, sizes, gl.SliceLayout(1, half.best.type.layout), C)
+    ok = ok & exists
+    at = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
     best = gl.reduce(half.best, 1, nan_max)
-    gl.store(maxima + at, best, mask=ok)
-    if spans.words is not None:
+    terms = best
+    if C.SUMS:
+        terms = _terms(best, Q, i, s, ok)
+    else:
+        gl.store(found.maxima + at, best, mask=ok)
+    if spans.bias is not None:
         unresolved = unresolved | (ok & (best != best)).to(gl.int32)
     if C.ARGMAX:
-        keep = query_keep(Q, row // sizes.Lq, row % sizes.Lq, ok) & (length > 0)
+        keep = query_keep(Q, i, s, ok) & (length > 0)
         lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
         where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
         where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)
         unresolved = unresolved | (keep & (where == NO_TOKEN)).to(gl.int32)
         where = gl.where(keep, gl.where(where == NO_TOKEN, UNRESOLVED, where), -1)
-        gl.store(argmax + at, where.to(argmax.dtype.element_ty), mask=ok)
-    return unresolved
+        gl.store(found.argmax + at, where.to(found.argmax.dtype.element_ty), mask=ok)
+    return terms, unresolved
 
 
 @gluon.jit
-def _stored(halves, Q, first, k, exists, length, spans, maxima, argmax, unresolved, sizes, C: gl.constexpr):
-    """Both halves stored, and fresh ones."""
-    ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
-    row = _rows(first, 0, ROW)
-    unresolved = _store(halves[0], Q, row, k, exists, length, spans, maxima, argmax, unresolved, sizes, C)
-    row = _rows(first, 1, ROW)
-    unresolved = _store(halves[1], Q, row, k, exists, length, spans, maxima, argmax, unresolved, sizes, C)
+def _kept_rows(Q, first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl.constexpr):
+    i, s, _, ok = _rows(first, H, sizes, layout, C)
+    return query_keep(Q, i, s, ok).to(gl.float32)
+
+
+@gluon.jit
+def _sums(a, b, C: gl.constexpr):
+    """Of the halves' rows, the sum of each query."""
+    GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
+    return ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
+
+
+@gluon.jit
+def _score(a, b, Q, first, k, exists, length, found, sizes, C: gl.constexpr):
+    """Store the scores of document k: the sums of what the halves' rows add; of no tokens -inf, or 0 of queries that
+    have none; NaN of no document."""
+    total = _sums(a, b, C)
+    if length <= 0:
+        LAYOUT: gl.constexpr = a.type.layout
+        rows = _sums(_kept_rows(Q, first, 0, sizes, LAYOUT, C), _kept_rows(Q, first, 1, sizes, LAYOUT, C), C)
+        total = gl.where(rows > 0, float("-inf"), 0.0)
+        total = gl.where(length < 0, float("nan"), total)
+    i = first + gl.arange(0, 2 * HALF_ROWS // C.SLOT, layout=total.type.layout)
+    gl.store(found.scores + i.to(gl.int64) * found.stride + k, total, mask=(i < sizes.Nq) & exists)
+
+
+@gluon.jit
+def _stored(halves, Q, first, k, exists, length, spans, found, unresolved, sizes, C: gl.constexpr):
+    """What is known once document k has ended, stored; and fresh halves."""
+    a, unresolved = _store(halves[0], Q, first, 0, k, exists, length, spans, found, unresolved, sizes, C)
+    b, unresolved = _store(halves[1], Q, first, 1, k, exists, length, spans, found, unresolved, sizes, C)
+    if C.SUMS:
+        _score(a, b, Q, first, k, exists, length, found, sizes, C)
     return (fresh(halves[0].S, C), fresh(halves[1].S, C)), unresolved
 
 
 @gluon.jit
-def _consume(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
+def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 128 rows of each row tile against the tile's documents."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage = 0
@@ -214,42 +275,38 @@ def _consume(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d
     while task < end:
         row_tile = task // sizes.K
         last = gl.minimum((row_tile + 1) * sizes.K, end)
-        first = (row_tile * 2 + G) * (2 * HALF_ROWS)
+        first = _first(row_tile, G, C)
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
-        _, length = _span(spans, begin_k, sizes.K, Td)
-        kept = _kept(spans, begin_k, sizes.K, 0, length)
+        length = _length(spans, _bounds(spans, begin_k, sizes.K), begin_k, sizes.K, Td)
+        bounds = _bounds(spans, begin_k + 1, sizes.K)
+        before = begin_k  # of no document yet; not `length`, or Triton takes it for what never changes
         for k in range(begin_k, end_k):
-            # Of the next document and tile, as loads take longer than a tile.
-            _, length_after = _span(spans, k + 1, sizes.K, Td)
             S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
                 halves, unresolved = _stored(
-                    halves, Q, first, k - 1, k > begin_k, 1, spans, maxima, argmax, unresolved, sizes, C
+                    halves, Q, first, k - 1, k > begin_k, before, spans, found, unresolved, sizes, C
                 )
-            kept_after = _kept(spans, k, sizes.K, C.BN, length)
-            halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, kept, stage, phase, turn, spans, C)
+            halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, k, 0, length, stage, phase, turn, spans, C)
             for t0 in range(C.BN, length, C.BN):
-                kept = kept_after
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
-                kept_after = _kept(spans, k, sizes.K, t0 + C.BN, length)
-                halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, t0, kept, stage, phase, turn, spans, C)
-            if C.ARGMAX:
-                halves, unresolved = _stored(
-                    halves, Q, first, k, True, length, spans, maxima, argmax, unresolved, sizes, C
+                halves, stage, phase, turn = _absorbed(
+                    S_a, S_b, ring, halves, k, t0, length, stage, phase, turn, spans, C
                 )
-            length = length_after
-            kept = _kept(spans, k + 1, sizes.K, 0, length)
+            if C.ARGMAX:
+                halves, unresolved = _stored(halves, Q, first, k, True, length, spans, found, unresolved, sizes, C)
+            before = length
+            # Where the next document lies was asked for a document before: a product must not wait for it.
+            length = _length(spans, bounds, k + 1, sizes.K, Td)
+            bounds = _bounds(spans, k + 2, sizes.K)
         if not C.ARGMAX:
-            halves, unresolved = _stored(
-                halves, Q, first, end_k - 1, True, 1, spans, maxima, argmax, unresolved, sizes, C
-            )
+            halves, unresolved = _stored(halves, Q, first, end_k - 1, True, before, spans, found, unresolved, sizes, C)
         task = last
-    if C.ARGMAX or spans.words is not None:
+    if C.ARGMAX or spans.bias is not None:
         mbarrier.arrive(ring.search.index(2), count=1)
         if gl.max(unresolved, axis=0) > 0:
-            _resolve(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, G, C)
+            _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G, C)
 
 
 @gluon.jit
@@ -267,7 +324,10 @@ def _exact(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: 
         mbarrier.wait(ring.search.index(G), phase)
         phase ^= 1
         S = warpgroup_mma(q, tile.permute((1, 0)), gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC))
-        counts = _counts(_kept(spans, k, sizes.K, t0, length), gl.SliceLayout(0, ACC), spans, C)[None, :]
+        counts = column < length - t0
+        if spans.bias is not None:
+            counts = counts & (_bias(spans, k, t0, length, gl.SliceLayout(0, ACC), C) == 0)
+        counts = counts[None, :]
         S = gl.where(counts, S, float("-inf"))
         m = gl.reduce(S, 1, nan_max)
         hit = counts & ((S == m[:, None]) | (S != S))
@@ -280,31 +340,59 @@ def _exact(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: 
 
 
 @gluon.jit
-def _resolve(Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
-    """Replace maxima that are NaN, perhaps by what does not count, and winners that are UNRESOLVED."""
+def _is_wrong(first, H: gl.constexpr, k, found, sizes, layout: gl.constexpr, C: gl.constexpr):
+    """Which rows of a half have maxima that are NaN, or winners that are UNRESOLVED; where winners are; which rows have
+    the latter. With C.SUMS a score that is NaN stands for all rows of its query."""
+    i, _, row, ok = _rows(first, H, sizes, layout, C)
+    at = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+    if C.SUMS:
+        stored = gl.load(found.scores + i.to(gl.int64) * found.stride + k, mask=ok, other=0.0)
+    else:
+        stored = gl.load(found.maxima + at, mask=ok, other=0.0)
+    wrong = ok & (stored != stored)
+    unresolved = wrong
+    if C.ARGMAX:
+        unresolved = ok & (gl.load(found.argmax + at, mask=ok, other=0) == UNRESOLVED)
+    return wrong | unresolved, at, unresolved
+
+
+@gluon.jit
+def _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
+    """Replace maxima, or scores, that are NaN, perhaps by what does not count, and winners that are UNRESOLVED."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
     phase = 0
     mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
-    rows = sizes.Nq * sizes.Lq
     for task in range(begin, end):
         k = task % sizes.K
-        first = (task // sizes.K * 2 + G) * (2 * HALF_ROWS)
-        row, length = _span(spans, k, sizes.K, Td)
-        q = _load_rows(Q, q_smem, first, sizes, d, G, C)
-        for H in gl.static_range(2):
-            query_row = _rows(first, H, ROW)
-            at = k.to(gl.int64) * rows + query_row
-            ok = query_row < rows
-            stored = gl.load(maxima + at, mask=ok, other=0.0)
-            wrong = ok & (stored != stored)
-            if C.ARGMAX:
-                wrong = wrong | (ok & (gl.load(argmax + at, mask=ok, other=0) == UNRESOLVED))
-            if gl.max(wrong.to(gl.int32), axis=0) > 0:
-                best, where, phase = _exact(q[H], D, ring, spans, k, row, length, phase, sizes, G, C)
-                gl.store(maxima + at, best, mask=wrong)
-                if C.ARGMAX:
-                    unresolved = wrong & (gl.load(argmax + at, mask=wrong, other=0) == UNRESOLVED)
-                    gl.store(argmax + at, where.to(argmax.dtype.element_ty), mask=unresolved)
+        first = _first(task // sizes.K, G, C)
+        row, length = _span(spans, _bounds(spans, k, sizes.K), k, sizes.K, Td)
+        wrong_a, _, _ = _is_wrong(first, 0, k, found, sizes, ROW, C)
+        wrong_b, _, _ = _is_wrong(first, 1, k, found, sizes, ROW, C)
+        if (length > 0) & (gl.max((wrong_a | wrong_b).to(gl.int32), axis=0) > 0):
+            q = _load_rows(Q, q_smem, first, sizes, d, G, C)
+            a, phase = _mended(q[0], Q, D, ring, spans, first, 0, k, row, length, phase, found, sizes, G, C)
+            b, phase = _mended(q[1], Q, D, ring, spans, first, 1, k, row, length, phase, found, sizes, G, C)
+            if C.SUMS:
+                _score(a, b, Q, first, k, True, length, found, sizes, C)
+
+
+@gluon.jit
+def _mended(
+    q, Q, D, ring, spans, first, H: gl.constexpr, k, row, length, phase, found, sizes, G: gl.constexpr, C: gl.constexpr
+):
+    """A half's maxima and winners, exact; those that are wrong are stored. With C.SUMS what maxima add to scores."""
+    best, where, phase = _exact(q, D, ring, spans, k, row, length, phase, sizes, G, C)
+    LAYOUT: gl.constexpr = best.type.layout
+    wrong, at, unresolved = _is_wrong(first, H, k, found, sizes, LAYOUT, C)
+    terms = best
+    if C.SUMS:
+        i, s, _, ok = _rows(first, H, sizes, LAYOUT, C)
+        terms = _terms(best, Q, i, s, ok)
+    else:
+        gl.store(found.maxima + at, best, mask=wrong)
+    if C.ARGMAX:
+        gl.store(found.argmax + at, where.to(found.argmax.dtype.element_ty), mask=unresolved)
+    return terms, phase
 
 
 @gluon.jit
@@ -312,7 +400,7 @@ def _costs(spans, k0, K, Td, C: gl.constexpr):
     """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
     k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
-    _, length = _span(spans, k, K, Td)
+    _, length = _span(spans, _bounds(spans, k, K), k, K, Td)
     # 64 bits: documents may overlap, so there may be more of their tokens than rows of D.
     return gl.where(k < K, 4 * gl.maximum(gl.cdiv(length, C.BN), 1) + 1, 0).to(gl.int64)
 
@@ -355,22 +443,23 @@ def _plus(a, b):
     return a + b
 
 
-@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "stride"])
-def maxsim_row_maxima(Q, D, segments, words, stride, maxima, argmax, Nq, K, Lq, Td, d, C: gl.constexpr):
-    """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, -inf where none does.
+@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "tiles"])
+def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
+    """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, -inf where none does; or
+    with C.SUMS scores ``[Nq, stride]``.
 
-    Winners of the same shape unless None: -1 where none counts and of masked rows. D is a tensor descriptor of all Td
+    `found`: the `Found`; winners are -1 where no token counts and of masked rows. D is a tensor descriptor of all Td
     document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs, row tiles first.
     """
     sizes = Sizes(Nq, K, Lq, 0)
-    spans = Spans(segments, words, stride)
-    row_tiles = gl.cdiv(Nq * Lq, ROWS)
+    spans = Spans(segments, bias, tiles)
+    row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
     begin, end = _shares(spans, row_tiles, K, Td, C)
     ring, q_smem = shared_ring(D, C)
     gl.warp_specialize(
         [
-            (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 0, C)),
-            (_consume, (Q, D, ring, q_smem, spans, maxima, argmax, begin, end, sizes, Td, d, 1, C)),
+            (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),
+            (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 1, C)),
             (_produce, (D, ring, spans, begin, end, K, Td, C)),
         ],
         [4, 1],

@@ -191,7 +191,7 @@ def _absorbed(S_a, S_b, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexp
 
 
 @gluon.jit
-def _rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constexpr):
+def slot_rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constexpr):
     """Query and token of the 64 rows of half H: each query's tokens are split between the halves, first half first.
 
     A warp then holds whole queries of up to 32 tokens. `first` is the first group of the warp group; a query longer
@@ -210,7 +210,7 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.cons
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     for H in gl.static_range(2):
-        i, s = _rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
+        i, s = slot_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
         ok = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
         pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
         q_smem.index(2 * G + H).store(gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0))
@@ -247,9 +247,9 @@ def _score(halves, Q, first, parts, k, exists, scores, argmax, unresolved, sizes
     """Store the sums of a document's row maxima, [groups, K], and its winners."""
     GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
     ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
-    i, s = _rows(first, 0, parts, ROW, C)
+    i, s = slot_rows(first, 0, parts, ROW, C)
     a, unresolved = _finished(halves[0], Q, i, s, k, exists, argmax, unresolved, sizes, C)
-    i, s = _rows(first, 1, parts, ROW, C)
+    i, s = slot_rows(first, 1, parts, ROW, C)
     b, unresolved = _finished(halves[1], Q, i, s, k, exists, argmax, unresolved, sizes, C)
     total = ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
@@ -344,7 +344,7 @@ def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.cons
         q = _load_queries(Q, q_smem, first, parts, sizes, d, G, C)
         for H in gl.static_range(2):
             found, phase = _first_nan(q[H], D, ring, k * sizes.Ld, phase, sizes.Ld, G, C)
-            i, s = _rows(first, H, parts, ROW, C)
+            i, s = slot_rows(first, H, parts, ROW, C)
             out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
             ok = (i < sizes.Nq) & (s < sizes.Lq)
             ok = ok & (gl.load(out, mask=ok, other=0) == UNRESOLVED)

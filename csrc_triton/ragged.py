@@ -26,21 +26,45 @@ def query_segment(segments, i, ok, Tq):
 
 
 @triton.jit
-def document_segment(segments, document, ok, Td):
-    """First row and length of a document, numbered as in `Segments.offsets`; 0 rows where it is not inside D."""
+def document_bounds(segments, document, ok):
+    """What is stored of where a document lies: its first row, then its length or else the first row of the next; 0 of
+    what is not stored.
+
+    Nothing is made of it yet: who asks long before needing it does not wait for it.
+    """
+    first = 0
+    other = 0
+    if segments.offsets is not None:
+        first = tl.load(segments.offsets + document, mask=ok, other=0)
+    if segments.lengths is not None:
+        other = tl.load(segments.lengths + document, mask=ok, other=0)
+    elif segments.offsets is not None:
+        other = tl.load(segments.offsets + document + 1, mask=ok, other=0)
+    return first, other
+
+
+@triton.jit
+def bounded_segment(segments, bounds, document, ok, Td):
+    """`document_segment` of a document whose `document_bounds` are known."""
     if segments.offsets is None:
         begin = tl.where(ok, document, 0).to(tl.int64) * segments.d_each
         length = begin * 0 + segments.d_each
     else:
-        begin = tl.load(segments.offsets + document, mask=ok, other=0).to(tl.int64)
+        begin = bounds[0].to(tl.int64)
     if segments.lengths is not None:
-        length = tl.load(segments.lengths + document, mask=ok, other=0).to(tl.int64)
+        length = bounds[1].to(tl.int64)
     elif segments.offsets is not None:
-        length = tl.load(segments.offsets + document + 1, mask=ok, other=0).to(tl.int64) - begin
+        length = bounds[1].to(tl.int64) - begin
     valid = (begin >= 0) & (length >= 0) & (begin <= Td - length)
     if segments.offsets is None:
         valid = valid & (length <= segments.d_each)
     return begin, tl.where(ok & valid, length, 0).to(tl.int32), valid
+
+
+@triton.jit
+def document_segment(segments, document, ok, Td):
+    """First row and length of a document, numbered as in `Segments.offsets`; 0 rows where it is not inside D."""
+    return bounded_segment(segments, document_bounds(segments, document, ok), document, ok, Td)
 
 
 @triton.jit

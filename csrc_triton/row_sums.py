@@ -9,18 +9,17 @@ from .forward_ragged import carried, flushed
 from .ragged import document_segment, query_segment
 
 
-@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "stride"])
-def maxsim_kept_words(mask, words, lengths, Ld, stride_k, stride_l, stride, WORDS: tl.constexpr):
-    """Of each document, a program each: bits of its tokens that count, and the length that holds all of them."""
+@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "room"])
+def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, BLOCK: tl.constexpr):
+    """Of each document, a program each: what is added to similarities of its tokens, -0.0 to those that count and -inf
+    to those that do not and up to `room` of them; and the length that holds all that count."""
     k = tl.program_id(0).to(tl.int64)
-    bit = tl.arange(0, 64).to(tl.int64)[None, :]
     length = tl.full((), 0, tl.int32)
-    for w0 in range(0, tl.cdiv(Ld, 64), WORDS):
-        word = w0 + tl.arange(0, WORDS)
-        t = word[:, None] * 64 + tl.arange(0, 64)[None, :]
+    for t0 in range(0, room, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
         keep = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < Ld, other=0) != 0
-        tl.store(words + k * stride + word, tl.sum(keep.to(tl.int64) << bit, axis=1), mask=word < stride)
-        length = tl.maximum(length, tl.max(tl.max(tl.where(keep, t + 1, 0), axis=1), axis=0))
+        tl.store(bias + k * room + t, tl.where(keep, -0.0, float("-inf")), mask=t < room)
+        length = tl.maximum(length, tl.max(tl.where(keep, t + 1, 0), axis=0))
     tl.store(lengths + k, length)
 
 

@@ -1,5 +1,7 @@
 """The kernels around row maxima compile for sm_90 without a GPU: on wgmma, in flight together, no spills."""
 
+import re
+
 import pytest
 import torch
 import triton
@@ -8,7 +10,7 @@ from triton.compiler import ASTSource
 
 from lik_ops.backends import configs
 from lik_ops.csrc_triton import row_sums
-from lik_ops.csrc_triton.arguments import Queries, Segments
+from lik_ops.csrc_triton.arguments import Found, Queries, Segments
 
 from .aot import Case, _cuda_resources, _queries
 from .test_aot_specialized import SM_90, check
@@ -21,8 +23,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool) -> configs.RowMaxima:
-    found = configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, processors=132)
+def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> configs.RowMaxima:
+    found = configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, processors=132, dense=sums)
     assert found is not None
     return found
 
@@ -40,47 +42,72 @@ def segments_of(masked: bool) -> Segments:
     return Segments("*i64", "*i64", none, none, none, none, none)
 
 
-def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool) -> GluonASTSource:
-    C = choice(dtype, d, 32, argmax).config
+def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool, sums: bool = False) -> GluonASTSource:
+    C = choice(dtype, d, 32, argmax, sums).config
+    assert sums == C.SUMS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
     layout = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     segments = segments_of(masked)
+    winners = "*i16" if argmax else "constexpr"
     signature = {
         "Q": Queries(*queries),
         "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{layout!r}>",
         "segments": segments,
-        "words": "*i64" if masked else "constexpr",
-        "stride": "i32" if masked else "constexpr",
-        "maxima": "*fp32",
-        "argmax": "*i16" if argmax else "constexpr",
+        "bias": "*fp32" if masked else "constexpr",
+        "tiles": "i32" if masked else "constexpr",
+        "found": Found(*(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners),
     }
     signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "d"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | constants_of(segments, names.index("segments"))
     if not masked:
-        values[(names.index("words"),)] = values[(names.index("stride"),)] = None
+        values[(names.index("bias"),)] = values[(names.index("tiles"),)] = None
     values[(names.index("C"),)] = C
-    if not argmax:
-        values[(names.index("argmax"),)] = None
-    aligned = [(0, 0), (0, 1), (0, 2), (names.index("maxima"),)]
+    found = names.index("found")
+    values |= constants_of(signature["found"], found)
+    aligned = [(0, 0), (0, 1), (0, 2), (found, 1 if sums else 0)] + [(names.index("bias"),)] * masked
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fr.maxsim_row_maxima, signature, values, attributes)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "masked", "argmax"),
+    ("dtype", "d", "masked", "argmax", "sums"),
     [
-        (torch.bfloat16, 128, False, False),
-        (torch.bfloat16, 128, False, True),
-        (torch.bfloat16, 128, True, False),
-        pytest.param(torch.float16, 128, True, True, marks=pytest.mark.slow),
-        pytest.param(torch.float16, 48, True, False, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 96, False, True, marks=pytest.mark.slow),
+        (torch.bfloat16, 128, False, False, False),
+        (torch.bfloat16, 128, False, True, False),
+        (torch.bfloat16, 128, True, False, False),
+        (torch.bfloat16, 128, True, True, True),
+        (torch.bfloat16, 128, False, False, True),
+        pytest.param(torch.bfloat16, 128, True, False, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, False, True, True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 128, True, True, False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 48, True, False, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 96, False, True, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_row_maxima_compile_as_meant(dtype, d, masked, argmax, tmp_path):
-    check(triton.compile(source(dtype, d, masked, argmax), target=TARGET, options={"num_warps": 4}), tmp_path)
+def test_row_maxima_compile_as_meant(dtype, d, masked, argmax, sums, tmp_path):
+    compiled = triton.compile(source(dtype, d, masked, argmax, sums), target=TARGET, options={"num_warps": 4})
+    check(compiled, tmp_path)
+
+
+def carried_numbers(ttgir: str) -> list[int]:
+    """Of each loop over documents, which carries two tiles of similarities, how many numbers it carries."""
+    loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*)\)\s*: i32", ttgir)
+    types = [re.sub(r"tensor<[^()]*?>>*(?=, |$)", "tensor", loop) for loop in loops if loop.count("64x64xf32") == 2]
+    return [sum(kind in ("i32", "i64") for kind in loop.split(", ")) for loop in types]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_differs_between_documents_is_carried_from_one_to_the_next(masked, argmax, sums):
+    """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
+    compiled = triton.compile(source(torch.bfloat16, 128, masked, argmax, sums), target=TARGET)
+    # Stage, phase, turn and length; the length before; where the next document lies.
+    expected = 4 + (sums and not argmax) + (1 if masked else 2)
+    counts = carried_numbers(compiled.asm["ttgir"])
+    assert counts[0] == expected and counts.count(expected) >= 2, counts
 
 
 def without_spills(source: ASTSource) -> None:
@@ -105,8 +132,8 @@ def test_sums_do_not_spill(ragged, Lq):
 
 
 def test_what_goes_before_does_not_spill():
-    signature = {"mask": "*i1", "words": "*i64", "lengths": "*i32"}
-    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "stride"), "i32") | {"WORDS": "constexpr"}
-    without_spills(ASTSource(row_sums.maxsim_kept_words, signature, {(7,): 8}, {}))
+    signature = {"mask": "*i1", "bias": "*fp32", "lengths": "*i32"}
+    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "room"), "i32") | {"BLOCK": "constexpr"}
+    without_spills(ASTSource(row_sums.maxsim_mask_bias, signature, {(7,): 512}, {}))
     signature = {"cu_seqlens_q": "*i64", "mask": "*i1", "covered": "*i1", "Tq": "i32", "mask_stride": "i32"}
     without_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))

@@ -20,8 +20,8 @@ SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
 
 
-def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90):
-    return configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, processors=132)
+def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90, dense=False):
+    return configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, processors=132, dense=dense)
 
 
 def test_when_it_is_chosen():
@@ -31,6 +31,16 @@ def test_when_it_is_chosen():
     assert choice(rows=128) is None and choice(rows=129) is not None
     assert choice(rows=256, K=65) is None
     assert choice(d=129) is None
+
+
+@pytest.mark.parametrize(
+    ("Lq", "sums"), [(1, False), (2, True), (20, False), (29, True), (32, True), (128, True), (256, False)]
+)
+def test_dense_queries_that_fill_their_slots_are_summed_by_the_kernel(Lq, sums):
+    found = choice(rows=256 * Lq, Lq=Lq, K=4096, dense=True)
+    assert sums == found.config.SUMS
+    assert not sums or found.config.SLOT >= Lq > found.config.SLOT // 2
+    assert not choice(rows=256 * Lq, Lq=Lq, K=4096).config.SUMS
 
 
 @pytest.mark.parametrize("Lq", [1, 2, 16, 19, 32, 100, 256, 1000])
@@ -181,6 +191,38 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("values", ["normal", "integer"])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(
+    ("Nq", "Lq", "Nd", "Ld", "d"),
+    [(16, 32, 300, 150, 128), (90, 2, 200, 70, 64), (5, 128, 70, 300, 96), (33, 15, 140, 64, 128)],
+)
+def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld, d, per_token, values, monkeypatch):
+    from lik_ops.backends import cuda_ragged
+
+    r = packed(1, Nd, 1, Ld, d, seed=Lq, values=values)
+    bounds = torch.cat([r.d_offsets, r.d_offsets[-1:] + r.d_lengths[-1:]])
+    bounds[7], bounds[11] = bounds[6] - 2, r.D.shape[0] + 9  # documents that are not there, beside each of them one
+    g = torch.Generator().manual_seed(Nq)
+    Q = torch.randint(-2, 3, (Nq, Lq, d), generator=g) if values == "integer" else torch.randn(Nq, Lq, d, generator=g)
+    Q = Q.to("cuda", torch.bfloat16)
+    q_mask, weight = (torch.rand(Nq, Lq, generator=g) > 0.3).cuda(), torch.randn(Nq, Lq, generator=g).cuda()
+    q_mask[1] = False
+    per = (q_mask, None, weight) if per_token else (None,) * 3
+    sizes = Nq, Nd, False, Nq * Lq, r.D.shape[0], Lq
+    c = Cut(Q, r.D, None, bounds, None, None, None, *per, *sizes)
+    assert cuda_ragged.Plan(c, False, None)._row_maxima(c).config.SUMS
+    scores, argmax = cuda_ragged.Plan(c, False, torch.int32).forward(c)
+    same_bits(cuda_ragged.Plan(c, False, None).forward(c)[0], scores)
+    monkeypatch.setattr(cuda_ragged.Plan, "_row_maxima", lambda *_: None)
+    expected, winners = cuda_ragged.Plan(c, False, torch.int32).forward(c)
+    same_bits(scores, expected)
+    assert scores[0].isnan().any() and scores[0].isneginf().any()
+    if values == "integer":
+        assert torch.equal(argmax, winners)
+
+
+@pytest.mark.gpu
 def test_chunks_of_documents_do_not_show(monkeypatch):
     from lik_ops.backends import cuda_ragged, cuda_rows
 
@@ -188,7 +230,7 @@ def test_chunks_of_documents_do_not_show(monkeypatch):
     x = build(Problem(Nq=40, Nd=90, Lq=16, Ld=70, d=64, dtype=torch.bfloat16, d_mask="holes"), "cuda")
     whole = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
     monkeypatch.setattr(cuda_rows, "_WORKSPACE", 33 * 4 * r.Q.shape[0])
-    monkeypatch.setattr(cuda_rows, "_MASK_BYTES", 40 * 8 * 2)
+    monkeypatch.setattr(cuda_rows, "_BIAS_BYTES", 40 * 4 * 128)
     parts = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
     for part, expected in zip(parts, whole, strict=True):
         assert torch.equal(part, expected)

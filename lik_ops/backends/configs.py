@@ -15,6 +15,8 @@ from ..csrc_triton.arguments import Config, Specialization, WideSpecialization
 
 SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
 _MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
+_MOST_SLOT = 128  # rows of a query that it sums itself
+_LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
 
 @dataclass(frozen=True)
@@ -365,12 +367,15 @@ def row_maxima(
     *,
     argmax: bool,
     processors: int,
+    dense: bool = False,
 ) -> RowMaxima | None:
     """The choice for `rows` query rows, of `Lq` in the mean, against K documents; None where another kernel serves.
 
-    Rows and K may decide, as all give the same bits.
+    Rows and K may decide, as all give the same bits. `dense`: each query has Lq rows, so that the kernel may sum them
+    itself, if these fill its slots.
     """
-    row_tiles = cdiv(rows, SPECIALIZED_ROWS)
+    sums = dense and 2 <= next_power_of_2(Lq) <= _MOST_SLOT and Lq >= _LEAST_FILLED * next_power_of_2(Lq)
+    row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SPECIALIZED_ROWS)
     half = arch.name == "sm_90" and dtype in _HALF and d <= 128
     worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= processors // 2
     if not (half and worth and row_tiles * K < 2**31 and rows <= _MOST_ROWS):
@@ -378,7 +383,15 @@ def row_maxima(
     most = forward_tiles(arch, dtype, Lq, d, False, 0)[-1].rows
     slot = min(max(next_power_of_2(Lq), 16), most)
     lanes = max(slot, 128)
-    config = Specialization(BN=64, BD=64 if d <= 64 else 128, SLOT=slot, STAGES=6, RESIDENT=True, ARGMAX=argmax)
+    config = Specialization(
+        BN=64,
+        BD=64 if d <= 64 else 128,
+        SLOT=next_power_of_2(Lq) if sums else slot,
+        STAGES=6,
+        RESIDENT=True,
+        ARGMAX=argmax,
+        SUMS=sums,
+    )
     levels = (most // slot).bit_length() - 1
     return RowMaxima(config, min(processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
 

@@ -123,7 +123,8 @@ class Plan:
         """How a cross product of many query rows goes, see `cuda_rows`."""
         if 0 in (c.queries, c.columns, c.Tq) or c.D.data_ptr() % 16:
             return None
-        return cuda_rows.choose(c.D, c.Tq, c.columns, configs.cdiv(c.Tq, c.queries), self.argmax_dtype is not None)
+        dense, mean = c.cu_seqlens_q is None, configs.cdiv(c.Tq, c.queries)
+        return cuda_rows.choose(c.D, c.Tq, c.columns, mean, self.argmax_dtype is not None, dense)
 
     def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
         if len(self.tiles) >= _MOST_TILES:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._layout import lifted
 from ..csrc_triton import row_sums
-from ..csrc_triton.arguments import Queries, Segments
+from ..csrc_triton.arguments import Found, Queries, Segments
 from . import configs, launcher
 from .configs import RowMaxima
 from .cuda_arguments import architecture, on_device, queries_of
@@ -24,23 +24,24 @@ from .cuda_specialized import kernels, processors
 from .ragged import Cut
 
 _log = logging.getLogger("lik_ops")
-_WORKSPACE = 24 * 2**20  # bytes of maxima; with the bits of masks 32 MiB
-_MASK_BYTES = 8 * 2**20  # of the bits of masks
-_WORDS = 8  # of a step of `maxsim_kept_words`
+_WORKSPACE = 24 * 2**20  # bytes of maxima; with the bias of masks 32 MiB
+_BIAS_BYTES = 8 * 2**20  # of the bias of masks
+_BIAS_BLOCK = 512
 _COVERED_BLOCK = 128
 
 
-def choose(D: Tensor, rows: int, K: int, Lq: int, argmax: bool) -> RowMaxima | None:
+def choose(D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool) -> RowMaxima | None:
     """The choice for contiguous tokens of K documents, None where another kernel serves better or alone.
 
     Args:
         rows: query tokens, `Lq` in the mean of each.
+        dense: each query has `Lq`.
     """
     d = D.shape[-1]
     if D.device.type != "cuda" or d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
         return None
     arch, count = architecture(D.device), processors(D.device)
-    found = configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count)
+    found = configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
     return None if found is None or kernels() is None else found
 
 
@@ -51,7 +52,7 @@ class Rows(NamedTuple):
     groups: tuple[int, int]
     tokens: Tensor  # [Td, d]
     segments: Segments
-    words: Tensor | None  # of a mask, see `maxsim_kept_words`
+    bias: Tensor | None  # of a mask, see `maxsim_mask_bias`: [K, tiles, BN]
     counts: tuple[int, int]  # queries, documents
 
     def part(self, k: int, count: int) -> Rows:
@@ -59,15 +60,22 @@ class Rows(NamedTuple):
         segments, tokens = self.segments, self.tokens
         if segments.offsets is None:
             tokens = tokens[k * segments.d_each :]
-        offsets, lengths, words = (
-            None if t is None else t[k:] for t in (segments.offsets, segments.lengths, self.words)
-        )
+        offsets, lengths, bias = (None if t is None else t[k:] for t in (segments.offsets, segments.lengths, self.bias))
         segments = segments._replace(offsets=offsets, lengths=lengths)
-        return self._replace(tokens=tokens, segments=segments, words=words, counts=(self.counts[0], count))
+        return self._replace(tokens=tokens, segments=segments, bias=bias, counts=(self.counts[0], count))
 
 
 def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None) -> None:
-    """Fill scores ``[queries, documents]`` and winners ``[documents, n * L]``, a chunk of documents at a time."""
+    """Fill scores ``[queries, documents]`` and winners ``[documents, n * L]``; by way of maxima a chunk of documents at
+    a time, unless the kernel sums them itself."""
+    if choice.config.SUMS:
+        _launch(choice, rows, Found(None, scores, scores.stride(0), argmax))
+    else:
+        _sum_maxima(choice, rows, scores, argmax)
+    _log.debug("maxsim_row_maxima for %s rows, %s: %s", rows.groups, rows.counts, choice)
+
+
+def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None) -> None:
     count, (queries, K) = rows.groups[0] * rows.groups[1], rows.counts
     chunk = max(1, min(K, _WORKSPACE // (4 * count)))
     chunk = chunk if chunk in (1, K) else chunk // 16 * 16 or chunk
@@ -75,12 +83,11 @@ def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | N
     slot, side, documents, levels = choice.sums
     for k in range(0, K, chunk):
         part = rows if chunk == K else rows.part(k, min(chunk, K - k))
-        _maxima(choice, part, maxima, argmax if argmax is None else argmax[k : k + chunk])
+        _launch(choice, part, Found(maxima, None, None, argmax if argmax is None else argmax[k : k + chunk]))
         sizes = part.groups[0], part.counts[1], part.groups[1], part.tokens.shape[0]
         args = maxima, scores[:, k:], part.queries, part.segments, queries, scores.stride(0), *sizes
         grid = (configs.cdiv(queries, side) * configs.cdiv(part.counts[1], documents),)
         launcher.launch(row_sums.maxsim_row_sums, grid, (*args, slot, side, documents, levels), {"num_warps": 4})
-    _log.debug("maxsim_row_maxima for %s rows, %s: %s", count, rows.counts, choice)
 
 
 @functools.cache
@@ -90,16 +97,16 @@ def _layout(block: tuple[int, int], element: str) -> object:
     return gluon.specialized.tile_layout(list(block), element)
 
 
-def _maxima(choice: RowMaxima, rows: Rows, maxima: Tensor, argmax: Tensor | None) -> None:
+def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     gluon, C, tokens = kernels(), choice.config, rows.tokens
     assert gluon is not None
     layout = _layout((C.BN, C.BD), str(tokens.dtype).removeprefix("torch."))
     described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], [C.BN, C.BD], layout)
-    stride = None if rows.words is None else rows.words.stride(0)
+    tiles = None if rows.bias is None else rows.bias.shape[1]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
-    args = (rows.queries, described, rows.segments, rows.words, stride, maxima, argmax, *sizes, *tokens.shape, C)
+    args = (rows.queries, described, rows.segments, rows.bias, tiles, found, *sizes, *tokens.shape, C)
     launcher.launch(gluon.rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
 
 
@@ -114,9 +121,22 @@ def forward_packed(
             argmax = torch.empty(c.argmax_shape(), dtype=argmax_dtype, device=c.Q.device)
             queries = _covered(c, queries)
         tokens = c.D.view(c.Td, c.D.shape[-1])
-        rows = Rows(queries, (1, c.Tq), tokens, segments, None, (c.queries, c.columns))
+        groups = (1, c.Tq)
+        if choice.config.SUMS:
+            groups, queries = (c.queries, c.Q.shape[1]), _dense(queries, c.Q.shape[1])
+        rows = Rows(queries, groups, tokens, segments, None, (c.queries, c.columns))
         score_rows(choice, rows, scores, argmax)
     return scores, argmax
+
+
+def _dense(queries: Queries, Lq: int) -> Queries:
+    """Packed rows as those of queries of Lq rows each."""
+
+    def each(stride: int | None) -> int | None:
+        return None if stride is None else Lq * stride
+
+    mask, weight = each(queries.mask_stride_l), each(queries.weight_stride_l)
+    return queries._replace(stride_n=Lq * queries.stride_l, mask_stride_n=mask, weight_stride_n=weight)
 
 
 def _covered(c: Cut, queries: Queries) -> Queries:
@@ -131,7 +151,7 @@ def _covered(c: Cut, queries: Queries) -> Queries:
 
 
 class MaskedPlan(Plan):
-    """Dense documents with masks: which tokens count is found first, in bits and as the length that holds them all."""
+    """Dense documents with masks: which tokens count is found first, as a bias, and the length that holds them all."""
 
     def __init__(self, choice: RowMaxima, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
@@ -155,29 +175,29 @@ class MaskedPlan(Plan):
             return plain.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         assert d_mask is not None
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
-        queries, words = queries_of(Q, q_mask, q_weight), configs.cdiv(Ld, 64)
-        chunk = max(1, _MASK_BYTES // (8 * words))
+        queries, tiles = queries_of(Q, q_mask, q_weight), configs.cdiv(Ld, self.choice.config.BN)
+        chunk = max(1, _BIAS_BYTES // (4 * tiles * self.choice.config.BN))
         with on_device(self.device):
             for k in range(0, K, chunk):
                 part = slice(k, k + chunk)
-                rows = self._rows(queries, D[part], d_mask[part], words)
+                rows = self._rows(queries, D[part], d_mask[part], tiles)
                 score_rows(self.choice, rows, scores[:, part], None if argmax is None else argmax[part])
         return scores.view(shape)
 
-    def _rows(self, queries: Queries, D: Tensor, d_mask: Tensor, words: int) -> Rows:
-        """What is scored of these documents, `words` of 64 tokens each."""
+    def _rows(self, queries: Queries, D: Tensor, d_mask: Tensor, tiles: int) -> Rows:
+        """What is scored of these documents, of so many tiles each."""
         (Nq, _, Lq, Ld), K = self.sizes, D.shape[0]
-        kept = torch.empty((K, words), dtype=torch.int64, device=self.device)
+        bias = torch.empty((K, tiles, self.choice.config.BN), dtype=torch.float32, device=self.device)
         lengths = torch.empty(K, dtype=torch.int32, device=self.device)
-        args = (d_mask, kept, lengths, Ld, *d_mask.stride(), words, _WORDS)
-        launcher.launch(row_sums.maxsim_kept_words, (K,), args, {"num_warps": 4})
+        args = (d_mask, bias, lengths, Ld, *d_mask.stride(), bias.stride(0), _BIAS_BLOCK)
+        launcher.launch(row_sums.maxsim_mask_bias, (K,), args, {"num_warps": 4})
         segments = Segments(None, None, lengths, None, None, Lq, Ld)
-        return Rows(queries, (Nq, Lq), D.view(-1, self.d), segments, kept, (Nq, K))
+        return Rows(queries, (Nq, Lq), D.view(-1, self.d), segments, bias, (Nq, K))
 
 
 def masked_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> MaskedPlan | None:
     """The plan of a call whose documents have masks, None where another kernel serves better or alone."""
     if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0 or not D.is_contiguous():
         return None
-    choice = choose(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None)
+    choice = choose(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None, True)
     return None if choice is None else MaskedPlan(choice, Q, D, argmax_dtype)

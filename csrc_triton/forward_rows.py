@@ -37,17 +37,20 @@ from .forward_specialized import (
 from .ragged import bounded_segment, document_bounds
 
 SPAN_BLOCK = gl.constexpr(1024)
+MOST_COST = gl.constexpr(2**20)  # of a document, or the sum of a block takes more than 32 bits
 
 
 class Spans(NamedTuple):
     """Where documents lie among the rows of D: as `segments` say.
 
-    `bias` is None or, of `tiles` tiles of each document, what `maxsim_mask_bias` writes of a mask.
+    `bias` is None or the descriptor, in blocks of BN, of what `maxsim_mask_bias` writes of a mask, of `tiles` tiles of
+    each document; `staged` what is in shared memory of it, beside the tiles of the ring.
     """
 
     segments: Any
     bias: Any
     tiles: Any
+    staged: Any
 
 
 @gluon.jit
@@ -71,83 +74,91 @@ def _length(spans, bounds, k, K, Td):
 
 
 @gluon.jit
-def _bias(spans, k, t0, length, layout: gl.constexpr, C: gl.constexpr):
-    """Of each column of the tile of document k from token t0 on, what is added to its similarities."""
-    tile = k.to(gl.int64) * spans.tiles + t0 // C.BN
-    pointers = spans.bias + tile * C.BN + gl.arange(0, C.BN, layout=layout)
-    return gl.load(pointers, mask=t0 < length, other=float("-inf"))
+def _start(t0, length, spans, C: gl.constexpr):
+    """The first token of the tile for those from t0 on: the last tile is shifted back to end where the document ends,
+    which repeats tokens, so that all of it counts; a bias says what counts anyway."""
+    start = t0
+    if spans.bias is None:
+        start = gl.minimum(t0, gl.maximum(length - C.BN, 0))
+    return start
+
+
+@gluon.jit
+def _copy(D, ring, spans, k, row, t0, stage, full, C: gl.constexpr):
+    """Copy the tile of document k from token t0 on, and its bias; `full` counts what has come."""
+    if spans.bias is None:
+        mbarrier.expect(full, D.block_type.nbytes)
+    else:
+        mbarrier.expect(full, D.block_type.nbytes + spans.bias.block_type.nbytes)
+        at = (k * spans.tiles + t0 // C.BN) * C.BN
+        tma.async_copy_global_to_shared(spans.bias, [at], full, spans.staged.index(stage))
+    tma.async_copy_global_to_shared(D, [row + t0, 0], full, ring.tiles.index(stage))
 
 
 @gluon.jit
 def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
-    """Copy the tiles of every document into the ring, one at least; the last reads on into what follows."""
+    """Copy the tiles of every document into the ring, one at least; that of a short one reads on into what follows."""
     stage = 0
     phase = 1
+    bounds = _bounds(spans, begin % K, K)
     for task in range(begin, end):
-        row, length = _span(spans, _bounds(spans, task % K, K), task % K, K, Td)
+        k = task % K
+        row, length = _span(spans, bounds, k, K, Td)
+        bounds = _bounds(spans, (task + 1) % K, K)
         for t0 in range(0, gl.maximum(length, 1), C.BN):
-            full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
-            mbarrier.expect(full, D.block_type.nbytes)
-            tma.async_copy_global_to_shared(D, [row + t0, 0], full, ring.tiles.index(stage))
+            _copy(D, ring, spans, k, row, _start(t0, length, spans, C), stage, ring.full.index(stage), C)
             stage, phase = advance(stage, phase, C)
 
 
 @gluon.jit
-def _at_once(x):
-    """`x` [64, 4], computed before what follows.
-
-    Without a branch in the reduction ptxas puts it off until the other half's product is done, under which it should
-    run. It cannot look behind a condition on the result: bits that no maximum has, and even then a sleep of no time.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.eq.s32 p, $2, 0x7fc0dead;
-        setp.eq.and.s32 p, $3, 0x7fc0dead, p;
-        @p nanosleep.u32 0;
-        mov.b32 $0, $2;
-        mov.b32 $1, $3;
-        }""",
-        "=r,=r,r,r",
-        [x],
-        dtype=x.dtype,
-        is_pure=False,
-        pack=2,
-    )
+def _all_count(spans, stage, rest, C: gl.constexpr):
+    """Whether all tokens count of the tile at `stage`, with `rest` tokens up to the document's end."""
+    full = rest >= C.BN
+    if spans.bias is not None:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        first = spans.staged.index(stage).slice(0, 1).load(LAYOUT)
+        # Else -0.0 or -inf. `rest` changes nothing, but Triton forgets a length that only bounds a loop.
+        full = full & (gl.max(first.to(gl.int32, bitcast=True), axis=0) == 0)
+    return full
 
 
 @gluon.jit
-def _taken(S, half, bias, t0, rest, C: gl.constexpr):
-    """`half` after a tile, of which the first `rest` tokens count, or those without bias: its best, and where."""
-    if bias is not None:
-        best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
-    elif rest >= C.BN:
+def _from_here(x):
+    """`x`, of which nothing that hangs on it can be computed before: that would come between products asked for."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _taken(S, half, bias, full, t0, rest, C: gl.constexpr):
+    """`half` after a tile, of which all tokens count or else the first `rest`, or those without bias: its best, and
+    where."""
+    if full:
         best, where = reduced(S, half.best, half.where, t0, C)
+    elif bias is not None:
+        best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
     else:
-        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < rest
+        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < _from_here(rest)
         best, where = reduced(gl.where(counts[None, :], S, float("-inf")), half.best, half.where, t0, C)
     return Half(S, best, where)
 
 
 @gluon.jit
-def _absorbed(S_a, S_b, ring, halves, k, t0, length, stage, phase, turn, spans, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0 of document k: one is reduced while the other's product
-    still runs.
+def _absorbed(S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C: gl.constexpr):
+    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs.
 
     A mask is a bias: half the instructions of a selection, and on another pipe than the maxima. What it leaves of
     tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
     """
     bias = None
     if spans.bias is not None:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-        bias = _bias(spans, k, t0, length, gl.SliceLayout(0, ACC), C)
-    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], bias, t0, length - t0, C)
-    if bias is not None:
-        a = Half(a.S, _at_once(a.best), _at_once(a.where) if C.ARGMAX else 0)
+        bias = spans.staged.index(stage).load(gl.SliceLayout(0, halves[0].S.type.layout))
+    t0 = _start(t0, length, spans, C)
+    full = _all_count(spans, stage, length - t0, C)
+    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], bias, full, t0, length - t0, C)
     S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    b = _taken(S, halves[1], bias, t0, length - t0, C)
+    b = _taken(S, halves[1], bias, full, t0, length - t0, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
 
@@ -199,11 +210,10 @@ def _terms(best, Q, i, s, ok):
 
 
 @gluon.jit
-def _store(half, Q, first, H: gl.constexpr, k, exists, length, spans, found, unresolved, sizes, C: gl.constexpr):
+def _store(half, Q, first, H: gl.constexpr, k, length, spans, found, unresolved, sizes, C: gl.constexpr):
     """A half's winners in document k, [K, rows], UNRESOLVED where one is NaN or -inf; and its maxima, but with C.SUMS,
     where what they add to the scores is returned."""
     i, s, row, ok = _rows(first, H, sizes, gl.SliceLayout(1, half.best.type.layout), C)
-    ok = ok & exists
     at = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
     best = gl.reduce(half.best, 1, nan_max)
     terms = best
@@ -238,7 +248,7 @@ def _sums(a, b, C: gl.constexpr):
 
 
 @gluon.jit
-def _score(a, b, Q, first, k, exists, length, found, sizes, C: gl.constexpr):
+def _score(a, b, Q, first, k, length, found, sizes, C: gl.constexpr):
     """Store the scores of document k: the sums of what the halves' rows add; of no tokens -inf, or 0 of queries that
     have none; NaN of no document."""
     total = _sums(a, b, C)
@@ -248,17 +258,17 @@ def _score(a, b, Q, first, k, exists, length, found, sizes, C: gl.constexpr):
         total = gl.where(rows > 0, float("-inf"), 0.0)
         total = gl.where(length < 0, float("nan"), total)
     i = first + gl.arange(0, 2 * HALF_ROWS // C.SLOT, layout=total.type.layout)
-    gl.store(found.scores + i.to(gl.int64) * found.stride + k, total, mask=(i < sizes.Nq) & exists)
+    gl.store(found.scores + i.to(gl.int64) * found.stride + k, total, mask=i < sizes.Nq)
 
 
 @gluon.jit
-def _stored(halves, Q, first, k, exists, length, spans, found, unresolved, sizes, C: gl.constexpr):
-    """What is known once document k has ended, stored; and fresh halves."""
-    a, unresolved = _store(halves[0], Q, first, 0, k, exists, length, spans, found, unresolved, sizes, C)
-    b, unresolved = _store(halves[1], Q, first, 1, k, exists, length, spans, found, unresolved, sizes, C)
+def _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C: gl.constexpr):
+    """Store what is known once document k has ended."""
+    a, unresolved = _store(halves[0], Q, first, 0, k, length, spans, found, unresolved, sizes, C)
+    b, unresolved = _store(halves[1], Q, first, 1, k, length, spans, found, unresolved, sizes, C)
     if C.SUMS:
-        _score(a, b, Q, first, k, exists, length, found, sizes, C)
-    return (fresh(halves[0].S, C), fresh(halves[1].S, C)), unresolved
+        _score(a, b, Q, first, k, length, found, sizes, C)
+    return unresolved
 
 
 @gluon.jit
@@ -285,23 +295,26 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         for k in range(begin_k, end_k):
             S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
-                halves, unresolved = _stored(
-                    halves, Q, first, k - 1, k > begin_k, before, spans, found, unresolved, sizes, C
-                )
-            halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, k, 0, length, stage, phase, turn, spans, C)
+                if k > begin_k:
+                    unresolved = _stored(halves, Q, first, k - 1, before, spans, found, unresolved, sizes, C)
+                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
+            # Where the next document lies was asked for a document before, and is worked out under products.
+            after = _length(spans, bounds, k + 1, sizes.K, Td)
+            bounds = _bounds(spans, k + 2, sizes.K)
+            halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, length, stage, phase, turn, spans, C)
             for t0 in range(C.BN, length, C.BN):
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
                 halves, stage, phase, turn = _absorbed(
-                    S_a, S_b, ring, halves, k, t0, length, stage, phase, turn, spans, C
+                    S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C
                 )
             if C.ARGMAX:
-                halves, unresolved = _stored(halves, Q, first, k, True, length, spans, found, unresolved, sizes, C)
+                unresolved = _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C)
+                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
             before = length
-            # Where the next document lies was asked for a document before: a product must not wait for it.
-            length = _length(spans, bounds, k + 1, sizes.K, Td)
-            bounds = _bounds(spans, k + 2, sizes.K)
+            length = after
         if not C.ARGMAX:
-            halves, unresolved = _stored(halves, Q, first, end_k - 1, True, before, spans, found, unresolved, sizes, C)
+            unresolved = _stored(halves, Q, first, end_k - 1, before, spans, found, unresolved, sizes, C)
+            halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
         task = last
     if C.ARGMAX or spans.bias is not None:
         mbarrier.arrive(ring.search.index(2), count=1)
@@ -319,14 +332,13 @@ def _exact(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: 
     best = gl.full([HALF_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
     where = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
     for t0 in range(0, length, C.BN):
-        mbarrier.expect(ring.search.index(G), D.block_type.nbytes)
-        tma.async_copy_global_to_shared(D, [row + t0, 0], ring.search.index(G), tile)
+        _copy(D, ring, spans, k, row, t0, G, ring.search.index(G), C)
         mbarrier.wait(ring.search.index(G), phase)
         phase ^= 1
         S = warpgroup_mma(q, tile.permute((1, 0)), gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC))
         counts = column < length - t0
         if spans.bias is not None:
-            counts = counts & (_bias(spans, k, t0, length, gl.SliceLayout(0, ACC), C) == 0)
+            counts = counts & (spans.staged.index(G).load(gl.SliceLayout(0, ACC)) == 0)
         counts = counts[None, :]
         S = gl.where(counts, S, float("-inf"))
         m = gl.reduce(S, 1, nan_max)
@@ -373,7 +385,7 @@ def _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
             a, phase = _mended(q[0], Q, D, ring, spans, first, 0, k, row, length, phase, found, sizes, G, C)
             b, phase = _mended(q[1], Q, D, ring, spans, first, 1, k, row, length, phase, found, sizes, G, C)
             if C.SUMS:
-                _score(a, b, Q, first, k, True, length, found, sizes, C)
+                _score(a, b, Q, first, k, length, found, sizes, C)
 
 
 @gluon.jit
@@ -397,45 +409,43 @@ def _mended(
 
 @gluon.jit
 def _costs(spans, k0, K, Td, C: gl.constexpr):
-    """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each."""
+    """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each; all in 32 bits."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
     k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
     _, length = _span(spans, _bounds(spans, k, K), k, K, Td)
-    # 64 bits: documents may overlap, so there may be more of their tokens than rows of D.
-    return gl.where(k < K, 4 * gl.maximum(gl.cdiv(length, C.BN), 1) + 1, 0).to(gl.int64)
+    return gl.where(k < K, gl.minimum(4 * gl.cdiv(gl.maximum(length, 1), C.BN) + 1, MOST_COST), 0)
 
 
 @gluon.jit
-def _share(pid, total, row_tiles):
-    """Where the part of program `pid` begins: a row tile, and what the documents before cost."""
-    programs = gl.num_programs(0)
-    position = row_tiles.to(gl.int64) * pid
-    whole = (position // programs).to(gl.int32)
-    rest = position % programs
-    return whole, total // programs * rest + total % programs * rest // programs
+def _before(starts, costs, share, total):
+    """Of each of these documents, 1 if it lies before the `share` of the programs' total, as a fraction of it."""
+    return ((starts * gl.num_programs(0) < share * total) & (costs > 0)).to(gl.int32)
 
 
 @gluon.jit
 def _shares(spans, row_tiles, K, Td, C: gl.constexpr):
     """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same."""
+    programs = gl.num_programs(0)
     first = _costs(spans, 0, K, Td, C)
-    total = gl.sum(first, axis=0)
+    total = gl.sum(first, axis=0).to(gl.int64)
     for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
         total += gl.sum(_costs(spans, k0, K, Td, C), axis=0)
-    x, x_rest = _share(gl.program_id(0), total, row_tiles)
-    y, y_rest = _share(gl.program_id(0) + 1, total, row_tiles)
-    x = x * K
-    y = y * K
+    x = row_tiles * gl.program_id(0)
+    y = x + row_tiles
     before = total * 0
     costs = first
+    passed_x = 0
+    passed_y = 0
     for k0 in range(0, K, SPAN_BLOCK):
-        starts = before + gl.associative_scan(costs, 0, _plus) - costs
-        x += gl.sum(((starts < x_rest) & (costs > 0)).to(gl.int32), axis=0)
-        y += gl.sum(((starts < y_rest) & (costs > 0)).to(gl.int32), axis=0)
+        starts = before + (gl.associative_scan(costs, 0, _plus) - costs)
+        both = _before(starts, costs, x % programs, total) + (_before(starts, costs, y % programs, total) << 16)
+        counts = gl.sum(both, axis=0)
+        passed_x += counts & 0xFFFF
+        passed_y += counts >> 16
         before += gl.sum(costs, axis=0)
         if k0 + SPAN_BLOCK < K:
             costs = _costs(spans, k0 + SPAN_BLOCK, K, Td, C)
-    return x, y
+    return x // programs * K + passed_x, y // programs * K + passed_y
 
 
 @gluon.jit
@@ -452,7 +462,10 @@ def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: g
     document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs, row tiles first.
     """
     sizes = Sizes(Nq, K, Lq, 0)
-    spans = Spans(segments, bias, tiles)
+    staged = None
+    if bias is not None:
+        staged = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], bias.layout)
+    spans = Spans(segments, bias, tiles, staged)
     row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
     begin, end = _shares(spans, row_tiles, K, Td, C)
     ring, q_smem = shared_ring(D, C)

@@ -226,9 +226,9 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def _finished(half, Q, i, s, k, exists, argmax, unresolved, sizes, C: gl.constexpr):
+def _finished(half, Q, i, s, k, argmax, unresolved, sizes, C: gl.constexpr):
     """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf."""
-    ok = (i < sizes.Nq) & (s < sizes.Lq) & exists
+    ok = (i < sizes.Nq) & (s < sizes.Lq)
     keep = query_keep(Q, i, s, ok)
     best = gl.reduce(half.best, 1, nan_max)
     if C.ARGMAX:
@@ -243,17 +243,17 @@ def _finished(half, Q, i, s, k, exists, argmax, unresolved, sizes, C: gl.constex
 
 
 @gluon.jit
-def _score(halves, Q, first, parts, k, exists, scores, argmax, unresolved, sizes, C: gl.constexpr):
+def _score(halves, Q, first, parts, k, scores, argmax, unresolved, sizes, C: gl.constexpr):
     """Store the sums of a document's row maxima, [groups, K], and its winners."""
     GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
     ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     i, s = slot_rows(first, 0, parts, ROW, C)
-    a, unresolved = _finished(halves[0], Q, i, s, k, exists, argmax, unresolved, sizes, C)
+    a, unresolved = _finished(halves[0], Q, i, s, k, argmax, unresolved, sizes, C)
     i, s = slot_rows(first, 1, parts, ROW, C)
-    b, unresolved = _finished(halves[1], Q, i, s, k, exists, argmax, unresolved, sizes, C)
+    b, unresolved = _finished(halves[1], Q, i, s, k, argmax, unresolved, sizes, C)
     total = ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
-    gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=(group < sizes.Nq * parts) & exists)
+    gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
     return unresolved
 
 
@@ -291,11 +291,12 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
                     halves, stage, phase, turn = _absorbed(
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
-                unresolved = _score(halves, Q, first, parts, k, True, scores, argmax, unresolved, sizes, C)
+                unresolved = _score(halves, Q, first, parts, k, scores, argmax, unresolved, sizes, C)
                 halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
             else:
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
-                _score(halves, Q, first, parts, k - 1, k > begin_k, scores, argmax, unresolved, sizes, C)
+                if k > begin_k:
+                    _score(halves, Q, first, parts, k - 1, scores, argmax, unresolved, sizes, C)
                 halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
                 halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
                 for t0 in range(C.BN, sizes.Ld, C.BN):
@@ -304,7 +305,7 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
         if not C.ARGMAX:
-            _score(halves, Q, first, parts, end_k - 1, True, scores, argmax, unresolved, sizes, C)
+            _score(halves, Q, first, parts, end_k - 1, scores, argmax, unresolved, sizes, C)
         task = last
     if C.ARGMAX:
         mbarrier.arrive(ring.search.index(2), count=1)

@@ -10,16 +10,21 @@ from .ragged import document_segment, query_segment
 
 
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "room"])
-def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, BLOCK: tl.constexpr):
-    """Of each document, a program each: what is added to similarities of its tokens, -0.0 to those that count and -inf
-    to those that do not and up to `room` of them; and the length that holds all that count."""
+def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: tl.constexpr, BN: tl.constexpr):
+    """Of each document, a program each: what is added to similarities of its tokens, up to `room` of them; and the length
+    that holds all that count.
+
+    -0.0 to those that count, and -inf to those that do not; but +0.0 in tiles of BN tokens of which all count.
+    """
     k = tl.program_id(0).to(tl.int64)
     length = tl.full((), 0, tl.int32)
-    for t0 in range(0, room, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
+    for t0 in range(0, room, TILES * BN):
+        t = t0 + tl.arange(0, TILES)[:, None] * BN + tl.arange(0, BN)[None, :]
         keep = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < Ld, other=0) != 0
-        tl.store(bias + k * room + t, tl.where(keep, -0.0, float("-inf")), mask=t < room)
-        length = tl.maximum(length, tl.max(tl.where(keep, t + 1, 0), axis=0))
+        full = tl.min(keep.to(tl.int32), axis=1)[:, None] != 0
+        added = tl.where(full, 0.0, tl.where(keep, -0.0, float("-inf")))
+        tl.store(bias + k * room + t, added, mask=t < room)
+        length = tl.maximum(length, tl.max(tl.max(tl.where(keep, t + 1, 0), axis=1), axis=0))
     tl.store(lengths + k, length)
 
 

@@ -53,7 +53,7 @@ def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool, sums: bool = 
         "Q": Queries(*queries),
         "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{layout!r}>",
         "segments": segments,
-        "bias": "*fp32" if masked else "constexpr",
+        "bias": f"tensordesc<fp32[{C.BN}],{fs.tile_layout([C.BN], 'float32')!r}>" if masked else "constexpr",
         "tiles": "i32" if masked else "constexpr",
         "found": Found(*(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners),
     }
@@ -65,7 +65,7 @@ def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool, sums: bool = 
     values[(names.index("C"),)] = C
     found = names.index("found")
     values |= constants_of(signature["found"], found)
-    aligned = [(0, 0), (0, 1), (0, 2), (found, 1 if sums else 0)] + [(names.index("bias"),)] * masked
+    aligned = [(0, 0), (0, 1), (0, 2), (found, 1 if sums else 0)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fr.maxsim_row_maxima, signature, values, attributes)
 
@@ -133,7 +133,8 @@ def test_sums_do_not_spill(ragged, Lq):
 
 def test_what_goes_before_does_not_spill():
     signature = {"mask": "*i1", "bias": "*fp32", "lengths": "*i32"}
-    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "room"), "i32") | {"BLOCK": "constexpr"}
-    without_spills(ASTSource(row_sums.maxsim_mask_bias, signature, {(7,): 512}, {}))
+    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "room"), "i32")
+    signature |= dict.fromkeys(("TILES", "BN"), "constexpr")
+    without_spills(ASTSource(row_sums.maxsim_mask_bias, signature, {(7,): 8, (8,): 64}, {}))
     signature = {"cu_seqlens_q": "*i64", "mask": "*i1", "covered": "*i1", "Tq": "i32", "mask_stride": "i32"}
     without_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))

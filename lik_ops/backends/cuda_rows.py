@@ -26,7 +26,7 @@ from .ragged import Cut
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 24 * 2**20  # bytes of maxima; with the bias of masks 32 MiB
 _BIAS_BYTES = 8 * 2**20  # of the bias of masks
-_BIAS_BLOCK = 512
+_BIAS_TILES = 8  # of a step of `maxsim_mask_bias`
 _COVERED_BLOCK = 128
 
 
@@ -91,7 +91,7 @@ def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | 
 
 
 @functools.cache
-def _layout(block: tuple[int, int], element: str) -> object:
+def _layout(block: tuple[int, ...], element: str) -> object:
     gluon = kernels()
     assert gluon is not None
     return gluon.specialized.tile_layout(list(block), element)
@@ -104,9 +104,12 @@ def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:
     assert gluon is not None
     layout = _layout((C.BN, C.BD), str(tokens.dtype).removeprefix("torch."))
     described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], [C.BN, C.BD], layout)
-    tiles = None if rows.bias is None else rows.bias.shape[1]
+    bias = tiles = None
+    if rows.bias is not None:
+        tiles = rows.bias.shape[1]
+        bias = TensorDescriptor(rows.bias, [rows.bias.numel()], [1], [C.BN], _layout((C.BN,), "float32"))
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
-    args = (rows.queries, described, rows.segments, rows.bias, tiles, found, *sizes, *tokens.shape, C)
+    args = (rows.queries, described, rows.segments, bias, tiles, found, *sizes, *tokens.shape, C)
     launcher.launch(gluon.rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
 
 
@@ -189,7 +192,7 @@ class MaskedPlan(Plan):
         (Nq, _, Lq, Ld), K = self.sizes, D.shape[0]
         bias = torch.empty((K, tiles, self.choice.config.BN), dtype=torch.float32, device=self.device)
         lengths = torch.empty(K, dtype=torch.int32, device=self.device)
-        args = (d_mask, bias, lengths, Ld, *d_mask.stride(), bias.stride(0), _BIAS_BLOCK)
+        args = (d_mask, bias, lengths, Ld, *d_mask.stride(), bias.stride(0), _BIAS_TILES, bias.shape[2])
         launcher.launch(row_sums.maxsim_mask_bias, (K,), args, {"num_warps": 4})
         segments = Segments(None, None, lengths, None, None, Lq, Ld)
         return Rows(queries, (Nq, Lq), D.view(-1, self.d), segments, bias, (Nq, K))

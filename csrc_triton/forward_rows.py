@@ -37,7 +37,7 @@ from .forward_specialized import (
 from .ragged import bounded_segment, document_bounds
 
 SPAN_BLOCK = gl.constexpr(1024)
-MOST_COST = gl.constexpr(2**20)  # of a document, or the sum of a block takes more than 32 bits
+MOST_TOKENS = gl.constexpr(2**24)  # that are counted of a document: what a block costs takes 32 bits
 
 
 class Spans(NamedTuple):
@@ -74,6 +74,16 @@ def _length(spans, bounds, k, K, Td):
 
 
 @gluon.jit
+def _here(x):
+    """The number `x`, which the compiler can neither do without nor work out, or what hangs on it, before.
+
+    Else Triton forgets a length that only bounds a loop: it takes that of the first document for all. And what hangs on
+    how many tokens are left comes between the products asked for.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _start(t0, length, spans, C: gl.constexpr):
     """The first token of the tile for those from t0 on: the last tile is shifted back to end where the document ends,
     which repeats tokens, so that all of it counts; a bias says what counts anyway."""
@@ -105,7 +115,7 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
         k = task % K
         row, length = _span(spans, bounds, k, K, Td)
         bounds = _bounds(spans, (task + 1) % K, K)
-        for t0 in range(0, gl.maximum(length, 1), C.BN):
+        for t0 in range(0, gl.maximum(_here(length), 1), C.BN):
             mbarrier.wait(ring.empty.index(stage), phase)
             _copy(D, ring, spans, k, row, _start(t0, length, spans, C), stage, ring.full.index(stage), C)
             stage, phase = advance(stage, phase, C)
@@ -114,19 +124,13 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
 @gluon.jit
 def _all_count(spans, stage, rest, C: gl.constexpr):
     """Whether all tokens count of the tile at `stage`, with `rest` tokens up to the document's end."""
-    full = rest >= C.BN
-    if spans.bias is not None:
+    if spans.bias is None:
+        full = rest >= C.BN
+    else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         first = spans.staged.index(stage).slice(0, 1).load(LAYOUT)
-        # Else -0.0 or -inf. `rest` changes nothing, but Triton forgets a length that only bounds a loop.
-        full = full & (gl.max(first.to(gl.int32, bitcast=True), axis=0) == 0)
+        full = gl.max(first.to(gl.int32, bitcast=True), axis=0) == 0  # else -0.0 or -inf
     return full
-
-
-@gluon.jit
-def _from_here(x):
-    """`x`, of which nothing that hangs on it can be computed before: that would come between products asked for."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -138,7 +142,7 @@ def _taken(S, half, bias, full, t0, rest, C: gl.constexpr):
     elif bias is not None:
         best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
     else:
-        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < _from_here(rest)
+        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < _here(rest)
         best, where = reduced(gl.where(counts[None, :], S, float("-inf")), half.best, half.where, t0, C)
     return Half(S, best, where)
 
@@ -302,11 +306,9 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
             after = _length(spans, bounds, k + 1, sizes.K, Td)
             bounds = _bounds(spans, k + 2, sizes.K)
             halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, length, stage, phase, turn, spans, C)
-            for t0 in range(C.BN, length, C.BN):
+            for t0 in range(C.BN, _here(length), C.BN):
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
-                halves, stage, phase, turn = _absorbed(
-                    S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C
-                )
+                halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C)
             if C.ARGMAX:
                 unresolved = _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C)
                 halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
@@ -408,12 +410,17 @@ def _mended(
 
 
 @gluon.jit
-def _costs(spans, k0, K, Td, C: gl.constexpr):
-    """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each; all in 32 bits."""
+def _costs(spans, k0, K, C: gl.constexpr):
+    """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each; all in 32 bits. One that is not
+    inside D costs as if it was."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
     k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
-    _, length = _span(spans, _bounds(spans, k, K), k, K, Td)
-    return gl.where(k < K, gl.minimum(4 * gl.cdiv(gl.maximum(length, 1), C.BN) + 1, MOST_COST), 0)
+    first, other = _bounds(spans, k, K)
+    length = k * 0 + spans.segments.d_each if spans.segments.offsets is None else other - first
+    if spans.segments.lengths is not None:
+        length = other
+    tiles = (gl.minimum(gl.maximum(length, 1), MOST_TOKENS).to(gl.int32) + C.BN - 1) // C.BN
+    return gl.where(k < K, 4 * tiles + 1, 0)
 
 
 @gluon.jit
@@ -423,13 +430,13 @@ def _before(starts, costs, share, total):
 
 
 @gluon.jit
-def _shares(spans, row_tiles, K, Td, C: gl.constexpr):
+def _shares(spans, row_tiles, K, C: gl.constexpr):
     """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same."""
     programs = gl.num_programs(0)
-    first = _costs(spans, 0, K, Td, C)
+    first = _costs(spans, 0, K, C)
     total = gl.sum(first, axis=0).to(gl.int64)
     for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
-        total += gl.sum(_costs(spans, k0, K, Td, C), axis=0)
+        total += gl.sum(_costs(spans, k0, K, C), axis=0)
     x = row_tiles * gl.program_id(0)
     y = x + row_tiles
     before = total * 0
@@ -442,9 +449,9 @@ def _shares(spans, row_tiles, K, Td, C: gl.constexpr):
         counts = gl.sum(both, axis=0)
         passed_x += counts & 0xFFFF
         passed_y += counts >> 16
-        before += gl.sum(costs, axis=0)
         if k0 + SPAN_BLOCK < K:
-            costs = _costs(spans, k0 + SPAN_BLOCK, K, Td, C)
+            before += gl.sum(costs, axis=0)
+            costs = _costs(spans, k0 + SPAN_BLOCK, K, C)
     return x // programs * K + passed_x, y // programs * K + passed_y
 
 
@@ -467,7 +474,7 @@ def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: g
         staged = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], bias.layout)
     spans = Spans(segments, bias, tiles, staged)
     row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
-    begin, end = _shares(spans, row_tiles, K, Td, C)
+    begin, end = _shares(spans, row_tiles, K, C)
     ring, q_smem = shared_ring(D, C)
     gl.warp_specialize(
         [

@@ -8,11 +8,14 @@ from .common import ordered_sum, query_keep, query_weight
 from .forward_ragged import carried, flushed
 from .ragged import document_segment, query_segment
 
+MINUS_ZERO = tl.constexpr(-0x80000000)
+MINUS_INFINITY = tl.constexpr(-0x800000)
+
 
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "room"])
 def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: tl.constexpr, BN: tl.constexpr):
-    """Of each document, a program each: what is added to similarities of its tokens, up to `room` of them; and the length
-    that holds all that count.
+    """Of each document, a program each: what is added to similarities of its tokens, up to `room` of them; and the
+    length that holds all that count.
 
     -0.0 to those that count, and -inf to those that do not; but +0.0 in tiles of BN tokens of which all count.
     """
@@ -22,8 +25,9 @@ def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: t
         t = t0 + tl.arange(0, TILES)[:, None] * BN + tl.arange(0, BN)[None, :]
         keep = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < Ld, other=0) != 0
         full = tl.min(keep.to(tl.int32), axis=1)[:, None] != 0
-        added = tl.where(full, 0.0, tl.where(keep, -0.0, float("-inf")))
-        tl.store(bias + k * room + t, added, mask=t < room)
+        # As bits: Triton makes 0.0 of -0.0.
+        added = tl.where(full, 0, tl.where(keep, MINUS_ZERO, MINUS_INFINITY)).to(tl.int32)
+        tl.store(bias + k * room + t, added.to(tl.float32, bitcast=True), mask=t < room)
         length = tl.maximum(length, tl.max(tl.max(tl.where(keep, t + 1, 0), axis=1), axis=0))
     tl.store(lengths + k, length)
 

@@ -91,11 +91,10 @@ def test_row_maxima_compile_as_meant(dtype, d, masked, argmax, sums, tmp_path):
     check(compiled, tmp_path)
 
 
-def carried_numbers(ttgir: str) -> list[int]:
-    """Of each loop over documents, which carries two tiles of similarities, how many numbers it carries."""
+def carried(ttgir: str) -> list[list[str]]:
+    """Of each loop, the types of what it carries."""
     loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*)\)\s*: i32", ttgir)
-    types = [re.sub(r"tensor<[^()]*?>>*(?=, |$)", "tensor", loop) for loop in loops if loop.count("64x64xf32") == 2]
-    return [sum(kind in ("i32", "i64") for kind in loop.split(", ")) for loop in types]
+    return [re.sub(r"tensor<(\d+x\d+x\w+)?[^()]*?>>*(?=, |$)", r"\1", loop).split(", ") for loop in loops]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -104,10 +103,14 @@ def carried_numbers(ttgir: str) -> list[int]:
 def test_what_differs_between_documents_is_carried_from_one_to_the_next(masked, argmax, sums):
     """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
     compiled = triton.compile(source(torch.bfloat16, 128, masked, argmax, sums), target=TARGET)
-    # Stage, phase, turn and length; the length before; where the next document lies.
-    expected = 4 + (sums and not argmax) + (1 if masked else 2)
-    counts = carried_numbers(compiled.asm["ttgir"])
-    assert counts[0] == expected and counts.count(expected) >= 2, counts
+    loops = carried(compiled.asm["ttgir"])
+    where = 1 if masked else 2  # numbers that say where the next document lies
+    # Two groups over documents: stage, phase, turn and length; where the next lies; the length before.
+    expected = 4 + where + (sums and not argmax)
+    numbers = [sum(kind in ("i32", "i64") for kind in loop) for loop in loops if loop.count("64x64xf32") == 2]
+    assert numbers[0] == expected and numbers.count(expected) >= 2, loops
+    # The warp that copies: stage and phase.
+    assert sum(set(loop) <= {"i32", "i64"} and len(loop) == 2 + where for loop in loops) == 1, loops
 
 
 def without_spills(source: ASTSource) -> None:

@@ -93,6 +93,7 @@ def masked_cases():
                 d_mask=d_mask,
                 weight=weight,
                 values=values,
+                poison=values != "normal",  # else what does not count would often win
                 seed=n,
             )
 

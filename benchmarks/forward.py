@@ -148,13 +148,13 @@ def report(record: dict, names: Mapping[str, object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each contender (default 30)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains this, or one of these between commas")
     parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/forward.json)")
     args = parser.parse_args()
     start = time.monotonic()
     end = start + args.seconds
-    cases = [case for case in CASES if args.only in case.name]
+    cases = [case for case in CASES if any(part in case.name for part in args.only.split(","))]
     timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
     print(", ".join(f"{name} {value:.4g}" for name, value in ceiling.items()))

@@ -32,6 +32,46 @@ def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: t
     tl.store(lengths + k, length)
 
 
+@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l"])
+def maxsim_kept_tokens(
+    mask, D, tokens, places, lengths, Ld, stride_k, stride_l, d, TOKENS: tl.constexpr, BD: tl.constexpr
+):
+    """Of each document ``[Ld, d]`` the tokens that count, one after the other, in `tokens` from where it begins in D;
+    how many they are; and in `places`, unless it is None, which. A program for every TOKENS of a document."""
+    blocks = tl.cdiv(Ld, TOKENS)
+    k = (tl.program_id(0) // blocks).to(tl.int64)
+    t0 = tl.program_id(0) % blocks * TOKENS
+    before = tl.full((), 0, tl.int32)
+    for b0 in range(0, t0, 16 * TOKENS):
+        t = b0 + tl.arange(0, 16 * TOKENS)
+        kept = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < t0, other=0) != 0
+        before += tl.sum(kept.to(tl.int32), axis=0)
+    t = t0 + tl.arange(0, TOKENS)
+    keep = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < Ld, other=0) != 0
+    counted = keep.to(tl.int32)
+    place = before + tl.cumsum(counted, axis=0) - counted
+    columns = tl.arange(0, BD)
+    ok = (columns < d)[None, :]
+    # All of them: copies need not wait for the mask.
+    x = tl.load(D + (k * Ld + t)[:, None] * d + columns[None, :], mask=ok & (t < Ld)[:, None], other=0.0)
+    tl.store(tokens + (k * Ld + place)[:, None] * d + columns[None, :], x, mask=ok & keep[:, None])
+    if places is not None:
+        tl.store(places + k * Ld + place, t, mask=keep)
+    if t0 + TOKENS >= Ld:
+        tl.store(lengths + k, before + tl.sum(counted, axis=0))
+
+
+@triton.jit(do_not_specialize=["Ld", "rows"])
+def maxsim_winners_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
+    """Winners ``[K, rows]`` among the tokens that count, as tokens of their documents; -1 as it is."""
+    blocks = tl.cdiv(rows, BLOCK)
+    k = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    winner = tl.load(argmax + k * rows + row, mask=row < rows, other=-1).to(tl.int32)
+    place = tl.load(places + k * Ld + winner, mask=winner >= 0, other=-1)
+    tl.store(argmax + k * rows + row, place.to(argmax.dtype.element_ty), mask=row < rows)
+
+
 @triton.jit(do_not_specialize=["Tq", "mask_stride"])
 def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.constexpr):
     """Set those of the zeros `covered` [Tq] that are rows of a query, a program each, and not masked."""

@@ -139,5 +139,10 @@ def test_what_goes_before_does_not_spill():
     signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "room"), "i32")
     signature |= dict.fromkeys(("TILES", "BN"), "constexpr")
     without_spills(ASTSource(row_sums.maxsim_mask_bias, signature, {(7,): 8, (8,): 64}, {}))
+    signature = {"mask": "*i1", "D": "*bf16", "tokens": "*bf16", "places": "*i32", "lengths": "*i32"}
+    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "d"), "i32")
+    signature |= dict.fromkeys(("TOKENS", "BD"), "constexpr")
+    aligned = {(n,): [["tt.divisibility", 16]] for n in (1, 2, 8)}
+    without_spills(ASTSource(row_sums.maxsim_kept_tokens, signature, {(9,): 64, (10,): 128}, aligned))
     signature = {"cu_seqlens_q": "*i64", "mask": "*i1", "covered": "*i1", "Tq": "i32", "mask_stride": "i32"}
     without_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))

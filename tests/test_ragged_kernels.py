@@ -13,8 +13,7 @@ from lik_ops.backends.ragged import Ragged
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import cuda_ragged, cuda_ragged_backward, launcher
-from lik_ops.csrc_triton import row_sums
+from lik_ops.backends import cuda_ragged, cuda_ragged_backward
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
@@ -456,20 +455,3 @@ def test_items_are_sorted_and_found_by_tile(place, most, monkeypatch):
         lo, hi = int(starts[1, t]), int(starts[0, t + 1])
         assert not met[:lo].any() and not met[hi:].any() and hi <= count
         assert lo == int((reach <= t * tile).sum())
-
-
-def test_the_bias_of_a_mask(place):
-    """0.0 of tiles of which all tokens count; else -0.0, which is told from it, or -inf. And the length of them all."""
-    K, Ld, BN, tiles, step = 5, 37, 8, 5, 2
-    mask = torch.rand(Ld, K, generator=torch.Generator().manual_seed(0)).T > 0.3
-    mask[0], mask[1], mask[2, 8:24], mask[3, 16:] = True, False, True, False
-    expected = torch.full((K, tiles * BN), -float("inf"))
-    expected[:, :Ld][mask] = -0.0
-    expected.view(K, tiles, BN)[torch.nn.functional.pad(mask, (0, 3)).view(K, tiles, BN).all(-1)] = 0.0
-    bias = torch.full((K, tiles * BN), float("nan"), device=place.device)
-    lengths = torch.full((K,), -1, dtype=torch.int32, device=place.device)
-    given = mask.to(place.device)
-    args = (given, bias, lengths, Ld, *given.stride(), bias.stride(0), step, BN)
-    launcher.launch(row_sums.maxsim_mask_bias, (K,), args, {"num_warps": 4})
-    assert torch.equal(bias.cpu().view(torch.int32), expected.view(torch.int32))
-    assert lengths.tolist() == [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]

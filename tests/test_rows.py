@@ -107,41 +107,52 @@ def plain(x, argmax_dtype):
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
 
-def by_rows(x, argmax_dtype):
+@pytest.fixture(params=["bias", "copies"])
+def way(request, monkeypatch):
+    """How masks are dealt with, whatever the sizes."""
+    from lik_ops.backends import cuda_rows
+
+    copies = request.param == "copies"
+    monkeypatch.setattr(cuda_rows, "_KEPT_ROWS", 0 if copies else 2**31)
+    monkeypatch.setattr(cuda_rows, "_KEPT_PAIRS", 0)
+    return copies
+
+
+def by_rows(x, argmax_dtype, copies):
     """The same by way of row maxima, which is an error to be without."""
     from lik_ops.backends import cuda_rows
 
     plan = cuda_rows.masked_plan(x.Q, x.D, argmax_dtype)
-    assert plan is not None
+    assert plan is not None and plan.copies == copies
     argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", list(masked_cases()), ids=str)
-def test_masks_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p):
+def test_masks_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, way):
     x = build(p, "cuda")
     x.Q = build(dataclasses.replace(p, strides="transposed"), "cuda").Q
-    scores, argmax = by_rows(x, torch.int16)
+    scores, argmax = by_rows(x, torch.int16, way)
     expected, winners = plain(x, torch.int16)
     assert torch.equal(scores, expected) and torch.equal(argmax, winners)
-    assert torch.equal(by_rows(x, None)[0], scores)
+    assert torch.equal(by_rows(x, None, way)[0], scores)
     assert_scores(p, x, scores)
     assert_winners(p, x, argmax.transpose(0, 1).long())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_masks_and_what_is_not_finite(value):
+def test_masks_and_what_is_not_finite(value, way):
     p = Problem(Nq=12, Nd=80, Lq=16, Ld=130, d=64, dtype=torch.bfloat16, d_mask="holes", values="integer")
     x = build(p, "cuda")
     x.D[::3, 70] = value
     x.D[1::3, 0] = value
     x.D[2::5] = value
     x.Q[3, 5] = value
-    (scores, argmax), (expected, winners) = by_rows(x, torch.int32), plain(x, torch.int32)
+    (scores, argmax), (expected, winners) = by_rows(x, torch.int32, way), plain(x, torch.int32)
     same_bits(scores, expected)
-    same_bits(by_rows(x, None)[0], expected)
+    same_bits(by_rows(x, None, way)[0], expected)
     assert torch.equal(argmax, winners)
 
 
@@ -224,14 +235,16 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
 
 
 @pytest.mark.gpu
-def test_chunks_of_documents_do_not_show(monkeypatch):
+def test_chunks_of_documents_do_not_show(way, monkeypatch):
     from lik_ops.backends import cuda_ragged, cuda_rows
 
     r = packed(40, 90, 32, 150, 128, seed=1)
     x = build(Problem(Nq=40, Nd=90, Lq=16, Ld=70, d=64, dtype=torch.bfloat16, d_mask="holes"), "cuda")
-    whole = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
-    monkeypatch.setattr(cuda_rows, "_WORKSPACE", 33 * 4 * r.Q.shape[0])
+    whole = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16, way))
+    monkeypatch.setattr(cuda_rows, "_MAXIMA_BYTES", 33 * 4 * r.Q.shape[0])
+    monkeypatch.setattr(cuda_rows, "_OTHER_MAXIMA_BYTES", 13 * 4 * 40 * 16)
+    monkeypatch.setattr(cuda_rows, "_TOKEN_BYTES", 40 * 70 * 64 * 2)
     monkeypatch.setattr(cuda_rows, "_BIAS_BYTES", 40 * 4 * 128)
-    parts = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16))
+    parts = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16, way))
     for part, expected in zip(parts, whole, strict=True):
         assert torch.equal(part, expected)

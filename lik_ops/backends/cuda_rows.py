@@ -24,10 +24,16 @@ from .cuda_specialized import kernels, processors
 from .ragged import Cut
 
 _log = logging.getLogger("lik_ops")
-_WORKSPACE = 24 * 2**20  # bytes of maxima; with the bias of masks 32 MiB
-_BIAS_BYTES = 8 * 2**20  # of the bias of masks
+# Of a workspace of 32 MiB: for maxima and the bias of masks; or documents without what masks leave out, of 16 bytes or
+# more a token, the 4 bytes that say which it is, and maxima.
+_MAXIMA_BYTES, _BIAS_BYTES = 24 * 2**20, 8 * 2**20
+_TOKEN_BYTES, _OTHER_MAXIMA_BYTES = 20 * 2**20, 7 * 2**20
 _BIAS_TILES = 8  # of a step of `maxsim_mask_bias`
+_KEPT_TOKENS = 64  # of a program of `maxsim_kept_tokens`
+_KEPT_ROWS = 2048  # query rows for which copying tokens is soon made good by what is not scored
+_KEPT_PAIRS = 4  # of a row tile and a document, that a program then has at least, or all
 _COVERED_BLOCK = 128
+_WINNERS_BLOCK = 1024
 
 
 def choose(D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool) -> RowMaxima | None:
@@ -65,19 +71,19 @@ class Rows(NamedTuple):
         return self._replace(tokens=tokens, segments=segments, bias=bias, counts=(self.counts[0], count))
 
 
-def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None) -> None:
-    """Fill scores ``[queries, documents]`` and winners ``[documents, n * L]``; by way of maxima a chunk of documents at
-    a time, unless the kernel sums them itself."""
+def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None, space: int) -> None:
+    """Fill scores ``[queries, documents]`` and winners ``[documents, n * L]``; by way of maxima in `space` bytes, a
+    chunk of documents at a time, unless the kernel sums them itself."""
     if choice.config.SUMS:
         _launch(choice, rows, Found(None, scores, scores.stride(0), argmax))
     else:
-        _sum_maxima(choice, rows, scores, argmax)
+        _sum_maxima(choice, rows, scores, argmax, space)
     _log.debug("maxsim_row_maxima for %s rows, %s: %s", rows.groups, rows.counts, choice)
 
 
-def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None) -> None:
+def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None, space: int) -> None:
     count, (queries, K) = rows.groups[0] * rows.groups[1], rows.counts
-    chunk = max(1, min(K, _WORKSPACE // (4 * count)))
+    chunk = max(1, min(K, space // (4 * count)))
     chunk = chunk if chunk in (1, K) else chunk // 16 * 16 or chunk
     maxima = torch.empty((chunk, count), dtype=torch.float32, device=scores.device)
     slot, side, documents, levels = choice.sums
@@ -128,7 +134,7 @@ def forward_packed(
         if choice.config.SUMS:
             groups, queries = (c.queries, c.Q.shape[1]), _dense(queries, c.Q.shape[1])
         rows = Rows(queries, groups, tokens, segments, None, (c.queries, c.columns))
-        score_rows(choice, rows, scores, argmax)
+        score_rows(choice, rows, scores, argmax, _MAXIMA_BYTES)
     return scores, argmax
 
 
@@ -154,11 +160,23 @@ def _covered(c: Cut, queries: Queries) -> Queries:
 
 
 class MaskedPlan(Plan):
-    """Dense documents with masks: which tokens count is found first, as a bias, and the length that holds them all."""
+    """Dense documents with masks, a chunk of them at a time.
+
+    For many query rows, the tokens that count are copied to a workspace. For fewer, which of them count becomes a bias,
+    and the length that holds them all.
+    """
 
     def __init__(self, choice: RowMaxima, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
+        Nq, K, Lq, Ld = self.sizes
         self.choice = choice
+        self.tiles = configs.cdiv(Ld, choice.config.BN)
+        self.chunk = _TOKEN_BYTES // (Ld * self.d * D.element_size())
+        row_tiles = Nq * Lq // configs.SPECIALIZED_ROWS
+        fills = self.chunk >= K or row_tiles * self.chunk >= _KEPT_PAIRS * choice.programs
+        self.copies = Nq * Lq >= _KEPT_ROWS and fills
+        if not self.copies:
+            self.chunk = max(1, _BIAS_BYTES // (4 * self.tiles * choice.config.BN))
 
     def scores(
         self,
@@ -171,31 +189,48 @@ class MaskedPlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Nq, K, _, Ld = self.sizes
+        Nq, K, _, _ = self.sizes
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
         if D.data_ptr() % 16:
             plain = ForwardPlan(Q, D, q_mask, d_mask, q_weight, False, self.argmax_dtype)
             return plain.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         assert d_mask is not None
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
-        queries, tiles = queries_of(Q, q_mask, q_weight), configs.cdiv(Ld, self.choice.config.BN)
-        chunk = max(1, _BIAS_BYTES // (4 * tiles * self.choice.config.BN))
+        queries = queries_of(Q, q_mask, q_weight)
+        score = self._by_copies if self.copies else self._by_bias
         with on_device(self.device):
-            for k in range(0, K, chunk):
-                part = slice(k, k + chunk)
-                rows = self._rows(queries, D[part], d_mask[part], tiles)
-                score_rows(self.choice, rows, scores[:, part], None if argmax is None else argmax[part])
+            for k in range(0, K, self.chunk):
+                part = slice(k, k + self.chunk)
+                score(queries, D[part], d_mask[part], scores[:, part], None if argmax is None else argmax[part])
         return scores.view(shape)
 
-    def _rows(self, queries: Queries, D: Tensor, d_mask: Tensor, tiles: int) -> Rows:
-        """What is scored of these documents, of so many tiles each."""
-        (Nq, _, Lq, Ld), K = self.sizes, D.shape[0]
-        bias = torch.empty((K, tiles, self.choice.config.BN), dtype=torch.float32, device=self.device)
+    def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor, bias: Tensor | None) -> Rows:
+        Nq, _, Lq, Ld = self.sizes
+        segments = Segments(None, None, lengths, None, None, Lq, Ld)
+        return Rows(queries, (Nq, Lq), tokens.view(-1, self.d), segments, bias, (Nq, tokens.shape[0]))
+
+    def _by_bias(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
+        K, Ld, _ = D.shape
+        bias = torch.empty((K, self.tiles, self.choice.config.BN), dtype=torch.float32, device=self.device)
         lengths = torch.empty(K, dtype=torch.int32, device=self.device)
         args = (d_mask, bias, lengths, Ld, *d_mask.stride(), bias.stride(0), _BIAS_TILES, bias.shape[2])
         launcher.launch(row_sums.maxsim_mask_bias, (K,), args, {"num_warps": 4})
-        segments = Segments(None, None, lengths, None, None, Lq, Ld)
-        return Rows(queries, (Nq, Lq), D.view(-1, self.d), segments, bias, (Nq, K))
+        score_rows(self.choice, self._rows(queries, D, lengths, bias), scores, argmax, _MAXIMA_BYTES)
+
+    def _by_copies(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
+        K, Ld, d = D.shape
+        tokens = torch.empty_like(D)
+        lengths = torch.empty(K, dtype=torch.int32, device=self.device)
+        places = None if argmax is None else torch.empty((K, Ld), dtype=torch.int32, device=self.device)
+        args = (d_mask, D, tokens, places, lengths, Ld, *d_mask.stride(), d, _KEPT_TOKENS, configs.next_power_of_2(d))
+        grid = (K * configs.cdiv(Ld, _KEPT_TOKENS),)
+        launcher.launch(row_sums.maxsim_kept_tokens, grid, args, {"num_warps": 4})
+        score_rows(self.choice, self._rows(queries, tokens, lengths, None), scores, argmax, _OTHER_MAXIMA_BYTES)
+        if argmax is not None:
+            rows = argmax.numel() // K
+            grid = (K * configs.cdiv(rows, _WINNERS_BLOCK),)
+            args = (argmax, places, Ld, rows, _WINNERS_BLOCK)
+            launcher.launch(row_sums.maxsim_winners_in_place, grid, args, {"num_warps": 4})
 
 
 def masked_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> MaskedPlan | None:

@@ -38,6 +38,7 @@ _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MOST_DESCRIPTORS = 256  # kept of each kernel
 _MOST_RECENT = 4096
+_PLAIN = frozenset((int, bool, float, type(None)))
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
@@ -124,14 +125,17 @@ def _exactly(args: tuple) -> tuple[list, list]:
     key: list = []
     values: list = []
     for x in args:
-        if isinstance(x, Tensor):
+        if type(x) in _PLAIN:  # most of them
+            key.append(x)
+            values.append(x)
+        elif isinstance(x, Tensor):
             pointer = x.data_ptr()
             key += (x.dtype, pointer & 15 == 0)
             values.append(pointer)
         elif isinstance(x, tuple) and (x[0] is None or isinstance(x[0], Tensor)):
             group = []
             for y in x:
-                if isinstance(y, Tensor):
+                if type(y) not in _PLAIN and isinstance(y, Tensor):
                     pointer = y.data_ptr()
                     key += (y.dtype, pointer & 15 == 0)
                     group.append(pointer)

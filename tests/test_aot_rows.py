@@ -34,24 +34,25 @@ def constants_of(group: tuple, at: int) -> dict:
     return {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
 
 
-def segments_of(masked: bool) -> Segments:
-    """Dense tokens of which some are masked, or packed ones."""
+def segments_of(layout: str) -> Segments:
+    """Packed tokens, or dense ones of which some are "masked", or those "kept" come first."""
     none = "constexpr"
-    if masked:
+    if layout != "packed":
         return Segments(none, none, "*i32", none, none, "i32", "i32")
     return Segments("*i64", "*i64", none, none, none, none, none)
 
 
-def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool, sums: bool = False) -> GluonASTSource:
+def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = False) -> GluonASTSource:
+    masked = layout == "masked"
     C = choice(dtype, d, 32, argmax, sums).config
     assert sums == C.SUMS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
-    layout = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
-    segments = segments_of(masked)
+    tile = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    segments = segments_of(layout)
     winners = "*i16" if argmax else "constexpr"
     signature = {
         "Q": Queries(*queries),
-        "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{layout!r}>",
+        "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{tile!r}>",
         "segments": segments,
         "bias": f"tensordesc<fp32[{C.BN}],{fs.tile_layout([C.BN], 'float32')!r}>" if masked else "constexpr",
         "tiles": "i32" if masked else "constexpr",
@@ -71,23 +72,24 @@ def source(dtype: torch.dtype, d: int, masked: bool, argmax: bool, sums: bool = 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "masked", "argmax", "sums"),
+    ("dtype", "d", "layout", "argmax", "sums"),
     [
-        (torch.bfloat16, 128, False, False, False),
-        (torch.bfloat16, 128, False, True, False),
-        (torch.bfloat16, 128, True, False, False),
-        (torch.bfloat16, 128, True, True, True),
-        (torch.bfloat16, 128, False, False, True),
-        pytest.param(torch.bfloat16, 128, True, False, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 128, False, True, True, marks=pytest.mark.slow),
-        pytest.param(torch.float16, 128, True, True, False, marks=pytest.mark.slow),
-        pytest.param(torch.float16, 48, True, False, False, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 96, False, True, False, marks=pytest.mark.slow),
+        (torch.bfloat16, 128, "packed", False, False),
+        (torch.bfloat16, 128, "packed", True, False),
+        (torch.bfloat16, 128, "masked", False, False),
+        (torch.bfloat16, 128, "masked", True, True),
+        (torch.bfloat16, 128, "packed", False, True),
+        (torch.bfloat16, 128, "kept", True, True),
+        pytest.param(torch.bfloat16, 128, "masked", False, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, "packed", True, True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 128, "masked", True, False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 48, "masked", False, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 96, "packed", True, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_row_maxima_compile_as_meant(dtype, d, masked, argmax, sums, tmp_path):
-    compiled = triton.compile(source(dtype, d, masked, argmax, sums), target=TARGET, options={"num_warps": 4})
+def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums, tmp_path):
+    compiled = triton.compile(source(dtype, d, layout, argmax, sums), target=TARGET, options={"num_warps": 4})
     check(compiled, tmp_path)
 
 
@@ -97,14 +99,14 @@ def carried(ttgir: str) -> list[list[str]]:
     return [re.sub(r"tensor<(\d+x\d+x\w+)?[^()]*?>>*(?=, |$)", r"\1", loop).split(", ") for loop in loops]
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "masked", "kept"])
 @pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize("sums", [False, True])
-def test_what_differs_between_documents_is_carried_from_one_to_the_next(masked, argmax, sums):
+def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, argmax, sums):
     """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
-    compiled = triton.compile(source(torch.bfloat16, 128, masked, argmax, sums), target=TARGET)
+    compiled = triton.compile(source(torch.bfloat16, 128, layout, argmax, sums), target=TARGET)
     loops = carried(compiled.asm["ttgir"])
-    where = 1 if masked else 2  # numbers that say where the next document lies
+    where = 2 if layout == "packed" else 1  # numbers that say where the next document lies
     # Two groups over documents: stage, phase, turn and length; where the next lies; the length before.
     expected = 4 + where + (sums and not argmax)
     numbers = [sum(kind in ("i32", "i64") for kind in loop) for loop in loops if loop.count("64x64xf32") == 2]

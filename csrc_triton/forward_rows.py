@@ -410,17 +410,26 @@ def _mended(
 
 
 @gluon.jit
-def _costs(spans, k0, K, C: gl.constexpr):
-    """What SPAN_BLOCK documents from k0 on cost: their tiles, and something for each; all in 32 bits. One that is not
-    inside D costs as if it was."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0])
-    k = k0 + gl.arange(0, SPAN_BLOCK, layout=LAYOUT)
-    first, other = _bounds(spans, k, K)
-    length = k * 0 + spans.segments.d_each if spans.segments.offsets is None else other - first
+def _block(k0):
+    """SPAN_BLOCK documents from k0 on."""
+    return k0 + gl.arange(0, SPAN_BLOCK, layout=gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0]))
+
+
+@gluon.jit
+def _costs(spans, bounds, k, K, C: gl.constexpr):
+    """What these documents cost, in quarters of a tile: their tiles, and what was measured of each; in 32 bits. One that
+    is not inside D costs as if it was."""
+    length = k * 0 + spans.segments.d_each if spans.segments.offsets is None else bounds[1] - bounds[0]
     if spans.segments.lengths is not None:
-        length = other
+        length = bounds[1]
     tiles = (gl.minimum(gl.maximum(length, 1), MOST_TOKENS).to(gl.int32) + C.BN - 1) // C.BN
-    return gl.where(k < K, 4 * tiles + 1, 0)
+    return gl.where(k < K, 4 * tiles + 3, 0)
+
+
+@gluon.jit
+def _block_costs(spans, k0, K, C: gl.constexpr):
+    k = _block(k0)
+    return _costs(spans, _bounds(spans, k, K), k, K, C)
 
 
 @gluon.jit
@@ -430,13 +439,15 @@ def _before(starts, costs, share, total):
 
 
 @gluon.jit
-def _shares(spans, row_tiles, K, C: gl.constexpr):
-    """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same."""
+def _shares(spans, first, row_tiles, K, C: gl.constexpr):
+    """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same.
+
+    `first`: costs of the first block of documents.
+    """
     programs = gl.num_programs(0)
-    first = _costs(spans, 0, K, C)
     total = gl.sum(first, axis=0).to(gl.int64)
     for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
-        total += gl.sum(_costs(spans, k0, K, C), axis=0)
+        total += gl.sum(_block_costs(spans, k0, K, C), axis=0)
     x = row_tiles * gl.program_id(0)
     y = x + row_tiles
     before = total * 0
@@ -451,7 +462,7 @@ def _shares(spans, row_tiles, K, C: gl.constexpr):
         passed_y += counts >> 16
         if k0 + SPAN_BLOCK < K:
             before += gl.sum(costs, axis=0)
-            costs = _costs(spans, k0 + SPAN_BLOCK, K, C)
+            costs = _block_costs(spans, k0 + SPAN_BLOCK, K, C)
     return x // programs * K + passed_x, y // programs * K + passed_y
 
 
@@ -474,8 +485,10 @@ def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: g
         staged = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], bias.layout)
     spans = Spans(segments, bias, tiles, staged)
     row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
-    begin, end = _shares(spans, row_tiles, K, C)
-    ring, q_smem = shared_ring(D, C)
+    k = _block(0)
+    bounds = _bounds(spans, k, K)
+    ring, q_smem = shared_ring(D, C)  # while these are on their way
+    begin, end = _shares(spans, _costs(spans, bounds, k, K, C), row_tiles, K, C)
     gl.warp_specialize(
         [
             (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),

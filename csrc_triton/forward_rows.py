@@ -5,8 +5,6 @@ other with nothing between them: what is stored are their maxima, which `row_sum
 queries that fill their slots, rows lie as they do there, and the scores themselves are stored.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,43 +32,7 @@ from .forward_specialized import (
     shared_ring,
     slot_rows,
 )
-from .ragged import bounded_segment, document_bounds
-
-SPAN_BLOCK = gl.constexpr(1024)
-MOST_TOKENS = gl.constexpr(2**24)  # that are counted of a document: what a block costs takes 32 bits
-
-
-class Spans(NamedTuple):
-    """Where documents lie among the rows of D: as `segments` say.
-
-    `bias` is None or the descriptor, in blocks of BN, of what `maxsim_mask_bias` writes of a mask, of `tiles` tiles of
-    each document; `staged` what is in shared memory of it, beside the tiles of the ring.
-    """
-
-    segments: Any
-    bias: Any
-    tiles: Any
-    staged: Any
-
-
-@gluon.jit
-def _bounds(spans, k, K):
-    """What is stored of where document k lies, for `_span`: asked for a document ahead, as it comes from far away."""
-    return document_bounds(spans.segments, k.to(gl.int64), k < K)
-
-
-@gluon.jit
-def _span(spans, bounds, k, K, Td):
-    """First row and length of document k: -1 of one that is not inside D, 0 of one that is not there."""
-    k = k.to(gl.int64)
-    row, length, valid = bounded_segment(spans.segments, bounds, k, k < K, Td)
-    return row.to(gl.int32), gl.where(valid, length, -1)
-
-
-@gluon.jit
-def _length(spans, bounds, k, K, Td):
-    _, length = _span(spans, bounds, k, K, Td)
-    return length
+from .spans import Spans, block, bounds_of, costs_of, length_of, shares, span_of
 
 
 @gluon.jit
@@ -110,11 +72,11 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
     """Copy the tiles of every document into the ring, one at least; that of a short one reads on into what follows."""
     stage = 0
     phase = 1
-    bounds = _bounds(spans, begin % K, K)
+    bounds = bounds_of(spans, begin % K, K)
     for task in range(begin, end):
         k = task % K
-        row, length = _span(spans, bounds, k, K, Td)
-        bounds = _bounds(spans, (task + 1) % K, K)
+        row, length = span_of(spans, bounds, k, K, Td)
+        bounds = bounds_of(spans, (task + 1) % K, K)
         for t0 in range(0, gl.maximum(_here(length), 1), C.BN):
             mbarrier.wait(ring.empty.index(stage), phase)
             _copy(D, ring, spans, k, row, _start(t0, length, spans, C), stage, ring.full.index(stage), C)
@@ -293,8 +255,8 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
-        length = _length(spans, _bounds(spans, begin_k, sizes.K), begin_k, sizes.K, Td)
-        bounds = _bounds(spans, begin_k + 1, sizes.K)
+        length = length_of(spans, bounds_of(spans, begin_k, sizes.K), begin_k, sizes.K, Td)
+        bounds = bounds_of(spans, begin_k + 1, sizes.K)
         before = begin_k  # of no document yet; not `length`, or Triton takes it for what never changes
         for k in range(begin_k, end_k):
             S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
@@ -303,8 +265,8 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
                     unresolved = _stored(halves, Q, first, k - 1, before, spans, found, unresolved, sizes, C)
                 halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
             # Where the next document lies was asked for a document before, and is worked out under products.
-            after = _length(spans, bounds, k + 1, sizes.K, Td)
-            bounds = _bounds(spans, k + 2, sizes.K)
+            after = length_of(spans, bounds, k + 1, sizes.K, Td)
+            bounds = bounds_of(spans, k + 2, sizes.K)
             halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, length, stage, phase, turn, spans, C)
             for t0 in range(C.BN, _here(length), C.BN):
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
@@ -379,7 +341,7 @@ def _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
     for task in range(begin, end):
         k = task % sizes.K
         first = _first(task // sizes.K, G, C)
-        row, length = _span(spans, _bounds(spans, k, sizes.K), k, sizes.K, Td)
+        row, length = span_of(spans, bounds_of(spans, k, sizes.K), k, sizes.K, Td)
         wrong_a, _, _ = _is_wrong(first, 0, k, found, sizes, ROW, C)
         wrong_b, _, _ = _is_wrong(first, 1, k, found, sizes, ROW, C)
         if (length > 0) & (gl.max((wrong_a | wrong_b).to(gl.int32), axis=0) > 0):
@@ -409,68 +371,6 @@ def _mended(
     return terms, phase
 
 
-@gluon.jit
-def _block(k0):
-    """SPAN_BLOCK documents from k0 on."""
-    return k0 + gl.arange(0, SPAN_BLOCK, layout=gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0]))
-
-
-@gluon.jit
-def _costs(spans, bounds, k, K, C: gl.constexpr):
-    """What these documents cost, in quarters of a tile: their tiles, and what was measured of each; in 32 bits. One that
-    is not inside D costs as if it was."""
-    length = k * 0 + spans.segments.d_each if spans.segments.offsets is None else bounds[1] - bounds[0]
-    if spans.segments.lengths is not None:
-        length = bounds[1]
-    tiles = (gl.minimum(gl.maximum(length, 1), MOST_TOKENS).to(gl.int32) + C.BN - 1) // C.BN
-    return gl.where(k < K, 4 * tiles + 3, 0)
-
-
-@gluon.jit
-def _block_costs(spans, k0, K, C: gl.constexpr):
-    k = _block(k0)
-    return _costs(spans, _bounds(spans, k, K), k, K, C)
-
-
-@gluon.jit
-def _before(starts, costs, share, total):
-    """Of each of these documents, 1 if it lies before the `share` of the programs' total, as a fraction of it."""
-    return ((starts * gl.num_programs(0) < share * total) & (costs > 0)).to(gl.int32)
-
-
-@gluon.jit
-def _shares(spans, first, row_tiles, K, C: gl.constexpr):
-    """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same.
-
-    `first`: costs of the first block of documents.
-    """
-    programs = gl.num_programs(0)
-    total = gl.sum(first, axis=0).to(gl.int64)
-    for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
-        total += gl.sum(_block_costs(spans, k0, K, C), axis=0)
-    x = row_tiles * gl.program_id(0)
-    y = x + row_tiles
-    before = total * 0
-    costs = first
-    passed_x = 0
-    passed_y = 0
-    for k0 in range(0, K, SPAN_BLOCK):
-        starts = before + (gl.associative_scan(costs, 0, _plus) - costs)
-        both = _before(starts, costs, x % programs, total) + (_before(starts, costs, y % programs, total) << 16)
-        counts = gl.sum(both, axis=0)
-        passed_x += counts & 0xFFFF
-        passed_y += counts >> 16
-        if k0 + SPAN_BLOCK < K:
-            before += gl.sum(costs, axis=0)
-            costs = _block_costs(spans, k0 + SPAN_BLOCK, K, C)
-    return x // programs * K + passed_x, y // programs * K + passed_y
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
 @gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "tiles"])
 def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
     """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, -inf where none does; or
@@ -485,10 +385,10 @@ def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: g
         staged = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], bias.layout)
     spans = Spans(segments, bias, tiles, staged)
     row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
-    k = _block(0)
-    bounds = _bounds(spans, k, K)
+    k = block(0)
+    bounds = bounds_of(spans, k, K)
     ring, q_smem = shared_ring(D, C)  # while these are on their way
-    begin, end = _shares(spans, _costs(spans, bounds, k, K, C), row_tiles, K, C)
+    begin, end = shares(spans, costs_of(spans, bounds, k, K, C), row_tiles, K, C)
     gl.warp_specialize(
         [
             (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),

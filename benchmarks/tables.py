@@ -219,6 +219,21 @@ def retrieve_rows(records: list[dict]) -> list[list[str]]:
     return rows
 
 
+def gpus(document: dict) -> list[str]:
+    """What searches over several GPUs took: of a table its heading and its rows."""
+    text = "`lik_ops.distributed.retrieve`, a process for each GPU over NCCL, with the bits of one GPU"
+    text += f": {machine(document, 'torch')}, {document['settings']['gpus']} GPUs. `sustained`: the efficiency of"
+    rows = []
+    for record in (r for r in document["records"] if "ms" in r["contenders"].get(OURS, {})):
+        case, ours = record["case"], record["contenders"][OURS]
+        row = [str(case["Nq"]), f"{case['Nd']:,}", f"{ours['one_ms']:.2f}", f"{ours['ms']:.2f}"]
+        each = [record.get("parts", {}).get(f"{name}_ms") for name in ("local", "agree", "merge")]
+        row += [number(None if times is None else max(times), 2) for times in each]
+        rows.append([*row, f"{ours['efficiency']:.2f}", number(ours.get("sustained_efficiency"), 2)])
+    header = ["queries", "documents", "one GPU, ms", "all, ms", "search alone", "agreement alone", "merge alone"]
+    return [text + " calls that follow each other without waiting.", table([*header, "efficiency", "sustained"], rows)]
+
+
 def retrieve(results: Path = RESULTS) -> str:
     parts = []
     if (results / "retrieve.json").exists():
@@ -235,23 +250,8 @@ def retrieve(results: Path = RESULTS) -> str:
         header = ["documents", "queries", "number", "floor", OURS, "of floor", "of sustained", "of read", "goal"]
         header += COLUMNS[1:4]
         parts.append(table(header, retrieve_rows(document["records"])))
-    if (results / "retrieve_gpus.json").exists():
-        document = load("retrieve_gpus", results)
-        measured = [r for r in document["records"] if "ms" in r["contenders"].get(OURS, {})]
-        text = "`lik_ops.distributed.retrieve`, a process for each GPU over NCCL, with the bits of one GPU"
-        parts.append(
-            f"{text}: {machine(document, 'torch')}, {document['settings']['gpus']} GPUs. `sustained`: the efficiency of"
-            " calls that follow each other without waiting."
-        )
-        rows = []
-        for record in measured:
-            case, ours = record["case"], record["contenders"][OURS]
-            row = [str(case["Nq"]), f"{case['Nd']:,}", f"{ours['one_ms']:.2f}", f"{ours['ms']:.2f}"]
-            each = [record.get("parts", {}).get(f"{name}_ms") for name in ("local", "agree", "merge")]
-            row += [number(None if times is None else max(times), 2) for times in each]
-            rows.append([*row, f"{ours['efficiency']:.2f}", number(ours.get("sustained_efficiency"), 2)])
-        header = ["queries", "documents", "one GPU, ms", "all, ms", "search alone", "agreement alone", "merge alone"]
-        parts.append(table([*header, "efficiency", "sustained"], rows))
+    for path in sorted(results.glob("retrieve_gpus*.json")):
+        parts += gpus(load(path.stem, results))
     return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieve.py`)."
 
 

@@ -99,9 +99,15 @@ class _Arguments(NamedTuple):
         return _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, self.normalize, self.needs)
 
 
-def _call(a: _Arguments, outputs: list[Tensor]) -> _Call:
+def _wanted(outputs: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
+    return [g if need else None for g, need in zip(outputs, needs, strict=True)]
+
+
+def _call(
+    a: _Arguments, grad_Q: Tensor | None = None, grad_D: Tensor | None = None, grad_weight: Tensor | None = None
+) -> _Call:
+    """What kernels are launched with, and the gradients that they write."""
     assert a.argmax is not None
-    wanted = [g if need else None for g, need in zip(outputs, a.needs, strict=True)]
     stride_q, stride_k = a.grad_scores.stride()
     return _Call(
         a.Q,
@@ -115,7 +121,9 @@ def _call(a: _Arguments, outputs: list[Tensor]) -> _Call:
         a.normalize,
         wide_of(a.Q, a.D),
         architecture(a.Q.device),
-        *wanted,
+        grad_Q,
+        grad_D,
+        grad_weight,
     )
 
 
@@ -304,7 +312,7 @@ def _found_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """`backward_lowmem` where the winners are found again, in parts."""
     grad_Q, grad_D, grad_weight = outputs = _outputs(a.Q, a.D, a.needs)
     for part, targets in _parts(a, outputs):
-        call = _call(part, targets)
+        call = _call(part, *_wanted(targets, part.needs))
         if part.needs[0] or part.needs[2]:
             _into_queries(call)
         if part.needs[1]:
@@ -316,7 +324,7 @@ def _known_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
     grad_D = _output(D, of_D)
-    call = _call(a._replace(needs=[False, of_D, False]), [grad_D, grad_D, grad_D])
+    call = _call(a, grad_D=grad_D if of_D else None)
     if of_D:
         _into_documents(call)
     grad_Q, grad_weight = _output(Q, of_Q), _output(Q, of_weight, Q.shape[:2], torch.float32)
@@ -402,9 +410,9 @@ def backward_unified(
     a = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     with on_device(Q.device):
         for part, part_Q, part_D in _scattered_parts(a, sum_Q, sum_D):
-            _scatter(_call(part, outputs), part_Q, part_D)
+            _scatter(_call(part), part_Q, part_D)
         queries = queries_of(Q, q_mask, q_weight)
-        wanted = [g if need else None for g, need in zip(outputs, needs, strict=True)]
+        wanted = _wanted(outputs, needs)
         if sum_Q is not None:
             _finish(Q.unsqueeze(1), queries, sum_Q, wanted[0], wanted[2], normalize)
         if sum_D is not None:

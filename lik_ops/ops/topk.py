@@ -205,13 +205,11 @@ def _chunks_of_dense(
     if chunk is None:
         chunk = _chunk(Q, top_k, D.shape[0])
     backend = backends.select(Q.device, Q.dtype)
-    if chunk >= D.shape[0] > 0:
-        yield backend.forward(Q, D, q_mask, d_mask, q_weight, normalize, None)[0]
-        return
+    whole = chunk >= D.shape[0]  # no view then: it would take the host longer than the rest
     for begin in range(0, D.shape[0], chunk):
         part = slice(begin, begin + chunk)
-        mask = None if d_mask is None else d_mask[part]
-        yield backend.forward(Q, D[part], q_mask, mask, q_weight, normalize, None)[0]
+        mask = d_mask if whole or d_mask is None else d_mask[part]
+        yield backend.forward(Q, D if whole else D[part], q_mask, mask, q_weight, normalize, None)[0]
 
 
 def _topk(

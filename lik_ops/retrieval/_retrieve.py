@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .._layout import lift
 from ..ops import autocast, sharding, topk
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _OP = "retrieve"
 # Under the Dynamo of torch 2.11 `torch.compiler.is_exporting()` is true in all that it traces; the flag behind it is
 # read as it is.
-_READS_FLAG = torch.__version__.split(".")[:2] < ["2", "13"] and hasattr(torch.compiler, "_is_exporting_flag")
+_READS_FLAG = TorchVersion(torch.__version__) < TorchVersion("2.13") and hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def retrieve(

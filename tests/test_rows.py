@@ -64,6 +64,21 @@ def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch)
     assert stride == (1 if mask is None else mask.stride(0))
 
 
+@pytest.mark.parametrize(
+    ("Lq", "Nd", "Ld", "copies"),
+    [(32, 256, 300, True), (20, 700, 300, True), (8, 40, 2000, True), (7, 256, 300, False), (32, 100, 8192, False)],
+)
+def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs_busy(Lq, Nd, Ld, copies):
+    from lik_ops.backends import cuda_rows
+
+    found = choice(rows=256 * Lq, K=Nd, Lq=Lq, dense=True)
+    Q, D = (torch.empty(n, L, 128, dtype=torch.bfloat16) for n, L in ((256, Lq), (Nd, Ld)))
+    plan = cuda_rows.MaskedPlan(found, Q, D, None)
+    assert plan.copies == copies and plan.chunk >= 1
+    space = plan.chunk * Ld * 256 if copies else plan.chunk * plan.tiles * 64 * 4
+    assert space <= 20 * 2**20 if copies else space <= 8 * 2**20
+
+
 def masked_cases():
     """Row tiles and tiles of tokens that end anywhere; documents of no token, of masks with holes and without."""
     for n, (Nq, Nd, Lq, Ld, d) in enumerate(

@@ -177,6 +177,9 @@ class MaskedPlan(Plan):
         self.copies = Nq * Lq >= _KEPT_ROWS and fills
         if not self.copies:
             self.chunk = max(1, _BIAS_BYTES // (4 * self.tiles * choice.config.BN))
+        _log.debug(
+            "masks of %s: %s, %d documents at a time", self.sizes, "copies" if self.copies else "bias", self.chunk
+        )
 
     def scores(
         self,

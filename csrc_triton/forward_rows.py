@@ -26,6 +26,7 @@ from .forward_specialized import (
     Half,
     advance,
     fresh,
+    fresh_halves,
     issued,
     reduced,
     settle,
@@ -263,7 +264,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
             if not C.ARGMAX:
                 if k > begin_k:
                     unresolved = _stored(halves, Q, first, k - 1, before, spans, found, unresolved, sizes, C)
-                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
+                halves = fresh_halves(halves, C)
             # Where the next document lies was asked for a document before, and is worked out under products.
             after = length_of(spans, bounds, k + 1, sizes.K, Td)
             bounds = bounds_of(spans, k + 2, sizes.K)
@@ -273,12 +274,12 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
                 halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C)
             if C.ARGMAX:
                 unresolved = _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C)
-                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
+                halves = fresh_halves(halves, C)
             before = length
             length = after
         if not C.ARGMAX:
             unresolved = _stored(halves, Q, first, end_k - 1, before, spans, found, unresolved, sizes, C)
-            halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
+            halves = fresh_halves(halves, C)
         task = last
     if C.ARGMAX or spans.bias is not None:
         mbarrier.arrive(ring.search.index(2), count=1)

@@ -267,6 +267,11 @@ def fresh(S, C: gl.constexpr):
 
 
 @gluon.jit
+def fresh_halves(halves, C: gl.constexpr):
+    return fresh(halves[0].S, C), fresh(halves[1].S, C)
+
+
+@gluon.jit
 def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 128 rows of each row tile against the tile's documents."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
@@ -292,12 +297,12 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
                 unresolved = _score(halves, Q, first, parts, k, scores, argmax, unresolved, sizes, C)
-                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
+                halves = fresh_halves(halves, C)
             else:
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
                 if k > begin_k:
                     _score(halves, Q, first, parts, k - 1, scores, argmax, unresolved, sizes, C)
-                halves = (fresh(halves[0].S, C), fresh(halves[1].S, C))
+                halves = fresh_halves(halves, C)
                 halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
                 for t0 in range(C.BN, sizes.Ld, C.BN):
                     S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)

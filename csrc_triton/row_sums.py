@@ -12,6 +12,12 @@ MINUS_ZERO = tl.constexpr(-0x80000000)
 MINUS_INFINITY = tl.constexpr(-0x800000)
 
 
+@triton.jit
+def _keep(mask, k, t, end, stride_k, stride_l):
+    """Whether tokens t < end of document k count."""
+    return tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < end, other=0) != 0
+
+
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "room"])
 def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: tl.constexpr, BN: tl.constexpr):
     """Of each document, a program each: what is added to similarities of its tokens, up to `room` of them; and the
@@ -23,7 +29,7 @@ def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: t
     length = tl.full((), 0, tl.int32)
     for t0 in range(0, room, TILES * BN):
         t = t0 + tl.arange(0, TILES)[:, None] * BN + tl.arange(0, BN)[None, :]
-        keep = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < Ld, other=0) != 0
+        keep = _keep(mask, k, t, Ld, stride_k, stride_l)
         full = tl.min(keep.to(tl.int32), axis=1)[:, None] != 0
         # As bits: Triton makes 0.0 of -0.0.
         added = tl.where(full, 0, tl.where(keep, MINUS_ZERO, MINUS_INFINITY)).to(tl.int32)
@@ -44,10 +50,10 @@ def maxsim_kept_tokens(
     before = tl.full((), 0, tl.int32)
     for b0 in range(0, t0, 16 * TOKENS):
         t = b0 + tl.arange(0, 16 * TOKENS)
-        kept = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < t0, other=0) != 0
+        kept = _keep(mask, k, t, t0, stride_k, stride_l)
         before += tl.sum(kept.to(tl.int32), axis=0)
     t = t0 + tl.arange(0, TOKENS)
-    keep = tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < Ld, other=0) != 0
+    keep = _keep(mask, k, t, Ld, stride_k, stride_l)
     counted = keep.to(tl.int32)
     place = before + tl.cumsum(counted, axis=0) - counted
     columns = tl.arange(0, BD)

@@ -76,7 +76,16 @@ def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs
     plan = cuda_rows.MaskedPlan(found, Q, D, None)
     assert plan.copies == copies and plan.chunk >= 1
     space = plan.chunk * Ld * 256 if copies else plan.chunk * plan.tiles * 64 * 4
-    assert space <= 20 * 2**20 if copies else space <= 8 * 2**20
+    assert space <= (20 if copies else 8) * 2**20
+
+
+def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them():
+    from lik_ops.backends import cuda_rows
+
+    for Nq, copies in ((90_000, True), (100_000, False)):  # 6.9 and 7.6 MiB of maxima
+        found = choice(rows=20 * Nq, K=70, Lq=20, dense=True)
+        Q, D = (torch.empty(n, L, 8, dtype=torch.bfloat16) for n, L in ((Nq, 20), (70, 30)))
+        assert not found.config.SUMS and cuda_rows.MaskedPlan(found, Q, D, None).copies == copies
 
 
 def masked_cases():

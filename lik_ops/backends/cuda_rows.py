@@ -174,7 +174,8 @@ class MaskedPlan(Plan):
         self.chunk = _TOKEN_BYTES // (Ld * self.d * D.element_size())
         row_tiles = Nq * Lq // configs.SPECIALIZED_ROWS
         fills = self.chunk >= K or row_tiles * self.chunk >= _KEPT_PAIRS * choice.programs
-        self.copies = Nq * Lq >= _KEPT_ROWS and fills
+        fits = choice.config.SUMS or 4 * Nq * Lq <= _OTHER_MAXIMA_BYTES
+        self.copies = Nq * Lq >= _KEPT_ROWS and fills and fits
         if not self.copies:
             self.chunk = max(1, _BIAS_BYTES // (4 * self.tiles * choice.config.BN))
         _log.debug(

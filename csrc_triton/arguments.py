@@ -162,6 +162,15 @@ class Items(NamedTuple):
     score: Any
 
 
+class Zeros(NamedTuple):
+    """What is filled with zeros beside other work: `elements` of a gradient, and the first `places` of `marks`."""
+
+    ptr: Any
+    elements: Any
+    marks: Any
+    places: Any
+
+
 class Config(NamedTuple):
     """Compile-time choices. Every value is correct for every shape; a table picks the fast ones."""
 

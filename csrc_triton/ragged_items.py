@@ -6,6 +6,7 @@ An item is a document as a query meets it: a document of the cross product, a ca
 import triton
 import triton.language as tl
 
+from .backward_few import FILL, fill_with_zeros
 from .common import wide
 from .ragged import (
     BEGIN,
@@ -95,14 +96,9 @@ def maxsim_ragged_items(
         _write_queries(segments, query, block - blocks, Nq, Tq)
 
 
-@triton.jit(do_not_specialize=["count"])
-def maxsim_sort_items(items, out, reach, count, KEY: tl.constexpr):
-    """Write the items sorted by field KEY, equal ones in their order; and unless `reach` is None, for each of them the
-    row of D behind its document and all documents before.
-
-    Every item is compared with every other: for the few thousand items of a batch, that is quicker than to sort.
-    """
-    n = wide(tl.program_id(0)) * RANKED + tl.arange(0, RANKED)
+@triton.jit
+def _sort_items(items, out, reach, count, block, KEY: tl.constexpr):
+    n = wide(block) * RANKED + tl.arange(0, RANKED)
     ok = n < count
     key = item_field(items, count, n, ok, KEY)
     counts = tl.zeros((RANKED, OTHERS), tl.int32)
@@ -124,6 +120,41 @@ def maxsim_sort_items(items, out, reach, count, KEY: tl.constexpr):
 
 
 @triton.jit
+def _share_of_zeros(ptr, elements, n, programs, CACHE: tl.constexpr):
+    """The n-th of `programs` parts of as many zeros; stores of whole vectors, but for the last few elements."""
+    elements = wide(elements)
+    part = tl.cdiv(tl.cdiv(elements, FILL), programs) * FILL
+    begin = n * part
+    fill_with_zeros(ptr + begin, tl.minimum(part, elements // 16 * 16 - begin), CACHE)
+    if n == 0:
+        last = elements // 16 * 16 + tl.arange(0, 16)
+        tl.store(ptr + last, tl.zeros((16,), ptr.dtype.element_ty), mask=last < elements)
+
+
+@triton.jit(do_not_specialize=["count"])
+def maxsim_sort_items(items, out, reach, zeros, count, KEY: tl.constexpr):
+    """Write the items sorted by field KEY, equal ones in their order; and unless `reach` is None, for each of them the
+    row of D behind its document and all documents before.
+
+    Every item is compared with every other: for the few thousand items of a batch, that is quicker than to sort. Which
+    leaves the memory idle: unless `zeros` is None, every second program, of at least as many, writes a part of
+    them; not to stay in the L2 cache, which others need more.
+    """
+    programs = tl.cdiv(count, RANKED)  # that sort
+    if zeros is None:
+        _sort_items(items, out, reach, count, tl.program_id(0), KEY)
+    else:
+        block = tl.program_id(0) // 2
+        if (tl.program_id(0) % 2 == 0) & (block < programs):
+            _sort_items(items, out, reach, count, block, KEY)
+        else:
+            n = tl.program_id(0) - tl.minimum((tl.program_id(0) + 1) // 2, programs)
+            fillers = tl.num_programs(0) - programs
+            _share_of_zeros(zeros.marks, zeros.places, n, fillers, "")
+            _share_of_zeros(zeros.ptr, zeros.elements, n, fillers, ".cs")
+
+
+@triton.jit
 def _smaller(keys, x, count, rounds):
     """How many of `count` ascending keys are smaller than x: a binary search of `rounds` rounds."""
     begin = tl.zeros(x.shape, tl.int32)
@@ -136,12 +167,18 @@ def _smaller(keys, x, count, rounds):
     return begin
 
 
-@triton.jit(do_not_specialize=["count", "places", "step", "most", "rounds"])
-def maxsim_find_starts(keys, reach, starts, count, places, step, most, rounds):
-    """``starts[t]``: how many keys are smaller than ``min(t * step, most)``, of `places` of t; and behind them, unless
-    `reach` is None, how many of `reach` are no larger than ``t * step``."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def find_starts(keys, reach, starts, count, places, step, most, rounds, block):
+    """What block number `block` of `maxsim_find_starts` does."""
+    t = block * BLOCK + tl.arange(0, BLOCK)
     bound = t.to(tl.int64) * step
     tl.store(starts + t, _smaller(keys, tl.minimum(bound, most), count, rounds), mask=t < places)
     if reach is not None:
         tl.store(starts + places + t, _smaller(reach, bound + 1, count, rounds), mask=t < places)
+
+
+@triton.jit(do_not_specialize=["count", "places", "step", "most", "rounds"])
+def maxsim_find_starts(keys, reach, starts, count, places, step, most, rounds):
+    """``starts[t]``: how many keys are smaller than ``min(t * step, most)``, of `places` of t; and behind them, unless
+    `reach` is None, how many of `reach` are no larger than ``t * step``."""
+    find_starts(keys, reach, starts, count, places, step, most, rounds, tl.program_id(0))

@@ -30,7 +30,7 @@ from lik_ops.csrc_triton import (
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream
+from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream, Zeros
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
@@ -132,6 +132,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     )
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
+    if case.kernel == "maxsim_grad_packed_documents_apart":
+        return backward_configs.apart_documents(arch, case.dtype, case.d, **shared)
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         few = case.kernel == "maxsim_grad_few_packed_documents"
@@ -170,7 +172,7 @@ def _levels(case: Case, arch: Architecture) -> int:
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_few_packed_documents", "maxsim_join_packed_pieces")
-PACKED += ("maxsim_list_packed_winners",)
+PACKED += ("maxsim_list_packed_winners", "maxsim_grad_packed_documents_apart")
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -244,10 +246,16 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
         return backward_ragged.maxsim_grad_packed_documents, found | packed
     if case.kernel == "maxsim_grad_few_packed_documents":
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32"}
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32", "marks": "*i32"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
         found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
         return backward_ragged_few.maxsim_grad_few_packed_documents, found
+    if case.kernel == "maxsim_grad_packed_documents_apart":
+        found = {"Q": None, "D": None, "up": up, "items": "*i64", "reach": "*i64"}
+        found |= {"starts": "*i32", "marks": "*i32"}
+        found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
+        found |= dict.fromkeys(("Tq", "Td", "d", "rounds"), "i32") | {"TILE": "constexpr"}
+        return backward_ragged_few.maxsim_grad_packed_documents_apart, found
     if case.kernel == "maxsim_list_packed_winners":
         found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(
             ("rows", "blocks"), "i32"
@@ -262,13 +270,13 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
         return ragged_items.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
     if case.kernel == "maxsim_sort_items":
-        found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64", "count": "i32"}
+        found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64"}
+        found |= {"zeros": Zeros(gradient, "i64", "*i32", "i32") if case.candidates else "constexpr", "count": "i32"}
         return ragged_items.maxsim_sort_items, found | {"KEY": "constexpr"}
     if case.kernel == "maxsim_find_starts":
         found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
-        return ragged_items.maxsim_find_starts, found | dict.fromkeys(
-            ("count", "places", "step", "most", "rounds"), "i32"
-        )
+        names = "count", "places", "step", "most", "rounds"
+        return ragged_items.maxsim_find_starts, found | dict.fromkeys(names, "i32")
     if case.kernel == "maxsim_grad_documents_few":
         found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32"} | sizes
         return backward_few.maxsim_grad_documents_few, found
@@ -322,6 +330,8 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
         aligned.append((names.index("bounds"), 0))
         if not case.chunks:
             constants |= {(names.index("bounds"), n): None for n in (1, 2, 3)}
+    if isinstance(arguments.get("zeros"), Zeros):
+        aligned += [(names.index("zeros"), n) for n in (0, 2)]
     if isinstance(arguments.get("lists"), Lists):
         aligned += [(names.index("lists"), n) for n in range(2)]
     if "segments" in arguments:

@@ -22,6 +22,7 @@ COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_w
 SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
 PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
 FEW_PACKED, LIST_PACKED = "maxsim_grad_few_packed_documents", "maxsim_list_packed_winners"
+APART = "maxsim_grad_packed_documents_apart"
 ITEMS, SORT, STARTS = "maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts"
 KERNELS = (FORWARD, QUERIES, DOCUMENTS, FEW, JOIN, COUNT, LIST, SCATTER, FINISH)
 
@@ -81,11 +82,11 @@ RAGGED = [
     Case(FORWARD, d=768, ragged=True, options=True),
     Case(FORWARD, d=100, ragged=True, **_EVERYTHING),
     *(Case(kernel, ragged=True, pairs=pairs) for kernel in (ITEMS, SORT, STARTS) for pairs in (False, True)),
-    Case(ITEMS, ragged=True, candidates=True),
+    *(Case(kernel, ragged=True, candidates=True) for kernel in (ITEMS, SORT)),
     Case(JOIN_PACKED, _FP16, 300, ragged=True, normalize=True),
     *(
-        Case(kernel, dtype, ragged=True, candidates=kernel == FEW_PACKED, pairs=pairs, **fields)
-        for kernel, pairs in ((PACKED, False), (PACKED, True), (FEW_PACKED, False))
+        Case(kernel, dtype, ragged=True, candidates=kernel in (FEW_PACKED, APART), pairs=pairs, **fields)
+        for kernel, pairs in ((PACKED, False), (PACKED, True), (FEW_PACKED, False), (APART, False))
         for dtype, fields in ((_BF16, {}), (_FP32, {"normalize": True, "options": True}))
     ),
     Case(PACKED, _FP16, ragged=True, pieces=True, options=True),
@@ -98,10 +99,12 @@ RAGGED = [
 # The other widths, and what few calls ask for.
 MORE_RAGGED = [
     *(
-        Case(kernel, dtype, d, ragged=True, candidates=kernel == FEW_PACKED, pairs=pairs, lists=lists, **fields)
+        Case(
+            kernel, dtype, d, ragged=True, candidates=kernel in (FEW_PACKED, APART), pairs=pairs, lists=lists, **fields
+        )
         for kernel, pairs, lists in (
             *((PACKED, False, lists) for lists in (False, True)),
-            *((PACKED, True, True), (FEW_PACKED, False, True)),
+            *((PACKED, True, True), (FEW_PACKED, False, True), (APART, False, True)),
         )
         for dtype, d, fields in (
             (_FP16, 128, {"normalize": True, "options": True}),

@@ -7,7 +7,11 @@ from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.backends import cuda_ragged_backward
-from lik_ops.csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents
+from lik_ops.csrc_triton.backward_ragged_few import (
+    MOST_STEPS,
+    maxsim_grad_few_packed_documents,
+    maxsim_grad_packed_documents_apart,
+)
 
 from .test_ragged_kernels import (
     GRADIENT_TOLERANCE,
@@ -26,13 +30,22 @@ pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 TILES = (2.5, 1.0, 1.25, 0.25, 0.0, 3.0)
 
 
-def lookups(place, dtype, rows, met, **options):
-    """Queries of `rows` tokens and pairs [(query, document), ..] of documents that lie one after another."""
-    tile = 32 if INTERPRETING else 256
-    p = problem(place, "pairs", dtype, queries=rows, documents=tuple(int(n * tile) for n in TILES), **options)
-    return Problem(
-        p.r._replace(pairs=torch.tensor(met, device=place.device)), [(i, j, n) for n, (i, j) in enumerate(met)]
-    )
+TILE = 32 if INTERPRETING else 256
+
+
+def lookups(place, dtype, rows, met, documents=None, **options):
+    """Queries of `rows` tokens and pairs [(query, document), ..] of documents that lie one after another, or, where
+    `documents` says so in tiles, anywhere: [(first row, length), ..]."""
+    lengths = TILES if documents is None else [first + length for first, length in documents]
+    tokens = tuple(int(n * TILE) for n in lengths)
+    if documents is not None:
+        tokens = (max(tokens), *[0] * (len(documents) - 1))
+    p = problem(place, "pairs", dtype, queries=rows, documents=tokens, **options)
+    r = p.r._replace(pairs=torch.tensor(met, device=place.device))
+    if documents is not None:
+        first, length = (torch.tensor([int(x[n] * TILE) for x in documents], device=place.device) for n in (0, 1))
+        r = r._replace(d_offsets=first, d_lengths=length)
+    return Problem(r, [(i, j, n) for n, (i, j) in enumerate(met)])
 
 
 EACH = [(0, 0), (1, 1), (2, 2), (3, 3), (0, 4), (2, 5)]
@@ -66,3 +79,98 @@ def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch)
         assert gradient_error(p, found, upstream, normalize) < GRADIENT_TOLERANCE[dtype], dtype
         assert torch.equal(found, gradients(p, upstream, argmax, normalize)[1])
     assert maxsim_grad_few_packed_documents in launched
+
+
+def tiles_taken_together(monkeypatch):
+    """The launches of the kernel that lists such tiles: of each, what it lists them in."""
+    marks, launch = [], cuda_ragged_backward.launcher.launch
+
+    def watched(kernel, grid, args, options):
+        if kernel is maxsim_grad_packed_documents_apart:
+            marks.append(args[6])
+        return launch(kernel, grid, args, options)
+
+    monkeypatch.setattr(cuda_ragged_backward.launcher, "launch", watched)
+    return marks
+
+
+def listed(marks, tiles):
+    count = int(marks[0])
+    found = marks[1 + tiles : 1 + tiles + count].tolist()
+    assert marks[1 : 1 + tiles].nonzero().flatten().tolist() == sorted(found)
+    return set(found)
+
+
+MANY = [(0, 0)] * (MOST_STEPS.value + 1)
+# Documents in tiles, who meets them, and the tiles that are taken together.
+SHARED = {
+    "apart": ([(0, 1), (1, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2), (1, 0)], set()),
+    "overlap": ([(0, 1.5), (1.25, 1), (3, 1)], [(0, 0), (1, 1), (2, 2)], {0, 1, 2}),
+    "one inside another": ([(0, 3), (1.25, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2)], {0, 1, 2}),
+    "the same first row": ([(1, 0.5), (1, 1.5), (0, 1)], [(0, 0), (1, 1), (2, 2), (3, 1)], {1, 2}),
+    "almost as many as are too many": ([(0, 0.5), (2, 1)], [*MANY[1:], (2, 1)], set()),
+    "too many items": ([(0, 0.5), (2, 1)], [*MANY, (2, 1)], {0}),
+    "far too many items": ([(0, 0.5), (2, 1), (0, 2.5)], [*MANY * 3, (2, 1)] + [(1, 2)] * 2, {0, 1, 2}),
+    "documents that nobody meets": ([(0, 1), (0.5, 2), (3, 1)], [(0, 0), (1, 2)], set()),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_tiles_of_rows_that_documents_share_are_taken_together(place, case, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    marks = tiles_taken_together(monkeypatch)
+    documents, met, together = SHARED[case]
+    p = lookups(place, torch.float16, (3, 7, 14, 2), met, documents)
+    p.r.D[: len(p.r.D) // 8] *= 4
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    found = gradients(p, upstream, argmax)[1]
+    assert gradient_error(p, found, upstream, False) < GRADIENT_TOLERANCE[torch.float16]
+    assert torch.equal(found, gradients(p, upstream, argmax)[1])
+    tiles = -(-len(p.r.D) // TILE)
+    assert [listed(m, tiles) for m in marks] == [together] * 2
+
+
+@pytest.mark.parametrize("too_many", [False, True])
+def test_documents_that_many_rows_meet_are_taken_together(place, too_many, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    marks = tiles_taken_together(monkeypatch)
+    most = MOST_STEPS.value * (16 if INTERPRETING else 32)
+    p = lookups(place, torch.float16, (most + too_many, 3), [(0, 0), (1, 1)], [(0, 2), (3, 1)])
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    found = gradients(p, upstream, argmax)[1]
+    assert gradient_error(p, found, upstream, False) < GRADIENT_TOLERANCE[torch.float16]
+    assert listed(marks[0], 4) == ({0, 1} if too_many else set())
+
+
+def test_items_that_torch_sorts(place, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    p = lookups(place, torch.float16, (14, 9, 16, 3), SOME_OFTEN)
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    expected = gradients(p, upstream, argmax)[1]
+    monkeypatch.setattr(cuda_ragged_backward, "_MOST_RANKED", 0)
+    assert torch.equal(gradients(p, upstream, argmax)[1], expected)
+
+
+@pytest.mark.parametrize("where", ["Q", "upstream"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeypatch):
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    p = lookups(place, dtype, (14, 9, 16, 3), [(0, 0), (1, 0), (2, 2), (3, 4)], options=False)
+    scores, argmax = won(p, False)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    clean = gradients(p, upstream, argmax)[1]
+    Q, bad = p.r.Q.clone(), upstream.clone()
+    if where == "Q":
+        Q[3, 1], Q[5, 0] = float("inf"), float("nan")  # of the first query
+        rows = [3, 5]
+    else:
+        bad[0] = float("inf")
+        rows = list(range(14))
+    found = gradients(Problem(p.r._replace(Q=Q), p.meetings), bad, argmax)[1]
+    reached = torch.zeros(clean.shape[0], dtype=torch.bool, device=clean.device)
+    reached[argmax[0, rows].long()] = True
+    assert (found[reached].isfinite().all(1) == 0).all()
+    torch.testing.assert_close(found[~reached], clean[~reached])

@@ -153,6 +153,8 @@ def grad_packed_documents(
         # On sm_120 ptxas spills two stages.
         launch = replace(launch, num_stages=1 if single or arch.is_amd or arch.name == "sm_120" else 2)
     else:
+        if few and arch.name.startswith("sm_8"):  # else ptxas spills
+            config = config._replace(BN=min(config.BN, 32))
         launch = replace(launch, num_stages=1)
     SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
     return replace(launch, config=config._replace(SLOT=SLOT))
@@ -188,6 +190,18 @@ def few_rows(
     )
     # Without a limit ptxas takes 128 and spills.
     return Launch(config, num_warps=4 if rows <= 32 and half else 8, num_stages=1, max_registers=255)
+
+
+@_remembered
+def apart_documents(
+    arch: Architecture, dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int
+) -> Launch:
+    """The sums of the few query rows that a packed document meets, BM a step, into BN tokens that they won."""
+    launch = few_rows(arch, dtype, 32, d, candidates=candidates, normalize=normalize, wide=wide)
+    BM = 16 if arch == INTERPRETER else 32
+    launch = replace(launch, config=launch.config._replace(BM=BM, BN=BM))
+    four = dtype != torch.float32 and arch.name == "sm_90" and loads_vectors(d, wide)  # else ptxas spills
+    return replace(launch, max_registers=128) if four else launch
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..csrc_triton import ragged as fields
 from ..csrc_triton import ragged_items as item_kernels
-from ..csrc_triton.arguments import Bounds, Lists, Upstream
+from ..csrc_triton.arguments import Bounds, Lists, Upstream, Zeros
 from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_ragged import maxsim_grad_packed_documents, maxsim_join_packed_pieces
-from ..csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents
+from ..csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents, maxsim_grad_packed_documents_apart
 from ..csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from . import backward_configs, launcher
@@ -27,8 +27,10 @@ from .ragged import Ragged
 
 _FIELDS, _FIRST, _LENGTH, _QUERY = (x.value for x in (fields.FIELDS, fields.FIRST, fields.LENGTH, fields.QUERY))
 _BLOCK, _QUERIES, _RANKED = (x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED))
+_FILL = item_kernels.FILL.value
 _MOST_RANKED = 8192  # items that are sorted by comparing each with each
 _FEW = 2  # rows of D for each winner, beyond which most win nothing
+_FILLING = 2112  # programs that write zeros: many more than are resident, so that they end together
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
@@ -46,16 +48,21 @@ def _options(device: torch.device) -> dict[str, int]:
     return backward_configs.lookup(arch).options(arch)
 
 
-def sorted_items(items: Tensor, key: int, reach: bool) -> tuple[Tensor, Tensor | None]:
-    """Items ascending by a field, equal ones in order; and for each the row behind its document and all before."""
+def sorted_items(items: Tensor, key: int, reach: bool, zeros: Zeros | None = None) -> tuple[Tensor, Tensor | None]:
+    """Items ascending by a field, equal ones in order; and for each the row behind its document and all before. On the
+    way `zeros` are written."""
     count = items.shape[1]
     if count > _MOST_RANKED:
+        if zeros is not None:
+            zeros.ptr.zero_(), zeros.marks[: zeros.places].zero_()
         items = items[:, torch.sort(items[key], stable=True).indices]
         return items, (items[_FIRST] + items[_LENGTH]).cummax(0).values if reach else None
     out = torch.empty_like(items)
     behind = items.new_empty(count) if reach else None
-    grid = (cdiv(count, _RANKED),)
-    launcher.launch(item_kernels.maxsim_sort_items, grid, (items, out, behind, count, key), _options(items.device))
+    programs = cdiv(count, _RANKED)
+    filling = 0 if zeros is None else max(programs, min(cdiv(zeros.elements, _FILL), _FILLING))
+    grid, args = (programs + filling,), (items, out, behind, zeros, count, key)
+    launcher.launch(item_kernels.maxsim_sort_items, grid, args, _options(items.device))
     return out, behind
 
 
@@ -204,13 +211,20 @@ class _Call:
         (self._into_few if self._few() else self._into_all)(grad_D, norms, options)
 
     def _into_few(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
+        tile, count, Td = backward_configs.few_tokens(self.arch), self.lookup.items.shape[1], self.r.D.shape[0]
+        (tiles,) = checked_grid(cdiv(Td, tile))
+        marks, starts = torch.empty((2, 2 * (tiles + 1)), dtype=torch.int32, device=grad_D.device)
+        zeros = Zeros(grad_D, grad_D.numel(), marks, tiles + 1)
+        items, reach = sorted_items(self.lookup.items, _FIRST, True, zeros)
+        given = self.queries, self.documents, self.up._replace(count=count), items
+        into = starts, marks, norms, grad_D
+        launch = backward_configs.apart_documents(self.arch, self.r.Q.dtype, self.d, **self.layout())
+        apart = *given, reach, *into, self.r.Q.shape[0], Td, self.d, count.bit_length(), tile
+        grid = checked_grid(count + cdiv(tiles + 1, _BLOCK))
+        self._run(maxsim_grad_packed_documents_apart, grid, apart, launch)
         launch = backward_configs.grad_packed_documents(self.arch, self.r.Q.dtype, self.d, few=True, **options)
-        tile = backward_configs.few_tokens(self.arch)
-        (tiles,) = checked_grid(cdiv(self.r.D.shape[0], tile))
-        items, starts = self.lookup.by_tile(tile, tiles)
-        up = self.up._replace(count=items.shape[1])
-        args = self.queries, self.documents, up, items, starts, norms, grad_D, *self.sizes, self.d, tile
-        self._run(maxsim_grad_few_packed_documents, (tiles,), args, launch)
+        together = *given, *into, *self.sizes, self.d, tile
+        self._run(maxsim_grad_few_packed_documents, (min(tiles, _PROGRAMS),), together, launch)
 
     def _into_all(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
         table = functools.partial(

@@ -122,4 +122,6 @@ class Cut(NamedTuple):
 
 def starts(count, length, device: torch.device) -> Tensor:
     """Where dense sequences begin once they are packed, and where the last ends: ``[count + 1]``."""
+    if isinstance(count, int) and isinstance(length, int) and length > 0:
+        return torch.arange(0, count * length + 1, length, device=device)
     return torch.arange(count + 1, device=device) * length

@@ -38,6 +38,26 @@ def _seed_and_poison():
     torch.utils.deterministic.fill_uninitialized_memory = before
 
 
+def _ordered_products():
+    """Let Triton's interpreter sum products in one order. BLAS has, on some processors, one for each shape, and which
+    bits of a score the kernels may change by their tiles is what tests look at."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        x, y = (t.data.astype(d.data.dtype) for t in (a, b))
+        total = np.zeros_like(d.data)
+        for k in range(x.shape[-1]):
+            total += x[..., k, None] * y[..., k, None, :]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _ordered_products()
+
+
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each: none may be the last to begin
     if torch.cuda.is_available():

@@ -366,6 +366,7 @@ def test_capture_and_replay_in_a_cuda_graph(backward):
 def test_a_stream_that_is_current_is_launched_on():
     Q, D = tensors()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which draws the tensors
     with torch.no_grad(), torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         Q.mul_(2)

@@ -37,16 +37,18 @@ def _few_rows(token, coefficient, owner, Q, sizes, d, C: tl.constexpr):
 def add_product(G, match, x, coefficient, C: tl.constexpr):
     """G ``[BN, BD]`` and the sums of the rows x that match, times their coefficients.
 
-    For half types the coefficients are taken in a high and a low part.
+    For half types the coefficients are taken in a high and a low part. Where one is not finite, all of G becomes NaN,
+    as where an x is not: what then takes another way does so for every token.
     """
     if x.dtype == tl.float32:
-        G = tl.dot(tl.where(match, coefficient[None, :], 0.0), x, G, input_precision=C.PRECISION)
+        none = coefficient * 0.0
+        G = tl.dot(tl.where(match, coefficient[None, :], none[None, :]), x, G, input_precision=C.PRECISION)
     else:
         high = coefficient.to(x.dtype)
         low = (coefficient - high.to(tl.float32)).to(x.dtype)
-        zero = tl.full((1, 1), 0, x.dtype)
-        G = tl.dot(tl.where(match, high[None, :], zero), x, G)
-        G = tl.dot(tl.where(match, low[None, :], zero), x, G)
+        none = (high.to(tl.float32) * 0.0).to(x.dtype)
+        G = tl.dot(tl.where(match, high[None, :], none[None, :]), x, G)
+        G = tl.dot(tl.where(match, low[None, :], tl.full((1, 1), 0, x.dtype)), x, G)
     return G
 
 

@@ -174,3 +174,20 @@ def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeyp
     reached[argmax[0, rows].long()] = True
     assert (found[reached].isfinite().all(1) == 0).all()
     torch.testing.assert_close(found[~reached], clean[~reached])
+
+
+def test_items_that_share_a_token_write_the_same_bits_beside_inf(place, monkeypatch):
+    """The weight of a row is inf: one item's tokens are with the token that it won, the other's are not. Both leave the
+    product, whose bits of two halves are not those of sums in fp32."""
+    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    rows, d = 14, 500
+    p = lookups(place, torch.float16, (rows, rows), [(0, 0), (1, 0)], [(0, 1)], d=d)
+    weight = torch.rand(2 * rows, device=place.device) + 1
+    weight[0] = float("inf")
+    p = Problem(p.r._replace(q_mask=None, d_mask=None, q_weight=weight, Q=torch.randn_like(p.r.Q)), p.meetings)
+    argmax = torch.stack([torch.arange(rows), torch.arange(rows).clamp(min=1)]).int().to(place.device)
+    upstream = torch.rand(2, device=place.device)
+    found = gradients(p, upstream, argmax)[1]
+    rows_of = p.r.Q.float().view(2, rows, d) * (upstream[:, None] * weight.view(2, rows))[..., None]
+    assert not found[0].isfinite().any()
+    assert torch.equal(found[2:rows], (rows_of[0] + rows_of[1])[2:].half())

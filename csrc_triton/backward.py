@@ -109,3 +109,19 @@ def norm_sums(G, base, t, t_ok, columns, D, d, C: tl.constexpr):
 def through_norm(G, x, live, squares, dot):
     """Tokens that receive nothing get zero: they may hold NaN."""
     return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot * inverse_norm(squares)), 0.0)
+
+
+@triton.jit
+def more_norm_sums(sums, G, base, t, t_ok, columns, D, d, C: tl.constexpr):
+    """`sums` of the features of earlier steps, as `norm_sums` gives them, and those of this step."""
+    _, dot, squares, live = norm_sums(G, base, t, t_ok, columns, D, d, C)
+    return sums[0] + dot, sums[1] + squares, sums[2] | live
+
+
+@triton.jit
+def through_tile_norm(G, columns, sums, base, tokens, ok, D, d, C: tl.constexpr):
+    """`G`, of some columns, through the norm of its tokens; `sums`: of all steps, where there are several."""
+    x, dot, squares, live = norm_sums(G, base, tokens, ok, columns, D, d, C)
+    if not C.ONE_CHUNK:
+        dot, squares, live = sums
+    return through_norm(G, x, live, squares, dot)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes
-from .backward import norm_sums, through_norm
+from .backward import more_norm_sums, norm_sums, through_norm, through_tile_norm
 from .common import (
     document_base,
     inverse_norm,
@@ -306,22 +306,14 @@ def maxsim_grad_documents(
     if TWICE:
         for c0 in range(0, features, C.BD):
             G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
-            x, more_dot, more_squares, more_live = norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
-            dot += more_dot
-            squares += more_squares
-            live = live | more_live
+            dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t < sizes.Ld, columns, D, d, C)
     for c0 in range(0, features, C.BD):
         G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
         if partial is not None:
             slots = _slots(partial, document - first, tile_begin, p, rows, piece, columns, d, C)
             tl.store(slots, G, mask=(whole == 0)[:, None] & (columns < d)[None, :])
         if C.NORMALIZE:
-            x, more_dot, more_squares, more_live = norm_sums(G, base, t, t < sizes.Ld, columns, D, d, C)
-            if not TWICE:
-                dot = more_dot
-                squares = more_squares
-                live = more_live
-            G = through_norm(G, x, live, squares, dot)
+            G = through_tile_norm(G, columns, (dot, squares, live), base, t, t < sizes.Ld, D, d, C)
         store_gradient(G, grad_D, document, t0, whole, columns, sizes.Ld, d, C)
 
 
@@ -351,10 +343,7 @@ def maxsim_join_pieces(D, starts, partial, grad_D, first, rows, blocks, tiles, p
         for c0 in range(0, features, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
-            _, more_dot, more_squares, more_live = norm_sums(G, base, t, t < Ld, columns, D, d, C)
-            dot += more_dot
-            squares += more_squares
-            live = live | more_live
+            dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t < Ld, columns, D, d, C)
     for c0 in range(0, features, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)

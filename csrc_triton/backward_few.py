@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes
-from .backward import norm_sums, through_norm, winners
+from .backward import more_norm_sums, through_tile_norm, winners
 from .backward_documents import power_of_two
 from .common import apart, document_base, inverse_norm, load_rows, query_weight, rows_sum_of_squares
 
@@ -103,7 +103,7 @@ def fill_with_zeros(begin, elements, CACHE: tl.constexpr):
 
 
 @triton.jit
-def store_sums(token, coefficient, rows, ok, count, base, gradient, Q, D, d, C: tl.constexpr):
+def _store_sums(token, coefficient, rows, ok, count, base, gradient, Q, D, d, C: tl.constexpr):
     """At each token of a document that one of `count` <= BM query rows won, write the sum of those that won it.
 
     `rows` are where they begin in Q, and are read where `ok`. BN at a time; rows of the same token write the same bits.
@@ -121,22 +121,14 @@ def store_sums(token, coefficient, rows, ok, count, base, gradient, Q, D, d, C: 
                 columns = c0 + tl.arange(0, C.BD)
                 x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
                 G = _sums(match, coefficient, x, rows, columns, Q, d, C)
-                _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                dot += more_dot
-                squares += more_squares
-                live = live | more_live
+                dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t >= 0, columns, D, d, C)
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             if not C.ONE_CHUNK:
                 x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
             G = _sums(match, coefficient, x, rows, columns, Q, d, C)
             if C.NORMALIZE:
-                y, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                if C.ONE_CHUNK:
-                    dot = more_dot
-                    squares = more_squares
-                    live = more_live
-                G = through_norm(G, y, live, squares, dot)
+                G = through_tile_norm(G, columns, (dot, squares, live), base, t, t >= 0, D, d, C)
             offsets = (t.to(tl.int64) * d)[:, None] + columns[None, :]
             mask = (t >= 0)[:, None] & (columns < d)[None, :]
             tl.store(gradient + offsets, G.to(gradient.dtype.element_ty), mask=mask)
@@ -164,4 +156,4 @@ def maxsim_grad_documents_few(Q, D, up, grad_D, rows, tokens, Nq, K, Lq, Ld, d, 
     begins, coefficient = _few_rows(token, g, owner, Q, sizes, d, C)
     fill_with_zeros(gradient + t_begin.to(tl.int64) * d, (t_end - t_begin) * d, "")
     tl.debug_barrier()  # the zeros are written by other threads than the sums
-    store_sums(token, coefficient, begins, token >= 0, rows, base, gradient, Q, D, d, C)
+    _store_sums(token, coefficient, begins, token >= 0, rows, base, gradient, Q, D, d, C)

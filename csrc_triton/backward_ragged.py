@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Items, Sizes, Walk
-from .backward import norm_sums, through_norm
+from .backward import more_norm_sums, norm_sums, through_norm, through_tile_norm
 from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, power_of_two
 from .backward_ragged_lists import OFFSET_BITS, OFFSETS, listed_item
 from .common import load_rows, query_weight, wide
@@ -214,20 +214,8 @@ def tile_norms(walk, norms, up, Q, base, tokens, ok, features, D, d, TWICE: tl.c
     if TWICE:
         for c0 in range(0, features, C.BD):
             G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
-            _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, ok, columns, D, d, C)
-            dot += more_dot
-            squares += more_squares
-            live = live | more_live
+            dot, squares, live = more_norm_sums((dot, squares, live), G, base, tokens, ok, columns, D, d, C)
     return dot, squares, live
-
-
-@triton.jit
-def through_tile_norm(G, columns, sums, base, tokens, ok, D, d, C: tl.constexpr):
-    """`G`, of some columns, through the norm of its tokens; `sums`: of `tile_norms`, where they are not all."""
-    x, dot, squares, live = norm_sums(G, base, tokens, ok, columns, D, d, C)
-    if not C.ONE_CHUNK:
-        dot, squares, live = sums
-    return through_norm(G, x, live, squares, dot)
 
 
 @triton.jit
@@ -335,10 +323,7 @@ def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _joined(partial, pieces, columns, d, C)
-            _, more_dot, more_squares, more_live = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
-            dot += more_dot
-            squares += more_squares
-            live = live | more_live
+            dot, squares, live = more_norm_sums((dot, squares, live), G, base, tokens, t < Td, columns, D, d, C)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         G = _joined(partial, pieces, columns, d, C)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes, Walk
-from .backward import norm_sums
+from .backward import more_norm_sums, through_tile_norm
 from .backward_few import add_one_by_one, add_product, fill_with_zeros, largest_of, scale_of
 from .backward_ragged import (
     most_rows,
@@ -18,7 +18,6 @@ from .backward_ragged import (
     step_winners,
     store_rows,
     sum_of_rows,
-    through_tile_norm,
     tile_norms,
 )
 from .common import load_rows, query_weight, wide
@@ -148,10 +147,7 @@ def _sum_apart(walk, own, length, norms, up, grad_D, Q, D, d, C: tl.constexpr):
             for c0 in range(0, d, C.BD):
                 columns = c0 + tl.arange(0, C.BD)
                 G = _sums_of_winners(t, walk, norms, up, Q, columns, d, C)
-                _, more_dot, more_squares, more_live = norm_sums(G, base, t, t >= 0, columns, D, d, C)
-                dot += more_dot
-                squares += more_squares
-                live = live | more_live
+                dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t >= 0, columns, D, d, C)
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _sums_of_winners(t, walk, norms, up, Q, columns, d, C)

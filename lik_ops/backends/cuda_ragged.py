@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 
@@ -122,9 +121,9 @@ class Plan:
 
     def _new_winners(self, c: Cut) -> Tensor:
         """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
-        every = c.cu_seqlens_q is None and c.q_lengths is None and not self.pairs
-        new = torch.empty if every else functools.partial(torch.full, fill_value=-1)
-        return new(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
+        if c.cu_seqlens_q is None and c.q_lengths is None and not self.pairs:
+            return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
+        return torch.full(c.argmax_shape(), -1, dtype=self.argmax_dtype, device=self.device)
 
     def _row_maxima(self, c: Cut) -> configs.RowMaxima | None:
         """How a cross product of many query rows goes, see `cuda_rows`."""

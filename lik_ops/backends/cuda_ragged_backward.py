@@ -54,7 +54,8 @@ def sorted_items(items: Tensor, key: int, reach: bool, zeros: Zeros | None = Non
     count = items.shape[1]
     if count > _MOST_RANKED:
         if zeros is not None:
-            zeros.ptr.zero_(), zeros.marks[: zeros.places].zero_()
+            zeros.ptr.zero_()
+            zeros.marks[: zeros.places].zero_()
         items = items[:, torch.sort(items[key], stable=True).indices]
         return items, (items[_FIRST] + items[_LENGTH]).cummax(0).values if reach else None
     out = torch.empty_like(items)

@@ -34,7 +34,7 @@ def _few_rows(token, coefficient, owner, Q, sizes, d, C: tl.constexpr):
 
 
 @triton.jit
-def add_product(G, match, x, coefficient, C: tl.constexpr):
+def _add_product(G, match, x, coefficient, C: tl.constexpr):
     """G ``[BN, BD]`` and the sums of the rows x that match, times their coefficients.
 
     For half types the coefficients are taken in a high and a low part. Where one is not finite, all of G becomes NaN,
@@ -53,8 +53,8 @@ def add_product(G, match, x, coefficient, C: tl.constexpr):
 
 
 @triton.jit
-def add_one_by_one(G, match, coefficient, rows, columns, Q, d, C: tl.constexpr):
-    """`add_product` of rows that may hold NaN or inf: in a product they would spoil every token."""
+def _add_one_by_one(G, match, coefficient, rows, columns, Q, d, C: tl.constexpr):
+    """`_add_product` of rows that may hold NaN or inf: in a product they would spoil every token."""
     for n in range(C.BM):
         this = tl.arange(0, C.BM) == n
         at = tl.max((match & this[None, :]).to(tl.int32), axis=1) > 0
@@ -66,14 +66,14 @@ def add_one_by_one(G, match, coefficient, rows, columns, Q, d, C: tl.constexpr):
 
 
 @triton.jit
-def largest_of(largest, coefficient):
+def _largest_of(largest, coefficient):
     """The larger of `largest` and the finite ones of the coefficients."""
     size = tl.where(tl.abs(coefficient) < float("inf"), tl.abs(coefficient), 0.0)
     return tl.maximum(largest, tl.max(size, axis=0))
 
 
 @triton.jit
-def scale_of(largest):
+def _scale_of(largest):
     """For fp16, whose range may not hold the coefficients: what brings the largest just below 2^15, and back."""
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     return power_of_two(268 - exponent), power_of_two(exponent - 14)
@@ -85,12 +85,12 @@ def _sums(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr):
     scale = 1.0
     unscale = 1.0
     if x.dtype == tl.float16:
-        scale, unscale = scale_of(largest_of(0.0, coefficient))
+        scale, unscale = _scale_of(_largest_of(0.0, coefficient))
     none = tl.full((C.BN, C.BD), 0, tl.float32)
-    G = add_product(none, match, x, coefficient * scale, C) * unscale
+    G = _add_product(none, match, x, coefficient * scale, C) * unscale
     # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
     if tl.sum(G * 0.0) != 0.0:
-        G = add_one_by_one(none, match, coefficient, rows, columns, Q, d, C)
+        G = _add_one_by_one(none, match, coefficient, rows, columns, Q, d, C)
     return G
 
 

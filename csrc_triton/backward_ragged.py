@@ -111,7 +111,7 @@ def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT:
 
 
 @triton.jit
-def _row_pointers(Q, row, C: tl.constexpr):
+def packed_row_pointers(Q, row, C: tl.constexpr):
     if C.FLAT:
         pointers = Q.ptr + row * Q.stride_l
     else:
@@ -155,7 +155,7 @@ def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: t
             # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
             token_ahead, query_ahead = step_winners(walk, items, s0 + SLOT, up, STEP, SLOT)
             row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
-            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
+            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
             if CHECK:
                 finite = finite_rows(x, c)
                 x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
@@ -183,7 +183,7 @@ def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
         for s0 in tl.range(0, most_rows(walk, items), SLOT, num_stages=1):
             token, query = step_winners(walk, items, s0, up, CAREFUL_ROWS, SLOT)
             row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
-            x = load_rows(_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
+            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
             bad = (place >= 0) & (finite_rows(x, c) == 0)
             G = add_one_by_one(G, x, place, c, bad, C)
     return G

@@ -10,9 +10,10 @@ import triton.language as tl
 
 from .arguments import Sizes, Walk
 from .backward import more_norm_sums, through_tile_norm
-from .backward_few import add_one_by_one, add_product, fill_with_zeros, largest_of, scale_of
+from .backward_few import fill_with_zeros
 from .backward_ragged import (
     most_rows,
+    packed_row_pointers,
     places,
     step_items,
     step_winners,
@@ -20,12 +21,15 @@ from .backward_ragged import (
     sum_of_rows,
     tile_norms,
 )
-from .common import load_rows, query_weight, wide
+from .common import NO_TOKEN, load_rows, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 from .ragged_items import find_starts
 
-MOST_STEPS = tl.constexpr(8)  # of BM rows each, of all items of a document that is summed apart from others
-AROUND = tl.constexpr(16)  # items that a program looks at before and after its own: more than there are steps
+MOST_ITEMS = tl.constexpr(8)  # of a document that is summed apart from others
+AROUND = tl.constexpr(16)  # items that a program looks at before and after its own: more than those
+COMPARED = tl.constexpr(32)  # rows that are compared with those of a program's item at a time
+AT_A_TIME = tl.constexpr(2)  # of those that won a token
+TOGETHER = tl.constexpr(128)  # rows, of several items, among which those are looked for that won a token
 
 
 @triton.jit
@@ -44,118 +48,177 @@ def _slots(walk, up, TILE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _neighbours(items, reach, n, first, length, count, C: tl.constexpr):
-    """Of the items around item n: from which one on and up to which they are of its document; whether these are all,
-    of at most MOST_STEPS steps of rows, while no other document shares a row of D with it; and, where not, whether it
-    is item n that says so."""
+    """Of the items around item n: the first of its document, and how many these are; whether they are all, at most
+    MOST_ITEMS of at most BM rows each, while no other document shares a row of D with it; and, where not, whether it is
+    item n that says so."""
     m = n - AROUND + tl.arange(0, 2 * AROUND)
     ok = (m >= 0) & (m < count)
     others = item_field(items, count, m, ok, FIRST)
     lengths = item_field(items, count, m, ok, LENGTH)
-    rows = (item_field(items, count, m, ok, STOP) - item_field(items, count, m, ok, BEGIN)).to(tl.int32)
+    rows = item_field(items, count, m, ok, STOP) - item_field(items, count, m, ok, BEGIN)
     behind = tl.load(reach + m, mask=ok, other=0)
     same = ok & (others == first)
     overlaps = ok & (((others < first) & (behind > first)) | ((others > first) & (others < first + length)))
-    overlaps = overlaps | (same & (lengths != length))
+    overlaps = overlaps | (same & ((lengths != length) | (rows > C.BM)))
     lo = tl.min(tl.where(same, m, count), axis=0)
-    hi = tl.max(tl.where(same, m, -1), axis=0) + 1
-    # Each item has a step or more: of items that are not all around, these are too many.
-    steps = tl.sum(tl.where(same, tl.minimum(tl.cdiv(rows, C.BM), MOST_STEPS + 1), 0), axis=0)
-    apart = (steps <= MOST_STEPS) & (tl.max(overlaps.to(tl.int32), axis=0) == 0)
+    met = tl.sum(same.to(tl.int32), axis=0)
+    apart = (met <= MOST_ITEMS) & (tl.max(overlaps.to(tl.int32), axis=0) == 0)
     tells = tl.max((same & (m == n - 1) & (lengths == length)).to(tl.int32), axis=0) == 0
-    return lo, hi, apart, tells
+    return lo, met, apart, tells
 
 
 @triton.jit
-def _rows_of(walk, n, up):
-    """Of item n: its first row and how many there are, where their winners begin, and its score's gradient."""
-    begin = item_field(walk.items, walk.count, n, True, BEGIN)
-    rows = (item_field(walk.items, walk.count, n, True, STOP) - begin).to(tl.int32)
-    winners = up.argmax + (item_field(walk.items, walk.count, n, True, WINNERS) + begin)
-    g = tl.load(up.grad_scores + item_field(walk.items, walk.count, n, True, SCORE))
-    return begin, rows, winners, g
+def _tokens_of(items, count, lo, hi, up, SLOTS: tl.constexpr, C: tl.constexpr):
+    """Which tokens the rows of the items from lo to hi won, as far as they fit, BM lanes an item; -1 where there is
+    none."""
+    slot = tl.arange(0, SLOTS)
+    m = lo + slot // C.BM
+    ok = m < hi
+    row = item_field(items, count, m, ok, BEGIN) + slot % C.BM
+    stop = item_field(items, count, m, ok, STOP)
+    winners = item_field(items, count, m, ok, WINNERS)
+    return tl.load(up.argmax + (winners + row), mask=row < stop, other=-1).to(tl.int32)
 
 
 @triton.jit
-def _tokens_of(rows, winners, s0, COUNT: tl.constexpr):
-    """Which tokens COUNT rows of an item won, from number s0 on; -1 where there is none."""
-    s = tl.arange(0, COUNT)
-    return tl.load(winners + s0 + s, mask=s < rows - s0, other=-1).to(tl.int32)
+def _won_by_others(won, walk, n, up, C: tl.constexpr):
+    """For each row of item n: how many items of its document before n won the same token, how many behind n, and how
+    many rows of n itself."""
+    before = tl.full((C.BM,), 0, tl.int32)
+    behind = tl.full((C.BM,), 0, tl.int32)
+    own = tl.full((C.BM,), 0, tl.int32)
+    for m in tl.range(walk.lo, walk.hi, num_stages=1):
+        begin = item_field(walk.items, walk.count, m, True, BEGIN)
+        rows = (item_field(walk.items, walk.count, m, True, STOP) - begin).to(tl.int32)
+        winners = up.argmax + (item_field(walk.items, walk.count, m, True, WINNERS) + begin)
+        found = tl.full((C.BM,), 0, tl.int32)
+        for r0 in tl.range(0, rows, COMPARED, num_stages=1):
+            r = r0 + tl.arange(0, COMPARED)
+            theirs = tl.load(winners + r, mask=r < rows, other=-1).to(tl.int32)
+            found += tl.sum((theirs[:, None] == won[None, :]).to(tl.int32), axis=0)
+        before += tl.where((m < n) & (found > 0), 1, 0)
+        behind += tl.where((m > n) & (found > 0), 1, 0)
+        own += tl.where(m == n, found, 0)
+    return before, behind, own
 
 
 @triton.jit
-def _coefficients(begin, rows, g, s0, norms, Q, C: tl.constexpr):
-    """What BM rows of an item from number s0 on count for."""
-    ok = tl.arange(0, C.BM) < rows - s0
-    row = (begin + s0).to(tl.int32) + tl.arange(0, C.BM)
-    coefficient = g * tl.full((C.BM,), 1, tl.float32)
+def _weighted(row, ok, g, norms, Q, columns, d, C: tl.constexpr):
+    """Rows of Q ``[.., BD]`` times what they count for, zeros where not `ok`."""
+    coefficient = tl.where(ok, g, 0.0)
     if Q.weight is not None:
-        coefficient *= query_weight(Q, row * 0, row, ok)
+        coefficient *= tl.load(Q.weight + row.to(tl.int64) * Q.weight_stride_l, mask=ok, other=0.0)
     if norms is not None:
         coefficient *= tl.load(norms + row, mask=ok, other=0.0)
-    return coefficient
+    x = load_rows(packed_row_pointers(Q, row, C), ok, columns, d, Q.stride_d, C.WIDE)
+    return coefficient[:, None] * x.to(tl.float32)
 
 
 @triton.jit
-def _sums_of_winners(t, walk, norms, up, Q, columns, d, C: tl.constexpr):
-    """The sums, of BD features, of the rows that won the tokens t of a document."""
-    scale = 1.0
-    unscale = 1.0
-    if Q.ptr.dtype.element_ty == tl.float16:
-        largest = 0.0
-        for n in tl.range(walk.lo, walk.hi, num_stages=1):
-            begin, rows, _, g = _rows_of(walk, n, up)
-            for s0 in tl.range(0, rows, C.BM, num_stages=1):
-                largest = largest_of(largest, _coefficients(begin, rows, g, s0, norms, Q, C))
-        scale, unscale = scale_of(largest)
-    G = tl.full((C.BN, C.BD), 0, tl.float32)
-    e = tl.arange(0, C.BM)
-    for n in tl.range(walk.lo, walk.hi, num_stages=1):
-        begin, rows, winners, g = _rows_of(walk, n, up)
-        for s0 in tl.range(0, rows, C.BM, num_stages=1):
-            # Rows are read whatever they won: to know that would be to wait.
-            pointers = Q.ptr + (begin + s0) * Q.stride_l + e.to(tl.int64) * Q.stride_l
-            x = load_rows(pointers, e < rows - s0, columns, d, Q.stride_d, C.WIDE)
-            match = (t[:, None] == _tokens_of(rows, winners, s0, C.BM)[None, :]) & (t >= 0)[:, None]
-            G = add_product(G, match, x, _coefficients(begin, rows, g, s0, norms, Q, C) * scale, C)
-    G *= unscale
-    # As in `maxsim_grad_documents_few`.
-    if tl.sum(G * 0.0) != 0.0:
-        G = tl.full((C.BN, C.BD), 0, tl.float32)
-        for n in tl.range(walk.lo, walk.hi, num_stages=1):
-            begin, rows, winners, g = _rows_of(walk, n, up)
-            for s0 in tl.range(0, rows, C.BM, num_stages=1):
-                match = (t[:, None] == _tokens_of(rows, winners, s0, C.BM)[None, :]) & (t >= 0)[:, None]
-                coefficient = _coefficients(begin, rows, g, s0, norms, Q, C)
-                G = add_one_by_one(G, match, coefficient, (begin + s0 + e) * Q.stride_l, columns, Q, d, C)
+def _add_rows(G, tokens, t, m0, walk, norms, up, Q, columns, d, C: tl.constexpr):
+    """G ``[1, BD]`` and the rows that won token t, in their order, times what they count for; `tokens` are those that
+    the items from m0 on won."""
+    SLOTS: tl.constexpr = tokens.shape[0]
+    i = tl.arange(0, AT_A_TIME)
+    places = tl.where(tokens == t, tl.arange(0, SLOTS), SLOTS)
+    place = tl.min(places, axis=0)
+    while place < SLOTS:
+        at = tl.full((AT_A_TIME,), SLOTS, tl.int32)
+        for k in tl.static_range(AT_A_TIME):
+            at = tl.where(i == k, place, at)
+            place = tl.min(tl.where(places > place, places, SLOTS), axis=0)
+        ok = at < SLOTS
+        m = m0 + at // C.BM
+        row = item_field(walk.items, walk.count, m, ok, BEGIN).to(tl.int32) + at % C.BM
+        g = tl.load(up.grad_scores + item_field(walk.items, walk.count, m, ok, SCORE), mask=ok, other=0.0)
+        G += tl.sum(_weighted(row, ok, g, norms, Q, columns, d, C), axis=0)[None, :]
     return G
 
 
 @triton.jit
-def _sum_apart(walk, own, length, norms, up, grad_D, Q, D, d, C: tl.constexpr):
-    """grad_D of the tokens that the rows of item `own` won; other items of the document write the same bits where they
-    won the same tokens."""
-    base = D.ptr + walk.t0 * D.stride_l
-    gradient = grad_D + walk.t0 * d
-    _begin, rows, winners, _g = _rows_of(walk, own, up)
-    for s0 in tl.range(0, rows, C.BN, num_stages=1):
-        t = _tokens_of(rows, winners, s0, C.BN)
-        t = tl.where(t < length, t, -1)  # no forward writes another
+def _sum_of_token(t, tokens, walk, norms, up, Q, columns, d, C: tl.constexpr):
+    """What all rows of items add to token t ``[1, BD]``; `tokens` is what the first of them won."""
+    SLOTS: tl.constexpr = tokens.shape[0]
+    G = _add_rows(tl.full((1, C.BD), 0, tl.float32), tokens, t, walk.lo, walk, norms, up, Q, columns, d, C)
+    for m0 in tl.range(walk.lo + SLOTS // C.BM, walk.hi, SLOTS // C.BM, num_stages=1):
+        more = _tokens_of(walk.items, walk.count, m0, walk.hi, up, SLOTS, C)
+        G = _add_rows(G, more, t, m0, walk, norms, up, Q, columns, d, C)
+    return G
+
+
+@triton.jit
+def _store(G, columns, sums, t, ok, base, gradient, D, d, C: tl.constexpr):
+    """Write G, of some columns, to tokens t of a document."""
+    if C.NORMALIZE:
+        G = through_tile_norm(G, columns, sums, base, t, ok, D, d, C)
+    row = t if C.WIDE == 0 else t.to(tl.int64)
+    offsets = (row * d)[:, None] + columns[None, :]
+    tl.store(gradient + offsets, G.to(gradient.dtype.element_ty), mask=ok[:, None] & (columns < d)[None, :])
+
+
+@triton.jit
+def _store_rows_alone(won, begin, g, rows, base, gradient, norms, Q, D, d, C: tl.constexpr):
+    """Write what rows of an item add to the tokens `won` (-1: none) that no other row won, BN rows at a time."""
+    for r0 in tl.range(0, rows, C.BN, num_stages=1):
+        r = r0 + tl.arange(0, C.BN)
+        t = tl.gather(won, r, axis=0)
+        ok = t >= 0
         dot = tl.full((C.BN,), 0, tl.float32)
         squares = tl.full((C.BN,), 0, tl.float32)
         live = tl.full((C.BN,), 0, tl.int32)
         if C.NORMALIZE and not C.ONE_CHUNK:
             for c0 in range(0, d, C.BD):
                 columns = c0 + tl.arange(0, C.BD)
-                G = _sums_of_winners(t, walk, norms, up, Q, columns, d, C)
-                dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t >= 0, columns, D, d, C)
-        for c0 in range(0, d, C.BD):
+                G = _weighted(begin + r, ok, g, norms, Q, columns, d, C)
+                dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, ok, columns, D, d, C)
+        for c0 in range(0, C.BD if C.ONE_CHUNK else d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            G = _sums_of_winners(t, walk, norms, up, Q, columns, d, C)
-            if C.NORMALIZE:
-                G = through_tile_norm(G, columns, (dot, squares, live), base, t, t >= 0, D, d, C)
-            token = t if C.WIDE == 0 else t.to(tl.int64)
-            mask = (t >= 0)[:, None] & (columns < d)[None, :]
-            tl.store(gradient + ((token * d)[:, None] + columns[None, :]), G.to(grad_D.dtype.element_ty), mask=mask)
+            G = _weighted(begin + r, ok, g, norms, Q, columns, d, C)
+            _store(G, columns, (dot, squares, live), t, ok, base, gradient, D, d, C)
+
+
+@triton.jit
+def _store_sums(won, walk, base, gradient, norms, up, Q, D, d, C: tl.constexpr):
+    """Write the sums of the tokens `won` (NO_TOKEN: none) that several rows won."""
+    SLOTS: tl.constexpr = C.BM if C.BM > TOGETHER else TOGETHER
+    one = tl.full((1,), 1, tl.int32)
+    t = tl.min(won, axis=0)
+    if t < NO_TOKEN:
+        tokens = _tokens_of(walk.items, walk.count, walk.lo, walk.hi, up, SLOTS, C)
+        while t < NO_TOKEN:
+            dot = tl.full((1,), 0, tl.float32)
+            squares = tl.full((1,), 0, tl.float32)
+            live = tl.full((1,), 0, tl.int32)
+            if C.NORMALIZE and not C.ONE_CHUNK:
+                for c0 in range(0, d, C.BD):
+                    columns = c0 + tl.arange(0, C.BD)
+                    G = _sum_of_token(t, tokens, walk, norms, up, Q, columns, d, C)
+                    dot, squares, live = more_norm_sums(
+                        (dot, squares, live), G, base, t * one, one > 0, columns, D, d, C
+                    )
+            for c0 in range(0, C.BD if C.ONE_CHUNK else d, C.BD):
+                columns = c0 + tl.arange(0, C.BD)
+                G = _sum_of_token(t, tokens, walk, norms, up, Q, columns, d, C)
+                _store(G, columns, (dot, squares, live), t * one, one > 0, base, gradient, D, d, C)
+            t = tl.min(tl.where(won > t, won, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def _sum_apart(walk, n, apart, length, norms, up, grad_D, Q, D, d, C: tl.constexpr):
+    """grad_D of the tokens that rows of item n won; those that other items won too are shared out among them."""
+    begin = item_field(walk.items, walk.count, n, True, BEGIN).to(tl.int32)
+    g = tl.load(up.grad_scores + item_field(walk.items, walk.count, n, True, SCORE))
+    won = _tokens_of(walk.items, walk.count, n, n + 1, up, C.BM, C)
+    mine = (won >= 0) & (won < length) & apart  # no forward writes another
+    won = tl.where(mine, won, NO_TOKEN)
+    before, behind, own = _won_by_others(won, walk, n, up, C)
+    base = D.ptr + walk.t0 * D.stride_l
+    gradient = grad_D + walk.t0 * d
+    alone = mine & (before + behind == 0) & (own == 1)
+    rows = tl.max(tl.where(alone, tl.arange(0, C.BM) + 1, 0), axis=0)
+    _store_rows_alone(tl.where(alone, won, -1), begin, g, rows, base, gradient, norms, Q, D, d, C)
+    mine = mine & (alone == 0) & (won % (before + behind + 1) == before)
+    _store_sums(tl.where(mine, won, NO_TOKEN), walk, base, gradient, norms, up, Q, D, d, C)
 
 
 @triton.jit
@@ -175,8 +238,8 @@ def _mark(marks, first, length, tiles, TILE: tl.constexpr):
 def maxsim_grad_packed_documents_apart(
     Q, D, up, items, reach, starts, marks, norms, grad_D, Tq, Td, d, rounds, TILE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """grad_D of the documents that few query rows meet and that share no row with another, over zeros: a program for
-    the tokens that the rows of an item won.
+    """grad_D of the documents that few queries meet and that share no row with another, over zeros: a program, of one
+    warp, for the tokens that the rows of an item won.
 
     The tiles of TILE rows of D that other documents touch are listed in `marks`: how many they are, for each tile
     whether it is listed, and the list. The last programs do what `maxsim_find_starts` does, for
@@ -187,11 +250,11 @@ def maxsim_grad_packed_documents_apart(
     if n < up.count:
         first = item_field(items, up.count, n, True, FIRST)
         length = item_field(items, up.count, n, True, LENGTH)
-        lo, hi, apart, tells = _neighbours(items, reach, n, first, length, up.count, C)
-        if apart:
-            walk = Walk(items, up.count, lo, hi, first, 0, Tq, None, None, None)
-            _sum_apart(walk, n, length.to(tl.int32), norms, up, grad_D, Q, D, d, C)
-        elif tells & (length > 0):
+        lo, met, apart, tells = _neighbours(items, reach, n, first, length, up.count, C)
+        # Without a branch around it: the compiler would put off to behind it what is read first.
+        walk = Walk(items, up.count, lo, lo + tl.where(apart, met, 0), first, 0, Tq, None, None, None)
+        _sum_apart(walk, n, apart, length.to(tl.int32), norms, up, grad_D, Q, D, d, C)
+        if (apart == 0) & tells & (length > 0):
             _mark(marks, first, length, tiles, TILE)
     else:
         find_starts(items, reach, starts, up.count, tiles + 1, TILE, Td, rounds, n - up.count)

@@ -133,7 +133,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_grad_packed_documents_apart":
-        return backward_configs.apart_documents(arch, case.dtype, case.d, **shared)
+        return backward_configs.apart_documents(arch, case.dtype, case.Lq, case.d, flat=True, **shared)
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         few = case.kernel == "maxsim_grad_few_packed_documents"

@@ -7,7 +7,6 @@ from lik_ops.backends.configs import ARCHITECTURES
 
 from .aot import Case, Compiled, compile_for
 from .aot_cases import (
-    APART,
     DOCUMENTS,
     FEW,
     FEW_PACKED,
@@ -21,15 +20,14 @@ from .aot_cases import (
 )
 
 SUMS = (DOCUMENTS, PACKED, FEW_PACKED)
-SMALL = (FEW, APART)  # one small product for each document, beside zeros
-MATRIX_KERNELS = (FORWARD, *SMALL, *SUMS)
+MATRIX_KERNELS = (FORWARD, FEW, *SUMS)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
 COMMON, OTHERS = common_and_others()
 
 
 def _matrix_unit(case: Case, name: str) -> str:
-    if case.kernel in SMALL and not name.startswith("gfx"):
-        return "mma.sync"
+    if case.kernel == FEW and not name.startswith("gfx"):
+        return "mma.sync"  # one small product for each document, beside zeros
     if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":

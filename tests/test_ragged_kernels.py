@@ -1,6 +1,7 @@
 """The kernels for ragged layouts: bit for bit what the dense ones give of each pair, and gradients against fp64."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.backends.ragged import Ragged
+from lik_ops.backends.ragged import Cut, Ragged
 
 from .support import CUDA, INTERPRETER, INTERPRETING
 
@@ -299,6 +300,28 @@ def test_rows_of_no_query_and_no_document_get_zeros(place):
     assert grad_D[begin:end].any() and not grad_D[:begin].any() and not grad_D[end:].any()
 
 
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
+    """As an eager call keeps them for its backward."""
+    p = problem(place, mode, torch.float32, queries=(5, 5, 5, 5), documents=(9, 9, 9))
+    scores, argmax = won(p, True)
+    upstream = torch.randn(scores.shape, device=scores.device)
+    expected = gradients(p, upstream, argmax, True, unified=unified)
+    whole = Cut.of(p.r, 5)
+    Q, D = whole.Q.view(4, 5, -1), whole.D.view(3, 9, -1)
+    cuts = [whole._replace(Q=Q, cu_seqlens_q=None)]
+    if mode != "candidates":  # which name documents
+        cuts += [whole._replace(D=D, offsets=None, lengths=None)]
+        cuts += [whole._replace(Q=Q, D=D, cu_seqlens_q=None, offsets=None, lengths=None)]
+    close = functools.partial(torch.testing.assert_close, **({} if unified else {"rtol": 0, "atol": 0}))
+    for cut in cuts:
+        found = cuda_ragged_backward.backward_cut(upstream, cut, argmax, True, [True] * 3, unified)
+        assert [x.shape for x in found] == [cut.Q.shape, cut.D.shape, cut.Q.shape[:-1]]
+        for x, y in zip(found, expected, strict=True):
+            close(x.view(y.shape), y)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_meet_gets_zeros(place, mode):
     """Packed rows without a query or without a document: there is nothing to look an offset up in."""
@@ -347,8 +370,8 @@ def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if 0 <= begin < end <= 7:
             expected[begin:end] = [i] * (end - begin)
-    r = Ragged(Q, Q, cu, none, none, None, None, None, None)
-    assert cuda_ragged_backward.Lookup(r, 7, (1, 1)).query.tolist() == expected
+    cut = Cut.of(Ragged(Q, Q, cu, none, none, None, None, None, None), 7)
+    assert cuda_ragged_backward.Lookup(cut, 7, (1, 1)).query.tolist() == expected
 
 
 HALF_ULP = 2**-8  # of bf16: a token that wins most is most of the norm, and its rounding does not average out

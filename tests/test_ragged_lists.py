@@ -9,6 +9,7 @@ from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.backends import backward_configs, cuda_ragged_backward
+from lik_ops.backends.ragged import Cut
 from lik_ops.csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS
 
 from .test_ragged_kernels import (
@@ -152,7 +153,7 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     Tq = p.r.Q.shape[0]
     argmax = torch.stack([torch.randint(-1, max(n, 1), (Tq,), device=place.device) for _, n in documents]).int()
     grad_scores = torch.zeros(p.r.scores_shape(), device=place.device)
-    call = cuda_ragged_backward._Call(grad_scores, p.r, argmax, False)
+    call = cuda_ragged_backward._Call(grad_scores, Cut.of(p.r, Tq), argmax, False)
     launch = backward_configs.grad_packed_documents(
         call.arch, torch.float32, 16, rows=None, flat=True, few=False, listed=True, **call.layout()
     )

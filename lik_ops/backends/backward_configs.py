@@ -192,16 +192,38 @@ def few_rows(
     return Launch(config, num_warps=4 if rows <= 32 and half else 8, num_stages=1, max_registers=255)
 
 
+MOST_APART_ROWS = 128  # of an item that one warp sums
+
+
 @_remembered
 def apart_documents(
-    arch: Architecture, dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int
+    arch: Architecture,
+    dtype: torch.dtype,
+    rows: int,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    flat: bool,
 ) -> Launch:
-    """The sums of the few query rows that a packed document meets, BM a step, into BN tokens that they won."""
-    launch = few_rows(arch, dtype, 32, d, candidates=candidates, normalize=normalize, wide=wide)
-    BM = 16 if arch == INTERPRETER else 32
-    launch = replace(launch, config=launch.config._replace(BM=BM, BN=BM))
-    four = dtype != torch.float32 and arch.name == "sm_90" and loads_vectors(d, wide)  # else ptxas spills
-    return replace(launch, max_registers=128) if four else launch
+    """The sums of the few rows, at most BM of each query, that a packed document meets: one warp, row by row."""
+    BD = min(max(next_power_of_2(d), 16), 256)
+    config = Config(
+        BM=min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_APART_ROWS),
+        BN=4,
+        BD=BD,
+        SLOT=1,
+        LANES=1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(torch.float32, arch, False),
+        FLAT=flat,
+    )
+    # They wait most of the time: as many programs as a multiprocessor takes, 32, unless ptxas spills then.
+    return Launch(config, num_warps=1, num_stages=1, max_registers=64 if BD <= 128 and loads_vectors(d, wide) else 128)
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:

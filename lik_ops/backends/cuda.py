@@ -8,12 +8,13 @@ from .cuda_arguments import allow_tf32, architecture, unavailable
 from .cuda_backward import backward_lowmem, backward_unified
 from .cuda_forward import forward, forward_plan
 from .cuda_ragged import forward_ragged, ragged_plan
-from .cuda_ragged_backward import backward_ragged
+from .cuda_ragged_backward import backward_cut, backward_ragged
 from .cuda_topk import best, best_of_parts
 
 __all__ = [
     "allow_tf32",
     "architecture",
+    "backward_cut",
     "backward_lowmem",
     "backward_ragged",
     "backward_unified",

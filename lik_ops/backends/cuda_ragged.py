@@ -36,18 +36,17 @@ def _per_row(x: Tensor | None) -> tuple:
     return (None, None, None) if x is None else (x, 0, x.stride(-1))
 
 
-def queries_of(r: Ragged) -> Queries:
-    return Queries._make((r.Q, 0, *r.Q.stride(), *_per_row(r.q_mask), *_per_row(r.q_weight)))
+def queries_of(c: Cut) -> Queries:
+    return Queries._make((c.Q, 0, *c.Q.stride()[-2:], *_per_row(c.q_mask), *_per_row(c.q_weight)))
 
 
-def documents_of(r: Ragged, mask: Tensor | None) -> Documents:
-    kept = (None,) * 4 if mask is None else (mask, 0, 0, mask.stride(0))
-    return Documents._make((r.D, 0, 0, *r.D.stride(), *kept))
+def documents_of(c: Cut) -> Documents:
+    """Without their mask: masked tokens win nothing."""
+    return Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *(None,) * 4))
 
 
-def segments_of(r: Ragged) -> Segments:
-    pairs = None if r.pairs is None else r.pairs.contiguous()
-    return Segments(r.cu_seqlens_q.contiguous(), r.d_offsets.contiguous(), r.d_lengths.contiguous(), pairs)
+def segments_of(c: Cut) -> Segments:
+    return Segments._make((*c.indices, c.q_each, c.d_each))
 
 
 def _launch(c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool) -> tuple[Launch, int]:
@@ -145,7 +144,7 @@ class Plan:
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
-        documents = c.pairs.shape[0] if self.pairs else queries * columns if self.single else columns  # type: ignore[union-attr]
+        documents = c.items
         few = documents <= configs.RESIDENT
         tile = self.tiles.get((queries, Lq, wide, few)) or self._tile_of(c, Lq, wide, few)
         shape: tuple[int, ...]
@@ -204,10 +203,8 @@ class Plan:
         """Tensors or pointers, in the order of `Cut`, in that of `Queries`, `Documents` and `Segments`."""
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = tensors
         (rows, mask_strides, weight_strides), (d_rows, d_mask_strides) = self.query_strides, self.document_strides
-        q_each = c.Q.shape[1] if c.cu_seqlens_q is None else None
-        d_each = c.D.shape[-2] if c.offsets is None else None
         queries = (Q, *rows, q_mask, *mask_strides, weight, *weight_strides)
-        segments = (cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_each, d_each)
+        segments = (cu_seqlens_q, offsets, lengths, pairs, q_lengths, c.q_each, c.d_each)
         return queries, (D, *d_rows, d_mask, *d_mask_strides), segments
 
     def _tiles(self, c: Cut, tile: _Tile) -> TensorDescriptor | None:

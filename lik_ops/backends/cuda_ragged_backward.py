@@ -23,7 +23,7 @@ from .configs import Launch, cdiv
 from .cuda_arguments import architecture, checked_grid, on_device, wide_of
 from .cuda_backward import require_nondeterminism_allowed
 from .cuda_ragged import documents_of, queries_of, segments_of
-from .ragged import Ragged
+from .ragged import Cut, Ragged
 
 _FIELDS, _FIRST, _LENGTH, _QUERY = (x.value for x in (fields.FIELDS, fields.FIRST, fields.LENGTH, fields.QUERY))
 _BLOCK, _QUERIES, _RANKED = (x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED))
@@ -79,27 +79,28 @@ def found_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, mos
 class Lookup:
     """The query of each packed row, and the items, as `Upstream` has them."""
 
-    def __init__(self, r: Ragged, most: int, strides: tuple[int, int]) -> None:
-        self.r = r
-        count = r.d_offsets.numel() if r.pairs is None else r.pairs.shape[0]
-        self.items = torch.empty((_FIELDS, count), dtype=torch.int64, device=r.Q.device)
-        self.query = torch.full((r.Q.shape[0],), -1, dtype=torch.int32, device=r.Q.device)
-        grid = checked_grid(cdiv(count, _BLOCK) + cdiv(r.queries, _QUERIES))
-        numbers = r.queries, r.columns, r.Q.shape[0], r.D.shape[0], count, most, *strides
-        args = segments_of(r), self.items, self.query, *numbers, r.candidates
-        launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _options(r.Q.device))
+    def __init__(self, c: Cut, most: int, strides: tuple[int, int]) -> None:
+        self.c = c
+        self.items = torch.empty((_FIELDS, c.items), dtype=torch.int64, device=c.Q.device)
+        self.query = torch.empty(c.Tq, dtype=torch.int32, device=c.Q.device)
+        if c.cu_seqlens_q is not None or c.q_lengths is not None:
+            self.query.fill_(-1)  # bounds may leave gaps
+        grid = checked_grid(cdiv(c.items, _BLOCK) + cdiv(c.queries, _QUERIES))
+        numbers = c.queries, c.columns, c.Tq, c.Td, c.items, most, *strides
+        args = segments_of(c), self.items, self.query, *numbers, c.candidates
+        launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _options(c.Q.device))
 
     def by_query(self) -> tuple[Tensor, Tensor | None]:
         """Items, those of each query together, and for pairs where each query's begin."""
-        if self.r.pairs is None:
+        if self.c.pairs is None:
             return self.items, None
         items, _ = sorted_items(self.items, _QUERY, False)
-        return items, found_starts(items[_QUERY], None, self.r.queries + 1, 1, self.r.queries)
+        return items, found_starts(items[_QUERY], None, self.c.queries + 1, 1, self.c.queries)
 
     def by_tile(self, tile: int, tiles: int) -> tuple[Tensor, Tensor]:
         """Items sorted by their documents' first rows, and which of them each tile of rows of D may meet."""
         items, reach = sorted_items(self.items, _FIRST, True)
-        return items, found_starts(items[_FIRST], reach, tiles + 1, tile, self.r.D.shape[0])
+        return items, found_starts(items[_FIRST], reach, tiles + 1, tile, self.c.Td)
 
 
 class _Listing(NamedTuple):
@@ -124,19 +125,19 @@ class _Listing(NamedTuple):
 class _Call:
     """One backward: what its kernels share."""
 
-    def __init__(self, grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool) -> None:
-        self.r, self.normalize = r, normalize
-        self.arch, self.d = architecture(r.Q.device), r.Q.shape[1]
-        self.wide = wide_of(r.Q.unsqueeze(0), r.D.unsqueeze(0))
-        self.queries, self.documents = queries_of(r), documents_of(r, None)  # masked tokens win nothing
-        stride_q, stride_k = grad_scores.stride() if r.pairs is None else (grad_scores.stride(0), 0)
-        self.lookup = Lookup(r, argmax.shape[1], (stride_q, stride_k))
+    def __init__(self, grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool) -> None:
+        self.c, self.normalize = c, normalize
+        self.arch, self.d = architecture(c.Q.device), c.Q.shape[-1]
+        self.wide = wide_of(c.Q, c.D.flatten(0, -2))
+        self.queries, self.documents = queries_of(c), documents_of(c)
+        stride_q, stride_k = grad_scores.stride() if c.pairs is None else (grad_scores.stride(0), 0)
+        self.lookup = Lookup(c, argmax.shape[1], (stride_q, stride_k))
         self.up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous())
         # Packed rows are one query; the rows of D one document.
-        self.sizes = 1, r.columns, r.Q.shape[0], r.D.shape[0]
+        self.sizes = 1, c.columns, c.Tq, c.Td
 
     def layout(self) -> dict:
-        return {"candidates": self.r.candidates, "normalize": self.normalize, "wide": self.wide}
+        return {"candidates": self.c.candidates, "normalize": self.normalize, "wide": self.wide}
 
     def _run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
         launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
@@ -146,8 +147,8 @@ class _Call:
         return self.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
 
     def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = backward_configs.gather(self.r.Q.dtype, self.d, ragged=True, **self.layout())
-        grid = checked_grid(cdiv(self.r.Q.shape[0], launch.config.BM))
+        launch = backward_configs.gather(self.c.Q.dtype, self.d, ragged=True, **self.layout())
+        grid = checked_grid(cdiv(self.c.Tq, launch.config.BM))
         args = self.queries, self.documents, self._by_query(), grad_Q, grad_weight, *self.sizes, self.d
         self._run(maxsim_grad_queries, grid, args, launch)
 
@@ -155,24 +156,29 @@ class _Call:
         """Into how many pieces the sum of a tile is cut: few rows of D must not leave the GPU to few programs."""
         if tiles >= _PROGRAMS:
             return 1
-        r, count = self.r, self.lookup.items.shape[1]
-        most = count // _PIECE_ITEMS if self._single() else r.Q.shape[0] // _PIECE_ROWS
+        most = self.c.items // _PIECE_ITEMS if self._single() else self.c.Tq // _PIECE_ROWS
         return max(1, min(cdiv(_PROGRAMS, tiles), most, _PARTIAL_BYTES // (4 * tile * tiles * self.d)))
 
     def _single(self) -> bool:
         """Whether an item is of one query."""
-        return self.r.candidates or self.r.pairs is not None
+        return self.c.candidates or self.c.pairs is not None
+
+    def _most_rows(self) -> int:
+        """Rows that hardly a query has more of."""
+        if self.c.q_each is not None:
+            return self.c.q_each
+        return 2 * cdiv(self.c.Tq, self.c.queries)
 
     def _few(self) -> bool:
         """Whether most rows of D win nothing, whoever wins."""
-        r = self.r
-        own = r.columns * r.Q.shape[0] if r.pairs is None else r.pairs.shape[0] * cdiv(r.Q.shape[0], r.queries)
-        return self._single() and r.D.shape[0] > _FEW * own
+        c = self.c
+        own = c.columns * c.Tq if c.pairs is None else c.items * cdiv(c.Tq, c.queries)
+        return self._single() and c.Td > _FEW * own
 
     def _listing(self, launch: Launch) -> _Listing | None:
         """How winners are listed; None where they are not."""
-        Tq, count = self.r.Q.shape[0], self.lookup.items.shape[1]
-        if self._single() or Tq < _LIST_ROWS or self.r.D.shape[0] > _LIST_TOKENS:
+        Tq, count = self.c.Tq, self.c.items
+        if self._single() or Tq < _LIST_ROWS or self.c.Td > _LIST_TOKENS:
             return None
         listing, rows = backward_configs.packed_lists(self.arch, launch, Tq)
         blocks = cdiv(Tq, rows)
@@ -205,37 +211,39 @@ class _Call:
             run(items, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
 
     def into_documents(self, grad_D: Tensor) -> None:
-        rows = cdiv(self.r.Q.shape[0], self.r.queries) if self._single() else None
-        flat = self.r.Q.shape[0] * abs(self.r.Q.stride(0)) + self.d * abs(self.r.Q.stride(1)) <= _INT32_MAX
+        rows = cdiv(self.c.Tq, self.c.queries) if self._single() else None
+        flat = self.c.Tq * abs(self.c.Q.stride(-2)) + self.d * abs(self.c.Q.stride(-1)) <= _INT32_MAX
         options = {"rows": rows, "flat": flat, **self.layout()}
         norms = self._row_norms() if self.normalize else None
         (self._into_few if self._few() else self._into_all)(grad_D, norms, options)
 
     def _into_few(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
-        tile, count, Td = backward_configs.few_tokens(self.arch), self.lookup.items.shape[1], self.r.D.shape[0]
+        tile, count, Td = backward_configs.few_tokens(self.arch), self.c.items, self.c.Td
         (tiles,) = checked_grid(cdiv(Td, tile))
         marks, starts = torch.empty((2, 2 * (tiles + 1)), dtype=torch.int32, device=grad_D.device)
         zeros = Zeros(grad_D, grad_D.numel(), marks, tiles + 1)
         items, reach = sorted_items(self.lookup.items, _FIRST, True, zeros)
         given = self.queries, self.documents, self.up._replace(count=count), items
         into = starts, marks, norms, grad_D
-        launch = backward_configs.apart_documents(self.arch, self.r.Q.dtype, self.d, **self.layout())
-        apart = *given, reach, *into, self.r.Q.shape[0], Td, self.d, count.bit_length(), tile
+        launch = backward_configs.apart_documents(
+            self.arch, self.c.Q.dtype, self._most_rows(), self.d, flat=options["flat"], **self.layout()
+        )
+        apart = *given, reach, *into, self.c.Tq, Td, self.d, count.bit_length(), tile
         grid = checked_grid(count + cdiv(tiles + 1, _BLOCK))
         self._run(maxsim_grad_packed_documents_apart, grid, apart, launch)
-        launch = backward_configs.grad_packed_documents(self.arch, self.r.Q.dtype, self.d, few=True, **options)
+        launch = backward_configs.grad_packed_documents(self.arch, self.c.Q.dtype, self.d, few=True, **options)
         together = *given, *into, *self.sizes, self.d, tile
         self._run(maxsim_grad_few_packed_documents, (min(tiles, _PROGRAMS),), together, launch)
 
     def _into_all(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
         table = functools.partial(
-            backward_configs.grad_packed_documents, self.arch, self.r.Q.dtype, self.d, few=False, **options
+            backward_configs.grad_packed_documents, self.arch, self.c.Q.dtype, self.d, few=False, **options
         )
         launch = table(listed=True)
         listing = self._listing(launch)
         if listing is None:
             launch = table()
-        tile, Td = launch.config.BN, self.r.D.shape[0]
+        tile, Td = launch.config.BN, self.c.Td
         (tiles,) = checked_grid(cdiv(Td, tile))
         items, starts = self.lookup.by_tile(tile, tiles)
         pieces = self._pieces(tile, tiles)
@@ -249,31 +257,31 @@ class _Call:
             self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)
 
     def _row_norms(self) -> Tensor:
-        rows = self.r.Q.shape[0]
-        norms = self.r.Q.new_empty(rows, dtype=torch.float32)
-        launch = backward_configs.gather(self.r.Q.dtype, self.d, **self.layout())
+        rows = self.c.Tq
+        norms = self.c.Q.new_empty(rows, dtype=torch.float32)
+        launch = backward_configs.gather(self.c.Q.dtype, self.d, **self.layout())
         grid = checked_grid(cdiv(rows, launch.config.BM))
         self._run(maxsim_row_norms, grid, (self.queries, norms, 1, rows, self.d), launch)
         return norms
 
     def scatter(self, sum_D: Tensor) -> None:
         """Add into zeroed fp32 sums of the rows of D, a program for the rows of a tile and all that they meet."""
-        launch = backward_configs.scatter(self.r.Q.dtype, self.d, ragged=True, **self.layout())
-        grid = (*checked_grid(cdiv(self.r.Q.shape[0], launch.config.BM)), 1)
-        most = self.r.columns if self.r.pairs is None else self.r.pairs.shape[0]
+        launch = backward_configs.scatter(self.c.Q.dtype, self.d, ragged=True, **self.layout())
+        grid = (*checked_grid(cdiv(self.c.Tq, launch.config.BM)), 1)
+        most = self.c.columns if self.c.pairs is None else self.c.pairs.shape[0]
         args = self.queries, self.documents, self._by_query(), None, sum_D, *self.sizes, self.d, most
         self._run(maxsim_scatter, grid, args, launch)
 
     def finish_documents(self, sum_D: Tensor, grad_D: Tensor) -> None:
-        launch = backward_configs.gather(self.r.D.dtype, self.d, **self.layout() | {"candidates": False})
-        rows = self.r.D.shape[0]
+        launch = backward_configs.gather(self.c.D.dtype, self.d, **self.layout() | {"candidates": False})
+        rows = self.c.Td
         grid = checked_grid(cdiv(rows, launch.config.BM))
         weightless = self.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
         self._run(maxsim_finish, grid, (self.documents, weightless, sum_D, grad_D, None, 1, 1, rows, 0, self.d), launch)
 
 
-def backward_ragged(
-    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+def backward_cut(
+    grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight; `unified`: that of D by fp32 atomic adds, else each summed in a fixed order.
 
@@ -282,24 +290,31 @@ def backward_ragged(
     """
     if unified:
         require_nondeterminism_allowed()
-    trivial = 0 in (r.Q.numel(), r.D.numel(), argmax.numel(), r.queries, r.columns)
+    trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
     new = torch.zeros_like if trivial else torch.empty_like
     grad_Q, grad_D = (
         new(x, memory_format=torch.contiguous_format) if need else x.new_empty(0)
-        for x, need in zip((r.Q, r.D), needs, strict=False)
+        for x, need in zip((c.Q, c.D), needs, strict=False)
     )
-    weight_shape = r.Q.shape[:1] if needs[2] else (0,)
-    grad_weight = (r.Q.new_zeros if trivial else r.Q.new_empty)(weight_shape, dtype=torch.float32)
+    weight_shape = c.Q.shape[:-1] if needs[2] else (0,)
+    grad_weight = (c.Q.new_zeros if trivial else c.Q.new_empty)(weight_shape, dtype=torch.float32)
     if trivial or not any(needs):
         return grad_Q, grad_D, grad_weight
-    with on_device(r.Q.device):
-        call = _Call(grad_scores, r, argmax, normalize)
+    with on_device(c.Q.device):
+        call = _Call(grad_scores, c, argmax, normalize)
         if needs[0] or needs[2]:
             call.into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
         if needs[1] and unified:
-            sum_D = torch.zeros(r.D.shape, dtype=torch.float32, device=r.D.device)
+            sum_D = torch.zeros(c.D.shape, dtype=torch.float32, device=c.D.device)
             call.scatter(sum_D)
             call.finish_documents(sum_D, grad_D)
         elif needs[1]:
             call.into_documents(grad_D)
     return grad_Q, grad_D, grad_weight
+
+
+def backward_ragged(
+    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward_cut` of what a cut spells out."""
+    return backward_cut(grad_scores, Cut.of(r, argmax.shape[1]), argmax, normalize, needs, unified)

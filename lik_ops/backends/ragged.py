@@ -92,6 +92,22 @@ class Cut(NamedTuple):
     def sizes(self) -> tuple:
         return self[10:]
 
+    @property
+    def q_each(self) -> int | None:
+        """Rows that each query has room for, where Q is dense."""
+        return self.Q.shape[1] if self.cu_seqlens_q is None else None
+
+    @property
+    def d_each(self) -> int | None:
+        return self.D.shape[-2] if self.offsets is None else None
+
+    @property
+    def items(self) -> int:
+        """Documents, candidates of all queries, or pairs."""
+        if self.pairs is not None:
+            return self.pairs.shape[0]
+        return self.queries * self.columns if self.candidates else self.columns
+
     @classmethod
     def of(cls, r: Ragged, max_seqlen_q: int) -> Cut:
         """`Ragged` for kernels, which read indices as contiguous ones."""

@@ -58,17 +58,17 @@ class _MaxSimRagged(torch.autograd.Function):
             return (None,) * 5
         call, (*tensors, argmax) = ctx.call, ctx.saved_tensors
         c = Cut(*tensors, *ctx.sizes)
-        unified, r = call.backward == "unified", c.ragged()
+        unified = call.backward == "unified"
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
             if argmax is None:
-                found = call.backend.forward_ragged(r, call.normalize, argmax_dtype_for(c.Td), c.max_seqlen_q)
-                argmax = found[1]
+                plan = call.backend.ragged_plan(c, call.normalize, argmax_dtype_for(c.Td))
+                _, argmax = plan.forward(c)
             if eager.backward_is_short(grad_scores, c.Q, c.D):
-                grads = call.backend.backward_ragged(grad_scores, r, argmax, call.normalize, needs, unified)
+                grads = call.backend.backward_cut(grad_scores, c, argmax, call.normalize, needs, unified)
             else:
                 op = torch.ops.lik.maxsim_ragged_bwd
-                grads = op(grad_scores, *r, argmax, call.normalize, unified, needs)
+                grads = op(grad_scores, *c.ragged(), argmax, call.normalize, unified, needs)
         leaves: Any = c.Q, c.D, c.q_weight
         return *(g.view(x.shape) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
 

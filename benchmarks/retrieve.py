@@ -60,7 +60,7 @@ PEER_CHUNK = 50_000  # documents: below the 2^31 elements that late-interaction-
 EAGER_BYTES = 2 * 2**30  # similarities of a chunk
 PRODUCT, SUSTAINED_QUERIES = 8192, 16  # sides of a plain product; from how many queries on it is compared with
 FIRST_CALL_SECONDS = 40
-CASE_SECONDS = 12  # of timed rounds
+CASE_SECONDS = 20  # of timed rounds
 WRONG, EXACT = 1e-2, 1e-5
 GIB = 2**30
 Best = tuple[Tensor, Tensor]
@@ -262,7 +262,10 @@ def measure(
     ready = {n: f for n, f in found.items() if not isinstance(f, str) and "first_s" in entries[n]}
     ceilings = ceilings or {}
     try:
-        times = compare({**ready, **ceilings}, rounds, min(CASE_SECONDS, max(0.0, end - time.monotonic())))
+        # Ours and what it is held against beside each other: after a peer's second of work a GPU is slower for either.
+        ours = {n: f for n, f in ready.items() if n.startswith("lik_ops")}
+        in_turn = {**ours, **ceilings, **ready}
+        times = compare(in_turn, rounds, min(CASE_SECONDS, max(0.0, end - time.monotonic())))
     except Exception as failure:
         times = {}
         for name in ready:

@@ -122,6 +122,8 @@ MORE_RAGGED = [
     ),
     Case(PACKED, ragged=True, pieces=True, pairs=True, normalize=True),
     Case(FEW_PACKED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
+    *(Case(APART, dtype, Lq=Lq, ragged=True, candidates=True) for dtype in (_BF16, _FP32) for Lq in (64, 1024)),
+    Case(APART, _FP16, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]
 
 # fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.

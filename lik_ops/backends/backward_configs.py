@@ -208,9 +208,10 @@ def apart_documents(
     flat: bool,
 ) -> Launch:
     """The sums of the few rows, at most BM of each query, that a packed document meets: one warp, row by row."""
+    BM = min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_APART_ROWS)
     BD = min(max(next_power_of_2(d), 16), 256)
     config = Config(
-        BM=min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_APART_ROWS),
+        BM=BM,
         BN=4,
         BD=BD,
         SLOT=1,
@@ -223,7 +224,8 @@ def apart_documents(
         FLAT=flat,
     )
     # They wait most of the time: as many programs as a multiprocessor takes, 32, unless ptxas spills then.
-    return Launch(config, num_warps=1, num_stages=1, max_registers=64 if BD <= 128 and loads_vectors(d, wide) else 128)
+    small = BM <= 32 and BD <= 128 and loads_vectors(d, wide)
+    return Launch(config, num_warps=1, num_stages=1, max_registers=64 if small else 128)
 
 
 def lists(arch: Architecture, documents: Launch, rows: int) -> Launch:

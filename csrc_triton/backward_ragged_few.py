@@ -8,7 +8,7 @@ grad_D, `maxsim_grad_packed_documents_apart` sums these, and lists which tiles o
 import triton
 import triton.language as tl
 
-from .arguments import Sizes, Walk
+from .arguments import Walk
 from .backward import more_norm_sums, through_tile_norm
 from .backward_few import fill_with_zeros
 from .backward_ragged import (
@@ -260,16 +260,15 @@ def maxsim_grad_packed_documents_apart(
         find_starts(items, reach, starts, up.count, tiles + 1, TILE, Td, rounds, n - up.count)
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
+@triton.jit(do_not_specialize=["Tq", "Td"])
 def maxsim_grad_few_packed_documents(
-    Q, D, up, items, starts, marks, norms, grad_D, Nq, K, Tq, Td, d, TILE: tl.constexpr, C: tl.constexpr
+    Q, D, up, items, starts, marks, norms, grad_D, Tq, Td, d, TILE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """grad_D [Td, d] of the tiles of TILE rows of D that `marks` lists: zeros, and the sums of the rows that win over
     them.
 
     BN of them are summed at a time. The rest is as in `maxsim_grad_packed_documents`.
     """
-    sizes = Sizes(Nq, K, Tq, Td)
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
     tiles = tl.cdiv(Td, TILE)
     for n in tl.range(tl.program_id(0), tl.load(marks), tl.num_programs(0), num_stages=1):
@@ -278,7 +277,7 @@ def maxsim_grad_few_packed_documents(
         hi = tl.load(starts + tile + 1)
         walk = Walk(items, up.count, lo, hi, wide(tile) * TILE, 0, Tq, None, None, None)
         won, count, slots = _slots(walk, up, TILE, C)
-        rows = tl.minimum(sizes.Ld - walk.t0, TILE).to(tl.int32)
+        rows = tl.minimum(Td - walk.t0, TILE).to(tl.int32)
         fill_with_zeros(grad_D + walk.t0 * d, rows * d, "")
         tl.debug_barrier()  # the zeros are written by other threads than the sums
         base = D.ptr + walk.t0 * D.stride_l
@@ -291,4 +290,4 @@ def maxsim_grad_few_packed_documents(
                 G, columns = sum_of_rows(part, norms, up, Q, c0, d, C)
                 if C.NORMALIZE:
                     G = through_tile_norm(G, columns, sums, base, t, t >= 0, D, d, C)
-                store_rows(G, grad_D, tl.where(t >= 0, walk.t0 + t, sizes.Ld), sizes.Ld, columns, d)
+                store_rows(G, grad_D, tl.where(t >= 0, walk.t0 + t, Td), Td, columns, d)

@@ -248,7 +248,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_grad_few_packed_documents":
         found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32", "marks": "*i32"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
-        found |= dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
+        found |= dict.fromkeys(("Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
         return backward_ragged_few.maxsim_grad_few_packed_documents, found
     if case.kernel == "maxsim_grad_packed_documents_apart":
         found = {"Q": None, "D": None, "up": up, "items": "*i64", "reach": "*i64"}

@@ -232,7 +232,7 @@ class _Call:
         grid = checked_grid(count + cdiv(tiles + 1, _BLOCK))
         self._run(maxsim_grad_packed_documents_apart, grid, apart, launch)
         launch = backward_configs.grad_packed_documents(self.arch, self.c.Q.dtype, self.d, few=True, **options)
-        together = *given, *into, *self.sizes, self.d, tile
+        together = *given, *into, self.c.Tq, Td, self.d, tile
         self._run(maxsim_grad_few_packed_documents, (min(tiles, _PROGRAMS),), together, launch)
 
     def _into_all(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:

@@ -112,6 +112,13 @@ def through_norm(G, x, live, squares, dot):
 
 
 @triton.jit
+def no_norm_sums(TOKENS: tl.constexpr):
+    """The sums of no features, for `more_norm_sums`."""
+    zeros = tl.full((TOKENS,), 0, tl.float32)
+    return zeros, zeros, tl.full((TOKENS,), 0, tl.int32)
+
+
+@triton.jit
 def more_norm_sums(sums, G, base, t, t_ok, columns, D, d, C: tl.constexpr):
     """`sums` of the features of earlier steps, as `norm_sums` gives them, and those of this step."""
     _, dot, squares, live = norm_sums(G, base, t, t_ok, columns, D, d, C)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes
-from .backward import more_norm_sums, norm_sums, through_norm, through_tile_norm
+from .backward import more_norm_sums, no_norm_sums, norm_sums, through_norm, through_tile_norm
 from .common import (
     document_base,
     inverse_norm,
@@ -96,6 +96,13 @@ def power_of_two(biased_exponent):
 
 
 @triton.jit
+def scales(largest):
+    """Powers of two: what brings the largest coefficient just below 2^15, and back."""
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    return power_of_two(268 - exponent), power_of_two(exponent - 14)
+
+
+@triton.jit
 def _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr):
     """A power of two that brings the largest finite coefficient of a tile just below 2^15, and its inverse.
 
@@ -107,9 +114,7 @@ def _scale_of(begin, end, tile, lists, norms, up, Q, sizes, d, C: tl.constexpr):
         code = _codes(e, end, tile, lists, up, sizes, C)
         _, c = _coefficients(code, e, tile, lists, norms, up, Q, sizes, d, C)
         largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
-    exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 15)
-    return power_of_two(268 - exponent), power_of_two(exponent - 14)
+    return scales(tl.max(largest, axis=0))
 
 
 @triton.jit
@@ -300,20 +305,18 @@ def maxsim_grad_documents(
         end = tl.minimum(end, (p + 1) * piece)
         features = tl.where((begin < end) | (tl.program_id(1) == 0), d, 0)
 
-    dot = tl.full((C.BN,), 0, tl.float32)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    live = tl.full((C.BN,), 0, tl.int32)
+    sums = no_norm_sums(C.BN)
     if TWICE:
         for c0 in range(0, features, C.BD):
             G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
-            dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t < sizes.Ld, columns, D, d, C)
+            sums = more_norm_sums(sums, G, base, t, t < sizes.Ld, columns, D, d, C)
     for c0 in range(0, features, C.BD):
         G, columns = _sum_of_rows(begin, end, tile, lists, norms, up, Q, sizes, c0, d, C)
         if partial is not None:
             slots = _slots(partial, document - first, tile_begin, p, rows, piece, columns, d, C)
             tl.store(slots, G, mask=(whole == 0)[:, None] & (columns < d)[None, :])
         if C.NORMALIZE:
-            G = through_tile_norm(G, columns, (dot, squares, live), base, t, t < sizes.Ld, D, d, C)
+            G = through_tile_norm(G, columns, sums, base, t, t < sizes.Ld, D, d, C)
         store_gradient(G, grad_D, document, t0, whole, columns, sizes.Ld, d, C)
 
 
@@ -336,18 +339,17 @@ def maxsim_join_pieces(D, starts, partial, grad_D, first, rows, blocks, tiles, p
     t = t0 + tl.arange(0, C.BN)
     base = document_base(D, owner, k)
     features = tl.where(end > (begin // piece + 1) * piece, d, 0)
-    dot = tl.full((C.BN,), 0, tl.float32)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    live = tl.full((C.BN,), 0, tl.int32)
+    sums = no_norm_sums(C.BN)
     if C.NORMALIZE:
         for c0 in range(0, features, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
-            dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t < Ld, columns, D, d, C)
+            sums = more_norm_sums(sums, G, base, t, t < Ld, columns, D, d, C)
     for c0 in range(0, features, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         G = _joined(partial, document - first, begin, end, rows, piece, columns, d, C)
         if C.NORMALIZE:
             x, _, _, _ = norm_sums(G, base, t, t < Ld, columns, D, d, C)
+            dot, squares, live = sums
             G = through_norm(G, x, live, squares, dot)
         store_gradient(G, grad_D, document, t0, t >= 0, columns, Ld, d, C)

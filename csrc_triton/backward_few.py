@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes
-from .backward import more_norm_sums, through_tile_norm, winners
-from .backward_documents import power_of_two
+from .backward import more_norm_sums, no_norm_sums, through_tile_norm, winners
+from .backward_documents import scales
 from .common import apart, document_base, inverse_norm, load_rows, query_weight, rows_sum_of_squares
 
 FILL = tl.constexpr(8192)  # elements set to zero at a time
@@ -34,12 +34,13 @@ def _few_rows(token, coefficient, owner, Q, sizes, d, C: tl.constexpr):
 
 
 @triton.jit
-def _add_product(G, match, x, coefficient, C: tl.constexpr):
-    """G ``[BN, BD]`` and the sums of the rows x that match, times their coefficients.
+def _product(match, x, coefficient, C: tl.constexpr):
+    """``[BN, BD]``: the sums of the rows x that match, times their coefficients.
 
     For half types the coefficients are taken in a high and a low part. Where one is not finite, all of G becomes NaN,
     as where an x is not: what then takes another way does so for every token.
     """
+    G = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.dtype == tl.float32:
         none = coefficient * 0.0
         G = tl.dot(tl.where(match, coefficient[None, :], none[None, :]), x, G, input_precision=C.PRECISION)
@@ -53,8 +54,9 @@ def _add_product(G, match, x, coefficient, C: tl.constexpr):
 
 
 @triton.jit
-def _add_one_by_one(G, match, coefficient, rows, columns, Q, d, C: tl.constexpr):
-    """`_add_product` of rows that may hold NaN or inf: in a product they would spoil every token."""
+def _one_by_one(match, coefficient, rows, columns, Q, d, C: tl.constexpr):
+    """`_product` of rows that may hold NaN or inf: in a product they would spoil every token."""
+    G = tl.full((C.BN, C.BD), 0, tl.float32)
     for n in range(C.BM):
         this = tl.arange(0, C.BM) == n
         at = tl.max((match & this[None, :]).to(tl.int32), axis=1) > 0
@@ -66,31 +68,17 @@ def _add_one_by_one(G, match, coefficient, rows, columns, Q, d, C: tl.constexpr)
 
 
 @triton.jit
-def _largest_of(largest, coefficient):
-    """The larger of `largest` and the finite ones of the coefficients."""
-    size = tl.where(tl.abs(coefficient) < float("inf"), tl.abs(coefficient), 0.0)
-    return tl.maximum(largest, tl.max(size, axis=0))
-
-
-@triton.jit
-def _scale_of(largest):
-    """For fp16, whose range may not hold the coefficients: what brings the largest just below 2^15, and back."""
-    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
-    return power_of_two(268 - exponent), power_of_two(exponent - 14)
-
-
-@triton.jit
 def _sums(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr):
     """The sums of the rows x of Q, of which these are BD features, that match each of BN rows."""
     scale = 1.0
     unscale = 1.0
-    if x.dtype == tl.float16:
-        scale, unscale = _scale_of(_largest_of(0.0, coefficient))
-    none = tl.full((C.BN, C.BD), 0, tl.float32)
-    G = _add_product(none, match, x, coefficient * scale, C) * unscale
+    if x.dtype == tl.float16:  # its range may not hold the coefficients
+        size = tl.where(tl.abs(coefficient) < float("inf"), tl.abs(coefficient), 0.0)
+        scale, unscale = scales(tl.max(size, axis=0))
+    G = _product(match, x, coefficient * scale, C) * unscale
     # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
     if tl.sum(G * 0.0) != 0.0:
-        G = _add_one_by_one(none, match, coefficient, rows, columns, Q, d, C)
+        G = _one_by_one(match, coefficient, rows, columns, Q, d, C)
     return G
 
 
@@ -113,22 +101,20 @@ def _store_sums(token, coefficient, rows, ok, count, base, gradient, Q, D, d, C:
         this = tl.arange(0, C.BM)[None, :] == (r0 + tl.arange(0, C.BN))[:, None]
         t = tl.max(tl.where(this, token[None, :], -1), axis=1)
         match = (token[None, :] == t[:, None]) & (t >= 0)[:, None]
-        dot = tl.full((C.BN,), 0, tl.float32)
-        squares = tl.full((C.BN,), 0, tl.float32)
-        live = tl.full((C.BN,), 0, tl.int32)
+        sums = no_norm_sums(C.BN)
         if C.NORMALIZE and not C.ONE_CHUNK:
             for c0 in range(0, d, C.BD):
                 columns = c0 + tl.arange(0, C.BD)
                 x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
                 G = _sums(match, coefficient, x, rows, columns, Q, d, C)
-                dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, t >= 0, columns, D, d, C)
+                sums = more_norm_sums(sums, G, base, t, t >= 0, columns, D, d, C)
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             if not C.ONE_CHUNK:
                 x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
             G = _sums(match, coefficient, x, rows, columns, Q, d, C)
             if C.NORMALIZE:
-                G = through_tile_norm(G, columns, (dot, squares, live), base, t, t >= 0, D, d, C)
+                G = through_tile_norm(G, columns, sums, base, t, t >= 0, D, d, C)
             offsets = (t.to(tl.int64) * d)[:, None] + columns[None, :]
             mask = (t >= 0)[:, None] & (columns < d)[None, :]
             tl.store(gradient + offsets, G.to(gradient.dtype.element_ty), mask=mask)

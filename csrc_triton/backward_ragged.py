@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from .arguments import Items, Sizes, Walk
-from .backward import more_norm_sums, norm_sums, through_norm, through_tile_norm
-from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, power_of_two
+from .backward import more_norm_sums, no_norm_sums, norm_sums, through_norm, through_tile_norm
+from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, scales
 from .backward_ragged_lists import OFFSET_BITS, OFFSETS, listed_item
 from .common import load_rows, query_weight, wide
 from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
@@ -129,9 +129,7 @@ def _scale_of(walk, norms, up, Q, C: tl.constexpr):
             token, query = step_winners(walk, items, s0, up, C.BM, C.SLOT)
             _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
             largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
-    exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 15)
-    return power_of_two(268 - exponent), power_of_two(exponent - 14)
+    return scales(tl.max(largest, axis=0))
 
 
 @triton.jit
@@ -208,14 +206,12 @@ def sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
 @triton.jit
 def tile_norms(walk, norms, up, Q, base, tokens, ok, features, D, d, TWICE: tl.constexpr, C: tl.constexpr):
     """Of a tile's tokens the sums of `norm_sums` over all features, for `through_tile_norm`; zeros unless TWICE."""
-    dot = tl.full((C.BN,), 0, tl.float32)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    live = tl.full((C.BN,), 0, tl.int32)
+    sums = no_norm_sums(C.BN)
     if TWICE:
         for c0 in range(0, features, C.BD):
             G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
-            dot, squares, live = more_norm_sums((dot, squares, live), G, base, tokens, ok, columns, D, d, C)
-    return dot, squares, live
+            sums = more_norm_sums(sums, G, base, tokens, ok, columns, D, d, C)
+    return sums
 
 
 @triton.jit
@@ -316,18 +312,17 @@ def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr
     tokens = tl.arange(0, C.BN)
     t = t0 + tokens
     base = D.ptr + t0 * D.stride_l
-    dot = tl.full((C.BN,), 0, tl.float32)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    live = tl.full((C.BN,), 0, tl.int32)
+    sums = no_norm_sums(C.BN)
     if C.NORMALIZE:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _joined(partial, pieces, columns, d, C)
-            dot, squares, live = more_norm_sums((dot, squares, live), G, base, tokens, t < Td, columns, D, d, C)
+            sums = more_norm_sums(sums, G, base, tokens, t < Td, columns, D, d, C)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         G = _joined(partial, pieces, columns, d, C)
         if C.NORMALIZE:
             x, _, _, _ = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
+            dot, squares, live = sums
             G = through_norm(G, x, live, squares, dot)
         store_rows(G, grad_D, t, Td, columns, d)

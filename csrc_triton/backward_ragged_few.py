@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Walk
-from .backward import more_norm_sums, through_tile_norm
+from .backward import more_norm_sums, no_norm_sums, through_tile_norm
 from .backward_few import fill_with_zeros
 from .backward_ragged import (
     most_rows,
@@ -68,15 +68,15 @@ def _neighbours(items, reach, n, first, length, count, C: tl.constexpr):
 
 
 @triton.jit
-def _tokens_of(items, count, lo, hi, up, SLOTS: tl.constexpr, C: tl.constexpr):
+def _tokens_of(walk, lo, hi, up, SLOTS: tl.constexpr, C: tl.constexpr):
     """Which tokens the rows of the items from lo to hi won, as far as they fit, BM lanes an item; -1 where there is
     none."""
     slot = tl.arange(0, SLOTS)
     m = lo + slot // C.BM
     ok = m < hi
-    row = item_field(items, count, m, ok, BEGIN) + slot % C.BM
-    stop = item_field(items, count, m, ok, STOP)
-    winners = item_field(items, count, m, ok, WINNERS)
+    row = item_field(walk.items, walk.count, m, ok, BEGIN) + slot % C.BM
+    stop = item_field(walk.items, walk.count, m, ok, STOP)
+    winners = item_field(walk.items, walk.count, m, ok, WINNERS)
     return tl.load(up.argmax + (winners + row), mask=row < stop, other=-1).to(tl.int32)
 
 
@@ -141,7 +141,7 @@ def _sum_of_token(t, tokens, walk, norms, up, Q, columns, d, C: tl.constexpr):
     SLOTS: tl.constexpr = tokens.shape[0]
     G = _add_rows(tl.full((1, C.BD), 0, tl.float32), tokens, t, walk.lo, walk, norms, up, Q, columns, d, C)
     for m0 in tl.range(walk.lo + SLOTS // C.BM, walk.hi, SLOTS // C.BM, num_stages=1):
-        more = _tokens_of(walk.items, walk.count, m0, walk.hi, up, SLOTS, C)
+        more = _tokens_of(walk, m0, walk.hi, up, SLOTS, C)
         G = _add_rows(G, more, t, m0, walk, norms, up, Q, columns, d, C)
     return G
 
@@ -163,43 +163,37 @@ def _store_rows_alone(won, begin, g, rows, base, gradient, norms, Q, D, d, C: tl
         r = r0 + tl.arange(0, C.BN)
         t = tl.gather(won, r, axis=0)
         ok = t >= 0
-        dot = tl.full((C.BN,), 0, tl.float32)
-        squares = tl.full((C.BN,), 0, tl.float32)
-        live = tl.full((C.BN,), 0, tl.int32)
+        sums = no_norm_sums(C.BN)
         if C.NORMALIZE and not C.ONE_CHUNK:
             for c0 in range(0, d, C.BD):
                 columns = c0 + tl.arange(0, C.BD)
                 G = _weighted(begin + r, ok, g, norms, Q, columns, d, C)
-                dot, squares, live = more_norm_sums((dot, squares, live), G, base, t, ok, columns, D, d, C)
+                sums = more_norm_sums(sums, G, base, t, ok, columns, D, d, C)
         for c0 in range(0, C.BD if C.ONE_CHUNK else d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = _weighted(begin + r, ok, g, norms, Q, columns, d, C)
-            _store(G, columns, (dot, squares, live), t, ok, base, gradient, D, d, C)
+            _store(G, columns, sums, t, ok, base, gradient, D, d, C)
 
 
 @triton.jit
-def _store_sums(won, walk, base, gradient, norms, up, Q, D, d, C: tl.constexpr):
+def _store_tokens_shared(won, walk, base, gradient, norms, up, Q, D, d, C: tl.constexpr):
     """Write the sums of the tokens `won` (NO_TOKEN: none) that several rows won."""
     SLOTS: tl.constexpr = C.BM if C.BM > TOGETHER else TOGETHER
     one = tl.full((1,), 1, tl.int32)
     t = tl.min(won, axis=0)
     if t < NO_TOKEN:
-        tokens = _tokens_of(walk.items, walk.count, walk.lo, walk.hi, up, SLOTS, C)
+        tokens = _tokens_of(walk, walk.lo, walk.hi, up, SLOTS, C)
         while t < NO_TOKEN:
-            dot = tl.full((1,), 0, tl.float32)
-            squares = tl.full((1,), 0, tl.float32)
-            live = tl.full((1,), 0, tl.int32)
+            sums = no_norm_sums(1)
             if C.NORMALIZE and not C.ONE_CHUNK:
                 for c0 in range(0, d, C.BD):
                     columns = c0 + tl.arange(0, C.BD)
                     G = _sum_of_token(t, tokens, walk, norms, up, Q, columns, d, C)
-                    dot, squares, live = more_norm_sums(
-                        (dot, squares, live), G, base, t * one, one > 0, columns, D, d, C
-                    )
+                    sums = more_norm_sums(sums, G, base, t * one, one > 0, columns, D, d, C)
             for c0 in range(0, C.BD if C.ONE_CHUNK else d, C.BD):
                 columns = c0 + tl.arange(0, C.BD)
                 G = _sum_of_token(t, tokens, walk, norms, up, Q, columns, d, C)
-                _store(G, columns, (dot, squares, live), t * one, one > 0, base, gradient, D, d, C)
+                _store(G, columns, sums, t * one, one > 0, base, gradient, D, d, C)
             t = tl.min(tl.where(won > t, won, NO_TOKEN), axis=0)
 
 
@@ -208,7 +202,7 @@ def _sum_apart(walk, n, apart, length, norms, up, grad_D, Q, D, d, C: tl.constex
     """grad_D of the tokens that rows of item n won; those that other items won too are shared out among them."""
     begin = item_field(walk.items, walk.count, n, True, BEGIN).to(tl.int32)
     g = tl.load(up.grad_scores + item_field(walk.items, walk.count, n, True, SCORE))
-    won = _tokens_of(walk.items, walk.count, n, n + 1, up, C.BM, C)
+    won = _tokens_of(walk, n, n + 1, up, C.BM, C)
     mine = (won >= 0) & (won < length) & apart  # no forward writes another
     won = tl.where(mine, won, NO_TOKEN)
     before, behind, own = _won_by_others(won, walk, n, up, C)
@@ -218,7 +212,7 @@ def _sum_apart(walk, n, apart, length, norms, up, grad_D, Q, D, d, C: tl.constex
     rows = tl.max(tl.where(alone, tl.arange(0, C.BM) + 1, 0), axis=0)
     _store_rows_alone(tl.where(alone, won, -1), begin, g, rows, base, gradient, norms, Q, D, d, C)
     mine = mine & (alone == 0) & (won % (before + behind + 1) == before)
-    _store_sums(tl.where(mine, won, NO_TOKEN), walk, base, gradient, norms, up, Q, D, d, C)
+    _store_tokens_shared(tl.where(mine, won, NO_TOKEN), walk, base, gradient, norms, up, Q, D, d, C)
 
 
 @triton.jit
@@ -234,9 +228,9 @@ def _mark(marks, first, length, tiles, TILE: tl.constexpr):
         tl.store(marks + 1 + tiles + place, t, mask=new)
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "rounds"])
+@triton.jit(do_not_specialize=["Td", "rounds"])
 def maxsim_grad_packed_documents_apart(
-    Q, D, up, items, reach, starts, marks, norms, grad_D, Tq, Td, d, rounds, TILE: tl.constexpr, C: tl.constexpr
+    Q, D, up, items, reach, starts, marks, norms, grad_D, Td, d, rounds, TILE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """grad_D of the documents that few queries meet and that share no row with another, over zeros: a program, of one
     warp, for the tokens that the rows of an item won.
@@ -252,7 +246,7 @@ def maxsim_grad_packed_documents_apart(
         length = item_field(items, up.count, n, True, LENGTH)
         lo, met, apart, tells = _neighbours(items, reach, n, first, length, up.count, C)
         # Without a branch around it: the compiler would put off to behind it what is read first.
-        walk = Walk(items, up.count, lo, lo + tl.where(apart, met, 0), first, 0, Tq, None, None, None)
+        walk = Walk(items, up.count, lo, lo + tl.where(apart, met, 0), first, None, None)
         _sum_apart(walk, n, apart, length.to(tl.int32), norms, up, grad_D, Q, D, d, C)
         if (apart == 0) & tells & (length > 0):
             _mark(marks, first, length, tiles, TILE)

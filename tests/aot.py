@@ -254,7 +254,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "items": "*i64", "reach": "*i64"}
         found |= {"starts": "*i32", "marks": "*i32"}
         found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
-        found |= dict.fromkeys(("Tq", "Td", "d", "rounds"), "i32") | {"TILE": "constexpr"}
+        found |= dict.fromkeys(("Td", "d", "rounds"), "i32") | {"TILE": "constexpr"}
         return backward_ragged_few.maxsim_grad_packed_documents_apart, found
     if case.kernel == "maxsim_list_packed_winners":
         found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(

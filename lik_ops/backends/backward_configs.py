@@ -210,19 +210,8 @@ def apart_documents(
     """The sums of the few rows, at most BM of each query, that a packed document meets: one warp, row by row."""
     BM = min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_APART_ROWS)
     BD = min(max(next_power_of_2(d), 16), 256)
-    config = Config(
-        BM=BM,
-        BN=4,
-        BD=BD,
-        SLOT=1,
-        LANES=1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION=precision(torch.float32, arch, False),
-        FLAT=flat,
-    )
+    config = few_rows(arch, dtype, rows, d, candidates=candidates, normalize=normalize, wide=wide).config
+    config = config._replace(BM=BM, BN=4, BD=BD, ONE_CHUNK=d <= BD, FLAT=flat)
     # They wait most of the time: as many programs as a multiprocessor takes, 32, unless ptxas spills then.
     small = BM <= 32 and BD <= 128 and loads_vectors(d, wide)
     return Launch(config, num_warps=1, num_stages=1, max_registers=64 if small else 128)

@@ -120,7 +120,7 @@ class Plan:
 
     def _new_winners(self, c: Cut) -> Tensor:
         """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
-        if c.cu_seqlens_q is None and c.q_lengths is None and not self.pairs:
+        if c.covered and not self.pairs:
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.full(c.argmax_shape(), -1, dtype=self.argmax_dtype, device=self.device)
 

@@ -83,8 +83,8 @@ class Lookup:
         self.c = c
         self.items = torch.empty((_FIELDS, c.items), dtype=torch.int64, device=c.Q.device)
         self.query = torch.empty(c.Tq, dtype=torch.int32, device=c.Q.device)
-        if c.cu_seqlens_q is not None or c.q_lengths is not None:
-            self.query.fill_(-1)  # bounds may leave gaps
+        if not c.covered:
+            self.query.fill_(-1)
         grid = checked_grid(cdiv(c.items, _BLOCK) + cdiv(c.queries, _QUERIES))
         numbers = c.queries, c.columns, c.Tq, c.Td, c.items, most, *strides
         args = segments_of(c), self.items, self.query, *numbers, c.candidates
@@ -228,7 +228,7 @@ class _Call:
         launch = backward_configs.apart_documents(
             self.arch, self.c.Q.dtype, self._most_rows(), self.d, flat=options["flat"], **self.layout()
         )
-        apart = *given, reach, *into, self.c.Tq, Td, self.d, count.bit_length(), tile
+        apart = *given, reach, *into, Td, self.d, count.bit_length(), tile
         grid = checked_grid(count + cdiv(tiles + 1, _BLOCK))
         self._run(maxsim_grad_packed_documents_apart, grid, apart, launch)
         launch = backward_configs.grad_packed_documents(self.arch, self.c.Q.dtype, self.d, few=True, **options)

@@ -150,7 +150,7 @@ def _dense(queries: Queries, Lq: int) -> Queries:
 
 def _covered(c: Cut, queries: Queries) -> Queries:
     """`queries` with a mask without rows of no query, which win nothing."""
-    if c.cu_seqlens_q is None:
+    if c.covered:
         return queries
     covered = torch.zeros(c.Tq, dtype=torch.bool, device=c.Q.device)
     stride = 1 if queries.mask is None else queries.mask_stride_l  # 0 of an expanded mask

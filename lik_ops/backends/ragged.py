@@ -93,6 +93,11 @@ class Cut(NamedTuple):
         return self[10:]
 
     @property
+    def covered(self) -> bool:
+        """Whether every row of Q is known to be a query's; bounds may leave gaps."""
+        return self.cu_seqlens_q is None and self.q_lengths is None
+
+    @property
     def q_each(self) -> int | None:
         """Rows that each query has room for, where Q is dense."""
         return self.Q.shape[1] if self.cu_seqlens_q is None else None

@@ -153,12 +153,35 @@ def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dty
     """What a chunk takes is measured; of a few more documents it would be more than there is, by the same count."""
     monkeypatch.setattr(topk, "WORKSPACE", 1 << 24)
     Q = torch.empty(Nq, 1, 1, dtype=dtype)
-    chunk = topk._chunk(Q, top_k, 1 << 40)
+    chunk = topk._fitting(Q, top_k, 1 << 40)
     count = partial(portable_topk.bytes_of, top_k=top_k, itemsize=dtype.itemsize)
     assert Nq * count(chunk) <= 1 << 24 < Nq * count(chunk + 10)
     scores = torch.randn(Nq, chunk, dtype=dtype)
     assert peak_bytes(lambda: topk.first(scores, top_k)) + scores.nbytes <= 1 << 24
-    assert topk._chunk(Q, top_k, chunk // 2) == chunk // 2
+    assert topk._fitting(Q, top_k, chunk // 2) == chunk // 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_documents_that_several_programs_read_come_in_parts_that_stay_in_the_cache(monkeypatch, packed):
+    """More query rows than one program takes: 300 documents in three parts, and the scores of all at once."""
+    D = torch.randn(300, 4, 8)
+    args = (D.flatten(0, 1), 10, torch.arange(301) * 4) if packed else (D, 10, None)
+    counts = []
+    first = topk.first
+    monkeypatch.setattr(topk, "first", lambda scores, k: counts.append(scores.shape[1]) or first(scores, k))
+
+    def search(Lq: int) -> topk.Best:
+        counts.clear()
+        Q = torch.randn(2, Lq, 8, generator=torch.Generator().manual_seed(0))
+        return lik_ops.retrieve(Q, args[0], args[1], cu_seqlens_d=args[2])
+
+    expected = search(129)
+    assert counts == [300]
+    monkeypatch.setattr(topk, "READ_TOGETHER", D.nbytes // 3)
+    assert_same(search(129), expected)
+    assert counts == [100, 100, 100]
+    search(128)
+    assert counts == [300]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,6 +26,9 @@ _SCHEMA = (
 MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
+# Query rows that a kernel scores in one reading of the documents; bytes of documents over which kernels that each read
+# them for rows of their own stay close enough to find them in the L2 cache (docs/performance.md, "Retrieval").
+ROWS_AT_ONCE, READ_TOGETHER = 256, 4096 * MiB
 # Numbers of scores that between them take every kernel of the Triton backend.
 WARMED = (100, 1_000, 8_000, 20_000, 200_000, 1_000_000, 4_000_000)
 
@@ -142,7 +145,16 @@ def workspace(device: torch.device) -> int:
     return min(max(free // 8, WORKSPACE), LARGE_WORKSPACE)
 
 
-def _chunk(Q: Tensor, top_k: int, documents: int) -> int:
+def _chunk(Q: Tensor, D: Tensor, top_k: int, documents: int) -> int:
+    """Documents to score at a time, as many as are kept at least: their scores fit the workspace, and where several
+    programs read each document, it is still in the cache for all of them."""
+    chunk = _fitting(Q, top_k, documents)
+    if Q.shape[0] * Q.shape[1] > ROWS_AT_ONCE and D.nbytes > READ_TOGETHER:
+        chunk = min(chunk, max(documents * READ_TOGETHER // D.nbytes, top_k, 1))
+    return chunk
+
+
+def _fitting(Q: Tensor, top_k: int, documents: int) -> int:
     """Documents whose scores fit the workspace, but as many as are kept at least."""
     queries, itemsize = max(Q.shape[0], 1), score_dtype(Q.dtype).itemsize
     if queries * portable_topk.bytes_of(documents, top_k, itemsize) <= WORKSPACE:
@@ -186,7 +198,7 @@ def _chunks_of_packed(
     cu_seqlens = cu_seqlens_d.to(D.device, non_blocking=True)
     documents = cu_seqlens.shape[0] - 1
     if chunk is None:
-        chunk = _chunk(Q, top_k, documents)
+        chunk = _chunk(Q, D, top_k, documents)
     for begin in range(0, documents, chunk):
         part = cu_seqlens[begin : begin + chunk + 1]
         yield _scores_of_packed(Q, D, part, q_mask, q_weight, normalize)
@@ -203,7 +215,7 @@ def _chunks_of_dense(
     chunk: int | None,
 ) -> Iterator[Tensor]:
     if chunk is None:
-        chunk = _chunk(Q, top_k, D.shape[0])
+        chunk = _chunk(Q, D, top_k, D.shape[0])
     backend = backends.select(Q.device, Q.dtype)
     whole = chunk >= D.shape[0]  # no view then: it would take the host longer than the rest
     for begin in range(0, D.shape[0], chunk):

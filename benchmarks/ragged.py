@@ -54,6 +54,8 @@ CASES = (
 )
 MASKED = (
     common.Case("masked rerank 1k", 1, 1000, 32, 300),
+    common.Case("masked serve 16x1k", 16, 1000, 32, 300),
+    common.Case("masked serve 32x1k", 32, 1000, 32, 300),
     common.Case("masked in-batch 256", 256, 256, 32, 300),
     common.Case("masked in-batch 256 step", 256, 256, 32, 300, what="step"),
 )

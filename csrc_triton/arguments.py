@@ -80,6 +80,18 @@ class Segments(NamedTuple):
     d_each: Any = None
 
 
+class Patches(NamedTuple):
+    """What document tokens that do not count are overwritten with in shared memory: the first one that does.
+
+    Made by `maxsim_patches`, of documents ``tokens [K, d_each, d]``: which tokens do not count of each tile, as bits of
+    int32 ``[K, 2, tiles]``, 32 tokens each; and which is the first that does, ``sources [K]``, int32.
+    """
+
+    tokens: Any
+    bits: Any
+    sources: Any
+
+
 class Upstream(NamedTuple):
     """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners.
 

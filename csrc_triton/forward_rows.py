@@ -24,6 +24,7 @@ from .forward_specialized import (
     ROWS,
     UNRESOLVED,
     Half,
+    Ring,
     advance,
     fresh,
     fresh_halves,
@@ -33,39 +34,15 @@ from .forward_specialized import (
     shared_ring,
     slot_rows,
 )
-from .spans import Spans, block, bounds_of, costs_of, length_of, shares, span_of
+from .patches import counted, patch
+from .spans import Spans, block, bounds_of, costs_of, here, length_of, shares, span_of
 
 
 @gluon.jit
-def _here(x):
-    """The number `x`, which the compiler can neither do without nor work out, or what hangs on it, before.
-
-    Else Triton forgets a length that only bounds a loop: it takes that of the first document for all. And what hangs on
-    how many tokens are left comes between the products asked for.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _start(t0, length, spans, C: gl.constexpr):
+def _start(t0, length, C: gl.constexpr):
     """The first token of the tile for those from t0 on: the last tile is shifted back to end where the document ends,
-    which repeats tokens, so that all of it counts; a bias says what counts anyway."""
-    start = t0
-    if spans.bias is None:
-        start = gl.minimum(t0, gl.maximum(length - C.BN, 0))
-    return start
-
-
-@gluon.jit
-def _copy(D, ring, spans, k, row, t0, stage, full, C: gl.constexpr):
-    """Copy the tile of document k from token t0 on, and its bias; `full` counts what has come."""
-    if spans.bias is None:
-        mbarrier.expect(full, D.block_type.nbytes)
-    else:
-        mbarrier.expect(full, D.block_type.nbytes + spans.bias.block_type.nbytes)
-        at = (k * spans.tiles + t0 // C.BN) * C.BN
-        tma.async_copy_global_to_shared(spans.bias, [at], full, spans.staged.index(stage))
-    tma.async_copy_global_to_shared(D, [row + t0, 0], full, ring.tiles.index(stage))
+    which repeats tokens, so that all of it counts."""
+    return gl.minimum(t0, gl.maximum(length - C.BN, 0))
 
 
 @gluon.jit
@@ -78,54 +55,37 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
         k = task % K
         row, length = span_of(spans, bounds, k, K, Td)
         bounds = bounds_of(spans, (task + 1) % K, K)
-        for t0 in range(0, gl.maximum(_here(length), 1), C.BN):
+        for t0 in range(0, gl.maximum(here(length), 1), C.BN):
+            full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
-            _copy(D, ring, spans, k, row, _start(t0, length, spans, C), stage, ring.full.index(stage), C)
+            mbarrier.expect(full, D.block_type.nbytes)
+            tma.async_copy_global_to_shared(D, [row + _start(t0, length, C), 0], full, ring.tiles.index(stage))
             stage, phase = advance(stage, phase, C)
 
 
 @gluon.jit
-def _all_count(spans, stage, rest, C: gl.constexpr):
-    """Whether all tokens count of the tile at `stage`, with `rest` tokens up to the document's end."""
-    if spans.bias is None:
-        full = rest >= C.BN
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        first = spans.staged.index(stage).slice(0, 1).load(LAYOUT)
-        full = gl.max(first.to(gl.int32, bitcast=True), axis=0) == 0  # else -0.0 or -inf
-    return full
-
-
-@gluon.jit
-def _taken(S, half, bias, full, t0, rest, C: gl.constexpr):
-    """`half` after a tile, of which all tokens count or else the first `rest`, or those without bias: its best, and
+def _taken(S, half, t0, rest, spans, C: gl.constexpr):
+    """`half` after a tile, of which the first `rest` tokens count, or all, as where it is patched: its best, and
     where."""
-    if full:
+    if spans.patches is not None or rest >= C.BN:
         best, where = reduced(S, half.best, half.where, t0, C)
-    elif bias is not None:
-        best, where = reduced(S + bias[None, :], half.best, half.where, t0, C)
     else:
-        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < _here(rest)
+        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout)) < here(rest)
         best, where = reduced(gl.where(counts[None, :], S, float("-inf")), half.best, half.where, t0, C)
     return Half(S, best, where)
 
 
 @gluon.jit
-def _absorbed(S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs.
-
-    A mask is a bias: half the instructions of a selection, and on another pipe than the maxima. What it leaves of
-    tokens that do not count but are NaN or inf is NaN, which `_resolve` mends.
-    """
-    bias = None
-    if spans.bias is not None:
-        bias = spans.staged.index(stage).load(gl.SliceLayout(0, halves[0].S.type.layout))
-    t0 = _start(t0, length, spans, C)
-    full = _all_count(spans, stage, length - t0, C)
-    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], bias, full, t0, length - t0, C)
+def _absorbed(S_a, S_b, ring, halves, t0, origin, length, stage, phase, turn, spans, C: gl.constexpr):
+    """The halves after the tile in flight, that of token t0 behind `origin`: one is reduced while the other's product
+    still runs."""
+    t0 = _start(t0, length, C)
+    rest = length - t0
+    t0 += origin
+    a = _taken(warpgroup_mma_wait(1, [S_a]), halves[0], t0, rest, spans, C)
     S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    b = _taken(S, halves[1], bias, full, t0, length - t0, C)
+    b = _taken(S, halves[1], t0, rest, spans, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
 
@@ -188,8 +148,6 @@ def _store(half, Q, first, H: gl.constexpr, k, length, spans, found, unresolved,
         terms = _terms(best, Q, i, s, ok)
     else:
         gl.store(found.maxima + at, best, mask=ok)
-    if spans.bias is not None:
-        unresolved = unresolved | (ok & (best != best)).to(gl.int32)
     if C.ARGMAX:
         keep = query_keep(Q, i, s, ok) & (length > 0)
         lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
@@ -242,6 +200,7 @@ def _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C: gl.
 def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 128 rows of each row tile against the tile's documents."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    WINNERS_BEHIND: gl.constexpr = C.ARGMAX and spans.patches is not None  # documents begin later than tokens count
     stage = 0
     phase = 0
     turn = 1 - G
@@ -256,7 +215,11 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         q = _load_rows(Q, q_smem, first, sizes, d, G, C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
-        length = length_of(spans, bounds_of(spans, begin_k, sizes.K), begin_k, sizes.K, Td)
+        bounds = bounds_of(spans, begin_k, sizes.K)
+        length = length_of(spans, bounds, begin_k, sizes.K, Td)
+        origin = 0
+        if WINNERS_BEHIND:
+            origin = bounds[0]
         bounds = bounds_of(spans, begin_k + 1, sizes.K)
         before = begin_k  # of no document yet; not `length`, or Triton takes it for what never changes
         for k in range(begin_k, end_k):
@@ -267,135 +230,137 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
                 halves = fresh_halves(halves, C)
             # Where the next document lies was asked for a document before, and is worked out under products.
             after = length_of(spans, bounds, k + 1, sizes.K, Td)
+            source = bounds[0]
             bounds = bounds_of(spans, k + 2, sizes.K)
-            halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, length, stage, phase, turn, spans, C)
-            for t0 in range(C.BN, _here(length), C.BN):
+            halves, stage, phase, turn = _absorbed(
+                S_a, S_b, ring, halves, 0, origin, length, stage, phase, turn, spans, C
+            )
+            for t0 in range(C.BN, here(length), C.BN):
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
-                halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, t0, length, stage, phase, turn, spans, C)
+                halves, stage, phase, turn = _absorbed(
+                    S_a, S_b, ring, halves, t0, origin, length, stage, phase, turn, spans, C
+                )
             if C.ARGMAX:
                 unresolved = _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             before = length
             length = after
+            if WINNERS_BEHIND:
+                origin = source
         if not C.ARGMAX:
             unresolved = _stored(halves, Q, first, end_k - 1, before, spans, found, unresolved, sizes, C)
             halves = fresh_halves(halves, C)
         task = last
-    if C.ARGMAX or spans.bias is not None:
+    if C.ARGMAX:
         mbarrier.arrive(ring.search.index(2), count=1)
+        # In a layout that each warp reduces alone: between warps a register is read that is not always set, so that it
+        # is kept through all loops.
+        unresolved = gl.convert_layout(unresolved, gl.BlockedLayout([2], [32], [4], [0]))
         if gl.max(unresolved, axis=0) > 0:
             _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G, C)
 
 
 @gluon.jit
-def _exact(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: gl.constexpr):
-    """Of 64 query rows in a document, with selections: the maxima, NaN the largest, and the first tokens that attain
-    them, which count."""
+def _first_best(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: gl.constexpr):
+    """The first tokens that count and attain the maxima of 64 query rows in a document; NaN is the largest."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     tile = ring.tiles.index(G)
+    barrier = ring.search.index(G)
     column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
     best = gl.full([HALF_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
     where = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
     for t0 in range(0, length, C.BN):
-        _copy(D, ring, spans, k, row, t0, G, ring.search.index(G), C)
-        mbarrier.wait(ring.search.index(G), phase)
+        start = _start(t0, length, C)
+        mbarrier.expect(barrier, D.block_type.nbytes)
+        tma.async_copy_global_to_shared(D, [row + start, 0], barrier, tile)
+        mbarrier.wait(barrier, phase)
         phase ^= 1
         S = warpgroup_mma(q, tile.permute((1, 0)), gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC))
-        counts = column < length - t0
-        if spans.bias is not None:
-            counts = counts & (spans.staged.index(G).load(gl.SliceLayout(0, ACC)) == 0)
-        counts = counts[None, :]
+        if spans.patches is not None:
+            counts = counted(spans, k, t0 // C.BN, column)[None, :]
+        else:
+            counts = (column < length - start)[None, :]
         S = gl.where(counts, S, float("-inf"))
         m = gl.reduce(S, 1, nan_max)
         hit = counts & ((S == m[:, None]) | (S != S))
-        first = gl.min(gl.where(hit, t0 + column[None, :], NO_TOKEN), axis=1)
+        first = gl.min(gl.where(hit, start + column[None, :], NO_TOKEN), axis=1)
         # A tile of which no token counts has no first; what is only -inf still has one.
         better = (m > best) | ((m != m) & (best == best)) | (where == NO_TOKEN)
         where = gl.where(better, first, where)
         best = nan_max(best, m)
-    return best, where, phase
+    return where, phase
 
 
 @gluon.jit
-def _is_wrong(first, H: gl.constexpr, k, found, sizes, layout: gl.constexpr, C: gl.constexpr):
-    """Which rows of a half have maxima that are NaN, or winners that are UNRESOLVED; where winners are; which rows have
-    the latter. With C.SUMS a score that is NaN stands for all rows of its query."""
-    i, _, row, ok = _rows(first, H, sizes, layout, C)
-    at = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
-    if C.SUMS:
-        stored = gl.load(found.scores + i.to(gl.int64) * found.stride + k, mask=ok, other=0.0)
-    else:
-        stored = gl.load(found.maxima + at, mask=ok, other=0.0)
-    wrong = ok & (stored != stored)
-    unresolved = wrong
-    if C.ARGMAX:
-        unresolved = ok & (gl.load(found.argmax + at, mask=ok, other=0) == UNRESOLVED)
-    return wrong | unresolved, at, unresolved
+def _unresolved(first, H: gl.constexpr, k, found, sizes, layout: gl.constexpr, C: gl.constexpr):
+    """Where winners of a half's rows are, and which of them are UNRESOLVED."""
+    _, _, row, ok = _rows(first, H, sizes, layout, C)
+    at = found.argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+    return at, ok & (gl.load(at, mask=ok, other=0) == UNRESOLVED)
 
 
 @gluon.jit
 def _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
-    """Replace maxima, or scores, that are NaN, perhaps by what does not count, and winners that are UNRESOLVED."""
+    """Replace winners that are UNRESOLVED."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
     phase = 0
     mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
     for task in range(begin, end):
         k = task % sizes.K
         first = _first(task // sizes.K, G, C)
-        row, length = span_of(spans, bounds_of(spans, k, sizes.K), k, sizes.K, Td)
-        wrong_a, _, _ = _is_wrong(first, 0, k, found, sizes, ROW, C)
-        wrong_b, _, _ = _is_wrong(first, 1, k, found, sizes, ROW, C)
-        if (length > 0) & (gl.max((wrong_a | wrong_b).to(gl.int32), axis=0) > 0):
+        bounds = bounds_of(spans, k, sizes.K)
+        row, length = span_of(spans, bounds, k, sizes.K, Td)
+        origin = 0 if spans.patches is None else bounds[0]
+        _, in_a = _unresolved(first, 0, k, found, sizes, ROW, C)
+        _, in_b = _unresolved(first, 1, k, found, sizes, ROW, C)
+        if gl.max((in_a | in_b).to(gl.int32), axis=0) > 0:
             q = _load_rows(Q, q_smem, first, sizes, d, G, C)
-            a, phase = _mended(q[0], Q, D, ring, spans, first, 0, k, row, length, phase, found, sizes, G, C)
-            b, phase = _mended(q[1], Q, D, ring, spans, first, 1, k, row, length, phase, found, sizes, G, C)
-            if C.SUMS:
-                _score(a, b, Q, first, k, length, found, sizes, C)
-
-
-@gluon.jit
-def _mended(
-    q, Q, D, ring, spans, first, H: gl.constexpr, k, row, length, phase, found, sizes, G: gl.constexpr, C: gl.constexpr
-):
-    """A half's maxima and winners, exact; those that are wrong are stored. With C.SUMS what maxima add to scores."""
-    best, where, phase = _exact(q, D, ring, spans, k, row, length, phase, sizes, G, C)
-    LAYOUT: gl.constexpr = best.type.layout
-    wrong, at, unresolved = _is_wrong(first, H, k, found, sizes, LAYOUT, C)
-    terms = best
-    if C.SUMS:
-        i, s, _, ok = _rows(first, H, sizes, LAYOUT, C)
-        terms = _terms(best, Q, i, s, ok)
-    else:
-        gl.store(found.maxima + at, best, mask=wrong)
-    if C.ARGMAX:
-        gl.store(found.argmax + at, where.to(found.argmax.dtype.element_ty), mask=unresolved)
-    return terms, phase
+            for H in gl.static_range(2):
+                where, phase = _first_best(q[H], D, ring, spans, k, row, length, phase, sizes, G, C)
+                at, unresolved = _unresolved(first, H, k, found, sizes, ROW, C)
+                gl.store(at, (where + origin).to(found.argmax.dtype.element_ty), mask=unresolved)
 
 
 @gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "tiles"])
-def maxsim_row_maxima(Q, D, segments, bias, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
-    """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, -inf where none does; or
-    with C.SUMS scores ``[Nq, stride]``.
+def maxsim_row_maxima(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
+    """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, anything where none does;
+    or with C.SUMS scores ``[Nq, stride]``.
 
     `found`: the `Found`; winners are -1 where no token counts and of masked rows. D is a tensor descriptor of all Td
-    document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs, row tiles first.
+    document tokens as rows, in blocks [BN, BD]; `patches`, of `tiles` tiles, are None without a mask of them. Programs
+    share the (row tile, document) pairs, row tiles first.
     """
     sizes = Sizes(Nq, K, Lq, 0)
-    staged = None
-    if bias is not None:
-        staged = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], bias.layout)
-    spans = Spans(segments, bias, tiles, staged)
+    spans = Spans(segments, patches, tiles)
     row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
     k = block(0)
     bounds = bounds_of(spans, k, K)
     ring, q_smem = shared_ring(D, C)  # while these are on their way
     begin, end = shares(spans, costs_of(spans, bounds, k, K, C), row_tiles, K, C)
-    gl.warp_specialize(
-        [
-            (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),
-            (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 1, C)),
-            (_produce, (D, ring, spans, begin, end, K, Td, C)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if patches is None:
+        gl.warp_specialize(
+            [
+                (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),
+                (_consume, (Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 1, C)),
+                (_produce, (D, ring, spans, begin, end, K, Td, C)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        ready = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+        STAGES: gl.constexpr = C.STAGES
+        for n in gl.static_range(STAGES):
+            mbarrier.init(ready.index(n), count=2)
+        patched = Ring(ring.tiles, ready, ring.empty, ring.turn, ring.search)
+        gl.warp_specialize(
+            [
+                (_consume, (Q, D, patched, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),
+                (_consume, (Q, D, patched, q_smem, spans, found, begin, end, sizes, Td, d, 1, C)),
+                (_produce, (D, ring, spans, begin, end, K, Td, C)),
+                (patch, (spans, ring, ready, begin, end, K, d, 0, C)),
+                (patch, (spans, ring, ready, begin, end, K, d, 1, C)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )

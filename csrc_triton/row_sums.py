@@ -8,9 +8,6 @@ from .common import ordered_sum, query_keep, query_weight
 from .forward_ragged import carried, flushed
 from .ragged import document_segment, query_segment
 
-MINUS_ZERO = tl.constexpr(-0x80000000)
-MINUS_INFINITY = tl.constexpr(-0x800000)
-
 
 @triton.jit
 def _keep(mask, k, t, end, stride_k, stride_l):
@@ -18,24 +15,30 @@ def _keep(mask, k, t, end, stride_k, stride_l):
     return tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < end, other=0) != 0
 
 
-@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "room"])
-def maxsim_mask_bias(mask, bias, lengths, Ld, stride_k, stride_l, room, TILES: tl.constexpr, BN: tl.constexpr):
-    """Of each document, a program each: what is added to similarities of its tokens, up to `room` of them; and the
-    length that holds all that count.
-
-    -0.0 to those that count, and -inf to those that do not; but +0.0 in tiles of BN tokens of which all count.
-    """
+@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "tiles"])
+def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, TILES: tl.constexpr, BN: tl.constexpr):
+    """Of each document, a program each: the first token that counts, 0 if none does; how many from there on hold all
+    that do; and of their tiles of BN, the last one shifted back to end with them, the tokens that do not."""
     k = tl.program_id(0).to(tl.int64)
-    length = tl.full((), 0, tl.int32)
-    for t0 in range(0, room, TILES * BN):
-        t = t0 + tl.arange(0, TILES)[:, None] * BN + tl.arange(0, BN)[None, :]
+    end = tl.full((), 0, tl.int32)
+    source = Ld
+    for t0 in range(0, Ld, TILES * BN):
+        t = t0 + tl.arange(0, TILES * BN)
         keep = _keep(mask, k, t, Ld, stride_k, stride_l)
-        full = tl.min(keep.to(tl.int32), axis=1)[:, None] != 0
-        # As bits: Triton makes 0.0 of -0.0.
-        added = tl.where(full, 0, tl.where(keep, MINUS_ZERO, MINUS_INFINITY)).to(tl.int32)
-        tl.store(bias + k * room + t, added.to(tl.float32, bitcast=True), mask=t < room)
-        length = tl.maximum(length, tl.max(tl.max(tl.where(keep, t + 1, 0), axis=1), axis=0))
+        end = tl.maximum(end, tl.max(tl.where(keep, t + 1, 0), axis=0))
+        source = tl.minimum(source, tl.min(tl.where(keep, t, Ld), axis=0))
+    source = tl.minimum(source, end)
+    length = end - source
     tl.store(lengths + k, length)
+    tl.store(sources + k, source)
+    column = tl.arange(0, BN)[None, :]
+    for n0 in range(0, tiles, TILES):
+        n = n0 + tl.arange(0, TILES)
+        start = source + tl.minimum(n * BN, tl.maximum(length - BN, 0))
+        keep = _keep(mask, k, start[:, None] + column, end, stride_k, stride_l)
+        absent = tl.reshape(tl.where(keep, 0, 1), (TILES, BN // 32, 32)) << tl.arange(0, 32)[None, None, :]
+        word = n[:, None] + (k * (BN // 32) + tl.arange(0, BN // 32)[None, :]) * tiles
+        tl.store(bits + word, tl.sum(absent, axis=2), mask=n[:, None] < tiles)
 
 
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l"])

@@ -14,28 +14,44 @@ MOST_TOKENS = gl.constexpr(2**24)  # that are counted of a document: what a bloc
 class Spans(NamedTuple):
     """Where documents lie among the rows of D: as `segments` say.
 
-    `bias` is None or the descriptor, in blocks of BN, of what `maxsim_mask_bias` writes of a mask, of `tiles` tiles of
-    each document; `staged` what is in shared memory of it, beside the tiles of the ring.
+    `patches`, unless it is None, says what a mask leaves out of the `tiles` tiles of each document, which begins with
+    the first token that counts.
     """
 
     segments: Any
-    bias: Any
+    patches: Any
     tiles: Any
-    staged: Any
+
+
+@gluon.jit
+def here(x):
+    """The number `x`, which the compiler can neither do without nor work out, or what hangs on it, before.
+
+    Else Triton forgets a length that only bounds a loop: it takes that of the first document for all. And what hangs on
+    how many tokens are left comes between the products asked for.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def bounds_of(spans, k, K):
     """What is stored of where document k lies, for `span_of`: asked for a document ahead, as it comes from far away."""
-    return document_bounds(spans.segments, k.to(gl.int64), k < K)
+    first, other = document_bounds(spans.segments, k.to(gl.int64), k < K)
+    if spans.patches is not None:
+        first = gl.load(spans.patches.sources + k, mask=k < K, other=0)
+    return first, other
 
 
 @gluon.jit
 def span_of(spans, bounds, k, K, Td):
     """First row and length of document k: -1 of one that is not inside D, 0 of one that is not there."""
-    k = k.to(gl.int64)
-    row, length, valid = bounded_segment(spans.segments, bounds, k, k < K, Td)
-    return row.to(gl.int32), gl.where(valid, length, -1)
+    if spans.patches is None:
+        k = k.to(gl.int64)
+        row, length, valid = bounded_segment(spans.segments, bounds, k, k < K, Td)
+        row, length = row.to(gl.int32), gl.where(valid, length, -1)
+    else:
+        row, length = k * spans.segments.d_each + bounds[0], bounds[1]
+    return row, length
 
 
 @gluon.jit

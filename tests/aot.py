@@ -369,8 +369,9 @@ def target(arch: Architecture) -> GPUTarget:
     return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wavefront)
 
 
-def _cuda_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and how many instructions of the machine code touch local memory: spills.
+def _cuda_resources(cubin: bytes, after: str = "") -> tuple[int, int]:
+    """Registers of a thread, and how many instructions of the machine code touch local memory: spills. Of those behind
+    the first instruction `after`, if it is given.
 
     The size of the stack will not do: a 64-bit division is a call, which takes 8 bytes of it.
     """
@@ -383,7 +384,7 @@ def _cuda_resources(cubin: bytes) -> tuple[int, int]:
         arguments = [path, "-res-usage", "-sass", file.name]
         report = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
     registers = int(re.search(r"REG:(\d+)", report).group(1))  # type: ignore[union-attr]
-    return registers, len(re.findall(r"\b(?:LDL|STL)\b", report))
+    return registers, len(re.findall(r"\b(?:LDL|STL)\b", report[report.index(after) :]))
 
 
 def compile_for(case: Case, arch: Architecture) -> Compiled:

@@ -70,11 +70,12 @@ def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
     check(compiled, tmp_path)
 
 
-def check(compiled, tmp_path: Path) -> None:
+def check(compiled, tmp_path: Path, spilled_before: str = "") -> None:
+    """`spilled_before`: the instruction before whose first something may be spilled, once a program."""
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
-    registers, spills = _cuda_resources(compiled.asm["cubin"])
+    registers, spills = _cuda_resources(compiled.asm["cubin"], spilled_before)
     assert spills == 0, f"{spills} spill instructions, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory
 

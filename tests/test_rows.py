@@ -74,8 +74,8 @@ def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs
     found = choice(rows=256 * Lq, K=Nd, Lq=Lq, dense=True)
     Q, D = (torch.empty(n, L, 128, dtype=torch.bfloat16) for n, L in ((256, Lq), (Nd, Ld)))
     plan = cuda_rows.MaskedPlan(found, Q, D, None)
-    assert plan.copies == copies and plan.chunk >= 1
-    space = plan.chunk * Ld * 256 if copies else plan.chunk * plan.tiles * 64 * 4
+    assert plan.score == (plan._by_copies if copies else plan._by_patches) and plan.chunk >= 1
+    space = plan.chunk * Ld * 256 if copies else plan.chunk * plan.tiles * 8
     assert space <= (20 if copies else 8) * 2**20
 
 
@@ -85,7 +85,8 @@ def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them
     for Nq, copies in ((90_000, True), (100_000, False)):  # 6.9 and 7.6 MiB of maxima
         found = choice(rows=20 * Nq, K=70, Lq=20, dense=True)
         Q, D = (torch.empty(n, L, 8, dtype=torch.bfloat16) for n, L in ((Nq, 20), (70, 30)))
-        assert not found.config.SUMS and cuda_rows.MaskedPlan(found, Q, D, None).copies == copies
+        plan = cuda_rows.MaskedPlan(found, Q, D, None)
+        assert not found.config.SUMS and plan.score == (plan._by_copies if copies else plan._by_patches)
 
 
 def masked_cases():
@@ -102,6 +103,7 @@ def masked_cases():
             (1, 140, 129, 1, 128),
             (2, 70, 300, 200, 128),
             (1, 70, 1030, 96, 128),
+            (5, 70, 32, 2200, 64),
         ]
     ):
         for values, d_mask in (("integer", "holes"), ("negative", "prefix"), ("normal", "empty_some")):
@@ -131,23 +133,22 @@ def plain(x, argmax_dtype):
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
 
-@pytest.fixture(params=["bias", "copies"])
+@pytest.fixture(params=["patches", "copies"])
 def way(request, monkeypatch):
     """How masks are dealt with, whatever the sizes."""
     from lik_ops.backends import cuda_rows
 
-    copies = request.param == "copies"
-    monkeypatch.setattr(cuda_rows, "_KEPT_ROWS", 0 if copies else 2**31)
+    monkeypatch.setattr(cuda_rows, "_KEPT_ROWS", 0 if request.param == "copies" else 2**31)
     monkeypatch.setattr(cuda_rows, "_KEPT_PAIRS", 0)
-    return copies
+    return request.param
 
 
-def by_rows(x, argmax_dtype, copies):
+def by_rows(x, argmax_dtype, way):
     """The same by way of row maxima, which is an error to be without."""
     from lik_ops.backends import cuda_rows
 
     plan = cuda_rows.masked_plan(x.Q, x.D, argmax_dtype)
-    assert plan is not None and plan.copies == copies
+    assert plan is not None and plan.score.__name__ == f"_by_{way}"
     argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
@@ -264,11 +265,15 @@ def test_chunks_of_documents_do_not_show(way, monkeypatch):
 
     r = packed(40, 90, 32, 150, 128, seed=1)
     x = build(Problem(Nq=40, Nd=90, Lq=16, Ld=70, d=64, dtype=torch.bfloat16, d_mask="holes"), "cuda")
-    whole = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16, way))
+
+    def found():
+        scores = by_rows(x, None, way)[0]
+        return (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16, way), scores)
+
+    whole = found()
     monkeypatch.setattr(cuda_rows, "_MAXIMA_BYTES", 33 * 4 * r.Q.shape[0])
     monkeypatch.setattr(cuda_rows, "_OTHER_MAXIMA_BYTES", 13 * 4 * 40 * 16)
     monkeypatch.setattr(cuda_rows, "_TOKEN_BYTES", 40 * 70 * 64 * 2)
-    monkeypatch.setattr(cuda_rows, "_BIAS_BYTES", 40 * 4 * 128)
-    parts = (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16, way))
-    for part, expected in zip(parts, whole, strict=True):
+    monkeypatch.setattr(cuda_rows, "_BITS_BYTES", 40 * 8 * 2)
+    for part, expected in zip(found(), whole, strict=True):
         assert torch.equal(part, expected)

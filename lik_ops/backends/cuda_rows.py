@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .._layout import lifted
 from ..csrc_triton import row_sums
-from ..csrc_triton.arguments import Found, Queries, Segments
+from ..csrc_triton.arguments import Found, Patches, Queries, Segments
 from . import configs, launcher
 from .configs import RowMaxima
 from .cuda_arguments import architecture, on_device, queries_of
@@ -24,13 +25,13 @@ from .cuda_specialized import kernels, processors
 from .ragged import Cut
 
 _log = logging.getLogger("lik_ops")
-# Of a workspace of 32 MiB: for maxima and the bias of masks; or documents without what masks leave out, of 16 bytes or
-# more a token, the 4 bytes that say which it is, and maxima.
-_MAXIMA_BYTES, _BIAS_BYTES = 24 * 2**20, 8 * 2**20
+# Of a workspace of 32 MiB: for maxima and what masks become, a bit a token; or documents without what masks leave out,
+# of 16 bytes or more a token, the 4 bytes that say which it is, and maxima.
+_MAXIMA_BYTES, _BITS_BYTES = 24 * 2**20, 8 * 2**20
 _TOKEN_BYTES, _OTHER_MAXIMA_BYTES = 20 * 2**20, 7 * 2**20
-_BIAS_TILES = 8  # of a step of `maxsim_mask_bias`
+_PATCHED_TILES = 8  # of a step of `maxsim_patches`
 _KEPT_TOKENS = 64  # of a program of `maxsim_kept_tokens`
-_KEPT_ROWS = 2048  # query rows for which copying tokens is soon made good by what is not scored
+_KEPT_ROWS = 8192  # query rows for which copying tokens is soon made good by what is not scored
 _KEPT_PAIRS = 4  # of a row tile and a document, that a program then has at least, or all
 _COVERED_BLOCK = 128
 _WINNERS_BLOCK = 1024
@@ -58,17 +59,20 @@ class Rows(NamedTuple):
     groups: tuple[int, int]
     tokens: Tensor  # [Td, d]
     segments: Segments
-    bias: Tensor | None  # of a mask, see `maxsim_mask_bias`: [K, tiles, BN]
     counts: tuple[int, int]  # queries, documents
+    patches: Patches | None = None  # of a mask
 
     def part(self, k: int, count: int) -> Rows:
         """`count` documents from the k-th on."""
         segments, tokens = self.segments, self.tokens
         if segments.offsets is None:
             tokens = tokens[k * segments.d_each :]
-        offsets, lengths, bias = (None if t is None else t[k:] for t in (segments.offsets, segments.lengths, self.bias))
+        offsets, lengths = (None if t is None else t[k:] for t in (segments.offsets, segments.lengths))
         segments = segments._replace(offsets=offsets, lengths=lengths)
-        return self._replace(tokens=tokens, segments=segments, bias=bias, counts=(self.counts[0], count))
+        patches = self.patches
+        if patches is not None:
+            patches = Patches(tokens, patches.bits[k:], patches.sources[k:])
+        return Rows(self.queries, self.groups, tokens, segments, (self.counts[0], count), patches)
 
 
 def score_rows(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | None, space: int) -> None:
@@ -110,12 +114,9 @@ def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:
     assert gluon is not None
     layout = _layout((C.BN, C.BD), str(tokens.dtype).removeprefix("torch."))
     described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], [C.BN, C.BD], layout)
-    bias = tiles = None
-    if rows.bias is not None:
-        tiles = rows.bias.shape[1]
-        bias = TensorDescriptor(rows.bias, [rows.bias.numel()], [1], [C.BN], _layout((C.BN,), "float32"))
+    tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
-    args = (rows.queries, described, rows.segments, bias, tiles, found, *sizes, *tokens.shape, C)
+    args = (rows.queries, described, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)
     launcher.launch(gluon.rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
 
 
@@ -133,7 +134,7 @@ def forward_packed(
         groups = (1, c.Tq)
         if choice.config.SUMS:
             groups, queries = (c.queries, c.Q.shape[1]), _dense(queries, c.Q.shape[1])
-        rows = Rows(queries, groups, tokens, segments, None, (c.queries, c.columns))
+        rows = Rows(queries, groups, tokens, segments, (c.queries, c.columns))
         score_rows(choice, rows, scores, argmax, _MAXIMA_BYTES)
     return scores, argmax
 
@@ -162,25 +163,27 @@ def _covered(c: Cut, queries: Queries) -> Queries:
 class MaskedPlan(Plan):
     """Dense documents with masks, a chunk of them at a time.
 
-    For many query rows, the tokens that count are copied to a workspace. For fewer, which of them count becomes a bias,
-    and the length that holds them all.
+    For many query rows, the tokens that count are copied to a workspace. For fewer, the kernel overwrites those that do
+    not, where it has copied them itself; no further than the length that holds all that do.
     """
 
     def __init__(self, choice: RowMaxima, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
-        Nq, K, Lq, Ld = self.sizes
         self.choice = choice
-        self.tiles = configs.cdiv(Ld, choice.config.BN)
-        self.chunk = _TOKEN_BYTES // (Ld * self.d * D.element_size())
+        self.tiles = configs.cdiv(self.sizes.Ld, choice.config.BN)
+        self.score, self.chunk = self._choose(D)
+        _log.debug("masks of %s: %s, %d documents at a time", self.sizes, self.score.__name__, self.chunk)
+
+    def _choose(self, D: Tensor) -> tuple[Callable[..., None], int]:
+        """How documents are scored, and how many of them at a time."""
+        Nq, K, Lq, Ld = self.sizes
+        chunk = _TOKEN_BYTES // (Ld * self.d * D.element_size())
         row_tiles = Nq * Lq // configs.SPECIALIZED_ROWS
-        fills = self.chunk >= K or row_tiles * self.chunk >= _KEPT_PAIRS * choice.programs
-        fits = choice.config.SUMS or 4 * Nq * Lq <= _OTHER_MAXIMA_BYTES
-        self.copies = Nq * Lq >= _KEPT_ROWS and fills and fits
-        if not self.copies:
-            self.chunk = max(1, _BIAS_BYTES // (4 * self.tiles * choice.config.BN))
-        _log.debug(
-            "masks of %s: %s, %d documents at a time", self.sizes, "copies" if self.copies else "bias", self.chunk
-        )
+        fills = chunk >= K or row_tiles * chunk >= _KEPT_PAIRS * self.choice.programs
+        fits = self.choice.config.SUMS or 4 * Nq * Lq <= _OTHER_MAXIMA_BYTES
+        if Nq * Lq >= _KEPT_ROWS and fills and fits:
+            return self._by_copies, chunk
+        return self._by_patches, max(1, _BITS_BYTES // (8 * self.tiles))
 
     def scores(
         self,
@@ -201,25 +204,26 @@ class MaskedPlan(Plan):
         assert d_mask is not None
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
         queries = queries_of(Q, q_mask, q_weight)
-        score = self._by_copies if self.copies else self._by_bias
         with on_device(self.device):
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
-                score(queries, D[part], d_mask[part], scores[:, part], None if argmax is None else argmax[part])
+                self.score(queries, D[part], d_mask[part], scores[:, part], None if argmax is None else argmax[part])
         return scores.view(shape)
 
-    def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor, bias: Tensor | None) -> Rows:
+    def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor) -> Rows:
         Nq, _, Lq, Ld = self.sizes
         segments = Segments(None, None, lengths, None, None, Lq, Ld)
-        return Rows(queries, (Nq, Lq), tokens.view(-1, self.d), segments, bias, (Nq, tokens.shape[0]))
+        return Rows(queries, (Nq, Lq), tokens.view(-1, self.d), segments, (Nq, tokens.shape[0]))
 
-    def _by_bias(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
+    def _by_patches(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
         K, Ld, _ = D.shape
-        bias = torch.empty((K, self.tiles, self.choice.config.BN), dtype=torch.float32, device=self.device)
-        lengths = torch.empty(K, dtype=torch.int32, device=self.device)
-        args = (d_mask, bias, lengths, Ld, *d_mask.stride(), bias.stride(0), _BIAS_TILES, bias.shape[2])
-        launcher.launch(row_sums.maxsim_mask_bias, (K,), args, {"num_warps": 4})
-        score_rows(self.choice, self._rows(queries, D, lengths, bias), scores, argmax, _MAXIMA_BYTES)
+        bits = torch.empty((K, self.choice.config.BN // 32, self.tiles), dtype=torch.int32, device=self.device)
+        sources, lengths = torch.empty((2, K), dtype=torch.int32, device=self.device)
+        args = (d_mask, bits, sources, lengths, Ld, *d_mask.stride(), self.tiles, _PATCHED_TILES, self.choice.config.BN)
+        launcher.launch(row_sums.maxsim_patches, (K,), args, {"num_warps": 1})
+        rows = self._rows(queries, D, lengths)
+        rows = rows._replace(patches=Patches(rows.tokens, bits, sources))
+        score_rows(self.choice, rows, scores, argmax, _MAXIMA_BYTES)
 
     def _by_copies(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
         K, Ld, d = D.shape
@@ -229,7 +233,7 @@ class MaskedPlan(Plan):
         args = (d_mask, D, tokens, places, lengths, Ld, *d_mask.stride(), d, _KEPT_TOKENS, configs.next_power_of_2(d))
         grid = (K * configs.cdiv(Ld, _KEPT_TOKENS),)
         launcher.launch(row_sums.maxsim_kept_tokens, grid, args, {"num_warps": 4})
-        score_rows(self.choice, self._rows(queries, tokens, lengths, None), scores, argmax, _OTHER_MAXIMA_BYTES)
+        score_rows(self.choice, self._rows(queries, tokens, lengths), scores, argmax, _OTHER_MAXIMA_BYTES)
         if argmax is not None:
             rows = argmax.numel() // K
             grid = (K * configs.cdiv(rows, _WINNERS_BLOCK),)

@@ -13,21 +13,28 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
-def test_the_bias_of_a_mask(place):
-    """0.0 of tiles of which all tokens count; else -0.0, which is told from it, or -inf. And the length of them all."""
-    K, Ld, BN, tiles, step = 5, 37, 8, 5, 2
+@pytest.mark.parametrize("Ld", [7, 64, 150, 200])
+def test_what_tiles_leave_out(place, Ld):
+    """Bits of tokens that do not count, in tiles of 64 from a document's first one that does; the last tile ends with
+    the last of them."""
+    K, BN, step = 6, 64, 2
     mask = torch.rand(Ld, K, generator=torch.Generator().manual_seed(0)).T > 0.3
-    mask[0], mask[1], mask[2, 8:24], mask[3, 16:] = True, False, True, False
-    expected = torch.full((K, tiles * BN), -float("inf"))
-    expected[:, :Ld][mask] = -0.0
-    expected.view(K, tiles, BN)[torch.nn.functional.pad(mask, (0, 3)).view(K, tiles, BN).all(-1)] = 0.0
-    bias = torch.full((K, tiles * BN), float("nan"), device=place.device)
-    lengths = torch.full((K,), -1, dtype=torch.int32, device=place.device)
+    mask[0], mask[1], mask[2, : Ld // 2], mask[3, Ld // 3 :] = True, False, False, False
+    tiles = configs.cdiv(Ld, BN)
+    bits = torch.full((K, 2, tiles), -1, dtype=torch.int32, device=place.device)
+    sources, lengths = torch.full((2, K), -1, dtype=torch.int32, device=place.device)
     given = mask.to(place.device)
-    args = (given, bias, lengths, Ld, *given.stride(), bias.stride(0), step, BN)
-    launcher.launch(row_sums.maxsim_mask_bias, (K,), args, {"num_warps": 4})
-    assert torch.equal(bias.cpu().view(torch.int32), expected.view(torch.int32))
-    assert lengths.tolist() == [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
+    args = (given, bits, sources, lengths, Ld, *given.stride(), tiles, step, BN)
+    launcher.launch(row_sums.maxsim_patches, (K,), args, {"num_warps": 1})
+    words = bits.cpu().long() & 0xFFFFFFFF
+    for k, row in enumerate(mask):
+        kept = row.nonzero().flatten().tolist() or [0]
+        length = kept[-1] + 1 - kept[0] if row.any() else 0
+        assert (sources[k], lengths[k]) == (kept[0], length)
+        for n in range(max(configs.cdiv(length, BN), 1)):
+            start = kept[0] + min(n * BN, max(length - BN, 0))
+            absent = [not (t < kept[0] + length and row[t]) for t in range(start, start + BN)]
+            assert [bool(words[k, t // 32, n] >> t % 32 & 1) for t in range(BN)] == absent
 
 
 @pytest.mark.parametrize("d", [8, 24])

@@ -66,7 +66,7 @@ def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch)
 
 @pytest.mark.parametrize(
     ("Lq", "Nd", "Ld", "copies"),
-    [(32, 256, 300, True), (20, 700, 300, True), (8, 40, 2000, True), (7, 256, 300, False), (32, 100, 8192, False)],
+    [(32, 256, 300, True), (48, 700, 300, True), (32, 40, 2000, True), (31, 256, 300, False), (32, 100, 8192, False)],
 )
 def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs_busy(Lq, Nd, Ld, copies):
     from lik_ops.backends import cuda_rows

@@ -83,8 +83,9 @@ class Segments(NamedTuple):
 class Patches(NamedTuple):
     """What document tokens that do not count are overwritten with in shared memory: the first one that does.
 
-    Made by `maxsim_patches`, of documents ``tokens [K, d_each, d]``: which tokens do not count of each tile, as bits of
-    int32 ``[K, 2, tiles]``, 32 tokens each; and which is the first that does, ``sources [K]``, int32.
+    Made by `maxsim_patches`, of documents ``tokens [K, d_each, d]``: which is the first that does, ``sources
+    [K]``, int32; and of each tile, the first of which begins with it, which do not, as bits of int32 ``[K, 2, tiles]``,
+    32 tokens each.
     """
 
     tokens: Any

@@ -165,7 +165,7 @@ def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dty
 def test_documents_that_several_programs_read_come_in_parts_that_stay_in_the_cache(monkeypatch, packed):
     """More query rows than one program takes: 300 documents in three parts, and the scores of all at once."""
     D = torch.randn(300, 4, 8)
-    args = (D.flatten(0, 1), 10, torch.arange(301) * 4) if packed else (D, 10, None)
+    documents, cu_seqlens_d = (D.flatten(0, 1), torch.arange(301) * 4) if packed else (D, None)
     counts = []
     first = topk.first
     monkeypatch.setattr(topk, "first", lambda scores, k: counts.append(scores.shape[1]) or first(scores, k))
@@ -173,7 +173,7 @@ def test_documents_that_several_programs_read_come_in_parts_that_stay_in_the_cac
     def search(Lq: int) -> topk.Best:
         counts.clear()
         Q = torch.randn(2, Lq, 8, generator=torch.Generator().manual_seed(0))
-        return lik_ops.retrieve(Q, args[0], args[1], cu_seqlens_d=args[2])
+        return lik_ops.retrieve(Q, documents, 10, cu_seqlens_d=cu_seqlens_d)
 
     expected = search(129)
     assert counts == [300]

@@ -74,7 +74,7 @@ def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs
     found = choice(rows=256 * Lq, K=Nd, Lq=Lq, dense=True)
     Q, D = (torch.empty(n, L, 128, dtype=torch.bfloat16) for n, L in ((256, Lq), (Nd, Ld)))
     plan = cuda_rows.MaskedPlan(found, Q, D, None)
-    assert plan.score == (plan._by_copies if copies else plan._by_patches) and plan.chunk >= 1
+    assert plan.score_part == (plan._by_copies if copies else plan._by_patches) and plan.chunk >= 1
     space = plan.chunk * Ld * 256 if copies else plan.chunk * plan.tiles * 8
     assert space <= (20 if copies else 8) * 2**20
 
@@ -86,7 +86,7 @@ def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them
         found = choice(rows=20 * Nq, K=70, Lq=20, dense=True)
         Q, D = (torch.empty(n, L, 8, dtype=torch.bfloat16) for n, L in ((Nq, 20), (70, 30)))
         plan = cuda_rows.MaskedPlan(found, Q, D, None)
-        assert not found.config.SUMS and plan.score == (plan._by_copies if copies else plan._by_patches)
+        assert not found.config.SUMS and plan.score_part == (plan._by_copies if copies else plan._by_patches)
 
 
 def masked_cases():
@@ -148,7 +148,7 @@ def by_rows(x, argmax_dtype, way):
     from lik_ops.backends import cuda_rows
 
     plan = cuda_rows.masked_plan(x.Q, x.D, argmax_dtype)
-    assert plan is not None and plan.score.__name__ == f"_by_{way}"
+    assert plan is not None and plan.score_part.__name__ == f"_by_{way}"
     argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 

@@ -163,16 +163,16 @@ def _covered(c: Cut, queries: Queries) -> Queries:
 class MaskedPlan(Plan):
     """Dense documents with masks, a chunk of them at a time.
 
-    For many query rows, the tokens that count are copied to a workspace. For fewer, the kernel overwrites those that do
-    not, where it has copied them itself; no further than the length that holds all that do.
+    For many query rows, the tokens that count are copied to a workspace. For fewer, the kernel reads each document from
+    its first token that counts to the last, and overwrites, where it has copied them to, those between that do not.
     """
 
     def __init__(self, choice: RowMaxima, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.choice = choice
         self.tiles = configs.cdiv(self.sizes.Ld, choice.config.BN)
-        self.score, self.chunk = self._choose(D)
-        _log.debug("masks of %s: %s, %d documents at a time", self.sizes, self.score.__name__, self.chunk)
+        self.score_part, self.chunk = self._choose(D)
+        _log.debug("masks of %s: %s, %d documents at a time", self.sizes, self.score_part.__name__, self.chunk)
 
     def _choose(self, D: Tensor) -> tuple[Callable[..., None], int]:
         """How documents are scored, and how many of them at a time."""
@@ -207,7 +207,8 @@ class MaskedPlan(Plan):
         with on_device(self.device):
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
-                self.score(queries, D[part], d_mask[part], scores[:, part], None if argmax is None else argmax[part])
+                winners = None if argmax is None else argmax[part]
+                self.score_part(queries, D[part], d_mask[part], scores[:, part], winners)
         return scores.view(shape)
 
     def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor) -> Rows:

@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import backends
 from .._layout import as_bool, check, check_lifted, score_dtype
 from ..backends import portable_topk
-from ..backends.configs import SPECIALIZED_ROWS
 from ..backends.ragged import Ragged
 from . import batching, eager, flops, ragged_values
 
@@ -27,9 +26,9 @@ _SCHEMA = (
 MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
-# Bytes of documents over which programs that each read them, for query rows of their own, stay close enough to find
-# them in the L2 cache (docs/performance.md, "Long searches of many queries").
-READ_TOGETHER = 4096 * MiB
+# Query rows that a program scores in one reading of the documents; bytes of documents over which programs that each read
+# them, for rows of their own, stay close enough to find them in the L2 cache (docs/performance.md, "Long searches").
+ROWS_AT_ONCE, READ_TOGETHER = 256, 4096 * MiB
 # Numbers of scores that between them take every kernel of the Triton backend.
 WARMED = (100, 1_000, 8_000, 20_000, 200_000, 1_000_000, 4_000_000)
 
@@ -150,7 +149,7 @@ def _chunk(Q: Tensor, D: Tensor, top_k: int, documents: int) -> int:
     """Documents to score at a time, as many as are kept at least: their scores fit the workspace, and where several
     programs read each document, it is still in the cache for all of them."""
     chunk = _fitting(Q, top_k, documents)
-    if Q.shape[0] * Q.shape[1] > SPECIALIZED_ROWS and D.nbytes > READ_TOGETHER:
+    if Q.shape[0] * Q.shape[1] > ROWS_AT_ONCE and D.nbytes > READ_TOGETHER:
         chunk = min(chunk, max(documents * READ_TOGETHER // D.nbytes, top_k, 1))
     return chunk
 

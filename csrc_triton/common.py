@@ -50,6 +50,12 @@ def wide(k):
 
 
 @triton.jit
+def condition(x):
+    """`x`, a condition on one number, as a mask's part: the interpreter of Triton 3.9 takes it for such a number."""
+    return tl.full((), 1, tl.int1) & x
+
+
+@triton.jit
 def document_base(D, owner, k):
     return D.ptr + owner.to(tl.int64) * D.stride_owner + k.to(tl.int64) * D.stride_doc
 

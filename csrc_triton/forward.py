@@ -21,7 +21,7 @@ from .common import (
     row_pointers,
     rows_sum_of_squares,
 )
-from .fp32 import load_terms, odd_maxima, split, split_product
+from .fp32 import load_terms, nearest_tf32, odd_maxima, split, split_product
 from .maxima import first_token, lane_maxima, lane_winners, merged, merged_maxima, per_lane, per_row, per_token
 
 
@@ -37,6 +37,9 @@ def _document_tile(base, tiles, first_row, t, columns, c0, d, D, C: tl.constexpr
 
 @triton.jit
 def _add_product(S, q, x, C: tl.constexpr):
+    if C.PRECISION == "tf32":
+        q = nearest_tf32(q)
+        x = nearest_tf32(x)
     if C.TOKENS_FIRST:
         S = tl.dot(x, tl.trans(q), S, input_precision=C.PRECISION)
     else:

@@ -7,7 +7,7 @@ and pairs. Work stops at each length.
 import triton
 import triton.language as tl
 
-from .common import wide
+from .common import condition, wide
 from .forward import _score_rows
 from .ragged import document_segment, pair, query_segment
 
@@ -54,7 +54,7 @@ def flushed(total, pending, blocks, LEVELS: tl.constexpr):
 def _place(segments, Nq, K, C: tl.constexpr):
     """Of this program: its first query, how many there are, its document and its number, whether they exist."""
     pid = tl.program_id(0).to(tl.int64)
-    ok = pid >= 0
+    ok = condition(pid >= 0)
     if segments.pairs is not None:
         query, document, ok = pair(segments, pid, ok, Nq, K)
         queries = query + 1

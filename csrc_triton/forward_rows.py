@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,6 +33,7 @@ from .forward_specialized import (
     shared_ring,
     slot_rows,
 )
+from .gluon_names import async_load
 from .patches import counted, patch
 from .spans import Spans, block, bounds_of, costs_of, here, length_of, shares, span_of
 
@@ -59,7 +59,7 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
             full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(full, D.block_type.nbytes)
-            tma.async_copy_global_to_shared(D, [row + _start(t0, length, C), 0], full, ring.tiles.index(stage))
+            async_load(D, [row + _start(t0, length, C), 0], full, ring.tiles.index(stage))
             stage, phase = advance(stage, phase, C)
 
 
@@ -272,7 +272,7 @@ def _first_best(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr
     for t0 in range(0, length, C.BN):
         start = _start(t0, length, C)
         mbarrier.expect(barrier, D.block_type.nbytes)
-        tma.async_copy_global_to_shared(D, [row + start, 0], barrier, tile)
+        async_load(D, [row + start, 0], barrier, tile)
         mbarrier.wait(barrier, phase)
         phase ^= 1
         S = warpgroup_mma(q, tile.permute((1, 0)), gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC))

@@ -16,13 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .arguments import Sizes
 from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
+from .gluon_names import async_load
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
 HALF_ROWS = gl.constexpr(64)
@@ -100,7 +100,7 @@ def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
             full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(full, D.block_type.nbytes)
-            tma.async_copy_global_to_shared(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
+            async_load(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
             stage, phase = advance(stage, phase, C)
 
 
@@ -328,7 +328,7 @@ def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
     for t0 in range(0, Ld, C.BN):
         start = gl.minimum(t0, Ld - C.BN)
         mbarrier.expect(ring.search.index(G), D.block_type.nbytes)
-        tma.async_copy_global_to_shared(D, [row + start, 0], ring.search.index(G), tile)
+        async_load(D, [row + start, 0], ring.search.index(G), tile)
         mbarrier.wait(ring.search.index(G), phase)
         phase ^= 1
         S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .arguments import Sizes
 from .common import nan_max, ordered_sum, query_keep, query_weight
 from .forward_specialized import CONSUMER_REGISTERS, HALF_ROWS, PRODUCER_REGISTERS, advance, lanes
+from .gluon_names import async_load, reinterpret
 
 FEATURES = gl.constexpr(64)  # of a step: 128 bytes, the widest swizzle
 
@@ -50,11 +51,11 @@ def _produce(Q, D, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
                 full = ring.full.index(stage)
                 mbarrier.wait(ring.empty.index(stage), phase)
                 mbarrier.expect(full, D.block_type.nbytes + 2 * Q.block_type.nbytes)
-                tma.async_copy_global_to_shared(D, [token, c0], full, ring.documents.index(stage))
+                async_load(D, [token, c0], full, ring.documents.index(stage))
                 for G in gl.static_range(2):
                     first = group + G * GROUPS
-                    rows = ring.queries.index(2 * stage + G)._reinterpret(Q.dtype, BLOCK, LAYOUT)
-                    tma.async_copy_global_to_shared(Q, [first // parts, first % parts * C.SLOT, c0], full, rows)
+                    rows = reinterpret(ring.queries.index(2 * stage + G), Q.dtype, BLOCK, LAYOUT)
+                    async_load(Q, [first // parts, first % parts * C.SLOT, c0], full, rows)
                 stage, phase = advance(stage, phase, C)
 
 

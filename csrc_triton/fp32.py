@@ -26,6 +26,7 @@ _NARROW = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
 _FACTOR = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14; fp16 ends below 2^16
 _SCALE = tl.constexpr(14 << 23)
 _LOW = tl.constexpr(2048.0)
+_TF32_HALF, _TF32_KEPT = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
 _STEP = tl.constexpr(16)  # tokens at a time that are not plain: rare, so few registers matter more than speed
 
 
@@ -42,6 +43,16 @@ def _measure(x):
     narrow = complement <= tl.full(exponent.shape, _NARROW, tl.int32) - exponent
     near = (exponent >= _LEAST) & (exponent <= _MOST)
     return (narrow & near) | (most == 0), most == 0, exponent
+
+
+@triton.jit
+def nearest_tf32(x):
+    """`x` rounded to the 10 bits of TF32, halves away from zero: the matrix unit would cut the others off.
+
+    NaN stays NaN, whatever bits it has, and inf stays inf.
+    """
+    bits = (x.to(tl.int32, bitcast=True) + _TF32_HALF) & _TF32_KEPT
+    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x + x)
 
 
 @triton.jit

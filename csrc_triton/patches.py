@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .forward_specialized import advance
+from .gluon_names import reinterpret
 from .spans import here
 
 LANES = gl.constexpr(32)
@@ -93,7 +94,7 @@ def _overwrite(ring, first, bits, words, lane, C: gl.constexpr):
     at a time: for all eight there are no registers.
     """
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lines = ring.tiles._reinterpret(gl.int32, [C.STAGES * C.BN * C.BD // 64, LANES], PLAIN)
+    lines = reinterpret(ring.tiles, gl.int32, [C.STAGES * C.BN * C.BD // 64, LANES], PLAIN)
     for half in gl.static_range(2):
         a = _four_lines(words[0], lane, 4 * half)
         b = _four_lines(words[1], lane, 4 * half)

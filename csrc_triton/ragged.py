@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import wide
+from .common import condition, wide
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def pair(segments, p, ok, Nq, Nd):
     """Query and document of pair p, and whether there are such."""
     i = tl.load(segments.pairs + 2 * p, mask=ok, other=-1).to(tl.int64)
     k = tl.load(segments.pairs + 2 * p + 1, mask=ok, other=-1).to(tl.int64)
-    return i, k, (i >= 0) & (i < Nq) & (k >= 0) & (k < Nd)
+    return i, k, condition((i >= 0) & (i < Nq) & (k >= 0) & (k < Nd))
 
 
 # What `maxsim_ragged_items` writes of each item, int64: the first row of its document (behind all rows where nothing

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from lik_ops.backends import backward_configs, configs
 from lik_ops.backends.configs import Architecture, Launch
+from lik_ops.backends.triton_versions import compile_options
 from lik_ops.csrc_triton import (
     backward_documents,
     backward_few,
@@ -369,7 +370,7 @@ def target(arch: Architecture) -> GPUTarget:
     return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wavefront)
 
 
-def _cuda_resources(cubin: bytes, after: str = "") -> tuple[int, int]:
+def cuda_resources(cubin: bytes, after: str = "") -> tuple[int, int]:
     """Registers of a thread, and how many instructions of the machine code touch local memory: spills. Of those behind
     the first instruction `after`, if it is given.
 
@@ -387,15 +388,20 @@ def _cuda_resources(cubin: bytes, after: str = "") -> tuple[int, int]:
     return registers, len(re.findall(r"\b(?:LDL|STL)\b", report[report.index(after) :]))
 
 
+def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
+    """A kernel as `launcher` compiles it, by default with the four warps that most take."""
+    return triton.compile(source, target=target, options=compile_options(options or {"num_warps": 4}))
+
+
 def compile_for(case: Case, arch: Architecture) -> Compiled:
     src, launch = source(case, arch)
-    compiled = triton.compile(src, target=target(arch), options=launch.options(arch))
+    compiled = compile_as_launched(src, target(arch), launch.options(arch))
     if arch.is_amd:
         text = compiled.asm["amdgcn"]
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
         spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
     else:
         text = compiled.asm["ptx"]
-        registers, spills = _cuda_resources(compiled.asm["cubin"])
+        registers, spills = cuda_resources(compiled.asm["cubin"])
     orders = frozenset(re.findall(r"kWidth = \d+", compiled.asm["ttgir"]))
     return Compiled(text, compiled.metadata.shared, registers, spills, orders)

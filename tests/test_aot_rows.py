@@ -4,20 +4,18 @@ import re
 
 import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.backends import configs
+from lik_ops.csrc_triton import forward_rows as fr
+from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import row_sums
 from lik_ops.csrc_triton.arguments import Found, Patches, Queries, Segments
 
-from .aot import Case, _cuda_resources, _queries
+from .aot import Case, _queries, compile_as_launched, cuda_resources
 from .test_aot_specialized import SM_90, check
-
-fr = pytest.importorskip("lik_ops.csrc_triton.forward_rows")
-fs = pytest.importorskip("lik_ops.csrc_triton.forward_specialized")
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -90,7 +88,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
     ids=str,
 )
 def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums, tmp_path):
-    compiled = triton.compile(source(dtype, d, layout, argmax, sums), target=TARGET, options={"num_warps": 4})
+    compiled = compile_as_launched(source(dtype, d, layout, argmax, sums), TARGET)
     # Winners with masks lack a register: a warp's place is spilled when the program begins.
     check(compiled, tmp_path, "HGMMA" if layout == "masked" and argmax else "")
 
@@ -106,7 +104,7 @@ def carried(ttgir: str) -> list[list[str]]:
 @pytest.mark.parametrize("sums", [False, True])
 def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, argmax, sums):
     """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
-    compiled = triton.compile(source(torch.bfloat16, 128, layout, argmax, sums), target=TARGET)
+    compiled = compile_as_launched(source(torch.bfloat16, 128, layout, argmax, sums), TARGET)
     loops = carried(compiled.asm["ttgir"])
     masked = layout == "masked"
     copied = 1 if layout == "kept" else 2  # numbers that say where the next document lies
@@ -120,7 +118,7 @@ def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, 
 
 
 def without_spills(source: ASTSource) -> None:
-    registers, spills = _cuda_resources(triton.compile(source, target=TARGET, options={"num_warps": 4}).asm["cubin"])
+    registers, spills = cuda_resources(compile_as_launched(source, TARGET).asm["cubin"])
     assert spills == 0, f"{spills} spill instructions, {registers} registers"
 
 

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.backends import configs
+from lik_ops.csrc_triton import forward_specialized as fs
+from lik_ops.csrc_triton import forward_wide as fw
 from lik_ops.csrc_triton.arguments import Queries
 
-from .aot import Case, _cuda_resources, _queries
-
-fs = pytest.importorskip("lik_ops.csrc_triton.forward_specialized")
-fw = pytest.importorskip("lik_ops.csrc_triton.forward_wide")
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from .aot import Case, _queries, compile_as_launched, cuda_resources
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 
@@ -47,8 +46,7 @@ def serialised(ptx: str, directory: Path) -> list[str]:
     """What ptxas says of wgmma instructions that it makes wait for each other."""
     path = directory / "kernel.ptx"
     path.write_text(ptx)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(tool), "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line]
 
@@ -66,7 +64,7 @@ def serialised(ptx: str, directory: Path) -> list[str]:
 )
 def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source(dtype, d, Lq, options, argmax), target=target, options={"num_warps": 4})
+    compiled = compile_as_launched(source(dtype, d, Lq, options, argmax), target)
     check(compiled, tmp_path)
 
 
@@ -75,7 +73,7 @@ def check(compiled, tmp_path: Path, spilled_before: str = "") -> None:
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
-    registers, spills = _cuda_resources(compiled.asm["cubin"], spilled_before)
+    registers, spills = cuda_resources(compiled.asm["cubin"], spilled_before)
     assert spills == 0, f"{spills} spill instructions, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory
 
@@ -112,5 +110,5 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> 
 )
 def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(wide_source(dtype, d, Lq, Ld, options), target=target, options={"num_warps": 4})
+    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options), target)
     check(compiled, tmp_path)

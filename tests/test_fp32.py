@@ -235,16 +235,52 @@ def test_torch_settings_that_allow_tf32():
     subprocess.run([sys.executable, "-c", SETTINGS], check=True)
 
 
-@pytest.mark.gpu
-def test_tf32_where_torch_allows_it():
-    Q, D = torch.randn(8, 32, 128, device="cuda"), torch.randn(9, 80, 128, device="cuda")
+TF32_PLACES = PLACES if INTERPRETING else PLACES[1:]  # the portable backend multiplies by torch, on a CPU in fp32
+
+
+@pytest.mark.parametrize("place", TF32_PLACES, ids=str)
+def test_tf32_where_torch_allows_it(place):
+    Q, D = (torch.randn(n, 8, 64, device=place.device) for n in (2, 3))
     expected = reference.maxsim(Q.double(), D.double())
 
     def error():
-        return float((lik_ops.maxsim(Q, D).double() - expected).norm() / expected.norm())
+        with place.use():
+            return float((lik_ops.maxsim(Q, D).double() - expected).norm() / expected.norm())
 
     assert error() < 1e-6
     for setting in (torch.backends.cuda.matmul, torch.backends):
         with _set(setting, "fp32_precision", "tf32"):
             assert 1e-5 < error() < 1e-2
     assert error() < 1e-6
+
+
+@pytest.mark.parametrize("place", TF32_PLACES, ids=str)
+@pytest.mark.parametrize("features", [64, 300])
+@pytest.mark.parametrize("layout", ["cross", "candidates", "normalize", "winners", "varlen"])
+def test_tf32_rounds_to_nearest(place, features, layout):
+    """Features of one sign: what is cut off, not rounded, makes every similarity too small, by 2^-11 on average."""
+    Q, D = (torch.rand(n, L, features, device=place.device) + 1 for n, L in ((3, 8), (5, 40)))
+    bounds = torch.arange(6, device=place.device) * 40
+    calls = {
+        "cross": lambda: lik_ops.maxsim(Q, D),
+        "candidates": lambda: lik_ops.maxsim(Q, D.expand(3, 5, 40, features)),
+        "normalize": lambda: lik_ops.maxsim(Q, D, normalize=True),
+        "winners": lambda: lik_ops.maxsim_with_argmax(Q, D)[0],
+        "varlen": lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, bounds),
+    }
+    expected = reference.maxsim(Q.double(), D.double(), normalize=layout == "normalize")
+    with place.use(), _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+        error = (calls[layout]().double() - expected) / expected
+    assert 1e-6 < float(error.abs().max()) < 2.0**-11
+    assert abs(float(error.mean())) < 2.0**-15
+
+
+@pytest.mark.parametrize("place", TF32_PLACES, ids=str)
+def test_tf32_keeps_what_is_not_finite(place):
+    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)  # NaN, inf
+    D = torch.ones(5, 1, 16)
+    D[:4, 0, 0] = odd
+    D[4] = torch.finfo(torch.float32).max / 64  # rounds up, to a finite number
+    with place.use(), _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+        scores = lik_ops.maxsim(torch.ones(1, 1, 16, device=place.device), D.to(place.device))[0]
+    assert bool(scores[:3].isnan().all()) and float(scores[3]) == math.inf and bool(scores[4].isfinite())

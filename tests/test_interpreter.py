@@ -18,6 +18,7 @@ MODULES = [
     "test_masked_kernels",
     "test_eager_ragged",
     "test_gradients",
+    "test_fallback",
     "test_fp32",
     "test_tune",
     "test_topk",

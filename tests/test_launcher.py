@@ -28,10 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
 
-from lik_ops.backends import cuda_arguments, launcher
+from lik_ops.backends import cuda_arguments, launcher, triton_versions
 
 CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
-DIRECT_VERSIONS = ("3.6", "3.7")
 
 
 def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfloat16, candidates=False, offset=0):
@@ -180,7 +179,7 @@ class Compiled:
 
 
 def test_unknown_versions_of_triton_launch_by_triton(monkeypatch):
-    monkeypatch.setattr(launcher, "_version", lambda: "9.9")
+    monkeypatch.setattr(triton_versions, "release", lambda: (9, 9))
     compiled = Compiled()
     bound = launcher.Bound(compiled, 0)
     assert bound.direct is None and "by triton" in launcher.way()
@@ -188,9 +187,9 @@ def test_unknown_versions_of_triton_launch_by_triton(monkeypatch):
     assert compiled.launched == [((4, 1, 1), (1, 2))]
 
 
-@pytest.mark.parametrize("version", DIRECT_VERSIONS)
+@pytest.mark.parametrize("version", triton_versions.DIRECT)
 def test_a_triton_without_the_expected_attributes_is_said_and_launches_itself(monkeypatch, caplog, version):
-    monkeypatch.setattr(launcher, "_version", lambda: version)
+    monkeypatch.setattr(triton_versions, "release", lambda: version)
     monkeypatch.setattr(torch.version, "hip", None)
     with caplog.at_level(logging.WARNING, logger="lik_ops"):
         assert launcher.Bound(Compiled(), 0).direct is None
@@ -230,7 +229,7 @@ def compilations(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.version.hip is not None, reason="the short launch is for NVIDIA GPUs")
 def test_known_versions_launch_directly():
-    assert launcher._version() in DIRECT_VERSIONS, "a new Triton: see whether its launcher is as _DIRECT expects"
+    assert triton_versions.launches_directly(), "a new Triton: see whether its launcher is as DIRECT expects"
     with torch.no_grad():
         lik_ops.maxsim(*tensors())
     assert launcher._bound and all(bound.direct for bound in launcher._bound.values())

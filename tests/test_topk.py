@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -15,7 +14,7 @@ from lik_ops.csrc_triton import topk
 from lik_ops.csrc_triton.arguments import Best, Candidates
 from lik_ops.ops.topk import WARMED, of_parts
 
-from .aot import _cuda_resources
+from .aot import compile_as_launched, cuda_resources
 from .support import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -201,10 +200,7 @@ def test_compiled_without_spills(kind, kept):
         if kind == "parts" and not is_sorted:
             continue
         options = {"num_warps": cuda_topk._WARPS[block]}
-        found = triton.compile(
-            source(KINDS_OF_CANDIDATES[kind], block, is_sorted, kept),
-            target=GPUTarget("cuda", 90, 32),
-            options=options,
-        )
-        registers, spills = _cuda_resources(found.asm["cubin"])
+        compiled = source(KINDS_OF_CANDIDATES[kind], block, is_sorted, kept)
+        found = compile_as_launched(compiled, GPUTarget("cuda", 90, 32), options)
+        registers, spills = cuda_resources(found.asm["cubin"])
         assert spills == 0, f"{block}, {is_sorted}: {spills} spill instructions, {registers} registers"

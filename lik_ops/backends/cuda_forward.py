@@ -197,6 +197,21 @@ class ForwardPlan(Plan):
         return found
 
 
+def plain_scores(
+    plan: Plan,
+    shape: tuple[int, ...],
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    argmax: Tensor | None,
+) -> Tensor:
+    """What `plan`, of another kernel, would give: the plain kernel takes tensors that begin anywhere."""
+    plain = ForwardPlan(Q, D, q_mask, d_mask, q_weight, False, plan.argmax_dtype)
+    return plain.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
+
+
 _plans: dict[tuple, Plan] = {}
 
 

@@ -112,7 +112,10 @@ class Plan:
         if choice is not None:
             queries, _, segments = self._grouped(c, c.tensors)
             groups = Queries._make(queries), Segments._make(segments)
-            return cuda_rows.forward_packed(choice, c, *groups, self.argmax_dtype)
+            try:
+                return cuda_rows.forward_packed(choice, c, *groups, self.argmax_dtype)
+            except launcher.DoesNotCompile as error:
+                launcher.fall_back(error, "maxsim_forward_ragged")
         argmax = None
         if self.argmax_dtype is not None:
             argmax = self._new_winners(c)

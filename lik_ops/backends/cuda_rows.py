@@ -20,7 +20,7 @@ from ..csrc_triton.arguments import Found, Patches, Queries, Segments
 from . import configs, launcher
 from .configs import RowMaxima
 from .cuda_arguments import architecture, on_device, queries_of
-from .cuda_forward import ForwardPlan, Plan
+from .cuda_forward import Plan, plain_scores
 from .cuda_specialized import kernels, processors
 from .ragged import Cut
 
@@ -196,20 +196,24 @@ class MaskedPlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Nq, K, _, _ = self.sizes
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
-        if D.data_ptr() % 16:
-            plain = ForwardPlan(Q, D, q_mask, d_mask, q_weight, False, self.argmax_dtype)
-            return plain.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         assert d_mask is not None
+        if D.data_ptr() % 16 == 0:
+            try:
+                return self._scores(queries_of(Q, q_mask, q_weight), D, d_mask, argmax).view(shape)
+            except launcher.DoesNotCompile as error:
+                launcher.fall_back(error, "maxsim_forward")
+        return plain_scores(self, shape, Q, D, q_mask, d_mask, q_weight, argmax)
+
+    def _scores(self, queries: Queries, D: Tensor, d_mask: Tensor, argmax: Tensor | None) -> Tensor:
+        Nq, K, _, _ = self.sizes
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
-        queries = queries_of(Q, q_mask, q_weight)
         with on_device(self.device):
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
                 winners = None if argmax is None else argmax[part]
                 self.score_part(queries, D[part], d_mask[part], scores[:, part], winners)
-        return scores.view(shape)
+        return scores
 
     def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor) -> Rows:
         Nq, _, Lq, Ld = self.sizes

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .._layout import lifted
 from ..csrc_triton.arguments import Specialization
-from . import configs, launcher
+from . import configs, launcher, triton_versions
 from .cuda_arguments import architecture, describable, describable_queries, on_device, queries_of, sizes
-from .cuda_forward import ForwardPlan, Plan, forward_plan
+from .cuda_forward import Plan, forward_plan, plain_scores
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes
@@ -35,7 +35,9 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The Gluon kernels, or None with a triton that has not the Gluon they are written in."""
+    """The Gluon kernels, or None with a triton that has not the Gluon they are written in, or a newer one."""
+    if not triton_versions.is_known():
+        return None
     try:
         from ..csrc_triton import forward_rows, forward_specialized, forward_wide
     except (ImportError, AttributeError) as error:
@@ -91,11 +93,19 @@ class SpecializedPlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Nq, K, _, _ = self.sizes
         Q, D, q_mask, _, q_weight = lifted(Q, D, q_mask, None, q_weight)
         if not self._readable(Q, D):
-            plain = ForwardPlan(Q, D, q_mask, None, q_weight, False, self.argmax_dtype)
-            return plain.scores(shape, Q, D, q_mask, None, q_weight, argmax)
+            return plain_scores(self, shape, Q, D, q_mask, None, q_weight, argmax)
+        try:
+            return self._scores(Q, D, q_mask, q_weight, argmax).view(shape)
+        except launcher.DoesNotCompile as error:
+            launcher.fall_back(error, "maxsim_forward")
+        return plain_scores(self, shape, Q, D, q_mask, None, q_weight, argmax)
+
+    def _scores(
+        self, Q: Tensor, D: Tensor, q_mask: Tensor | None, q_weight: Tensor | None, argmax: Tensor | None
+    ) -> Tensor:
+        Nq, K, _, _ = self.sizes
         scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
         if self.choice.parts > 1 and self.chunk < K:
             for k in range(0, K, self.chunk):
@@ -106,7 +116,7 @@ class SpecializedPlan(Plan):
         else:
             with on_device(self.device):
                 self._launch(Q, D, q_mask, q_weight, scores, argmax)
-        return scores.view(shape)
+        return scores
 
     def _launch(
         self,

@@ -15,15 +15,15 @@ What a compiled kernel knows of an argument:
 A group begins with a tensor or None; other tuples are compile-time arguments.
 
 The shortest way needs private parts of Triton, which differ between versions: it is taken for the versions in
-`_DIRECT` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the compiled kernel is launched as
-Triton does it, and where even that does not fit, and in the interpreter, by ``kernel[grid](...)``.
+`triton_versions.DIRECT` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the compiled kernel
+is launched as Triton does it, and where even that does not fit, and in the interpreter, by ``kernel[grid](...)``.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from ..csrc_triton.arguments import UNIT, VECTOR
+from . import triton_versions
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
@@ -172,56 +173,22 @@ def _representatives(kernel: JITFunction, args: tuple) -> list:
     ]
 
 
-def _raw_3_6(launcher: Any) -> Any:
-    """The C function, from below what encodes descriptors anew at each launch."""
-    launch = launcher.launch
-    return launch if inspect.isbuiltin(launch) else inspect.getclosurevars(launch).nonlocals["launcher"]
+class DoesNotCompile(RuntimeError):
+    """A kernel that Triton cannot compile. Nothing was launched; where another kernel can do the same, it does."""
+
+    def __init__(self, kernel: str, reason: str) -> None:
+        super().__init__(f"lik_ops: {kernel} does not compile with triton {triton.__version__}: {reason}")
+        self.kernel = kernel
 
 
-def _direct_3_6(compiled: Any) -> Callable:
-    launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    raw, cooperative, pdl = _raw_3_6(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
-
-    def direct(x: int, y: int, z: int, stream: int, args: tuple) -> None:
-        raw(x, y, z, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args)
-
-    return direct
+def fall_back(error: DoesNotCompile, instead: str) -> None:
+    """Say, once for each kernel, that `instead` computes what another cannot."""
+    if error.kernel not in fallen_back:
+        fallen_back[error.kernel] = f"{error}; {instead} computes instead, more slowly"
+        warnings.warn(fallen_back[error.kernel], RuntimeWarning, stacklevel=3)
 
 
-def _direct_3_7(compiled: Any) -> Callable:
-    launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
-    annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-    raw = triton.runtime.driver.active.utils.launch
-
-    def direct(x: int, y: int, z: int, stream: int, args: tuple) -> None:
-        raw(
-            x,
-            y,
-            z,
-            stream,
-            function,
-            cooperative,
-            pdl,
-            packed,
-            None,
-            None,
-            None,
-            None,
-            None,
-            annotations,
-            signature,
-            args,
-        )
-
-    return direct
-
-
-_DIRECT: dict[str, Callable[[Any], Callable]] = {"3.6": _direct_3_6, "3.7": _direct_3_7}
-
-
-def _version() -> str:
-    return ".".join(triton.__version__.split(".")[:2])
+fallen_back: dict[str, str] = {}  # what was said of kernels
 
 
 class Bound:
@@ -238,21 +205,19 @@ class Bound:
         self.direct: Callable | None = None
         self._encoded: dict[tuple, tuple] = {}
         self._descriptor_metadata: list = []
-        if torch.version.hip is None and _version() in _DIRECT:
+        if triton_versions.launches_directly():
             try:
                 self._bind()
             except (AttributeError, ImportError, KeyError) as error:
                 _log.warning("triton %s is not as expected, launches take longer: %r", triton.__version__, error)
 
     def _bind(self) -> None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        launcher = self.compiled.run  # loads the kernel
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            return  # Triton allocates it at each launch
-        self._encode = make_tensordesc_arg
+        if triton_versions.needs_more(self.compiled.run):  # loads the kernel
+            return
+        direct, encoder = triton_versions.DIRECT[triton_versions.release()]
+        self._encode = encoder()
         self._descriptor_metadata = getattr(self.compiled.metadata, "tensordesc_meta", None) or []
-        self.direct = _DIRECT[_version()](self.compiled)
+        self.direct = direct(self.compiled)
 
     def encoded(self, n: int, descriptor: Any) -> tuple:
         """The n-th descriptor as the kernel takes it.
@@ -291,6 +256,7 @@ class Bound:
 
 _bound: dict[tuple, Bound] = {}  # by description
 _recent: dict[tuple, Bound] = {}  # by exact arguments
+_failed: dict[tuple, str] = {}  # by description: why it does not compile
 
 
 def _state() -> tuple:
@@ -302,6 +268,9 @@ def bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[Bou
     """The compiled kernel for `args` on the current device, compiled now if need be; and `args` as values.
 
     None if compiling gave nothing to keep, as when a hook takes compilation over.
+
+    Raises:
+        DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
     key, values = _exactly(args)
     exact_key = (id(kernel), *_state(), *options.values(), *key)
@@ -319,10 +288,18 @@ def _bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> Bound | 
     key = (kernel, *_state(), *options.items(), describe(kernel, args))
     if key in _bound:
         return _bound[key]
-    compiled = kernel.warmup(*_representatives(kernel, args), grid=(1, 1, 1), **options)
-    if not hasattr(compiled, "_init_handles"):  # None, or still being compiled
-        return None
-    bound = _bound[key] = Bound(compiled, torch._C._cuda_getDevice())
+    if key in _failed:
+        raise DoesNotCompile(kernel.__name__, _failed[key])
+    more = triton_versions.compile_options(options)
+    try:
+        compiled = kernel.warmup(*_representatives(kernel, args), grid=(1, 1, 1), **more)
+        if not hasattr(compiled, "_init_handles"):  # None, or still being compiled
+            return None
+        bound = _bound[key] = Bound(compiled, torch._C._cuda_getDevice())
+    except Exception as error:  # whatever a compiler's pass, ptxas or the driver raises
+        said = str(error).strip().splitlines() or [""]
+        _failed[key] = f"{type(error).__name__}: {said[-1]}"
+        raise DoesNotCompile(kernel.__name__, _failed[key]) from error
     _log.debug("compiled %s, launched %s", kernel.__name__, "directly" if bound.direct else "by Triton")
     return bound
 
@@ -331,13 +308,16 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
     """``kernel[grid](*args, **options)`` on the current device and stream. `args` are all of the kernel's, in order.
 
     Returns what was launched, for callers that launch it again; None where Triton looks it up itself.
+
+    Raises:
+        DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
     if isinstance(kernel, JITFunction):
         bound, values = bind(kernel, args, options)
         if bound is not None:
             bound.launch(grid, args, values)
             return bound
-    kernel[grid](*args, **options)
+    kernel[grid](*args, **triton_versions.compile_options(options))
     return None
 
 
@@ -345,6 +325,6 @@ def way() -> str:
     """How kernels are launched here, for people."""
     if triton.knobs.runtime.interpret:
         return "in Triton's interpreter"
-    if torch.version.hip is not None or _version() not in _DIRECT:
+    if not triton_versions.launches_directly():
         return f"by triton {triton.__version__}"
     return f"directly (triton {triton.__version__})" if not hooks_set() else "by Triton, as launch hooks are set"

@@ -9,6 +9,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.backends import configs
+from lik_ops.backends.triton_versions import release
 from lik_ops.csrc_triton import forward_rows as fr
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import row_sums
@@ -89,8 +90,8 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
 )
 def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums, tmp_path):
     compiled = compile_as_launched(source(dtype, d, layout, argmax, sums), TARGET)
-    # Winners with masks lack a register: a warp's place is spilled when the program begins.
-    check(compiled, tmp_path, "HGMMA" if layout == "masked" and argmax else "")
+    # From Triton 3.8 on winners with masks lack registers.
+    check(compiled, tmp_path, products=layout == "masked" and argmax and release() >= (3, 8))
 
 
 def carried(ttgir: str) -> list[list[str]]:

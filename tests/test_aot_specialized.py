@@ -14,7 +14,7 @@ from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
 from lik_ops.csrc_triton.arguments import Queries
 
-from .aot import Case, _queries, compile_as_launched, cuda_resources
+from .aot import Case, _queries, compile_as_launched, repeated_spills
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 
@@ -68,13 +68,13 @@ def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
     check(compiled, tmp_path)
 
 
-def check(compiled, tmp_path: Path, spilled_before: str = "") -> None:
-    """`spilled_before`: the instruction before whose first something may be spilled, once a program."""
+def check(compiled, tmp_path: Path, products: bool = False) -> None:
+    """`products`: some registers may be spilled for a document, none for a tile."""
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
-    registers, spills = cuda_resources(compiled.asm["cubin"], spilled_before)
-    assert spills == 0, f"{spills} spill instructions, {registers} registers"
+    registers, spills = repeated_spills(compiled.asm["cubin"], products)
+    assert spills == 0, f"{spills} spill instructions in loops, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory
 
 

@@ -259,7 +259,11 @@ BAD = {
     "dtype": (dict(Q=torch.zeros(2, 3, 8).half()), TypeError, "D: expected the dtype of Q"),
     "D rank": (dict(D=torch.zeros(2, 5, 4, 8)), ValueError, r"retrieve: D: expected \[Nd, Ld, d\]"),
     "D flat": (dict(D=torch.zeros(5, 8)), ValueError, "with cu_seqlens_d"),
-    "D type": (dict(D="documents"), TypeError, "D: expected a Tensor, a list of Tensors, a numpy.ndarray or a Corpus, got str"),
+    "D type": (
+        dict(D="documents"),
+        TypeError,
+        "D: expected a Tensor, a list of Tensors, a numpy.ndarray or a Corpus, got str",
+    ),
     "top_k": (dict(top_k=-1), ValueError, "top_k: expected 0 or more, got -1"),
     "top_k type": (dict(top_k=2.0), TypeError, "top_k: expected an int, got float"),
     "chunk": (dict(chunk=0), ValueError, "chunk: expected 1 or more, got 0"),

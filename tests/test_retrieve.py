@@ -286,7 +286,7 @@ BAD = {
     "streamed offsets": (
         dict(D=torch.zeros(5, 8), cu_seqlens_d=torch.tensor([0, 6]), progress=True),
         ValueError,
-        "cu_seqlens_d: expected offsets",
+        r"cu_seqlens_d: expected ascending rows of D \[5, 8\], got 6 at \[1\]",
     ),
     "streamed mask": (
         dict(d_mask=torch.ones(10, 4, dtype=torch.bool), progress=True),

@@ -23,7 +23,7 @@ def check_flag(op: str, name: str, x: Any) -> None:
 def index(op: str, name: str, x: Any) -> int:
     """What counts as an integer in Python, a bool excepted."""
     try:
-        if not isinstance(x, bool):
+        if not isinstance(x, bool) and getattr(x, "dtype", None) != torch.bool:
             return operator.index(x)
     except TypeError:
         pass

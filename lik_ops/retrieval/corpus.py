@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -305,10 +305,10 @@ class Corpus:
         """The documents' tokens ``[T, d]`` on the CPU, and the length of each."""
         op = "Corpus.append"
         if isinstance(documents, Tensor) and not documents.is_nested:
+            self._check_tokens("documents", documents)
             if lengths is None:
                 raise ValueError(f"{op}: lengths: expected the length of each document in the packed tensor, got None")
             counts = arguments.integers(op, "lengths", lengths)
-            self._check_tokens("documents", documents)
             if counts.dim() != 1 or not storage.add_up_to(counts, tokens := documents.shape[0]):
                 raise ValueError(
                     f"{op}: lengths: expected [n], not negative, that add up to {tokens} tokens,"
@@ -364,8 +364,13 @@ def _check_empty(path: Path, writer: storage.Writer | None = None) -> None:
 
 
 def _listed(op: str, name: str, of: str, x: Any) -> list:
-    """What an iterable gives, but for strings, which are one thing and not many."""
-    if isinstance(x, (str, bytes)) or not hasattr(x, "__iter__"):
+    """What an iterable gives, but for strings, which are one thing and not many, and what has no order."""
+    try:
+        if not isinstance(x, (str, bytes, Set, Mapping)):
+            x = iter(x)
+    except TypeError:
+        pass
+    if not isinstance(x, Iterator):
         raise TypeError(f"{op}: {name}: expected a list of {of}, got {type(x).__name__}")
     return list(x)
 

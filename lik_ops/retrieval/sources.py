@@ -12,7 +12,7 @@ from torch import Tensor
 from .._layout import DTYPES, MASK_DTYPES, check_strided
 from .._packed import sequences
 from .._packing import is_sequences
-from ..ops import autocast, topk
+from ..ops import autocast, ragged_values, topk
 from ..ops.ragged_arguments import check_values
 from .snapshot import Snapshot
 
@@ -153,14 +153,7 @@ class _Packed(Ragged):
         topk.check_cu_seqlens(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
         super().__init__(offsets, D.shape[0], D.shape[1], _rows(D, 0, 0).dtype)
-        bad = (offsets < 0) | (offsets > D.shape[0])
-        bad[1:] |= offsets[1:] < offsets[:-1]
-        if bool(bad.any()):
-            at = int(bad.nonzero()[0])
-            raise ValueError(
-                f"{op}: cu_seqlens_d: expected offsets that never fall, in [0, {D.shape[0]}],"
-                f" got {int(offsets[at])} at [{at}]"
-            )
+        ragged_values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)
 
     def read(self, begin: int, end: int) -> Part:
         offsets = self.offsets[begin : end + 1]

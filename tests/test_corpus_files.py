@@ -200,6 +200,22 @@ def test_a_forked_child_does_not_keep_the_lock(how, tmp_path):
         os.kill(int(child), signal.SIGKILL)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_that_ends_removes_nothing_of_its_parent(tmp_path):
+    Corpus.create(tmp_path, 8, torch.float32)
+    parent = os.getpid()
+    try:
+        with storage.locked(tmp_path) as writer, writer.writing(0) as (directory, name):
+            if (child := os.fork()) == 0:
+                raise SystemExit
+            os.waitpid(child, 0)
+            assert directory.is_dir() and (tmp_path / "append.lock").read_text().strip() == name
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert not directory.exists()
+
+
 # manifests
 
 

@@ -147,7 +147,8 @@ class Writer:
             directory.mkdir()
             yield directory, name
         except BaseException:
-            self._remove(name)
+            if self.descriptor is None or self.descriptor in _held:  # not in a child that was forked meanwhile
+                self._remove(name)
             raise
         self._tidy(name)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import Corpus, distributed
+from lik_ops import Corpus
 from lik_ops.retrieval import shards, sources
 
 from .test_retrieve import DEVICES, assert_same, draw, packed, ranked
@@ -70,7 +70,6 @@ def test_a_shard_of_a_group_may_be_a_list():
     assert shard.size == 20 and [i for a, b in shard.split(3) for i in range(a, b)] == list(range(20))
     found = shard.best((Q, None, None), 7, 0, 20, {"chunk": None, "normalize": False, "progress": False})
     assert_same(found.best, expected)
-    assert distributed.shards is shards
 
 
 BAD_LISTS = {
@@ -113,8 +112,9 @@ def test_errors_show_the_shape_of_the_argument_not_that_of_a_part(chunk):
 def test_queries_of_another_dtype_are_told_how_to_convert():
     Q, D = draw(2, 9, 3, 4, 8)
     message = "D: expected the dtype of Q, torch.float32, got torch.float16: convert the queries, Q.to(torch.float16)"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        lik_ops.retrieve(Q, D.half().numpy(), 3)
+    for documents in (D.half(), D.half().numpy(), list(D.half())):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            lik_ops.retrieve(Q, documents, 3)
     assert lik_ops.retrieve(Q.to(torch.float16), D.half().numpy(), 3)[0].shape == (2, 3)
 
 
@@ -234,6 +234,11 @@ BAD = {
         "lengths: expected integers, got torch.uint64",
     ),
     "ids": (dict(documents=[torch.zeros(1, 8)] * 3, ids="abc"), TypeError, "ids: expected a list of str or int, got s"),
+    "masked": (
+        dict(documents=torch.zeros(2, 8), lengths=np.ma.masked_array([2], [True])),
+        TypeError,
+        "lengths: expected an array without a mask",
+    ),
     "mixed": (dict(documents=[torch.zeros(1, 8)] * 2, ids=[1, "a"]), TypeError, "ids: .* all alike, got int, str"),
     "dtype": (dict(documents=[torch.zeros(1, 8).half()]), TypeError, r"convert it with .to\(torch.float32\)"),
 }

@@ -111,6 +111,7 @@ def of_tensors(
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    sources.check_dtype(_OP, Q, D.dtype)
     topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
     return of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
 

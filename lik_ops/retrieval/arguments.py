@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import sys
 from typing import Any
 
 import torch
@@ -30,8 +31,16 @@ def index(op: str, name: str, x: Any) -> int:
     raise TypeError(f"{op}: {name}: expected an int, got {type(x).__name__}")
 
 
+def check_unmasked(op: str, name: str, x: Any) -> None:
+    """No array with a mask of its own, which nobody would look at."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ma.MaskedArray):
+        raise TypeError(f"{op}: {name}: expected an array without a mask, got a MaskedArray")
+
+
 def integers(op: str, name: str, x: Any) -> Tensor:
     """An int64 tensor on the CPU, of a tensor, an array or (nested) lists of integers."""
+    check_unmasked(op, name, x)
     if not isinstance(x, Tensor):
         try:
             x = torch.as_tensor(list(x) if isinstance(x, range) else x, device="cpu")

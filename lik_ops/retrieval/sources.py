@@ -14,6 +14,7 @@ from .._packed import sequences
 from .._packing import is_sequences
 from ..ops import autocast, ragged_values, topk
 from ..ops.ragged_arguments import check_values
+from .arguments import check_unmasked
 from .snapshot import Snapshot
 
 _LARGEST_PART = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
@@ -184,11 +185,14 @@ def in_region(
         raise TypeError(f"{op}: Q: expected a Tensor, got {type(Q).__name__}")
     check_strided(op, "Q", Q)
     Q, one, q_weight = autocast.to_region(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
-    if Q.dtype != one.dtype and Q.dtype in DTYPES:
-        raise TypeError(
-            f"{op}: D: expected the dtype of Q, {Q.dtype}, got {one.dtype}: convert the queries, Q.to({one.dtype})"
-        )
+    check_dtype(op, Q, one.dtype)
     return Q, one.expand(shape), q_weight
+
+
+def check_dtype(op: str, Q: Any, dtype: torch.dtype) -> None:
+    """Queries of another dtype than the documents could be converted, and the error says how."""
+    if isinstance(Q, Tensor) and Q.dtype != dtype and Q.dtype in DTYPES and dtype in DTYPES:
+        raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {dtype}: convert the queries, Q.to({dtype})")
 
 
 def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Source:
@@ -239,7 +243,6 @@ def _check_readable(op: str, D: Any) -> None:
     if numpy is None or not isinstance(D, numpy.ndarray):
         expected = "a Tensor, a list of Tensors, a numpy.ndarray or a Corpus"
         raise TypeError(f"{op}: D: expected {expected}, got {type(D).__name__}")
-    if isinstance(D, numpy.ma.MaskedArray):
-        raise TypeError(f"{op}: D: expected an array without a mask (its data, with d_mask), got a MaskedArray")
+    check_unmasked(op, "D", D)
     if D.dtype not in (numpy.float16, numpy.float32, numpy.float64):  # none of them in the other order of bytes
         raise TypeError(f"{op}: D: expected float16, float32 or float64, got an array of {D.dtype}")

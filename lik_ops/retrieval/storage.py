@@ -102,7 +102,7 @@ def _corrupt(at: Path, error: object) -> ValueError:
 
 
 def add_up_to(lengths: Tensor, tokens: int) -> bool:
-    """Whether int64 `lengths` are none below 0 and their sum is `tokens`. No sum of such as are not larger wraps."""
+    """Whether none of int64 `lengths` is below 0 and their sum is `tokens`. Larger ones are no: their sum may wrap."""
     return not bool(((lengths < 0) | (lengths > tokens)).any()) and int(lengths.sum()) == tokens
 
 

@@ -62,11 +62,11 @@ def given(
     """
     queries = documents = None
     if is_sequences(Q):
-        queries = _sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q)
+        queries = sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q)
         Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
         q_weight = _weights(op, q_weight, queries)
     if is_sequences(D) and d_shape is None:
-        documents = _sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d)
+        documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
@@ -87,7 +87,7 @@ def given(
     return Given(op, Q, D, cu_seqlens_q, cu_seqlens_d, *masks, q_weight, normalize, backward, queries, recompute)
 
 
-def _sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any) -> Sequences:
+def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any) -> Sequences:
     found = packed(op, name, x)
     if found.tokens.dim() != 2:
         raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of {['L', *found.tokens.shape[1:]]}")
@@ -195,7 +195,7 @@ def candidates(g: Given, offsets: Tensor, lengths: Tensor, with_argmax: bool = F
     arguments.check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
     if values.looks(offsets, lengths):
         values.check_segments(g.op, ("doc_offsets", "doc_lengths"), offsets, lengths, "D", g.D)
-    tensors = Ragged(q.Q, g.D, q.cu_seqlens, offsets, lengths, None, None, None, q.weight)
+    tensors = Ragged(q.Q, g.D, q.cu_seqlens, offsets, lengths, None, q.mask, None, q.weight)
     return _run(g, tensors, q.bound, with_argmax)
 
 

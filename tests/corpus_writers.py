@@ -77,10 +77,10 @@ def main() -> None:
         told = kill_once(path, choose.uniform(0, 0.03))
         shards = {name for name in os.listdir(path) if name.startswith("shard-")}
         n = check(path, max(told, n))
-        leftovers += len(shards) != len(Corpus.open(path)._manifest.shards)
+        leftovers += len(shards) != len(Corpus.open(path)._snapshot.manifest.shards)
     Corpus.open(path).append(documents(n, 1), ids=[str(n)])
     names = set(os.listdir(path))
-    kept = {shard.file for shard in Corpus.open(path)._manifest.shards}
+    kept = {shard.file for shard in Corpus.open(path)._snapshot.manifest.shards}
     assert names == kept | {"manifest.json", "append.lock"}, names
     check(path, n + 1)
     print(f"{rounds} killed, {leftovers} left something behind, {n + 1} documents", flush=True)

@@ -319,7 +319,7 @@ def check_errors(device: str, directory: Path) -> None:
     offsets = torch.tensor([0, 18, 18, 18, 18, 20] if mine else [0, 1, 2, 3, 4, 20])  # as many, split elsewhere
     expect(ValueError, "corpus: expected the same", lambda: retrieve(Q, D.flatten(0, 1).cpu(), 3, cu_seqlens_d=offsets))
     if device == "cpu":
-        expect(wrong, "D: expected a Tensor, a numpy.ndarray or a Corpus", lambda: retrieve(Q, [] if mine else D, 3))
+        expect(wrong, "D: expected a Tensor, a list of Tensors", lambda: retrieve(Q, "D" if mine else D, 3))
     expect(wrong, "D: expected the dtype of Q", lambda: inbatch(Q, D.half() if mine else D))
     expect(
         ValueError,

@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .._layout import lift
+from .._packing import is_sequences
 from ..ops import autocast, sharding, topk
-from . import sources
+from . import arguments, sources
 from .copying import on_device
 from .progress import progress_bar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from .corpus import Corpus
@@ -28,7 +31,7 @@ _READS_FLAG = TorchVersion(torch.__version__) < TorchVersion("2.13") and hasattr
 
 def retrieve(
     Q: Tensor,
-    D: Tensor | np.ndarray | Corpus,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -51,13 +54,13 @@ def retrieve(
     Args:
         Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
         D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; a
-            tensor on the device of Q or on the CPU, or a ``numpy`` array, memory-mapped ones included; or a
-            `lik_ops.Corpus`. What is not on the device of Q is copied there chunk by chunk, while the chunk before is
-            scored.
+            tensor on the device of Q or on the CPU, or a ``numpy`` array, memory-mapped ones included; a list of
+            ``[L_i, d]`` tensors or a jagged nested tensor, which are packed; or a `lik_ops.Corpus`. What is not on the
+            device of Q is copied there chunk by chunk, while the chunk before is scored.
         top_k: how many documents to return of each query; all of them if the corpus has fewer.
         chunk: documents scored at a time; None chooses from the memory that is free.
         q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
-        d_mask: document tokens to keep, ``[Nd, Ld]``; not beside `cu_seqlens_d` or a `Corpus`.
+        d_mask: document tokens to keep, ``[Nd, Ld]``; not beside `cu_seqlens_d`, a list or a `Corpus`.
         cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends; on
             the device of D or on the CPU.
         q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs).
@@ -79,6 +82,11 @@ def retrieve(
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
+    arguments.check_flag(_OP, "normalize", normalize)
+    if progress is not None:
+        arguments.check_flag(_OP, "progress", progress)
+    if is_sequences(D):
+        D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d)
     if (
         isinstance(D, Tensor)
         and (not isinstance(Q, Tensor) or D.device == Q.device)
@@ -103,6 +111,7 @@ def of_tensors(
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    sources.check_dtype(_OP, Q, D.dtype)
     topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
     return of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
 
@@ -147,17 +156,18 @@ def of_source(
     progress: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
-    if not isinstance(Q, Tensor):
-        raise TypeError(f"{_OP}: Q: expected a Tensor, got {type(Q).__name__}")
-    topk.check_counts(_OP, top_k, chunk)
-    # One read at least, of nothing: what is wrong with the arguments is found in it, and the shapes of the result.
+    Q, like, q_weight = sources.in_region(_OP, Q, source.shape, source.dtype, q_weight)
+    topk.check_arguments(_OP, Q, like, top_k, chunk, q_mask, None, source.offsets, q_weight)
+    if source.d_mask is not None and source.d_mask.device not in (Q.device, torch.device("cpu")):
+        raise ValueError(f"{_OP}: d_mask: expected the device of Q, {Q.device}, or cpu, got {source.d_mask.device}")
+    # One read at least, of nothing, for the shapes of the result.
     ranges = source.ranges(begin, end, chunk, sources.part_bytes(Q.device)) or [(begin, begin)]
     best: Any = None
     with progress_bar(end - begin, progress) as advance:
         parts = (source.read(*at) for at in ranges)
         for at, part in zip(ranges, on_device(parts, Q.device, max(source.nbytes(*at) for at in ranges)), strict=True):
             options = (chunk, q_mask, part.d_mask, part.cu_seqlens, q_weight, normalize)
-            scores, indices = of_tensors(Q, part.D, top_k, *options)
+            scores, indices = of_checked(Q, part.D.to(like.dtype), top_k, *options)
             found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
             best = found if best is None else topk.merge([best, found], top_k)
             advance(at[1] - at[0])

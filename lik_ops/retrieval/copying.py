@@ -44,7 +44,7 @@ class InOrder:
     """For devices that copy when they are told: nothing to wait for."""
 
     def staging(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def wait_for_staging(self, slot: int) -> None:
         pass
@@ -73,7 +73,7 @@ class CudaLanes:
         self.read: dict[int, Any] = {}
 
     def staging(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def wait_for_staging(self, slot: int) -> None:
         if slot in self.copied:

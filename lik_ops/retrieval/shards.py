@@ -89,4 +89,5 @@ def is_resident(corpus: Any) -> bool:
 
 def shard(op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Read | Resident:
     """What searches `corpus`; raises what `sources.source` raises."""
+    corpus, cu_seqlens_d = sources.packed(op, corpus, d_mask, cu_seqlens_d)
     return (Resident if is_resident(corpus) else Read)(op, corpus, d_mask, cu_seqlens_d)

@@ -9,8 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..ops import topk
-from .corpus import Corpus
+from .._layout import DTYPES, MASK_DTYPES, check_strided
+from .._packed import sequences
+from .._packing import is_sequences
+from ..ops import autocast, ragged_values, topk
+from ..ops.ragged_arguments import check_values
+from .arguments import check_unmasked
+from .snapshot import Snapshot
 
 _LARGEST_PART = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
 _CPU_PART = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway
@@ -30,7 +35,19 @@ class Part(NamedTuple):
 
 
 class Source(Protocol):
-    """Documents that can be read a range at a time."""
+    """Documents that can be read a range at a time; of all of them, `shape` and `dtype` of D, and what goes with it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def d_mask(self) -> Tensor | None: ...
+
+    @property
+    def offsets(self) -> Tensor | None: ...
 
     def __len__(self) -> int: ...
 
@@ -68,17 +85,20 @@ def _rows(D: Any, begin: int, end: int) -> Tensor:
 def token_bounds(offsets: Tensor, parts: int) -> list[int]:
     """``[parts + 1]``, where each of as many ranges of documents begins that have about as many tokens each."""
     documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
-    wanted = offsets[0] + total * torch.arange(1, parts) // parts
+    wanted = offsets[0] + total * torch.arange(1, parts, device=offsets.device) // parts
     return [0, *torch.searchsorted(offsets, wanted.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
 class _Dense:
     """``[Nd, Ld, d]``."""
 
+    offsets = None
+
     def __init__(self, D: Any, d_mask: Tensor | None) -> None:
         self.D, self.d_mask = D, d_mask
-        itemsize = D.element_size() if isinstance(D, Tensor) else D.itemsize
-        self.each = D.shape[1] * D.shape[2] * itemsize + (0 if d_mask is None else D.shape[1] * d_mask.element_size())
+        self.shape, self.dtype = tuple(D.shape), _rows(D, 0, 0).dtype
+        _, Ld, d = self.shape
+        self.each = Ld * d * self.dtype.itemsize + (0 if d_mask is None else Ld * d_mask.element_size())
 
     def __len__(self) -> int:
         return self.D.shape[0]
@@ -97,11 +117,14 @@ class _Dense:
         return Part(_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
 
 
-class _Ragged:
+class Ragged:
     """Packed documents, of which the offsets are known on the CPU; `read` is left to the kinds of it."""
 
-    def __init__(self, offsets: Tensor, token_bytes: int) -> None:
-        self.offsets, self.token_bytes = offsets, token_bytes
+    d_mask = None
+
+    def __init__(self, offsets: Tensor, tokens: int, d: int, dtype: torch.dtype) -> None:
+        self.offsets, self.shape, self.dtype = offsets, (tokens, d), dtype
+        self.token_bytes = d * dtype.itemsize
 
     def __len__(self) -> int:
         return self.offsets.shape[0] - 1
@@ -124,32 +147,52 @@ class _Ragged:
         return int(self.offsets[end] - self.offsets[begin]) * self.token_bytes
 
 
-class _Packed(_Ragged):
+class _Packed(Ragged):
     """``[Td, d]`` with offsets."""
 
     def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
         topk.check_cu_seqlens(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
-        itemsize = D.element_size() if isinstance(D, Tensor) else D.itemsize
-        super().__init__(offsets, D.shape[1] * itemsize)
-        if int(offsets[0]) < 0 or int(offsets[-1]) > D.shape[0] or bool((offsets.diff() < 0).any()):
-            raise ValueError(f"{op}: cu_seqlens_d: expected offsets that never fall, in [0, {D.shape[0]}]")
+        super().__init__(offsets, D.shape[0], D.shape[1], _rows(D, 0, 0).dtype)
+        ragged_values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)
 
     def read(self, begin: int, end: int) -> Part:
         offsets = self.offsets[begin : end + 1]
         return Part(_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
 
 
-class _OnDisk(_Ragged):
-    """A `Corpus`."""
+class _OnDisk(Ragged):
+    """A `Corpus`, as it was when it was asked for this."""
 
-    def __init__(self, corpus: Corpus) -> None:
-        self.corpus = corpus
-        super().__init__(corpus.cu_seqlens, corpus.d * corpus.dtype.itemsize)
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, manifest = snapshot, snapshot.manifest
+        super().__init__(snapshot.cu_seqlens, int(snapshot.cu_seqlens[-1]), manifest.d, manifest.dtype)
 
     def read(self, begin: int, end: int) -> Part:
-        (D, *rest), cu_seqlens = self.corpus._pieces(begin, end)
+        (D, *rest), cu_seqlens = self.snapshot.pieces(begin, end)
         return Part(D, None, cu_seqlens, tuple(rest))
+
+
+def in_region(
+    op: str, Q: Any, shape: tuple[int, ...], dtype: torch.dtype, q_weight: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Q and `q_weight` as a region of autocast wants them, and a D of `shape` and its dtype, without the memory.
+
+    Raises:
+        TypeError: Q is no Tensor, or of another dtype than D.
+    """
+    if not isinstance(Q, Tensor):
+        raise TypeError(f"{op}: Q: expected a Tensor, got {type(Q).__name__}")
+    check_strided(op, "Q", Q)
+    Q, one, q_weight = autocast.to_region(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
+    check_dtype(op, Q, one.dtype)
+    return Q, one.expand(shape), q_weight
+
+
+def check_dtype(op: str, Q: Any, dtype: torch.dtype) -> None:
+    """Queries of another dtype than the documents could be converted, and the error says how."""
+    if isinstance(Q, Tensor) and Q.dtype != dtype and Q.dtype in DTYPES and dtype in DTYPES:
+        raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {dtype}: convert the queries, Q.to({dtype})")
 
 
 def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Source:
@@ -159,23 +202,47 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
         TypeError: `D` is of no type that can be read.
         ValueError: `D`, `d_mask` and `cu_seqlens_d` do not go together.
     """
-    if isinstance(D, Corpus):
+    if isinstance(snapshot := getattr(D, "_snapshot", None), Snapshot):
         for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
             if x is not None:
-                raise ValueError(f"{op}: {name}: expected None beside a Corpus, got a Tensor")
-        return _OnDisk(D)
-    numpy = sys.modules.get("numpy")
-    if not isinstance(D, Tensor) and (numpy is None or not isinstance(D, numpy.ndarray)):
-        raise TypeError(f"{op}: D: expected a Tensor, a numpy.ndarray or a Corpus, got {type(D).__name__}")
-    if isinstance(D, Tensor) and D.device.type != "cpu":
-        raise ValueError(f"{op}: D: expected the device of Q, or cpu, got {D.device}")
+                raise ValueError(f"{op}: {name}: expected None beside a Corpus, got {type(x).__name__}")
+        return _OnDisk(snapshot)
+    D, cu_seqlens_d = packed(op, D, d_mask, cu_seqlens_d)
+    _check_readable(op, D)
     shape = list(D.shape)
     if len(shape) != (3 if cu_seqlens_d is None else 2):
         raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got {shape}")
     if cu_seqlens_d is not None:
         if d_mask is not None:
             raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
+        if not isinstance(cu_seqlens_d, Tensor):
+            raise TypeError(f"{op}: cu_seqlens_d: expected a Tensor or None, got {type(cu_seqlens_d).__name__}")
         return _Packed(op, D, cu_seqlens_d)
-    if d_mask is not None and list(d_mask.shape) != shape[:2]:
-        raise ValueError(f"{op}: d_mask: expected shape {shape[:2]} to match D {shape}, got {list(d_mask.shape)}")
+    if d_mask is not None:
+        on = d_mask.device if isinstance(d_mask, Tensor) else None
+        check_values(op, "d_mask", d_mask, "D", torch.empty((), device=on).expand(shape), MASK_DTYPES)
     return _Dense(D, d_mask)
+
+
+def packed(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any) -> tuple[Any, Any]:
+    """D and `cu_seqlens_d`, where D is a list or nested tensor: packed, with its own."""
+    if not is_sequences(D):
+        return D, cu_seqlens_d
+    found = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d)
+    return found.tokens, found.cu_seqlens
+
+
+def _check_readable(op: str, D: Any) -> None:
+    """A tensor on the CPU, or an array that torch can take."""
+    if isinstance(D, Tensor):
+        check_strided(op, "D", D)
+        if D.device.type != "cpu":
+            raise ValueError(f"{op}: D: expected the device of Q, or cpu, got {D.device}")
+        return
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(D, numpy.ndarray):
+        expected = "a Tensor, a list of Tensors, a numpy.ndarray or a Corpus"
+        raise TypeError(f"{op}: D: expected {expected}, got {type(D).__name__}")
+    check_unmasked(op, "D", D)
+    if D.dtype not in (numpy.float16, numpy.float32, numpy.float64):  # none of them in the other order of bytes
+        raise TypeError(f"{op}: D: expected float16, float32 or float64, got an array of {D.dtype}")

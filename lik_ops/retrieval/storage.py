@@ -1,109 +1,109 @@
-"""The files of a corpus: the manifest, the shards, the lock; and how they reach the disk.
+"""The files of a corpus beside its manifest: the shards and the lock; and how all of them reach the disk.
 
-A file is written in a temporary directory, flushed to the disk, and then given its own name, which replaces the old
-file at once. The manifest comes last: before it, a new shard does not count.
+A file is written in a directory of the writer's own, flushed to the disk, and then moved up, where it replaces the old
+one at once. The manifest comes last: before it, a new shard does not count. The names that a writer is about to use
+stand in the file of the lock, so that whoever comes after one that was killed knows what to remove, and nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
+import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-FORMAT, VERSION = "lik_ops.corpus", 1
-MANIFEST, LOCK = "manifest.json", "append.lock"
-SHARD_PREFIX, SHARD_SUFFIX, WRITING = "shard-", ".safetensors", "writing-"
+from .manifest import MANIFEST, Manifest, Shard
+
+LOCK = "append.lock"
+WRITING = "writing-"
 TOKENS, LENGTHS, IDS = "tokens", "lengths", "ids"  # tensors of a shard; ids are JSON in UTF-8
+_ENTRY = re.compile(rb"shard-\d{6,}-[0-9a-f]{16}\.safetensors\n")
+_TOKEN = slice(-len("0123456789abcdef.safetensors"), -len(".safetensors"))
 _BLOCK = 1 << 20
 
-
-@dataclass(frozen=True)
-class Shard:
-    """What the manifest says of a shard."""
-
-    file: str
-    bytes: int
-    sha256: str
-    documents: int
-    tokens: int
+_held: set[int] = set()  # descriptors of locks
 
 
-@dataclass
-class Manifest:
-    """What a corpus consists of."""
-
-    d: int
-    dtype: torch.dtype
-    has_ids: bool = False
-    shards: list[Shard] = field(default_factory=list)
-
-    def write(self, path: Path) -> None:
-        """Replace the manifest in the directory `path`."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "d": self.d,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "documents": sum(shard.documents for shard in self.shards),
-            "has_ids": self.has_ids,
-            "shards": [asdict(shard) for shard in self.shards],
-        }
-        text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
-
-        def save(temporary: Path) -> None:
-            temporary.write_text(text + "\n", encoding="utf-8")
-
-        _replace(path / MANIFEST, save)
-
-    @classmethod
-    def read(cls, path: Path) -> Manifest:
-        """The manifest in the directory `path`; see `Corpus.open` for what is raised."""
-        at = path / MANIFEST
-        try:
-            text = at.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise FileNotFoundError(f"{path}: expected a corpus, found no {MANIFEST}") from None
-        try:
-            content = json.loads(text)
-            if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise ValueError(f"expected the format {FORMAT}")
-            if content.get("version") != VERSION:
-                raise ValueError(
-                    f"expected version {VERSION}, found {content.get('version')}: a newer lik_ops wrote it"
-                )
-            if content.pop("sha256", None) != _digest(content):
-                raise ValueError("its checksum is not that of its content")
-            dtype = getattr(torch, content["dtype"])
-            return cls(content["d"], dtype, content["has_ids"], [Shard(**shard) for shard in content["shards"]])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
-
-    def check_shards(self, path: Path, verify: bool) -> None:
-        """Raise ValueError, with the path, for a shard of another size; with `verify`, of other content."""
-        for shard in self.shards:
-            at = path / shard.file
-            try:
-                size = at.stat().st_size
-            except FileNotFoundError:
-                raise ValueError(f"{at}: the shard is missing") from None
-            if size != shard.bytes:
-                raise ValueError(f"{at}: the shard is truncated or corrupt: expected {shard.bytes} bytes, got {size}")
-            if verify and sha256_of(at) != shard.sha256:
-                raise ValueError(f"{at}: the shard is corrupt: its checksum is not that of the manifest")
+def _forget_locks() -> None:
+    """In a forked child, which would keep them from the next writer for as long as it lives."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+def safetensors() -> Any:
+    """The package; the error where it is missing says how to install it."""
+    try:
+        import numpy  # noqa: F401  # ids go through it, and what some versions of safetensors write
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "lik_ops.Corpus needs safetensors and numpy: pip install safetensors numpy, or, in a checkout of lik_ops,"
+            " pip install '.[retrieval]'"
+        ) from error
+    return safetensors
+
+
+class Opened(NamedTuple):
+    """A shard, its tensors mapped into memory: pages are read when they are used. What is written stays in memory."""
+
+    at: Path
+    tokens: Tensor  # [T, d]
+    lengths: Tensor  # [n]
+    ids: Tensor | None  # uint8
+
+
+def open_shard(path: Path, shard: Shard, manifest: Manifest, verify: bool = False) -> Opened:
+    """Map a shard of the corpus at `path`; with `verify`, read it and compare its checksum.
+
+    Raises:
+        ValueError: it is not what the manifest says; the message has its path.
+    """
+    package, at = safetensors(), path / shard.file
+    try:
+        size = at.stat().st_size
+        if size != shard.bytes:
+            raise ValueError(f"expected {shard.bytes} bytes, got {size}")
+        if verify and sha256_of(at) != shard.sha256:
+            raise ValueError("its checksum is not that of the manifest")
+        with _naming(at), torch.device("cpu"), package.safe_open(at, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ValueError(f"{at}: the shard is missing") from None
+    except (ValueError, package.SafetensorError) as error:
+        raise _corrupt(at, error) from error
+    tokens, lengths = found.get(TOKENS), found.get(LENGTHS)
+    if tokens is None or tokens.dtype != manifest.dtype or tokens.shape != (shard.tokens, manifest.d):
+        raise _corrupt(at, f"expected {TOKENS} [{shard.tokens}, {manifest.d}] of {manifest.dtype}")
+    if lengths is None or lengths.dtype != torch.int64 or lengths.shape != (shard.documents,):
+        raise _corrupt(at, f"expected {LENGTHS} [{shard.documents}] of torch.int64")
+    if not add_up_to(lengths, shard.tokens):
+        raise _corrupt(at, f"expected {LENGTHS} that add up to {shard.tokens} tokens")
+    ids = found.get(IDS)
+    if (ids is not None) != manifest.has_ids or (ids is not None and (ids.dtype != torch.uint8 or ids.dim() != 1)):
+        raise _corrupt(at, f"expected {IDS} [bytes] of torch.uint8" if manifest.has_ids else f"expected no {IDS}")
+    return Opened(at, tokens, lengths, ids)
+
+
+def _corrupt(at: Path, error: object) -> ValueError:
+    return ValueError(f"{at}: the shard is truncated or corrupt: {error}")
+
+
+def add_up_to(lengths: Tensor, tokens: int) -> bool:
+    """Whether none of int64 `lengths` is below 0 and their sum is `tokens`. Larger ones are no: their sum may wrap."""
+    return not bool(((lengths < 0) | (lengths > tokens)).any()) and int(lengths.sum()) == tokens
 
 
 def sha256_of(path: Path) -> str:
@@ -115,57 +115,115 @@ def sha256_of(path: Path) -> str:
     return found.hexdigest()
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("lik_ops.Corpus needs safetensors: pip install lik-ops[retrieval]") from error
-    return safetensors
+class Writer:
+    """Who holds the lock of the corpus at `path`; `descriptor` is None on systems without locks."""
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        self.path, self.descriptor = path, descriptor
+
+    def remove_leftovers(self) -> None:
+        """Remove what a writer that was killed left behind, if the file of the lock names it."""
+        if self.descriptor is not None and _ENTRY.fullmatch(entry := self._entry()):
+            self._remove(entry.decode().strip())
+
+    def has_entry(self) -> bool:
+        return self.descriptor is not None and self._entry() != b""
+
+    def _entry(self) -> bytes:
+        assert self.descriptor is not None
+        return os.pread(self.descriptor, 1 << 10, 0)
+
+    @contextmanager
+    def writing(self, number: int) -> Iterator[tuple[Path, str]]:
+        """A directory to write in, and the name for shard `number`; neither is left behind, but a shard that counts."""
+        self.remove_leftovers()
+        token = secrets.token_hex(8)
+        # A name of its own: a reader may still have a shard open that was removed and is written anew.
+        name = f"shard-{number:06d}-{token}.safetensors"
+        directory = self.path / f"{WRITING}{token}"
+        try:
+            with _naming(self.path / LOCK):
+                self._note(f"{name}\n".encode())
+            directory.mkdir()
+            yield directory, name
+        except BaseException:
+            if self.descriptor is None or self.descriptor in _held:  # not in a child that was forked meanwhile
+                self._remove(name)
+            raise
+        self._tidy(name)
+
+    def _note(self, entry: bytes) -> None:
+        if self.descriptor is not None:
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, entry, 0)
+
+    def _remove(self, name: str) -> None:
+        """Remove what the writer of shard `name` made, but the shard only if there is a manifest, without it."""
+        with suppress(OSError, ValueError):
+            if all(shard.file != name for shard in Manifest.read(self.path).shards):
+                (self.path / name).unlink(missing_ok=True)
+        self._tidy(name)
+
+    def _tidy(self, name: str) -> None:
+        shutil.rmtree(self.path / f"{WRITING}{name[_TOKEN]}", ignore_errors=True)
+        with suppress(OSError):
+            self._note(b"")
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
-    """Write a safetensors file; its size and checksum, of what can be read back."""
-    safetensors, written = _safetensors(), []
-
-    def save(temporary: Path) -> None:
-        safetensors.torch.save_file(tensors, temporary)
-        written.append((temporary.stat().st_size, sha256_of(temporary)))
-
-    _replace(path, save)
-    return written[0]
-
-
-def open_shard(path: Path, shard: Shard, manifest: Manifest) -> Any:
-    """A shard whose tensors are mapped into memory when they are asked for.
+@contextmanager
+def locked(path: Path) -> Iterator[Writer]:
+    """Be the only writer, until the block or the process ends; without ``fcntl`` (Windows), nothing is locked.
 
     Raises:
-        ValueError: it is not what the manifest says; the message has its path.
+        RuntimeError: there is another writer.
     """
-    safetensors, at = _safetensors(), path / shard.file
     try:
-        file = safetensors.safe_open(at, framework="pt")
-        found = {name: (list(x.get_shape()), x) for name in file.keys() for x in [file.get_slice(name)]}  # noqa: SIM118
-        expected = {TOKENS: [shard.tokens, manifest.d], LENGTHS: [shard.documents]}
-        for name, shape in expected.items():
-            if name not in found or found[name][0] != shape:
-                raise ValueError(f"expected a tensor {name} {shape}")
-        if manifest.has_ids != (IDS in found):
-            raise ValueError("expected ids" if manifest.has_ids else "expected no ids")
-        lengths = file.get_tensor(LENGTHS)
-        if lengths.dtype != torch.int64 or bool((lengths < 0).any()) or int(lengths.sum()) != shard.tokens:
-            raise ValueError(f"expected lengths that add up to {shard.tokens} tokens")
-        if found[TOKENS][1][:0].dtype != manifest.dtype:
-            raise ValueError(f"expected tokens of {manifest.dtype}")
-    except (ValueError, KeyError, OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{at}: the shard is truncated or corrupt: {error}") from error
-    return file
+        import fcntl
+    except ModuleNotFoundError:
+        yield Writer(path, None)
+        return
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: expected a corpus, found no directory")
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(descriptor)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"{path}: another writer is appending to this corpus; only one can at a time") from None
+        yield Writer(path, descriptor)
+    finally:
+        if descriptor in _held:  # not in a child that was forked meanwhile
+            _held.remove(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked by other means may have it open too
+            os.close(descriptor)
 
 
-def _replace(path: Path, save: Any) -> None:
-    """Let `save` write a file elsewhere, and put it in the place of `path` once it is on the disk."""
-    # In a directory of its own: libraries that write make temporary files beside theirs.
-    with tempfile.TemporaryDirectory(prefix=WRITING, dir=path.parent) as directory:
-        temporary = Path(directory, path.name)
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Replace the manifest in the parent of `directory`."""
+    _publish(directory, MANIFEST, lambda at: at.write_bytes(manifest.text))
+
+
+def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard:
+    """Write a shard into the parent of `directory`, and describe what can be read back."""
+    package, written = safetensors(), []
+
+    def save(temporary: Path) -> None:
+        try:
+            package.torch.save_file(tensors, temporary)
+        except package.SafetensorError as error:
+            code = re.search(r"os error (\d+)", str(error))
+            raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from error
+        written.append((temporary.stat().st_size, sha256_of(temporary)))
+
+    _publish(directory, name, save)
+    return Shard(name, *written[0], len(tensors[LENGTHS]), len(tensors[TOKENS]))
+
+
+def _publish(directory: Path, name: str, save: Callable[[Path], object]) -> None:
+    """Let `save` write a file in `directory`, and move it up once it is on the disk."""
+    temporary, path = directory / name, directory.parent / name
+    with _naming(path):
         temporary.touch()
         mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files for the owner alone
         save(temporary)
@@ -175,6 +233,19 @@ def _replace(path: Path, save: Any) -> None:
         _flush(path.parent)
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give errors of the disk that have no path this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None:
+            raise OSError(f"{path}: {error}") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():
@@ -182,40 +253,5 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_leftovers(path: Path, manifest: Manifest) -> None:
-    """Remove what a writer that was killed left behind; for who holds the lock."""
-    kept = {shard.file for shard in manifest.shards}
-    for found in path.iterdir():
-        if found.name.startswith(WRITING):
-            shutil.rmtree(found)
-        elif found.name.startswith(SHARD_PREFIX) and found.name.endswith(SHARD_SUFFIX) and found.name not in kept:
-            found.unlink()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Be the only writer, until the block or the process ends; without ``fcntl`` (Windows), nothing is locked.
-
-    Raises:
-        RuntimeError: there is another writer.
-    """
-    try:
-        import fcntl
-    except ModuleNotFoundError:
-        yield
-        return
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: expected a corpus, found no directory")
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"{path}: another writer is appending to this corpus; only one can at a time") from None
-        yield
     finally:
         os.close(descriptor)

@@ -1,0 +1,83 @@
+"""Scores of queries and documents of a corpus that are given by their index, and the best of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _packed
+from .._layout import as_bool, check, lift, score_dtype
+from ..ops import topk
+from . import arguments, sources
+from .snapshot import Snapshot, offsets
+
+
+def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any) -> Tensor:
+    """`Corpus.score`."""
+    arguments.check_flag(op, "normalize", normalize)
+    manifest, tokens = snapshot.manifest, int(snapshot.cu_seqlens[-1])
+    Q, like, q_weight = sources.in_region(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
+    check(op, Q, like, q_mask, None, q_weight)
+    flat = Q.dim() == 2
+    chosen = _chosen(op, indices, Q, len(snapshot))
+    Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, as_bool(q_mask), q_weight))
+    assert Q3 is not None
+    g = _packed.Given(op, Q3, like, None, None, q_mask, None, q_weight, normalize, "auto", None)
+    scores = Q3.new_full((len(Q3), chosen.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
+    scores = _scored(g, snapshot, chosen.expand(scores.shape), scores)
+    return scores.squeeze(0) if flat else scores
+
+
+def _chosen(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
+    """The documents ``[Nq, K]`` or ``[K]`` as int64 on the CPU."""
+    chosen = arguments.integers(op, "indices", indices)
+    shapes = [f"[{len(Q)}, K]", "[K]"] if Q.dim() == 3 else ["[K]"]
+    if chosen.dim() != 1 and not (chosen.dim() == 2 and Q.dim() == 3 and len(chosen) == len(Q)):
+        raise ValueError(f"{op}: indices: expected {' or '.join(shapes)}, got {list(chosen.shape)}")
+    bad = (chosen < -1) | (chosen >= documents)
+    if bool(bad.any()):
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"{op}: indices: expected those of {documents} documents, or -1, got {int(chosen[at])} at {list(at)}"
+        )
+    return chosen
+
+
+def _scored(g: _packed.Given, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
+    """`scores` with those of the documents that there are; each is read once, in parts that fit the device."""
+    device, manifest = scores.device, snapshot.manifest
+    documents, inverse = chosen.unique(return_inverse=True)  # ascending
+    none = int((documents < 0).sum())
+    documents, inverse = documents[none:], (inverse - none).to(device)
+    cu_seqlens = offsets(snapshot.lengths[documents])
+    wanted = sources.Ragged(cu_seqlens, int(cu_seqlens[-1]), manifest.d, manifest.dtype)
+    for begin, end in wanted.ranges(0, len(documents), None, sources.part_bytes(device)):
+        packed, cu_seqlens = snapshot.gathered(documents[begin:end], pinned=device.type == "cuda")
+        packed, cu_seqlens = (x.to(device, non_blocking=True) for x in (packed, cu_seqlens))
+        inside = (inverse >= begin) & (inverse < end)
+        at = (inverse - begin).clamp(0, end - begin - 1)
+        lengths = cu_seqlens.diff()[at].where(inside, 0)
+        found = _packed.candidates(g._replace(D=packed.to(g.D.dtype)), cu_seqlens[at], lengths)[0]
+        scores = torch.where(inside, found, scores)
+    return scores
+
+
+@torch.no_grad()
+def rerank(
+    op: str, snapshot: Snapshot, Q: Any, indices: Any, top_k: Any, q_mask: Any, q_weight: Any, normalize: Any
+) -> topk.Best:
+    """`Corpus.rerank`."""
+    if top_k is not None:
+        topk.check_counts(op, top_k, None)
+    scores = score(op, snapshot, Q, indices, q_mask, q_weight, normalize)
+    chosen = arguments.integers(op, "indices", indices).to(scores.device).expand(scores.shape)
+    flat = scores.dim() == 1
+    scores, chosen = (x.unsqueeze(0) if flat else x for x in (scores, chosen))
+    # Equal scores come by document, and where there is none, last.
+    order = chosen.where(chosen >= 0, len(snapshot)).argsort(dim=1, stable=True)
+    found = topk.of_candidates(
+        scores.gather(1, order), chosen.gather(1, order), order.shape[1] if top_k is None else top_k
+    )
+    return (found[0].squeeze(0), found[1].squeeze(0)) if flat else found

@@ -1,0 +1,132 @@
+"""The manifest of a corpus: which shards count, and what each of them has to be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._layout import DTYPES
+
+FORMAT, VERSION = "lik_ops.corpus", 1
+MANIFEST = "manifest.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_LARGEST = (1 << 63) - 1  # what a size of a tensor can be
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest says of a shard."""
+
+    file: str
+    bytes: int
+    sha256: str
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a corpus consists of."""
+
+    d: int
+    dtype: torch.dtype
+    has_ids: bool = False
+    shards: tuple[Shard, ...] = ()
+
+    @cached_property
+    def text(self) -> bytes:
+        """The file."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "d": self.d,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "documents": sum(shard.documents for shard in self.shards),
+            "has_ids": self.has_ids,
+            "shards": [vars(shard) for shard in self.shards],
+        }
+        body = _canonical(content)
+        return f'{body[:-1]}, "sha256": "{_digest(body)}"}}\n'.encode()
+
+    @classmethod
+    def read(cls, path: Path, known: Manifest | None = None) -> Manifest:
+        """The manifest in the directory `path`, which is `known` if that was written there last.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is truncated or corrupt; the message has its path, and the field that is wrong.
+        """
+        at = path / MANIFEST
+        try:
+            text = at.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"{path}: expected a corpus, found no {MANIFEST}") from None
+        if known is not None and text == known.text:
+            return known
+        try:
+            return _parsed(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
+
+
+def _canonical(content: dict[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True)
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _parsed(content: Any) -> Manifest:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"format: expected {FORMAT}")
+    if (version := _field(content, "version", int)) != VERSION:
+        raise ValueError(f"version: expected {VERSION}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
+    if content.pop("sha256", None) != _digest(_canonical(content)):
+        raise ValueError("sha256: its checksum is not that of its content")
+    name = _field(content, "dtype", str)
+    if name not in _DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {reprlib.repr(name)}")
+    shards = tuple(_shard(x, f"shards[{i}]") for i, x in enumerate(_field(content, "shards", list)))
+    if len({shard.file for shard in shards}) != len(shards):
+        raise ValueError("shards: expected files of different names")
+    documents, tokens = (sum(getattr(shard, each) for shard in shards) for each in ("documents", "tokens"))
+    if _count(content, "documents") != documents:
+        raise ValueError(f"documents: expected those of all shards, {documents}, got {content['documents']}")
+    if tokens > _LARGEST:
+        raise ValueError("shards: expected fewer than 2^63 tokens")
+    return Manifest(_count(content, "d", least=1), _DTYPES[name], _field(content, "has_ids", bool), shards)
+
+
+def _shard(content: Any, at: str) -> Shard:
+    if not isinstance(content, dict) or set(content) != set(Shard.__annotations__):
+        raise ValueError(f"{at}: expected an object of {', '.join(Shard.__annotations__)}")
+    file = _field(content, "file", str, at)
+    if not re.fullmatch(r"[\w.-]+\.safetensors", file, re.ASCII):
+        raise ValueError(f"{at}.file: expected a .safetensors file in the corpus's directory, got {reprlib.repr(file)}")
+    size, documents, tokens = (_count(content, name, at) for name in ("bytes", "documents", "tokens"))
+    return Shard(file, size, _field(content, "sha256", str, at), documents, tokens)
+
+
+def _field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> Any:
+    value = content.get(name)
+    if type(value) is not kind:
+        found = "nothing" if name not in content else type(value).__name__
+        raise ValueError(f"{at}{at and '.'}{name}: expected {kind.__name__}, got {found}")
+    return value
+
+
+def _count(content: Mapping[str, Any], name: str, at: str = "", least: int = 0) -> int:
+    value = _field(content, name, int, at)
+    if not least <= value <= _LARGEST:
+        raise ValueError(f"{at}{at and '.'}{name}: expected {least} or more, below 2^63, got {reprlib.repr(value)}")
+    return value

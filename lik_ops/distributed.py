@@ -167,7 +167,7 @@ def retrieve(
 
     Example:
         >>> # torchrun --nproc-per-node 2 search.py
-        >>> torch.distributed.init_process_group()
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
         >>> D = torch.ones(100, 300, 128).cumsum(0)  # the same on all ranks; or a lik_ops.Corpus
         >>> Q = torch.randn(2, 32, 128) if torch.distributed.get_rank() == 0 else None
         >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10)
@@ -285,7 +285,7 @@ def maxsim_inbatch(
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
-        >>> torch.distributed.init_process_group()
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
         >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
         >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)  # [8, 8 * the number of ranks]
         >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))  # document i answers query i

@@ -90,7 +90,10 @@ def open_operators(program: torch.export.ExportedProgram) -> torch.export.Export
             operator of lik_ops never stays.
 
     Example:
-        >>> program = lik_ops.export.open_operators(torch.export.export(lik_ops.MaxSimScorer(), (Q, D)))
+        >>> Q, D = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
+        >>> program = torch.export.export(lik_ops.MaxSimScorer(), (Q, D))
+        >>> lik_ops.export.open_operators(program).module()(Q, D).shape
+        torch.Size([4, 50])
     """
     opened = _opened(program, _blocked_forward)
     _refuse_what_stays("open_operators: program", opened)
@@ -130,6 +133,7 @@ def package(
         NotImplementedError: the module computes gradients of MaxSim, or MaxSim of packed tokens or pair lists.
 
     Example:
+        >>> Q, D = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
         >>> Nd, Ld = torch.export.Dim("Nd"), torch.export.Dim("Ld")
         >>> sizes = {"Q": None, "D": {0: Nd, 1: Ld}}
         >>> lik_ops.export.package(lik_ops.MaxSimScorer(), (Q, D), "scorer.pt2", dynamic_shapes=sizes)

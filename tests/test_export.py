@@ -468,8 +468,8 @@ ONNX_LAYOUTS = ["cross", "candidates", "flat_q", "flat_d", "flat", "pairs"]
 @pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_is_standard_and_scores_the_same(layout, normalize):
-    pytest.importorskip("onnxscript", reason="pip install lik-ops[onnx]")
-    runtime = pytest.importorskip("onnxruntime", reason="pip install lik-ops[onnx]")
+    pytest.importorskip("onnxscript", reason='pip install ".[onnx]"')
+    runtime = pytest.importorskip("onnxruntime", reason='pip install ".[onnx]"')
     model = Model(FUNCTIONS[layout], normalize=normalize)
     example = arguments(layout)
     program = torch.onnx.export(
@@ -493,8 +493,8 @@ def test_onnx_is_standard_and_scores_the_same(layout, normalize):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_onnx_of_other_dtypes_and_integer_masks(dtype):
-    pytest.importorskip("onnxscript", reason="pip install lik-ops[onnx]")
-    runtime = pytest.importorskip("onnxruntime", reason="pip install lik-ops[onnx]")
+    pytest.importorskip("onnxscript", reason='pip install ".[onnx]"')
+    runtime = pytest.importorskip("onnxruntime", reason='pip install ".[onnx]"')
 
     class Plain(torch.nn.Module):
         def forward(self, Q, D, d_mask):

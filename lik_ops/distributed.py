@@ -175,6 +175,7 @@ def retrieve(
         >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10, sharded=True)
         >>> scores.shape, indices.max().item() < 100 * torch.distributed.get_world_size()
         (torch.Size([2, 10]), True)
+        >>> torch.distributed.destroy_process_group()
     """
     check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
@@ -290,6 +291,7 @@ def maxsim_inbatch(
         >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)  # [8, 8 * the number of ranks]
         >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))  # document i answers query i
         >>> torch.nn.functional.cross_entropy(scores, labels).backward()
+        >>> torch.distributed.destroy_process_group()
     """
     op = "distributed.maxsim_inbatch"
     check_group(op, group)

@@ -80,6 +80,16 @@ def pages(mark):
     return [page for page in PAGES if any((b.mark, b.language) == (mark, "python") for b in blocks(page))]
 
 
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where blocks and examples may write; on one thread, so that they take no longer where others run beside them."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
 def run(command, directory, **environment):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, **environment}
@@ -100,8 +110,8 @@ def test_every_block_says_what_it_is(page):
 
 
 @pytest.mark.parametrize("page", pages(""))
-def test_python_blocks_run_as_they_are_written(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("directory")
+def test_python_blocks_run_as_they_are_written(page):
     names = {}
     for block in blocks(page):
         if (block.mark, block.language) == ("", "python"):
@@ -112,9 +122,8 @@ def test_python_blocks_run_as_they_are_written(page, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages("slow"))
-def test_slow_blocks_run_as_they_are_written(page, tmp_path, monkeypatch):
+def test_slow_blocks_run_as_they_are_written(page, directory):
     """Beside `examples`, with the Python of this process first in the path."""
-    monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
     names, skipped = {}, ""
     for block in blocks(page):
@@ -122,7 +131,7 @@ def test_slow_blocks_run_as_they_are_written(page, tmp_path, monkeypatch):
             run_python(page, block, names)
         elif block.mark == "slow":
             skipped = why_not_cpp() if "cmake" in block.source else ""
-            _ = skipped or run(["sh", "-ec", block.source], tmp_path)
+            _ = skipped or run(["sh", "-ec", block.source], directory)
     if skipped:
         pytest.skip(skipped)
 
@@ -164,10 +173,10 @@ NEEDED = {"lik_ops._onnx.onnx_translations": "onnxscript", "lik_ops.retrieval.co
         if not name.startswith(DISTRIBUTED)
     ],
 )
-def test_examples_of_docstrings_run_and_give_what_they_say(name, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("directory")
+def test_examples_of_docstrings_run_and_give_what_they_say(name):
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
-    monkeypatch.chdir(tmp_path)
     told = []
     EXAMPLES[name].globs = {"torch": torch, "lik_ops": lik_ops}
     found = doctest.DocTestRunner().run(EXAMPLES[name], out=told.append)
@@ -175,11 +184,11 @@ def test_examples_of_docstrings_run_and_give_what_they_say(name, tmp_path, monke
 
 
 RANK = """
-import doctest, sys, torch, lik_ops.distributed
+import doctest, os, sys, torch, lik_ops.distributed
 function = getattr(lik_ops.distributed, sys.argv[1])
 (test,) = doctest.DocTestFinder().find(function, globs={"torch": torch, "lik_ops": lik_ops})
 assert not doctest.DocTestRunner().run(test).failed
-print(f"done {torch.distributed.get_rank()}")
+print("done " + os.environ["RANK"])
 """
 
 

@@ -5,7 +5,7 @@
 
 Writes the embeddings of all docstrings to a corpus on disk, retrieves from it, and prints the best ones with the words
 that matched; then how often a docstring's first paragraph finds the rest of it, beside BM25. Needs
-``pip install lik-ops[demo]``; downloads nothing.
+``pip install ".[demo]"``; downloads nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Takes the docstring of the standard library that answers the question best, or the one named, and draws the similarity
 of every word of the question to every word of it; a dot marks the word that wins each maximum, whose sum is the score.
-Needs ``pip install lik-ops[demo]``; downloads nothing.
+Needs ``pip install ".[demo]"``; downloads nothing.
 """
 
 from __future__ import annotations

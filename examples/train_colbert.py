@@ -6,7 +6,7 @@
 
 A docstring's first paragraph must find the rest of it among those of the other 63 of its batch. Every 25 steps it is
 asked the same of 300 queries over 1,000 documents that it never trains on. The folder `--out` receives ``curves.png``
-and ``checkpoint.pt``. The standard library alone holds too few docstrings: ``pip install lik-ops[demo]`` brings the
+and ``checkpoint.pt``. The standard library alone holds too few docstrings: ``pip install ".[demo]"`` brings the
 packages that have them. A minute on two CPU cores; where other programs want the cores too, OMP_WAIT_POLICY=PASSIVE
 keeps torch's threads from waiting for each other at full speed. Nothing is downloaded.
 """
@@ -215,7 +215,7 @@ def make_task(docstrings: Sequence[Docstring], num_queries: int, seed: int = 0) 
     if len(training) < LEAST_PAIRS:
         raise ValueError(
             f"expected at least {HELD_OUT + LEAST_PAIRS} docstrings, found {len(rows)}: "
-            "pip install lik-ops[demo] brings packages that have them"
+            'pip install ".[demo]" brings packages that have them'
         )
     return Task(training, rows[:EVALUATION_POOL], num_queries)
 

@@ -24,6 +24,17 @@ def members(group: Any) -> Any:
     return dist.group.WORLD if group is None else group
 
 
+def check_group(op: str, group: Any) -> None:
+    """Raise unless this process is one of `group`, or of an initialised default group if it is None."""
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(f"{op}: call torch.distributed.init_process_group() first, in every process")
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{op}: group: expected a group that this process belongs to")
+    elif not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{op}: group: expected a ProcessGroup or None, got {type(group).__name__}")
+
+
 def _backends(group: Any) -> dict[str, str]:
     """The backend of each type of device that the group sends from: the same on all ranks."""
     group = members(group)

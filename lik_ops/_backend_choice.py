@@ -48,6 +48,7 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: `name` is none of these.
 
     Example:
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
         >>> with lik_ops.use_backend("portable"):
         ...     scores = lik_ops.maxsim(Q, D)
     """

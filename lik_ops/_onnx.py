@@ -11,9 +11,9 @@ import torch
 def onnx_translations() -> dict[Any, Callable]:
     """The table that makes `torch.onnx.export` write MaxSim in standard ONNX operators.
 
-    Needs onnxscript (``pip install lik-ops[onnx]``). Every size may be dynamic. The model computes a matrix product, a
-    maximum and a sum, so unlike the operator it holds all similarities of a call at once: score in batches. Winners
-    (`maxsim_with_argmax`) and gradients are not translated.
+    Needs onnxscript (in a checkout: ``pip install ".[onnx]"``). Every size may be dynamic. The model computes a matrix
+    product, a maximum and a sum, so unlike the operator it holds all similarities of a call at once: score in batches.
+    Winners (`maxsim_with_argmax`) and gradients are not translated.
 
     Returns:
         For the argument ``custom_translation_table``.
@@ -22,13 +22,18 @@ def onnx_translations() -> dict[Any, Callable]:
         ModuleNotFoundError: onnxscript is not installed.
 
     Example:
+        >>> model, inputs = lik_ops.MaxSimScorer().eval(), (torch.randn(4, 32, 128), torch.randn(50, 300, 128))
         >>> table = lik_ops.export.onnx_translations()
-        >>> torch.onnx.export(model, (Q, D), "model.onnx", dynamo=True, custom_translation_table=table)
+        >>> program = torch.onnx.export(model, inputs, dynamo=True, verbose=False, custom_translation_table=table)
+        >>> program.save("model.onnx")
     """
     try:
         from onnxscript import opset18 as op
     except ImportError as error:
-        raise ModuleNotFoundError("onnx_translations: install onnxscript: pip install 'lik-ops[onnx]'") from error
+        raise ModuleNotFoundError(
+            "onnx_translations: needs onnxscript: pip install onnxscript, or, in a checkout of lik_ops,"
+            " pip install '.[onnx]'"
+        ) from error
 
     def maxsim(Q, D, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
         return _maxsim(op, Q, D, q_mask, d_mask, q_weight, normalize)

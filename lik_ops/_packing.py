@@ -116,7 +116,7 @@ def packed(op: str, name: str, x: Any) -> Sequences:
     if isinstance(x, Tensor) and x.is_nested:
         jagged: Any = x
         if x.layout == torch.jagged and jagged.lengths() is None:
-            if isinstance(x.shape[1], int):
+            if x.values().shape[1:] != x.shape[2:]:  # asked thus, because in Dynamo every size is an int
                 raise ValueError(f"{op}: {name}: expected a nested tensor [N, L, ...] ragged in L, got {list(x.shape)}")
             return Sequences(x.values(), jagged.offsets(), None, x.shape[1])
         x = x.unbind()  # rows between the sequences, or another layout

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agreement import Agreement, current_device, members, on_host, wire
+from ._agreement import Agreement, check_group, current_device, members, on_host, wire
 from ._gathering import NO_QUERIES, Queries, broadcast, described, merged
 from ._layout import as_bool, check, check_strided
 from ._ring import Options, Ring, RingMaxSim
@@ -162,15 +162,22 @@ def retrieve(
 
     Raises:
         TypeError, ValueError: as `lik_ops.retrieve`; also when the ranks' arguments do not fit together, on all ranks.
-        RuntimeError: another process died or did not come within the timeout of the group.
+        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
+            within the timeout of the group.
 
     Example:
-        >>> # torchrun --nproc-per-node 4 search.py
-        >>> corpus = lik_ops.Corpus.open("/shared/corpus")
-        >>> scores, indices = lik_ops.distributed.retrieve(Q if rank == 0 else None, corpus, top_k=10)
-        >>> # a corpus larger than one GPU
-        >>> scores, indices = lik_ops.distributed.retrieve(Q, my_documents.cuda(), top_k=10, sharded=True)
+        >>> # torchrun --nproc-per-node 2 search.py
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> D = torch.ones(100, 300, 128).cumsum(0)  # the same on all ranks; or a lik_ops.Corpus
+        >>> Q = torch.randn(2, 32, 128) if torch.distributed.get_rank() == 0 else None
+        >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10)
+        >>> # each rank its own documents: a corpus larger than one GPU
+        >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10, sharded=True)
+        >>> scores.shape, indices.max().item() < 100 * torch.distributed.get_world_size()
+        (torch.Size([2, 10]), True)
+        >>> torch.distributed.destroy_process_group()
     """
+    check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
     alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
     call, found, error = None, None, None
@@ -274,14 +281,20 @@ def maxsim_inbatch(
 
     Raises:
         TypeError, ValueError: as `lik_ops.maxsim`; also when the ranks' arguments do not fit together, on all ranks.
-        RuntimeError: another process died or did not come within the timeout of the group.
+        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
+            within the timeout of the group.
 
     Example:
-        >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D, d_mask=d_mask)
-        >>> labels = rank * len(D) + torch.arange(len(Q))
-        >>> loss = torch.nn.functional.cross_entropy(scores, labels)
+        >>> # torchrun --nproc-per-node 2 train.py
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
+        >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)  # [8, 8 * the number of ranks]
+        >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))  # document i answers query i
+        >>> torch.nn.functional.cross_entropy(scores, labels).backward()
+        >>> torch.distributed.destroy_process_group()
     """
     op = "distributed.maxsim_inbatch"
+    check_group(op, group)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     alike, error = _alike(op, Q, D, q_mask, d_mask, q_weight, normalize, backward)
     numbers = [0] * 5 if error is not None else [int(d_mask is not None), _kind(D.device), *D.shape]

@@ -442,7 +442,7 @@ def test_table_of_searches(tmp_path):
 
 @pytest.fixture(scope="module")
 def plot():
-    pytest.importorskip("matplotlib", reason="pictures: pip install lik-ops[docs]")
+    pytest.importorskip("matplotlib", reason='pictures: pip install ".[docs]"')
     import plot
 
     return plot

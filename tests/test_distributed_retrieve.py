@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import lik_ops
 from lik_ops import _agreement
 
-pytest.importorskip("safetensors", reason="pip install lik-ops[retrieval]")
+pytest.importorskip("safetensors", reason='pip install ".[retrieval]"')
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,6 +45,25 @@ def test_gloo(processes, tmp_path):
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nccl(backend, tmp_path):
     check(backend, 2, tmp_path)
+
+
+def calls(group):
+    """Every function of `lik_ops.distributed`, as one process calls it."""
+    Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
+    yield "retrieve", lambda: lik_ops.distributed.retrieve(Q, D, 2, group)
+    yield "maxsim_inbatch", lambda: lik_ops.distributed.maxsim_inbatch(Q, D, group=group)
+
+
+def test_without_a_group_of_processes_the_error_says_what_to_do():
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    for group, error, message in (
+        (None, RuntimeError, r"call torch\.distributed\.init_process_group\(\) first"),
+        (outside, ValueError, "group: expected a group that this process belongs to"),
+        ("gloo", TypeError, "group: expected a ProcessGroup or None, got str"),
+    ):
+        for name, call in calls(group):
+            with pytest.raises(error, match=rf"^distributed\.{name}: {message}"):
+                call()
 
 
 class Group:

@@ -1,12 +1,29 @@
-"""What the documentation names exists: files, the tests of docs/pytorch.md, the checks of `lik_ops.opcheck`."""
+"""What the documentation names exists, and what it shows runs as it is written.
+
+Python blocks of a page run in order, in one namespace that begins empty. A comment above a block says where it does not
+run with the others: ``<!-- test: slow -->`` in a slow test (shell blocks too), ``<!-- test: torchrun -->`` in the
+script that the first such block of the page names. Examples of docstrings have the names `torch` and `lik_ops`.
+"""
 
 import ast
+import doctest
+import importlib
+import os
 import re
+import shlex
+import subprocess
+import sys
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
+import lik_ops
 from lik_ops.opcheck import checks, graphs
+
+from .test_export import why_not_cpp
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -44,3 +61,173 @@ def test_every_row_names_what_shows_it(heading):
         assert tests or checked, f"nothing shows: {cells[0]}"
         for name in checked:
             assert name in checks.CHECKS or name in graphs.SNAPSHOTS, f"{cells[0]}: no check {name}"
+
+
+class Block(NamedTuple):
+    mark: str
+    language: str
+    line: int
+    source: str
+
+
+def blocks(page):
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^(?:<!-- test: (\w+) -->\n)?```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    return [Block(m[1] or "", m[2], text.count("\n", 0, m.start(3)), m[3]) for m in found]
+
+
+def pages(mark):
+    return [page for page in PAGES if any((b.mark, b.language) == (mark, "python") for b in blocks(page))]
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where blocks and examples may write; on one thread, so that they take no longer where others run beside them."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def run(command, directory, **environment):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, **environment}
+    found = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-6000:]
+    return found.stdout
+
+
+def run_python(page, block, names):
+    exec(compile("\n" * block.line + block.source, str(ROOT / page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page):
+    for block in blocks(page):
+        known = [("", "python"), ("", "sh"), ("", "text"), ("slow", "python"), ("slow", "sh"), ("torchrun", "python")]
+        assert (block.mark, block.language) in known, f"{page}:{block.line}"
+
+
+@pytest.mark.parametrize("page", pages(""))
+@pytest.mark.usefixtures("directory")
+def test_python_blocks_run_as_they_are_written(page):
+    names = {}
+    for block in blocks(page):
+        if (block.mark, block.language) == ("", "python"):
+            if "Corpus" in block.source:
+                pytest.importorskip("safetensors")
+            run_python(page, block, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages("slow"))
+def test_slow_blocks_run_as_they_are_written(page, directory):
+    """Beside `examples`, with the Python of this process first in the path."""
+    Path("examples").symlink_to(ROOT / "examples")
+    names, skipped = {}, ""
+    for block in blocks(page):
+        if block.mark == "slow" and block.language == "python":
+            run_python(page, block, names)
+        elif block.mark == "slow":
+            skipped = why_not_cpp() if "cmake" in block.source else ""
+            _ = skipped or run(["sh", "-ec", block.source], directory)
+    if skipped:
+        pytest.skip(skipped)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.parametrize("page", pages("torchrun"))
+def test_torchrun_blocks_run_as_they_are_written(page, tmp_path):
+    found = [block.source for block in blocks(page) if block.mark == "torchrun"]
+    launcher, *options, script = shlex.split(found[0].splitlines()[0].removeprefix("#"))
+    assert launcher == "torchrun"
+    (tmp_path / script).write_text("".join(found) + "print(f'done {rank}')\n")
+    out = run([sys.executable, "-m", "torch.distributed.run", *options, script], tmp_path)
+    assert "done 0" in out and "done 1" in out
+
+
+def docstrings():
+    """The examples of every docstring of the library, by the name of what they belong to."""
+    found = {}
+    for path in sorted((ROOT / "lik_ops").rglob("*.py")):
+        if "    >>> " in path.read_text():
+            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            tests = doctest.DocTestFinder(exclude_empty=True).find(module, globs={})
+            found.update({test.name: test for test in tests if test.examples})
+    return found
+
+
+EXAMPLES = docstrings()
+DISTRIBUTED = "lik_ops.distributed."
+SLOW_EXAMPLES = {"lik_ops.export.package"}
+NEEDED = {"lik_ops._onnx": "onnxscript", "lik_ops.retrieval.corpus": "safetensors"}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_EXAMPLES else ())
+        for name in EXAMPLES
+        if not name.startswith(DISTRIBUTED)
+    ],
+)
+@pytest.mark.usefixtures("directory")
+def test_examples_of_docstrings_run_and_give_what_they_say(name):
+    for module, package in NEEDED.items():
+        if name.startswith(module):
+            pytest.importorskip(package)
+    told = []
+    EXAMPLES[name].globs = {"torch": torch, "lik_ops": lik_ops}
+    found = doctest.DocTestRunner().run(EXAMPLES[name], out=told.append)
+    assert not found.failed, "".join(told)
+
+
+RANK = """
+import doctest, os, sys, torch, lik_ops.distributed
+function = getattr(lik_ops.distributed, sys.argv[1])
+(test,) = doctest.DocTestFinder().find(function, globs={"torch": torch, "lik_ops": lik_ops})
+assert not doctest.DocTestRunner().run(test).failed
+print("done " + os.environ["RANK"])
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith(DISTRIBUTED)])
+def test_examples_of_distributed_functions_run_on_two_processes(name, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = run([*launch, "rank.py", name.removeprefix(DISTRIBUTED)], tmp_path)
+    assert "done 0" in out and "done 1" in out
+
+
+def test_every_public_function_has_an_example():
+    names = [name for name in lik_ops.__all__ if callable(getattr(lik_ops, name))]
+    names += [*lik_ops.export.__all__, *lik_ops.distributed.__all__]
+    shown = {name.split(".")[-1] for name in EXAMPLES}
+    assert not [name for name in names if name not in shown]
+
+
+def test_commands_name_what_there_is():
+    """Targets of make, modules and scripts with their options, extras of pip."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = set(re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1].split("\n\n")[0], re.M))
+    sources = [*ROOT.glob("lik_ops/**/*.py"), *ROOT.glob("examples/*.py")]
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    for page, text in texts.items():
+        for line in re.findall(r"(?:`|^)make ([^`#\n]+)", text, re.M):
+            named = takewhile(lambda word: "=" not in word, line.split())
+            assert targets.issuperset(named), f"{page}: make {line}"
+        for module, script, options in re.findall(r"python (?:-m (lik_ops[\w.]+)|(\w+/\w+\.py))([^`#\n]*)", text):
+            path = ROOT / (script or module.replace(".", "/") + ".py")
+            path = path if path.exists() else path.with_suffix("") / "__main__.py"
+            known = path.read_text()
+            assert all(option in known for option in re.findall(r"--[\w-]+", options)), f"{page}: {path} {options}"
+    texts |= {str(path.relative_to(ROOT)): path.read_text() for path in sources}
+    # No index is known to have the package: hints name others, or an extra of the checkout.
+    assert not [path for path, text in texts.items() if re.search(r"pip install ['\"]?lik-ops", text)]
+    for path, text in texts.items():
+        for named in re.findall(r"pip install ['\"]\.\[([\w,]+)\]", text):
+            assert extras.issuperset(named.split(",")), path

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-DEMO = "the demo's packages: pip install lik-ops[demo]"
+DEMO = "the demo's packages: pip install '.[demo]'"
 np = pytest.importorskip("numpy", reason=DEMO)
 for package in ("bm25s", "rich", "safetensors", "tqdm"):
     pytest.importorskip(package, reason=DEMO)

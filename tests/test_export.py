@@ -1,8 +1,9 @@
-"""Exported programs, packages that need no lik_ops, and ONNX."""
+"""Exported programs, and packages that need no lik_ops."""
 
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,10 @@ class Model(torch.nn.Module):
         return self.function(Q, D, q_mask, d_mask, q_weight=q_weight, **self.options)
 
 
+def search(Q, D, q_mask, d_mask, q_weight, **options):
+    return lik_ops.retrieve(Q, D, 3, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+
+
 FUNCTIONS = {
     "cross": lik_ops.maxsim,
     "candidates": lik_ops.maxsim,
@@ -44,6 +49,7 @@ FUNCTIONS = {
     "pairs": lik_ops.maxsim_pairs,
     "winners": lik_ops.maxsim_with_argmax,
     "candidate winners": lik_ops.maxsim_with_argmax,
+    "search": search,
 }
 
 
@@ -100,7 +106,7 @@ def targets(program):
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", FUNCTIONS)
+@pytest.mark.parametrize("layout", [layout for layout in FUNCTIONS if layout != "search"])
 def test_every_layout_exports_with_every_size_dynamic(layout, strict):
     model = Model(FUNCTIONS[layout], normalize=True)
     program = torch.export.export(model, arguments(layout), dynamic_shapes=dynamic(layout), strict=strict)
@@ -204,6 +210,85 @@ def test_opened_programs_hold_no_operator_of_ours_and_stay_dynamic():
     assert "while_loop" in targets(opened)
     for sizes in (*SIZES, (2, 3, 200, 1100)):
         assert_same(opened.module()(*arguments("cross", sizes)), Model()(*arguments("cross", sizes)), exact=False)
+
+
+def test_opened_programs_find_what_retrieve_does():
+    """In the same order, ties and NaN included; `top_k` and the number of documents on either side of each other."""
+    example = arguments("search")
+    program = torch.export.export(Model(search), example, dynamic_shapes=dynamic("search"))
+    assert "lik.maxsim_topk.default" in targets(program)
+    opened = lik_ops.export.open_operators(program)
+    assert not any("lik" in t for t in targets(opened))
+    for sizes in ((4, 40, 3, 5), (2, 3, 4, 4), (3, 2, 4, 4), (2, 1, 70, 31), (2, 0, 3, 3)):
+        Q, D, q_mask, d_mask, weight = arguments("search", sizes)
+        Q, D, weight = Q.round(), D.round(), weight.round()  # ties
+        D[1:2] = float("nan")
+        args = (Q, D, q_mask, d_mask, weight)
+        assert_same(
+            tuple(x.nan_to_num(7.0) for x in opened.module()(*args)), tuple(x.nan_to_num(7.0) for x in search(*args))
+        )
+
+
+def test_programs_that_search_packed_documents_are_not_opened():
+    class Search(torch.nn.Module):
+        def forward(self, Q, D, cu_seqlens_d):
+            return lik_ops.retrieve(Q, D, 3, cu_seqlens_d=cu_seqlens_d)
+
+    program = torch.export.export(Search(), (torch.randn(2, 4, 8), torch.randn(9, 8), torch.tensor([0, 4, 9])))
+    expected = r"expected padded documents and d_mask in place of cu_seqlens_d, found lik\.maxsim_topk\.default"
+    with pytest.raises(NotImplementedError, match=expected):
+        lik_ops.export.open_operators(program)
+
+
+def test_operators_in_the_branches_of_a_program_are_seen():
+    """Those that can be opened are, and what cannot is refused there too."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, Q, D):
+            return torch.cond(Q.sum() > 0, lambda q, x: self.function(q, x), lambda q, x: self.function(-q, x), (Q, D))
+
+    def packed(Q, D):
+        offsets = torch.arange(3) * 2
+        return lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, offsets)
+
+    Q, D = torch.randn(2, 4, 8), torch.randn(3, 5, 8)
+    opened = lik_ops.export.open_operators(torch.export.export(Branches(lik_ops.maxsim), (Q, D)))
+    assert "lik." not in str([m.graph for m in opened.graph_module.modules() if hasattr(m, "graph")])
+    for q in (Q, -Q):
+        assert_same(opened.module()(q, D), Branches(lik_ops.maxsim)(q, D), exact=False)
+    with pytest.raises(NotImplementedError, match=r"found lik\.maxsim_ragged_fwd"):
+        lik_ops.export.open_operators(torch.export.export(Branches(packed), (Q, D)))
+
+
+def test_an_operator_that_nothing_replaces_is_refused_by_name():
+    """Whatever the library gains: here the one that only packages for a GPU hold."""
+    packaged = pytest.importorskip("lik_ops.ops.packaged", reason="it needs Triton")
+
+    class Packaged(torch.nn.Module):
+        def forward(self, Q, D):
+            return packaged.maxsim_packaged(Q, D, None, None, None, False)
+
+    program = torch.export.export(Packaged(), (torch.randn(2, 4, 8), torch.randn(3, 5, 8)))
+    with pytest.raises(NotImplementedError, match=r"expected functions of lik_ops.*, found lik\.maxsim_packaged"):
+        lik_ops.export.open_operators(program)
+
+
+@pytest.mark.slow
+def test_a_package_that_torch_makes_alone_needs_lik_ops(tmp_path):
+    """What docs/pytorch.md says of it: the error of a process without lik_ops, and that importing it is enough."""
+    path, example = str(tmp_path / "plain.pt2"), tuple(t.nan_to_num() for t in arguments("cross")[:2])
+    program = torch.export.export(lik_ops.MaxSimScorer(), example)
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    assert_same(torch._inductor.aoti_load_package(path)(*example), lik_ops.maxsim(*example))
+    result = load_elsewhere(tmp_path, path, [example])
+    assert result.returncode != 0
+    (line,) = [x for x in result.stderr.splitlines() if x.startswith("RuntimeError: ")]
+    quoted = re.search(r"`(RuntimeError: .*?)`", (ROOT / "docs" / "pytorch.md").read_text()).group(1)
+    assert line.startswith(quoted)
 
 
 def test_programs_with_gradients_are_not_opened():
@@ -334,6 +419,7 @@ def test_a_package_scores_without_lik_ops(tmp_path, device):
         ("flat", torch.float64),
         ("pairs", torch.float16),
         ("winners", torch.float32),
+        ("search", torch.float32),
     ],
 )
 def test_packages_of_other_layouts_and_dtypes(tmp_path, layout, dtype, device):
@@ -373,51 +459,3 @@ def test_the_example_scores_in_a_cpp_program():
     assert [line for line in printed if line.startswith("scores [")] == [
         f"scores [{n}, 5] on cpu" for n in (3, 1, 7)
     ], "the C++ program's own lines"
-
-
-ONNX_LAYOUTS = ["cross", "candidates", "flat_q", "flat_d", "flat", "pairs"]
-
-
-@pytest.mark.parametrize("layout", ONNX_LAYOUTS)
-@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore")
-def test_onnx_is_standard_and_scores_the_same(layout, normalize):
-    pytest.importorskip("onnxscript", reason="pip install lik-ops[onnx]")
-    runtime = pytest.importorskip("onnxruntime", reason="pip install lik-ops[onnx]")
-    model = Model(FUNCTIONS[layout], normalize=normalize)
-    example = arguments(layout)
-    program = torch.onnx.export(
-        model,
-        example,
-        dynamo=True,
-        dynamic_shapes=dynamic(layout),
-        custom_translation_table=lik_ops.export.onnx_translations(),
-        verbose=False,
-    )
-    graph = program.model_proto
-    assert {node.domain for node in graph.graph.node} == {""} and not graph.functions
-    session = runtime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
-    for sizes in SIZES:
-        x = arguments(layout, sizes)
-        (found,) = session.run(None, {n: t.numpy() for n, t in zip(names, x, strict=True)})
-        torch.testing.assert_close(torch.from_numpy(found), model(*x), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_onnx_of_other_dtypes_and_integer_masks(dtype):
-    pytest.importorskip("onnxscript", reason="pip install lik-ops[onnx]")
-    runtime = pytest.importorskip("onnxruntime", reason="pip install lik-ops[onnx]")
-
-    class Plain(torch.nn.Module):
-        def forward(self, Q, D, d_mask):
-            return lik_ops.maxsim(Q, D, None, d_mask)
-
-    Q, D, _, d_mask, _ = arguments("cross", dtype=dtype)
-    Q, d_mask = Q.nan_to_num(), d_mask.int() * 2
-    table = lik_ops.export.onnx_translations()
-    program = torch.onnx.export(Plain(), (Q, D, d_mask), dynamo=True, custom_translation_table=table, verbose=False)
-    session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    inputs = {i.name: t.numpy() for i, t in zip(session.get_inputs(), (Q, D, d_mask), strict=True)}
-    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), lik_ops.maxsim(Q, D, None, d_mask))

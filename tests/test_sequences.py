@@ -230,7 +230,7 @@ def test_autocast_takes_lists_along():
 @pytest.mark.parametrize("form", ["list", "jagged"])
 def test_compiled_calls_give_the_scores_of_eager_ones(form):
     torch.compiler.reset()
-    compiled = torch.compile(lambda q, x: lik_ops.maxsim(q, x, normalize=True), backend="aot_eager")
+    compiled = torch.compile(lambda q, x: lik_ops.maxsim(q, x, normalize=True), backend="aot_eager", fullgraph=True)
     for q_lengths, d_lengths in ((Q_LENGTHS, D_LENGTHS), ((2, 2, 9, 5), (1, 6, 0, 3, 3))):
         queries, documents = draw(q_lengths), draw(d_lengths)
         Q, D = as_form(form, queries), as_form(form, documents)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-DEMO = "the demo's packages: pip install lik-ops[demo]"
+DEMO = "the demo's packages: pip install '.[demo]'"
 for package in ("numpy", "bm25s", "tqdm", "matplotlib"):
     pytest.importorskip(package, reason=DEMO)
 
@@ -149,7 +149,7 @@ def test_pairs_without_a_word_are_not_trained_on(monkeypatch):
 
 def test_too_few_docstrings_say_what_is_missing(monkeypatch):
     monkeypatch.setattr(train_colbert, "collect_docstrings", lambda packages, progress: corpus(50))
-    with pytest.raises(SystemExit, match=r"at least 8000 docstrings, found 50: pip install lik-ops\[demo\]"):
+    with pytest.raises(SystemExit, match=r'at least 8000 docstrings, found 50: pip install "\.\[demo\]"'):
         train_colbert.main([])
 
 

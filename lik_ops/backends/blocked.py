@@ -194,6 +194,17 @@ def forward(
     return _without_documents(end, given)
 
 
+def best(scores: Tensor, top_k: Any) -> tuple[Tensor, Tensor]:
+    """The `top_k` best of ``scores [Nq, Nd]`` (all, if fewer) and their columns.
+
+    In the order of `ops.topk`, which is that of a stable sort: NaN first, equal ones by column.
+    """
+    values, columns = torch.sort(scores, dim=1, descending=True, stable=True)
+    # An index, not a slice: that would guard on which of the two is less.
+    kept = torch.arange(torch.sym_min(top_k, scores.shape[1]), device=scores.device)
+    return values[:, kept], columns[:, kept]
+
+
 def _without_documents(end: _Carried, x: _Arguments) -> tuple[Tensor, Tensor | None]:
     """``-inf`` for documents that keep no token, 0 where the query keeps none either."""
     device = x.Q.device

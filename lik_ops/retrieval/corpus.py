@@ -169,7 +169,10 @@ class Corpus:
             TypeError: `index` is something else.
 
         Example:
-            >>> corpus[3], corpus[-10:], corpus[[5, 0, 5]]
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
+            >>> corpus.append([torch.randn(n + 1, 128) for n in range(100)])
+            >>> corpus[3].shape, len(corpus[-10:]), [x.shape[0] for x in corpus[[5, 0, 5]]]
+            (torch.Size([4, 128]), 10, [6, 1, 6])
         """
         snapshot = self._snapshot
         if isinstance(index, slice):
@@ -216,7 +219,12 @@ class Corpus:
             ValueError: a rank, size or device is wrong, or an index is not that of a document.
 
         Example:
-            >>> loss = torch.nn.functional.kl_div(corpus.score(Q, indices).log_softmax(1), teacher)
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
+            >>> corpus.append([torch.randn(n + 1, 128) for n in range(100)])
+            >>> Q, candidates = torch.randn(2, 32, 128, requires_grad=True), torch.randint(100, (2, 50))
+            >>> teacher = torch.randn(2, 50).softmax(1)
+            >>> student = corpus.score(Q, candidates).log_softmax(1)
+            >>> torch.nn.functional.kl_div(student, teacher, reduction="batchmean").backward()
         """
         return _rerank.score("Corpus.score", self._snapshot, Q, indices, q_mask, q_weight, normalize)
 
@@ -247,7 +255,12 @@ class Corpus:
             TypeError, ValueError: as `score`.
 
         Example:
-            >>> scores, indices = corpus.rerank(Q, candidates, top_k=10)  # of [Nq, 1000] candidates
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
+            >>> corpus.append([torch.randn(n + 1, 128) for n in range(100)])
+            >>> Q, candidates = torch.randn(2, 32, 128), torch.randint(100, (2, 50))
+            >>> scores, indices = corpus.rerank(Q, candidates, top_k=10)
+            >>> scores.shape, indices.shape
+            (torch.Size([2, 10]), torch.Size([2, 10]))
         """
         return _rerank.rerank("Corpus.rerank", self._snapshot, Q, indices, top_k, q_mask, q_weight, normalize)
 

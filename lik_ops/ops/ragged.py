@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, score_dtype
+from .._layout import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
 from ..backends.ragged import Ragged
 from . import batching_ragged, flops
-from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_backward, check_ragged, score_sizes
+from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_ragged, score_sizes
 from .ragged_values import check_ragged as check_ragged_values
 
 _TENSORS = (
@@ -33,7 +33,7 @@ _FWD, _BWD = "lik::maxsim_ragged_fwd", "lik::maxsim_ragged_bwd"
 
 def _check_fwd(tensors: Ragged, argmax_dtype, max_seqlen_q, backward) -> None:
     check_ragged(_FWD, *tensors)
-    check_backward(_FWD, backward)
+    check_choice(_FWD, "backward", backward, BACKWARDS)
     if argmax_dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{_FWD}: argmax_dtype: expected None, int16, int32 or int64, got {argmax_dtype}")
     tokens = tensors.D.shape[0]

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .._layout import as_bool, check, check_lifted, score_dtype
+from .._layout import (
+    as_bool,
+    check,
+    check_count,
+    check_flag,
+    check_lifted,
+    check_strided,
+    check_tensor,
+    score_dtype,
+)
 from ..backends import portable_topk
 from ..backends.ragged import Ragged
 from . import batching, eager, flops, ragged_values
@@ -86,8 +95,10 @@ def check_arguments(
     d_mask: Tensor | None,
     cu_seqlens_d: Tensor | None,
     q_weight: Tensor | None,
+    normalize: Any = False,
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+    check_flag(op, "normalize", normalize)
     check(op, Q, D, q_mask, d_mask, q_weight)
     check_counts(op, top_k, chunk)
     if cu_seqlens_d is None:
@@ -104,18 +115,14 @@ def check_arguments(
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
-    for name, count, least in (("top_k", top_k, 0), ("chunk", chunk, 1)):
-        if name == "chunk" and count is None:
-            continue
-        if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
-            raise TypeError(f"{op}: {name}: expected an int, got {type(count).__name__}")
-        if isinstance(count, int) and count < least:
-            raise ValueError(f"{op}: {name}: expected {least} or more, got {count}")
+    check_count(op, "top_k", top_k)
+    if chunk is not None:
+        check_count(op, "chunk", chunk, 1)
 
 
 def check_cu_seqlens(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
-    if not isinstance(cu_seqlens_d, Tensor):
-        raise TypeError(f"{op}: cu_seqlens_d: expected a Tensor or None, got {type(cu_seqlens_d).__name__}")
+    check_tensor(op, "cu_seqlens_d", cu_seqlens_d)
+    check_strided(op, "cu_seqlens_d", cu_seqlens_d)
     if cu_seqlens_d.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: cu_seqlens_d: expected int32 or int64, got {cu_seqlens_d.dtype}")
     if cu_seqlens_d.dim() != 1 or (isinstance(cu_seqlens_d.shape[0], int) and cu_seqlens_d.shape[0] < 1):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .._layout import lift
+from .._layout import check_flag, lift
 from ..ops import autocast, sharding, topk
 from . import sources
 from .copying import on_device
@@ -79,6 +79,8 @@ def retrieve(
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
+    if progress is not None:
+        check_flag(_OP, "progress", progress)
     if (
         isinstance(D, Tensor)
         and (not isinstance(Q, Tensor) or D.device == Q.device)
@@ -103,7 +105,7 @@ def of_tensors(
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
+    topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     return of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .._layout import check_strided, check_tensor
 from ..ops import topk
 from .corpus import Corpus
 
@@ -164,7 +165,15 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
             if x is not None:
                 raise ValueError(f"{op}: {name}: expected None beside a Corpus, got a Tensor")
         return _OnDisk(D)
+    for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
+        check_tensor(op, name, x, or_none=True)
+        if x is not None:
+            check_strided(op, name, x)
+            if x.is_meta:
+                raise ValueError(f"{op}: {name}: expected values, got a tensor on the meta device, which has none")
     numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(D, numpy.ma.MaskedArray):
+        raise TypeError(f"{op}: D: expected a Tensor, a numpy.ndarray or a Corpus, got a masked array: pass d_mask")
     if not isinstance(D, Tensor) and (numpy is None or not isinstance(D, numpy.ndarray)):
         raise TypeError(f"{op}: D: expected a Tensor, a numpy.ndarray or a Corpus, got {type(D).__name__}")
     if isinstance(D, Tensor) and D.device.type != "cpu":

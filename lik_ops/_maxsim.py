@@ -204,7 +204,7 @@ def maxsim_with_argmax(
         scores, argmax = torch.ops.lik.maxsim_fwd(*args)
     else:
         sharding.register_if_needed()
-        operators.reject_forward_ad(Q, D, q_weight)
+        functional.reject_forward_ad(Q, D, q_weight)
         scores, argmax = functional.forward(*args)
     argmax = argmax.long() if D.dim() == 4 else argmax.transpose(0, 1).long()
     if d_flat:

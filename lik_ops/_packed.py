@@ -13,7 +13,6 @@ from ._layout import MASK_DTYPES, argmax_dtype_for, as_bool, check_count, check_
 from ._packing import Sequences, is_sequences, packed
 from .backends.ragged import Ragged, starts
 from .ops import autocast, eager, eager_ragged, functional
-from .ops import maxsim as operators
 from .ops import ragged_arguments as arguments
 from .ops import ragged_values as values
 
@@ -251,10 +250,10 @@ def pair_list(
     elif g.queries is not None and g.queries.lengths is not None:
         max_seqlen_q = max(g.queries.lengths, default=0)
     most, beyond = g.Q.shape[int(g.cu_seqlens_q is None)], 0
-    # No query has more tokens than all have: nothing is made for them. Traced sizes would be guarded on.
-    may_compare = not torch.compiler.is_dynamo_compiling() and isinstance(most, int) and isinstance(max_seqlen_q, int)
-    if may_compare and max_seqlen_q > most:
-        max_seqlen_q, beyond = most, max_seqlen_q - most
+    if not torch.compiler.is_dynamo_compiling() and isinstance(most, int) and isinstance(max_seqlen_q, int):
+        # No query has more tokens than all have: nothing is made for them. Traced sizes would be guarded on.
+        beyond = max(max_seqlen_q - most, 0)
+        max_seqlen_q -= beyond
     scores, argmax = _pairs_within(g, pairs, max_seqlen_q, with_argmax)
     return scores, F.pad(argmax, (0, beyond), value=-1) if argmax is not None and beyond else argmax
 
@@ -301,7 +300,7 @@ def run(
                 "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
                 " torch.autograd, or pad and call lik_ops.maxsim"
             )
-        operators.reject_forward_ad(r.Q, r.D, r.q_weight)
+        functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
     argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
     scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
@@ -66,6 +65,7 @@ def maxsim_fwd(
     where there is none. `backward` names the op that its gradient runs.
     """
     _check_fwd("lik::maxsim_fwd", Q, D, q_mask, d_mask, q_weight, argmax_dtype, backward)
+    functional.reject_forward_ad(Q, D, q_weight)
     return backends.select(Q.device, Q.dtype).forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
 
 
@@ -138,6 +138,7 @@ def maxsim_bwd_lowmem(
     finds the winners again, in parts that need no more memory than a constant.
     """
     _check_bwd("lik::maxsim_bwd_lowmem", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     backend = backends.select(Q.device, Q.dtype)
     return backend.backward_lowmem(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
@@ -158,6 +159,7 @@ def maxsim_bwd_unified(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `maxsim_bwd_lowmem` in one pass over the winners; on a GPU through fp32 atomic adds."""
     _check_bwd("lik::maxsim_bwd_unified", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     backend = backends.select(Q.device, Q.dtype)
     return backend.backward_unified(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
@@ -206,19 +208,6 @@ maxsim_bwd_unified.register_vmap(partial(batching.backward, maxsim_bwd_unified))
 flops.register()
 
 
-def reject_forward_ad(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
-    if forward_ad._current_level < 0:
-        return
-    if functional.may_carry_tangents(*tensors) or any(
-        t is not None and not functional.is_wrapped(t) and forward_ad.unpack_dual(t).tangent is not None
-        for t in tensors
-    ):
-        raise NotImplementedError(
-            "lik::maxsim has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
-        )
-
-
 def _composite(
     Q: Tensor,
     D: Tensor,
@@ -256,7 +245,7 @@ def watched(
     sharding.register_if_needed()
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
-    reject_forward_ad(Q, D, q_weight)
+    functional.reject_forward_ad(Q, D, q_weight)
     differentiable = functional.is_differentiating() or any(t is not None and t.requires_grad for t in (Q, D, q_weight))
     keeps = differentiable and not recompute and torch.is_grad_enabled()
     scores, _ = forward(

@@ -13,7 +13,7 @@ from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
 from ..backends.ragged import Ragged
-from . import batching_ragged, flops
+from . import batching_ragged, flops, functional
 from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_ragged, score_sizes
 from .ragged_values import check_ragged as check_ragged_values
 
@@ -68,6 +68,7 @@ def maxsim_ragged_fwd(
     tensors = Ragged(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight)
     _check_fwd(tensors, argmax_dtype, max_seqlen_q, backward)
     check_ragged_values(_FWD, *tensors[:6], max_seqlen_q)
+    functional.reject_forward_ad(Q, D, q_weight)
     return backends.select(Q.device, Q.dtype).forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
 
 
@@ -142,6 +143,7 @@ def maxsim_ragged_bwd(
     """
     tensors = Ragged(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight)
     _check_bwd(grad_scores, tensors, argmax, needs)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     backend = backends.select(Q.device, Q.dtype)
     return backend.backward_ragged(grad_scores, tensors, argmax, normalize, list(needs), unified)
 

@@ -26,7 +26,7 @@ from .._layout import (
 )
 from ..backends import portable_topk
 from ..backends.ragged import Ragged
-from . import batching, eager, flops, ragged_values
+from . import batching, eager, flops, functional, ragged_values
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -275,6 +275,7 @@ def maxsim_topk(
     D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
     """
     _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
+    reject_derivatives("lik::maxsim_topk", Q, D, q_weight)
     return _topk(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
 
 
@@ -283,6 +284,24 @@ def _(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
     _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
     shape = (Q.shape[0], torch.sym_min(top_k, _documents(D, cu_seqlens_d)))
     return Q.new_empty(shape, dtype=score_dtype(Q.dtype)), Q.new_empty(shape, dtype=torch.int64)
+
+
+def reject_derivatives(op: str, *given: Any) -> None:
+    """Raise NotImplementedError where a transform or forward-mode AD would take the scores for constants.
+
+    Not for autograd, which says itself that they require no gradient, nor for what was detached.
+    """
+    tensors = [t for t in given if isinstance(t, Tensor)]
+    if torch.compiler.is_dynamo_compiling():
+        derived = functional.is_deriving()  # of these or others: tensors cannot be asked here
+    else:
+        derived = functional.carry_tangents(*tensors)
+        derived = derived or (torch.is_grad_enabled() and functional.are_differentiated(*tensors))
+    if derived:
+        raise NotImplementedError(
+            f"{op} has no derivatives, with torch.func or forward-mode AD either: detach what it is given, and score"
+            " what it found with lik_ops.maxsim"
+        )
 
 
 def _no_backward(ctx, *grads):

@@ -42,7 +42,8 @@ def retrieve(
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
     Documents are scored in chunks, and only the best so far are kept. Neither scores nor indices depend on `chunk`, to
-    the last bit. For inference: nothing requires gradients; to train, score what was found with `lik_ops.maxsim`.
+    the last bit. For inference: the scores require no gradient, whatever Q and D do; to train, score what was found
+    with `lik_ops.maxsim`.
 
     Documents come in one order: NaN first (something is wrong, and it shows), then from the highest score to the
     lowest, documents without tokens (``-inf``) at the end. Equal scores, 0.0 and -0.0 among them, come by document
@@ -72,6 +73,7 @@ def retrieve(
     Raises:
         TypeError: a dtype or type is wrong.
         ValueError: a rank, size, device or option is wrong.
+        NotImplementedError: `torch.func` or forward-mode AD would differentiate it; what is detached may come.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(1000, 300, 128)
@@ -79,6 +81,7 @@ def retrieve(
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
+    topk.reject_derivatives(_OP, Q, D, q_weight)
     if progress is not None:
         check_flag(_OP, "progress", progress)
     if (

@@ -53,11 +53,10 @@ def carry_tangents(*tensors: Tensor | None) -> bool:
     """Whether any of `tensors` has a tangent of forward-mode AD; inside a `jvp` what is part of a transform may."""
     if forward_ad._current_level < 0:
         return False
-    wrapped, others = [], []
-    for t in tensors:
-        if t is not None:
-            (wrapped if is_wrapped(t) else others).append(t)
-    return bool(wrapped and _has(_JVP)) or any(forward_ad.unpack_dual(t).tangent is not None for t in others)
+    given = [t for t in tensors if t is not None]
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in given if not is_wrapped(t)):
+        return True
+    return _has(_JVP) and any(map(is_wrapped, given))
 
 
 def reject_forward_ad(*tensors: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
 from . import autocast, batching, eager, flops, functional, sharding
+from .documented import document, document_bodies
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"
@@ -206,6 +207,7 @@ maxsim_bwd_lowmem.register_vmap(partial(batching.backward, maxsim_bwd_lowmem))
 maxsim_bwd_unified.register_vmap(partial(batching.backward, maxsim_bwd_unified))
 
 flops.register()
+document_bodies(maxsim_fwd, maxsim_bwd_lowmem, maxsim_bwd_unified)
 
 
 def _composite(
@@ -219,6 +221,11 @@ def _composite(
     backward: str = "auto",
     recompute: bool = False,
 ) -> Tensor:
+    """Late-interaction scores ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``: `lik_ops.maxsim`.
+
+    ``[Nq, Nd]`` of Q ``[Nq, Lq, d]`` and D ``[Nd, Ld, d]``, ``[Nq, K]`` of candidates ``[Nq, K, Ld, d]``; 2-D Q or D
+    drop their axis. Differentiable in Q, D and `q_weight`. `lik_ops.maxsim` says what each argument is.
+    """
     scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
@@ -262,3 +269,4 @@ _LIBRARY = torch.library.Library("lik", "FRAGMENT")
 _LIBRARY.define(_MAXSIM_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("maxsim", _composite, "CompositeImplicitAutograd")
 _LIBRARY.impl("maxsim", _composite, "FuncTorchBatched")  # else vmap would loop over it instead of opening it
+document("maxsim", _composite.__doc__ or "")

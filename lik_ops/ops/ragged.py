@@ -14,6 +14,7 @@ from .._backend_choice import requested_backend, use_backend
 from .._layout import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
 from ..backends.ragged import Ragged
 from . import batching_ragged, flops, functional
+from .documented import document_bodies
 from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_ragged, score_sizes
 from .ragged_values import check_ragged as check_ragged_values
 
@@ -214,3 +215,4 @@ maxsim_ragged_bwd.register_autograd(_no_double_backward)
 maxsim_ragged_fwd.register_vmap(batching_ragged.forward)
 maxsim_ragged_bwd.register_vmap(batching_ragged.backward)
 flops.register_ragged()
+document_bodies(maxsim_ragged_fwd, maxsim_ragged_bwd)

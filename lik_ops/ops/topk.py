@@ -27,6 +27,7 @@ from .._layout import (
 from ..backends import portable_topk
 from ..backends.ragged import Ragged
 from . import batching, eager, flops, functional, ragged_values
+from .documented import document_bodies
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -311,6 +312,7 @@ def _no_backward(ctx, *grads):
 maxsim_topk.register_autograd(_no_backward)
 maxsim_topk.register_vmap(batching.topk)
 flops.register_topk()
+document_bodies(maxsim_topk)
 
 
 def best_of(

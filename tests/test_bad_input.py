@@ -172,3 +172,44 @@ def test_what_an_argument_cannot_be_is_named_by_a_short_error(function, number, 
         kind: _complaint(function, right, name, make(right[name]), kind in allowed) for kind, make in WRONG.items()
     }
     assert not {kind: x[:150] for kind, x in found.items() if x is not None}
+
+
+BROADCAST = {
+    "a row": lambda right: _tensor(right)[:1],
+    "a column": lambda right: _tensor(right)[..., :1],
+    "one less axis": lambda right: _tensor(right)[0],
+}
+FORMULA = {name: value for name, value in DENSE.items() if name not in ("backward", "recompute")}
+REFERENCE = {
+    "maxsim": FORMULA,
+    "maxsim_with_argmax": FORMULA,
+    "maxsim_pairs": {**FORMULA, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]},
+    "maxsim_at": {
+        "Q": Q3,
+        "D": D3,
+        "argmax": torch.zeros(Nq, Nd, Lq, dtype=torch.long),
+        **WEIGHT,
+        "normalize": False,
+    },
+}
+
+
+@pytest.mark.parametrize("function", REFERENCE)
+def test_the_reference_scores_nothing_that_is_wrong(function):
+    right, score = REFERENCE[function], getattr(lik_ops.reference, function)
+    score(**right)
+    for name, value in right.items():
+        for kind, make in {**WRONG, **BROADCAST}.items():
+            if kind in ALLOWED.get(name, ()):
+                continue
+            with pytest.raises(Exception):  # noqa: B017  (torch's own where there is one)
+                score(**{**right, name: make(value)})
+                pytest.fail(f"{name}: {kind}")
+
+
+def test_a_corpus_is_for_retrieve_alone(tmp_path):
+    pytest.importorskip("safetensors")
+    corpus = lik_ops.Corpus.create(tmp_path / "corpus", d, torch.float32)
+    for function in (lik_ops.maxsim, lik_ops.maxsim_pairs, lik_ops.maxsim_with_argmax, lik_ops.maxsim_varlen):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: D: expected a Tensor, got Corpus"):
+            function(Q3, corpus)

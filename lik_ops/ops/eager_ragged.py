@@ -93,7 +93,7 @@ def _sizes(Q: Tensor, D: Tensor, indices: tuple, max_seqlen_q: Any, keeps: bool)
     if max_seqlen_q is not None:
         if type(max_seqlen_q) is not int or max_seqlen_q < 0:
             return None
-        most = min(most, max_seqlen_q)  # no query has more tokens
+        most = max_seqlen_q
     if lengths is not None:
         columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
         return None if columns is None else (queries, columns, True, Tq, Td, most)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import export, reference
 from ._backend_choice import use_backend
 from ._checks import checks
-from ._layout import Backward
+from ._layout import Backward as Backward
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
 from ._packing import lengths_to_mask, pack, unpack
 from ._ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from . import distributed as distributed
 
 __all__ = [
-    "Backward",
     "Corpus",
     "MaxSimScorer",
     "__version__",

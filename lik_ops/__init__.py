@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import export, reference
 from ._backend_choice import use_backend
 from ._checks import checks
+from ._layout import Backward as Backward
 from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
 from ._packing import lengths_to_mask, pack, unpack
 from ._ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
@@ -57,3 +58,7 @@ def __getattr__(name: str) -> Any:
     if name == "distributed":
         return import_module(".distributed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "distributed"})

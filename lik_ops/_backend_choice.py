@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,8 +19,11 @@ _override: ContextVar[str | None] = ContextVar("lik_ops_backend", default=None)
 
 
 def _checked(name: str, source: str) -> str:
+    expected = f"{source}: expected one of {', '.join(BACKENDS)}, got"
+    if not isinstance(name, str):
+        raise TypeError(f"{expected} {type(name).__name__}")
     if name not in BACKENDS:
-        raise ValueError(f"{source}: expected one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(f"{expected} {reprlib.repr(name)}")
     return name
 
 
@@ -45,6 +49,7 @@ def use_backend(name: str) -> Iterator[None]:
             ``"portable"`` (plain torch).
 
     Raises:
+        TypeError: `name` is no string.
         ValueError: `name` is none of these.
 
     Example:
@@ -52,7 +57,7 @@ def use_backend(name: str) -> Iterator[None]:
         >>> with lik_ops.use_backend("portable"):
         ...     scores = lik_ops.maxsim(Q, D)
     """
-    token = _override.set(_checked(name, "use_backend"))
+    token = _override.set(_checked(name, "use_backend: name"))
     try:
         yield
     finally:

@@ -4,13 +4,20 @@ Two layouts, told apart by the rank of D: the cross product ``Q [Nq, Lq, d]``, `
 ``Q [Nq, Lq, d]``, ``D [Nq, K, Ld, d]``. Sizes may be symbolic (torch.compile, torch.export): they are only compared.
 """
 
+import reprlib
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
 import torch
 from torch import Tensor
 
+Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
+"""How gradients are summed: see `lik_ops.maxsim`."""
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BACKWARDS = ("auto", "lowmem", "unified")
+BACKWARDS: tuple[str, ...] = get_args(Backward)
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_INT16_MAX = 32767
+_INT16_MAX, _INT64_MAX = 32767, 2**63 - 1
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,6 +38,59 @@ def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 
 
+def kind_of(x: Any) -> str:
+    """What a value is, in a message that expected another type."""
+    return f"a tensor {shape_of(x)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
+    """Raise TypeError, naming the argument, unless it is a tensor, or None where there need not be one."""
+    if not isinstance(x, Tensor) and not (or_none and x is None):
+        raise TypeError(f"{op}: {name}: expected a Tensor{' or None' * or_none}, got {type(x).__name__}")
+
+
+def check_flag(op: str, name: str, x: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is True or False."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{op}: {name}: expected a bool, got {kind_of(x)}")
+
+
+def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it is one of a few strings."""
+    expected = f"{op}: {name}: expected one of {', '.join(choices)}, got"
+    if not isinstance(x, str):
+        raise TypeError(f"{expected} {kind_of(x)}")
+    if x not in choices:
+        raise ValueError(f"{expected} {reprlib.repr(x)}")
+
+
+def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it is an integer of at least `least` that fits int64.
+
+    Sizes unknown while tracing pass.
+    """
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name}: expected an int, got {kind_of(x)}")
+    if isinstance(x, int) and not least <= x <= _INT64_MAX:
+        expected = f"{least} or more" if x < least else f"at most {_INT64_MAX}"
+        raise ValueError(f"{op}: {name}: expected {expected}, got {reprlib.repr(x)}")
+
+
+def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless these are what the scoring functions take."""
+    check_flag(op, "normalize", normalize)
+    check_choice(op, "backward", backward, BACKWARDS)
+    check_flag(op, "recompute", recompute)
+
+
+def check_types(op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any) -> None:
+    """`check_tensor` of each."""
+    check_tensor(op, "Q", Q)
+    check_tensor(op, "D", D)
+    for name, x in (("q_mask", q_mask), ("d_mask", d_mask), ("q_weight", q_weight)):
+        check_tensor(op, name, x, or_none=True)
+
+
 def check_strided(op: str, name: str, t: Tensor) -> None:
     """Raise TypeError, naming the argument, for sparse and nested tensors."""
     if t.layout != torch.strided or t.is_nested:
@@ -40,8 +100,7 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
 
 def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
     for name, t, ranks in (("Q", Q, (2, 3)), ("D", D, (2, 3, 4))):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
+        check_tensor(op, name, t)
         check_strided(op, name, t)
         if t.dim() not in ranks:
             expected = "[Lq, d] or [Nq, Lq, d]" if name == "Q" else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
@@ -69,10 +128,9 @@ def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
 
 def check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor) -> None:
     """A mask or weight has the shape of its tensor without d, exactly (no broadcasting), and its device."""
+    check_tensor(op, name, x, or_none=True)
     if x is None:
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
     check_strided(op, name, x)
     expected = of.shape[:-1]
 
@@ -106,8 +164,7 @@ def check(
             raise TypeError(f"{op}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")
     if q_weight is not None and q_weight.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
-    if backward not in BACKWARDS:
-        raise ValueError(f"{op}: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
+    check_choice(op, "backward", backward, BACKWARDS)
 
 
 def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:

@@ -1,10 +1,13 @@
 """The public scoring functions: MaxSim over all pairs, candidates or aligned pairs, and with its winners."""
 
+from collections.abc import Sequence
+from typing import cast, overload
+
 import torch
 from torch import Tensor
 
 from . import _packed
-from ._layout import as_bool, check, lifted
+from ._layout import Backward, as_bool, check, check_options, check_types, lifted
 from ._packed import Tokens, Winners
 from ._packing import is_sequences
 from .ops import autocast, eager, functional, sharding
@@ -21,7 +24,7 @@ def maxsim(
     *,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
     recompute: bool = False,
 ) -> Tensor:
     """Late-interaction scores: ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``.
@@ -68,6 +71,8 @@ def maxsim(
     if is_sequences(Q) or is_sequences(D):
         options = q_mask, d_mask, q_weight, normalize, backward, recompute
         return _packed.cross("maxsim", Q, D, *options)[0]
+    check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
+    check_options("maxsim", normalize, backward, recompute)
     if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
         return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     return torch.ops.lik.maxsim(
@@ -83,7 +88,7 @@ def maxsim_pairs(
     *,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
     recompute: bool = False,
 ) -> Tensor:
     """MaxSim of query i against document i only.
@@ -106,6 +111,7 @@ def maxsim_pairs(
     if is_sequences(Q) or is_sequences(D):
         options = q_mask, d_mask, q_weight, normalize, backward, recompute
         return _packed.pairs("maxsim_pairs", Q, D, *options)
+    check_options("maxsim_pairs", normalize, backward, recompute)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
     if Q.dim() != 3 or D.dim() != 3:
@@ -127,6 +133,34 @@ def maxsim_pairs(
     return scores.squeeze(1)
 
 
+@overload
+def maxsim_with_argmax(
+    Q: Tensor,
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def maxsim_with_argmax(
+    Q: Sequence[Tensor],
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> tuple[Tensor, list[Tensor]]: ...
+
+
 def maxsim_with_argmax(
     Q: Tokens,
     D: Tokens,
@@ -135,7 +169,7 @@ def maxsim_with_argmax(
     *,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
     recompute: bool = False,
 ) -> tuple[Tensor, Winners]:
     """The scores of `maxsim` and, for each query token, the document token that won: what a similarity map shows.
@@ -160,7 +194,8 @@ def maxsim_with_argmax(
     """
     if is_sequences(Q) or is_sequences(D):
         options = q_mask, d_mask, q_weight, normalize, backward, recompute
-        return _packed.cross("maxsim_with_argmax", Q, D, *options, with_argmax=True)
+        return cast(tuple[Tensor, Winners], _packed.cross("maxsim_with_argmax", Q, D, *options, with_argmax=True))
+    check_options("maxsim_with_argmax", normalize, backward, recompute)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
@@ -169,7 +204,7 @@ def maxsim_with_argmax(
         scores, argmax = torch.ops.lik.maxsim_fwd(*args)
     else:
         sharding.register_if_needed()
-        operators.reject_forward_ad(Q, D, q_weight)
+        functional.reject_forward_ad(Q, D, q_weight)
         scores, argmax = functional.forward(*args)
     argmax = argmax.long() if D.dim() == 4 else argmax.transpose(0, 1).long()
     if d_flat:

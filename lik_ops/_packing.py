@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._layout import check_strided
+from ._layout import check_count, check_strided, check_tensor, kind_of
 from .ops import ragged_arguments as arguments
+from .ops import ragged_values as values
 
 __all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "packed", "unpack"]
 
@@ -51,22 +52,24 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         N tensors ``[L_i, ...]``.
 
     Raises:
-        TypeError: `packed` is no tensor or `cu_seqlens` is of another dtype.
+        TypeError: `packed` or `cu_seqlens` is no tensor, or `cu_seqlens` is of another dtype.
         ValueError: `cu_seqlens` is not ascending from 0 or more to at most T.
 
     Example:
         >>> [x.shape[0] for x in lik_ops.unpack(*lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)]))]
         [3, 5]
     """
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"unpack: packed: expected a Tensor, got {type(packed).__name__}")
+    check_tensor("unpack", "packed", packed)
+    check_strided("unpack", "packed", packed)
     if packed.dim() == 0:
         raise ValueError("unpack: packed: expected [T, ...], got []")
+    check_tensor("unpack", "cu_seqlens", cu_seqlens)
     arguments.check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
-    ends = cu_seqlens.tolist()
-    if ends[0] < 0 or ends[-1] > packed.shape[0] or any(a > b for a, b in itertools.pairwise(ends)):
-        raise ValueError(f"unpack: cu_seqlens: expected ascending rows of {list(packed.shape)}, got {ends}")
-    return [packed[a:b] for a, b in itertools.pairwise(ends)]
+    if cu_seqlens.is_meta:
+        raise ValueError("unpack: cu_seqlens: expected values, got a tensor on the meta device, which has none")
+    ends = cu_seqlens.cpu()
+    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed)
+    return [packed[a:b] for a, b in itertools.pairwise(ends.tolist())]
 
 
 def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
@@ -80,16 +83,19 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
         bool ``[..., L]``, True for tokens to keep.
 
     Raises:
-        TypeError: `lengths` is not a tensor of integers.
+        TypeError: `lengths` is not a tensor of integers, or `L` no int.
+        ValueError: `L` is negative.
 
     Example:
         >>> lik_ops.lengths_to_mask(torch.tensor([1, 3]), 3)
         tensor([[ True, False, False],
                 [ True,  True,  True]])
     """
-    if not isinstance(lengths, Tensor) or lengths.dtype not in arguments.INDEX_DTYPES:
-        found = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"lengths_to_mask: lengths: expected an int32 or int64 Tensor, got {found}")
+    check_tensor("lengths_to_mask", "lengths", lengths)
+    check_strided("lengths_to_mask", "lengths", lengths)
+    if lengths.dtype not in arguments.INDEX_DTYPES:
+        raise TypeError(f"lengths_to_mask: lengths: expected int32 or int64, got {lengths.dtype}")
+    check_count("lengths_to_mask", "L", L)
     return torch.arange(L, device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -107,8 +113,11 @@ def is_sequences(x: Any) -> bool:
     return isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.is_nested)
 
 
-def packed(op: str, name: str, x: Any) -> Sequences:
+def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequences:
     """Pack a list or nested tensor; messages begin with `op` and `name`.
+
+    Args:
+        nothing: what a list of no tensors is packed to; without it that is an error.
 
     Raises:
         TypeError, ValueError: as `pack`.
@@ -120,9 +129,15 @@ def packed(op: str, name: str, x: Any) -> Sequences:
                 raise ValueError(f"{op}: {name}: expected a nested tensor [N, L, ...] ragged in L, got {list(x.shape)}")
             return Sequences(x.values(), jagged.offsets(), None, x.shape[1])
         x = x.unbind()  # rows between the sequences, or another layout
-    sequences = list(x)
+    if not isinstance(x, Iterable) or (isinstance(x, Tensor) and x.dim() == 0):
+        raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {kind_of(x)}")
+    if isinstance(x, Tensor):
+        check_strided(op, name, x)
+    sequences = [*x]
     if not sequences:
-        raise ValueError(f"{op}: {name}: expected at least one tensor, got none")
+        if nothing is None:
+            raise ValueError(f"{op}: {name}: expected at least one tensor, got none")
+        return Sequences(nothing, torch.zeros(1, dtype=torch.int64, device=nothing.device), [], None)
     first = sequences[0]
     for i, t in enumerate(sequences):
         at = f"{op}: {name}[{i}]"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _packed
-from ._layout import same_size, score_dtype, shape_of
+from ._layout import Backward, check_options, same_size, score_dtype, shape_of
 from ._maxsim import maxsim, maxsim_with_argmax
 from ._packed import Tokens, given
 from ._packing import lengths_to_mask
@@ -28,7 +28,7 @@ def maxsim_varlen(
     *,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> Tensor:
     """MaxSim of every packed query against every packed document, without padding.
 
@@ -36,8 +36,8 @@ def maxsim_varlen(
     of the same tokens on a CPU.
 
     Args:
-        Q: packed query tokens ``[Tq, d]``; or, with `cu_seqlens_q` None, ``[Nq, Lq, d]``, a list of ``[L_i, d]`` or a
-            jagged nested tensor, whose values are taken as they are.
+        Q: packed query tokens ``[Tq, d]``; or, with `cu_seqlens_q` None, ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, a
+            list of ``[L_i, d]`` or a jagged nested tensor, whose values are taken as they are.
         D: packed document tokens ``[Td, d]`` of the dtype and device of Q; or, with `cu_seqlens_d` None,
             ``[Nd, Ld, d]``, a list or a nested tensor.
         cu_seqlens_q: ``[Nq + 1]``, int32 or int64: where queries begin, and where the last ends.
@@ -48,8 +48,8 @@ def maxsim_varlen(
         backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        Scores ``[Nq, Nd]``, fp32 (fp64 for fp64). An empty document scores ``-inf``, an empty query 0. Where a segment
-        is negative or reaches outside its tensor, NaN, and no gradient.
+        Scores ``[Nq, Nd]``, of one query ``[Lq, d]`` ``[Nd]``, fp32 (fp64 for fp64). An empty document scores ``-inf``,
+        an empty query 0. Where a segment is negative or reaches outside its tensor, NaN, and no gradient.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -67,7 +67,7 @@ def maxsim_varlen(
         if short is not None:
             return short[0]
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    return _packed.varlen(given("maxsim_varlen", Q, D, **options, normalize=normalize, backward=backward))[0]
+    return _packed.varlen(given("maxsim_varlen", Q, D, **options, normalize=normalize, backward=backward, lifts="Q"))[0]
 
 
 def maxsim_candidates_varlen(
@@ -79,21 +79,23 @@ def maxsim_candidates_varlen(
     cu_seqlens_q: Tensor | None = None,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> Tensor:
     """MaxSim of each query against its own candidates, which are read where they lie in a packed store.
 
     Args:
-        Q: query tokens ``[Nq, Lq, d]``, packed ``[Tq, d]`` with `cu_seqlens_q`, a list or a nested tensor.
+        Q: query tokens ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, packed ``[Tq, d]`` with `cu_seqlens_q`, a list or a
+            nested tensor.
         D: the store, packed document tokens ``[Td, d]`` of the dtype and device of Q.
         doc_offsets: ``[Nq, K]``, int32 or int64: the row of D that each candidate begins at. Candidates may repeat and
-            overlap; their gradients add up.
-        doc_lengths: ``[Nq, K]``, int32 or int64: how many rows each has.
+            overlap; their gradients add up. ``[K]`` of one query.
+        doc_lengths: the shape of `doc_offsets`, int32 or int64: how many rows each has.
         cu_seqlens_q, q_weight, normalize, backward: as in `maxsim_varlen`.
 
     Returns:
-        Scores ``[Nq, K]``, fp32 (fp64 for fp64). A candidate of length 0 scores ``-inf``, an empty query 0. An offset,
-        length or segment that is negative or reaches outside its tensor gives NaN, and no gradient.
+        Scores ``[Nq, K]``, of one query ``[K]``, fp32 (fp64 for fp64). A candidate of length 0 scores ``-inf``, an
+        empty query 0. An offset, length or segment that is negative or reaches outside its tensor gives NaN, and no
+        gradient.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -112,7 +114,7 @@ def maxsim_candidates_varlen(
         if short is not None:
             return short[0]
     options["cu_seqlens_q"] = cu_seqlens_q
-    g = given("maxsim_candidates_varlen", Q, D, **options, d_shape="[Td, d]")
+    g = given("maxsim_candidates_varlen", Q, D, **options, d_shape="[Td, d]", lifts="Q")
     return _packed.candidates(g, doc_offsets, doc_lengths)[0]
 
 
@@ -128,7 +130,7 @@ def maxsim_pair_list(
     q_weight: Tokens | None = None,
     normalize: bool = False,
     max_seqlen_q: int | None = None,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> Tensor:
     """MaxSim of the pairs of a list only: what mining, distillation and sparse batches need.
 
@@ -141,6 +143,7 @@ def maxsim_pair_list(
         cu_seqlens_q, cu_seqlens_d, q_weight, normalize, backward: as in `maxsim_varlen`.
         max_seqlen_q: a bound on the tokens of a packed query. Needed on a GPU and in compiled code where gradients are
             wanted, because nobody may look at `cu_seqlens_q` or a nested tensor's offsets there; worked out otherwise.
+            More than all queries have together costs nothing.
 
     Returns:
         Scores ``[P]``, fp32 (fp64 for fp64). NaN, and no gradient, where an index is not that of a query or document,
@@ -174,7 +177,7 @@ def maxsim_padded(
     *,
     q_weight: Tensor | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> Tensor:
     """MaxSim of each query against its own candidates, padded, of which only the first tokens count.
 
@@ -221,14 +224,14 @@ def padded(
     *,
     q_weight: Tensor | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     arguments.check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
     same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
     arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
-    arguments.check_backward(op, backward)
+    check_options(op, normalize, backward)
     arguments.check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
     arguments.check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
     if values.looks(query_lengths, doc_lengths):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, cast, overload
 
 from torch import Tensor
 
 from . import _packed
+from ._layout import Backward
 from ._packed import Tokens, Winners, given
 from ._ragged import padded
 
@@ -18,6 +20,32 @@ __all__ = [
 ]
 
 
+@overload
+def maxsim_varlen_with_argmax(
+    Q: Tensor,
+    D: Tokens,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def maxsim_varlen_with_argmax(
+    Q: Sequence[Tensor],
+    D: Tokens,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> tuple[Tensor, list[Tensor]]: ...
+
+
 def maxsim_varlen_with_argmax(
     Q: Tokens,
     D: Tokens,
@@ -26,7 +54,7 @@ def maxsim_varlen_with_argmax(
     *,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> tuple[Tensor, Winners]:
     """The scores of `maxsim_varlen` and, for each query token, the document token that won.
 
@@ -53,9 +81,36 @@ def maxsim_varlen_with_argmax(
         [torch.Size([5, 3]), torch.Size([32, 3])]
     """
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    g = given("maxsim_varlen_with_argmax", Q, D, **options, normalize=normalize, backward=backward)
-    scores, argmax = _packed.varlen(g, True)
-    return scores, _packed.winners(g, argmax)
+    g = given("maxsim_varlen_with_argmax", Q, D, **options, normalize=normalize, backward=backward, lifts="Q")
+    return cast(tuple[Tensor, Winners], _packed.varlen(g, True))
+
+
+@overload
+def maxsim_candidates_varlen_with_argmax(
+    Q: Tensor,
+    D: Tensor,
+    doc_offsets: Tensor,
+    doc_lengths: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def maxsim_candidates_varlen_with_argmax(
+    Q: Sequence[Tensor],
+    D: Tensor,
+    doc_offsets: Tensor,
+    doc_lengths: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> tuple[Tensor, list[Tensor]]: ...
 
 
 def maxsim_candidates_varlen_with_argmax(
@@ -67,7 +122,7 @@ def maxsim_candidates_varlen_with_argmax(
     cu_seqlens_q: Tensor | None = None,
     q_weight: Tokens | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> tuple[Tensor, Winners]:
     """The scores of `maxsim_candidates_varlen` and, for each query token, the token of the candidate that won.
 
@@ -96,9 +151,8 @@ def maxsim_candidates_varlen_with_argmax(
         "normalize": normalize,
         "backward": backward,
     }
-    g = given("maxsim_candidates_varlen_with_argmax", Q, D, **options, d_shape="[Td, d]")
-    scores, argmax = _packed.candidates(g, doc_offsets, doc_lengths, True)
-    return scores, _packed.winners(g, argmax)
+    g = given("maxsim_candidates_varlen_with_argmax", Q, D, **options, d_shape="[Td, d]", lifts="Q")
+    return cast(tuple[Tensor, Winners], _packed.candidates(g, doc_offsets, doc_lengths, True))
 
 
 def maxsim_pair_list_with_argmax(
@@ -113,15 +167,15 @@ def maxsim_pair_list_with_argmax(
     q_weight: Tokens | None = None,
     normalize: bool = False,
     max_seqlen_q: int | None = None,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The scores of `maxsim_pair_list` and, for each token of a pair's query, the token of its document that won.
 
     Args:
         Q, D, pairs, q_mask, d_mask, cu_seqlens_q, cu_seqlens_d, q_weight, normalize, backward: as in
             `maxsim_pair_list`.
-        max_seqlen_q: as in `maxsim_pair_list`; here it is also the last axis of the winners, and needed on a GPU and
-            in compiled code for packed queries and jagged tensors.
+        max_seqlen_q: as in `maxsim_pair_list`; here it is also the last axis of the winners, however long queries are,
+            and needed on a GPU and in compiled code for packed queries and jagged tensors.
 
     Returns:
         ``(scores, argmax)``: the scores of `maxsim_pair_list`, differentiable, and int64 ``[P, Lq]``, for packed
@@ -157,7 +211,7 @@ def maxsim_padded_with_argmax(
     *,
     q_weight: Tensor | None = None,
     normalize: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The scores of `maxsim_padded` and, for each query token, the token of the candidate that won.
 

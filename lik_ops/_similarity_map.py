@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._layout import DTYPES, MASK_DTYPES, check_per_token, check_strided, score_dtype, shape_of
+from ._layout import (
+    DTYPES,
+    MASK_DTYPES,
+    check_flag,
+    check_per_token,
+    check_strided,
+    check_tensor,
+    score_dtype,
+    shape_of,
+)
 
 _OP = "similarity_map"
 
@@ -44,6 +53,7 @@ def similarity_map(
         (torch.Size([5, 40]), True)
     """
     _check(Q, D, q_mask, d_mask)
+    check_flag(_OP, "normalize", normalize)
     q_drop, d_drop = (None if mask is None else mask == 0 for mask in (q_mask, d_mask))
     S = _prepared(Q, q_drop, normalize) @ _prepared(D, d_drop, normalize).transpose(-1, -2)
     if q_drop is not None:
@@ -60,8 +70,7 @@ def _prepared(x: Tensor, drop: Tensor | None, normalize: bool) -> Tensor:
 
 def _check(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
     for name, x in (("Q", Q), ("D", D)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{_OP}: {name}: expected a Tensor, got {type(x).__name__}")
+        check_tensor(_OP, name, x)
         check_strided(_OP, name, x)
         if x.dtype not in DTYPES:
             raise TypeError(f"{_OP}: {name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")

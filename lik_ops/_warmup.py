@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._layout import BACKWARDS, score_dtype
+from ._layout import DTYPES, Backward, check_count, check_flag, check_options, kind_of, score_dtype
 from ._maxsim import maxsim, maxsim_with_argmax
 from .ops import topk
 
@@ -30,7 +32,7 @@ def warmup(
     normalize: bool = False,
     argmax: bool = False,
     training: bool = False,
-    backward: str = "auto",
+    backward: Backward = "auto",
     top_k: int | Sequence[int] = (),
 ) -> None:
     """Compile the kernels that calls like these will run, so that no request waits for the compiler.
@@ -63,13 +65,15 @@ def warmup(
         >>> lik_ops.warmup("cpu", torch.bfloat16, d=128, Lq=32, Nq=(1, 16), d_mask=True)
     """
     sizes = {"Nq": Nq, "Nd": Nd, "Lq": Lq, "Ld": Ld, "d": d, "top_k": top_k}
-    each = {name: (n,) if isinstance(n, int) else tuple(n) for name, n in sizes.items()}
-    for name, several in each.items():
-        if (name != "top_k" and not several) or any(n < 1 for n in several):
-            raise ValueError(f"warmup: {name}: expected positive sizes, got {list(several)}")
-    if backward not in BACKWARDS:
-        raise ValueError(f"warmup: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
-    device = torch.device(device)
+    each = {name: _sizes(name, n) for name, n in sizes.items()}
+    flags = {"candidates": candidates, "q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
+    for name, flag in {**flags, "argmax": argmax, "training": training}.items():
+        check_flag("warmup", name, flag)
+    check_options("warmup", normalize, backward)
+    device = _device(device)
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype)
+        raise TypeError(f"warmup: dtype: expected float16, bfloat16, float32 or float64, got {found}")
     options: dict = {"normalize": normalize}
     for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
         shape = (queries, documents, length) if candidates else (documents, length)
@@ -92,3 +96,22 @@ def warmup(
         topk.warm(device, score_dtype(dtype), best)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _sizes(name: str, given: Any) -> tuple[int, ...]:
+    """One size or several, `top_k` also none."""
+    several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if not several and name != "top_k":
+        raise ValueError(f"warmup: {name}: expected at least one size, got none")
+    for n in several:
+        check_count("warmup", name, n, 1)
+    return several
+
+
+def _device(given: Any) -> torch.device:
+    if isinstance(given, (str, int, torch.device)) and not isinstance(given, bool):
+        try:
+            return torch.device(given)
+        except (RuntimeError, ValueError):
+            raise ValueError(f"warmup: device: expected a device of this torch, got {reprlib.repr(given)}") from None
+    raise TypeError(f"warmup: device: expected a torch.device or its name, got {kind_of(given)}")

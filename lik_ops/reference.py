@@ -11,12 +11,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 __all__ = ["maxsim", "maxsim_at", "maxsim_pairs", "maxsim_with_argmax", "similarities"]
 
 
 def similarities(Q: Tensor, D: Tensor) -> Tensor:
     """Every inner product: ``[Nq, Nd, Lq, Ld]`` for ``D [Nd, Ld, d]``, ``[Nq, K, Lq, Ld]`` for ``D [Nq, K, Ld, d]``."""
     return torch.einsum("isd,jtd->ijst" if D.dim() == 3 else "isd,ijtd->ijst", Q, D)
+
+
+def _check(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None, normalize: bool
+) -> None:
+    """An error where torch would broadcast, or take for true what is no bool: the oracle has no scores for these."""
+    if not isinstance(normalize, bool):
+        raise TypeError(f"reference: normalize: expected a bool, got {type(normalize).__name__}")
+    is_single = Q.dim() == 2
+    if Q.dim() not in (2, 3):
+        raise ValueError(f"reference: Q: expected [Lq, d] or [Nq, Lq, d], got {list(Q.shape)}")
+    if D.dim() not in (2, 3, 4) or D.shape[-1] != Q.shape[-1] or (D.dim() == 4 and (is_single or len(D) != len(Q))):
+        expected = "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
+        raise ValueError(f"reference: D: expected {expected} beside Q {list(Q.shape)}, got {list(D.shape)}")
+    for name, x, of in (("q_mask", q_mask, Q), ("d_mask", d_mask, D), ("q_weight", q_weight, Q)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in (_WEIGHTS if name == "q_weight" else _MASKS):
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"reference: {name}: expected a Tensor, masks of bools or integers, got {found}")
+        if x.shape != of.shape[:-1]:
+            raise ValueError(f"reference: {name}: expected {list(of.shape[:-1])}, got {list(x.shape)}")
 
 
 def _prepared(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -50,6 +75,7 @@ def maxsim_with_argmax(
     normalize: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` (``[Nq, K]`` for 4-D `D`) and winners int64 ``[Nq, Nd, Lq]``, -1 where there is none."""
+    _check(Q, D, q_mask, d_mask, q_weight, normalize)
     Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
     Qn, q_keep = _prepared(Q3, q_mask, normalize)
     Dn, d_keep = _prepared(D3, d_mask, normalize)
@@ -97,6 +123,9 @@ def maxsim_pairs(
     normalize: bool = False,
 ) -> Tensor:
     """Query i against document i: ``Q [B, Lq, d]``, ``D [B, Ld, d]`` -> ``[B]``."""
+    if Q.dim() != 3 or D.dim() != 3:
+        raise ValueError(f"reference: Q, D: expected [B, Lq, d], [B, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
+    _check(Q, D, q_mask, d_mask, q_weight, normalize)
     d_mask = None if d_mask is None else d_mask[:, None]
     return maxsim(Q, D[:, None], q_mask, d_mask, q_weight=q_weight, normalize=normalize)[:, 0]
 
@@ -114,6 +143,11 @@ def maxsim_at(
     Differentiable, so it gives the exact gradients at an argmax that a kernel found, which rounding may have moved to
     another token than the oracle's. `argmax` is ``[Nq, Nd, Lq]``, or ``[Nq, K, Lq]`` for 4-D `D`.
     """
+    _check(Q, D, None, None, q_weight, normalize)
+    expected = (len(Q), D.shape[-3] if D.dim() > 2 else 0, Q.shape[-2])
+    if argmax.shape != expected or argmax.dtype not in _MASKS[1:]:
+        found = f"{argmax.dtype} {list(argmax.shape)}"
+        raise ValueError(f"reference: argmax: expected integers {list(expected)}, got {found}")
     won = argmax >= 0
     if D.shape[-2] == 0:  # indexing needs one token; nothing won it
         D = F.pad(D, (0, 0, 0, 1))

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ._layout import BACKWARDS
+from ._layout import Backward, check_options
 from ._maxsim import maxsim
 
 
@@ -15,7 +15,7 @@ class MaxSimScorer(nn.Module):
         recompute: find the winners again in the backward instead of keeping them.
 
     Raises:
-        ValueError: `backward` is none of these.
+        TypeError, ValueError: `backward` is none of these, or the others are no bools.
 
     Example:
         >>> scorer = lik_ops.MaxSimScorer(normalize=True)
@@ -23,10 +23,9 @@ class MaxSimScorer(nn.Module):
         torch.Size([2, 5])
     """
 
-    def __init__(self, *, normalize: bool = False, backward: str = "auto", recompute: bool = False) -> None:
+    def __init__(self, *, normalize: bool = False, backward: Backward = "auto", recompute: bool = False) -> None:
         super().__init__()
-        if backward not in BACKWARDS:
-            raise ValueError(f"MaxSimScorer: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
+        check_options("MaxSimScorer", normalize, backward, recompute)
         self.normalize = normalize
         self.backward = backward
         self.recompute = recompute

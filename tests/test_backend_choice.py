@@ -48,7 +48,7 @@ def test_choice_is_of_this_thread():
 
 @pytest.mark.parametrize("bad", ["cuda", "none", "Portable"])
 def test_unknown_backends_are_named(monkeypatch, bad):
-    with pytest.raises(ValueError, match="use_backend: expected one of auto, triton, portable"):
+    with pytest.raises(ValueError, match="use_backend: name: expected one of auto, triton, portable"):
         lik_ops.use_backend(bad).__enter__()
     monkeypatch.setenv("LIK_OPS_BACKEND", bad)
     with pytest.raises(ValueError, match="LIK_OPS_BACKEND: expected one of auto, triton, portable"):

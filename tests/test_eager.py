@@ -314,9 +314,9 @@ def test_warmup_makes_the_calls_it_is_told_to(place, monkeypatch):
         called.clear()
         lik_ops.warmup(place.device, place.dtypes[0], 8, 3, Nq=2, Ld=4, Nd=5, candidates=True)
     assert called == [("maxsim", (2, 3, 8), (2, 5, 4, 8))]
-    with pytest.raises(ValueError, match="warmup: Ld: expected positive"):
+    with pytest.raises(ValueError, match="warmup: Ld: expected 1 or more"):
         lik_ops.warmup(place.device, torch.float32, 8, 3, Ld=0)
-    with pytest.raises(ValueError, match="warmup: top_k: expected positive"):
+    with pytest.raises(ValueError, match="warmup: top_k: expected 1 or more"):
         lik_ops.warmup(place.device, torch.float32, 8, 3, top_k=(5, 0))
     with pytest.raises(ValueError, match="warmup: backward: expected one of"):
         lik_ops.warmup(place.device, torch.float32, 8, 3, backward="fast")

@@ -143,7 +143,7 @@ def test_bad_options_are_named(op):
 
 def test_bad_shapes_of_the_two_kinds_of_sides():
     for call, message in (
-        (lambda: lik_ops.maxsim_varlen(Q2, D2, None, CU_D), "maxsim_varlen: Q: expected [Nq, Lq, d]"),
+        (lambda: lik_ops.maxsim_varlen(Q3[None], D2, None, CU_D), "maxsim_varlen: Q: expected [Nq, Lq, d]"),
         (lambda: lik_ops.maxsim_varlen(Q3, D2, CU_Q, CU_D), "maxsim_varlen: Q: expected [Tq, d]"),
         (lambda: lik_ops.maxsim_varlen(Q2, D2, CU_Q, None), "maxsim_varlen: D: expected [Nd, Ld, d]"),
         (lambda: lik_ops.maxsim_varlen(Q2, D2, CU_Q[:0], CU_D), "maxsim_varlen: cu_seqlens_q: expected [N + 1]"),
@@ -418,7 +418,7 @@ def test_what_cannot_be_packed_is_named():
         (lambda: lik_ops.unpack(x, torch.tensor([0.0, 2])), TypeError, "unpack: cu_seqlens"),
         (lambda: lik_ops.unpack([1], torch.tensor([0, 2])), TypeError, "unpack: packed"),
         (lambda: lik_ops.unpack(x.sum(), torch.tensor([0, 2])), ValueError, "unpack: packed"),
-        (lambda: lik_ops.lengths_to_mask(x, 3), TypeError, "lengths_to_mask: lengths: expected an int32 or int64"),
+        (lambda: lik_ops.lengths_to_mask(x, 3), TypeError, "lengths_to_mask: lengths: expected int32 or int64"),
         (lambda: lik_ops.lengths_to_mask([1], 3), TypeError, "lengths_to_mask: lengths"),
     ):
         with pytest.raises(error, match=message):

@@ -181,12 +181,94 @@ def test_packing_takes_what_there_is_one_of_for_each_token():
     assert lik_ops.pack(x for x in weights)[0].shape == (5,)
 
 
+@pytest.mark.parametrize("kind", ("dense", "list", "jagged", "strided"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+def test_no_queries_and_no_documents_score_nothing(kind, dtype, device):
+    Q = torch.randn(2, 3, d, device=device, dtype=dtype, requires_grad=True)
+    other = Q if kind == "dense" else as_form(kind, list(Q.unbind()))
+    expected = lik_ops.maxsim(Q, Q[:0])
+    at = torch.zeros(0, 2, dtype=torch.long, device=device)
+    for actual, shape in (
+        (lik_ops.maxsim(other, []), (2, 0)),
+        (lik_ops.maxsim_varlen(other, ()), (2, 0)),
+        (lik_ops.maxsim_with_argmax(other, [])[0], (2, 0)),
+        (lik_ops.maxsim([], other), (0, 2)),
+        (lik_ops.maxsim([], other, q_weight=[], normalize=True), (0, 2)),
+        (lik_ops.maxsim_varlen_with_argmax([], other)[0], (0, 2)),
+        (lik_ops.maxsim_candidates_varlen([], Q.flatten(0, 1), at, at), (0, 2)),
+        (lik_ops.maxsim_pair_list([], other, at), (0,)),
+        (lik_ops.maxsim_pairs([], Q[:0]), (0,)),
+    ):
+        assert actual.shape == shape
+        assert (actual.dtype, actual.device) == (expected.dtype, expected.device)
+    assert lik_ops.maxsim_with_argmax([], other)[1] == []
+    assert lik_ops.maxsim_with_argmax(list(Q), [])[1][1].shape == (0, 3)
+    assert lik_ops.maxsim_with_argmax(Q, [])[1].shape == (2, 0, 3)
+    (gradient,) = torch.autograd.grad(lik_ops.maxsim(other, []).sum(), Q)
+    assert gradient.shape == Q.shape and not gradient.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_query_of_its_own_drops_its_axis(form, device):
+    documents = draw(D_LENGTHS, device, grad=False)
+    Q = torch.randn(5, d, device=device)
+    weight = torch.rand(5, device=device)
+    D = as_form(form, documents)
+    expected, winners = lik_ops.maxsim_with_argmax(Q, documents, q_weight=weight)
+    for actual in (
+        lik_ops.maxsim_varlen(Q, D, q_weight=weight),
+        lik_ops.maxsim_varlen(Q, *lik_ops.pack(documents)[:1], None, lik_ops.pack(documents)[1], q_weight=weight),
+        lik_ops.maxsim_varlen_with_argmax(Q, D, q_weight=weight)[0],
+    ):
+        close(actual, expected, device)
+    assert torch.equal(lik_ops.maxsim_varlen_with_argmax(Q, D, q_weight=weight)[1], winners)
+
+
+def test_a_query_of_its_own_has_a_row_of_candidates(device):
+    store, cu_seqlens = lik_ops.pack(draw(D_LENGTHS, device, grad=False))
+    Q = torch.randn(5, d, device=device, requires_grad=True)
+    offsets, lengths = cu_seqlens[[4, 0, 2]], cu_seqlens.diff()[[4, 0, 2]]
+    expected = lik_ops.maxsim_candidates_varlen_with_argmax(Q[None], store, offsets[None], lengths[None])
+    actual = lik_ops.maxsim_candidates_varlen_with_argmax(Q, store, offsets, lengths)
+    same_bits(actual[0], expected[0][0])
+    assert torch.equal(actual[1], expected[1][0])
+    same_bits(lik_ops.maxsim_candidates_varlen(Q, store, offsets, lengths), expected[0][0])
+    (gradient,), (wanted,) = (torch.autograd.grad(x[0].sum(), Q) for x in (actual, expected))
+    same_bits(gradient, wanted)
+    with pytest.raises(ValueError, match=re.escape("doc_offsets: expected [K], got [1, 3]")):
+        lik_ops.maxsim_candidates_varlen(Q, store, offsets[None], lengths[None])
+    with lik_ops.checks(), pytest.raises(ValueError, match=re.escape("got 99 at [1]")):
+        lik_ops.maxsim_candidates_varlen(Q, store, offsets.index_fill(0, torch.tensor([1], device=device), 99), lengths)
+
+
+@pytest.mark.parametrize("form", ("dense", "packed", *FORMS))
+def test_a_bound_beyond_all_tokens_takes_no_memory(form, device):
+    sequences = draw((5, 5, 5), device)
+    Q, cu_seqlens = lik_ops.pack(sequences) if form == "packed" else (None, None)
+    if Q is None:
+        Q = torch.stack(sequences) if form == "dense" else as_form(form, sequences)
+    D, pairs = torch.randn(4, 6, d, device=device), torch.tensor([[0, 1], [2, 3]], device=device)
+
+    def call(function, bound):
+        return function(Q, D, pairs, cu_seqlens_q=cu_seqlens, max_seqlen_q=bound)
+
+    expected, absurd = (call(lik_ops.maxsim_pair_list, bound) for bound in (5, 2**62))
+    same_bits(absurd, expected)
+    for actual, wanted in zip(gradients(absurd, sequences), gradients(expected, sequences), strict=True):
+        same_bits(actual, wanted)
+    (_, narrow), (_, wide) = (call(lik_ops.maxsim_pair_list_with_argmax, bound) for bound in (5, 40))
+    assert wide.shape == (2, 40) and (wide[:, 5:] == -1).all()
+    assert torch.equal(wide[:, :5], narrow)
+
+
 def test_bad_sequences_are_named():
     q, x = draw(Q_LENGTHS, grad=False), draw(D_LENGTHS, grad=False)
     cu = torch.tensor([0, 3])
     nested, other = jagged(q), jagged(draw(Q_LENGTHS, shape=(), grad=False))
     for call, error, message in (
-        (lambda: lik_ops.maxsim([], x), ValueError, "maxsim: Q: expected at least one tensor, got none"),
+        (lambda: lik_ops.maxsim([], []), ValueError, "maxsim: Q: expected at least one tensor, got none"),
+        (lambda: lik_ops.maxsim_pairs(q, []), ValueError, "maxsim_pairs: D: expected B = 4 documents, got 0"),
+        (lambda: lik_ops.maxsim([], x, q_weight=[x[0]]), ValueError, "q_weight: expected the lengths [] of Q, got"),
         (lambda: lik_ops.maxsim(q, [*x, x[0][0]]), ValueError, "maxsim: D[5]: expected [L, 8], got [8]"),
         (lambda: lik_ops.maxsim(q, [x[0], x[0][:, 1:]]), ValueError, "maxsim: D[1]: expected [L, 8], got [5, 7]"),
         (lambda: lik_ops.maxsim(q, [t[:, 1:] for t in x]), ValueError, "maxsim: D: expected d = 8"),
@@ -198,7 +280,11 @@ def test_bad_sequences_are_named():
         (lambda: lik_ops.maxsim(q, [x[0], None]), TypeError, "maxsim: D[1]: expected a Tensor, got NoneType"),
         (lambda: lik_ops.maxsim(q, [x, x]), TypeError, "maxsim: D[0]: expected a Tensor, got list"),
         (lambda: lik_ops.maxsim(q, [x[0], nested]), TypeError, "maxsim: D[1]: expected a dense (strided) tensor"),
-        (lambda: lik_ops.maxsim([t[:, 0] for t in q], x), ValueError, "maxsim: Q: expected a list of [L, d]"),
+        (
+            lambda: lik_ops.maxsim([t[:, 0] for t in q], x),
+            ValueError,
+            "maxsim: Q: expected a list of [L, d], got one of [L]",
+        ),
         (lambda: lik_ops.maxsim(q, torch.randn(4, 2, 3, d)), ValueError, "maxsim: D: expected [Nd, Ld, d]"),
         (lambda: lik_ops.maxsim(q, "text"), TypeError, "maxsim: D: expected a Tensor, got str"),
         (lambda: lik_ops.maxsim(nested.transpose(1, 2), x), ValueError, "maxsim: Q: expected a nested tensor [N, L"),

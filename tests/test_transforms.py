@@ -2,10 +2,13 @@
 
 import itertools
 import warnings
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import lik_ops
 from lik_ops import reference
@@ -286,12 +289,106 @@ def test_the_raw_operator_takes_one_dtype_only():
             torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto")
 
 
-def test_the_raw_operator_drops_tangents():
+HOST = np.random.default_rng(0).standard_normal((K, Ld, d), dtype=np.float32)
+SEARCHED = {
+    "retrieve": lambda Q, D, w: lik_ops.retrieve(Q, D, 2, q_weight=w)[0],
+    "retrieve from the host": lambda Q, D, w: lik_ops.retrieve(Q, HOST, 2, q_weight=w)[0],
+    "retrieve packed": lambda Q, D, w: lik_ops.retrieve(
+        Q, D.flatten(0, 1), 2, cu_seqlens_d=torch.arange(K + 1) * Ld, q_weight=w
+    )[0],
+}
+DERIVED = {
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: vjp(f, x),
+    "jvp": lambda f, x: jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(lambda x: f(x).sum())(x),
+    "linearize": lambda f, x: linearize(f, x),
+    "grad of vmap": lambda f, x: grad(lambda x: vmap(f)(x).sum())(x[None]),
+    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x[None]),
+    "compiled grad": lambda f, x: torch.compile(lambda x: grad(lambda x: f(x).sum())(x), backend="eager")(x),
+    "compiled jvp": lambda f, x: torch.compile(lambda x: jvp(f, (x,), (x,)), backend="eager")(x),
+    "dual": lambda f, x: f(forward_ad.make_dual(x, torch.ones_like(x))),
+}
+
+
+@pytest.mark.parametrize("of", ["Q", "D", "q_weight"])
+@pytest.mark.parametrize("what", DERIVED)
+@pytest.mark.parametrize("search", SEARCHED)
+def test_derivatives_of_a_search_raise(search, what, of):
+    given = {"Q": torch.randn(Nq, Lq, d), "D": torch.randn(K, Ld, d), "q_weight": torch.rand(Nq, Lq)}
+    if search == "retrieve from the host" and (of == "D" or "compiled" in what):
+        return
+    names = list(given)
+
+    def scores(x):
+        return SEARCHED[search](*(x if name == of else given[name] for name in names))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(jit|get_attr).*")
+        level = forward_ad.dual_level() if what == "dual" else nullcontext()
+        with level, pytest.raises(NotImplementedError, match=r"^retrieve has no derivatives"):
+            DERIVED[what](scores, given[of])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("search", SEARCHED)
+def test_a_search_inside_a_derivative_takes_what_is_detached(search):
+    """Hard negatives, found and then scored."""
+    Q, D, w = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d), torch.rand(Nq, Lq)
+    search = SEARCHED[search]
+
+    def loss(q, detach=True):
+        found = search(q.detach() if detach else q, D, w)
+        return (lik_ops.maxsim(q, D) * found.sum()).sum()
+
+    def untracked(q):
+        with torch.no_grad():
+            found = search(q, D, w)
+        return (lik_ops.maxsim(q, D) * found.sum()).sum()
+
+    expected = torch.autograd.grad(loss(leaf := Q.clone().requires_grad_()), leaf)[0]
+    torch.testing.assert_close(grad(loss)(Q), expected)
+    torch.testing.assert_close(grad(untracked)(Q), expected)
+    torch.testing.assert_close(grad(lambda q: grad(lambda p: search(Q, D, w).sum() * p.sum())(q).sum())(Q), 0 * Q)
+    with pytest.raises(NotImplementedError, match="retrieve has no derivatives"):
+        grad(lambda q: grad(lambda p: search(q * p.detach(), D, w).sum() * p.sum())(q).sum())(Q)
+
+
+OPAQUE = {
+    "maxsim_fwd": lambda Q, D: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),
+    "maxsim_topk": lambda Q, D: torch.ops.lik.maxsim_topk(Q, D, None, None, None, None, False, 2, None),
+    "maxsim_ragged_fwd": lambda Q, D: torch.ops.lik.maxsim_ragged_fwd(
+        Q[0], D[0], *(torch.tensor(x) for x in ([0, 2], [0], [2])), None, None, None, None, False, None, 2, "auto"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_the_raw_operators_refuse_dual_tensors(name):
+    Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, torch.ones_like(x)) for x in (Q, D)]
+        for args in ((duals[0], D), (Q, duals[1])):
+            with pytest.raises(NotImplementedError, match="forward-mode AD"):
+                OPAQUE[name](*args)
+        assert OPAQUE[name](Q, D)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("backward", ["lowmem", "unified"])
+def test_a_backward_refuses_dual_gradients(backward, ragged):
+    Q, D = torch.randn(Nq, Lq, d, requires_grad=True), torch.randn(K, Ld, d)
+    scores = (lik_ops.maxsim_varlen if ragged else lik_ops.maxsim)(Q, D, backward=backward)
+    with forward_ad.dual_level():
+        upstream = forward_ad.make_dual(torch.ones_like(scores), torch.ones_like(scores))
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            torch.autograd.grad(scores, Q, upstream)
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_jvp_of_a_raw_operator_drops_tangents(name):
     """As all of torch's custom operators do. If this fails, torch has changed: docs/pytorch.md says otherwise."""
     Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(Q, torch.ones_like(Q))
-        scores, _ = torch.ops.lik.maxsim_fwd(dual, D, None, None, None, False, None, "auto")
-        assert torch.autograd.forward_ad.unpack_dual(scores).tangent is None
-        with pytest.raises(NotImplementedError, match="no forward-mode AD"):
-            torch.ops.lik.maxsim(dual, D)
+    assert not jvp(lambda q: OPAQUE[name](q, D)[0], (Q,), (Q,))[1].any()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -26,9 +27,44 @@ def is_differentiating() -> bool:
     return _has(_GRAD)
 
 
-def may_carry_tangents(*tensors: Tensor | None) -> bool:
-    """Whether a `jvp` is going on and any of `tensors` is part of a transform: which of them cannot be asked."""
-    return _has(_JVP) and any(t is not None and is_wrapped(t) for t in tensors)
+def is_deriving() -> bool:
+    """Whether one of the transforms going on takes gradients or tangents."""
+    return _has(_GRAD) or _has(_JVP)
+
+
+# Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: see `sharding`.
+is_deriving._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def are_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether one of the transforms going on takes gradients of any of `tensors`: none of what was detached."""
+    return is_transforming() and any(t is not None and _requires_grad(t) for t in tensors)
+
+
+def _requires_grad(t: Tensor) -> bool:
+    while is_wrapped(t):
+        if t.requires_grad:
+            return True
+        t = torch._C._functorch.get_unwrapped(t)
+    return False
+
+
+def carry_tangents(*tensors: Tensor | None) -> bool:
+    """Whether any of `tensors` has a tangent of forward-mode AD; inside a `jvp` what is part of a transform may."""
+    if forward_ad._current_level < 0:
+        return False
+    given = [t for t in tensors if t is not None]
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in given if not is_wrapped(t)):
+        return True
+    return _has(_JVP) and any(map(is_wrapped, given))
+
+
+def reject_forward_ad(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
+    if carry_tangents(*tensors):
+        raise NotImplementedError(
+            "lik::maxsim has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
+        )
 
 
 def _has(kind: Any) -> bool:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
 from . import autocast, batching, eager, flops, functional, sharding
+from .documented import document, document_bodies
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"
@@ -66,6 +66,7 @@ def maxsim_fwd(
     where there is none. `backward` names the op that its gradient runs.
     """
     _check_fwd("lik::maxsim_fwd", Q, D, q_mask, d_mask, q_weight, argmax_dtype, backward)
+    functional.reject_forward_ad(Q, D, q_weight)
     return backends.select(Q.device, Q.dtype).forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
 
 
@@ -138,6 +139,7 @@ def maxsim_bwd_lowmem(
     finds the winners again, in parts that need no more memory than a constant.
     """
     _check_bwd("lik::maxsim_bwd_lowmem", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     backend = backends.select(Q.device, Q.dtype)
     return backend.backward_lowmem(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
@@ -158,6 +160,7 @@ def maxsim_bwd_unified(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `maxsim_bwd_lowmem` in one pass over the winners; on a GPU through fp32 atomic adds."""
     _check_bwd("lik::maxsim_bwd_unified", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     backend = backends.select(Q.device, Q.dtype)
     return backend.backward_unified(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
@@ -204,19 +207,7 @@ maxsim_bwd_lowmem.register_vmap(partial(batching.backward, maxsim_bwd_lowmem))
 maxsim_bwd_unified.register_vmap(partial(batching.backward, maxsim_bwd_unified))
 
 flops.register()
-
-
-def reject_forward_ad(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
-    if forward_ad._current_level < 0:
-        return
-    if functional.may_carry_tangents(*tensors) or any(
-        t is not None and not functional.is_wrapped(t) and forward_ad.unpack_dual(t).tangent is not None
-        for t in tensors
-    ):
-        raise NotImplementedError(
-            "lik::maxsim has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
-        )
+document_bodies(maxsim_fwd, maxsim_bwd_lowmem, maxsim_bwd_unified)
 
 
 def _composite(
@@ -230,6 +221,11 @@ def _composite(
     backward: str = "auto",
     recompute: bool = False,
 ) -> Tensor:
+    """Late-interaction scores ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``: `lik_ops.maxsim`.
+
+    ``[Nq, Nd]`` of Q ``[Nq, Lq, d]`` and D ``[Nd, Ld, d]``, ``[Nq, K]`` of candidates ``[Nq, K, Ld, d]``; 2-D Q or D
+    drop their axis. Differentiable in Q, D and `q_weight`. `lik_ops.maxsim` says what each argument is.
+    """
     scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
@@ -256,7 +252,7 @@ def watched(
     sharding.register_if_needed()
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
-    reject_forward_ad(Q, D, q_weight)
+    functional.reject_forward_ad(Q, D, q_weight)
     differentiable = functional.is_differentiating() or any(t is not None and t.requires_grad for t in (Q, D, q_weight))
     keeps = differentiable and not recompute and torch.is_grad_enabled()
     scores, _ = forward(
@@ -273,3 +269,4 @@ _LIBRARY = torch.library.Library("lik", "FRAGMENT")
 _LIBRARY.define(_MAXSIM_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("maxsim", _composite, "CompositeImplicitAutograd")
 _LIBRARY.impl("maxsim", _composite, "FuncTorchBatched")  # else vmap would loop over it instead of opening it
+document("maxsim", _composite.__doc__ or "")

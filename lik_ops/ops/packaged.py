@@ -13,8 +13,10 @@ from torch.library import triton_op, wrap_triton
 from .._layout import check, check_lifted, score_dtype
 from ..backends.cuda_arguments import allow_tf32
 from ..csrc_triton.packaged import maxsim_packaged as _kernel
+from .documented import document
 
 _NAME = "lik::maxsim_packaged"
+_DOC = "Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."
 _MOST_ROWS, _TOKENS = 64, 64
 
 
@@ -56,7 +58,6 @@ def maxsim_packaged(
     q_weight: Optional[Tensor],  # noqa: UP045
     normalize: bool,
 ) -> Tensor:
-    """Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."""
     if Q.device.type != "cuda" or Q.dtype == torch.float64:
         return torch.ops.lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0]
     scores = Q.new_empty((Q.shape[0], D.shape[-3]), dtype=torch.float32)
@@ -77,3 +78,4 @@ def _no_gradient(ctx, grad):
 
 
 maxsim_packaged.register_autograd(_no_gradient)
+document("maxsim_packaged", _DOC)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, score_dtype
+from .._layout import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
 from ..backends.ragged import Ragged
-from . import batching_ragged, flops
-from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_backward, check_ragged, score_sizes
+from . import batching_ragged, flops, functional
+from .documented import document_bodies
+from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_ragged, score_sizes
 from .ragged_values import check_ragged as check_ragged_values
 
 _TENSORS = (
@@ -33,7 +34,7 @@ _FWD, _BWD = "lik::maxsim_ragged_fwd", "lik::maxsim_ragged_bwd"
 
 def _check_fwd(tensors: Ragged, argmax_dtype, max_seqlen_q, backward) -> None:
     check_ragged(_FWD, *tensors)
-    check_backward(_FWD, backward)
+    check_choice(_FWD, "backward", backward, BACKWARDS)
     if argmax_dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{_FWD}: argmax_dtype: expected None, int16, int32 or int64, got {argmax_dtype}")
     tokens = tensors.D.shape[0]
@@ -68,6 +69,7 @@ def maxsim_ragged_fwd(
     tensors = Ragged(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight)
     _check_fwd(tensors, argmax_dtype, max_seqlen_q, backward)
     check_ragged_values(_FWD, *tensors[:6], max_seqlen_q)
+    functional.reject_forward_ad(Q, D, q_weight)
     return backends.select(Q.device, Q.dtype).forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
 
 
@@ -142,6 +144,7 @@ def maxsim_ragged_bwd(
     """
     tensors = Ragged(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight)
     _check_bwd(grad_scores, tensors, argmax, needs)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     backend = backends.select(Q.device, Q.dtype)
     return backend.backward_ragged(grad_scores, tensors, argmax, normalize, list(needs), unified)
 
@@ -212,3 +215,4 @@ maxsim_ragged_bwd.register_autograd(_no_double_backward)
 maxsim_ragged_fwd.register_vmap(batching_ragged.forward)
 maxsim_ragged_bwd.register_vmap(batching_ragged.backward)
 flops.register_ragged()
+document_bodies(maxsim_ragged_fwd, maxsim_ragged_bwd)

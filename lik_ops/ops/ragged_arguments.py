@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._layout import BACKWARDS, DTYPES, MASK_DTYPES, check_per_token, check_strided, same_size, score_dtype, shape_of
+from .._layout import (
+    DTYPES,
+    MASK_DTYPES,
+    check_per_token,
+    check_strided,
+    check_tensor,
+    same_size,
+    score_dtype,
+    shape_of,
+)
 from . import sharding
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -18,8 +27,7 @@ def check_tokens(op: str, Q: Tensor, D: Tensor, q_shape: str, d_shape: str) -> N
     """Q and D are embeddings of the rank that `q_shape` and `d_shape` spell, alike in dtype, device and d."""
     sharding.register_if_needed()  # every function looks at its tokens before it calls an operator
     for name, t, shape in (("Q", Q, q_shape), ("D", D, d_shape)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name}: expected a Tensor, got {type(t).__name__}")
+        check_tensor(op, name, t)
         check_strided(op, name, t)
         if t.dim() != shape.count(",") + 1:
             raise ValueError(f"{op}: {name}: expected {shape}, got {shape_of(t)}")
@@ -36,8 +44,7 @@ def check_tokens(op: str, Q: Tensor, D: Tensor, q_shape: str, d_shape: str) -> N
 
 def check_indices(op: str, name: str, x: Tensor, expected: Sequence, spelled: str, device: torch.device) -> None:
     """An int32 or int64 tensor of the sizes `expected`, None for any."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name}: expected a Tensor, got {type(x).__name__}")
+    check_tensor(op, name, x)
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
     check_strided(op, name, x)
@@ -69,11 +76,6 @@ def check_values(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor,
     if x.dtype not in dtypes:
         names = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
         raise TypeError(f"{op}: {name}: expected {names}, got {x.dtype}")
-
-
-def check_backward(op: str, backward: str) -> None:
-    if backward not in BACKWARDS:
-        raise ValueError(f"{op}: backward: expected one of {', '.join(BACKWARDS)}, got {backward!r}")
 
 
 def check_ragged(

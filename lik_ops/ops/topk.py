@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .._layout import as_bool, check, check_lifted, score_dtype
+from .._layout import (
+    as_bool,
+    check,
+    check_count,
+    check_flag,
+    check_lifted,
+    check_strided,
+    check_tensor,
+    score_dtype,
+)
 from ..backends import portable_topk
 from ..backends.ragged import Ragged
-from . import batching, eager, flops, ragged_values
+from . import batching, eager, flops, functional, ragged_values
+from .documented import document_bodies
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -86,8 +96,10 @@ def check_arguments(
     d_mask: Tensor | None,
     cu_seqlens_d: Tensor | None,
     q_weight: Tensor | None,
+    normalize: Any = False,
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+    check_flag(op, "normalize", normalize)
     check(op, Q, D, q_mask, d_mask, q_weight)
     check_counts(op, top_k, chunk)
     if cu_seqlens_d is None:
@@ -104,18 +116,14 @@ def check_arguments(
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
-    for name, count, least in (("top_k", top_k, 0), ("chunk", chunk, 1)):
-        if name == "chunk" and count is None:
-            continue
-        if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
-            raise TypeError(f"{op}: {name}: expected an int, got {type(count).__name__}")
-        if isinstance(count, int) and count < least:
-            raise ValueError(f"{op}: {name}: expected {least} or more, got {count}")
+    check_count(op, "top_k", top_k)
+    if chunk is not None:
+        check_count(op, "chunk", chunk, 1)
 
 
 def check_cu_seqlens(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
-    if not isinstance(cu_seqlens_d, Tensor):
-        raise TypeError(f"{op}: cu_seqlens_d: expected a Tensor or None, got {type(cu_seqlens_d).__name__}")
+    check_tensor(op, "cu_seqlens_d", cu_seqlens_d)
+    check_strided(op, "cu_seqlens_d", cu_seqlens_d)
     if cu_seqlens_d.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: cu_seqlens_d: expected int32 or int64, got {cu_seqlens_d.dtype}")
     if cu_seqlens_d.dim() != 1 or (isinstance(cu_seqlens_d.shape[0], int) and cu_seqlens_d.shape[0] < 1):
@@ -268,6 +276,7 @@ def maxsim_topk(
     D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
     """
     _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
+    reject_derivatives("lik::maxsim_topk", Q, D, q_weight)
     return _topk(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
 
 
@@ -278,6 +287,24 @@ def _(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
     return Q.new_empty(shape, dtype=score_dtype(Q.dtype)), Q.new_empty(shape, dtype=torch.int64)
 
 
+def reject_derivatives(op: str, *given: Any) -> None:
+    """Raise NotImplementedError where a transform or forward-mode AD would take the scores for constants.
+
+    Not for autograd, which says itself that they require no gradient, nor for what was detached.
+    """
+    tensors = [t for t in given if isinstance(t, Tensor)]
+    if torch.compiler.is_dynamo_compiling():
+        derived = functional.is_deriving()  # of these or others: tensors cannot be asked here
+    else:
+        derived = functional.carry_tangents(*tensors)
+        derived = derived or (torch.is_grad_enabled() and functional.are_differentiated(*tensors))
+    if derived:
+        raise NotImplementedError(
+            f"{op} has no derivatives, with torch.func or forward-mode AD either: detach what it is given, and score"
+            " what it found with lik_ops.maxsim"
+        )
+
+
 def _no_backward(ctx, *grads):
     raise NotImplementedError("lik::maxsim_topk has no gradient: score what it found with lik_ops.maxsim")
 
@@ -285,6 +312,7 @@ def _no_backward(ctx, *grads):
 maxsim_topk.register_autograd(_no_backward)
 maxsim_topk.register_vmap(batching.topk)
 flops.register_topk()
+document_bodies(maxsim_topk)
 
 
 def best_of(

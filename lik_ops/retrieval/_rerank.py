@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _packed
-from .._layout import as_bool, check, lift, score_dtype
+from .._layout import as_bool, check, check_flag, lift, score_dtype
 from ..ops import topk
 from . import arguments, sources
 from .snapshot import Snapshot, offsets
@@ -16,7 +16,7 @@ from .snapshot import Snapshot, offsets
 
 def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any) -> Tensor:
     """`Corpus.score`."""
-    arguments.check_flag(op, "normalize", normalize)
+    check_flag(op, "normalize", normalize)
     manifest, tokens = snapshot.manifest, int(snapshot.cu_seqlens[-1])
     Q, like, q_weight = sources.in_region(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
     check(op, Q, like, q_mask, None, q_weight)

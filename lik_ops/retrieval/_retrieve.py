@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .._layout import lift
+from .._layout import check_flag, lift
 from .._packing import is_sequences
 from ..ops import autocast, sharding, topk
 from . import arguments, sources
@@ -45,7 +45,8 @@ def retrieve(
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
     Documents are scored in chunks, and only the best so far are kept. Neither scores nor indices depend on `chunk`, to
-    the last bit. For inference: nothing requires gradients; to train, score what was found with `lik_ops.maxsim`.
+    the last bit. For inference: the scores require no gradient, whatever Q and D do; to train, score what was found
+    with `lik_ops.maxsim`.
 
     Documents come in one order: NaN first (something is wrong, and it shows), then from the highest score to the
     lowest, documents without tokens (``-inf``) at the end. Equal scores, 0.0 and -0.0 among them, come by document
@@ -75,6 +76,7 @@ def retrieve(
     Raises:
         TypeError: a dtype or type is wrong.
         ValueError: a rank, size, device or option is wrong.
+        NotImplementedError: `torch.func` or forward-mode AD would differentiate it; what is detached may come.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(1000, 300, 128)
@@ -82,11 +84,12 @@ def retrieve(
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
-    arguments.check_flag(_OP, "normalize", normalize)
+    topk.reject_derivatives(_OP, Q, D, q_weight)
+    check_flag(_OP, "normalize", normalize)
     if progress is not None:
-        arguments.check_flag(_OP, "progress", progress)
+        check_flag(_OP, "progress", progress)
     if is_sequences(D):
-        D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d)
+        D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)
     if (
         isinstance(D, Tensor)
         and (not isinstance(Q, Tensor) or D.device == Q.device)
@@ -112,7 +115,7 @@ def of_tensors(
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     sources.check_dtype(_OP, Q, D.dtype)
-    topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
+    topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     return of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
 
 

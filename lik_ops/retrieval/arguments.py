@@ -15,12 +15,6 @@ from .._layout import check_strided
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def check_flag(op: str, name: str, x: Any) -> None:
-    """A bool, and nothing that could be taken for one."""
-    if not isinstance(x, bool):
-        raise TypeError(f"{op}: {name}: expected a bool, got {type(x).__name__}")
-
-
 def index(op: str, name: str, x: Any) -> int:
     """What counts as an integer in Python, a bool excepted."""
     try:

@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .._layout import DTYPES, check_strided
+from .._layout import DTYPES, check_flag, check_strided
 from . import _rerank, arguments, storage
 from .manifest import MANIFEST, Manifest
 from .snapshot import Snapshot, are_ids
@@ -99,7 +99,7 @@ class Corpus:
             ValueError: the manifest or a shard is truncated, corrupt or missing; the message has its path.
         """
         path = _path("Corpus.open", path)
-        arguments.check_flag("Corpus.open", "verify", verify)
+        check_flag("Corpus.open", "verify", verify)
         storage.safetensors()
         return cls(path, Snapshot(path, Manifest.read(path), verify=verify))
 

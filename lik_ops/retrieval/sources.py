@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._layout import DTYPES, MASK_DTYPES, check_strided
+from .._layout import DTYPES, MASK_DTYPES, check_strided, check_tensor
 from .._packed import sequences
 from .._packing import is_sequences
 from ..ops import autocast, ragged_values, topk
@@ -207,7 +207,12 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
             if x is not None:
                 raise ValueError(f"{op}: {name}: expected None beside a Corpus, got {type(x).__name__}")
         return _OnDisk(snapshot)
-    D, cu_seqlens_d = packed(op, D, d_mask, cu_seqlens_d)
+    for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
+        check_tensor(op, name, x, or_none=True)
+        if x is not None:
+            check_strided(op, name, x)
+            if x.is_meta:
+                raise ValueError(f"{op}: {name}: expected values, got a tensor on the meta device, which has none")
     _check_readable(op, D)
     shape = list(D.shape)
     if len(shape) != (3 if cu_seqlens_d is None else 2):
@@ -215,20 +220,18 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
     if cu_seqlens_d is not None:
         if d_mask is not None:
             raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
-        if not isinstance(cu_seqlens_d, Tensor):
-            raise TypeError(f"{op}: cu_seqlens_d: expected a Tensor or None, got {type(cu_seqlens_d).__name__}")
         return _Packed(op, D, cu_seqlens_d)
     if d_mask is not None:
-        on = d_mask.device if isinstance(d_mask, Tensor) else None
-        check_values(op, "d_mask", d_mask, "D", torch.empty((), device=on).expand(shape), MASK_DTYPES)
+        like_mask = torch.empty((), device=d_mask.device).expand(shape)
+        check_values(op, "d_mask", d_mask, "D", like_mask, MASK_DTYPES)
     return _Dense(D, d_mask)
 
 
-def packed(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any) -> tuple[Any, Any]:
-    """D and `cu_seqlens_d`, where D is a list or nested tensor: packed, with its own."""
+def packed(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = None) -> tuple[Any, Any]:
+    """D and `cu_seqlens_d`, where D is a list or nested tensor: packed, with its own. Q says what no documents are."""
     if not is_sequences(D):
         return D, cu_seqlens_d
-    found = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d)
+    found = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
     return found.tokens, found.cu_seqlens
 
 

@@ -1,0 +1,215 @@
+"""Wrong arguments: each argument of each public function, given what it cannot take, is named by a short error."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import lik_ops
+
+Nq, Nd, K, Lq, Ld, d = 2, 3, 3, 4, 5, 8
+Q3, D3, D4 = torch.randn(Nq, Lq, d), torch.randn(Nd, Ld, d), torch.randn(Nq, K, Ld, d)
+CU_Q, CU_D = torch.arange(Nq + 1) * Lq, torch.arange(Nd + 1) * Ld
+MASKS = {"q_mask": torch.ones(Nq, Lq, dtype=torch.bool), "d_mask": torch.ones(Nd, Ld, dtype=torch.bool)}
+WEIGHT = {"q_weight": torch.ones(Nq, Lq)}
+OPTIONS = {"normalize": False, "backward": "auto"}
+DENSE = {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **OPTIONS, "recompute": False}
+PACKED = {"Q": Q3.flatten(0, 1), "D": D3.flatten(0, 1), "q_weight": torch.ones(Nq * Lq), **OPTIONS}
+BOUNDS = {"cu_seqlens_q": CU_Q, "cu_seqlens_d": CU_D}
+LISTED = {"doc_offsets": torch.zeros(Nq, K, dtype=torch.long), "doc_lengths": torch.ones(Nq, K, dtype=torch.long)}
+PAIRS = {"pairs": torch.tensor([[0, 0], [1, 2]])}
+PADDED = {"query_lengths": torch.tensor([1, Lq]), "doc_lengths": torch.ones(Nq, K, dtype=torch.long)}
+PADDED |= {"Q": Q3, "D": D4, **WEIGHT, **OPTIONS}
+SEARCH = {"top_k": 2, "chunk": None, "normalize": False, "progress": None}
+WARM = {"device": "cpu", "dtype": torch.float32, "d": 4, "Lq": 3, "Nq": 1, "Ld": 4, "Nd": 2, "top_k": 1}
+FLAGS = ("candidates", "q_mask", "d_mask", "q_weight", "normalize", "argmax", "training")
+
+# Right calls, between them with every argument of every function.
+CALLS: dict[str, list[dict]] = {
+    "maxsim": [DENSE],
+    "maxsim_pairs": [{**DENSE, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]}],
+    "maxsim_with_argmax": [DENSE],
+    "maxsim_varlen": [PACKED | BOUNDS],
+    "maxsim_candidates_varlen": [{**PACKED, **LISTED, "cu_seqlens_q": CU_Q}],
+    "maxsim_pair_list": [
+        {**PACKED, **PAIRS, **BOUNDS, "max_seqlen_q": Lq},
+        {"Q": Q3, "D": D3, **PAIRS, **MASKS, **WEIGHT, **OPTIONS},
+    ],
+    "maxsim_padded": [PADDED],
+    "pack": [{"sequences": [Q3[0], D3[0]]}],
+    "unpack": [{"packed": Q3.flatten(0, 1), "cu_seqlens": CU_Q}],
+    "lengths_to_mask": [{"lengths": CU_Q, "L": 3}],
+    "similarity_map": [
+        {"Q": Q3[0], "D": D3, "q_mask": MASKS["q_mask"][0], "d_mask": MASKS["d_mask"], "normalize": False}
+    ],
+    "retrieve": [
+        {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH},
+        {"Q": Q3, "D": D3.flatten(0, 1), "cu_seqlens_d": CU_D, **SEARCH},
+        {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **SEARCH},
+        {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **SEARCH},
+    ],
+    "warmup": [{**WARM, **dict.fromkeys(FLAGS, False), "backward": "auto"}],
+    "use_backend": [{"name": "portable"}],
+    "checks": [{"enabled": True}],
+    "MaxSimScorer": [{"normalize": False, "backward": "auto", "recompute": False}],
+    "MaxSimScorer.forward": [{"Q": Q3, "D": D3, **MASKS, **WEIGHT}],
+}
+for twin in ("varlen", "candidates_varlen", "pair_list", "padded"):
+    CALLS[f"maxsim_{twin}_with_argmax"] = CALLS[f"maxsim_{twin}"]
+
+
+class Sized:
+    """Has a length that nothing can be made of."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+WRONG = {
+    "None": lambda right: None,
+    "str": lambda right: "no",
+    "numbers": lambda right: [0, 3],
+    "dict": lambda right: {"a": 1},
+    "generator": lambda right: (x for x in ()),
+    "array": lambda right: np.ones(_shape(right), dtype=np.float32),
+    "long array": lambda right: np.arange(5000),
+    "masked array": lambda right: np.ma.masked_array(np.ones(_shape(right), dtype=bool)),
+    "masked array of floats": lambda right: np.ma.masked_array(np.ones(_shape(right), dtype=np.float32)),
+    "float": lambda right: 1.5,
+    "negative": lambda right: -1,
+    "huge": lambda right: 10**30,
+    "bool": lambda right: True,
+    "complex": lambda right: torch.ones(_shape(right), dtype=torch.complex64),
+    "bool tensor": lambda right: torch.ones(_shape(right), dtype=torch.bool),
+    "sparse": lambda right: _tensor(right).to_sparse(),
+    "quantized": lambda right: torch.quantize_per_tensor(torch.ones(_shape(right)), 0.1, 0, torch.qint8),
+    "meta": lambda right: _tensor(right).to("meta"),
+    "other dtype": lambda right: torch.ones(_shape(right), dtype=torch.float8_e5m2),
+    "0-dim": lambda right: _tensor(right).new_zeros(()),
+    "6-dim": lambda right: _tensor(right)[(None,) * (6 - _tensor(right).dim())],
+    "no length": lambda right: Sized(),
+    "empty list of lists": lambda right: [[]],
+    "list of arrays": lambda right: [np.ones((4, 8), dtype=np.float32)],
+}
+
+
+def _tensor(right):
+    return right if isinstance(right, torch.Tensor) else torch.ones(2, 3)
+
+
+def _shape(right):
+    return tuple(_tensor(right).shape)
+
+
+# What may be right after all: of any function's argument of that name, or of one function's.
+FLAG, OPTIONAL = {"bool"}, {"None"}
+ALLOWED: dict[str | tuple[str, str], set[str]] = {
+    **{name: {"None", "bool tensor"} for name in ("q_mask", "d_mask")},
+    **{name: OPTIONAL for name in ("q_weight", "cu_seqlens_q", "cu_seqlens_d", "chunk", "max_seqlen_q")},
+    **{name: FLAG for name in ("normalize", "recompute", "enabled")},
+    **{("warmup", name): FLAG for name in FLAGS},
+    ("retrieve", "progress"): FLAG | OPTIONAL,
+    ("retrieve", "D"): {"array"},
+    ("retrieve", "Q"): {"meta"},
+    ("unpack", "packed"): {"complex", "bool tensor", "quantized", "meta", "other dtype"},
+    ("pack", "sequences"): {"complex", "bool tensor", "quantized", "meta", "other dtype", "6-dim"},
+    ("lengths_to_mask", "lengths"): {"meta", "0-dim", "6-dim"},
+}
+
+
+def _callable(function):
+    if function == "MaxSimScorer.forward":
+        return lik_ops.MaxSimScorer().forward
+    return getattr(lik_ops, function)
+
+
+def _calls(function, right, **changes):
+    found = _callable(function)(**{**right, **changes})
+    if function in ("checks", "use_backend"):
+        with found:
+            pass
+
+
+CASES = [
+    (function, number, name) for function, rights in CALLS.items() for number, x in enumerate(rights) for name in x
+]
+
+
+def test_every_argument_of_every_function_is_in_the_table():
+    functions = {n for n in lik_ops.__all__ if callable(getattr(lik_ops, n)) and n != "Corpus"}
+    assert functions == {name for name in CALLS if "." not in name}
+    for name, rights in CALLS.items():
+        assert set(inspect.signature(_callable(name)).parameters) == {n for right in rights for n in right}, name
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_the_calls_are_right_but_for_what_is_changed(function):
+    for right in CALLS[function]:
+        _calls(function, right)
+
+
+def _complaint(function, right, name, value, is_allowed):
+    """What is wrong with the error that `value` gets, or with there being none."""
+    try:
+        _calls(function, right, **{name: value})
+    except (TypeError, ValueError) as error:
+        message, prefix = str(error), "maxsim: " if function == "MaxSimScorer.forward" else f"{function}: "
+        named = message.startswith(prefix) and (is_allowed or name in message)  # else another may not go with it
+        return None if named and len(message) < 300 else f"{type(error).__name__}: {message}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if is_allowed else "accepted"
+
+
+@pytest.mark.parametrize("function, number, name", CASES)
+def test_what_an_argument_cannot_be_is_named_by_a_short_error(function, number, name):
+    right = CALLS[function][number]
+    allowed = ALLOWED.get((function, name), ALLOWED.get(name, set()))
+    found = {
+        kind: _complaint(function, right, name, make(right[name]), kind in allowed) for kind, make in WRONG.items()
+    }
+    assert not {kind: x[:150] for kind, x in found.items() if x is not None}
+
+
+BROADCAST = {
+    "a row": lambda right: _tensor(right)[:1],
+    "a column": lambda right: _tensor(right)[..., :1],
+    "one less axis": lambda right: _tensor(right)[0],
+}
+FORMULA = {name: value for name, value in DENSE.items() if name not in ("backward", "recompute")}
+REFERENCE = {
+    "maxsim": FORMULA,
+    "maxsim_with_argmax": FORMULA,
+    "maxsim_pairs": {**FORMULA, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]},
+    "maxsim_at": {
+        "Q": Q3,
+        "D": D3,
+        "argmax": torch.zeros(Nq, Nd, Lq, dtype=torch.long),
+        **WEIGHT,
+        "normalize": False,
+    },
+}
+
+
+@pytest.mark.parametrize("function", REFERENCE)
+def test_the_reference_scores_nothing_that_is_wrong(function):
+    right, score = REFERENCE[function], getattr(lik_ops.reference, function)
+    score(**right)
+    for name, value in right.items():
+        for kind, make in {**WRONG, **BROADCAST}.items():
+            if kind in ALLOWED.get(name, ()):
+                continue
+            with pytest.raises(Exception):  # noqa: B017  (torch's own where there is one)
+                score(**{**right, name: make(value)})
+                pytest.fail(f"{name}: {kind}")
+
+
+def test_a_corpus_is_for_retrieve_alone(tmp_path):
+    pytest.importorskip("safetensors")
+    corpus = lik_ops.Corpus.create(tmp_path / "corpus", d, torch.float32)
+    for function in (lik_ops.maxsim, lik_ops.maxsim_pairs, lik_ops.maxsim_with_argmax, lik_ops.maxsim_varlen):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: D: expected a Tensor, got Corpus"):
+            function(Q3, corpus)

@@ -18,6 +18,7 @@ from .._layout import as_bool, check, check_lifted, score_dtype
 from ..backends import portable_topk
 from ..backends.ragged import Ragged
 from . import batching, eager, flops, ragged_values
+from .custom import custom_op
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -251,7 +252,7 @@ def _topk(
     return best
 
 
-@torch.library.custom_op("lik::maxsim_topk", mutates_args=(), schema=_SCHEMA)
+@custom_op("lik::maxsim_topk", _SCHEMA)
 def maxsim_topk(
     Q: Tensor,
     D: Tensor,

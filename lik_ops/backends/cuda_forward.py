@@ -50,6 +50,11 @@ class Plan:
             return torch.empty(0, dtype=torch.int32, device=self.device)
         return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
 
+    def new_scores(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Scores to be filled, as `shape` and as a view [Nq, K], which is not to be returned: autograd keeps it read-only."""
+        scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return scores, scores.view(self.scores_shape)
+
     def scores(
         self,
         shape: tuple[int, ...],

@@ -196,20 +196,20 @@ class MaskedPlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Nq, K, _, _ = self.sizes
+        K = self.sizes.K
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
         if D.data_ptr() % 16:
             plain = ForwardPlan(Q, D, q_mask, d_mask, q_weight, False, self.argmax_dtype)
             return plain.scores(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         assert d_mask is not None
-        scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
+        scores, found = self.new_scores(shape)
         queries = queries_of(Q, q_mask, q_weight)
         with on_device(self.device):
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
                 winners = None if argmax is None else argmax[part]
-                self.score_part(queries, D[part], d_mask[part], scores[:, part], winners)
-        return scores.view(shape)
+                self.score_part(queries, D[part], d_mask[part], found[:, part], winners)
+        return scores
 
     def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor) -> Rows:
         Nq, _, Lq, Ld = self.sizes

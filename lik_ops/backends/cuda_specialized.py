@@ -91,22 +91,22 @@ class SpecializedPlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Nq, K, _, _ = self.sizes
+        K = self.sizes.K
         Q, D, q_mask, _, q_weight = lifted(Q, D, q_mask, None, q_weight)
         if not self._readable(Q, D):
             plain = ForwardPlan(Q, D, q_mask, None, q_weight, False, self.argmax_dtype)
             return plain.scores(shape, Q, D, q_mask, None, q_weight, argmax)
-        scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
+        scores, found = self.new_scores(shape)
         if self.choice.parts > 1 and self.chunk < K:
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
                 winners = None if argmax is None else argmax[part]
                 plan = forward_plan(Q, D[part], q_mask, None, q_weight, False, self.argmax_dtype)
-                scores[:, part] = plan.scores(plan.scores_shape, Q, D[part], q_mask, None, q_weight, winners)
+                found[:, part] = plan.scores(plan.scores_shape, Q, D[part], q_mask, None, q_weight, winners)
         else:
             with on_device(self.device):
-                self._launch(Q, D, q_mask, q_weight, scores, argmax)
-        return scores.view(shape)
+                self._launch(Q, D, q_mask, q_weight, found, argmax)
+        return scores
 
     def _launch(
         self,

@@ -56,7 +56,7 @@ class SplitPlan(Plan):
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
-        scores = torch.empty(self.scores_shape, dtype=torch.float32, device=self.device)
+        scores, found = self.new_scores(shape)
         Nq, K, Lq, Ld = self.sizes
         queries, query_scales = self._workspace(Nq * Lq)
         documents, document_scales = self._workspace(min(self.chunk, K) * Ld)
@@ -71,10 +71,10 @@ class SplitPlan(Plan):
                 self._split(chunk, documents, document_scales)
                 groups = queries_of(Q, q_mask, q_weight), documents_of(chunk, kept)
                 winners = None if argmax is None else argmax[part]
-                args = (*groups, tiles, scores[0, k:], winners, terms, *self.sizes, self.d, C)
+                args = (*groups, tiles, found[0, k:], winners, terms, *self.sizes, self.d, C)
                 grid = (self.launch.programs(self.sizes.Nq, chunk.shape[0]),)
                 launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
-        return scores.view(shape)
+        return scores
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Rows hi above rows lo, and scales."""

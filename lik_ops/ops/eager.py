@@ -131,7 +131,10 @@ class _Call:
             return self.plan.scores(self.shape, Q, D, q_mask, d_mask, q_weight, argmax), argmax
         args = lifted(Q, D, q_mask, d_mask, q_weight)
         scores, argmax = self.backend.forward(*args, self.normalize, argmax_dtype)
-        return scores.view(self.shape), None if argmax_dtype is None else argmax
+        for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
+            if is_flat:
+                scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
+        return scores, None if argmax_dtype is None else argmax
 
 
 _calls: dict[tuple, Any] = {}  # of ragged calls too

@@ -51,7 +51,7 @@ class Plan:
         return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
 
     def new_scores(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Scores to be filled, as `shape` and as a view [Nq, K], which is not to be returned: autograd keeps it read-only."""
+        """Scores to be filled, as `shape` and as [Nq, K]: a view, which autograd would keep callers from writing to."""
         scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         return scores, scores.view(self.scores_shape)
 

@@ -139,14 +139,14 @@ class ForwardPlan(Plan):
         direct = self.direct
         if direct is None or current_device() != self.index or launcher.hooks_set():
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
-        q, d = Q.data_ptr(), D.data_ptr()
+        q, d, winners = Q.data_ptr(), D.data_ptr(), 0 if argmax is None else argmax.data_ptr()
         if self.has_per_token:
             per_token = [0 if t is None else t.data_ptr() for t in (q_mask, d_mask, q_weight)]
             q_kept, d_kept, weight = per_token
-            aligned = not (q | d | q_kept | d_kept | weight) & 15
+            aligned = not (q | d | winners | q_kept | d_kept | weight) & 15
             queries, documents = self._grouped(q, d, q_kept, d_kept, weight)
         else:
-            aligned = not (q | d) & 15
+            aligned = not (q | d | winners) & 15
             queries, documents = (q, *self.query_rest), (d, *self.document_rest)
         if not aligned:
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
@@ -155,8 +155,7 @@ class ForwardPlan(Plan):
         else:
             scores = empty_cuda(shape, self.score_strides[-len(shape) :] if shape else (), torch.float32)
         tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
-        winners = None if argmax is None else argmax.data_ptr()
-        args = (queries, documents, *tiles, scores.data_ptr(), winners, *self.constants)
+        args = (queries, documents, *tiles, scores.data_ptr(), winners or None, *self.constants)
         direct(*self.grid, raw_stream(self.index), args)
         return scores
 
@@ -183,7 +182,7 @@ class ForwardPlan(Plan):
         args = (*groups, tiles, scores, argmax, None, *self.sizes, self.d, config)
         with on_device(self.device):
             bound = launcher.launch(self.kernel, grid, args, self.options)
-        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight))
+        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight, argmax))
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct
         return scores

@@ -44,12 +44,6 @@ def kernels() -> Kernels | None:
     return Kernels(forward_specialized, forward_wide, forward_rows)
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """The device's multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class SpecializedPlan(Plan):
     """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens.
 
@@ -75,6 +69,11 @@ class SpecializedPlan(Plan):
         self.kernel = gluon.specialized.maxsim_forward_specialized
         self.block = [self.choice.config.BN, self.choice.config.BD]
         self.layout = gluon.specialized.tile_layout(self.block, self.element)
+
+    def tile(self) -> str:
+        config = self.choice.config
+        rows = configs.SPECIALIZED_ROWS if isinstance(config, Specialization) else configs.WIDE_ROWS
+        return f"{rows} rows x {config.BN} tokens, {config.STAGES} stages, {self.choice.programs} programs"
 
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         """Whether they begin where the memory access unit can read them."""
@@ -159,18 +158,24 @@ class WidePlan(SpecializedPlan):
 
 
 def specialized_plan(
-    Q: Tensor, D: Tensor, q_mask: Tensor | None, q_weight: Tensor | None, argmax_dtype: torch.dtype | None
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    q_weight: Tensor | None,
+    argmax_dtype: torch.dtype | None,
+    arch: configs.Architecture | None = None,
 ) -> SpecializedPlan | None:
     """The plan of a call that the specialised kernel computes, None if another does."""
+    arch = arch or architecture(Q.device)
     if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0:
         return None
     choice = configs.specialized(
-        architecture(Q.device),
+        arch,
         Q.dtype,
         *sizes(Q, D),
         Q.shape[-1],
         argmax=argmax_dtype is not None,
-        processors=processors(Q.device),
+        processors=arch.processors,
     )
     if choice is None or not describable(D, choice.config):
         return None

@@ -115,9 +115,7 @@ def _no_tokens(beside: Any) -> Tensor | None:
     return beside.new_empty((0, beside.shape[-1])) if is_tokens else None
 
 
-def sequences(
-    op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any
-) -> Sequences:
+def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any) -> Sequences:
     is_empty = isinstance(x, (list, tuple)) and not x
     found = packed(op, name, x, _no_tokens(beside) if is_empty else None)
     if found.tokens.dim() != 2:

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -47,30 +48,17 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
         return "portable" + (f" ({reason})" if reason else "")
     from .backends import cuda, launcher
 
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    sizes = Nq, _DOCUMENTS, Lq, _TOKENS, d
-    return f"triton {kernel(cuda.architecture(device), processors, dtype, *sizes)}; launched {launcher.way()}"
+    arch, sizes = cuda.architecture(device), (Nq, _DOCUMENTS, Lq, _TOKENS, d)
+    return f"triton {kernel(arch, arch.processors, dtype, *sizes)}; launched {launcher.way()}"
 
 
 def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
-    from .backends import configs, cuda
+    from .backends import cuda_forward
 
-    found = configs.specialized(arch, dtype, Nq, Nd, Lq, Ld, d, argmax=False, processors=processors)
-    if found is not None:
-        s = found.config
-        name, rows = ("specialized", configs.SPECIALIZED_ROWS) if d <= 128 else ("wide", configs.WIDE_ROWS)
-        return (
-            f"maxsim_forward_{name} on {arch.name}: {rows} rows x {s.BN} tokens, {s.STAGES} stages, "
-            f"{found.programs} programs"
-        )
-    tf32 = cuda.allow_tf32()
-    launch = configs.forward(arch, dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32, documents=Nd)
-    c = launch.config
-    return (
-        f"maxsim_forward on {arch.name}: {c.BM} rows x {c.BN} tokens x {c.BD} features, "
-        f"{launch.num_warps} warps, {launch.num_stages} stages"
-    )
+    Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
+    plan = cuda_forward.new_plan(Q, D, None, None, None, False, None, replace(arch, processors=processors))
+    return f"{plan.kernel.__name__} on {arch.name}: {plan.tile()}"
 
 
 def table() -> str:

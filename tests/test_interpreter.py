@@ -17,6 +17,7 @@ MODULES = [
     "test_ragged_few",
     "test_masked_kernels",
     "test_eager_ragged",
+    "test_eager_keys",
     "test_gradients",
     "test_fallback",
     "test_fp32",

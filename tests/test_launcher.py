@@ -27,8 +27,9 @@ if INTERPRETING:
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lik_ops.backends import cuda_arguments, launcher, triton_versions
+from lik_ops.backends import cuda_arguments, cuda_forward, launcher, triton_versions
 
 CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
 
@@ -154,6 +155,51 @@ def test_what_decides_the_code_is_told_apart(kernel):
         launcher.describe(kernel, (*arguments(kernel)[:-1], CONFIG._replace(BN=128))),
     ]
     assert len({plain, *different}) == 1 + len(different)
+
+
+def test_exact_keys_tell_apart_what_is_equal_or_lines_up():
+    """Compiled kernels are looked up by exact arguments first: two that differ may not share a key."""
+    x, short = torch.empty(2, 16), torch.empty(16)
+    tiles = TensorDescriptor(x, [2, 16], [16, 1], [1, 16])
+    groups = cuda_arguments.queries_of(x[None], None, None), cuda_arguments.documents_of(x[None], None)
+    every = [(1,), (True,), (1.0,), (None,), (x,), (short[1:],), (x, None), (x, 1), (tiles,)]
+    every += [(kind(group),) for group in groups for kind in (tuple, type(group)._make)]
+    every += [(x.dtype, True), (CONFIG,), (tuple(CONFIG),), (tuple(x.shape),)]
+    keys = [tuple(launcher._exactly(args)[0]) for args in every]
+    assert len(set(keys)) == len(every)
+
+
+def test_constants_of_other_types_are_told_apart():
+    kernel = backward_lists.maxsim_count_winners
+    args = arguments(kernel)
+    constant = next(n for n, p in enumerate(kernel.params) if p.is_constexpr)
+    described = {launcher.describe(kernel, (*args[:constant], x, *args[constant + 1 :])) for x in (1, True, 1.0)}
+    assert len(described) == 3
+
+
+def test_a_direct_launch_is_of_winners_that_begin_as_those_it_was_compiled_for(monkeypatch):
+    """A chunk of documents fills a part of the winners, which begins anywhere."""
+    ways = []
+
+    class Bound:
+        encoded = staticmethod(lambda n, descriptor: (None,))
+        direct = staticmethod(lambda *args: ways.append("direct"))
+
+    def launch(*args):
+        ways.append("compiled")
+        return Bound()
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(cuda_forward, "current_device", lambda: None)
+    monkeypatch.setattr(cuda_forward, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(cuda_forward, "empty_cuda", None)
+    Q, D = torch.randn(1, 3, 16), torch.randn(2, 16, 16)
+    winners = torch.empty(3, 1, 3, dtype=torch.int16)
+    plan = cuda_forward.ForwardPlan(Q, D, None, None, None, False, torch.int16)
+    assert winners.data_ptr() % 16 == 0 and winners[1:].data_ptr() % 16
+    for argmax in (winners[1:], winners[:2], winners[1:], winners[:2]):
+        plan.scores((1, 2), Q, D, None, None, None, argmax)
+    assert ways == ["compiled", "compiled", "compiled", "direct"]
 
 
 def test_strides_that_are_vectorised_count_all_or_none():

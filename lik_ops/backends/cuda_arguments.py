@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -49,10 +50,12 @@ def _built_in(device: torch.device) -> Architecture:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]
-        return ARCHITECTURES.get(name, Architecture(name, 64 * 1024, wavefront=properties.warp_size))
-    name = f"sm_{properties.major}{properties.minor}"
-    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in torch's stubs
-    return ARCHITECTURES.get(name, Architecture(name, shared_memory))
+        found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, wavefront=properties.warp_size))
+    else:
+        name = f"sm_{properties.major}{properties.minor}"
+        shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stubs
+        found = ARCHITECTURES.get(name, Architecture(name, shared_memory))
+    return replace(found, processors=properties.multi_processor_count)
 
 
 def on_device(device: torch.device):

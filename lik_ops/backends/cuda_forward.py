@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,19 @@ class Plan:
         if self.argmax_dtype is None:
             return torch.empty(0, dtype=torch.int32, device=self.device)
         return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
+
+    launch: configs.Launch
+    kernel: Any = forward_kernels.maxsim_forward
+
+    def tile(self) -> str:
+        """What a program of `kernel` scores at a time, for people."""
+        c, launch = self.launch.config, self.launch
+        return f"{c.BM} rows x {c.BN} tokens x {c.BD} features, {launch.num_warps} warps, {launch.num_stages} stages"
+
+    def new_scores(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Scores to be filled, as `shape` and as [Nq, K]: a view, which autograd would keep callers from writing to."""
+        scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return scores, scores.view(self.scores_shape)
 
     def scores(
         self,
@@ -109,7 +123,6 @@ class ForwardPlan(Plan):
             launch = launch.visiting()
         self.launch, self.config, self.options = launch, launch.config, launch.options(self.arch)
         self.grid = (*checked_grid(launch.programs(Nq, K)), 1, 1)
-        self.kernel = forward_kernels.maxsim_forward
         self.query_strides = Q.stride(), strides_of(q_mask), strides_of(q_weight)
         self.document_strides = owned_strides(D, candidates), owned_strides(d_mask, candidates)
         self.tiles: dict[int, tuple] = {}
@@ -134,14 +147,14 @@ class ForwardPlan(Plan):
         direct = self.direct
         if direct is None or current_device() != self.index or launcher.hooks_set():
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
-        q, d = Q.data_ptr(), D.data_ptr()
+        q, d, winners = Q.data_ptr(), D.data_ptr(), 0 if argmax is None else argmax.data_ptr()
         if self.has_per_token:
             per_token = [0 if t is None else t.data_ptr() for t in (q_mask, d_mask, q_weight)]
             q_kept, d_kept, weight = per_token
-            aligned = not (q | d | q_kept | d_kept | weight) & 15
+            aligned = not (q | d | winners | q_kept | d_kept | weight) & 15
             queries, documents = self._grouped(q, d, q_kept, d_kept, weight)
         else:
-            aligned = not (q | d) & 15
+            aligned = not (q | d | winners) & 15
             queries, documents = (q, *self.query_rest), (d, *self.document_rest)
         if not aligned:
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
@@ -150,8 +163,7 @@ class ForwardPlan(Plan):
         else:
             scores = empty_cuda(shape, self.score_strides[-len(shape) :] if shape else (), torch.float32)
         tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
-        winners = None if argmax is None else argmax.data_ptr()
-        args = (queries, documents, *tiles, scores.data_ptr(), winners, *self.constants)
+        args = (queries, documents, *tiles, scores.data_ptr(), winners or None, *self.constants)
         direct(*self.grid, raw_stream(self.index), args)
         return scores
 
@@ -178,7 +190,7 @@ class ForwardPlan(Plan):
         args = (*groups, tiles, scores, argmax, None, *self.sizes, self.d, config)
         with on_device(self.device):
             bound = launcher.launch(self.kernel, grid, args, self.options)
-        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight))
+        aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight, argmax))
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct
         return scores
@@ -231,11 +243,11 @@ def forward_plan(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _new_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+        plan = _plans[key] = new_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     return plan
 
 
-def _new_plan(
+def new_plan(
     Q: Tensor,
     D: Tensor,
     q_mask: Tensor | None,
@@ -243,24 +255,29 @@ def _new_plan(
     q_weight: Tensor | None,
     normalize: bool,
     argmax_dtype: torch.dtype | None,
+    arch: configs.Architecture | None = None,
 ) -> Plan:
+    """A plan for validated arguments that have all their axes; given `arch`, as if they were on such a device.
+
+    Nothing but the tensors' metadata is read.
+    """
     plan: Plan | None
-    if Q.device.type == "cuda" and not normalize:
+    if not normalize:
         from . import cuda_rows, cuda_specialized  # they are built upon this module
 
         if d_mask is None:
-            plan = cuda_specialized.specialized_plan(Q, D, q_mask, q_weight, argmax_dtype)
+            plan = cuda_specialized.specialized_plan(Q, D, q_mask, q_weight, argmax_dtype, arch)
         else:
-            plan = cuda_rows.masked_plan(Q, D, argmax_dtype)
+            plan = cuda_rows.masked_plan(Q, D, argmax_dtype, arch)
         if plan is not None:
             return plan
     if Q.dtype == torch.float32 and not normalize:
         from .cuda_split import split_plan
 
-        plan = split_plan(Q, D, argmax_dtype)
+        plan = split_plan(Q, D, argmax_dtype, arch)
         if plan is not None:
             return plan
-    return ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    return ForwardPlan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, arch)
 
 
 def forward(

@@ -21,7 +21,7 @@ from . import configs, launcher
 from .configs import RowMaxima
 from .cuda_arguments import architecture, on_device, queries_of
 from .cuda_forward import Plan, plain_scores
-from .cuda_specialized import kernels, processors
+from .cuda_specialized import kernels
 from .ragged import Cut
 
 _log = logging.getLogger("lik_ops")
@@ -37,7 +37,9 @@ _COVERED_BLOCK = 128
 _WINNERS_BLOCK = 1024
 
 
-def choose(D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool) -> RowMaxima | None:
+def choose(
+    D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool, arch: configs.Architecture | None = None
+) -> RowMaxima | None:
     """The choice for contiguous tokens of K documents, None where another kernel serves better or alone.
 
     Args:
@@ -45,9 +47,10 @@ def choose(D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool) -> 
         dense: each query has `Lq`.
     """
     d = D.shape[-1]
-    if D.device.type != "cuda" or d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
+    if d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
         return None
-    arch, count = architecture(D.device), processors(D.device)
+    arch = arch or architecture(D.device)
+    count = arch.processors
     found = configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
     return None if found is None or kernels() is None else found
 
@@ -200,20 +203,20 @@ class MaskedPlan(Plan):
         assert d_mask is not None
         if D.data_ptr() % 16 == 0:
             try:
-                return self._scores(queries_of(Q, q_mask, q_weight), D, d_mask, argmax).view(shape)
+                scores, found = self.new_scores(shape)
+                self._score(queries_of(Q, q_mask, q_weight), D, d_mask, found, argmax)
+                return scores
             except launcher.DoesNotCompile as error:
                 launcher.fall_back(error, "maxsim_forward")
         return plain_scores(self, shape, Q, D, q_mask, d_mask, q_weight, argmax)
 
-    def _scores(self, queries: Queries, D: Tensor, d_mask: Tensor, argmax: Tensor | None) -> Tensor:
-        Nq, K, _, _ = self.sizes
-        scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
+    def _score(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
+        K = self.sizes.K
         with on_device(self.device):
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
                 winners = None if argmax is None else argmax[part]
                 self.score_part(queries, D[part], d_mask[part], scores[:, part], winners)
-        return scores
 
     def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor) -> Rows:
         Nq, _, Lq, Ld = self.sizes
@@ -246,9 +249,11 @@ class MaskedPlan(Plan):
             launcher.launch(row_sums.maxsim_winners_in_place, grid, args, {"num_warps": 4})
 
 
-def masked_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> MaskedPlan | None:
+def masked_plan(
+    Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None, arch: configs.Architecture | None = None
+) -> MaskedPlan | None:
     """The plan of a call whose documents have masks, None where another kernel serves better or alone."""
     if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0 or not D.is_contiguous():
         return None
-    choice = choose(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None, True)
+    choice = choose(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None, True, arch)
     return None if choice is None else MaskedPlan(choice, Q, D, argmax_dtype)

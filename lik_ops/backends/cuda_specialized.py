@@ -46,12 +46,6 @@ def kernels() -> Kernels | None:
     return Kernels(forward_specialized, forward_wide, forward_rows)
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """The device's multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class SpecializedPlan(Plan):
     """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens.
 
@@ -78,6 +72,11 @@ class SpecializedPlan(Plan):
         self.block = [self.choice.config.BN, self.choice.config.BD]
         self.layout = gluon.specialized.tile_layout(self.block, self.element)
 
+    def tile(self) -> str:
+        config = self.choice.config
+        rows = configs.SPECIALIZED_ROWS if isinstance(config, Specialization) else configs.WIDE_ROWS
+        return f"{rows} rows x {config.BN} tokens, {config.STAGES} stages, {self.choice.programs} programs"
+
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         """Whether they begin where the memory access unit can read them."""
         return D.data_ptr() % 16 == 0
@@ -97,16 +96,23 @@ class SpecializedPlan(Plan):
         if not self._readable(Q, D):
             return plain_scores(self, shape, Q, D, q_mask, None, q_weight, argmax)
         try:
-            return self._scores(Q, D, q_mask, q_weight, argmax).view(shape)
+            scores, found = self.new_scores(shape)
+            self._score(Q, D, q_mask, q_weight, found, argmax)
+            return scores
         except launcher.DoesNotCompile as error:
             launcher.fall_back(error, "maxsim_forward")
         return plain_scores(self, shape, Q, D, q_mask, None, q_weight, argmax)
 
-    def _scores(
-        self, Q: Tensor, D: Tensor, q_mask: Tensor | None, q_weight: Tensor | None, argmax: Tensor | None
-    ) -> Tensor:
-        Nq, K, _, _ = self.sizes
-        scores = torch.empty((Nq, K), dtype=torch.float32, device=self.device)
+    def _score(
+        self,
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        q_weight: Tensor | None,
+        scores: Tensor,
+        argmax: Tensor | None,
+    ) -> None:
+        K = self.sizes.K
         if self.choice.parts > 1 and self.chunk < K:
             for k in range(0, K, self.chunk):
                 part = slice(k, k + self.chunk)
@@ -116,7 +122,6 @@ class SpecializedPlan(Plan):
         else:
             with on_device(self.device):
                 self._launch(Q, D, q_mask, q_weight, scores, argmax)
-        return scores
 
     def _launch(
         self,
@@ -169,18 +174,24 @@ class WidePlan(SpecializedPlan):
 
 
 def specialized_plan(
-    Q: Tensor, D: Tensor, q_mask: Tensor | None, q_weight: Tensor | None, argmax_dtype: torch.dtype | None
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    q_weight: Tensor | None,
+    argmax_dtype: torch.dtype | None,
+    arch: configs.Architecture | None = None,
 ) -> SpecializedPlan | None:
     """The plan of a call that the specialised kernel computes, None if another does."""
+    arch = arch or architecture(Q.device)
     if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0:
         return None
     choice = configs.specialized(
-        architecture(Q.device),
+        arch,
         Q.dtype,
         *sizes(Q, D),
         Q.shape[-1],
         argmax=argmax_dtype is not None,
-        processors=processors(Q.device),
+        processors=arch.processors,
     )
     if choice is None or not describable(D, choice.config):
         return None

@@ -34,10 +34,12 @@ def _room(config: Config) -> int:
 class SplitPlan(Plan):
     """Queries are split, then as many documents at a time as the workspace holds, and scored."""
 
-    def __init__(self, launch: Launch, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, launch: Launch, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None, arch: configs.Architecture
+    ) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.launch, self.config = launch, launch.config
-        self.options = launch.options(architecture(Q.device))
+        self.options = launch.options(arch)
         Nq, K, _, Ld = self.sizes
         chunk = _room(self.config) // Ld
         self.chunk = chunk if chunk < 16 else chunk // 16 * 16  # then every chunk of scores, winners, mask is aligned
@@ -56,7 +58,7 @@ class SplitPlan(Plan):
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
         Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
-        scores = torch.empty(self.scores_shape, dtype=torch.float32, device=self.device)
+        scores, found = self.new_scores(shape)
         Nq, K, Lq, Ld = self.sizes
         queries, query_scales = self._workspace(Nq * Lq)
         documents, document_scales = self._workspace(min(self.chunk, K) * Ld)
@@ -71,10 +73,13 @@ class SplitPlan(Plan):
                 self._split(chunk, documents, document_scales)
                 groups = queries_of(Q, q_mask, q_weight), documents_of(chunk, kept)
                 winners = None if argmax is None else argmax[part]
-                args = (*groups, tiles, scores[0, k:], winners, terms, *self.sizes, self.d, C)
+                args = (*groups, tiles, found[0, k:], winners, terms, *self.sizes, self.d, C)
                 grid = (self.launch.programs(self.sizes.Nq, chunk.shape[0]),)
                 launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
-        return scores.view(shape)
+        return scores
+
+    def tile(self) -> str:
+        return f"{super().tile()}, tokens split first"
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Rows hi above rows lo, and scales."""
@@ -89,12 +94,14 @@ class SplitPlan(Plan):
         launcher.launch(fp32_kernels.split_tokens, (configs.cdiv(rows, _ROWS),), args, {"num_warps": 4})
 
 
-def split_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> SplitPlan | None:
+def split_plan(
+    Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None, arch: configs.Architecture | None = None
+) -> SplitPlan | None:
     """The plan of a call without `normalize` whose tokens are better split first, None of another.
 
     Where documents meet few queries, reading them is what takes time.
     """
-    arch = architecture(Q.device)
+    arch = arch or architecture(Q.device)
     if D.dim() != 3 or arch.unit not in configs.SPLITTING or Q.dtype != torch.float32 or wide_of(Q, D):
         return None
     Nq, K, Lq, Ld = sizes(Q, D)
@@ -105,4 +112,4 @@ def split_plan(Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> SplitP
     fits = Nq * Lq <= room and launch.config.BN <= Ld <= room
     if not (launch.config.SPLIT and fits and min(Nq * Lq, K * Ld) >= _LEAST):
         return None
-    return SplitPlan(launch, Q, D, argmax_dtype)
+    return SplitPlan(launch, Q, D, argmax_dtype, arch)

@@ -39,7 +39,7 @@ _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MOST_DESCRIPTORS = 256  # kept of each kernel
 _MOST_RECENT = 4096
-_PLAIN = frozenset((int, bool, float, type(None)))
+_PLAIN = frozenset((int, type(None)))
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
@@ -104,11 +104,13 @@ def describe(kernel: JITFunction, args: tuple) -> tuple:
     """What a compiled kernel has to know of `args`: one is compiled for each description."""
 
     def described(x: Any, constant: bool, specialised: bool) -> Any:
-        if constant or x is None:
+        if constant:
+            return type(x), x  # equal constants of other types, as 1 and True, are other code
+        if x is None:
             return x
         if isinstance(x, Tensor):
             return x.dtype, x.data_ptr() % 16 == 0
-        if isinstance(x, int):
+        if isinstance(x, int) and not isinstance(x, bool):
             return x > _INT32_MAX, specialised and (x == 1, x % 16 == 0)
         if isinstance(x, tuple):
             return _described_group(x)
@@ -122,7 +124,10 @@ def describe(kernel: JITFunction, args: tuple) -> tuple:
 
 
 def _exactly(args: tuple) -> tuple[list, list]:
-    """`args` but for where tensors lie, as a key: quicker than their description; and with pointers for tensors."""
+    """`args` but for where tensors lie, as a key: quicker than their description; and with pointers for tensors.
+
+    Of each the key begins with what says how many entries it has: no other arguments have the same one.
+    """
     key: list = []
     values: list = []
     for x in args:
@@ -135,17 +140,24 @@ def _exactly(args: tuple) -> tuple[list, list]:
             values.append(pointer)
         elif isinstance(x, tuple) and (x[0] is None or isinstance(x[0], Tensor)):
             group = []
+            key.append(type(x))
             for y in x:
-                if type(y) not in _PLAIN and isinstance(y, Tensor):
+                if type(y) in _PLAIN:
+                    key.append(y)
+                    group.append(y)
+                elif isinstance(y, Tensor):
                     pointer = y.data_ptr()
                     key += (y.dtype, pointer & 15 == 0)
                     group.append(pointer)
                 else:
-                    key.append(y)
+                    key.append((type(y), y))
                     group.append(y)
             values.append(group)
+        elif _is_descriptor(x):
+            key += (type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
+            values.append(x)
         else:
-            key += (x.base.dtype, *x.block_shape, getattr(x, "layout", None)) if _is_descriptor(x) else (x,)
+            key.append((type(x), x))
             values.append(x)
     return key, values
 
@@ -273,7 +285,7 @@ def bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[Bou
         DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
     key, values = _exactly(args)
-    exact_key = (id(kernel), *_state(), *options.values(), *key)
+    exact_key = (id(kernel), *_state(), *options.items(), *key)
     bound = _recent.get(exact_key)
     if bound is None:
         bound = _bind(kernel, args, options)

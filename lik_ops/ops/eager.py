@@ -1,12 +1,14 @@
 """The short way of an eager call: straight to the backend where no dispatcher, mode or transform would see the call.
 
 What it returns, raises and saves for the backward is what the operators would. Arguments are checked once for each
-description of them (`metadata`); later calls of the same description only look it up.
+description of all of them; later calls of the same description only look it up.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, as_bool, check, lifted, metadata
+from .._layout import argmax_dtype_for, as_bool, check, lifted
 from . import autocast
 
 _log = logging.getLogger("lik_ops")
@@ -27,14 +29,20 @@ _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 _Tensor, _Parameter, _fp32 = torch.Tensor, torch.nn.Parameter, torch.float32
 _function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _autocasting = autocast.is_anywhere
-_is_grad_enabled, _matmul = torch.is_grad_enabled, torch.backends.cuda.matmul
-
+_is_grad_enabled = torch.is_grad_enabled
+_KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
 
 # Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others. And one of
 # those that are taken away below autograd, where nothing may be recorded.
 _USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.BackendSelect, _Key.ADInplaceOrView)]
 _UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
+# The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
+_fp32_precision: Callable[[], str] = (
+    partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+    if hasattr(torch._C, "_get_fp32_precision_getter")
+    else lambda: torch.backends.cuda.matmul.fp32_precision
+)
 _usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only memory on a device
 _devices_known: set[torch.device] = set()
 
@@ -84,6 +92,36 @@ def backward_is_short(*tensors: Tensor) -> bool:
     return short and nobody_watches() and all(is_memory(t) for t in tensors)
 
 
+def described(arguments: tuple) -> list | None:
+    """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
+
+    Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether it wants gradients,
+    of None, True, False and a str itself. Values that are equal and not the same type, as 1 and True, are told apart:
+    there is no description of any other type, subclasses included, nor of a tensor that is not `is_memory`.
+    """
+    found: list = []
+    for x in arguments:
+        if x is None or x is True or x is False:
+            found.append(x)
+            continue
+        kind = type(x)
+        if kind is _Tensor or kind is _Parameter:
+            if _KEYS(x).raw_repr() not in _usual_keys and not _is_newly_known(x):
+                return None
+            found += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad
+        elif kind is str:
+            found.append(x)
+        else:
+            return None
+    return found
+
+
+def state(dtype: torch.dtype | None) -> tuple:
+    """What else decides it, for tokens of `dtype`: whether gradients are recorded, TF32 and the backend asked for."""
+    tf32 = dtype is _fp32 and _fp32_precision() == "tf32"
+    return _is_grad_enabled(), tf32, requested_backend()
+
+
 def nobody_sees(*tensors: Tensor | None) -> bool:
     """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
     return nobody_watches() and all(t is None or is_memory(t) for t in tensors)
@@ -92,7 +130,18 @@ def nobody_sees(*tensors: Tensor | None) -> bool:
 class _Call:
     """What is found out once about calls with arguments of one description."""
 
-    __slots__ = ("argmax_dtype", "backend", "choice", "converts", "d_flat", "normalize", "plan", "q_flat", "shape")
+    __slots__ = (
+        "argmax_dtype",
+        "backend",
+        "choice",
+        "converts",
+        "d_flat",
+        "differentiable",
+        "normalize",
+        "plan",
+        "q_flat",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -103,7 +152,9 @@ class _Call:
         q_weight: Tensor | None,
         normalize: bool,
         argmax_dtype: torch.dtype | None,
+        differentiable: bool,
     ) -> None:
+        self.differentiable = differentiable
         self.backend: ModuleType = backends.select(Q.device, Q.dtype)
         self.choice = requested_backend()
         self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
@@ -131,23 +182,30 @@ class _Call:
             return self.plan.scores(self.shape, Q, D, q_mask, d_mask, q_weight, argmax), argmax
         args = lifted(Q, D, q_mask, d_mask, q_weight)
         scores, argmax = self.backend.forward(*args, self.normalize, argmax_dtype)
-        return scores.view(self.shape), None if argmax_dtype is None else argmax
+        for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
+            if is_flat:
+                scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
+        return scores, None if argmax_dtype is None else argmax
 
 
-_calls: dict[tuple, Any] = {}  # of ragged calls too
+_memories: list[dict[tuple, Any]] = []
 
 
-def known(key: tuple, otherwise: Any) -> Any:
-    """What was found out about calls of this description, or `otherwise`."""
-    return _calls.get(key, otherwise)
+def memory() -> dict[tuple, Any]:
+    """A place for what was found out about calls, by the description of them: `forget` empties it."""
+    _memories.append({})
+    return _memories[-1]
 
 
-def remember(key: tuple, call: Any) -> Any:
+def remember(calls: dict[tuple, Any], key: tuple, call: Any) -> Any:
     """`call`, which is what there is to know about calls of this description."""
-    if len(_calls) >= _MOST_CALLS:
-        _calls.clear()
-    _calls[key] = call
+    if len(calls) >= _MOST_CALLS:
+        calls.clear()
+    calls[key] = call
     return call
+
+
+_calls = memory()
 
 
 class _operators:
@@ -195,56 +253,50 @@ class _MaxSim(torch.autograd.Function):
         return (*shaped, None, None, None, None)
 
 
-def maxsim(
-    Q: Any,
-    D: Any,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Any,
-    normalize: bool,
-    backward: str,
-    recompute: bool,
-) -> Tensor | None:
+def maxsim(*arguments: Any) -> Tensor | None:
     """The scores of `lik::maxsim`, or None where the call has to take the dispatcher.
+
+    Args:
+        arguments: all of `lik::maxsim`, in the order of its schema.
 
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
     """
-    if not (
-        (normalize is True or normalize is False)
-        and (recompute is True or recompute is False)
-        and type(backward) is str
-        and nobody_watches()
-        and is_memory(Q)
-        and is_memory(D)
-        and (q_mask is None or is_memory(q_mask))
-        and (d_mask is None or is_memory(d_mask))
-        and (q_weight is None or is_memory(q_weight))
-    ):
+    description = described(arguments) if nobody_watches() else None
+    if description is None:
         return None
-    differentiable = _is_grad_enabled() and (
-        Q.requires_grad or D.requires_grad or (q_weight is not None and q_weight.requires_grad)
-    )
-    if differentiable and is_below_autograd():
-        return None
-    tf32 = Q.dtype is _fp32 and _matmul.fp32_precision == "tf32"
-    keeps = differentiable and not recompute
-    key = (metadata(Q, D, q_mask, d_mask, q_weight), normalize, backward, keeps, tf32, requested_backend())
+    key = (*description, *state(getattr(arguments[0], "dtype", None)))
     call = _calls.get(key)
     if call is None:
-        check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
-        argmax_dtype = argmax_dtype_for(D.shape[-2]) if keeps else None
-        call = remember(key, _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype))
+        call = _new_call(*arguments)
+        if call is None:
+            return None
+        remember(_calls, key, call)
+    Q, D, q_mask, d_mask, q_weight, _, backward, _ = arguments
+    if call.differentiable and is_below_autograd():
+        return None
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
-    if differentiable:
+    if call.differentiable:
         return _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, backward)
     if call.plan is not None:
         return call.plan.scores(call.shape, Q, D, q_mask, d_mask, q_weight, None)
     return call.forward(Q, D, q_mask, d_mask, q_weight)[0]
 
 
+def _new_call(*arguments: Any) -> _Call | None:
+    """What is found out about calls like this one; None where a type is wrong, which is left to the operator."""
+    if not all(isinstance(x, kind) for x, kind in zip(arguments, _KINDS, strict=True)):
+        return None
+    Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute = arguments
+    check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
+    differentiable = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (Q, D, q_weight))
+    argmax_dtype = argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None
+    return _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, differentiable)
+
+
 def forget() -> None:
     """Drop what was found out about calls, as when a table of configurations was changed."""
-    _calls.clear()
+    for calls in _memories:
+        calls.clear()
     backends.forget()

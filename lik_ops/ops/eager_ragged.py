@@ -22,16 +22,19 @@ from . import eager
 from .ragged_arguments import INDEX_DTYPES
 
 _log = logging.getLogger("lik_ops")
-_is_memory, _nobody_watches = eager.is_memory, eager.nobody_watches
-_fp32, _matmul, _is_grad_enabled = torch.float32, torch.backends.cuda.matmul, torch.is_grad_enabled
+_is_memory, _nobody_watches, _is_grad_enabled = eager.is_memory, eager.nobody_watches, torch.is_grad_enabled
+_calls = eager.memory()
 
 
 class _Call:
     """What is found out once about calls with arguments of one description."""
 
-    __slots__ = ("backend", "backward", "choice", "normalize", "plan")
+    __slots__ = ("backend", "backward", "choice", "differentiable", "normalize", "plan")
 
-    def __init__(self, backend: ModuleType, c: Cut, normalize: bool, argmax_dtype: Any, backward: str) -> None:
+    def __init__(
+        self, backend: ModuleType, c: Cut, normalize: bool, argmax_dtype: Any, backward: str, differentiable: bool
+    ) -> None:
+        self.differentiable = differentiable
         self.backend, self.choice = backend, requested_backend()
         self.plan: Any = backend.ragged_plan(c, normalize, argmax_dtype)
         self.normalize, self.backward = normalize, backward
@@ -73,9 +76,14 @@ class _MaxSimRagged(torch.autograd.Function):
         return *(g.view(x.shape) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
 
 
-def _sizes(Q: Tensor, D: Tensor, indices: tuple, max_seqlen_q: Any, keeps: bool) -> tuple | None:
-    """The sizes of a `Cut`, or None where they do not fit together or cannot be known."""
-    cu_seqlens_q, offsets, lengths, pairs, q_lengths = indices
+def _sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
+    """The sizes of a `Cut`, or None where they do not fit together.
+
+    Of every call: the leading sizes of tensors and `max_seqlen_q`, which its description leaves out, come from here.
+    """
+    if Q is None or D is None:
+        return None
+    cu_seqlens_q, offsets, lengths, _, q_lengths = indices
     q_shape, d_shape = Q.shape, D.shape
     if cu_seqlens_q is None:
         if len(q_shape) != 3:
@@ -88,12 +96,13 @@ def _sizes(Q: Tensor, D: Tensor, indices: tuple, max_seqlen_q: Any, keeps: bool)
             return None
         queries, Tq = bounds[0] - 1, q_shape[0]
         most = Tq
-        if keeps and pairs is not None and max_seqlen_q is None:
-            return None
     if max_seqlen_q is not None:
         if type(max_seqlen_q) is not int or max_seqlen_q < 0:
             return None
-        most = max_seqlen_q
+        most = min(most, max_seqlen_q)  # no query has more tokens
+    for x, shape in zip(per_token, (q_shape, d_shape, q_shape), strict=True):
+        if x is not None and x.shape != shape[:-1]:
+            return None
     if lengths is not None:
         columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
         return None if columns is None else (queries, columns, True, Tq, Td, most)
@@ -125,18 +134,23 @@ def _is_even(x: Tensor, rows: int) -> bool:
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
-def _new_call(c: Cut, normalize: Any, argmax_dtype: Any, backward: Any) -> _Call | None:
-    """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong."""
+def _new_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -> _Call | None:
+    """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
+
+    It serves calls with other leading sizes, so nothing may be concluded from those.
+    """
     Q, D, device = c.Q, c.D, c.Q.device
+    normalize, backward, recompute, with_argmax = options
     ordinary = (
-        (normalize is True or normalize is False)
+        all(isinstance(x, bool) for x in (normalize, recompute, with_argmax))
         and backward in BACKWARDS
         and Q.dtype in DTYPES
         and D.dtype == Q.dtype
         and D.shape[-1] == Q.shape[-1] >= 1
         and all(x is None or x.device == device for x in c.tensors)
         and all(x is None or (x.dtype in INDEX_DTYPES and x.is_contiguous()) for x in c.indices)
-        and (c.pairs is None or (c.pairs.dim() == 2 and c.pairs.shape[1] == 2))
+        and (c.pairs is None or (c.pairs.shape[1:] == (2,) and not c.candidates))
+        and (c.q_lengths is None or c.cu_seqlens_q is None)
         and all(m is None or m.dtype == torch.bool for m in (c.q_mask, c.d_mask))
         and (c.q_weight is None or c.q_weight.dtype == score_dtype(Q.dtype))
         and all(_is_even(x, 1) for x in (Q, D))
@@ -144,31 +158,45 @@ def _new_call(c: Cut, normalize: Any, argmax_dtype: Any, backward: Any) -> _Call
     )
     if not ordinary:
         return None
+    differentiable = _is_grad_enabled() and any(x is not None and x.requires_grad for x in (Q, D, c.q_weight))
+    keeps = with_argmax or (differentiable and not recompute)
+    if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
+        return None  # winners of how many tokens cannot be known
+    if differentiable and c.q_lengths is not None:
+        return None
     backend = backends.select(Q.device, Q.dtype)
-    return _Call(backend, c, normalize, argmax_dtype, backward) if hasattr(backend, "ragged_plan") else None
+    if not hasattr(backend, "ragged_plan"):
+        return None
+    return _Call(backend, c, normalize, argmax_dtype if keeps else None, backward, differentiable)
 
 
-def _description(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple) -> list | None:
-    """What a call has in common with others that take the same plan; None where an argument is no ordinary tensor.
+def _described_but_sizes(per_token: tuple, indices: tuple) -> list | None:
+    """`eager.described` without leading sizes: ragged calls seldom have the same ones twice, and take the same plan.
 
-    `per_token` are masks and weights, each with the tokens that it is of.
+    Indices are read as contiguous ones or not at all; which they are hangs on the leading size too.
     """
-    found: list = [Q.shape[1:], Q.stride(), Q.dtype, Q.get_device(), D.shape[1:], D.stride(), D.dtype, D.get_device()]
+    found: list = []
+    for x in per_token:
+        if x is None:
+            found.append(None)
+        elif _is_memory(x):
+            found += _without_first(x.shape), x.stride(), x.dtype, x.get_device(), x.requires_grad
+        else:
+            return None
     for x in indices:
         if x is None:
             found.append(None)
         elif _is_memory(x):
-            found += (x.dtype, x.get_device(), x.is_contiguous())
-        else:
-            return None
-    for x, of in per_token:
-        if x is None:
-            found.append(None)
-        elif _is_memory(x) and x.shape == of.shape[:-1]:
-            found += (x.dtype, x.get_device(), x.stride())
+            found += _without_first(x.shape), x.is_contiguous(), x.dtype, x.get_device()
         else:
             return None
     return found
+
+
+def _without_first(shape: tuple[int, ...]) -> Any:
+    """All sizes but the first, and how many there are; without a slice, which takes longer, where that can be."""
+    n = len(shape)
+    return shape[1] if n == 2 else shape[1:] if n > 2 else ~n
 
 
 def maxsim(
@@ -193,30 +221,25 @@ def maxsim(
 
     The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
     """
-    if checks_values() or not (_nobody_watches() and _is_memory(Q) and _is_memory(D)):
+    if checks_values() or not _nobody_watches():
         return None
-    indices = cu_seqlens_q, offsets, lengths, pairs, q_lengths
-    found = _description(Q, D, indices, ((q_mask, Q), (d_mask, D), (q_weight, Q)))
-    if found is None:
+    indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
+    options = normalize, backward, recompute, with_argmax
+    description, others = _described_but_sizes((Q, D, *per_token), indices), eager.described(options)
+    if description is None or others is None:
         return None
-    differentiable = _is_grad_enabled() and (
-        Q.requires_grad or D.requires_grad or (q_weight is not None and q_weight.requires_grad)
-    )
-    if differentiable and (q_lengths is not None or eager.is_below_autograd()):
-        return None
-    sizes = _sizes(Q, D, indices, max_seqlen_q, with_argmax or differentiable)
+    sizes = _sizes(Q, D, indices, per_token, max_seqlen_q)
     if sizes is None:
         return None
-    c = Cut(Q, D, *indices, q_mask, d_mask, q_weight, *sizes)
-    argmax_dtype = argmax_dtype_for(c.Td) if with_argmax or (differentiable and not recompute) else None
-    tf32 = Q.dtype is _fp32 and _matmul.fp32_precision == "tf32"
-    key = (*found, normalize, backward, argmax_dtype, c.candidates, tf32, requested_backend())
-    call = eager.known(key, key)
+    c, is_bounded = Cut(Q, D, *indices, *per_token, *sizes), max_seqlen_q is not None
+    argmax_dtype = argmax_dtype_for(c.Td)
+    key = (*description, *others, is_bounded, argmax_dtype, *eager.state(Q.dtype))
+    call = _calls.get(key, key)
     if call is key:
-        call = eager.remember(key, _new_call(c, normalize, argmax_dtype, backward))
-    if call is None:  # the long way
+        call = eager.remember(_calls, key, _new_call(c, options, argmax_dtype, is_bounded))
+    if call is None or (call.differentiable and eager.is_below_autograd()):  # the long way
         return None
-    if differentiable:
+    if call.differentiable:
         scores, argmax = _MaxSimRagged.apply(Q, D, q_weight, call, c)
     else:
         scores, argmax = call.plan.forward(c)

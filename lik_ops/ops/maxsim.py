@@ -16,6 +16,7 @@ from .. import backends
 from .._backend_choice import requested_backend, use_backend
 from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
 from . import autocast, batching, eager, flops, functional, sharding
+from .custom import custom_op
 from .documented import document, document_bodies
 
 _FWD_SCHEMA = (
@@ -49,7 +50,7 @@ def _argmax_shape(Q: Tensor, D: Tensor) -> tuple:
     return (D.shape[0], Q.shape[0], Q.shape[1])
 
 
-@torch.library.custom_op("lik::maxsim_fwd", mutates_args=(), schema=_FWD_SCHEMA)
+@custom_op("lik::maxsim_fwd", _FWD_SCHEMA)
 def maxsim_fwd(
     Q: Tensor,
     D: Tensor,
@@ -121,7 +122,7 @@ def _fake_bwd(op):
     return fake
 
 
-@torch.library.custom_op("lik::maxsim_bwd_lowmem", mutates_args=(), schema=_BWD_SCHEMA)
+@custom_op("lik::maxsim_bwd_lowmem", _BWD_SCHEMA)
 def maxsim_bwd_lowmem(
     grad_scores: Tensor,
     Q: Tensor,
@@ -144,9 +145,7 @@ def maxsim_bwd_lowmem(
     return backend.backward_lowmem(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
 
 
-@torch.library.custom_op(
-    "lik::maxsim_bwd_unified", mutates_args=(), schema=_BWD_SCHEMA, tags=(torch.Tag.nondeterministic_bitwise,)
-)
+@custom_op("lik::maxsim_bwd_unified", _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_bwd_unified(
     grad_scores: Tensor,
     Q: Tensor,

@@ -14,6 +14,7 @@ from .._backend_choice import requested_backend, use_backend
 from .._layout import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
 from ..backends.ragged import Ragged
 from . import batching_ragged, flops, functional
+from .custom import custom_op
 from .documented import document_bodies
 from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_ragged, score_sizes
 from .ragged_values import check_ragged as check_ragged_values
@@ -43,7 +44,7 @@ def _check_fwd(tensors: Ragged, argmax_dtype, max_seqlen_q, backward) -> None:
     torch._check_value(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
 
 
-@torch.library.custom_op(_FWD, mutates_args=(), schema=_FWD_SCHEMA)
+@custom_op(_FWD, _FWD_SCHEMA)
 def maxsim_ragged_fwd(
     Q: Tensor,
     D: Tensor,
@@ -121,7 +122,7 @@ def _check_bwd(grad_scores: Tensor, tensors: Ragged, argmax: Tensor, needs: Sequ
         raise ValueError(f"{_BWD}: needs: a gradient of q_weight was asked for, and q_weight is None")
 
 
-@torch.library.custom_op(_BWD, mutates_args=(), schema=_BWD_SCHEMA, tags=(torch.Tag.nondeterministic_bitwise,))
+@custom_op(_BWD, _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_ragged_bwd(
     grad_scores: Tensor,
     Q: Tensor,

@@ -27,6 +27,7 @@ from .._layout import (
 from ..backends import portable_topk
 from ..backends.ragged import Ragged
 from . import batching, eager, flops, functional, ragged_values
+from .custom import custom_op
 from .documented import document_bodies
 
 _SCHEMA = (
@@ -259,7 +260,7 @@ def _topk(
     return best
 
 
-@torch.library.custom_op("lik::maxsim_topk", mutates_args=(), schema=_SCHEMA)
+@custom_op("lik::maxsim_topk", _SCHEMA)
 def maxsim_topk(
     Q: Tensor,
     D: Tensor,

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from .._layout import check_flag, lift
 from .._packing import is_sequences
 from ..ops import autocast, sharding, topk
-from . import arguments, sources
+from . import sources
 from .copying import on_device
 from .progress import progress_bar
 

@@ -1,0 +1,99 @@
+"""What `lik_ops.info` says a call would run is what the call launches."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import backends, info
+from lik_ops.ops import eager
+
+pytest.importorskip("triton", reason="the plans are those of the Triton backend")
+from lik_ops.backends import (
+    configs,
+    cuda,
+    cuda_arguments,
+    cuda_forward,
+    cuda_rows,
+    cuda_specialized,
+    cuda_split,
+    launcher,
+)
+
+ARCHITECTURES = [*configs.ARCHITECTURES.values(), configs.INTERPRETER]
+PROCESSORS = 132
+SIZES = [  # Nq, Nd, Lq, Ld
+    (1, 300, 32, 300),
+    (64, 64, 32, 70),
+    (64, 64, 64, 64),
+    (4, 20, 300, 64),
+    (64, 3, 32, 64),
+    (1, 2, 1, 5),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The Triton backend on CPU tensors, as if on a GPU whose architecture is set; and its forward launches."""
+    found = []
+    arch = [None]
+    monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
+    for module in (cuda_arguments, cuda_forward, cuda_rows, cuda_specialized, cuda_split):
+        monkeypatch.setattr(module, "architecture", lambda device: arch[0])
+
+    def launch(kernel, grid, args, options):
+        if kernel.__name__.startswith("maxsim_forward"):
+            found.append((kernel.__name__, grid, args, options))
+
+    monkeypatch.setattr(launcher, "launch", launch)
+
+    def call(arch_of_call, Q, D):
+        found.clear()
+        arch[0] = replace(arch_of_call, processors=PROCESSORS)
+        eager.forget()
+        scores = lik_ops.maxsim(Q, D)
+        assert not scores._is_view()  # which autograd would keep callers from writing to
+        return found
+
+    yield call
+    eager.forget()
+
+
+def said(text):
+    """The kernel and the numbers that info names."""
+    numbers = {what: int(n) for n, what in re.findall(r"(\d+) (rows|tokens|features|warps|stages|programs)", text)}
+    return text.split()[0], numbers, "split" in text
+
+
+def ran(name, grid, args, options):
+    """The same of a launch."""
+    config = args[-1]
+    if isinstance(config, configs.Config):
+        numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
+        numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
+        return name, numbers, any(type(x).__name__ == "Terms" for x in args)
+    rows = configs.SPECIALIZED_ROWS if isinstance(config, configs.Specialization) else configs.WIDE_ROWS
+    return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, False
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_info_names_what_a_call_launches(arch, dtype, launched):
+    kernels = set()
+    for d in (16, 100, 128, 256):
+        for Nq, Nd, Lq, Ld in SIZES:
+            Q, D = torch.zeros(Nq, Lq, d, dtype=dtype), torch.zeros(Nd, Ld, d, dtype=dtype)
+            expected = said(info.kernel(arch, PROCESSORS, dtype, Nq, Nd, Lq, Ld, d))
+            launches = launched(arch, Q, D)
+            assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
+            kernels.add((expected[0], expected[2]))
+    half, whole = dtype is not torch.float32, arch.unit in configs.SPLITTING
+    assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (half and arch.name == "sm_90")
+    assert (("maxsim_forward", True) in kernels) == (not half and whole)
+
+
+def test_info_names_the_split_plan_of_fp32():
+    text = info.kernel(configs.ARCHITECTURES["sm_90"], PROCESSORS, torch.float32, 64, 1000, 64, 300, 128)
+    assert text == "maxsim_forward on sm_90: 256 rows x 64 tokens x 128 features, 8 warps, 3 stages, tokens split first"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .portable_blocks import MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, unified_layout
+from .portable_few import Few
 from .portable_slices import NEG_INF, Forward, Panel, Part, cut_of
 
 DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
@@ -49,7 +50,10 @@ def forward(
 
 def run(layout: Layout, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors have elements."""
-    (Across if Across.takes(layout, normalize) else Forward)(layout, normalize).run()
+    if Few.takes(layout):
+        Few(layout, normalize).run()
+    else:
+        (Across if Across.takes(layout, normalize) else Forward)(layout, normalize).run()
 
 
 class Across(Forward):

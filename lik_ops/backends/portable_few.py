@@ -103,7 +103,7 @@ class Few(Forward):
         items = max(1, BEST_BYTES // (X * self.Lq * size))
         items = items // self.step * self.step or items
         self.cut = Cut(1, 1, 1 if self.shared else items, X, items if self.shared else 1, 1, 1)
-        self.documents: tuple[Tensor, Tensor | None] | None = None
+        self.shared_documents: tuple[Tensor, Tensor | None] | None = None
 
     def _fill(self, slab: Part, u0: int, u1: int) -> None:
         layout, X = self.layout, self.layout.D.shape[1]
@@ -158,19 +158,19 @@ class Few(Forward):
 
     def _documents(self, b: slice, n: int, panels: int) -> tuple[Tensor, Tensor | None]:
         """Document tokens ``[n, rows, d]``, and which of each query's are masked."""
-        if self.documents is None or not self.shared:
-            D, d_mask = self.layout.D, self.layout.d_mask
-            part = b, slice(0, D.shape[1]), slice(0, self.Ld)
-            documents = self._slices(D[part], self.group * self.tokens, self.rows)
-            masked = None if d_mask is None else ~d_mask[part].reshape(-1, self.tokens, 1)
-            if panels > 1:
-                documents = documents[: n // panels].repeat_interleave(panels, 0)
-                masked = None if masked is None else masked.repeat_interleave(panels, 0)
-            self.documents = documents, masked
-        documents, masked = self.documents
+        if self.shared_documents is not None:
+            documents, masked = self.shared_documents
+            return documents.expand(n, -1, -1), masked
+        D, d_mask = self.layout.D, self.layout.d_mask
+        part = b, slice(0, D.shape[1]), slice(0, self.Ld)
+        documents = self._slices(D[part], self.group * self.tokens, self.rows)
+        masked = None if d_mask is None else ~d_mask[part].reshape(-1, self.tokens, 1)
         if self.shared:
-            return documents[:1].expand(n, -1, -1), masked
-        if masked is not None and masked.shape[0] < n * self.group:
+            self.shared_documents = documents[:1], masked
+            return self._documents(b, n, panels)
+        documents = documents[: n // panels].repeat_interleave(panels, 0) if panels > 1 else documents
+        if masked is not None:
+            masked = masked.repeat_interleave(panels, 0)
             masked = torch.cat([masked, masked.new_zeros((n * self.group - masked.shape[0], self.tokens, 1))])
         return documents, masked
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._layout import argmax_dtype_for
-from .portable_blocks import DOCUMENT_BYTES, NORM_EPS, MiB, may_look, row_norms, unified_layout
+from .portable_blocks import NORM_EPS, MiB, may_look, row_norms, unified_layout
 from .portable_forward import forward
 
+DOCUMENT_BYTES = 6 * MiB  # of documents that are read many times
 PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
 ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
 GROUP = 32  # documents whose winners are summed before they are added to those of others

@@ -39,7 +39,7 @@ NORM_EPS = 1e-12
 MiB = 1 << 20
 # Budgets in bytes; together with small change they stay below 32 MiB. A slice never exceeds SLICE_BYTES on either side
 # while d is below 2^20 (fp32).
-DOCUMENT_BYTES = 6 * MiB
+DOCUMENT_BYTES = 3 * MiB  # few enough to be multiplied before they leave the cache
 SIMILARITY_BYTES = 2 * MiB
 PANEL_BYTES = 6 * MiB
 BEST_BYTES = 2 * MiB

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from .portable_blocks import MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, unified_layout
+from .portable_few import Few
 from .portable_slices import NEG_INF, Forward, Panel, Part, cut_of
+from .portable_wide import Wide
 
 DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
 TILE_BYTES = MiB  # of similarities
@@ -49,7 +51,15 @@ def forward(
 
 def run(layout: Layout, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors have elements."""
-    (Across if Across.takes(layout, normalize) else Forward)(layout, normalize).run()
+    special = special_kind(layout)
+    if special is None:
+        special = Across if Across.takes(layout, normalize) else Forward
+    special(layout, normalize).run()
+
+
+def special_kind(layout: Layout) -> type[Forward] | None:
+    """Who computes what slices of the usual shapes do not suit; documents and queries need not be tensors for them."""
+    return next((kind for kind in (Wide, Few) if kind.takes(layout)), None)
 
 
 class Across(Forward):

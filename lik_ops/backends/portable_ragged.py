@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .portable_blocks import Layout, may_look
-from .portable_forward import run
+from .portable_forward import run, special_kind
 from .portable_slices import NEG_INF, Forward
 from .ragged import Ragged
 from .ragged_items import Items
@@ -214,7 +214,7 @@ class _Blocks:
         # The forward reads tokens by indexing with three slices, which is what `Padded` is made for.
         layout = Layout(cast(Tensor, Q), cast(Tensor, D), q_mask, d_mask, weight, pairs, argmax)
         if D.view is None:
-            _Forward(layout, self.normalize).run()
+            (special_kind(layout) or _Forward)(layout, self.normalize).run()
         else:
             run(layout._replace(D=D.view), self.normalize)
         cell = items.cell(block.queries.unsqueeze(1), block.items.unsqueeze(2)).expand(B, X, Y)

@@ -4,18 +4,32 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
 BENCH ?= benchmarks/cpu.py
 
+# Each Triton that is supported, from the oldest to the newest.
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+
 VENV := .venv
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_NOW := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := $(PIP_NOW) --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -q --durations=10
+TEST := -m "not gpu and not slow" tests opcheck
+# What hangs on Triton alone: kernels compiled ahead of time, launched, and in the interpreter.
+COMPILED := $(addprefix tests/test_,aot.py aot_rows.py aot_specialized.py fallback.py launcher.py packaged.py topk.py)
+INTERPRETED := tests/test_interpreter.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench figures clean
+.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled lint format bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
 	@echo "make test      tests and operator checks that need no GPU (PYTEST_ARGS=... in place of -n 2 --dist worksteal)"
 	@echo "make test-all  make test with the slow ones"
+	@echo "make test-oldest    make test with the oldest torch and Triton, in an environment of its own"
+	@echo "make test-newest    make test with the newest of everything that pip finds, likewise"
+	@echo "make test-triton    what hangs on Triton alone, with each Triton: $(TRITONS)"
+	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks/... picks another)"
@@ -30,6 +44,15 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[test,lint,demo,onnx,retrieval]'
 	@touch $@
 
+# The oldest torch asks for an older numpy and setuptools than constraints.txt has.
+$(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt \
+		torch triton numpy setuptools
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt \
+		--no-build-isolation --editable '.[test,demo,onnx,retrieval]'
+	@touch $@
+
 # Apart, because one of the peers has wheels for fewer platforms than the rest.
 $(VENV)/.stamp-bench: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[bench]'
@@ -39,7 +62,26 @@ demo: $(VENV)/.stamp
 	@$(BIN)/python examples/search_docstrings.py
 
 test: $(VENV)/.stamp
-	@$(PYTEST) -m "not gpu and not slow" tests opcheck $(PYTEST_ARGS)
+	@$(PYTEST) $(TEST) $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.stamp
+	@$(OLDEST)/bin/python -m pytest -q $(TEST) $(PYTEST_ARGS)
+
+test-newest:
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,demo,onnx,retrieval]'
+	@$(NEWEST)/bin/python -m pytest -q $(TEST) $(PYTEST_ARGS)
+
+# Triton alone changes: torch on a CPU does not need its own.
+test-triton: TESTED := $(COMPILED) $(INTERPRETED)
+test-compiled: TESTED := $(COMPILED)
+test-triton test-compiled: $(VENV)/.stamp
+	@for v in $(TRITONS); do \
+		test -d .triton/$$v || { $(PIP_NOW) --no-deps --target .triton/$$v triton==$$v || exit 1; }; \
+		echo "== triton $$v"; \
+		PYTHONPATH=$(CURDIR)/.triton/$$v $(PYTEST) -m "not gpu and not slow" $(TESTED) $(PYTEST_ARGS) || exit 1; \
+	done
 
 test-all: $(VENV)/.stamp
 	@$(PYTEST) -m "not gpu" tests opcheck $(PYTEST_ARGS)
@@ -63,5 +105,5 @@ figures: $(VENV)/.stamp
 	@$(BIN)/python benchmarks/plot.py
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

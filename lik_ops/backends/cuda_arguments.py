@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -47,7 +48,7 @@ def architecture(device: torch.device) -> Architecture:
 def _built_in(device: torch.device) -> Architecture:
     if device.type == "cpu":
         return INTERPRETER
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]
         found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, wavefront=properties.warp_size))

@@ -91,9 +91,8 @@ def _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs) -
         same = t.dim() == len(expected)
         for a, b in zip(t.shape, expected, strict=False):
             same = same and a == b
-        torch._check_value(
-            same, lambda name=name, t=t, expected=expected: f"{op}: {name}: expected {expected}, got {list(t.shape)}"
-        )
+        said = partial("{}: {}: expected {}, got {}".format, op, name, expected, list(t.shape))
+        torch._check_value(same, said)
         if t.device != Q.device:
             raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {t.device}")
     if grad_scores.dtype != score_dtype(Q.dtype):

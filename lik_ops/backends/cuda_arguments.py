@@ -54,7 +54,7 @@ def _built_in(device: torch.device) -> Architecture:
         found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, wavefront=properties.warp_size))
     else:
         name = f"sm_{properties.major}{properties.minor}"
-        shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stubs
+        shared_memory = properties.shared_memory_per_block_optin
         found = ARCHITECTURES.get(name, Architecture(name, shared_memory))
     return replace(found, processors=properties.multi_processor_count)
 

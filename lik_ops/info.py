@@ -6,13 +6,15 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import sys
+import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
-from . import __version__, backends
+from . import __version__, backends, maxsim
 from ._backend_choice import ENVIRONMENT_VARIABLE, requested_backend
 from .backends import portable
 
@@ -74,23 +76,54 @@ def table() -> str:
     return "built in" if found is None else f"{os.environ[tables.ENVIRONMENT_VARIABLE]}: {found}"
 
 
+def triton() -> str:
+    """The version of Triton, and whether it is newer than what was tested."""
+    found = _version("triton")
+    if find_spec("triton") is None:
+        return found
+    from .backends import triton_versions
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said here
+        known = triton_versions.is_known()
+    return found if known else f"{found}: newer than {triton_versions.spelled()}, so plain kernels compute"
+
+
+def fallen_back() -> list[str]:
+    """What is known of kernels that did not compile in this process."""
+    launcher = sys.modules.get("lik_ops.backends.launcher")
+    return [] if launcher is None else list(launcher.fallen_back.values())
+
+
+def _compile(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -> None:
+    """Score what `choice` speaks of, so that a kernel that does not compile is known."""
+    Q, D = (torch.zeros((n, L, d), dtype=dtype, device=device) for n, L in ((Nq, Lq), (_DOCUMENTS, _TOKENS)))
+    with torch.no_grad():
+        maxsim(Q, D)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the report; ``--nq``, ``--lq`` and ``--d`` name the shape whose kernel is asked for."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
     parser.add_argument("--nq", type=int, default=256, help="number of queries (default 256)")
     parser.add_argument("--d", type=int, default=128, help="features of a token (default 128)")
     parser.add_argument("--lq", type=int, default=32, help="tokens of a query (default 32)")
+    parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and say which cannot")
     args = parser.parse_args(argv)
     print(f"lik_ops  {__version__}")
     print(f"python   {platform.python_version()} on {platform.system()}")
     print(f"torch    {torch.__version__}")
-    print(f"triton   {_version('triton')}")
+    print(f"triton   {triton()}")
     print(f"backend  {requested_backend()} ({ENVIRONMENT_VARIABLE} or lik_ops.use_backend)")
     print(f"table    {table()}")
     for device, name in _devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:
             print(f"  {str(dtype).removeprefix('torch.'):9} {choice(device, dtype, args.nq, args.lq, args.d)}")
+            if args.compile:
+                _compile(device, dtype, args.nq, args.lq, args.d)
+    for said in fallen_back():
+        print(f"fallback {said}")
 
 
 if __name__ == "__main__":

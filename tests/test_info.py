@@ -20,7 +20,25 @@ from lik_ops.backends import (
     cuda_specialized,
     cuda_split,
     launcher,
+    triton_versions,
 )
+
+
+def test_what_falls_back_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "fallen_back", {"maxsim_fast": "lik_ops: maxsim_fast does not compile"})
+    monkeypatch.setattr(triton_versions, "is_known", lambda: False)
+    info.main([])
+    printed = capsys.readouterr().out
+    assert "fallback lik_ops: maxsim_fast does not compile" in printed
+    assert f"newer than {triton_versions.spelled()}, so plain kernels compute" in printed
+
+
+def test_kernels_are_compiled_on_request(monkeypatch, capsys):
+    sizes = []
+    monkeypatch.setattr(info, "maxsim", lambda Q, D: sizes.append((Q.dtype, Q.shape, D.shape)))
+    info.main(["--compile", "--nq", "2", "--lq", "3", "--d", "4"])
+    assert (torch.float32, (2, 3, 4), (1000, 300, 4)) in sizes
+
 
 ARCHITECTURES = [*configs.ARCHITECTURES.values(), configs.INTERPRETER]
 PROCESSORS = 132

@@ -150,7 +150,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel in ITEMS:
         return backward_configs.lookup(arch)
     if case.kernel == "maxsim_scatter":
-        return backward_configs.scatter(case.dtype, case.d, ragged=case.ragged, **shared)
+        return backward_configs.scatter(arch, case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_documents_few":
         rows = min(case.Lq, backward_configs.most_few_rows(case.dtype, case.d, case.wide))
         return backward_configs.few_rows(arch, case.dtype, rows, case.d, **shared)

@@ -73,7 +73,6 @@ def test_a_shard_of_a_group_may_be_a_list():
 
 
 BAD_LISTS = {
-    "empty": (dict(D=[]), ValueError, "D: expected at least one tensor, got none"),
     "numbers": (dict(D=[[1.0]]), TypeError, r"D\[0\]: expected a Tensor, got list"),
     "arrays": (dict(D=[np.zeros((3, 8))]), TypeError, r"D\[0\]: expected a Tensor, got ndarray"),
     "ranks": (dict(D=[torch.zeros(8)]), ValueError, r"D: expected a list of \[L, d\]"),
@@ -84,6 +83,12 @@ BAD_LISTS = {
     "mask": (dict(d_mask=torch.ones(20, 6)), ValueError, "d_mask: expected None beside a list or nested tensor D"),
     "offsets": (dict(cu_seqlens_d=torch.ones(3)), ValueError, "cu_seqlens_d: expected None beside a list or nested"),
 }
+
+
+@pytest.mark.parametrize("progress", [None, True])
+def test_no_documents_have_no_best(progress):
+    scores, indices = lik_ops.retrieve(torch.randn(2, 3, 8), [], 3, progress=progress)
+    assert scores.shape == indices.shape == (2, 0)
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)

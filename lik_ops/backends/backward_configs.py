@@ -44,13 +44,20 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
 
 @_remembered
 def scatter(
-    dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    ragged: bool = False,
 ) -> Launch:
     """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
     launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide, ragged=ragged)
     config = launch.config
     launch = replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
-    return replace(launch, max_registers=255) if ragged else launch
+    return replace(launch, max_registers=255) if ragged or arch.name.startswith("sm_8") else launch
 
 
 THREE_PROGRAMS = 168  # registers of a thread with which so many of four warps share a multiprocessor

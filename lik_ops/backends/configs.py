@@ -284,7 +284,7 @@ def forward(
     splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and d <= BD
     config = Config(
         BM=tile.rows,
-        BN=min(tile.tokens, 64) if argmax else tile.tokens,  # winners take registers
+        BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # winners take registers
         BD=BD,
         SLOT=slot,
         LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
@@ -340,6 +340,8 @@ def forward_ragged(
         launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
     narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
     tokens = min(config.BN, 32) if narrow else config.BN
+    if narrow and config.SPLIT and argmax:  # else ptxas of Triton 3.9 spills
+        launch = replace(launch, num_stages=2)
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
         launch = replace(launch, num_stages=4)
     slot = min(config.SLOT, rows)

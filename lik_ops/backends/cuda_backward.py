@@ -360,7 +360,7 @@ def _finish(
 
 def _scatter(call: _Call, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
     sizes = call.sizes
-    launch = backward_configs.scatter(call.Q.dtype, call.d, **call.layout())
+    launch = backward_configs.scatter(call.arch, call.Q.dtype, call.d, **call.layout())
     row_tiles = sizes.Nq * cdiv(sizes.Lq, launch.config.BM)
     K_per_program = max(cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
     grid = (*checked_grid(row_tiles), cdiv(sizes.K, K_per_program))

@@ -266,7 +266,7 @@ class _Call:
 
     def scatter(self, sum_D: Tensor) -> None:
         """Add into zeroed fp32 sums of the rows of D, a program for the rows of a tile and all that they meet."""
-        launch = backward_configs.scatter(self.c.Q.dtype, self.d, ragged=True, **self.layout())
+        launch = backward_configs.scatter(self.arch, self.c.Q.dtype, self.d, ragged=True, **self.layout())
         grid = (*checked_grid(cdiv(self.c.Tq, launch.config.BM)), 1)
         most = self.c.columns if self.c.pairs is None else self.c.pairs.shape[0]
         args = self.queries, self.documents, self._by_query(), None, sum_D, *self.sizes, self.d, most

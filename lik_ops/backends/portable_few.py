@@ -139,7 +139,7 @@ class Few(Forward):
         panels = 1
         if self.group == 1 and not self.shared:
             panels = ceil_div(count, self.columns)
-            Q = self._slices(queries, count, panels * self.columns)
+            Q = self._slices(queries, count, panels * self.columns, least=1 if panels > 1 else 2)
             Q = Q.unflatten(1, (panels, self.columns)).flatten(0, 1)
         else:
             Q = self._slices(queries, self.columns if self.shared else self.group * count, self.columns)
@@ -174,11 +174,11 @@ class Few(Forward):
             masked = torch.cat([masked, masked.new_zeros((n * self.group - masked.shape[0], self.tokens, 1))])
         return documents, masked
 
-    def _slices(self, source: Tensor, each: int, size: int) -> Tensor:
-        """Tokens of ``source [..., d]``, so many in each of two slices or more ``[n, size, d]``, zeros behind them."""
+    def _slices(self, source: Tensor, each: int, size: int, least: int = 2) -> Tensor:
+        """Tokens of ``source [..., d]``, so many in each of `least` slices or more ``[n, size, d]``, zeros behind."""
         rows = source.reshape(-1, source.shape[-1])
         count, d = rows.shape
-        n = max(2, ceil_div(count, each))
+        n = max(least, ceil_div(count, each))
         ready = rows.is_contiguous() and rows.dtype == self.dtype and not self.normalize
         itemsize = self.dtype.itemsize
         if ready and count == n * size and not (rows.data_ptr() % ALIGNMENT or size * d * itemsize % ALIGNMENT):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..csrc_triton.arguments import Config, Specialization, WideSpecialization
+from . import triton_versions
 
 SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
 _MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
@@ -340,7 +341,7 @@ def forward_ragged(
         launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
     narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
     tokens = min(config.BN, 32) if narrow else config.BN
-    if narrow and config.SPLIT and argmax:  # else ptxas of Triton 3.9 spills
+    if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
         launch = replace(launch, num_stages=4)

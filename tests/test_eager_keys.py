@@ -22,7 +22,7 @@ from lik_ops.backends import cuda, cuda_forward, cuda_ragged, launcher
 
 PLACE = INTERPRETER if INTERPRETING else PORTABLE
 # The interpreter takes 0.1 s for a call: of few functions one of so many changes, each time another.
-SAMPLED, EVERY = ["maxsim_candidates_varlen", "maxsim_pair_list of dense", "maxsim_varlen"], 41
+SAMPLED, EVERY = ["maxsim_candidates_varlen", "maxsim_pair_list of dense", "maxsim_varlen"], 83
 OPERATORS = ("maxsim", "maxsim_fwd", "maxsim_ragged_fwd")
 
 

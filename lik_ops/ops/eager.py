@@ -38,7 +38,7 @@ _USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.Backend
 _UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
 # The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
-_fp32_precision: Callable[[], str] = (
+fp32_precision: Callable[[], str] = (
     partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
     if hasattr(torch._C, "_get_fp32_precision_getter")
     else lambda: torch.backends.cuda.matmul.fp32_precision
@@ -95,11 +95,12 @@ def backward_is_short(*tensors: Tensor) -> bool:
 def described(arguments: tuple) -> list | None:
     """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
 
-    Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether it wants gradients,
-    of None, True, False and a str itself. Values that are equal and not the same type, as 1 and True, are told apart:
-    there is no description of any other type, subclasses included, nor of a tensor that is not `is_memory`.
+    Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether a gradient of it is
+    recorded, of None, True, False and a str itself. Values that are equal and not the same type, as 1 and True, are
+    told apart: there is no description of other types, subclasses included, nor of a tensor that is not `is_memory`.
     """
     found: list = []
+    records = _is_grad_enabled()
     for x in arguments:
         if x is None or x is True or x is False:
             found.append(x)
@@ -108,18 +109,12 @@ def described(arguments: tuple) -> list | None:
         if kind is _Tensor or kind is _Parameter:
             if _KEYS(x).raw_repr() not in _usual_keys and not _is_newly_known(x):
                 return None
-            found += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad
+            found += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
         elif kind is str:
             found.append(x)
         else:
             return None
     return found
-
-
-def state(dtype: torch.dtype | None) -> tuple:
-    """What else decides it, for tokens of `dtype`: whether gradients are recorded, TF32 and the backend asked for."""
-    tf32 = dtype is _fp32 and _fp32_precision() == "tf32"
-    return _is_grad_enabled(), tf32, requested_backend()
 
 
 def nobody_sees(*tensors: Tensor | None) -> bool:
@@ -265,7 +260,9 @@ def maxsim(*arguments: Any) -> Tensor | None:
     description = described(arguments) if nobody_watches() else None
     if description is None:
         return None
-    key = (*description, *state(getattr(arguments[0], "dtype", None)))
+    tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
+    description += tf32, requested_backend()
+    key = tuple(description)
     call = _calls.get(key)
     if call is None:
         call = _new_call(*arguments)
@@ -273,12 +270,10 @@ def maxsim(*arguments: Any) -> Tensor | None:
             return None
         remember(_calls, key, call)
     Q, D, q_mask, d_mask, q_weight, _, backward, _ = arguments
-    if call.differentiable and is_below_autograd():
-        return None
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if call.differentiable:
-        return _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, backward)
+        return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, backward)
     if call.plan is not None:
         return call.plan.scores(call.shape, Q, D, q_mask, d_mask, q_weight, None)
     return call.forward(Q, D, q_mask, d_mask, q_weight)[0]

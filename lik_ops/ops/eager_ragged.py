@@ -100,9 +100,13 @@ def _sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q:
         if type(max_seqlen_q) is not int or max_seqlen_q < 0:
             return None
         most = min(most, max_seqlen_q)  # no query has more tokens
-    for x, shape in zip(per_token, (q_shape, d_shape, q_shape), strict=True):
-        if x is not None and x.shape != shape[:-1]:
-            return None
+    q_mask, d_mask, q_weight = per_token
+    if (
+        (q_mask is not None and q_mask.shape != q_shape[:-1])
+        or (d_mask is not None and d_mask.shape != d_shape[:-1])
+        or (q_weight is not None and q_weight.shape != q_shape[:-1])
+    ):
+        return None
     if lengths is not None:
         columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
         return None if columns is None else (queries, columns, True, Tq, Td, most)
@@ -173,30 +177,31 @@ def _new_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -> _C
 def _described_but_sizes(per_token: tuple, indices: tuple) -> list | None:
     """`eager.described` without leading sizes: ragged calls seldom have the same ones twice, and take the same plan.
 
-    Indices are read as contiguous ones or not at all; which they are hangs on the leading size too.
+    Indices are read as contiguous ones or not at all; which they are hangs on the leading size too. Of two axes or one
+    nothing is cut from the shape: a slice takes as long as all the rest.
     """
     found: list = []
+    records = _is_grad_enabled()
     for x in per_token:
         if x is None:
             found.append(None)
         elif _is_memory(x):
-            found += _without_first(x.shape), x.stride(), x.dtype, x.get_device(), x.requires_grad
+            shape = x.shape
+            n = len(shape)
+            others = shape[1] if n == 2 else -1 if n == 1 else shape[1:]
+            found += others, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
         else:
             return None
     for x in indices:
         if x is None:
             found.append(None)
         elif _is_memory(x):
-            found += _without_first(x.shape), x.is_contiguous(), x.dtype, x.get_device()
+            shape = x.shape
+            n = len(shape)
+            found += -1 if n == 1 else shape[1] if n == 2 else shape[1:], x.is_contiguous(), x.dtype, x.get_device()
         else:
             return None
     return found
-
-
-def _without_first(shape: tuple[int, ...]) -> Any:
-    """All sizes but the first, and how many there are; without a slice, which takes longer, where that can be."""
-    n = len(shape)
-    return shape[1] if n == 2 else shape[1:] if n > 2 else ~n
 
 
 def maxsim(
@@ -233,7 +238,8 @@ def maxsim(
         return None
     c, is_bounded = Cut(Q, D, *indices, *per_token, *sizes), max_seqlen_q is not None
     argmax_dtype = argmax_dtype_for(c.Td)
-    key = (*description, *others, is_bounded, argmax_dtype, *eager.state(Q.dtype))
+    tf32 = Q.dtype is torch.float32 and eager.fp32_precision() == "tf32"
+    key = (*description, *others, is_bounded, argmax_dtype, tf32, requested_backend())
     call = _calls.get(key, key)
     if call is key:
         call = eager.remember(_calls, key, _new_call(c, options, argmax_dtype, is_bounded))

@@ -1,0 +1,52 @@
+"""How far off are fp32 scores where TF32 is allowed, beside torch's einsum, and what do they take?
+
+    python benchmarks/tf32.py [--rounds 50] [--out FILE]
+
+``mean`` and ``most``: the signed mean and the largest relative error of a score against fp64, of unit-length tokens,
+for 16 queries x 1000 documents (32 and 300 tokens). What is cut off, not rounded, shows in the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import common
+import torch
+from gpu import Timer
+from torch import Tensor
+
+import lik_ops
+
+NQ, ND, LQ, LD = 16, 1000, 32, 300
+
+
+def einsum(Q: Tensor, D: Tensor) -> Tensor:
+    return torch.cat([torch.einsum("qsd,ktd->qkst", Q, part).amax(-1).sum(-1) for part in D.split(100)], dim=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    timer, records = Timer(args.rounds), []
+    for d in (64, 128, 320):
+        tokens = (torch.randn(n, length, d, device="cuda") for n, length in ((NQ, LQ), (ND, LD)))
+        Q, D = (torch.nn.functional.normalize(x, dim=-1) for x in tokens)
+        expected = einsum(Q.double(), D.double())
+        for precision in ("ieee", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            calls = {"lik_ops": lambda Q=Q, D=D: lik_ops.maxsim(Q, D), "einsum": lambda Q=Q, D=D: einsum(Q, D)}
+            times = timer.compare(calls)
+            for name, call in calls.items():
+                error = (call().double() - expected) / expected
+                found = {"mean": float(error.mean()), "most": float(error.abs().max()), "ms": times[name]}
+                records.append({"contender": name, "d": d, "precision": precision, **found})
+                print(records[-1])
+    print(common.write("tf32", records, path=args.out, sizes=[NQ, ND, LQ, LD]))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from .portable_blocks import (
 from .portable_slices import NEG_INF, Cut, Forward, Part, winners
 
 SHARED_TOKENS = 512  # of the documents of a cross product
-PART_BYTES = 2 * MiB  # of query tokens, and of documents, in one product
+PART_BYTES = 3 * MiB  # of query tokens, and of documents, in one product
 SMALL = {torch.float32: 16, torch.float64: 12}  # columns, where a machine allows so few
 
 
@@ -99,7 +100,7 @@ class Few(Forward):
         self.slices = max(2, min(SIMILARITY_BYTES // (similarities * size), PART_BYTES // (tokens * size)))
         self.similarities = layout.pairs.new_empty(self.slices * similarities)
         # Parts of the queries begin, where they can, at whole slices.
-        self.step = self.columns if self.shared else self.group * ALIGNMENT
+        self.step = self.columns // gcd(self.columns, self.Lq) if self.shared else self.group * ALIGNMENT
         items = max(1, BEST_BYTES // (X * self.Lq * size))
         items = items // self.step * self.step or items
         self.cut = Cut(1, 1, 1 if self.shared else items, X, items if self.shared else 1, 1, 1)
@@ -175,7 +176,7 @@ class Few(Forward):
         return documents, masked
 
     def _slices(self, source: Tensor, each: int, size: int, least: int = 2) -> Tensor:
-        """Tokens of ``source [..., d]``, so many in each of `least` slices or more ``[n, size, d]``, zeros behind."""
+        """Tokens of ``source [..., d]``, so many in each of `least` slices or more ``[n, size, d]``, then zeros."""
         rows = source.reshape(-1, source.shape[-1])
         count, d = rows.shape
         n = max(least, ceil_div(count, each))

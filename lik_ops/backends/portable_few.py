@@ -38,28 +38,35 @@ SMALL = {torch.float32: 16, torch.float64: 12}  # columns, where a machine allow
 
 
 @lru_cache(maxsize=4096)
-def has_bits_of_slices(rows: int, columns: int, d: int, dtype: torch.dtype) -> bool:
+def has_bits_of_slices(rows: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> bool:
     """Whether products of this shape have the bits of the slices that `slice_shape` makes, on this machine.
 
-    Kernels that add in another order round most similarities of random tokens otherwise.
+    Rows are document tokens, `turned` query tokens. Kernels that add in another order round most similarities of random
+    tokens otherwise.
     """
     step = STEPS[dtype][1]
-    if rows >= MIN_ROWS and columns % step == 0:
+    if rows >= MIN_ROWS and columns % step == 0 and not turned:
         return True
     random = torch.Generator().manual_seed(0)
-    D = torch.rand((2, MIN_ROWS, d), generator=random, dtype=dtype, device="cpu").sub_(0.5)
-    Q = torch.rand((2, round_up(columns, step), d), generator=random, dtype=dtype, device="cpu").sub_(0.5)
-    expected = torch.bmm(D, Q.mT)[:, :rows, :columns]
-    return torch.equal(torch.bmm(D[:, :rows].contiguous(), Q[:, :columns].contiguous().mT)[:, :MIN_ROWS], expected)
+    size = round_up(max(rows, columns, MIN_ROWS), step)
+    D, Q = (torch.rand((2, size, d), generator=random, dtype=dtype, device="cpu").sub_(0.5) for _ in range(2))
+    expected, across = torch.bmm(D, Q.mT), (Q, D) if turned else (D, Q)
+    actual = torch.bmm(across[0][:, :rows].contiguous(), across[1][:, :columns].contiguous().mT)
+    return torch.equal(actual, (expected.mT if turned else expected)[:, :rows, :columns])
 
 
 @lru_cache(maxsize=1024)
 def rows_for(tokens: int, columns: int, d: int, dtype: torch.dtype) -> int:
     """Rows of a slice that holds so many document tokens."""
-    for rows in range(round_up(tokens, 4), MIN_ROWS, 4):
-        if has_bits_of_slices(rows, columns, d, dtype):
-            return rows
-    return max(round_up(tokens, STEPS[dtype][0]), MIN_ROWS)
+    few = few_rows_for(tokens, columns, d, dtype)
+    return few or max(round_up(tokens, STEPS[dtype][0]), MIN_ROWS)
+
+
+@lru_cache(maxsize=1024)
+def few_rows_for(tokens: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> int | None:
+    """Rows below `MIN_ROWS` for so many tokens, None where this machine allows none."""
+    possible = range(round_up(tokens, 4), MIN_ROWS, 4)
+    return next((rows for rows in possible if has_bits_of_slices(rows, columns, d, dtype, turned)), None)
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .portable_blocks import MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, unified_layout
 from .portable_few import Few
 from .portable_slices import NEG_INF, Forward, Panel, Part, cut_of
+from .portable_turned import Turned
 from .portable_wide import Wide
 
 DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
@@ -59,7 +60,7 @@ def run(layout: Layout, normalize: bool) -> None:
 
 def special_kind(layout: Layout) -> type[Forward] | None:
     """Who computes what slices of the usual shapes do not suit; documents and queries need not be tensors for them."""
-    return next((kind for kind in (Wide, Few) if kind.takes(layout)), None)
+    return next((kind for kind in (Wide, Turned, Few) if kind.takes(layout)), None)
 
 
 class Across(Forward):

@@ -9,8 +9,9 @@ every row and column, as it has to for equal tokens to tie. Padding and packed t
 slices of any rows and columns. MKL gives both on slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start
 at multiples of 64 bytes; `tests/test_slices.py` checks the machine it runs on.
 
-Calls of few tokens would multiply padding for the most part. `portable_few` and `portable_turned` make products of fewer
-rows, where one random product shows that this machine gives them the same bits; `portable_wide` has its own chunks.
+Calls of few tokens would multiply padding for the most part. `portable_few` and `portable_turned` make products of
+fewer rows, where one random product shows that this machine gives them the same bits; `portable_wide` has its own
+chunks.
 
 Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
 reaches 0.54 of its full rate on an AMD processor, and 0.65 with a copy into the cache before it, the time of the copy

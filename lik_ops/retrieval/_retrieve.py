@@ -85,7 +85,6 @@ def retrieve(
         (torch.Size([2, 10]), torch.Size([2, 10]))
     """
     topk.reject_derivatives(_OP, Q, D, q_weight)
-    check_flag(_OP, "normalize", normalize)
     if progress is not None:
         check_flag(_OP, "progress", progress)
     if is_sequences(D):
@@ -160,7 +159,7 @@ def of_source(
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
     Q, like, q_weight = sources.in_region(_OP, Q, source.shape, source.dtype, q_weight)
-    topk.check_arguments(_OP, Q, like, top_k, chunk, q_mask, None, source.offsets, q_weight)
+    topk.check_arguments(_OP, Q, like, top_k, chunk, q_mask, None, source.offsets, q_weight, normalize)
     if source.d_mask is not None and source.d_mask.device not in (Q.device, torch.device("cpu")):
         raise ValueError(f"{_OP}: d_mask: expected the device of Q, {Q.device}, or cpu, got {source.d_mask.device}")
     # One read at least, of nothing, for the shapes of the result.

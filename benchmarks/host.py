@@ -23,7 +23,7 @@ from ragged_contenders import contenders
 from torch import Tensor
 
 import lik_ops
-from lik_ops.backends import launcher
+from lik_ops.gpu import launcher
 
 BLOCK = 50
 RAGGED = (
@@ -140,10 +140,11 @@ def _call(score: Callable[..., Tensor], tokens: tuple[Tensor, ...], upstream: Te
 
 def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     """Parts of `lik_ops.maxsim`, each alone."""
-    from lik_ops._backend_choice import requested_backend
-    from lik_ops._layout import check, metadata
-    from lik_ops.backends import cuda, cuda_backward
+    from lik_ops.arguments import check, metadata
+    from lik_ops.gpu import backend as cuda
+    from lik_ops.gpu import backward as cuda_backward
     from lik_ops.ops import eager
+    from lik_ops.settings import requested_backend
 
     lik_ops.maxsim(Q, D)
     plan = cuda.forward_plan(Q, D, None, None, None, False, None)
@@ -183,7 +184,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False) -> None:
-    from lik_ops.backends import cuda_arguments
+    from lik_ops.gpu import arguments as cuda_arguments
 
     tiles = cuda_arguments.descriptor(D, plan.config) if plan.reads_tiles else None
     args = (

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lik_ops
-from lik_ops._agreement import Agreement, all_gather
-from lik_ops._gathering import merged
+from lik_ops.distributed.agreement import Agreement, all_gather
+from lik_ops.distributed.gathering import merged
 
 QUERIES = (1, 64, 16, 256)
 PART_ROUNDS = 7

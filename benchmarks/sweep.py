@@ -1,4 +1,4 @@
-"""Which tile sizes are fastest for the forward on this GPU? Times alternatives to the table of `backends/configs.py`.
+"""Which tile sizes are fastest for the forward on this GPU? Times alternatives to the table of `gpu/configs.py`.
 
     python benchmarks/sweep.py [--only rerank] [--out FILE]
 
@@ -24,8 +24,8 @@ from common import Case, Inputs
 from forward import CASES
 from gpu import Timer
 
-from lik_ops.backends import configs
-from lik_ops.backends.configs import Tile
+from lik_ops.gpu import configs
+from lik_ops.gpu.configs import Tile
 from lik_ops.ops import eager
 
 ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)

@@ -21,7 +21,8 @@ import torch
 from forward import Timer
 from torch import Tensor
 
-from lik_ops.backends import backward_configs, cuda_backward
+from lik_ops.gpu import backward as cuda_backward
+from lik_ops.gpu import backward_configs
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,7 @@ import triton.language as tl
 
 from .arguments import Sizes
 from .backward import more_norm_sums, no_norm_sums, norm_sums, through_norm, through_tile_norm
-from .common import (
-    document_base,
-    inverse_norm,
-    load_rows,
-    query_weight,
-    row_pointers,
-    rows_sum_of_squares,
-    wide,
-)
+from .common import document_base, inverse_norm, load_rows, query_weight, row_pointers, rows_sum_of_squares, wide
 
 CAREFUL_ROWS = tl.constexpr(16)  # of a step of the slow path
 

@@ -4,23 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import export, reference
-from ._backend_choice import use_backend
-from ._checks import checks
-from ._layout import Backward as Backward
-from ._maxsim import maxsim, maxsim_pairs, maxsim_with_argmax
-from ._packing import lengths_to_mask, pack, unpack
-from ._ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
-from ._ragged_argmax import (
+from ._version import __version__
+from .api.packing import lengths_to_mask, pack, unpack
+from .api.ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
+from .api.ragged_argmax import (
     maxsim_candidates_varlen_with_argmax,
     maxsim_padded_with_argmax,
     maxsim_pair_list_with_argmax,
     maxsim_varlen_with_argmax,
 )
-from ._similarity_map import similarity_map
-from ._version import __version__
-from ._warmup import warmup
+from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
+from .api.similarity_map import similarity_map
+from .api.warmup import warmup
+from .arguments import Backward as Backward
 from .retrieval import Corpus, retrieve
 from .scorer import MaxSimScorer
+from .settings import checks, use_backend
 
 if TYPE_CHECKING:
     from . import distributed as distributed

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import __version__, backends, maxsim
-from ._backend_choice import ENVIRONMENT_VARIABLE, requested_backend
-from .backends import portable
+from .portable import backend as portable
+from .settings import BACKEND_VARIABLE, requested_backend
 
 if TYPE_CHECKING:
-    from .backends.configs import Architecture
+    from .gpu.configs import Architecture
 
 _DOCUMENTS, _TOKENS = 1000, 300  # of the documents whose kernel is asked for
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,7 +48,8 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
     if backend is portable:
         reason = None if device.type == "cpu" else backends.why_not_triton(device, dtype)
         return "portable" + (f" ({reason})" if reason else "")
-    from .backends import cuda, launcher
+    from .gpu import backend as cuda
+    from .gpu import launcher
 
     arch, sizes = cuda.architecture(device), (Nq, _DOCUMENTS, Lq, _TOKENS, d)
     return f"triton {kernel(arch, arch.processors, dtype, *sizes)}; launched {launcher.way()}"
@@ -56,7 +57,7 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
 
 def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
-    from .backends import cuda_forward
+    from .gpu import forward as cuda_forward
 
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
     plan = cuda_forward.new_plan(Q, D, None, None, None, False, None, replace(arch, processors=processors))
@@ -67,7 +68,7 @@ def table() -> str:
     """The table of tiles that ``LIK_OPS_TABLE`` names."""
     if find_spec("triton") is None:
         return "none: triton is not installed"
-    from .backends import tables
+    from .gpu import tables
 
     try:
         found = tables.loaded()
@@ -81,7 +82,7 @@ def triton() -> str:
     found = _version("triton")
     if find_spec("triton") is None:
         return found
-    from .backends import triton_versions
+    from .gpu import triton_versions
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said here
@@ -91,7 +92,7 @@ def triton() -> str:
 
 def fallen_back() -> list[str]:
     """What is known of kernels that did not compile in this process."""
-    launcher = sys.modules.get("lik_ops.backends.launcher")
+    launcher = sys.modules.get("lik_ops.gpu.launcher")
     return [] if launcher is None else list(launcher.fallen_back.values())
 
 
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"python   {platform.python_version()} on {platform.system()}")
     print(f"torch    {torch.__version__}")
     print(f"triton   {triton()}")
-    print(f"backend  {requested_backend()} ({ENVIRONMENT_VARIABLE} or lik_ops.use_backend)")
+    print(f"backend  {requested_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
     print(f"table    {table()}")
     for device, name in _devices():
         print(f"{device}: {name}")

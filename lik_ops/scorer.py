@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from ._layout import Backward, check_options
-from ._maxsim import maxsim
+from .api.score import maxsim
+from .arguments import Backward, check_options
 
 
 class MaxSimScorer(nn.Module):

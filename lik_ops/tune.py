@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from . import __version__, reference
-from ._layout import argmax_dtype_for
-from .backends import configs, cuda, tables
-from .backends.configs import Architecture, Rule, Tile
-from .backends.cuda_forward import ForwardPlan
+from .arguments import argmax_dtype_for
+from .gpu import backend as cuda
+from .gpu import configs, tables
+from .gpu.configs import Architecture, Rule, Tile
+from .gpu.forward import ForwardPlan
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
 _ROWS = (32, 64, 128, 256)

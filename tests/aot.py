@@ -14,9 +14,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from lik_ops.backends import backward_configs, configs
-from lik_ops.backends.configs import Architecture, Launch
-from lik_ops.backends.triton_versions import compile_options
 from lik_ops.csrc_triton import (
     backward_documents,
     backward_few,
@@ -32,6 +29,9 @@ from lik_ops.csrc_triton import (
     ragged_items,
 )
 from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream, Zeros
+from lik_ops.gpu import backward_configs, configs
+from lik_ops.gpu.configs import Architecture, Launch
+from lik_ops.gpu.triton_versions import compile_options
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 

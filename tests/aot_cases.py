@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from lik_ops.backends import configs
-from lik_ops.backends.configs import ARCHITECTURES, Architecture, Rule, Tile
+from lik_ops.gpu import configs
+from lik_ops.gpu.configs import ARCHITECTURES, Architecture, Rule, Tile
 
 from .aot import Case, fingerprint
 

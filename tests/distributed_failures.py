@@ -17,7 +17,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lik_ops import _ring, distributed
+from lik_ops import distributed
+from lik_ops.distributed import ring as _ring
 from lik_ops.retrieval import _retrieve
 
 WORLD, LOST = 3, 1

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lik_ops
-from lik_ops import _ring, distributed
-from lik_ops._agreement import on_host
+from lik_ops import distributed
+from lik_ops.distributed import ring as _ring
+from lik_ops.distributed.agreement import on_host
 from lik_ops.retrieval import shards
 
 TIMEOUT = timedelta(seconds=60)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lik_ops import reference
-from lik_ops.backends.ragged import Ragged
+from lik_ops.segments import Ragged
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("cross", "candidates", "pairs")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lik_ops.backends.configs import ARCHITECTURES
-from lik_ops.backends.triton_versions import release
+from lik_ops.gpu.configs import ARCHITECTURES
+from lik_ops.gpu.triton_versions import release
 
 from .aot import Case, Compiled, compile_for
 from .aot_cases import (

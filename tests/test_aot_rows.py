@@ -8,12 +8,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lik_ops.backends import configs
-from lik_ops.backends.triton_versions import release
 from lik_ops.csrc_triton import forward_rows as fr
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import row_sums
 from lik_ops.csrc_triton.arguments import Found, Patches, Queries, Segments
+from lik_ops.gpu import configs
+from lik_ops.gpu.triton_versions import release
 
 from .aot import Case, _queries, compile_as_launched, cuda_resources
 from .test_aot_specialized import SM_90, check

@@ -9,10 +9,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lik_ops.backends import configs
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
 from lik_ops.csrc_triton.arguments import Queries
+from lik_ops.gpu import configs
 
 from .aot import Case, _queries, compile_as_launched, repeated_spills
 

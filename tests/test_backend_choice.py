@@ -10,8 +10,8 @@ import torch
 
 import lik_ops
 from lik_ops import backends
-from lik_ops._backend_choice import requested_backend
-from lik_ops.backends import portable
+from lik_ops.portable import backend as portable
+from lik_ops.settings import requested_backend
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_cpu_takes_portable_and_a_gpu_without_kernels_says_why(caplog):
 
 @pytest.mark.gpu
 def test_gpu_takes_the_kernels_and_obeys_the_choice():
-    from lik_ops.backends import cuda
+    from lik_ops.gpu import backend as cuda
 
     device = torch.device("cuda", 0)
     assert backends.select(device, torch.bfloat16) is cuda
@@ -90,7 +90,7 @@ def test_info_prints_versions_devices_and_the_choice():
 
 def test_info_names_the_kernel_that_a_gpu_would_run():
     from lik_ops import info
-    from lik_ops.backends.configs import ARCHITECTURES
+    from lik_ops.gpu.configs import ARCHITECTURES
 
     def kernel(name, dtype, Nq, d=128):
         return info.kernel(ARCHITECTURES[name], 132, dtype, Nq, 1000, 32, 300, d)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops._checks import checks_values
+from lik_ops.settings import checks_values
 
 from .ragged import DEVICES
 

@@ -226,7 +226,7 @@ def test_an_edited_backward_is_not_served_from_the_cache(tmp_path):
 def test_the_cache_key_names_the_code_once_and_keeps_what_was_there():
     code = (
         "import torch.compiler.config as c; c.cache_key_tag = 'mine'\n"
-        "import lik_ops; from lik_ops.ops import compile_cache\n"
+        "import lik_ops; from lik_ops.ops.stack import compile_cache\n"
         "compile_cache.tag(); print(c.cache_key_tag, compile_cache.digest())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

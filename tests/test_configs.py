@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.backends import configs
-from lik_ops.backends.configs import ARCHITECTURES, FORWARD, INTERPRETER, Launch
+from lik_ops.gpu import configs
+from lik_ops.gpu.configs import ARCHITECTURES, FORWARD, INTERPRETER, Launch
 
 from .support import Problem, build
 

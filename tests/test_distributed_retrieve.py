@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import _agreement
+from lik_ops.distributed import agreement as _agreement
 
 pytest.importorskip("safetensors", reason='pip install ".[retrieval]"')
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")

@@ -152,7 +152,9 @@ def docstrings():
     found = {}
     for path in sorted((ROOT / "lik_ops").rglob("*.py")):
         if "    >>> " in path.read_text():
-            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            module = importlib.import_module(
+                ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            )
             tests = doctest.DocTestFinder(exclude_empty=True).find(module, globs={})
             found.update({test.name: test for test in tests if test.examples})
     return found
@@ -161,7 +163,7 @@ def docstrings():
 EXAMPLES = docstrings()
 DISTRIBUTED = "lik_ops.distributed."
 SLOW_EXAMPLES = {"lik_ops.export.package"}
-NEEDED = {"lik_ops._onnx": "onnxscript", "lik_ops.retrieval.corpus": "safetensors"}
+NEEDED = {"lik_ops.export.onnx": "onnxscript", "lik_ops.retrieval.corpus": "safetensors"}
 
 
 @pytest.mark.filterwarnings("default")

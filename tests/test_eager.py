@@ -296,13 +296,13 @@ def test_warmup_makes_the_calls_it_is_told_to(place, monkeypatch):
     called = []
 
     def spy(name):
-        real = getattr(lik_ops._warmup, name)
+        real = getattr(lik_ops.api.warmup, name)
 
         def call(Q, D, *args, **options):
             called.append((name, Q.shape, D.shape))
             return real(Q, D, *args, **options)
 
-        monkeypatch.setattr(lik_ops._warmup, name, call)
+        monkeypatch.setattr(lik_ops.api.warmup, name, call)
 
     spy("maxsim")
     spy("maxsim_with_argmax")

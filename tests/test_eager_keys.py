@@ -18,7 +18,10 @@ from .support import INTERPRETER, INTERPRETING, PORTABLE
 from .test_eager import Wrapped
 
 pytest.importorskip("triton", reason="ragged calls take the short way to the Triton backend alone")
-from lik_ops.backends import cuda, cuda_forward, cuda_ragged, launcher
+from lik_ops.gpu import backend as cuda
+from lik_ops.gpu import forward as cuda_forward
+from lik_ops.gpu import launcher
+from lik_ops.gpu import ragged_forward as cuda_ragged
 
 PLACE = INTERPRETER if INTERPRETING else PORTABLE
 # The interpreter takes 0.1 s for a call: of few functions one of so many changes, each time another.

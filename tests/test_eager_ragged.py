@@ -9,14 +9,16 @@ from torch.autograd import forward_ad
 
 import lik_ops
 from lik_ops import backends
-from lik_ops.backends.ragged import Cut
 from lik_ops.ops import eager, eager_ragged
+from lik_ops.segments import Cut
 
 from .support import CUDA, INTERPRETER, INTERPRETING
 from .test_eager import FunctionSeen, Seen, Wrapped
 
 pytest.importorskip("triton", reason="only the plans of the Triton backend go this way")
-from lik_ops.backends import cuda, cuda_ragged, launcher
+from lik_ops.gpu import backend as cuda
+from lik_ops.gpu import launcher
+from lik_ops.gpu import ragged_forward as cuda_ragged
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 somewhere = pytest.mark.parametrize("place", PLACES, ids=str)

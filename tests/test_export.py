@@ -16,7 +16,7 @@ from torch.export import Dim
 from torch.utils import cpp_extension
 
 import lik_ops
-from lik_ops.backends import blocked
+from lik_ops.portable import blocked
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).with_name("data")

@@ -11,7 +11,10 @@ from lik_ops import reference
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="without Triton there is nothing to fall back from")
-from lik_ops.backends import configs, cuda_forward, cuda_rows, cuda_specialized, launcher, triton_versions
+from lik_ops.gpu import configs, launcher, triton_versions
+from lik_ops.gpu import forward as cuda_forward
+from lik_ops.gpu import rows as cuda_rows
+from lik_ops.gpu import specialized as cuda_specialized
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 

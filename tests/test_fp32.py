@@ -156,7 +156,8 @@ def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("room", [None, 96])
 def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     """Equal bits, also where the documents are split in several parts, and where some rows are odd."""
-    from lik_ops.backends import cuda_forward, cuda_split
+    from lik_ops.gpu import forward as cuda_forward
+    from lik_ops.gpu import split as cuda_split
 
     Q, D = torch.randn(3, 5, 12), torch.randn(5, 24, 12)
     d_mask = torch.rand(5, 24) > 0.4

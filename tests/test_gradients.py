@@ -126,8 +126,8 @@ def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
 
 def _cut_small(monkeypatch, **constants):
     """Let small problems take the ways of large ones."""
-    configs = pytest.importorskip("lik_ops.backends.backward_configs")
-    backward = pytest.importorskip("lik_ops.backends.cuda_backward")
+    configs = pytest.importorskip("lik_ops.gpu.backward_configs")
+    backward = pytest.importorskip("lik_ops.gpu.backward")
     for name, value in constants.items():
         module = configs if hasattr(configs, name) else backward
         monkeypatch.setattr(module, name, value)

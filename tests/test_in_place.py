@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lik_ops.backends import portable_blocks
-from lik_ops.backends.portable_blocks import reads_in_place
+from lik_ops.portable import blocks as portable_blocks
+from lik_ops.portable.blocks import reads_in_place
 
 from .ragged import same_bits
 from .test_portable import MiB, Problem, peak_bytes

@@ -11,17 +11,13 @@ from lik_ops import backends, info
 from lik_ops.ops import eager
 
 pytest.importorskip("triton", reason="the plans are those of the Triton backend")
-from lik_ops.backends import (
-    configs,
-    cuda,
-    cuda_arguments,
-    cuda_forward,
-    cuda_rows,
-    cuda_specialized,
-    cuda_split,
-    launcher,
-    triton_versions,
-)
+from lik_ops.gpu import arguments as cuda_arguments
+from lik_ops.gpu import backend as cuda
+from lik_ops.gpu import configs, launcher, triton_versions
+from lik_ops.gpu import forward as cuda_forward
+from lik_ops.gpu import rows as cuda_rows
+from lik_ops.gpu import specialized as cuda_specialized
+from lik_ops.gpu import split as cuda_split
 
 
 def test_what_falls_back_is_said(monkeypatch, capsys):

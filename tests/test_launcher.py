@@ -29,7 +29,9 @@ from triton.compiler import make_backend
 from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lik_ops.backends import cuda_arguments, cuda_forward, launcher, triton_versions
+from lik_ops.gpu import arguments as cuda_arguments
+from lik_ops.gpu import forward as cuda_forward
+from lik_ops.gpu import launcher, triton_versions
 
 CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
 
@@ -426,4 +428,4 @@ def test_the_log_says_how_kernels_are_launched(caplog):
     with caplog.at_level(logging.DEBUG, logger="lik_ops"), torch.no_grad():
         Q, D = tensors(3, 4, 19, 23, 56)
         lik_ops.maxsim(Q, D.half().bfloat16())
-    assert "maxsim_forward" in caplog.text and "goes straight to lik_ops.backends.cuda" in caplog.text
+    assert "maxsim_forward" in caplog.text and "goes straight to lik_ops.gpu.backend" in caplog.text

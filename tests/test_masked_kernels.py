@@ -6,8 +6,8 @@ import torch
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import configs, launcher
 from lik_ops.csrc_triton import row_sums
+from lik_ops.gpu import configs, launcher
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import lik_ops
 from lik_ops import export
-from lik_ops.backends import blocked
+from lik_ops.portable import blocked
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 from triton.backends.compiler import GPUTarget
@@ -87,8 +87,8 @@ def test_the_kernel_compiles(dtype, arch, copy, tmp_path):
     """Also where nothing but its source and that of the functions it calls was copied."""
     import triton
 
-    from lik_ops.backends.configs import ARCHITECTURES
     from lik_ops.csrc_triton.packaged import maxsim_packaged as kernel
+    from lik_ops.gpu.configs import ARCHITECTURES
     from lik_ops.ops import packaged
 
     Q, D = torch.empty(2, 64, 128, dtype=dtype), torch.empty(3, 300, 128, dtype=dtype)

@@ -304,7 +304,7 @@ def test_defect_errors_never_become_results(monkeypatch):
     def fails(*args):
         raise RuntimeError("the kernel failed")
 
-    from lik_ops.backends import portable
+    from lik_ops.portable import backend as portable
 
     monkeypatch.setattr(portable, "forward_ragged", fails)
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
@@ -422,7 +422,7 @@ def test_defect_forward_mode_raises(device):
 @pytest.mark.parametrize("Lq", [16, 17])
 def test_defect_no_winners_are_kept_without_gradients(Lq, monkeypatch):
     """A peer keeps them at Lq = 16."""
-    from lik_ops.backends import portable
+    from lik_ops.portable import backend as portable
 
     kept = []
 

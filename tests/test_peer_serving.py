@@ -12,7 +12,7 @@ from torch.nn.functional import normalize as normalized
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.backends import portable_ragged
+from lik_ops.portable import ragged_forward as portable_ragged
 
 from .ragged import DEVICES, INF, NAN
 from .test_peer_behaviours import entry_points

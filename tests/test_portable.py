@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lik_ops import reference
-from lik_ops.backends import portable, portable_backward, portable_slices
-from lik_ops.backends.portable_blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS
-from lik_ops.backends.portable_slices import winners
+from lik_ops.portable import backend as portable
+from lik_ops.portable import backward as portable_backward
+from lik_ops.portable import slices as portable_slices
+from lik_ops.portable.blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS
+from lik_ops.portable.slices import winners
 
 MiB = 1 << 20
 WORKSPACE = 32 * MiB

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lik_ops import reference
-from lik_ops.backends import portable
-from lik_ops.backends.portable_blocks import SHARED_ROWS, slice_shape, unified_layout
-from lik_ops.backends.portable_few import Few, has_bits_of_slices, rows_for, shared_by
-from lik_ops.backends.portable_slices import Forward
-from lik_ops.backends.portable_turned import Turned
-from lik_ops.backends.portable_wide import CHUNK, Wide
+from lik_ops.portable import backend as portable
+from lik_ops.portable.blocks import SHARED_ROWS, slice_shape, unified_layout
+from lik_ops.portable.few import Few, has_bits_of_slices, rows_for, shared_by
+from lik_ops.portable.slices import Forward
+from lik_ops.portable.turned import Turned
+from lik_ops.portable.wide import CHUNK, Wide
 
 from .ragged import same_bits
 

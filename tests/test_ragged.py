@@ -10,8 +10,10 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.backends import portable_ragged, portable_ragged_backward, ragged_items
-from lik_ops.backends.ragged import Ragged
+from lik_ops.portable import items as ragged_items
+from lik_ops.portable import ragged_backward as portable_ragged_backward
+from lik_ops.portable import ragged_forward as portable_ragged
+from lik_ops.segments import Ragged
 
 from .ragged import DEVICES, INF, KINDS, LENGTHS, NAN, TOLERANCE, Batch, build, dtypes_of, same_bits, winners_of
 from .test_portable import WORKSPACE, peak_bytes
@@ -432,7 +434,7 @@ def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_decides_what_is_launched_elsewhere(kind):
     """Meta tensors have no values, so whoever asks for one raises."""
-    from lik_ops.backends import portable
+    from lik_ops.portable import backend as portable
 
     tensors = Ragged(*(t.to("meta") if isinstance(t, Tensor) else t for t in build(*LENGTHS, kind).ragged()))
     scores, argmax = portable.forward_ragged(tensors, True, torch.int16, 40)

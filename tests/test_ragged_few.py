@@ -6,12 +6,13 @@ import torch
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import backward_configs, cuda_ragged_backward
 from lik_ops.csrc_triton.backward_ragged_few import (
     MOST_ITEMS,
     maxsim_grad_few_packed_documents,
     maxsim_grad_packed_documents_apart,
 )
+from lik_ops.gpu import backward_configs
+from lik_ops.gpu import ragged_backward as cuda_ragged_backward
 
 from .test_ragged_kernels import (
     GRADIENT_TOLERANCE,

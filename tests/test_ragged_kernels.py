@@ -9,12 +9,13 @@ import torch
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.backends.ragged import Cut, Ragged
+from lik_ops.segments import Cut, Ragged
 
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import cuda_ragged, cuda_ragged_backward
+from lik_ops.gpu import ragged_backward as cuda_ragged_backward
+from lik_ops.gpu import ragged_forward as cuda_ragged
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)

@@ -8,9 +8,10 @@ import torch
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.backends import backward_configs, cuda_ragged_backward
-from lik_ops.backends.ragged import Cut
 from lik_ops.csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS
+from lik_ops.gpu import backward_configs
+from lik_ops.gpu import ragged_backward as cuda_ragged_backward
+from lik_ops.segments import Cut
 
 from .test_ragged_kernels import (
     GRADIENT_TOLERANCE,

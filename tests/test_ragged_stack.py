@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lik_ops
-from lik_ops.ops import sharding
+from lik_ops.ops.stack import sharding
 
 from .ragged import DEVICES, build, same_bits
 from .support import Calls

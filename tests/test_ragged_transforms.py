@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lik_ops
-from lik_ops.ops import batching
+from lik_ops.ops.stack import batching
 
 from .ragged import DEVICES, KINDS, build, same_bits
 from .support import Calls

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.backends import portable, portable_topk
 from lik_ops.ops import topk
+from lik_ops.portable import backend as portable
+from lik_ops.portable import topk as portable_topk
 
 from .test_portable import peak_bytes
 

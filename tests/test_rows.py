@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.backends.ragged import Cut, Ragged
+from lik_ops.segments import Cut, Ragged
 
 from .ragged import same_bits
 from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
@@ -14,7 +14,7 @@ from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.backends import configs
+from lik_ops.gpu import configs
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
@@ -52,7 +52,8 @@ def test_sums_are_trees_of_the_rows_that_other_kernels_sum_at_once(Lq):
 
 @pytest.mark.parametrize("mask", [None, torch.ones(40, dtype=torch.bool), torch.ones(1, dtype=torch.bool).expand(40)])
 def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch):
-    from lik_ops.backends import cuda_ragged, cuda_rows
+    from lik_ops.gpu import ragged_forward as cuda_ragged
+    from lik_ops.gpu import rows as cuda_rows
 
     found = []
     monkeypatch.setattr(cuda_rows.launcher, "launch", lambda kernel, grid, args, options: found.append((grid, args)))
@@ -69,7 +70,7 @@ def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch)
     [(32, 256, 300, True), (48, 700, 300, True), (32, 40, 2000, True), (31, 256, 300, False), (32, 100, 8192, False)],
 )
 def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs_busy(Lq, Nd, Ld, copies):
-    from lik_ops.backends import cuda_rows
+    from lik_ops.gpu import rows as cuda_rows
 
     found = choice(rows=256 * Lq, K=Nd, Lq=Lq, dense=True)
     Q, D = (torch.empty(n, L, 128, dtype=torch.bfloat16) for n, L in ((256, Lq), (Nd, Ld)))
@@ -80,7 +81,7 @@ def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs
 
 
 def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them():
-    from lik_ops.backends import cuda_rows
+    from lik_ops.gpu import rows as cuda_rows
 
     for Nq, copies in ((90_000, True), (100_000, False)):  # 6.9 and 7.6 MiB of maxima
         found = choice(rows=20 * Nq, K=70, Lq=20, dense=True)
@@ -126,7 +127,7 @@ def masked_cases():
 
 def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`."""
-    from lik_ops.backends import cuda_forward
+    from lik_ops.gpu import forward as cuda_forward
 
     plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
@@ -136,7 +137,7 @@ def plain(x, argmax_dtype):
 @pytest.fixture(params=["patches", "copies"])
 def way(request, monkeypatch):
     """How masks are dealt with, whatever the sizes."""
-    from lik_ops.backends import cuda_rows
+    from lik_ops.gpu import rows as cuda_rows
 
     monkeypatch.setattr(cuda_rows, "_KEPT_ROWS", 0 if request.param == "copies" else 2**31)
     monkeypatch.setattr(cuda_rows, "_KEPT_PAIRS", 0)
@@ -145,7 +146,7 @@ def way(request, monkeypatch):
 
 def by_rows(x, argmax_dtype, way):
     """The same by way of row maxima, which is an error to be without."""
-    from lik_ops.backends import cuda_rows
+    from lik_ops.gpu import rows as cuda_rows
 
     plan = cuda_rows.masked_plan(x.Q, x.D, argmax_dtype)
     assert plan is not None and plan.score_part.__name__ == f"_by_{way}"
@@ -206,7 +207,7 @@ def packed(Nq, Nd, Lq, Ld, d, seed, dtype=torch.bfloat16, values="normal"):
     ids=str,
 )
 def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypatch):
-    from lik_ops.backends import cuda_ragged
+    from lik_ops.gpu import ragged_forward as cuda_ragged
 
     r = packed(*sizes, seed=sum(sizes), values=values)
     r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
@@ -235,7 +236,7 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
     [(16, 32, 300, 150, 128), (90, 2, 200, 70, 64), (5, 128, 70, 300, 96), (33, 15, 140, 64, 128)],
 )
 def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld, d, per_token, values, monkeypatch):
-    from lik_ops.backends import cuda_ragged
+    from lik_ops.gpu import ragged_forward as cuda_ragged
 
     r = packed(1, Nd, 1, Ld, d, seed=Lq, values=values)
     bounds = torch.cat([r.d_offsets, r.d_offsets[-1:] + r.d_lengths[-1:]])
@@ -261,7 +262,8 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
 
 @pytest.mark.gpu
 def test_chunks_of_documents_do_not_show(way, monkeypatch):
-    from lik_ops.backends import cuda_ragged, cuda_rows
+    from lik_ops.gpu import ragged_forward as cuda_ragged
+    from lik_ops.gpu import rows as cuda_rows
 
     r = packed(40, 90, 32, 150, 128, seed=1)
     x = build(Problem(Nq=40, Nd=90, Lq=16, Ld=70, d=64, dtype=torch.bfloat16, d_mask="holes"), "cuda")

@@ -8,14 +8,7 @@ import itertools
 import pytest
 import torch
 
-from lik_ops.backends.portable_blocks import (
-    MAX_ROWS,
-    MIN_ROWS,
-    fold_sum,
-    reads_in_place,
-    slice_shape,
-    slices_buffer,
-)
+from lik_ops.portable.blocks import MAX_ROWS, MIN_ROWS, fold_sum, reads_in_place, slice_shape, slices_buffer
 
 from .ragged import NAN, same_bits
 

@@ -12,7 +12,7 @@ from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.backends import configs
+from lik_ops.gpu import configs
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
@@ -76,7 +76,7 @@ def cases():
 
 def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
-    from lik_ops.backends import cuda_forward
+    from lik_ops.gpu import forward as cuda_forward
 
     plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
@@ -85,7 +85,7 @@ def plain(x, argmax_dtype):
 
 def specialized(x, argmax_dtype):
     """The same of the specialised kernel, which is an error to be without."""
-    from lik_ops.backends import cuda_specialized
+    from lik_ops.gpu import specialized as cuda_specialized
 
     plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, x.q_weight, argmax_dtype)
     assert plan is not None
@@ -131,7 +131,7 @@ def wide_cases():
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", list(wide_cases()), ids=str)
 def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p):
-    from lik_ops.backends import cuda_specialized
+    from lik_ops.gpu import specialized as cuda_specialized
 
     x = build(p, "cuda")
     plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, x.q_weight, None)
@@ -207,7 +207,8 @@ def test_bits_do_not_depend_on_the_batch():
 
 @pytest.mark.gpu
 def test_long_queries_in_chunks_of_documents(monkeypatch):
-    from lik_ops.backends import cuda, cuda_specialized
+    from lik_ops.gpu import backend as cuda
+    from lik_ops.gpu import specialized as cuda_specialized
 
     p = Problem(Nq=3, Nd=200, Lq=300, Ld=150, d=128, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")

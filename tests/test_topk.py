@@ -9,10 +9,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import lik_ops
-from lik_ops.backends import cuda_topk, portable_topk
 from lik_ops.csrc_triton import topk
 from lik_ops.csrc_triton.arguments import Best, Candidates
+from lik_ops.gpu import topk as cuda_topk
 from lik_ops.ops.topk import WARMED, of_parts
+from lik_ops.portable import topk as portable_topk
 
 from .aot import compile_as_launched, cuda_resources
 from .support import INTERPRETING

@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.ops import batching
+from lik_ops.ops.stack import batching
 
 from .support import Calls
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lik_ops import info, tune
-from lik_ops.backends import configs, cuda_arguments, tables
-from lik_ops.backends.configs import ARCHITECTURES, INTERPRETER, Rule, Tile
+from lik_ops.gpu import arguments as cuda_arguments
+from lik_ops.gpu import configs, tables
+from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Rule, Tile
 
 from .support import INTERPRETING
 

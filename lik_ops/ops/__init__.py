@@ -1,5 +1,6 @@
 """The operators of the ``lik::`` library. Importing this package registers them, once per process."""
 
-from . import compile_cache, maxsim, ragged, topk  # noqa: F401
+from . import maxsim, ragged, topk  # noqa: F401
+from .stack import compile_cache
 
 compile_cache.tag()

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends
-from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, as_bool, check, lifted
-from . import autocast
+from ..arguments import argmax_dtype_for, as_bool, check, lifted
+from ..settings import requested_backend, use_backend
+from .stack import autocast
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096

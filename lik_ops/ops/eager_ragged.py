@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .._backend_choice import requested_backend, use_backend
-from .._checks import checks_values
-from .._layout import BACKWARDS, DTYPES, argmax_dtype_for, score_dtype
-from ..backends.ragged import Cut
+from ..arguments import BACKWARDS, DTYPES, argmax_dtype_for, score_dtype
+from ..segments import Cut
+from ..settings import checks_values, requested_backend, use_backend
 from . import eager
 from .ragged_arguments import INDEX_DTYPES
 

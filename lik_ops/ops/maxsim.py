@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .._backend_choice import requested_backend, use_backend
-from .._layout import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
-from . import autocast, batching, eager, flops, functional, sharding
+from ..arguments import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
+from ..settings import requested_backend, use_backend
+from . import eager
 from .custom import custom_op
 from .documented import document, document_bodies
+from .stack import autocast, batching, flops, functional, sharding
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from .._layout import check, check_lifted, score_dtype
-from ..backends.cuda_arguments import allow_tf32
+from ..arguments import check, check_lifted, score_dtype
 from ..csrc_triton.packaged import maxsim_packaged as _kernel
+from ..gpu.arguments import allow_tf32
 from .documented import document
 
 _NAME = "lik::maxsim_packaged"

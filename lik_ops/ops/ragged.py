@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .._backend_choice import requested_backend, use_backend
-from .._layout import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
-from ..backends.ragged import Ragged
-from . import batching_ragged, flops, functional
+from ..arguments import BACKWARDS, argmax_dtype_for, check_choice, score_dtype
+from ..segments import Ragged
+from ..settings import requested_backend, use_backend
 from .custom import custom_op
 from .documented import document_bodies
 from .ragged_arguments import ARGMAX_DTYPES, argmax_sizes, check_ragged, score_sizes
 from .ragged_values import check_ragged as check_ragged_values
+from .stack import batching_ragged, flops, functional
 
 _TENSORS = (
     "Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask,"

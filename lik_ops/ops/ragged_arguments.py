@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._layout import (
+from ..arguments import (
     DTYPES,
     MASK_DTYPES,
     check_per_token,
@@ -17,7 +17,7 @@ from .._layout import (
     score_dtype,
     shape_of,
 )
-from . import sharding
+from .stack import sharding
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)

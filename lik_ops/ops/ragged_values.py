@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import checks_values
-from .._layout import shape_of
+from ..arguments import shape_of
+from ..settings import checks_values
 
 
 def looks(*tensors: Tensor | None) -> bool:

@@ -14,21 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from .._layout import (
-    as_bool,
-    check,
-    check_count,
-    check_flag,
-    check_lifted,
-    check_strided,
-    check_tensor,
-    score_dtype,
-)
-from ..backends import portable_topk
-from ..backends.ragged import Ragged
-from . import batching, eager, flops, functional, ragged_values
+from ..arguments import as_bool, check, check_count, check_flag, check_lifted, check_strided, check_tensor, score_dtype
+from ..portable import topk as portable_topk
+from ..segments import Ragged
+from . import eager, ragged_values
 from .custom import custom_op
 from .documented import document_bodies
+from .stack import batching, flops, functional
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"

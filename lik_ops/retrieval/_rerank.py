@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _packed
-from .._layout import as_bool, check, check_flag, lift, score_dtype
+from ..api import inputs
+from ..arguments import as_bool, check, check_flag, lift, score_dtype
 from ..ops import topk
 from . import arguments, sources
 from .snapshot import Snapshot, offsets
@@ -24,7 +24,7 @@ def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weig
     chosen = _chosen(op, indices, Q, len(snapshot))
     Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, as_bool(q_mask), q_weight))
     assert Q3 is not None
-    g = _packed.Given(op, Q3, like, None, None, q_mask, None, q_weight, normalize, "auto", None)
+    g = inputs.Given(op, Q3, like, None, None, q_mask, None, q_weight, normalize, "auto", None)
     scores = Q3.new_full((len(Q3), chosen.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
     scores = _scored(g, snapshot, chosen.expand(scores.shape), scores)
     return scores.squeeze(0) if flat else scores
@@ -45,7 +45,7 @@ def _chosen(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     return chosen
 
 
-def _scored(g: _packed.Given, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
+def _scored(g: inputs.Given, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
     """`scores` with those of the documents that there are; each is read once, in parts that fit the device."""
     device, manifest = scores.device, snapshot.manifest
     documents, inverse = chosen.unique(return_inverse=True)  # ascending
@@ -59,7 +59,7 @@ def _scored(g: _packed.Given, snapshot: Snapshot, chosen: Tensor, scores: Tensor
         inside = (inverse >= begin) & (inverse < end)
         at = (inverse - begin).clamp(0, end - begin - 1)
         lengths = cu_seqlens.diff()[at].where(inside, 0)
-        found = _packed.candidates(g._replace(D=packed.to(g.D.dtype)), cu_seqlens[at], lengths)[0]
+        found = inputs.candidates(g._replace(D=packed.to(g.D.dtype)), cu_seqlens[at], lengths)[0]
         scores = torch.where(inside, found, scores)
     return scores
 

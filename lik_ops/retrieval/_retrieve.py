@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .._layout import check_flag, lift
-from .._packing import is_sequences
-from ..ops import autocast, sharding, topk
+from ..api.packing import is_sequences
+from ..arguments import check_flag, lift
+from ..ops import topk
+from ..ops.stack import autocast, sharding
 from . import sources
 from .copying import on_device
 from .progress import progress_bar

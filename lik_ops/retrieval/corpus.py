@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .._layout import DTYPES, check_flag, check_strided
+from ..arguments import DTYPES, check_flag, check_strided
 from . import _rerank, arguments, storage
 from .manifest import MANIFEST, Manifest
 from .snapshot import Snapshot, are_ids

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._layout import DTYPES
+from ..arguments import DTYPES
 
 FORMAT, VERSION = "lik_ops.corpus", 1
 MANIFEST = "manifest.json"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import autocast, topk
+from ..ops import topk
+from ..ops.stack import autocast
 from . import _retrieve, sources
 from .sources import Part
 

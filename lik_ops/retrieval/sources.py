@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._layout import DTYPES, MASK_DTYPES, check_strided, check_tensor
-from .._packed import sequences
-from .._packing import is_sequences
-from ..ops import autocast, ragged_values, topk
+from ..api.inputs import sequences
+from ..api.packing import is_sequences
+from ..arguments import DTYPES, MASK_DTYPES, check_strided, check_tensor
+from ..ops import ragged_values, topk
 from ..ops.ragged_arguments import check_values
+from ..ops.stack import autocast
 from .arguments import check_unmasked
 from .snapshot import Snapshot
 

@@ -1,0 +1,380 @@
+"""Scores of packed tokens: what the public functions do with queries and documents of many lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arguments import MASK_DTYPES, argmax_dtype_for, as_bool, check_count, check_options, score_dtype
+from ..ops import eager, eager_ragged
+from ..ops import ragged_arguments as arguments
+from ..ops import ragged_values as values
+from ..ops.stack import autocast, functional
+from ..segments import Ragged, starts
+from .packing import Sequences, is_sequences, packed
+
+Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
+Winners: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
+
+
+class Given(NamedTuple):
+    """Arguments as they came, but for lists and nested tensors, which are packed: their `cu_seqlens` are theirs."""
+
+    op: str
+    Q: Tensor
+    D: Tensor
+    cu_seqlens_q: Tensor | None  # None: dense
+    cu_seqlens_d: Tensor | None
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+    normalize: bool
+    backward: str
+    queries: Sequences | None  # where they came as such
+    recompute: bool = False
+    q_flat: bool = False  # it came without its first axis, which the results have to lose
+    d_flat: bool = False
+
+    def wants_gradients(self) -> bool:
+        return wants_gradients(self.Q, self.D, self.q_weight)
+
+
+def given(
+    op: str,
+    Q: Any,
+    D: Any,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    q_weight: Any = None,
+    normalize: bool = False,
+    backward: str = "auto",
+    recompute: bool = False,
+    d_shape: str | None = None,
+    lifts: str = "",
+) -> Given:
+    """Pack what came as sequences, and check all that does not hang on the layout.
+
+    Args:
+        d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
+        lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
+    """
+    check_options(op, normalize, backward, recompute)
+    q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)
+    d_flat = "D" in lifts and cu_seqlens_d is None and _is_single(D)
+    if q_flat:
+        Q, q_mask, q_weight = (_lifted(x) for x in (Q, q_mask, q_weight))
+    if d_flat:
+        D, d_mask = _lifted(D), _lifted(d_mask)
+    queries = documents = None
+    if is_sequences(Q):
+        queries = sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q, D)
+        Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
+        q_weight = _weights(op, q_weight, queries)
+    if is_sequences(D) and d_shape is None:
+        documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
+        D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    d_shape = d_shape or _spelled("d", cu_seqlens_d)
+    arguments.check_tokens(op, Q, D, _spelled("q", cu_seqlens_q), d_shape)
+    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    arguments.check_values(op, "q_mask", q_mask, "Q", Q, MASK_DTYPES)
+    arguments.check_values(op, "d_mask", d_mask, "D", D, MASK_DTYPES)
+    for name, cu_seqlens, of_name, of in (
+        ("cu_seqlens_q", cu_seqlens_q, "Q", Q),
+        ("cu_seqlens_d", cu_seqlens_d, "D", D),
+    ):
+        if cu_seqlens is not None:
+            arguments.check_cu_seqlens(op, name, cu_seqlens, Q.device)
+            if values.looks(cu_seqlens):
+                values.check_cu_seqlens(op, name, cu_seqlens, of_name, of)
+    masks = as_bool(q_mask), as_bool(d_mask)
+    tensors = Q, D, cu_seqlens_q, cu_seqlens_d, *masks, q_weight
+    return Given(op, *tensors, normalize, backward, queries, recompute, q_flat, d_flat)
+
+
+def _is_single(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_nested and x.dim() == 2
+
+
+def _lifted(x: Any) -> Any:
+    return x.unsqueeze(0) if isinstance(x, Tensor) and not x.is_nested else x
+
+
+def _no_tokens(beside: Any) -> Tensor | None:
+    """What an empty list is packed to: the other side says d, dtype and device. None where it has no tokens either."""
+    if is_sequences(beside):
+        is_jagged = isinstance(beside, Tensor) and beside.layout == torch.jagged
+        beside = beside.values() if is_jagged else next(iter(beside), None)
+    is_tokens = isinstance(beside, Tensor) and beside.layout == torch.strided and beside.dim() > 0
+    return beside.new_empty((0, beside.shape[-1])) if is_tokens else None
+
+
+def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any) -> Sequences:
+    is_empty = isinstance(x, (list, tuple)) and not x
+    found = packed(op, name, x, _no_tokens(beside) if is_empty else None)
+    if found.tokens.dim() != 2:
+        shape = ", ".join(map(str, ("L", *found.tokens.shape[1:])))
+        raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
+    if given_cu is not None:
+        raise ValueError(
+            f"{op}: {cu}: expected None beside a list or nested tensor {name}, got {type(given_cu).__name__}"
+        )
+    if given_mask is not None:
+        raise ValueError(
+            f"{op}: {mask}: expected None beside a list or nested tensor {name} (leave out tokens that do not count),"
+            f" got {type(given_mask).__name__}"
+        )
+    return found
+
+
+def _weights(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
+    """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
+    if not is_sequences(q_weight):
+        return q_weight
+    nothing = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
+    weights = packed(op, "q_weight", q_weight, nothing)
+    if weights.lengths is not None and queries.lengths is not None:
+        same = weights.lengths == queries.lengths
+    else:  # only their tensors know the lengths: two jagged ones have to share their offsets
+        same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
+    if not same:
+        expected = "the offsets" if queries.lengths is None else f"the lengths {_shown(queries.lengths)}"
+        found = "others" if weights.lengths is None else f"a list of {_shown(weights.lengths)}"
+        raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
+    return weights.tokens
+
+
+def _shown(lengths: list[int]) -> str:
+    return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
+
+
+def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
+    """The shape that a side has to have, packed or dense."""
+    return f"[N{side}, L{side}, d]" if cu_seqlens is None else f"[T{side}, d]"
+
+
+class _Queries(NamedTuple):
+    Q: Tensor  # [Tq, d]
+    cu_seqlens: Tensor
+    mask: Tensor | None
+    weight: Tensor | None
+    bound: int  # on the tokens of a query
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.flatten()
+
+
+def _queries(g: Given) -> _Queries:
+    if g.cu_seqlens_q is not None:
+        return _Queries(g.Q, g.cu_seqlens_q, g.q_mask, g.q_weight, g.Q.shape[0])
+    Nq, Lq = g.Q.shape[:2]
+    return _Queries(g.Q.flatten(0, 1), starts(Nq, Lq, g.Q.device), _flat(g.q_mask), _flat(g.q_weight), Lq)
+
+
+def _documents(g: Given) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """D packed, where its documents begin and how long they are, and the mask."""
+    D, cu_seqlens = g.D, g.cu_seqlens_d
+    if cu_seqlens is None:
+        Nd, Ld = D.shape[:2]
+        D, cu_seqlens = D.flatten(0, 1), starts(Nd, Ld, D.device)
+    return D, cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1], _flat(g.d_mask)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _short(
+    g: Given,
+    offsets: Tensor | None,
+    lengths: Tensor | None = None,
+    pairs: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
+    """By the short way of an eager call, or None where it is not taken."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
+    options: dict[str, Any] = {"normalize": g.normalize, "backward": g.backward, "recompute": g.recompute}
+    return eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=with_argmax)
+
+
+def varlen(g: Given, with_argmax: bool = False) -> tuple[Tensor, Winners | None]:
+    """Every query against every document: scores ``[Nq, Nd]`` and, if asked, winners as the queries came."""
+    if (found := _short(g, g.cu_seqlens_d, with_argmax=with_argmax)) is None:
+        q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
+        tensors = Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, None, q.mask, d_mask, q.weight)
+        found = _run(g, tensors, q.bound, with_argmax)
+    return _as_given(g, *found)
+
+
+def candidates(g: Given, offsets: Tensor, lengths: Tensor, with_argmax: bool = False) -> tuple[Tensor, Winners | None]:
+    """Each query against its own candidates of a store: scores ``[Nq, K]`` and, if asked, winners."""
+    as_given = offsets, lengths
+    if g.q_flat:
+        _check_listed(g, offsets, lengths, (None,), "[K]")
+        offsets, lengths = offsets.unsqueeze(0), lengths.unsqueeze(0)
+    given_both = offsets is not None and lengths is not None
+    if given_both and (found := _short(g, offsets, lengths, with_argmax=with_argmax)) is not None:
+        return _as_given(g, *found)
+    q = _queries(g)
+    _check_listed(g, offsets, lengths, (q.cu_seqlens.shape[0] - 1, None), "[Nq, K]")
+    if values.looks(offsets, lengths):
+        values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)
+    tensors = Ragged(q.Q, g.D, q.cu_seqlens, offsets, lengths, None, q.mask, None, q.weight)
+    return _as_given(g, *_run(g, tensors, q.bound, with_argmax))
+
+
+def _check_listed(g: Given, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
+    arguments.check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
+    arguments.check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
+
+
+def pair_list(
+    g: Given, pairs: Tensor, max_seqlen_q: int | None = None, with_argmax: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The pairs of a list: scores ``[P]`` and, if asked, winners ``[P, max_seqlen_q]``."""
+    arguments.check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
+    if max_seqlen_q is not None:
+        check_count(g.op, "max_seqlen_q", max_seqlen_q)
+    elif g.queries is not None and g.queries.lengths is not None:
+        max_seqlen_q = max(g.queries.lengths, default=0)
+    most, beyond = g.Q.shape[int(g.cu_seqlens_q is None)], 0
+    if not torch.compiler.is_dynamo_compiling() and isinstance(most, int) and isinstance(max_seqlen_q, int):
+        # No query has more tokens than all have: nothing is made for them. Traced sizes would be guarded on.
+        beyond = max(max_seqlen_q - most, 0)
+        max_seqlen_q -= beyond
+    scores, argmax = _pairs_within(g, pairs, max_seqlen_q, with_argmax)
+    return scores, F.pad(argmax, (0, beyond), value=-1) if argmax is not None and beyond else argmax
+
+
+def _pairs_within(g: Given, pairs: Tensor, max_seqlen_q: int | None, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
+    options: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": with_argmax}
+    if (found := _short(g, g.cu_seqlens_d, pairs=pairs, **options)) is not None:
+        return found
+    if g.cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = _longest(g, g.cu_seqlens_q, with_argmax)
+    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
+    bound = q.bound if max_seqlen_q is None else max_seqlen_q
+    if values.looks(pairs, q.cu_seqlens):
+        values.check_pairs(g.op, pairs, q.cu_seqlens.shape[0] - 1, offsets.shape[0])
+        values.check_longest(g.op, q.cu_seqlens, pairs, bound)
+    return _run(g, Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, pairs, q.mask, d_mask, q.weight), bound, with_argmax)
+
+
+def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
+    """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
+    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and eager.is_memory(cu_seqlens_q)
+    if may_look:
+        lengths = cu_seqlens_q.long().diff()
+        return min(max(0, int(lengths.max())), g.Q.shape[0]) if lengths.numel() else 0
+    if with_argmax or g.wants_gradients():
+        raise ValueError(
+            f"{g.op}: max_seqlen_q: expected a bound on the tokens of a query, which packed queries with gradients or"
+            f" winners need on {g.Q.device.type} and in compiled code, got None"
+        )
+    return g.Q.shape[0]
+
+
+def _run(g: Given, r: Ragged, max_seqlen_q: int, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
+    return run(r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=with_argmax)
+
+
+def run(
+    r: Ragged, normalize: bool, max_seqlen_q: int, backward: str, *, recompute: bool = False, with_argmax: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Scores and, if asked, winners of the operator, past what it cannot go through."""
+    if not torch.compiler.is_dynamo_compiling():
+        if functional.is_differentiating():
+            raise NotImplementedError(
+                "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
+                " torch.autograd, or pad and call lik_ops.maxsim"
+            )
+        functional.reject_forward_ad(r.Q, r.D, r.q_weight)
+    keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
+    argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
+    scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
+    return scores, argmax if with_argmax else None
+
+
+def _as_given(g: Given, scores: Tensor, argmax: Tensor | None) -> tuple[Tensor, Winners | None]:
+    """Results without the axes that a single query or document did not have."""
+    scores = scores.squeeze(1) if g.d_flat else scores
+    won = None if argmax is None else _winners(g, argmax, g.d_flat)
+    if not g.q_flat:
+        return scores, won
+    return scores.squeeze(0), won.squeeze(0) if isinstance(won, Tensor) else None
+
+
+def _winners(g: Given, argmax: Tensor, of_one: bool) -> Winners:
+    """Winners ``[Nd, Tq]`` or ``[K, Tq]`` as the queries came: those of the i-th are ``[Nd, L_i]`` or ``[K, L_i]``.
+
+    Of dense queries ``[Nq, Nd, Lq]``, of a list a list, of a jagged tensor a jagged one; of packed queries
+    ``[Tq, Nd]``. `of_one` drops the axis of the only document.
+    """
+    argmax = argmax[0].long() if of_one else argmax.long()
+    if g.queries is not None and g.queries.lengths is not None:
+        return list(argmax.split(g.queries.lengths, dim=-1))
+    if g.queries is not None:
+        rows = argmax if of_one else argmax.t()
+        nested = torch.nested.nested_tensor_from_jagged(rows, g.queries.cu_seqlens)
+        return nested if of_one else nested.transpose(1, 2)
+    if g.cu_seqlens_q is not None:
+        return argmax.t()
+    argmax = argmax.unflatten(-1, g.Q.shape[:2])
+    return argmax if of_one else argmax.transpose(0, 1)
+
+
+# `maxsim` and its kin of lists and nested tensors.
+
+
+def cross(
+    op: str,
+    Q: Any,
+    D: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Winners | None]:
+    """`maxsim` where Q or D is a list or nested: a tensor beside it is dense, a 2-D one a single query or document."""
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute, "lifts": "QD"}
+    return varlen(given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options), with_argmax)
+
+
+def pairs(
+    op: str,
+    Q: Any,
+    D: Any,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+) -> Tensor:
+    """`maxsim_pairs` where Q or D is a list or nested: each query has one candidate."""
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    g = given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
+    count = q.cu_seqlens.shape[0] - 1
+    if offsets.shape[0] != count:
+        raise ValueError(f"{op}: D: expected B = {count} documents, got {offsets.shape[0]}")
+    one_each = offsets.unsqueeze(1), lengths.unsqueeze(1)
+    packed_g = g._replace(Q=q.Q, D=D, cu_seqlens_q=q.cu_seqlens, q_mask=q.mask, d_mask=d_mask, q_weight=q.weight)
+    if (found := _short(packed_g, *one_each)) is not None:
+        return found[0].squeeze(1)
+    tensors = Ragged(q.Q, D, q.cu_seqlens, *one_each, None, q.mask, d_mask, q.weight)
+    return _run(g, tensors, q.bound, False)[0].squeeze(1)

@@ -1,0 +1,162 @@
+"""Sequences of tokens and packed tokens: one out of the other, and what the caller gave as sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_count, check_strided, check_tensor, kind_of
+from ..ops import ragged_arguments as arguments
+from ..ops import ragged_values as values
+
+__all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "packed", "unpack"]
+
+
+def pack(sequences: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+    """Put sequences of tokens behind one another, as the functions for packed tokens take them.
+
+    Args:
+        sequences: at least one tensor ``[L_i, d]``, all of one d, dtype and device; L_i may be 0. Or ``[L_i, ...]``,
+            what there is one of for each token, as weights. Or a nested tensor: the values of a jagged one are taken as
+            they are, without a copy.
+
+    Returns:
+        ``(packed, cu_seqlens)``: ``[sum L_i, d]``, differentiable, and ``[N + 1]``, where each begins and where the
+        last ends, on the same device; int64, or the offsets of a jagged tensor.
+
+    Raises:
+        TypeError: an element is not a tensor, or the dtypes differ.
+        ValueError: there is no element, or ranks, d or devices differ.
+
+    Example:
+        >>> packed, cu_seqlens = lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)])
+        >>> packed.shape, cu_seqlens
+        (torch.Size([8, 8]), tensor([0, 3, 8]))
+    """
+    tokens, cu_seqlens, _, _ = packed("pack", "sequences", sequences)
+    return tokens, cu_seqlens
+
+
+def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """The sequences that `pack` put together, as views. Reads `cu_seqlens` on the host, so on a GPU it waits.
+
+    Args:
+        packed: ``[T, ...]``: tokens, or what there is one of for each token.
+        cu_seqlens: ``[N + 1]``, int32 or int64.
+
+    Returns:
+        N tensors ``[L_i, ...]``.
+
+    Raises:
+        TypeError: `packed` or `cu_seqlens` is no tensor, or `cu_seqlens` is of another dtype.
+        ValueError: `cu_seqlens` is not ascending from 0 or more to at most T.
+
+    Example:
+        >>> [x.shape[0] for x in lik_ops.unpack(*lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)]))]
+        [3, 5]
+    """
+    check_tensor("unpack", "packed", packed)
+    check_strided("unpack", "packed", packed)
+    if packed.dim() == 0:
+        raise ValueError("unpack: packed: expected [T, ...], got []")
+    check_tensor("unpack", "cu_seqlens", cu_seqlens)
+    arguments.check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
+    if cu_seqlens.is_meta:
+        raise ValueError("unpack: cu_seqlens: expected values, got a tensor on the meta device, which has none")
+    ends = cu_seqlens.cpu()
+    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed)
+    return [packed[a:b] for a, b in itertools.pairwise(ends.tolist())]
+
+
+def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
+    """The mask that keeps the first tokens: what `maxsim` takes for sequences padded at their end.
+
+    Args:
+        lengths: ``[...]``, int32 or int64; below 0 counts as 0, above `L` as `L`.
+        L: tokens of a padded sequence.
+
+    Returns:
+        bool ``[..., L]``, True for tokens to keep.
+
+    Raises:
+        TypeError: `lengths` is not a tensor of integers, or `L` no int.
+        ValueError: `L` is negative.
+
+    Example:
+        >>> lik_ops.lengths_to_mask(torch.tensor([1, 3]), 3)
+        tensor([[ True, False, False],
+                [ True,  True,  True]])
+    """
+    check_tensor("lengths_to_mask", "lengths", lengths)
+    check_strided("lengths_to_mask", "lengths", lengths)
+    if lengths.dtype not in arguments.INDEX_DTYPES:
+        raise TypeError(f"lengths_to_mask: lengths: expected int32 or int64, got {lengths.dtype}")
+    check_count("lengths_to_mask", "L", L)
+    return torch.arange(L, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+class Sequences(NamedTuple):
+    """Sequences packed: what is known of them without a look at a device."""
+
+    tokens: Tensor  # [T, ...]
+    cu_seqlens: Tensor  # [N + 1]
+    lengths: list[int] | None  # of a list; None of a jagged tensor
+    rows: Any  # of a jagged tensor: its symbolic length, which stands for its offsets
+
+
+def is_sequences(x: Any) -> bool:
+    """Whether `x` is what `packed` packs: a list or tuple, or a nested tensor."""
+    return isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.is_nested)
+
+
+def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequences:
+    """Pack a list or nested tensor; messages begin with `op` and `name`.
+
+    Args:
+        nothing: what a list of no tensors is packed to; without it that is an error.
+
+    Raises:
+        TypeError, ValueError: as `pack`.
+    """
+    if isinstance(x, Tensor) and x.is_nested:
+        jagged: Any = x
+        if x.layout == torch.jagged and jagged.lengths() is None:
+            if x.values().shape[1:] != x.shape[2:]:  # asked thus, because in Dynamo every size is an int
+                raise ValueError(f"{op}: {name}: expected a nested tensor [N, L, ...] ragged in L, got {list(x.shape)}")
+            return Sequences(x.values(), jagged.offsets(), None, x.shape[1])
+        x = x.unbind()  # rows between the sequences, or another layout
+    if not isinstance(x, Iterable) or (isinstance(x, Tensor) and x.dim() == 0):
+        raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {kind_of(x)}")
+    if isinstance(x, Tensor):
+        check_strided(op, name, x)
+    sequences = [*x]
+    if not sequences:
+        if nothing is None:
+            raise ValueError(f"{op}: {name}: expected at least one tensor, got none")
+        return Sequences(nothing, torch.zeros(1, dtype=torch.int64, device=nothing.device), [], None)
+    first = sequences[0]
+    for i, t in enumerate(sequences):
+        at = f"{op}: {name}[{i}]"
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{at}: expected a Tensor, got {type(t).__name__}")
+        check_strided(op, f"{name}[{i}]", t)
+        if t.dim() == 0 or t.shape[1:] != first.shape[1:]:
+            expected = ", ".join(map(str, ("L", *first.shape[1:]) if first.dim() else ("L", "d")))
+            raise ValueError(f"{at}: expected [{expected}], got {list(t.shape)}")
+        if t.dtype != first.dtype:
+            raise TypeError(f"{at}: expected the dtype of the first, {first.dtype}, got {t.dtype}")
+        if t.device != first.device:
+            raise ValueError(f"{at}: expected the device of the first, {first.device}, got {t.device}")
+    lengths = [t.shape[0] for t in sequences]
+    return Sequences(torch.cat(sequences), _moved([0, *itertools.accumulate(lengths)], first.device), lengths, None)
+
+
+def _moved(values: list, device: torch.device) -> Tensor:
+    """Host integers as a tensor on `device`, which nothing waits for."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(values, device=device)
+    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,281 @@
+"""MaxSim of queries and documents of many lengths: packed, in lists, as lists of pairs, or padded with lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import Backward, check_options, same_size, score_dtype, shape_of
+from ..ops import eager, eager_ragged
+from ..ops import ragged_arguments as arguments
+from ..ops import ragged_values as values
+from ..ops.stack import autocast, functional
+from ..segments import Ragged, starts
+from . import inputs
+from .inputs import Tokens, given
+from .packing import lengths_to_mask
+from .score import maxsim, maxsim_with_argmax
+
+__all__ = ["maxsim_candidates_varlen", "maxsim_padded", "maxsim_pair_list", "maxsim_varlen"]
+
+
+def maxsim_varlen(
+    Q: Tokens,
+    D: Tokens,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> Tensor:
+    """MaxSim of every packed query against every packed document, without padding.
+
+    Query i is the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of Q. The bits of a score are those of `maxsim`
+    of the same tokens on a CPU.
+
+    Args:
+        Q: packed query tokens ``[Tq, d]``; or, with `cu_seqlens_q` None, ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, a
+            list of ``[L_i, d]`` or a jagged nested tensor, whose values are taken as they are.
+        D: packed document tokens ``[Td, d]`` of the dtype and device of Q; or, with `cu_seqlens_d` None,
+            ``[Nd, Ld, d]``, a list or a nested tensor.
+        cu_seqlens_q: ``[Nq + 1]``, int32 or int64: where queries begin, and where the last ends.
+        cu_seqlens_d: ``[Nd + 1]``, the same of the documents.
+        q_weight: weight of each query token, the shape of Q without d (of a list, a list of ``[L_i]`` or packed); fp32
+            (fp64 for fp64). Differentiable.
+        normalize: L2-normalise every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
+
+    Returns:
+        Scores ``[Nq, Nd]``, of one query ``[Lq, d]`` ``[Nd]``, fp32 (fp64 for fp64). An empty document scores ``-inf``,
+        an empty query 0. Where a segment is negative or reaches outside its tensor, NaN, and no gradient.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+
+    Example:
+        >>> Q, cu_seqlens_q = lik_ops.pack([torch.randn(5, 128), torch.randn(32, 128)])
+        >>> D, cu_seqlens_d = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
+        >>> lik_ops.maxsim_varlen(Q, D, cu_seqlens_q, cu_seqlens_d).shape
+        torch.Size([2, 3])
+    """
+    if not torch.compiler.is_dynamo_compiling():  # checks and the dispatcher take far longer than a kernel
+        known: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, cu_seqlens_d, **known)
+        if short is not None:
+            return short[0]
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
+    return inputs.varlen(given("maxsim_varlen", Q, D, **options, normalize=normalize, backward=backward, lifts="Q"))[0]
+
+
+def maxsim_candidates_varlen(
+    Q: Tokens,
+    D: Tensor,
+    doc_offsets: Tensor,
+    doc_lengths: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> Tensor:
+    """MaxSim of each query against its own candidates, which are read where they lie in a packed store.
+
+    Args:
+        Q: query tokens ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, packed ``[Tq, d]`` with `cu_seqlens_q`, a list or a
+            nested tensor.
+        D: the store, packed document tokens ``[Td, d]`` of the dtype and device of Q.
+        doc_offsets: ``[Nq, K]``, int32 or int64: the row of D that each candidate begins at. Candidates may repeat and
+            overlap; their gradients add up. ``[K]`` of one query.
+        doc_lengths: the shape of `doc_offsets`, int32 or int64: how many rows each has.
+        cu_seqlens_q, q_weight, normalize, backward: as in `maxsim_varlen`.
+
+    Returns:
+        Scores ``[Nq, K]``, of one query ``[K]``, fp32 (fp64 for fp64). A candidate of length 0 scores ``-inf``, an
+        empty query 0. An offset, length or segment that is negative or reaches outside its tensor gives NaN, and no
+        gradient.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+
+    Example:
+        >>> store, cu_seqlens = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
+        >>> chosen = torch.tensor([[2, 0], [1, 1]])
+        >>> offsets, lengths = cu_seqlens[:-1][chosen], cu_seqlens.diff()[chosen]
+        >>> lik_ops.maxsim_candidates_varlen(torch.randn(2, 32, 128), store, offsets, lengths).shape
+        torch.Size([2, 2])
+    """
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    if not torch.compiler.is_dynamo_compiling() and doc_offsets is not None and doc_lengths is not None:
+        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
+        if short is not None:
+            return short[0]
+    options["cu_seqlens_q"] = cu_seqlens_q
+    g = given("maxsim_candidates_varlen", Q, D, **options, d_shape="[Td, d]", lifts="Q")
+    return inputs.candidates(g, doc_offsets, doc_lengths)[0]
+
+
+def maxsim_pair_list(
+    Q: Tokens,
+    D: Tokens,
+    pairs: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    max_seqlen_q: int | None = None,
+    backward: Backward = "auto",
+) -> Tensor:
+    """MaxSim of the pairs of a list only: what mining, distillation and sparse batches need.
+
+    Args:
+        Q: query tokens ``[Nq, Lq, d]``, packed ``[Tq, d]`` with `cu_seqlens_q`, a list or a nested tensor.
+        D: document tokens ``[Nd, Ld, d]``, packed ``[Td, d]`` with `cu_seqlens_d`, a list or a nested tensor; of the
+            dtype and device of Q.
+        pairs: ``[P, 2]``, int32 or int64: indices of a query and a document. Both may repeat; gradients add up.
+        q_mask, d_mask: tokens to keep, the shape of Q and D without d, as in `maxsim`; not of lists and nested tensors.
+        cu_seqlens_q, cu_seqlens_d, q_weight, normalize, backward: as in `maxsim_varlen`.
+        max_seqlen_q: a bound on the tokens of a packed query. Needed on a GPU and in compiled code where gradients are
+            wanted, because nobody may look at `cu_seqlens_q` or a nested tensor's offsets there; worked out otherwise.
+            More than all queries have together costs nothing.
+
+    Returns:
+        Scores ``[P]``, fp32 (fp64 for fp64). NaN, and no gradient, where an index is not that of a query or document,
+        a segment is negative or reaches outside its tensor, or a query is longer than `max_seqlen_q`.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, or `max_seqlen_q` is needed.
+
+    Example:
+        >>> Q, D = torch.randn(4, 32, 128), torch.randn(100, 300, 128)
+        >>> lik_ops.maxsim_pair_list(Q, D, torch.tensor([[0, 17], [0, 3], [2, 99]])).shape
+        torch.Size([3])
+    """
+    options: dict[str, Any] = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
+    options |= {"normalize": normalize, "backward": backward}
+    if not torch.compiler.is_dynamo_compiling() and pairs is not None:
+        tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
+        short = eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q)
+        if short is not None:
+            return short[0]
+    g = given("maxsim_pair_list", Q, D, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d, **options)
+    return inputs.pair_list(g, pairs, max_seqlen_q)[0]
+
+
+def maxsim_padded(
+    Q: Tensor,
+    D: Tensor,
+    query_lengths: Tensor,
+    doc_lengths: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> Tensor:
+    """MaxSim of each query against its own candidates, padded, of which only the first tokens count.
+
+    What a reranker has whose encoder returns padded batches and lengths. Nothing is copied; what padding holds, NaN
+    included, never matters.
+
+    Args:
+        Q: query tokens ``[B, Lq, d]``.
+        D: candidates ``[B, C, Ld, d]`` of the dtype and device of Q.
+        query_lengths: ``[B]``, int32 or int64: how many tokens of each query count.
+        doc_lengths: ``[B, C]``, int32 or int64: how many tokens of each candidate count.
+        q_weight: weight of each query token ``[B, Lq]``; fp32 (fp64 for fp64). Differentiable.
+        normalize, backward: as in `maxsim`.
+
+    Returns:
+        Scores ``[B, C]``, fp32 (fp64 for fp64). A candidate of length 0 scores ``-inf``, a query of length 0 scores 0.
+        A length that is negative or larger than the padded one gives NaN, and no gradient.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+
+    Example:
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 10, 300, 128)
+        >>> query_lengths, doc_lengths = torch.tensor([5, 32]), torch.randint(1, 300, (2, 10))
+        >>> lik_ops.maxsim_padded(Q, D, query_lengths, doc_lengths).shape
+        torch.Size([2, 10])
+    """
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    if not torch.compiler.is_dynamo_compiling() and query_lengths is not None and doc_lengths is not None:
+        short = eager_ragged.maxsim(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options)
+        if short is not None:
+            return short[0]
+    return padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
+
+
+def padded(
+    op: str,
+    Q: Tensor,
+    D: Tensor,
+    query_lengths: Tensor,
+    doc_lengths: Tensor,
+    with_argmax: bool = False,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    arguments.check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
+    same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
+    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    check_options(op, normalize, backward)
+    arguments.check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
+    arguments.check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
+    if values.looks(query_lengths, doc_lengths):
+        values.check_lengths(op, "query_lengths", query_lengths, Q.shape[1])
+        values.check_lengths(op, "doc_lengths", doc_lengths, D.shape[2])
+    valid = _fits(query_lengths, Q.shape[1])[:, None] & _fits(doc_lengths, D.shape[2])
+    if not with_argmax and _reads_lengths(Q, D, q_weight):
+        scores = _padded_scores(Q, D, query_lengths, torch.where(valid, doc_lengths, -1), q_weight, normalize)
+        return scores.masked_fill_(~valid, float("nan")), None
+    # What is not valid keeps no document token, so that nothing flows back from it and nothing wins.
+    masks = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(torch.where(valid, doc_lengths, 0), D.shape[2])
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    if with_argmax:
+        scores, argmax = maxsim_with_argmax(Q, D, *masks, **options)
+    else:
+        scores, argmax = maxsim(Q, D, *masks, **options), None
+    return torch.where(valid, scores, float("nan")), argmax
+
+
+def _reads_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
+    """Whether padded tokens are best taken as ragged ones that lie apart: on a CPU, which reads no padding then.
+
+    The bits are those of masks. With gradients masks are as fast, and their winners smaller. Triton's kernels read the
+    lengths themselves, where eager calls take the short way.
+    """
+    if torch.compiler.is_compiling() or Q.device.type != "cpu" or inputs.wants_gradients(Q, D, q_weight):
+        return False
+    tensors = [Q, D] if q_weight is None else [Q, D, q_weight]
+    return all(eager.is_memory(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
+
+
+def _padded_scores(
+    Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor, q_weight: Tensor | None, normalize: bool
+) -> Tensor:
+    """`maxsim_padded` over views of contiguous tokens."""
+    (B, Lq, _), (C, Ld) = Q.shape, D.shape[1:3]
+    offsets = starts(B * C, Ld, D.device)[:-1].view(B, C)
+    q_mask = lengths_to_mask(query_lengths, Lq).flatten()
+    q_weight = None if q_weight is None else q_weight.flatten()
+    cu_seqlens_q = starts(B, Lq, Q.device)
+    tensors = Ragged(Q.flatten(0, 1), D.flatten(0, 2), cu_seqlens_q, offsets, doc_lengths, None, q_mask, None, q_weight)
+    return inputs.run(tensors, normalize, Lq, "auto")[0]
+
+
+def _fits(lengths: Tensor, most) -> Tensor:
+    return (lengths >= 0) & (lengths <= most)

@@ -1,0 +1,215 @@
+"""The public scoring functions: MaxSim over all pairs, candidates or aligned pairs, and with its winners."""
+
+from collections.abc import Sequence
+from typing import cast, overload
+
+import torch
+from torch import Tensor
+
+from ..arguments import Backward, as_bool, check, check_options, check_types, lifted
+from ..ops import eager
+from ..ops import maxsim as operators
+from ..ops.stack import autocast, functional, sharding
+from . import inputs
+from .inputs import Tokens, Winners
+from .packing import is_sequences
+
+__all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
+
+
+def maxsim(
+    Q: Tokens,
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> Tensor:
+    """Late-interaction scores: ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``.
+
+    The formula is equation 3 of ColBERT (Khattab and Zaharia, 2020). The similarities ``[Nq, Nd, Lq, Ld]`` are never
+    materialised, in the forward or the backward. The same as ``torch.ops.lik.maxsim``.
+
+    Args:
+        Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
+        D: document token embeddings of the same dtype and device: ``[Nd, Ld, d]`` scores every query against every
+            document; ``[Nq, K, Ld, d]`` scores each query against its own K candidates; ``[Ld, d]`` is one document.
+            Queries, documents or both of many lengths: a list of ``[L_i, d]``, or a jagged nested tensor, whose values
+            are taken as they are. Every query then meets every document.
+        q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
+            Masked query tokens leave the sum.
+        d_mask: document tokens to keep, the shape of D without d. Masked document tokens leave the maximum. Any
+            pattern, holes included; what masked tokens hold, NaN included, never matters. Lists and nested tensors take
+            no mask: leave tokens out.
+        q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs). Differentiable. Of
+            a list of queries a list of ``[L_i]``, of a jagged tensor one that shares its offsets, or packed ``[Tq]``.
+        normalize: L2-normalise every token first, as ``torch.nn.functional.normalize`` does, without a copy.
+        backward: ``"lowmem"`` (reproducible, no atomics), ``"unified"`` (one pass, atomic adds on a GPU) or ``"auto"``.
+        recompute: keep no winners for the backward, which then finds them again: less memory, more time.
+
+    Returns:
+        Scores in fp32 (fp64 for fp64): ``[Nq, Nd]`` or ``[Nq, K]``; a 2-D Q or D drops its axis. A document that
+        keeps no token scores ``-inf``; a query that keeps no token scores 0.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+
+    Example:
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
+        >>> lik_ops.maxsim(Q, D, normalize=True).shape
+        torch.Size([2, 5])
+        >>> lik_ops.maxsim(Q, [torch.randn(n, 128) for n in (300, 7, 40)]).shape
+        torch.Size([2, 3])
+    """
+    if not torch.compiler.is_dynamo_compiling():  # the dispatcher, which compiled code keeps, takes microseconds
+        scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+        if scores is not None:
+            return scores
+    if is_sequences(Q) or is_sequences(D):
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return inputs.cross("maxsim", Q, D, *options)[0]
+    check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
+    check_options("maxsim", normalize, backward, recompute)
+    if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
+        return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    return torch.ops.lik.maxsim(
+        Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
+    )
+
+
+def maxsim_pairs(
+    Q: Tokens,
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> Tensor:
+    """MaxSim of query i against document i only.
+
+    Args:
+        Q: ``[B, Lq, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
+        D: ``[B, Ld, d]``, or the same.
+        q_mask, d_mask, q_weight, normalize, backward, recompute: as in `maxsim`.
+
+    Returns:
+        Scores ``[B]``, fp32 (fp64 for fp64).
+
+    Raises:
+        TypeError, ValueError: as `maxsim`; also when Q or D is not 3-D or their batch sizes differ.
+
+    Example:
+        >>> lik_ops.maxsim_pairs(torch.randn(4, 32, 128), torch.randn(4, 300, 128)).shape
+        torch.Size([4])
+    """
+    if is_sequences(Q) or is_sequences(D):
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return inputs.pairs("maxsim_pairs", Q, D, *options)
+    check_options("maxsim_pairs", normalize, backward, recompute)
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
+    if Q.dim() != 3 or D.dim() != 3:
+        raise ValueError(
+            f"maxsim_pairs: Q, D: expected [B, Lq, d] and [B, Ld, d], got {list(Q.shape)} and {list(D.shape)}"
+        )
+    if Q.shape[0] != D.shape[0]:
+        raise ValueError(f"maxsim_pairs: D: expected B = {Q.shape[0]} documents, got {list(D.shape)}")
+    scores = maxsim(
+        Q,
+        D.unsqueeze(1),
+        q_mask,
+        None if d_mask is None else d_mask.unsqueeze(1),
+        q_weight=q_weight,
+        normalize=normalize,
+        backward=backward,
+        recompute=recompute,
+    )
+    return scores.squeeze(1)
+
+
+@overload
+def maxsim_with_argmax(
+    Q: Tensor,
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def maxsim_with_argmax(
+    Q: Sequence[Tensor],
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> tuple[Tensor, list[Tensor]]: ...
+
+
+def maxsim_with_argmax(
+    Q: Tokens,
+    D: Tokens,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    backward: Backward = "auto",
+    recompute: bool = False,
+) -> tuple[Tensor, Winners]:
+    """The scores of `maxsim` and, for each query token, the document token that won: what a similarity map shows.
+
+    Args:
+        Q, D, q_mask, d_mask, q_weight, normalize, backward: as in `maxsim`.
+        recompute: accepted for symmetry; the winners are kept in any case.
+
+    Returns:
+        ``(scores, argmax)``: the scores of `maxsim`, differentiable, and int64 ``[Nq, Nd, Lq]`` (``[Nq, K, Lq]`` for
+        candidates), the index of the winning token within its document. Ties go to the lowest index; -1 for a masked
+        query token and for a document that keeps no token. A 2-D Q or D drops its axis. Of a list of queries the
+        winners are a list of ``[Nd, L_i]``, of a jagged tensor a jagged ``[Nq, Nd, L]``.
+
+    Raises:
+        TypeError, ValueError: as `maxsim`.
+
+    Example:
+        >>> scores, argmax = lik_ops.maxsim_with_argmax(torch.randn(32, 128), torch.randn(5, 300, 128))
+        >>> scores.shape, argmax.shape
+        (torch.Size([5]), torch.Size([5, 32]))
+    """
+    if is_sequences(Q) or is_sequences(D):
+        options = q_mask, d_mask, q_weight, normalize, backward, recompute
+        return cast(tuple[Tensor, Winners], inputs.cross("maxsim_with_argmax", Q, D, *options, with_argmax=True))
+    check_options("maxsim_with_argmax", normalize, backward, recompute)
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)
+    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
+    args = (*lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight), normalize, torch.int32, backward)
+    if torch.compiler.is_dynamo_compiling():
+        scores, argmax = torch.ops.lik.maxsim_fwd(*args)
+    else:
+        sharding.register_if_needed()
+        functional.reject_forward_ad(Q, D, q_weight)
+        scores, argmax = functional.forward(*args)
+    argmax = argmax.long() if D.dim() == 4 else argmax.transpose(0, 1).long()
+    if d_flat:
+        scores, argmax = scores.squeeze(1), argmax.squeeze(1)
+    if q_flat:
+        scores, argmax = scores.squeeze(0), argmax.squeeze(0)
+    return scores, argmax

@@ -1,0 +1,91 @@
+"""The similarities themselves, of a few queries and documents: for pictures."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arguments import (
+    DTYPES,
+    MASK_DTYPES,
+    check_flag,
+    check_per_token,
+    check_strided,
+    check_tensor,
+    score_dtype,
+    shape_of,
+)
+
+_OP = "similarity_map"
+
+
+def similarity_map(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    normalize: bool = False,
+) -> Tensor:
+    """The similarity of every token of a query to every token of a document: what a picture of a match shows.
+
+    It makes all similarities, which no other function does. Leading axes broadcast as in `torch.matmul`: a query
+    beside ``[N, Ld, d]`` gives the maps of its N documents, ``[B, Lq, d]`` beside ``[B, Ld, d]`` those of B pairs.
+
+    Args:
+        Q: query tokens ``[Lq, d]`` or ``[..., Lq, d]``; fp16, bf16, fp32 or fp64.
+        D: document tokens ``[Ld, d]`` or ``[..., Ld, d]`` of the dtype and device of Q.
+        q_mask, d_mask: tokens to keep, the shape of Q and D without d; bool (True = keep) or integers read as ``!= 0``.
+        normalize: L2-normalise every token first: similarities are cosines.
+
+    Returns:
+        ``[..., Lq, Ld]``, fp32 (fp64 for fp64), differentiable: the maximum of a row is what its query token adds to
+        the score. Rows and columns of masked tokens are ``-inf``, which matplotlib leaves blank.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size or device is wrong.
+
+    Example:
+        >>> Q, D = torch.randn(5, 128), torch.randn(40, 128)
+        >>> S = lik_ops.similarity_map(Q, D, normalize=True)
+        >>> S.shape, torch.allclose(S.amax(1).sum(), lik_ops.maxsim(Q, D, normalize=True))
+        (torch.Size([5, 40]), True)
+    """
+    _check(Q, D, q_mask, d_mask)
+    check_flag(_OP, "normalize", normalize)
+    q_drop, d_drop = (None if mask is None else mask == 0 for mask in (q_mask, d_mask))
+    S = _prepared(Q, q_drop, normalize) @ _prepared(D, d_drop, normalize).transpose(-1, -2)
+    if q_drop is not None:
+        S = S.masked_fill(q_drop.unsqueeze(-1), float("-inf"))
+    return S if d_drop is None else S.masked_fill(d_drop.unsqueeze(-2), float("-inf"))
+
+
+def _prepared(x: Tensor, drop: Tensor | None, normalize: bool) -> Tensor:
+    x = x.to(score_dtype(x.dtype))
+    if drop is not None:
+        x = x.masked_fill(drop.unsqueeze(-1), 0)  # NaN of a masked token would reach gradients
+    return F.normalize(x, dim=-1) if normalize else x
+
+
+def _check(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
+    for name, x in (("Q", Q), ("D", D)):
+        check_tensor(_OP, name, x)
+        check_strided(_OP, name, x)
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{_OP}: {name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dim() < 2:
+            raise ValueError(f"{_OP}: {name}: expected [..., L, d], got {shape_of(x)}")
+    if D.dtype != Q.dtype:
+        raise TypeError(f"{_OP}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
+    if D.device != Q.device:
+        raise ValueError(f"{_OP}: D: expected the device of Q, {Q.device}, got {D.device}")
+    if D.shape[-1] != Q.shape[-1]:
+        raise ValueError(f"{_OP}: D: expected d = {Q.shape[-1]} as in Q {shape_of(Q)}, got {shape_of(D)}")
+    for a, b in zip(reversed(Q.shape[:-2]), reversed(D.shape[:-2]), strict=False):
+        if a != b and 1 not in (a, b):
+            raise ValueError(f"{_OP}: D: expected leading axes that go with Q {shape_of(Q)}, got {shape_of(D)}")
+    for name, mask, of_name, of in (("q_mask", q_mask, "Q", Q), ("d_mask", d_mask, "D", D)):
+        check_per_token(_OP, name, mask, of_name, of)
+        if mask is not None and mask.dtype not in MASK_DTYPES:
+            raise TypeError(f"{_OP}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")

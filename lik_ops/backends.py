@@ -1,0 +1,53 @@
+"""Who computes: `cuda` launches the Triton kernels, `portable` streams through plain torch on any device."""
+
+import logging
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from .portable import backend as portable
+from .settings import requested_backend
+
+_log = logging.getLogger("lik_ops")
+_has_triton = find_spec("triton") is not None
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if the Triton kernels can compute on `device` in `dtype`, else the reason why not."""
+    if not _has_triton:
+        return "triton is not installed"
+    if dtype == torch.float64:
+        return "the Triton kernels have no fp64"
+    from .gpu import backend as cuda
+
+    return cuda.unavailable(device)
+
+
+def forget() -> None:
+    """Drop what the backends worked out from their tables of configurations."""
+    if "lik_ops.gpu.backend" in sys.modules:
+        from .gpu import backend as cuda
+
+        cuda.forget()
+
+
+def select(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """The backend module for tensors of `device` and `dtype` under the current choice.
+
+    Raises:
+        RuntimeError: ``"triton"`` was asked for and cannot run there.
+    """
+    requested = requested_backend()
+    if requested == "portable" or (requested == "auto" and device.type == "cpu"):
+        return portable
+    reason = why_not_triton(device, dtype)
+    if reason is None:
+        from .gpu import backend as cuda
+
+        return cuda
+    if requested == "triton":
+        raise RuntimeError(f"lik_ops: backend 'triton' cannot compute {dtype} on {device}: {reason}")
+    _log.debug("portable backend for %s on %s: %s", dtype, device, reason)
+    return portable

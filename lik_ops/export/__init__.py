@@ -1,0 +1,150 @@
+"""Exported programs made for others to run: AOTInductor packages, and ONNX.
+
+A program from `torch.export` holds ``torch.ops.lik.maxsim`` as one node, and needs lik_ops where it is loaded. What is
+made here does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import why_not_triton
+from ..portable import blocked
+from .onnx import onnx_translations
+
+__all__ = ["onnx_translations", "open_operators", "package"]
+
+
+def _blocked_forward(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+    backward: str,
+) -> tuple[Tensor, Tensor]:
+    scores, argmax = blocked.forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    return scores, Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+
+
+def _packaged_forward(Q: Tensor, D: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """The Triton kernel where the compiler can take one in, else the loop over blocks."""
+    *options, argmax_dtype, _ = args
+    if Q.device.type == "cuda" and argmax_dtype is None and why_not_triton(Q.device, Q.dtype) is None:
+        from ..ops import packaged  # registers the operator
+
+        return packaged.maxsim_packaged(Q, D, *options), Q.new_empty(0, dtype=torch.int32)
+    return _blocked_forward(Q, D, *args)
+
+
+def _opened(program: torch.export.ExportedProgram, forward: Callable) -> torch.export.ExportedProgram:
+    def best(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
+        if cu_seqlens_d is not None:
+            return NotImplemented  # the operator stays
+        return blocked.best(forward(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0], top_k)
+
+    table = torch.export.default_decompositions()
+    table[torch.ops.lik.maxsim_fwd.default] = forward
+    table[torch.ops.lik.maxsim_topk.default] = best
+    with torch.no_grad():  # with gradients the winners would be kept
+        return program.run_decompositions(table)
+
+
+# What a program has to have in place of operators that stay, by their names: the first that fits.
+_EXPECTED = (
+    ("lik.maxsim_bwd", "scoring only"),
+    ("lik.maxsim_ragged", "dense tensors and masks"),
+    ("lik.maxsim_topk", "padded documents and d_mask in place of cu_seqlens_d"),
+    ("lik.", "functions of lik_ops or torch.ops.lik.maxsim"),
+)
+
+
+def _refuse_what_stays(name: str, program: torch.export.ExportedProgram, but: tuple[str, ...] = ()) -> None:
+    """Raise NotImplementedError for operators of ours, in any of its graphs, that nothing was put in place of."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    targets = {str(node.target) for graph in graphs for node in graph.nodes}.difference(but)
+    for prefix, expected in _EXPECTED:
+        left = sorted(target for target in targets if target.startswith(prefix))
+        if left:
+            raise NotImplementedError(f"{name}: expected {expected}, found {', '.join(left)}")
+
+
+def open_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Replace the MaxSim operators of an exported program by what they compute: a loop over blocks of bounded size.
+
+    The result holds ATen operators and `torch.ops.higher_order.while_loop` only, with the sizes that were dynamic still
+    so; it runs, compiles and serialises without lik_ops. `lik_ops.retrieve` becomes the scores of all documents and a
+    stable sort of them, ``[Nq, Nd]``, whatever its `chunk`: 16 bytes for each score.
+
+    Args:
+        program: what `torch.export.export` made of a module that scores. One that computes gradients is refused.
+
+    Raises:
+        NotImplementedError: the program computes gradients of MaxSim, or MaxSim of packed tokens or pair lists. An
+            operator of lik_ops never stays.
+
+    Example:
+        >>> Q, D = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
+        >>> program = torch.export.export(lik_ops.MaxSimScorer(), (Q, D))
+        >>> lik_ops.export.open_operators(program).module()(Q, D).shape
+        torch.Size([4, 50])
+    """
+    opened = _opened(program, _blocked_forward)
+    _refuse_what_stays("open_operators: program", opened)
+    return opened
+
+
+def package(
+    module: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Any = None,
+    inductor_configs: dict[str, Any] | None = None,
+) -> str:
+    """Compile a module that scores with MaxSim into a file that any process with torch loads and runs.
+
+    MaxSim is compiled into the package as well: loading needs neither lik_ops nor, in a C++ program, Python. Load it
+    with `torch._inductor.aoti_load_package`, or with ``torch::inductor::AOTIModelPackageLoader``. The scores are those
+    of the operator up to the rounding of sums; memory beyond inputs and outputs is a few MiB, whatever the sizes, but
+    for `lik_ops.retrieve`: there all scores are held, 16 bytes for each.
+
+    On a GPU the package holds a Triton kernel, but for fp64 and for winners; its tiles are fixed when it is made, so it
+    may be slower than the operator's choice. Everywhere else it holds a loop over blocks in generated code.
+
+    Args:
+        module: calls `lik_ops` functions or ``torch.ops.lik`` in its forward. It is exported for inference.
+        example_inputs: positional inputs, on the device that the package is for.
+        path: where the package goes; ends in ``.pt2``.
+        dynamic_shapes: the sizes that may differ from those of `example_inputs`, as `torch.export.export` takes them.
+        inductor_configs: options of the compiler.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        ValueError: `path` does not end in ``.pt2``.
+        NotImplementedError: the module computes gradients of MaxSim, or MaxSim of packed tokens or pair lists.
+
+    Example:
+        >>> Q, D = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
+        >>> Nd, Ld = torch.export.Dim("Nd"), torch.export.Dim("Ld")
+        >>> sizes = {"Q": None, "D": {0: Nd, 1: Ld}}
+        >>> lik_ops.export.package(lik_ops.MaxSimScorer(), (Q, D), "scorer.pt2", dynamic_shapes=sizes)
+        'scorer.pt2'
+    """
+    path = os.fspath(path)
+    if not path.endswith(".pt2"):
+        raise ValueError(f"package: path: expected a name that ends in .pt2, got {path!r}")
+    with torch.no_grad():
+        program = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
+    opened = _opened(program, _packaged_forward)
+    _refuse_what_stays("package: module", opened, but=("lik.maxsim_packaged.default",))  # the compiler opens that one
+    return torch._inductor.aoti_compile_and_package(opened, package_path=path, inductor_configs=inductor_configs)

@@ -1,0 +1,36 @@
+"""The Triton backend: turns tensors into kernel arguments, picks configurations and launches.
+
+Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
+"""
+
+from . import forward as cuda_forward
+from . import ragged_forward as cuda_ragged
+from .arguments import allow_tf32, architecture, unavailable
+from .backward import backward_lowmem, backward_unified
+from .forward import forward, forward_plan
+from .ragged_backward import backward_cut, backward_ragged
+from .ragged_forward import forward_ragged, ragged_plan
+from .topk import best, best_of_parts
+
+__all__ = [
+    "allow_tf32",
+    "architecture",
+    "backward_cut",
+    "backward_lowmem",
+    "backward_ragged",
+    "backward_unified",
+    "best",
+    "best_of_parts",
+    "forget",
+    "forward",
+    "forward_plan",
+    "forward_ragged",
+    "ragged_plan",
+    "unavailable",
+]
+
+
+def forget() -> None:
+    """Drop what was worked out from the table of configurations."""
+    cuda_forward.forget()
+    cuda_ragged.forget()

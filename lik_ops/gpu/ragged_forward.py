@@ -1,0 +1,255 @@
+"""The Triton backend for ragged layouts, forward: packed queries and documents, candidate lists, lists of pairs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..csrc_triton.arguments import Documents, Queries, Segments
+from ..csrc_triton.forward_ragged import maxsim_forward_ragged
+from ..segments import Cut, Ragged
+from . import configs, launcher
+from . import rows as cuda_rows
+from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
+from .configs import Launch
+from .forward import empty_cuda, raw_stream
+
+_log = logging.getLogger("lik_ops")
+_LEAST_SLOT = 16
+_INT32_MAX = 2**31 - 1
+_MOST_PLANS = _MOST_TILES = 4096
+_MOST_DESCRIPTORS = 64  # that a plan keeps
+
+
+def _per_row(x: Tensor | None) -> tuple:
+    """Of a mask or weight: itself and its strides between queries or documents, and between rows."""
+    return (None, None, None) if x is None else (x, 0, x.stride(-1))
+
+
+def queries_of(c: Cut) -> Queries:
+    return Queries._make((c.Q, 0, *c.Q.stride()[-2:], *_per_row(c.q_mask), *_per_row(c.q_weight)))
+
+
+def documents_of(c: Cut) -> Documents:
+    """Without their mask: masked tokens win nothing."""
+    return Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *(None,) * 4))
+
+
+def segments_of(c: Cut) -> Segments:
+    return Segments._make((*c.indices, c.q_each, c.d_each))
+
+
+def _launch(c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool) -> tuple[Launch, int]:
+    """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
+
+    Longer queries take several steps, so that the host need not know the longest. Of the sizes in `c` this reads the
+    number of queries only: `Plan` keeps the result by that, `Lq`, `wide` and `few`.
+    """
+    return configs.forward_ragged(
+        architecture(c.Q.device),
+        c.Q.dtype,
+        max(c.queries, 1),
+        Lq,
+        c.Q.shape[-1],
+        candidates=c.candidates or c.pairs is not None,
+        normalize=normalize,
+        wide=wide,
+        tf32=allow_tf32(),
+        argmax=argmax,
+        longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
+        few=few,
+    )
+
+
+class _Tile:
+    """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
+
+    __slots__ = ("bound", "config", "constants", "groups", "options")
+
+    def __init__(self, launch: Launch, levels: int, d: int, arch: configs.Architecture) -> None:
+        self.config, self.options = launch.config, launch.options(arch)
+        self.groups = launch.config.BM // launch.config.SLOT  # queries side by side
+        self.constants = d, levels, launch.config
+        self.bound: dict[tuple[bool, ...], launcher.Bound] = {}
+
+
+class Plan:
+    """A forward of tensors of one description, whatever their rows: what follows from it is worked out once.
+
+    Ragged calls seldom have the same rows twice. So tiles are kept by what they hang on, and the descriptor of D by
+    where D was and how many rows it had.
+    """
+
+    def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> None:
+        self.device, self.index, self.arch = c.Q.device, c.Q.device.index, architecture(c.Q.device)
+        self.d, self.normalize, self.argmax_dtype = c.Q.shape[-1], normalize, argmax_dtype
+        self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
+        self.query_strides = (0, *c.Q.stride()[-2:]), _per_row(c.q_mask)[1:], _per_row(c.q_weight)[1:]
+        mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
+        self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
+        self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
+        # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
+        self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
+        aligned = self.d * c.D.element_size() % 16 == 0
+        self.reads_tiles = self.arch.has_descriptors and aligned and c.D.stride()[-2:] == (self.d, 1)
+        self.by_rows = self.reads_tiles and not (self.single or normalize) and c.d_mask is None and c.q_lengths is None
+        self.tiles: dict[tuple, _Tile] = {}
+        self.descriptors: dict[tuple, tuple] = {}
+
+    def forward(self, c: Cut) -> tuple[Tensor, Tensor | None]:
+        """Scores and, where `argmax_dtype` says so, winners."""
+        choice = self._row_maxima(c) if self.by_rows else None
+        if choice is not None:
+            queries, _, segments = self._grouped(c, c.tensors)
+            groups = Queries._make(queries), Segments._make(segments)
+            try:
+                return cuda_rows.forward_packed(choice, c, *groups, self.argmax_dtype)
+            except launcher.DoesNotCompile as error:
+                launcher.fall_back(error, "maxsim_forward_ragged")
+        argmax = None
+        if self.argmax_dtype is not None:
+            argmax = self._new_winners(c)
+        return self._scores(c, argmax), argmax
+
+    def _new_winners(self, c: Cut) -> Tensor:
+        """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
+        if c.covered and not self.pairs:
+            return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
+        return torch.full(c.argmax_shape(), -1, dtype=self.argmax_dtype, device=self.device)
+
+    def _row_maxima(self, c: Cut) -> configs.RowMaxima | None:
+        """How a cross product of many query rows goes, see `cuda_rows`."""
+        if 0 in (c.queries, c.columns, c.Tq) or c.D.data_ptr() % 16:
+            return None
+        dense, mean = c.cu_seqlens_q is None, configs.cdiv(c.Tq, c.queries)
+        return cuda_rows.choose(c.D, c.Tq, c.columns, mean, self.argmax_dtype is not None, dense)
+
+    def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
+        if len(self.tiles) >= _MOST_TILES:
+            self.tiles.clear()
+        launch, levels = _launch(c, Lq, wide, few, self.normalize, self.argmax_dtype is not None)
+        _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
+        tile = self.tiles[c.queries, Lq, wide, few] = _Tile(launch, levels, self.d, self.arch)
+        return tile
+
+    def _scores(self, c: Cut, argmax: Tensor | None) -> Tensor:
+        """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
+        queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
+        Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
+        wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
+        documents = c.items
+        few = documents <= configs.RESIDENT
+        tile = self.tiles.get((queries, Lq, wide, few)) or self._tile_of(c, Lq, wide, few)
+        shape: tuple[int, ...]
+        strides: tuple[int, ...]
+        if self.pairs:
+            programs = documents
+            shape, strides = (programs,), (1,)
+        else:
+            shape, strides = (queries, columns), (columns, 1)
+            programs = documents if self.single else configs.cdiv(queries, tile.groups) * columns
+        pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
+        Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
+        merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight
+        odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
+        bound = tile.bound.get(odd)
+        if (
+            bound is None
+            or not 0 < programs <= _INT32_MAX
+            or not _fits(c)
+            or current_device() != self.index
+            or launcher.hooks_set()
+        ):
+            return self._scores_by_launcher(c, argmax, tile, programs, odd)
+        if empty_cuda is None or torch.are_deterministic_algorithms_enabled():
+            scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        else:
+            scores = empty_cuda(shape, strides, torch.float32)
+        descriptor: tuple = (None,)
+        if self.reads_tiles and not D & 15:
+            descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
+        groups = self._grouped(c, pointers)
+        winners = None if argmax is None else argmax.data_ptr()
+        args = (*groups[:2], *descriptor, groups[2], scores.data_ptr(), winners, queries, columns, Tq, Td, most)
+        bound.direct(programs, 1, 1, raw_stream(self.index), (*args, *tile.constants))  # type: ignore[misc]
+        return scores
+
+    def _scores_by_launcher(
+        self, c: Cut, argmax: Tensor | None, tile: _Tile, programs: int, odd: tuple[bool, ...]
+    ) -> Tensor:
+        scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
+        if scores.numel() == 0:
+            return scores
+        if c.Tq > _INT32_MAX:
+            raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
+        queries, documents, segments = self._grouped(c, c.tensors)
+        groups = Queries._make(queries), Documents._make(documents), Segments._make(segments)
+        numbers = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
+        args = (*groups[:2], self._tiles(c, tile), groups[2], scores, argmax, *numbers, *tile.constants)
+        with on_device(self.device):
+            bound = launcher.launch(maxsim_forward_ragged, checked_grid(programs), args, tile.options)
+        if bound is not None and bound.direct is not None and _fits(c):
+            tile.bound[odd] = bound
+        return scores
+
+    def _grouped(self, c: Cut, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
+        """Tensors or pointers, in the order of `Cut`, in that of `Queries`, `Documents` and `Segments`."""
+        Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = tensors
+        (rows, mask_strides, weight_strides), (d_rows, d_mask_strides) = self.query_strides, self.document_strides
+        queries = (Q, *rows, q_mask, *mask_strides, weight, *weight_strides)
+        segments = (cu_seqlens_q, offsets, lengths, pairs, q_lengths, c.q_each, c.d_each)
+        return queries, (D, *d_rows, d_mask, *d_mask_strides), segments
+
+    def _tiles(self, c: Cut, tile: _Tile) -> TensorDescriptor | None:
+        """The rows of D for the tensor memory access unit, or None where it cannot read them."""
+        if not self.reads_tiles or not 0 < c.Td <= _INT32_MAX or c.D.data_ptr() % 16:
+            return None
+        return TensorDescriptor(c.D, [c.Td, self.d], [self.d, 1], [tile.config.BN, tile.config.BD])
+
+    def _descriptor(self, c: Cut, tile: _Tile, bound: launcher.Bound, pointer: int) -> tuple:
+        """The same as the kernel takes it: it depends on nothing but the kernel, where D begins and its rows."""
+        if len(self.descriptors) >= _MOST_DESCRIPTORS:
+            self.descriptors.clear()
+        found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, self._tiles(c, tile))
+        return found
+
+
+def _fits(c: Cut) -> bool:
+    """Whether D has rows for a descriptor, and sizes take 32 bits: other kernels are compiled else."""
+    return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q | c.Tq) <= _INT32_MAX
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def ragged_plan(c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> Plan:
+    """The plan for validated arguments like these."""
+    tf32 = c.Q.dtype == torch.float32 and allow_tf32()
+    tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
+    indices = [None if x is None else x.dtype for x in c.indices]
+    per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
+    key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], c.candidates, normalize, argmax_dtype, tf32)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Plan(c, normalize, argmax_dtype)
+    return plan
+
+
+def forget() -> None:
+    """Drop what was worked out from the table of configurations."""
+    _plans.clear()
+
+
+def forward_ragged(
+    r: Ragged, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+) -> tuple[Tensor, Tensor]:
+    """Scores in fp32 and winners (an empty tensor if `argmax_dtype` is None), both as `Ragged` says."""
+    c = Cut.of(r, max_seqlen_q)
+    scores, argmax = ragged_plan(c, normalize, argmax_dtype).forward(c)
+    return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax

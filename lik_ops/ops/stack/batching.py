@@ -1,0 +1,178 @@
+"""`torch.vmap` of the operators: the batch axis is folded into axes that they have, so that one call serves the batch.
+
+Folding copies what the batch shares and the layout cannot. Where that would take more than `MOST_COPIED` bytes, the
+samples are computed one by one from the tensors as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...arguments import score_dtype
+
+MOST_COPIED = 32 << 20  # bytes
+
+Outputs = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
+
+
+class _Batch:
+    """The arguments of a batch of calls, the batch axis of each first."""
+
+    def __init__(self, size: int, in_dims: tuple, args: tuple) -> None:
+        self.size, self.is_batched = size, [dim is not None for dim in in_dims[: len(args)]]
+        self.args = tuple(a if dim is None else a.movedim(dim, 0) for a, dim in zip(args, in_dims, strict=False))
+
+    def sample_dim(self, i: int) -> int:
+        return self.args[i].dim() - self.is_batched[i]
+
+    def stacked(self, i: int) -> Any:
+        """Argument i with the batch axis, expanded where it has none; None stays."""
+        x = self.args[i]
+        return x if x is None or self.is_batched[i] else x.expand(self.size, *x.shape)
+
+    def folded(self, i: int, axis: int = 0) -> Any:
+        """Argument i with the batch folded into `axis` of its samples."""
+        x = self.stacked(i)
+        return None if x is None else x.movedim(0, axis).flatten(axis, axis + 1)
+
+    def any_of(self, *indices: int) -> bool:
+        return any(self.is_batched[i] for i in indices)
+
+    def copies_too_much(self, i: int, times: Any = None) -> bool:
+        """Whether argument i, repeated for the batch (or `times`), is more than may be copied. Symbolic sizes: no."""
+        x = self.args[i]
+        if times is None:
+            if self.is_batched[i]:
+                return False
+            times = self.size
+        total = x.numel() * times * x.element_size()
+        return isinstance(total, int) and times != 1 and total > MOST_COPIED
+
+    def one_by_one(self, op: Any, *constants: Any) -> Outputs:
+        samples = [
+            op(*(x[b] if batched else x for x, batched in zip(self.args, self.is_batched, strict=True)), *constants)
+            for b in range(self.size)
+        ]
+        return tuple(torch.stack(outputs) for outputs in zip(*samples, strict=True)), (0,) * len(samples[0])
+
+
+def forward(
+    info: Any, in_dims: tuple, Q, D, q_mask, d_mask, q_weight, normalize: bool, argmax_dtype, backward: str
+) -> Outputs:
+    """`lik::maxsim_fwd` of a batch."""
+    batch, op = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), torch.ops.lik.maxsim_fwd
+    B, constants = batch.size, (normalize, argmax_dtype, backward)
+    candidates = batch.sample_dim(1) == 4
+    Nq, K = batch.args[0].shape[-3], batch.args[1].shape[-3]
+    if not candidates and not batch.any_of(1, 3):
+        _, D, _, d_mask, _ = batch.args
+        scores, argmax = op(batch.folded(0), D, batch.folded(2), d_mask, batch.folded(4), *constants)
+        return _with_winners(scores.unflatten(0, (B, Nq)), 0, argmax, 1, (B, Nq))
+    if not candidates and not batch.any_of(0, 2, 4) and not batch.copies_too_much(1):
+        Q, _, q_mask, _, q_weight = batch.args
+        scores, argmax = op(Q, batch.folded(1), q_mask, batch.folded(3), q_weight, *constants)
+        return _with_winners(scores.unflatten(1, (B, K)), 1, argmax, 0, (B, K))
+    if batch.copies_too_much(1) or (not candidates and batch.copies_too_much(1, Nq)):
+        return batch.one_by_one(op, *constants)
+    D, d_mask = _as_candidates(batch, Nq, candidates)
+    scores, argmax = op(batch.folded(0), D, batch.folded(2), d_mask, batch.folded(4), *constants)
+    scores = scores.unflatten(0, (B, Nq))
+    if argmax_dtype is None:
+        return (scores, argmax), (0, None)
+    argmax = argmax.unflatten(0, (B, Nq))
+    return (scores, argmax if candidates else argmax.transpose(1, 2)), (0, 0)
+
+
+def topk(
+    info: Any, in_dims: tuple, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize: bool, top_k: int, chunk
+) -> Outputs:
+    """`lik::maxsim_topk` of a batch: queries of several samples are queries of one call, corpora are not."""
+    batch = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
+    op = torch.ops.lik.maxsim_topk
+    if batch.any_of(1, 3, 4):
+        return batch.one_by_one(op, normalize, top_k, chunk)
+    _, D, _, d_mask, cu_seqlens_d, _ = batch.args
+    found = op(batch.folded(0), D, batch.folded(2), d_mask, cu_seqlens_d, batch.folded(5), normalize, top_k, chunk)
+    return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in found), (0, 0)
+
+
+def _with_winners(scores: Tensor, dim: int, argmax: Tensor, axis: int, sizes: tuple) -> Outputs:
+    if argmax.dim() == 1:
+        return (scores, argmax), (dim, None)
+    return (scores, argmax.unflatten(axis, sizes)), (dim, axis)
+
+
+def _as_candidates(batch: _Batch, Nq: Any, candidates: bool) -> tuple[Tensor, Tensor | None]:
+    """The documents and their mask as candidates of each query of each sample."""
+    if candidates:
+        return batch.folded(1), batch.folded(3)
+    D, d_mask = batch.stacked(1), batch.stacked(3)
+    D = D.unsqueeze(1).expand(-1, Nq, -1, -1, -1).flatten(0, 1)
+    return D, None if d_mask is None else d_mask.unsqueeze(1).expand(-1, Nq, -1, -1).flatten(0, 1)
+
+
+def backward(
+    op: Any, info: Any, in_dims: tuple, g, Q, D, argmax, q_mask, d_mask, q_weight, normalize: bool, needs: list[bool]
+) -> Outputs:
+    """One of the backward operators of a batch."""
+    batch = _Batch(info.batch_size, in_dims, (g, Q, D, argmax, q_mask, d_mask, q_weight))
+    candidates = batch.sample_dim(2) == 4
+    Nq = batch.args[1].shape[-3]
+    of_queries, of_documents = [needs[0], False, needs[2]], [False, needs[1], False]
+    if isinstance(batch.size, int) and batch.size == 0:
+        dtypes = (Q.dtype, D.dtype, score_dtype(Q.dtype))
+        return _unfolded(tuple(Q.new_empty(0, dtype=dtype) for dtype in dtypes), needs, batch)
+    if candidates or (isinstance(Nq, int) and Nq == 1 and batch.any_of(2, 5)):
+        if not batch.copies_too_much(2):
+            return _candidates_backward(batch, op, candidates, normalize, needs)
+    elif not batch.any_of(2, 5) and not needs[1]:
+        return _query_backward(batch, op, normalize, of_queries)
+    elif not batch.any_of(1, 4, 6) and not any(of_queries):
+        return _document_backward(batch, op, normalize, of_documents)
+    elif not batch.any_of(1, 2, 4, 5, 6):
+        (grad_Q, _, grad_w), (q_dim, _, w_dim) = _query_backward(batch, op, normalize, of_queries)
+        (_, grad_D, _), (_, d_dim, _) = _document_backward(batch, op, normalize, of_documents)
+        return (grad_Q, grad_D, grad_w), (q_dim, d_dim, w_dim)
+    return batch.one_by_one(op, normalize, needs)
+
+
+def _unfolded(grads: tuple[Tensor, ...], needs: list[bool], batch: _Batch) -> Outputs:
+    shaped = tuple(
+        g.unflatten(0, (batch.size, -1)) if n and g.numel() else g for g, n in zip(grads, needs, strict=True)
+    )
+    sizes = [batch.args[i].shape[batch.is_batched[i] :] for i in (1, 2)]
+    shaped = tuple(
+        x if not n or x.numel() else x.new_empty((batch.size, *s))
+        for x, n, s in zip(shaped, needs, (*sizes, sizes[0][:-1]), strict=True)
+    )
+    return shaped, tuple(0 if n else None for n in needs)
+
+
+def _candidates_backward(batch: _Batch, op: Any, candidates: bool, normalize: bool, needs: list[bool]) -> Outputs:
+    argmax = batch.stacked(3)
+    if batch.sample_dim(3) == 1:
+        argmax = batch.args[3].flatten()[:0]
+    else:
+        argmax = (argmax if candidates else argmax.transpose(1, 2)).flatten(0, 1)
+    D, d_mask = (batch.folded(2), batch.folded(5)) if candidates else (batch.stacked(2), batch.stacked(5))
+    queries = batch.folded(1), D, argmax, batch.folded(4), d_mask, batch.folded(6)
+    return _unfolded(op(batch.folded(0), *queries, normalize, needs), needs, batch)
+
+
+def _query_backward(batch: _Batch, op: Any, normalize: bool, needs: list[bool]) -> Outputs:
+    """Documents shared, and no gradient of theirs: the samples' queries are queries of one call."""
+    argmax = batch.folded(3, 1) if batch.sample_dim(3) == 3 else batch.args[3].flatten()[:0]
+    D, d_mask = batch.args[2], batch.args[5]
+    grads = op(batch.folded(0), batch.folded(1), D, argmax, batch.folded(4), d_mask, batch.folded(6), normalize, needs)
+    return _unfolded(grads, needs, batch)
+
+
+def _document_backward(batch: _Batch, op: Any, normalize: bool, needs: list[bool]) -> Outputs:
+    """Queries shared, and no gradient of theirs: the samples' documents are documents of one call."""
+    argmax = batch.folded(3) if batch.sample_dim(3) == 3 else batch.args[3].flatten()[:0]
+    Q, q_mask, q_weight = batch.args[1], batch.args[4], batch.args[6]
+    grads = op(batch.folded(0, 1), Q, batch.folded(2), argmax, q_mask, batch.folded(5), q_weight, normalize, needs)
+    return _unfolded(grads, needs, batch)

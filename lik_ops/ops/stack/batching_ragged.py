@@ -1,0 +1,170 @@
+"""`torch.vmap` of the ragged operators: the tokens of the samples are packed behind one another for one call.
+
+What the batch shares is copied where samples may not overlap: tokens whose gradients or winners each sample has of its
+own. Where that is too much, the samples are computed one by one (see `batching`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...segments import Ragged
+from .batching import Outputs, _Batch
+
+_QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # tokens with their masks and weights, by their place in `Ragged`
+_ENDS, _OFFSETS, _LENGTHS, _PAIRS = 2, 3, 4, 5
+_GAP = 2  # queries between those of two samples, both invalid, so that neither takes tokens
+
+
+class _Layout(NamedTuple):
+    """Which sides are repeated for each sample, or its own; and whether both are, by lists of candidates."""
+
+    queries: bool
+    columns: bool
+    documents: bool  # columns over tokens of their own
+    pairs: bool
+    both: bool
+
+
+class _Packed:
+    """A batch of ragged arguments, of which Q is the `first`."""
+
+    def __init__(self, batch: _Batch, first: int, needs: tuple | list) -> None:
+        self.batch, self.first, self.size = batch, first, batch.size
+        pairs = batch.args[first + _PAIRS] is not None
+        candidates = batch.sample_dim(first + _OFFSETS) == 2
+        queries = self.any_of(*_QUERY_SIDE, _ENDS) or needs[0] or needs[2] or (candidates and not pairs)
+        documents = self.any_of(*_DOCUMENT_SIDE) or needs[1]
+        columns = documents or self.any_of(_OFFSETS, _LENGTHS)
+        both = not pairs and (candidates or queries == columns)
+        self.layout = _Layout(queries or both, columns, documents, pairs, both)
+        self.candidates = candidates
+
+    def any_of(self, *indices: int) -> bool:
+        return self.batch.any_of(*(self.first + i for i in indices))
+
+    def sample_shape(self, i: int) -> tuple:
+        x = self.batch.args[self.first + i]
+        return tuple(x.shape[self.batch.is_batched[self.first + i] :])
+
+    @property
+    def copies_too_much(self) -> bool:
+        own = ((0, self.layout.queries), (1, self.layout.documents))
+        return any(repeated and self.batch.copies_too_much(self.first + i) for i, repeated in own)
+
+    @property
+    def queries(self) -> Any:
+        return self.sample_shape(_ENDS)[0] - 1
+
+    @property
+    def slots(self) -> Any:
+        return self.queries + _GAP
+
+    def _samples(self, like: Tensor) -> Tensor:
+        """The number of each sample, to be added to what has one row for each."""
+        return torch.arange(self.size, device=like.device).view(-1, *((1,) * (like.dim() - 1)))
+
+    def _tokens(self, i: int, own: bool) -> Any:
+        return self.batch.folded(self.first + i) if own else self.batch.args[self.first + i]
+
+    def _ends(self) -> Tensor:
+        if not self.layout.queries:
+            return self.batch.args[self.first + _ENDS]
+        ends, tokens = self.batch.stacked(self.first + _ENDS).long(), self.sample_shape(0)[0]
+        inside = (ends >= 0) & (ends <= tokens)
+        ends = torch.where(inside, ends + self._samples(ends) * tokens, -1)
+        return pad(pad(ends, (0, 1), value=-1).flatten(), (0, 1), value=-1)
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        if not self.layout.columns and not self.layout.both:
+            return self.batch.args[self.first + _OFFSETS], self.batch.args[self.first + _LENGTHS]
+        offsets, lengths = (self.batch.stacked(self.first + i).long() for i in (_OFFSETS, _LENGTHS))
+        if self.layout.documents:
+            tokens = self.sample_shape(1)[0]
+            inside = (offsets >= 0) & (lengths >= 0) & (lengths <= tokens - offsets)
+            offsets = torch.where(inside, offsets + self._samples(offsets) * tokens, -1)
+        if not self.layout.both:
+            return offsets.flatten(0, 1), lengths.flatten(0, 1)
+        return self._lists(offsets), self._lists(lengths)
+
+    def _lists(self, x: Tensor) -> Tensor:
+        """Of each query of each sample: its documents, or its candidates and nothing for the queries of a gap."""
+        if self.candidates:
+            return pad(x, (0, 0, 0, _GAP)).flatten(0, 1)
+        return x.unsqueeze(1).expand(-1, self.slots, -1).flatten(0, 1)
+
+    def _pairs(self) -> Tensor | None:
+        if not self.layout.pairs:
+            return None
+        pairs = self.batch.stacked(self.first + _PAIRS).long()
+        columns = self.sample_shape(_OFFSETS)[0]
+        most = torch.tensor([self.queries, columns], device=pairs.device)
+        strides = torch.tensor(
+            [self.slots if self.layout.queries else 0, columns if self.layout.columns else 0], device=pairs.device
+        )
+        inside = ((pairs >= 0) & (pairs < most)).all(-1, keepdim=True)
+        return torch.where(inside, pairs + self._samples(pairs) * strides, -1).flatten(0, 1)
+
+    def tensors(self) -> Ragged:
+        """The arguments of the one call."""
+        Q, q_mask, q_weight = (self._tokens(i, self.layout.queries) for i in _QUERY_SIDE)
+        D, d_mask = (self._tokens(i, self.layout.documents) for i in _DOCUMENT_SIDE)
+        return Ragged(Q, D, self._ends(), *self._columns(), self._pairs(), q_mask, d_mask, q_weight)
+
+    def scores_of_samples(self, scores: Tensor) -> tuple[Tensor, int]:
+        """What belongs to each sample, and its axis."""
+        if self.layout.pairs:
+            return scores.unflatten(0, (self.size, self.sample_shape(_PAIRS)[0])), 0
+        if self.layout.queries:
+            return scores.unflatten(0, (self.size, self.slots))[:, : self.queries], 0
+        return scores.unflatten(1, (self.size, self.sample_shape(_OFFSETS)[0])), 1
+
+    def scores_of_call(self, scores: Tensor) -> Tensor:
+        """Scores with the axis of samples first, in the places that they have in the one call."""
+        if self.layout.pairs:
+            return scores.flatten(0, 1)
+        if self.layout.queries:
+            return pad(scores, (0, 0, 0, _GAP)).flatten(0, 1)
+        return scores.movedim(0, 1).flatten(1, 2)
+
+    @property
+    def winners_axis(self) -> int:
+        """Of the winners of a sample, that along which those of the next one follow."""
+        return 1 if self.layout.queries and not self.layout.pairs else 0
+
+
+def forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
+    """`lik::maxsim_ragged_fwd` of a batch."""
+    batch, constants, op = _Batch(info.batch_size, in_dims, args[:9]), args[9:], torch.ops.lik.maxsim_ragged_fwd
+    packed = _Packed(batch, 0, (False, False, False))
+    if packed.copies_too_much:
+        return batch.one_by_one(op, *constants)
+    scores, argmax = op(*packed.tensors(), *constants)
+    scores, dim = packed.scores_of_samples(scores)
+    if argmax.dim() == 1:
+        return (scores, argmax), (dim, None)
+    axis = packed.winners_axis
+    each = packed.sample_shape(0 if axis else _PAIRS if packed.layout.pairs else _OFFSETS)[0]
+    return (scores, argmax.unflatten(axis, (batch.size, each))), (dim, axis)
+
+
+def backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
+    """`lik::maxsim_ragged_bwd` of a batch."""
+    *tensors, normalize, unified, needs = args
+    op = torch.ops.lik.maxsim_ragged_bwd
+    batch = _Batch(info.batch_size, in_dims, (grad_scores, *tensors))
+    packed = _Packed(batch, 1, needs)
+    if packed.copies_too_much:
+        return batch.one_by_one(op, normalize, unified, needs)
+    argmax = batch.folded(10, packed.winners_axis)
+    upstream = packed.scores_of_call(batch.stacked(0))
+    grads = op(upstream, *packed.tensors(), argmax, normalize, unified, needs)
+    shaped = (
+        g.unflatten(0, (batch.size, packed.sample_shape(i)[0])) if need else g
+        for g, need, i in zip(grads, needs, (0, 1, 0), strict=True)
+    )
+    return tuple(shaped), tuple(0 if need else None for need in needs)

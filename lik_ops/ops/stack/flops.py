@@ -1,0 +1,104 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts: 2 for each multiply-add of an inner product.
+
+The forward multiplies every query token with every document token. A backward only touches the winners, one document
+token for each query token of each pair, once for each gradient of Q and D that is asked for; with `recompute` it does
+the forward's products again before. Norms, weights and sums are not counted, as torch's formulas do not.
+
+Of ragged layouts the lengths decide. They are read, as torch's formulas of attention with offsets do; where nobody may
+look (fake and meta tensors, subclasses, a CUDA graph that is being captured) the count is the most that it can be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...segments import Ragged
+from .. import eager
+
+
+def _token_pairs(Q, D) -> tuple:
+    """Query tokens met by documents, and document tokens met by each of them."""
+    Nq, Lq = Q[:2]
+    return Nq * D[-3] * Lq, D[-2]
+
+
+def _forward_flops(Q, D, *args, out_shape=None, **kwargs):
+    rows, Ld = _token_pairs(Q, D)
+    return 2 * rows * Ld * Q[-1]
+
+
+def _backward_flops(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, *args, **kwargs):
+    rows, _ = _token_pairs(Q, D)
+    # The gradient of the weights comes from the same sums of documents as that of Q.
+    products = int(needs[0] or needs[2]) + int(needs[1])
+    again = _forward_flops(Q, D) if tuple(argmax) == (0,) and len(tuple(argmax)) == 1 else 0
+    return again + products * 2 * rows * Q[-1]
+
+
+def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
+    tokens = D[0] if len(D) == 2 else D[0] * D[1]
+    return 2 * Q[0] * Q[1] * tokens * Q[-1]
+
+
+def _may_look(*tensors: Tensor | None) -> bool:
+    known = [t for t in tensors if t is not None]
+    if not all(map(eager.is_memory, known)):
+        return False
+    return known[0].device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _lengths(first: Tensor, last: Tensor, tokens: int) -> Tensor:
+    """Of segments; 0 for one that does not lie inside its tensor."""
+    return torch.where((first >= 0) & (first <= last) & (last <= tokens), last - first, 0)
+
+
+def _ragged_token_pairs(r: Ragged, longest: Any) -> tuple:
+    """Query tokens met by documents, and by document tokens. A pair's query has at most `longest`."""
+    Tq, Td = r.Q.shape[0], r.D.shape[0]
+    if not _may_look(r.cu_seqlens_q, r.d_offsets, r.d_lengths, r.pairs):
+        rows = Tq * r.columns if r.pairs is None else r.pairs.shape[0] * longest
+        # Documents of a cross product do not overlap, as far as the functions of lik_ops make them.
+        return rows, Tq * Td if r.pairs is None and not r.candidates else rows * Td
+    ends, offsets = r.cu_seqlens_q.long(), r.d_offsets.long()
+    queries = _lengths(ends[:-1], ends[1:], Tq)
+    documents = _lengths(offsets, offsets + r.d_lengths, Td)
+    if r.pairs is None:
+        met = documents.sum(-1) if r.candidates else documents.sum()
+        return int(queries.sum()) * r.columns, int((queries * met).sum())
+    inside = (r.pairs >= 0) & (r.pairs < r.pairs.new_tensor([r.queries, r.columns]))
+    pairs = r.pairs[inside.all(1)].long()
+    rows, met = queries[pairs[:, 0]], documents[pairs[:, 1]]
+    rows = torch.where(rows <= longest, rows, 0)
+    return int(rows.sum()), int((rows * met).sum())
+
+
+def _ragged_forward_flops(*args, out_val=None, **kwargs):
+    tensors, longest = Ragged(*args[:9]), args[11]
+    return 2 * _ragged_token_pairs(tensors, longest)[1] * tensors.Q.shape[-1]
+
+
+def _ragged_backward_flops(grad_scores, *args, out_val=None, **kwargs):
+    tensors, (argmax, _, _, needs) = Ragged(*args[:9]), args[9:]
+    products = int(needs[0] or needs[2]) + int(needs[1])
+    return products * 2 * _ragged_token_pairs(tensors, argmax.shape[1])[0] * tensors.Q.shape[-1]
+
+
+def register_topk() -> None:
+    """Tell torch's counter of `lik::maxsim_topk`."""
+    register_flop_formula([torch.ops.lik.maxsim_topk])(_topk_flops)
+
+
+def register_ragged() -> None:
+    """Tell torch's counter of the ragged operators."""
+    register_flop_formula([torch.ops.lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
+    register_flop_formula([torch.ops.lik.maxsim_ragged_bwd], get_raw=True)(_ragged_backward_flops)
+
+
+def register() -> None:
+    """Tell torch's counter."""
+    register_flop_formula([torch.ops.lik.maxsim_fwd])(_forward_flops)
+    register_flop_formula([torch.ops.lik.maxsim_bwd_lowmem, torch.ops.lik.maxsim_bwd_unified])(_backward_flops)

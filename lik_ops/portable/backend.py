@@ -1,0 +1,17 @@
+"""The portable backend: plain torch, for CPU and for any device or dtype without Triton kernels."""
+
+from .backward import backward_lowmem, backward_unified
+from .forward import forward
+from .ragged_backward import backward_ragged
+from .ragged_forward import forward_ragged
+from .topk import best, best_of_parts
+
+__all__ = [
+    "backward_lowmem",
+    "backward_ragged",
+    "backward_unified",
+    "best",
+    "best_of_parts",
+    "forward",
+    "forward_ragged",
+]

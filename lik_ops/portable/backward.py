@@ -1,0 +1,360 @@
+"""The portable backward: gradients gathered at the winners that the forward found.
+
+`backward_lowmem` lets each destination sum what it receives, in a fixed order, with nothing of the size of an input
+besides the gradients; `backward_unified` walks over the winners once and adds to both gradients. Both add in fp32 (fp64
+for fp64 inputs) and round once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arguments import argmax_dtype_for
+from .blocks import NORM_EPS, MiB, may_look, row_norms, unified_layout
+from .forward import forward
+
+DOCUMENT_BYTES = 6 * MiB  # of documents that are read many times
+PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
+ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
+GROUP = 32  # documents whose winners are summed before they are added to those of others
+
+
+def backward_lowmem(
+    grad_scores: Tensor,
+    Q: Tensor,
+    D: Tensor,
+    argmax: Tensor | None,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
+    if argmax is None:
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
+    job = Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
+    if job.anything:
+        if needs[0] or needs[2]:
+            job.gather_into_queries()
+        if needs[1]:
+            job.gather_into_documents()
+    return job.grad_Q, job.grad_D, job.grad_q_weight
+
+
+def backward_unified(
+    grad_scores: Tensor,
+    Q: Tensor,
+    D: Tensor,
+    argmax: Tensor | None,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward_lowmem` in one pass over the winners; for half inputs it keeps fp32 sums as large as the gradients."""
+    if argmax is None:
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
+    job = Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
+    if job.anything:
+        job.scatter()
+    return job.grad_Q, job.grad_D, job.grad_q_weight
+
+
+class Piece(NamedTuple):
+    """Part of one side: its batches, its queries or documents, its tokens."""
+
+    batches: slice
+    items: slice
+    tokens: slice
+
+    def counts(self) -> tuple[int, int, int]:
+        batches, items, tokens = (s.stop - s.start for s in self)
+        return batches, items, tokens
+
+
+def slices_of(total: int, step: int) -> Iterator[slice]:
+    for first in range(0, total, step):
+        yield slice(first, min(first + step, total))
+
+
+def pieces_of(sizes: tuple[int, int, int], limit: int, max_batches: int | None = None) -> Iterator[Piece]:
+    """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each)."""
+    batches, items, tokens = sizes
+    token_step = max(1, min(tokens, limit))
+    item_step = max(1, min(items, limit // token_step))
+    whole = (item_step, token_step) == (items, tokens)
+    batch_step = max(1, min(limit // (token_step * item_step), max_batches or batches)) if whole else 1
+    for b in slices_of(batches, batch_step):
+        for i in slices_of(items, item_step):
+            for t in slices_of(tokens, token_step):
+                yield Piece(b, i, t)
+
+
+def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Weighted sums of rows of `table`: of each row of a 2-D `index`, or from each of `offsets` to the next."""
+    return F.embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weight)
+
+
+def _through_norm(grad: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of rows from that of ``rows / max(||rows||, eps)``."""
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    clamped = norms.clamp_min(NORM_EPS)
+    unit = rows / clamped
+    along = (unit * grad).sum(-1, keepdim=True).masked_fill_(norms < NORM_EPS, 0)
+    return unit.mul_(along).sub_(grad).div_(-clamped)
+
+
+class Backward:
+    """One call: the arguments in one layout, the gradients, and the passes that fill them."""
+
+    def __init__(
+        self,
+        grad_scores: Tensor,
+        Q: Tensor,
+        D: Tensor,
+        argmax: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        normalize: bool,
+        needs: list[bool],
+    ) -> None:
+        self.layout = layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
+        self.normalize, self.needs = normalize, needs
+        self.dtype = compute = torch.float64 if Q.dtype == torch.float64 else torch.float32
+        self.may_look = may_look(Q)
+        self.anything = argmax.numel() > 0 and D.shape[-2] > 0
+        self.token_bytes = Q.shape[-1] * compute.itemsize
+        self.piece_tokens = max(1, PIECE_BYTES // self.token_bytes)
+        self.B, self.Y, self.Lq, self.d = layout.Q.shape
+        self.X, self.Ld = layout.D.shape[1:3]
+        self.grad_Q = self._output(Q, Q.shape, Q.dtype, needs[0])
+        self.grad_D = self._output(D, D.shape, D.dtype, needs[1])
+        self.grad_q_weight = self._output(Q, Q.shape[:2], compute, needs[2])
+
+    def _output(self, like: Tensor, shape: torch.Size, dtype: torch.dtype, needed: bool) -> Tensor:
+        if needed and not self.anything:
+            return like.new_zeros(shape, dtype=dtype)
+        return like.new_empty(shape if needed else (0,), dtype=dtype)
+
+    def _winners(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Winners int64, which of them exist, and the gradients of their maxima before the weight: ``[b, x, y, s]``."""
+        assert self.layout.argmax is not None
+        winner = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
+        exists = winner >= 0
+        g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
+        return winner, exists, torch.where(exists, g, 0)
+
+    def _weighted(self, g: Tensor, query: Piece) -> Tensor:
+        """The gradients of the similarities that won; NaN where there is no winner and the weight is NaN."""
+        if self.layout.q_weight is None:
+            return g
+        return g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
+
+    def _query_rows(self, query: Piece) -> Tensor:
+        """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
+        rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
+        return rows / row_norms(rows) if self.normalize else rows
+
+    def _document_rows(self, query: Piece, documents: slice, winner: Tensor, exists: Tensor) -> Tensor:
+        """The winning document tokens ``[b * x * y * s, d]``, zeros where there is none."""
+        D = self.layout.D[query.batches, documents]
+        b = torch.arange(D.shape[0], device=D.device)[:, None, None, None]
+        x = torch.arange(D.shape[1], device=D.device)[:, None, None]
+        return self._rows(D[b, x, winner.clamp_min(0)], exists)
+
+    def _rows(self, gathered: Tensor, exists: Tensor) -> Tensor:
+        """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
+        rows = gathered.flatten(0, -2).to(self.dtype)
+        rows.masked_fill_(~exists.reshape(-1, 1), 0)
+        return rows.div_(row_norms(rows)) if self.normalize else rows
+
+    def gather_into_queries(self) -> None:
+        """grad_Q and grad_q_weight: a piece of query tokens at a time sums its winners over the documents.
+
+        Documents are summed in groups that no number of queries changes: a query's gradient has the same bits alone
+        and among others.
+        """
+        group = max(1, min(GROUP, self.piece_tokens, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
+        for query in pieces_of((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, ENTRIES // group))):
+            batches, items, tokens = query.counts()
+            limit = batches * items * tokens
+            groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
+            if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
+                groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
+            sums = (self._sums_of_winners(query, documents, group) for documents in slices_of(self.X, groups * group))
+            self._finish_queries(query, sum_tensors(itertools.chain.from_iterable(sums)))
+
+    def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
+        """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
+        winner, exists, g = self._winners(query, documents)
+        batches, count = winner.shape[:2]
+        table = self._direct_table(query, documents, exists)
+        if table is None:
+            for part in slices_of(count, group):
+                yield self._sum_of_gathered(query, documents, part, winner, exists, g)
+            return
+        first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
+        index, weight = (t.movedim(1, -1).reshape(-1) for t in (winner.clamp_min_(0).add_(first), g))
+        starts = torch.arange(0, index.numel(), count, device=g.device).unsqueeze(1)
+        offsets = (starts + torch.arange(0, count, group, device=g.device)).view(-1)
+        yield from bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
+
+    def _sum_of_gathered(
+        self, query: Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
+    ) -> Tensor:
+        """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
+        D = self.layout.D[query.batches, documents][:, part]
+        # As [x, b * y * s].
+        winner, exists, g = (t[:, part].movedim(1, 0).flatten(1) for t in (winner, exists, g))
+        count, tokens = g.shape
+        batch = torch.arange(D.shape[0], device=g.device).repeat_interleave(tokens // D.shape[0])
+        place = torch.arange(count, device=g.device).unsqueeze(1)
+        total = g.new_empty(tokens, self.d, dtype=self.dtype)
+        for some in slices_of(tokens, max(1, self.piece_tokens // count)):
+            rows = self._rows(D[batch[some], place, winner[:, some].clamp_min(0)], exists[:, some])
+            index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
+            total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
+        return total
+
+    def _direct_table(self, query: Piece, documents: slice, exists: Tensor) -> Tensor | None:
+        """The documents as ``[n, d]`` without a copy, if winners can be summed as they lie there."""
+        D = self.layout.D[query.batches, documents]
+        if self.normalize or D.dtype != self.dtype or not D.is_contiguous():
+            return None
+        maskless = self.layout.d_mask is None and self.layout.q_mask is None
+        return D.view(-1, self.d) if (bool(exists.all()) if self.may_look else maskless) else None
+
+    def gather_into_documents(self) -> None:
+        """grad_D: a piece of document tokens at a time sums the query tokens that it won."""
+        # Several queries' candidates only where none of their rows are cut: else how would depend on the others.
+        rows = self.Y * self.Lq
+        max_batches = max(1, min(self.piece_tokens // rows, ENTRIES // (self.X * rows)))
+        for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
+            batches, items, _ = document.counts()
+            limit = max(1, min(self.piece_tokens // batches, ENTRIES // (batches * items)))
+            total = sum_tensors(
+                self._sum_of_queries(Piece(document.batches, query.items, query.tokens), document)
+                for query in pieces_of((1, self.Y, self.Lq), limit)
+            )
+            self._finish_documents(document, total)
+
+    def _sum_of_queries(self, query: Piece, document: Piece) -> Tensor:
+        """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
+        winner, exists, g = self._winners(query, document.items)
+        weight = self._weighted(g, query).flatten()
+        batches, items, tokens = document.counts()
+        if tokens < self.Ld:
+            exists &= (winner >= document.tokens.start) & (winner < document.tokens.stop)
+        # A stable sort by destination fixes the order of addition. What has no destination here is sorted to the end.
+        rows = batches * items * tokens
+        first = torch.arange(batches * items, device=g.device).view(batches, items, 1, 1) * tokens
+        destination = torch.where(exists, winner.add_(first - document.tokens.start), rows).int().flatten()
+        destination, order = torch.sort(destination, stable=True)
+        bounds = torch.searchsorted(destination, torch.arange(rows + 1, dtype=torch.int32, device=g.device))
+        if self.may_look:
+            order, bounds = order[: int(bounds[-1])], bounds[:-1]
+        sources = query.counts()[1] * query.counts()[2]
+        source = order.remainder(sources)
+        if batches > 1:
+            source += order.div(items * sources, rounding_mode="floor").mul_(sources)
+        return bags(self._query_rows(query), source, weight[order], bounds)[:rows]
+
+    def scatter(self) -> None:
+        """All gradients in one pass over the winners."""
+        query_sum = document_sum = None
+        if self.needs[0] or self.needs[2]:
+            query_sum = self._sums(self.grad_Q, (self.B, self.Y, self.Lq, self.d), self.needs[0])
+        if self.needs[1]:
+            document_sum = self._sums(self.grad_D, (self.B, self.X, self.Ld, self.d), True)
+        for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
+            tokens = query.counts()[0] * query.counts()[1] * query.counts()[2]
+            for documents in slices_of(self.X, max(1, self.piece_tokens // tokens)):
+                self._scatter_piece(query, documents, query_sum, document_sum)
+        if query_sum is not None:
+            for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
+                self._finish_queries(query, query_sum[tuple(query)].reshape(-1, self.d))
+        if document_sum is not None:
+            for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens):
+                self._finish_documents(document, document_sum[tuple(document)].reshape(-1, self.d))
+
+    def _sums(self, output: Tensor, shape: tuple[int, int, int, int], needed: bool) -> Tensor:
+        """Zeros to add to: the output itself if it has the computing dtype."""
+        if needed and output.dtype == self.dtype:
+            return output.zero_().view(shape)
+        return output.new_zeros(shape, dtype=self.dtype)
+
+    def _scatter_piece(
+        self, query: Piece, documents: slice, query_sum: Tensor | None, document_sum: Tensor | None
+    ) -> None:
+        winner, exists, g = self._winners(query, documents)
+
+        def places(axis: int, part: slice) -> Tensor:
+            return torch.arange(part.start, part.stop, device=g.device).view([-1 if i == axis else 1 for i in range(4)])
+
+        b, x, y, s = (places(i, p) for i, p in enumerate((query.batches, documents, query.items, query.tokens)))
+        if query_sum is not None:
+            rows = self._document_rows(query, documents, winner, exists).mul_(g.reshape(-1, 1))
+            index = ((b * self.Y + y) * self.Lq + s).expand(winner.shape).reshape(-1)
+            query_sum.view(-1, self.d).index_add_(0, index, rows)
+        if document_sum is not None:
+            weight = self._weighted(g, query).unsqueeze(-1)
+            source = self._query_rows(query).view(winner.shape[0], 1, *winner.shape[2:], self.d)
+            rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).reshape(-1, self.d)
+            index = winner.clamp_min_(0).add_((b * self.X + x) * self.Ld).reshape(-1)
+            document_sum.view(-1, self.d).index_add_(0, index, rows)
+
+    def _finish_queries(self, query: Piece, total: Tensor) -> None:
+        """Write the gradients of a piece of query tokens, given ``sum_x g * D[winner]``."""
+        plain = self.layout.q_weight is None and not self.normalize and not self.needs[2]
+        if not plain:
+            # Rows that receive nothing may hold NaN, and so may their weights.
+            live = (total != 0).any(-1, keepdim=True)
+            rows = torch.where(live, self.layout.Q[tuple(query)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
+            if self.needs[2]:
+                unit = rows / row_norms(rows) if self.normalize else rows
+                grad_weight = self._canonical(self.grad_q_weight)[tuple(query)]
+                grad_weight.copy_((unit * total).sum(-1).view(grad_weight.shape))
+            if self.layout.q_weight is not None:
+                weight = self.layout.q_weight[tuple(query)].reshape(-1, 1)
+                total = torch.where(live, total * weight, 0)
+            if self.normalize:
+                total = _through_norm(total, rows)
+        if self.needs[0]:
+            target = self._canonical(self.grad_Q)[tuple(query)]
+            _store(total, target)
+
+    def _canonical(self, gradient: Tensor) -> Tensor:
+        """A gradient of the query side as ``[B, Y, ...]``."""
+        return gradient.view(self.B, self.Y, *gradient.shape[1:])
+
+    def _finish_documents(self, document: Piece, total: Tensor) -> None:
+        """Write the gradient of a piece of document tokens, given the gradient of its normalised rows."""
+        if self.normalize:
+            live = (total != 0).any(-1, keepdim=True)
+            rows = torch.where(live, self.layout.D[tuple(document)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
+            total = _through_norm(total, rows)
+        target = self.grad_D.view(self.B, self.X, self.Ld, self.d)[tuple(document)]
+        _store(total, target)
+
+
+def _store(total: Tensor, target: Tensor) -> None:
+    """Round into the output, unless these sums were made in it."""
+    if total.data_ptr() != target.data_ptr():
+        target.copy_(total.view(target.shape))
+
+
+def sum_tensors(parts: Iterator[Tensor]) -> Tensor:
+    """The sum of at least one tensor, in the order given; overwrites the first."""
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total

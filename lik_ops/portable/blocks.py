@@ -1,0 +1,208 @@
+"""Shapes of the portable backend's matrix products, and how tokens get into them.
+
+All similarities come from `torch.bmm` over *slices*: one slice is ``[rows, d] x [d, columns]``, document tokens against
+query tokens. A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone and a token's place in it from its place
+in its document or query, so the bits of a similarity cannot depend on the batch: the number of slices in a call is
+free, from two on (a single one goes to another kernel of MKL). Only documents shorter than `MIN_ROWS` and queries
+shorter than a step of columns share a slice. There a token's place varies, and the product has to give the same bits in
+every row and column, as it has to for equal tokens to tie. Padding and packed tokens ask for more: the same bits in
+slices of any rows and columns. MKL gives both on slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start
+at multiples of 64 bytes; `tests/test_slices.py` checks the machine it runs on.
+
+Calls of few tokens would multiply padding for the most part. `few` and `turned` make products of
+fewer rows, where one random product shows that this machine gives them the same bits; `wide` has its own
+chunks.
+
+Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
+reaches 0.54 of its full rate on an AMD processor, and 0.65 with a copy into the cache before it, the time of the copy
+included. Where `reads_in_place` holds, fp32 documents that need no conversion are read where they lie, many of them at
+once (`forward.Across`) or as slices. `tests/test_slices.py` checks that these products give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_ROWS, MAX_ROWS = 24, 1024
+SHARED_ROWS = 64  # rows of a slice that short documents share
+# Steps of rows, steps of columns and most columns: torch's vectorised amax takes 32 fp32 columns at a time; MKL's fp64
+# kernels take 4 rows and 24 columns, what remains is rounded otherwise.
+STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
+# Of a step, where features are so many that no step fits: of other numbers of columns MKL rounds the last otherwise.
+PARTS = (4, 8, 12, 24)
+ALIGNMENT = 64  # bytes
+NORM_EPS = 1e-12
+
+MiB = 1 << 20
+# Budgets in bytes; together with small change they stay below 32 MiB. A slice never exceeds SLICE_BYTES on either side
+# while d is below 2^20 (fp32).
+DOCUMENT_BYTES = 3 * MiB  # few enough to be multiplied before they leave the cache
+SIMILARITY_BYTES = 2 * MiB
+PANEL_BYTES = 6 * MiB
+BEST_BYTES = 2 * MiB
+SLICE_BYTES = 4 * MiB
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values may decide what is done: on CPU that is free, elsewhere it would wait for the device."""
+    return x.device.type == "cpu"
+
+
+@lru_cache(maxsize=1)
+def reads_in_place() -> bool:
+    """Whether documents may be read where they lie: faster, with the same bits, by MKL's AVX-512 kernels on Intel.
+
+    Its AVX2 kernels round such products otherwise; on AMD it was not measured.
+    """
+    if {"MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"} & os.environ.keys() or not torch.backends.mkl.is_available():
+        return False
+    try:
+        processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        processor = platform.processor()
+    return "GenuineIntel" in processor and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def lies_ready(D: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``D [..., Ld, d]`` of a CPU can go into matrix products of `dtype` as it is."""
+    if not isinstance(D, Tensor) or D.device.type != "cpu" or not D.dtype == dtype == torch.float32:
+        return False
+    return D.stride(-1) == 1 and min(D.stride()[-3:-1]) >= D.shape[-1] and reads_in_place()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+class SliceShape(NamedTuple):
+    """The shape of a slice and what lies in it."""
+
+    rows: int
+    documents: int  # whole documents in a slice; 1 where a document fills one slice or several
+    starts: tuple[int, ...]  # first token of each slice of a document; the last slice may overlap the one before
+    columns: int
+    queries: int  # whole queries in a slice; 1 where a query fills one slice or several
+    panels: int  # slices of a query
+
+
+@lru_cache(maxsize=1024)
+def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
+    """How documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
+    token_bytes = d * dtype.itemsize
+    row_step, step, most = STEPS[dtype]
+    starts: tuple[int, ...] = (0,)
+    fits = SLICE_BYTES // token_bytes
+    max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, fits // 4 * 4), 1)
+    if Ld < MIN_ROWS and Ld <= max_rows:
+        rows = min(SHARED_ROWS, max_rows)
+        documents = rows // Ld
+    else:
+        tiles = ceil_div(Ld, max_rows)
+        rows, documents = round_up(Ld, row_step) if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
+        starts = tuple(min(tile * rows, max(Ld - rows, 0)) for tile in range(ceil_div(Ld, rows)))
+    part = max(n for n in (1, *PARTS, step) if n <= max(fits, 1))
+    max_columns = max(min(most, 2 * MiB // token_bytes // step * step), part)
+    if Lq < step <= max_columns:
+        columns, queries, panels = step, step // Lq, 1
+    else:
+        panels = ceil_div(Lq, max_columns)
+        columns = min(max_columns, round_up(ceil_div(Lq, panels), step))
+        queries = 1
+    return SliceShape(rows, documents, starts, columns, queries, panels)
+
+
+def slices_buffer(like: Tensor, slices: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised ``[slices, rows, d]`` whose slices start at multiples of `ALIGNMENT` bytes."""
+    stride = round_up(rows * d, ALIGNMENT // dtype.itemsize)
+    storage = like.new_empty((slices, stride), dtype=dtype)
+    return storage[:, : rows * d].unflatten(1, (rows, d))
+
+
+def copy_grouped(target: Tensor, source: Tensor) -> None:
+    """Copy ``source [..., n, L, w]`` into ``target [..., m, group, L, w]``, ``m * group >= n``; the rest stays."""
+    count, group = source.shape[-3], target.shape[-3]
+    if group == 1:
+        target = target.squeeze(-3)
+        (target if target.shape[-3] == count else target[..., :count, :, :]).copy_(source)
+        return
+    full, rest = divmod(count, group)
+    if full:
+        target[..., :full, :, :, :].copy_(source[..., : full * group, :, :].unflatten(-3, (full, group)))
+    if rest:
+        target[..., full, :rest, :, :].copy_(source[..., full * group :, :, :])
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """``max(||row||, eps)`` as ``[..., 1]``."""
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(NORM_EPS)
+
+
+def fold_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis, overwriting `x`, as a binary tree that zeros behind the last element do not change.
+
+    Halves are powers of two, so a longer axis of zeros only adds levels that add zeros: a query has the same sum
+    packed, padded and masked. torch.sum picks its order from sizes, strides and the number of threads.
+    """
+    length = x.shape[-1]
+    while length > 1:
+        half = 1 << (length - 1).bit_length() - 1
+        x[..., : length - half].add_(x[..., half:length])
+        length = half
+    return x[..., 0]
+
+
+def first_true(mask: Tensor) -> Tensor:
+    """Index of the first True of the last axis, 0 where there is none."""
+    return mask.view(torch.uint8).argmax(-1)
+
+
+class Layout(NamedTuple):
+    """Both layouts as one: B batches of X documents against Y queries. Views, nothing copied.
+
+    The cross product is one batch with ``Y = Nq``; candidates are ``B = Nq`` batches with ``Y = 1``.
+    """
+
+    Q: Tensor  # [B, Y, Lq, d]
+    D: Tensor  # [B, X, Ld, d]
+    q_mask: Tensor | None  # [B, Y, Lq]
+    d_mask: Tensor | None  # [B, X, Ld]
+    q_weight: Tensor | None  # [B, Y, Lq]
+    pairs: Tensor  # [B, X, Y], scores or their gradients
+    argmax: Tensor | None  # [B, X, Y, Lq]
+
+
+def unified_layout(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    pairs: Tensor,
+    argmax: Tensor | None,
+) -> Layout:
+    """`Layout` of arguments in either layout; `argmax` of no elements is none."""
+    cross = D.dim() == 3
+
+    def lifted(x: Tensor | None, axis: int) -> Tensor | None:
+        return None if x is None else x.unsqueeze(axis)
+
+    return Layout(
+        Q=Q.unsqueeze(0 if cross else 1),
+        D=D.unsqueeze(0) if cross else D,
+        q_mask=lifted(q_mask, 0 if cross else 1),
+        d_mask=lifted(d_mask, 0) if cross else d_mask,
+        q_weight=lifted(q_weight, 0 if cross else 1),
+        pairs=pairs.t().unsqueeze(0) if cross else pairs.unsqueeze(2),
+        argmax=None if argmax is None or argmax.dim() != 3 else argmax.unsqueeze(0 if cross else 2),
+    )

@@ -1,0 +1,113 @@
+"""The portable forward of tokens so wide that not four of them fill a slice: a similarity at a time.
+
+Features are cut into chunks whose products are added in one order. Products of vectors have other bits at other
+addresses, so every chunk starts at a multiple of 64 bytes: rows that do not are copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import ALIGNMENT, BEST_BYTES, NORM_EPS, Layout, MiB, ceil_div, fold_sum, may_look, slice_shape
+from .slices import NEG_INF, Cut, Forward, Part, winners
+
+WIDE_BYTES = MiB  # of a token, above which it is wide
+CHUNK = 8192  # features
+QUERY_TOKENS, DOCUMENT_TOKENS = 32, 64  # multiplied with each other at most
+READ_BYTES = 12 * MiB  # of their features at a time
+PRODUCT_BYTES = 2 * MiB  # of their chunks, and of the similarities of documents
+
+
+class Wide(Forward):
+    """Forward of wide tokens."""
+
+    @staticmethod
+    def takes(layout: Layout) -> bool:
+        return layout.Q.shape[3] * layout.pairs.dtype.itemsize > WIDE_BYTES and may_look(layout.pairs)
+
+    def __init__(self, layout: Layout, normalize: bool) -> None:
+        self.layout, self.normalize, self.dtype = layout, normalize, layout.pairs.dtype
+        _, Y, self.Lq, self.d = layout.Q.shape
+        X, self.Ld = layout.D.shape[1:3]
+        self.shape = slice_shape(self.Lq, self.Ld, self.d, self.dtype)._replace(queries=1)
+        size = self.dtype.itemsize
+        self.cut = Cut(1, 1, 1, X, max(1, BEST_BYTES // (X * self.Lq * size)), 1, 1)
+        self.chunks = ceil_div(self.d, CHUNK)
+        self.query_tokens = max(1, min(QUERY_TOKENS, Y * self.Lq, PRODUCT_BYTES // (self.Ld * size)))
+        most = PRODUCT_BYTES // (self.chunks * self.query_tokens * size)
+        self.document_tokens = max(1, min(DOCUMENT_TOKENS, most))
+
+    def _fill(self, slab: Part, u0: int, u1: int) -> None:
+        X = slab.x1 - slab.x0
+        self.best = self.layout.pairs.new_empty((1, X, u1 - u0, self.Lq))
+        items, count = max(1, self.query_tokens // self.Lq), max(1, self.document_tokens // self.Ld)
+        for y0 in range(u0, u1, items):
+            y = slice(y0, min(y0 + items, u1))
+            for s0 in range(0, self.Lq, self.query_tokens):
+                s = slice(s0, min(s0 + self.query_tokens, self.Lq))
+                for x0 in range(slab.x0, slab.x1, count):
+                    x = slice(x0, min(x0 + count, slab.x1))
+                    self._maxima(slice(slab.b0, slab.b1), x, y, s, self.best[:, :, y.start - u0 : y.stop - u0, s])
+
+    def _maxima(self, b: slice, x: slice, y: slice, s: slice, best: Tensor) -> None:
+        """Maxima of some documents and query tokens, and the winners."""
+        layout = self.layout
+        queries = _rows(layout.Q, b, y, s)
+        S = layout.pairs.new_empty((x.stop - x.start, self.Ld, len(queries)))
+        for t0 in range(0, self.Ld, self.document_tokens):
+            t = slice(t0, min(t0 + self.document_tokens, self.Ld))
+            S[:, t] = self._similarities(_rows(layout.D, b, x, t), queries).view(S[:, t].shape)
+        if layout.d_mask is not None:
+            S.masked_fill_(~layout.d_mask[b, x].view(*S.shape[:2], 1), NEG_INF)
+        target = best[0, x]
+        if layout.argmax is None:
+            target.copy_(S.amax(1).view(target.shape))
+            return
+        value, index = winners(S, self.Ld)
+        target.copy_(value.view(target.shape))
+        layout.argmax[b, x, y, s] = index.view(1, *target.shape).to(layout.argmax.dtype)
+
+    def _similarities(self, documents: list[Tensor], queries: list[Tensor]) -> Tensor:
+        """``[documents, queries]`` of rows."""
+        products = documents[0].new_empty((len(documents), len(queries), self.chunks), dtype=self.dtype)
+        norms = [[self._norm(row) for row in rows] if self.normalize else None for rows in (documents, queries)]
+        step = max(2, READ_BYTES // ((len(documents) + len(queries)) * CHUNK * self.dtype.itemsize))
+        whole = self.d // CHUNK
+        # Never one chunk alone, as never one slice.
+        blocks = [(min(c, whole - 2), min(c + step, whole)) for c in range(0, whole, step)]
+        if whole < self.chunks:
+            blocks.append((whole - 1, self.chunks))
+        for first, last in blocks:
+            D, Q = (self._read(rows, n, first, last) for rows, n in zip((documents, queries), norms, strict=True))
+            for i, row in enumerate(D):
+                for j, column in enumerate(Q):
+                    torch.bmm(row, column.mT, out=products[i, j, first:last].view(-1, 1, 1))
+        return fold_sum(products)
+
+    def _read(self, rows: list[Tensor], norms: list[Tensor] | None, first: int, last: int) -> list[Tensor]:
+        """Chunks ``[first, last)`` of each row as ``[chunks, 1, CHUNK]``, zeros behind its end."""
+        begin, end = first * CHUNK, min(last * CHUNK, self.d)
+        found = []
+        for i, row in enumerate(rows):
+            part = row[begin:end]
+            ready = norms is None and part.dtype == self.dtype and part.stride(0) == 1
+            if not ready or part.data_ptr() % ALIGNMENT or part.shape[0] < (last - first) * CHUNK:
+                copied = row.new_zeros((last - first) * CHUNK, dtype=self.dtype)
+                copied[: end - begin] = part
+                part = copied if norms is None else copied.div_(norms[i])
+            found.append(part.view(-1, 1, CHUNK))
+        return found
+
+    def _norm(self, row: Tensor) -> Tensor:
+        parts = [torch.linalg.vector_norm(part.to(self.dtype)) for part in row.split(CHUNK)]
+        return torch.linalg.vector_norm(torch.stack(parts)).clamp_min_(NORM_EPS)
+
+
+def _rows(x: Any, *part: slice) -> list[Tensor]:
+    """Tokens of ``x [batches, items, tokens, d]``, or of rows that are read as if they lay so, as they lie."""
+    if not isinstance(x, Tensor):
+        return [x.source[i] for i in x.rows(*part).flatten().tolist()]
+    return [row for item in x[part].unbind() for tokens in item.unbind() for row in tokens.unbind()]

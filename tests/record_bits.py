@@ -1,0 +1,174 @@
+"""The bits of scores, winners and gradients of every layout: written to a file, or compared with one.
+
+python -m tests.record_bits before.json
+python -m tests.record_bits --compare before.json
+TRITON_INTERPRET=1 LIK_OPS_BACKEND=triton python -m tests.record_bits --small before.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lik_ops
+
+# Lq, Ld, d of dense calls; queries and documents of each size.
+SHAPES = ((1, 1, 1), (32, 45, 24), (7, 130, 64), (33, 16, 128), (150, 70, 40), (5, 3, 320))
+SMALL_SHAPES = ((3, 5, 8), (33, 16, 64))
+COUNTS = ((1, 9), (3, 4), (17, 2))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def digest(*tensors: Tensor | None) -> str:
+    found = hashlib.sha256()
+    for t in tensors:
+        if t is not None:
+            t = t.detach().cpu().contiguous()
+            found.update(f"{list(t.shape)} {t.dtype}".encode())
+            found.update(t.view(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+    return found.hexdigest()[:16]
+
+
+def draw(g: torch.Generator, *shape: int, dtype: torch.dtype, device: str, ties: bool) -> Tensor:
+    x = torch.randint(-2, 3, shape, generator=g).float() if ties else torch.randn(shape, generator=g)
+    return x.to(device, dtype).requires_grad_()
+
+
+def bounds(g: torch.Generator, count: int, most: int, device: str) -> Tensor:
+    lengths = torch.randint(0, most + 1, (count,), generator=g)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
+
+
+def dense_calls(g: torch.Generator, shape: tuple, counts: tuple, options: dict[str, Any]) -> Iterator:
+    """Names and calls of the dense layouts; each call returns leaves, scores and winners."""
+    (Lq, Ld, d), (Nq, Nd) = shape, counts
+    dtype, device = options["dtype"], options["device"]
+    weights = torch.float64 if dtype == torch.float64 else torch.float32
+    for masked, normalize, candidates in itertools.product((False, True), (False, True), (False, True)):
+        Q = draw(g, Nq, Lq, d, **options)
+        D = draw(g, *((Nq,) if candidates else ()), Nd, Ld, d, **options)
+        q_mask = d_mask = q_weight = None
+        if masked:
+            q_mask = (torch.rand(Nq, Lq, generator=g) < 0.8).to(device)
+            d_mask = (torch.rand(D.shape[:-1], generator=g) < 0.7).to(device)
+            q_weight = torch.rand(Nq, Lq, generator=g).to(device, weights).requires_grad_()
+        name = f"{'candidates' if candidates else 'cross'}{' masked' * masked}{' normalize' * normalize}"
+        masks = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "normalize": normalize}
+        leaves = [x for x in (Q, D, q_weight) if x is not None]
+        for backward, recompute in (("lowmem", False), ("unified", False), ("lowmem", True)):
+            yield (
+                f"{name} {backward}{' recompute' * recompute}",
+                leaves,
+                lambda Q=Q, D=D, o=masks, b=backward, r=recompute: (
+                    lik_ops.maxsim(Q, D, **o, backward=b, recompute=r),
+                    None,
+                ),
+            )
+        yield f"{name} winners", leaves, lambda Q=Q, D=D, o=masks: lik_ops.maxsim_with_argmax(Q, D, **o)
+
+
+def ragged_calls(g: torch.Generator, shape: tuple, counts: tuple, options: dict[str, Any]) -> Iterator:
+    (Lq, Ld, d), (Nq, Nd) = shape, counts
+    dtype, device = options["dtype"], options["device"]
+    cu_q, cu_d = bounds(g, Nq, Lq, device), bounds(g, Nd, Ld, device)
+    Q, D = draw(g, int(cu_q[-1]), d, **options), draw(g, int(cu_d[-1]), d, **options)
+    chosen = torch.randint(0, Nd, (Nq, 3), generator=g).to(device)
+    offsets, lengths = cu_d[chosen], cu_d.diff()[chosen]
+    pairs = torch.stack([torch.randint(0, n, (11,), generator=g) for n in (Nq, Nd)], 1).to(device)
+    P, C = draw(g, Nq, Lq, d, **options), draw(g, Nq, 2, Ld, d, **options)
+    n_q = torch.randint(0, Lq + 1, (Nq,), generator=g).to(device)
+    n_d = torch.randint(0, Ld + 1, (Nq, 2), generator=g).to(device)
+    weights = torch.float64 if dtype == torch.float64 else torch.float32
+    q_weight = torch.rand(Q.shape[0], generator=g).to(device, weights).requires_grad_()
+    q_mask = (torch.rand(Q.shape[0], generator=g) < 0.8).to(device)
+    d_mask = (torch.rand(D.shape[0], generator=g) < 0.7).to(device)
+    for weight, normalize in itertools.product((None, q_weight), (False, True)):
+        leaves = [Q, D] if weight is None else [Q, D, weight]
+        o: dict[str, Any] = {"normalize": normalize, "q_weight": weight}
+        name = f"{' weighted' * (weight is not None)}{' normalize' * normalize}"
+        for backward in ("lowmem", "unified"):
+            yield (
+                f"varlen{name} {backward}",
+                leaves,
+                lambda o=o, b=backward: (lik_ops.maxsim_varlen(Q, D, cu_q, cu_d, **o, backward=b), None),
+            )
+        yield f"varlen{name} winners", leaves, lambda o=o: lik_ops.maxsim_varlen_with_argmax(Q, D, cu_q, cu_d, **o)
+        yield (
+            f"listed{name}",
+            leaves,
+            lambda o=o: lik_ops.maxsim_candidates_varlen_with_argmax(Q, D, offsets, lengths, cu_seqlens_q=cu_q, **o),
+        )
+        masks = {"q_mask": q_mask, "d_mask": d_mask} if weight is not None else {}
+        cuts = {"cu_seqlens_q": cu_q, "cu_seqlens_d": cu_d, "max_seqlen_q": Lq}
+        yield (
+            f"pairs{name}",
+            leaves,
+            lambda o={**o, **masks, **cuts}: lik_ops.maxsim_pair_list_with_argmax(Q, D, pairs, **o),
+        )
+    for where in ((cu_d[:-1], cu_d.diff()), (offsets, lengths)):
+        tensors = Q, D, cu_q, *where, None, q_mask, d_mask, q_weight
+        yield (
+            f"operator {where[0].dim()}",
+            [Q, D, q_weight],
+            lambda t=tensors: torch.ops.lik.maxsim_ragged_fwd(*t, False, torch.int32, Lq, "lowmem"),
+        )
+    for normalize in (False, True):
+        yield (
+            f"padded{' normalize' * normalize}",
+            [P, C],
+            lambda n=normalize: lik_ops.maxsim_padded_with_argmax(P, C, n_q, n_d, normalize=n),
+        )
+
+
+def records(device: str, small: bool) -> Iterator[tuple[str, str]]:
+    """Names of calls, and a digest of what they return and of their gradients."""
+    dtypes = (torch.float32, torch.float16) if small else DTYPES
+    for ties, dtype, shape, counts in itertools.product(
+        (False, True), dtypes, SMALL_SHAPES if small else SHAPES, COUNTS[1:2] if small else COUNTS
+    ):
+        g = torch.Generator().manual_seed(sum(shape) + sum(counts))
+        for calls in (dense_calls, ragged_calls):
+            for name, leaves, call in calls(g, shape, counts, {"dtype": dtype, "device": device, "ties": ties}):
+                scores, argmax = call()
+                upstream = torch.randn(scores.shape, generator=g).to(scores)
+                grads = torch.autograd.grad(scores, leaves, upstream)
+                yield f"{dtype} {shape} {counts} {'ties ' * ties}{name}", digest(scores, argmax, *grads)
+        Q, D = (
+            torch.randn(n, L, shape[2], generator=g).to(device, dtype) for n, L in zip((2, 90), shape, strict=False)
+        )
+        yield f"{dtype} {shape} {counts} {ties} retrieve", digest(*lik_ops.retrieve(Q, D, 5, chunk=32))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compare", action="store_true", help="with the file, instead of writing it")
+    parser.add_argument("--small", action="store_true", help="few shapes, fp32 and fp16: for Triton's interpreter")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = dict(records(arguments.device, arguments.small))
+    if not arguments.compare:
+        arguments.file.write_text(json.dumps(found, indent=1))
+        print(f"{len(found)} digests, backend {os.environ.get('LIK_OPS_BACKEND', 'auto')}")
+        return 0
+    before = json.loads(arguments.file.read_text())
+    changed = [name for name in before.keys() | found.keys() if before.get(name) != found.get(name)]
+    print("\n".join(sorted(changed)[:40]))
+    print(f"{len(changed)} of {len(before)} digests differ")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

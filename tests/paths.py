@@ -1,0 +1,114 @@
+"""The ways of calls through lik_ops, recorded: what docs/architecture.md shows. ``python -m tests.paths`` writes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+INSIDE = str(ROOT / "lik_ops"), str(ROOT / "csrc_triton")
+
+
+class Call:
+    """A function of lik_ops that was called, and those that it called."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[Call] = []
+
+    @property
+    def computes(self) -> bool:
+        sizes = self.name.endswith(("bytes_of", "looks_at_blocks"))
+        return self.name.startswith(("csrc_triton/", "portable/")) and not sizes
+
+    def lines(self, depth: int = 0) -> list[str]:
+        """Those that lead to where something is computed, indented: a kernel, or the first function in portable/."""
+        below = [] if self.computes else [line for call in self.calls for line in call.lines(depth + 1)]
+        if not below and not self.computes:
+            return []
+        return [f"{'  ' * depth}{self.name}", *dict.fromkeys(below)]
+
+
+class Recorder:
+    """What `sys.setprofile` calls."""
+
+    def __init__(self) -> None:
+        self.stack = [Call("")]
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if not frame.f_code.co_filename.startswith(INSIDE) or event not in ("call", "return"):
+            return
+        name = frame.f_code.co_qualname  # of Python 3.11 and later
+        if "<" in name.rsplit(".", 1)[-1]:
+            return
+        if event == "call":
+            path = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix().removeprefix("lik_ops/")
+            self.stack[-1].calls.append(Call(f"{path}: {name}"))
+            self.stack.append(self.stack[-1].calls[-1])
+        elif len(self.stack) > 1:
+            self.stack.pop()
+
+
+def recorded(call: Callable[[], Any]) -> list[str]:
+    """Of the second call: the first one compiles and finds plans."""
+    call()
+    recorder = Recorder()
+    sys.setprofile(recorder)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [line for call in recorder.stack[0].calls for line in call.lines()]
+
+
+def ways() -> Iterator[tuple[str, list[str]]]:
+    import torch
+
+    import lik_ops
+
+    Q, D = torch.randn(2, 3, 16), torch.randn(4, 5, 16)
+    packed, cu_seqlens = lik_ops.pack([torch.randn(n, 16) for n in (5, 1, 4)])
+    compiled = torch.compile(lik_ops.maxsim, fullgraph=True, backend="aot_eager")
+    yield "maxsim", recorded(lambda: lik_ops.maxsim(Q, D))
+    yield "maxsim_varlen", recorded(lambda: lik_ops.maxsim_varlen(Q, packed, None, cu_seqlens))
+    yield "compiled maxsim", recorded(lambda: compiled(Q, D))
+    yield "retrieve", recorded(lambda: lik_ops.retrieve(Q, D, 2))
+    leaf = Q.clone().requires_grad_()
+    total = lik_ops.maxsim(leaf, D).sum()
+    yield "gradient", recorded(lambda: torch.autograd.grad(total, leaf, retain_graph=True))
+
+
+def blocks() -> dict[str, str]:
+    """What the page shows between its markers, by their names."""
+    found = {}
+    for backend in ("portable", "triton"):
+        environment = {**os.environ, "LIK_OPS_BACKEND": backend, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+        script = "from tests.paths import ways\nfor n, lines in ways(): print('==', n, *lines, sep='\\n')"
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        for part in done.stdout.split("==\n")[1:]:
+            name, *lines = part.splitlines()
+            found[f"{name}, {backend}"] = "\n".join(lines)
+    return found
+
+
+def page() -> str:
+    """docs/architecture.md as it should be."""
+    found = blocks()
+
+    def block(match: re.Match) -> str:
+        return f"<!-- way: {match[1]} -->\n```text\n{found[match[1]]}\n```\n"
+
+    return re.sub(r"<!-- way: (.*?) -->\n```text\n.*?```\n", block, PAGE.read_text(), flags=re.S)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

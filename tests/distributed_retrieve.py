@@ -313,6 +313,21 @@ def check_errors(device: str, directory: Path) -> None:
     expect(wrong, "D: expected the dtype of Q", lambda: retrieve(Q, D.half() if mine else D, 3))
     expect(ValueError, "D: expected d = 8", lambda: retrieve(Q, D[..., :4] if mine else D, 3))
     expect(ValueError, "q_mask: expected shape", lambda: retrieve(Q, D, 3, q_mask=Q[:, :2, 0] > 0 if mine else None))
+    for name in ("normalize", "sharded", "progress"):
+        expect(
+            wrong, f"{name}: expected a bool, got str", lambda n=name: retrieve(Q, D, 3, **{n: "no"} if mine else {})
+        )
+    expect(wrong, "convert the queries, Q.to(torch.float16)", lambda: retrieve(Q, D.half() if mine else D, 3))
+    expect(wrong, "normalize: expected a bool", lambda: inbatch(Q, D, normalize=1 if mine else False))
+    if mine:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(Q, Q)
+            expect(NotImplementedError, "no derivatives", lambda: retrieve(dual, D, 3))
+    else:
+        expect(ValueError, "no derivatives", lambda: retrieve(Q, D, 3))
+    one, same_D = torch.ones_like(Q), torch.arange(32.0, device=device).view(4, 8)  # the same on all ranks
+    nested = torch.nested.nested_tensor([same_D, same_D[:2]], layout=torch.jagged)
+    assert same(retrieve(one, nested, 2), lik_ops.retrieve(one, nested, 2))
     expect(ValueError, "d_mask: expected shape", lambda: retrieve(Q, D, 3, d_mask=D[:2, :, 0] > 0 if mine else None))
     expect(ValueError, "sharded: expected the same on all ranks", lambda: retrieve(Q, D, 3, sharded=mine))
     expect(ValueError, "dtype: expected the same", lambda: retrieve(*((x.half() if mine else x) for x in (Q, D)), 3))

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import as_bool, check, check_strided
+from ..arguments import as_bool, check, check_flag, check_strided
 from ..ops import topk
 from ..ops.stack import autocast
-from ..retrieval import shards
+from ..retrieval import shards, sources
 from .agreement import Agreement, check_group, current_device, members, on_host, wire
 from .gathering import NO_QUERIES, Queries, broadcast, described, merged
 from .ring import Options, Ring, RingMaxSim
@@ -72,7 +72,7 @@ def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d:
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
-    if isinstance(corpus, Tensor):
+    if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
     shard = shards.shard(op, corpus, d_mask, cu_seqlens_d)
     D, d_mask, cu_seqlens_d, _ = shard.sample()
@@ -80,6 +80,7 @@ def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d:
     if isinstance(shard, shards.Read):
         D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)
     Q, like, q_weight = autocast.to_region(Q, D[:0], q_weight)
+    sources.check_dtype(op, Q, like.dtype)
     # Of the region's dtype, and as large, without the memory.
     D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
     topk.check_arguments(op, Q, D, top_k, None, q_mask, d_mask, cu_seqlens_d, q_weight)
@@ -183,6 +184,9 @@ def retrieve(
     alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
     call, found, error = None, None, None
     try:
+        for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):
+            check_flag(_RETRIEVE, name, flag)
+        topk.reject_derivatives(_RETRIEVE, Q, corpus, q_weight)
         topk.check_counts(_RETRIEVE, top_k, chunk)
         call = _opened(alike, (Q, q_mask, q_weight), corpus, d_mask, cu_seqlens_d, group, device)
         if on_host(group):
@@ -238,6 +242,7 @@ def _alike(
 ) -> tuple[dict[str, Any], Exception | None]:
     """What has to be alike on all ranks, or what is wrong with this one's arguments."""
     try:
+        check_flag(op, "normalize", normalize)
         check(op, Q, D, q_mask, d_mask, q_weight, backward)
         if Q.dim() != 3 or D.dim() != 3:
             raise ValueError(f"{op}: Q, D: expected [Nq, Lq, d], [Nd, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
@@ -245,7 +250,7 @@ def _alike(
         return {}, error
     of_Q, of_D, of_weight = (torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight))
     gradients = dict(zip(_GRADIENTS, (of_Q or of_weight, of_D), strict=True))
-    return {"d": D.shape[2], "dtype": D.dtype, "normalize": bool(normalize), **gradients}, None
+    return {"d": D.shape[2], "dtype": D.dtype, "normalize": normalize, **gradients}, None
 
 
 def maxsim_inbatch(

@@ -9,11 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import MASK_DTYPES, argmax_dtype_for, as_bool, check_count, check_options, score_dtype
-from ..ops import eager, eager_ragged
-from ..ops import ragged_arguments as arguments
-from ..ops import ragged_values as values
-from ..ops.stack import autocast, functional
+from ..arguments import (
+    argmax_dtype_for,
+    as_bool,
+    check_count,
+    check_cu_seqlens,
+    check_indices,
+    check_options,
+    check_per_token,
+    check_tokens,
+    score_dtype,
+)
+from ..ops import eager, eager_ragged, values
+from ..ops.stack import autocast, functional, sharding
 from ..segments import Ragged, starts
 from .packing import Sequences, is_sequences, packed
 
@@ -82,16 +90,14 @@ def given(
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
-    arguments.check_tokens(op, Q, D, _spelled("q", cu_seqlens_q), d_shape)
-    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
-    arguments.check_values(op, "q_mask", q_mask, "Q", Q, MASK_DTYPES)
-    arguments.check_values(op, "d_mask", d_mask, "D", D, MASK_DTYPES)
+    check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     for name, cu_seqlens, of_name, of in (
         ("cu_seqlens_q", cu_seqlens_q, "Q", Q),
         ("cu_seqlens_d", cu_seqlens_d, "D", D),
     ):
         if cu_seqlens is not None:
-            arguments.check_cu_seqlens(op, name, cu_seqlens, Q.device)
+            check_cu_seqlens(op, name, cu_seqlens, Q.device)
             if values.looks(cu_seqlens):
                 values.check_cu_seqlens(op, name, cu_seqlens, of_name, of)
     masks = as_bool(q_mask), as_bool(d_mask)
@@ -235,15 +241,15 @@ def candidates(g: Given, offsets: Tensor, lengths: Tensor, with_argmax: bool = F
 
 
 def _check_listed(g: Given, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
-    arguments.check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
-    arguments.check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
+    check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
+    check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
 
 
 def pair_list(
     g: Given, pairs: Tensor, max_seqlen_q: int | None = None, with_argmax: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The pairs of a list: scores ``[P]`` and, if asked, winners ``[P, max_seqlen_q]``."""
-    arguments.check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
+    check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if max_seqlen_q is not None:
         check_count(g.op, "max_seqlen_q", max_seqlen_q)
     elif g.queries is not None and g.queries.lengths is not None:
@@ -300,6 +306,7 @@ def run(
                 " torch.autograd, or pad and call lik_ops.maxsim"
             )
         functional.reject_forward_ad(r.Q, r.D, r.q_weight)
+    sharding.register_if_needed()
     keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
     argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
     scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)

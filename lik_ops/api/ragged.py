@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Backward, check_options, same_size, score_dtype, shape_of
-from ..ops import eager, eager_ragged
-from ..ops import ragged_arguments as arguments
-from ..ops import ragged_values as values
+from ..arguments import (
+    Backward,
+    check_indices,
+    check_options,
+    check_tokens,
+    check_weight,
+    same_size,
+    shape_of,
+)
+from ..ops import eager, eager_ragged, values
 from ..ops.stack import autocast, functional
 from ..segments import Ragged, starts
 from . import inputs
@@ -229,12 +235,12 @@ def padded(
 ) -> tuple[Tensor, Tensor | None]:
     """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    arguments.check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
+    check_tokens(op, Q, D, ("[B, Lq, d]",), ("[B, C, Ld, d]",))
     same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
-    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    check_weight(op, q_weight, Q)
     check_options(op, normalize, backward)
-    arguments.check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
-    arguments.check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
+    check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
+    check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
     if values.looks(query_lengths, doc_lengths):
         values.check_lengths(op, "query_lengths", query_lengths, Q.shape[1])
         values.check_lengths(op, "doc_lengths", doc_lengths, D.shape[2])

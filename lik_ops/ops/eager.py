@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from .. import backends
 from ..arguments import argmax_dtype_for, as_bool, check, lifted
 from ..settings import requested_backend, use_backend
+from .gradients import gradient
 from .stack import autocast
 
 _log = logging.getLogger("lik_ops")
@@ -203,20 +204,6 @@ def remember(calls: dict[tuple, Any], key: tuple, call: Any) -> Any:
 _calls = memory()
 
 
-class _operators:
-    """The operators by the names of a backend's functions; an `argmax` of None is their ``[0]``."""
-
-    @staticmethod
-    def backward_lowmem(grad_scores: Tensor, Q: Tensor, D: Tensor, argmax: Tensor | None, *rest: Any) -> tuple:
-        argmax = Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
-        return torch.ops.lik.maxsim_bwd_lowmem(grad_scores, Q, D, argmax, *rest)
-
-    @staticmethod
-    def backward_unified(grad_scores: Tensor, Q: Tensor, D: Tensor, argmax: Tensor | None, *rest: Any) -> tuple:
-        argmax = Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
-        return torch.ops.lik.maxsim_bwd_unified(grad_scores, Q, D, argmax, *rest)
-
-
 class _MaxSim(torch.autograd.Function):
     """`lik::maxsim` with its gradient, without the dispatcher between them where nothing needs it."""
 
@@ -224,7 +211,7 @@ class _MaxSim(torch.autograd.Function):
     def forward(ctx, Q, D, q_weight, call, q_mask, d_mask, backward):
         scores, argmax = call.forward(Q, D, q_mask, d_mask, q_weight)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.unified = call, backward == "unified"
+        ctx.call, ctx.backward = call, backward
         ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, argmax)
         return scores
 
@@ -241,8 +228,10 @@ class _MaxSim(torch.autograd.Function):
             grad_scores = grad_scores.unsqueeze(1)
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
-            ops = call.backend if backward_is_short(grad_scores, Q, D) else _operators
-            run = ops.backward_unified if ctx.unified else ops.backward_lowmem
+            is_short = backward_is_short(grad_scores, Q, D)
+            if not is_short and argmax is None:
+                argmax = Q.new_empty(0, dtype=torch.int32)
+            run = gradient(ctx.backward, call.backend if is_short else None)
             grads = run(grad_scores, Q3, D3, argmax, *options, call.normalize, needs)
         shaped = (g.view(x.shape) if need else None for g, x, need in zip(grads, (Q, D, q_weight), needs, strict=True))
         return (*shaped, None, None, None, None)

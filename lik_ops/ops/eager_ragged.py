@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import BACKWARDS, DTYPES, argmax_dtype_for, score_dtype
+from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, score_dtype
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
 from . import eager
-from .ragged_arguments import INDEX_DTYPES
+from .gradients import is_unified
 
 _log = logging.getLogger("lik_ops")
 _is_memory, _nobody_watches, _is_grad_enabled = eager.is_memory, eager.nobody_watches, torch.is_grad_enabled
@@ -60,7 +60,7 @@ class _MaxSimRagged(torch.autograd.Function):
             return (None,) * 5
         call, (*tensors, argmax) = ctx.call, ctx.saved_tensors
         c = Cut(*tensors, *ctx.sizes)
-        unified = call.backward == "unified"
+        unified = is_unified(call.backward)
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
             if argmax is None:

@@ -17,7 +17,7 @@ from .. import backends
 from ..arguments import as_bool, check, check_count, check_flag, check_lifted, check_strided, check_tensor, score_dtype
 from ..portable import topk as portable_topk
 from ..segments import Ragged
-from . import eager, ragged_values
+from . import eager, values
 from .custom import custom_op
 from .documented import document_bodies
 from .stack import batching, flops, functional
@@ -104,8 +104,8 @@ def check_arguments(
     if d_mask is not None:
         raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
     check_cu_seqlens(op, cu_seqlens_d, D.device)
-    if ragged_values.looks(cu_seqlens_d):
-        ragged_values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
+    if values.looks(cu_seqlens_d):
+        values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
@@ -243,8 +243,8 @@ def _topk(
     best: Best | None = None
     seen = 0
     for scores in chunks:
-        values, columns = first(scores, top_k)
-        best = (values, columns) if best is None else merge([best, (values, columns.add_(seen))], top_k)
+        found, columns = first(scores, top_k)
+        best = (found, columns) if best is None else merge([best, (found, columns.add_(seen))], top_k)
         seen += scores.shape[1]
     if best is None:
         empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))

@@ -151,11 +151,11 @@ def check_indices(op: str, name: str, x: Any, expected: Sequence, spelled: str, 
         raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {x.device}")
 
 
-def check_cu_seqlens(op: str, name: str, cu_seqlens: Any, device: torch.device) -> None:
-    """Raise unless these may be the bounds of packed sequences, ``[N + 1]``."""
-    check_indices(op, name, cu_seqlens, (None,), "[N + 1]", device)
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]") -> None:
+    """Raise unless these may be the bounds of N packed sequences."""
+    check_indices(op, name, cu_seqlens, (None,), spelled, device)
     if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{op}: {name}: expected [N + 1], got {shape_of(cu_seqlens)}")
+        raise ValueError(f"{op}: {name}: expected {spelled}, got {shape_of(cu_seqlens)}")
 
 
 def _check_like(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:

@@ -20,8 +20,9 @@ from ..arguments import (
     check_tokens,
     score_dtype,
 )
-from ..ops import eager, eager_ragged, values
+from ..ops import eager, values
 from ..ops.stack import autocast, functional, sharding
+from ..ops.watchers import is_memory
 from ..segments import Ragged, starts
 from .packing import Sequences, is_sequences, packed
 
@@ -211,7 +212,7 @@ def _short(
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
     options: dict[str, Any] = {"normalize": g.normalize, "backward": g.backward, "recompute": g.recompute}
-    return eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=with_argmax)
+    return eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=with_argmax)
 
 
 def varlen(g: Given, with_argmax: bool = False) -> tuple[Tensor, Winners | None]:
@@ -279,7 +280,7 @@ def _pairs_within(g: Given, pairs: Tensor, max_seqlen_q: int | None, with_argmax
 
 def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
     """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
-    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and eager.is_memory(cu_seqlens_q)
+    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_memory(cu_seqlens_q)
     if may_look:
         lengths = cu_seqlens_q.long().diff()
         return min(max(0, int(lengths.max())), g.Q.shape[0]) if lengths.numel() else 0

@@ -16,8 +16,9 @@ from ..arguments import (
     same_size,
     shape_of,
 )
-from ..ops import eager, eager_ragged, values
+from ..ops import eager, values
 from ..ops.stack import autocast, functional
+from ..ops.watchers import is_memory
 from ..segments import Ragged, starts
 from . import inputs
 from .inputs import Tokens, given
@@ -70,7 +71,7 @@ def maxsim_varlen(
     """
     if not torch.compiler.is_dynamo_compiling():  # checks and the dispatcher take far longer than a kernel
         known: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, cu_seqlens_d, **known)
+        short = eager.maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **known)
         if short is not None:
             return short[0]
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
@@ -117,7 +118,7 @@ def maxsim_candidates_varlen(
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     if not torch.compiler.is_dynamo_compiling() and doc_offsets is not None and doc_lengths is not None:
-        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
+        short = eager.maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
         if short is not None:
             return short[0]
     options["cu_seqlens_q"] = cu_seqlens_q
@@ -169,7 +170,7 @@ def maxsim_pair_list(
     options |= {"normalize": normalize, "backward": backward}
     if not torch.compiler.is_dynamo_compiling() and pairs is not None:
         tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
-        short = eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q)
+        short = eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q)
         if short is not None:
             return short[0]
     g = given("maxsim_pair_list", Q, D, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d, **options)
@@ -215,7 +216,7 @@ def maxsim_padded(
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     if not torch.compiler.is_dynamo_compiling() and query_lengths is not None and doc_lengths is not None:
-        short = eager_ragged.maxsim(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options)
+        short = eager.maxsim_ragged(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options)
         if short is not None:
             return short[0]
     return padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
@@ -267,7 +268,7 @@ def _reads_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or Q.device.type != "cpu" or inputs.wants_gradients(Q, D, q_weight):
         return False
     tensors = [Q, D] if q_weight is None else [Q, D, q_weight]
-    return all(eager.is_memory(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
+    return all(is_memory(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
 
 
 def _padded_scores(

@@ -151,7 +151,7 @@ class _Packed(Ragged):
     """``[Td, d]`` with offsets."""
 
     def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
-        topk.check_cu_seqlens(op, cu_seqlens_d, cu_seqlens_d.device)
+        topk.check_bounds(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
         super().__init__(offsets, D.shape[0], D.shape[1], _rows(D, 0, 0).dtype)
         values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)

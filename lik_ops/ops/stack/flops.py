@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...segments import Ragged
-from .. import eager
+from ..watchers import is_memory
 
 
 def _token_pairs(Q, D) -> tuple:
@@ -46,7 +46,7 @@ def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
 
 def _may_look(*tensors: Tensor | None) -> bool:
     known = [t for t in tensors if t is not None]
-    if not all(map(eager.is_memory, known)):
+    if not all(map(is_memory, known)):
         return False
     return known[0].device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

@@ -66,6 +66,27 @@ class Ragged(NamedTuple):
     d_mask: Tensor | None  # [Td] bool
     q_weight: Tensor | None  # [Tq] fp32 (fp64 for fp64)
 
+    @classmethod
+    def of(
+        cls,
+        Q: Tensor,
+        D: Tensor,
+        cu_seqlens_q: Tensor | None,
+        offsets: Tensor | None,
+        lengths: Tensor | None,
+        pairs: Tensor | None,
+        *per_token: Tensor | None,
+    ) -> Ragged:
+        """Of tensors as a `Cut` has them: dense ones are packed, and bounds become offsets and lengths."""
+        if cu_seqlens_q is None:
+            cu_seqlens_q, Q = starts(Q.shape[0], Q.shape[1], Q.device), Q.flatten(0, 1)
+        if offsets is None:
+            offsets, D = starts(D.shape[0], D.shape[1], D.device), D.flatten(0, 1)
+        if lengths is None:
+            offsets, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
+        q_mask, d_mask, q_weight = [None if x is None else x.flatten() for x in per_token]
+        return cls(Q, D, cu_seqlens_q, offsets, lengths, pairs, q_mask, d_mask, q_weight)
+
     @property
     def queries(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
@@ -179,15 +200,7 @@ class Cut(NamedTuple):
 
     def ragged(self) -> Ragged:
         """The operator's arguments for the same call. Without `q_lengths`, which no operator takes."""
-        Q, D, cu_seqlens_q, offsets, lengths, *_ = self
-        if cu_seqlens_q is None:
-            cu_seqlens_q, Q = starts(self.queries, Q.shape[1], Q.device), Q.flatten(0, 1)
-        if offsets is None:
-            offsets, D = starts(self.columns, D.shape[1], D.device), D.flatten(0, 1)
-        if lengths is None:
-            offsets, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
-        per_token = (None if x is None else x.flatten() for x in (self.q_mask, self.d_mask, self.q_weight))
-        return Ragged(Q, D, cu_seqlens_q, offsets, lengths, self.pairs, *per_token)
+        return Ragged.of(*self[:6], *self.per_token)
 
     def scores_shape(self) -> Shape:
         return _ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[0]

@@ -181,7 +181,9 @@ def maxsim(*arguments: Any) -> Tensor | None:
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
     """
-    description = described(arguments) if nobody_watches() else None
+    if torch.compiler.is_dynamo_compiling() or not nobody_watches():
+        return None
+    description = described(arguments)
     if description is None:
         return None
     tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
@@ -341,7 +343,7 @@ def maxsim_ragged(
 
     The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
     """
-    if checks_values() or not nobody_watches():
+    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
     options = normalize, backward, recompute, with_argmax

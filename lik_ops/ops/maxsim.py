@@ -20,7 +20,7 @@ from .custom import custom_op
 from .documented import document, document_bodies
 from .family import check_forward, check_gradient, fake_forward, fake_gradient, no_double_backward, register_autograd
 from .gradients import gradient
-from .stack import autocast, batching, flops, functional, sharding
+from .stack import autocast, batching, functional, sharding
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"
@@ -107,7 +107,6 @@ for _name, _op in ((_LOWMEM, maxsim_bwd_lowmem), (_UNIFIED, maxsim_bwd_unified))
     _op.register_autograd(no_double_backward("maxsim"))
     _op.register_vmap(partial(batching.backward, _op))
 
-flops.register()
 document_bodies(maxsim_fwd, maxsim_bwd_lowmem, maxsim_bwd_unified)
 
 

@@ -17,7 +17,7 @@ from .custom import custom_op
 from .documented import document_bodies
 from .family import check_forward, check_gradient, fake_forward, fake_gradient, no_double_backward, register_autograd
 from .gradients import is_unified
-from .stack import batching_ragged, flops, functional
+from .stack import batching_ragged, functional
 
 _TENSORS = (
     "Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask,"
@@ -98,5 +98,4 @@ register_autograd(maxsim_ragged_fwd, Ragged, _gradients)
 maxsim_ragged_bwd.register_autograd(no_double_backward("maxsim_ragged_fwd"))
 maxsim_ragged_fwd.register_vmap(batching_ragged.forward)
 maxsim_ragged_bwd.register_vmap(batching_ragged.backward)
-flops.register_ragged()
 document_bodies(maxsim_ragged_fwd, maxsim_ragged_bwd)

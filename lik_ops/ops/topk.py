@@ -29,7 +29,7 @@ from ..segments import Ragged, starts
 from . import values
 from .custom import custom_op
 from .documented import document_bodies
-from .stack import batching, flops, functional
+from .stack import batching, functional
 from .watchers import nobody_sees
 
 _SCHEMA = (
@@ -265,7 +265,6 @@ def _no_backward(ctx, *grads):
 
 maxsim_topk.register_autograd(_no_backward)
 maxsim_topk.register_vmap(batching.topk)
-flops.register_topk()
 document_bodies(maxsim_topk)
 
 

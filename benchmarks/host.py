@@ -143,7 +143,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     from lik_ops.arguments import check, metadata
     from lik_ops.gpu import backend as cuda
     from lik_ops.gpu import backward as cuda_backward
-    from lik_ops.ops import eager
+    from lik_ops.ops import watchers
     from lik_ops.settings import requested_backend
 
     lik_ops.maxsim(Q, D)
@@ -162,8 +162,8 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     leaf = torch.zeros(8, 8, device="cuda", requires_grad=True)
     copied = leaf.view_as(leaf)
     return {
-        "nobody watches": eager.nobody_watches,
-        "ordinary tensors (2)": lambda: (eager.is_memory(Q), eager.is_memory(D)),
+        "nobody watches": watchers.nobody_watches,
+        "ordinary tensors (2)": lambda: (watchers.is_memory(Q), watchers.is_memory(D)),
         "metadata": lambda: metadata(Q, D, None, None, None),
         "requested backend": requested_backend,
         "check": lambda: check("maxsim", Q, D, None, None, None),

@@ -1,11 +1,11 @@
-"""The arguments that every MaxSim entry point shares: what they may be, and the errors when they are not.
+"""What arguments may be, and the errors when they are not: `op` begins every message, and the argument's name follows.
 
-Two layouts, told apart by the rank of D: the cross product ``Q [Nq, Lq, d]``, ``D [Nd, Ld, d]`` and the candidates
+Dense layouts are told apart by the rank of D: the cross product ``Q [Nq, Lq, d]``, ``D [Nd, Ld, d]`` and the candidates
 ``Q [Nq, Lq, d]``, ``D [Nq, K, Ld, d]``. Sizes may be symbolic (torch.compile, torch.export): they are only compared.
 """
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -17,6 +17,7 @@ Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 _INT16_MAX, _INT64_MAX = 32767, 2**63 - 1
 
 
@@ -98,12 +99,22 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
-def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
-    for name, t, ranks in (("Q", Q, (2, 3)), ("D", D, (2, 3, 4))):
+def _has_rank(t: Tensor, shape: str) -> bool:
+    rank = shape.count(",") + 1
+    return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank
+
+
+def check_tokens(op: str, Q: Tensor, D: Tensor, q_shapes: Sequence[str], d_shapes: Sequence[str]) -> None:
+    """Raise unless Q and D are embeddings of a rank that `q_shapes` and `d_shapes` spell, alike in dtype, device and d.
+
+    Args:
+        q_shapes, d_shapes: shapes as messages say them: ``("[Lq, d]", "[Nq, Lq, d]")``, or ``("[..., L, d]",)``.
+    """
+    for name, t, shapes in (("Q", Q, q_shapes), ("D", D, d_shapes)):
         check_tensor(op, name, t)
         check_strided(op, name, t)
-        if t.dim() not in ranks:
-            expected = "[Lq, d] or [Nq, Lq, d]" if name == "Q" else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
+        if not any(_has_rank(t, shape) for shape in shapes):
+            expected = " or ".join([", ".join(shapes[:-1]), shapes[-1]] if len(shapes) > 1 else shapes)
             raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(t)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
@@ -118,31 +129,74 @@ def _check_embeddings(op: str, Q: Tensor, D: Tensor) -> None:
     )
     if isinstance(Q.shape[-1], int) and Q.shape[-1] < 1:
         raise ValueError(f"{op}: Q: expected d >= 1, got {shape_of(Q)}")
-    if D.dim() == 4:
-        if Q.dim() == 2:
-            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
-        same_size(
-            D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {shape_of(D)}"
-        )
 
 
-def check_per_token(op: str, name: str, x: Tensor | None, of_name: str, of: Tensor) -> None:
-    """A mask or weight has the shape of its tensor without d, exactly (no broadcasting), and its device."""
-    check_tensor(op, name, x, or_none=True)
-    if x is None:
-        return
-    check_strided(op, name, x)
-    expected = of.shape[:-1]
-
-    def message() -> str:
-        return f"{op}: {name}: expected shape {list(expected)} to match {of_name} {shape_of(of)}, got {shape_of(x)}"
-
+def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> None:
+    """Raise ValueError unless `x` has the sizes `expected`, None for any."""
     if x.dim() != len(expected):
         raise ValueError(message())
-    for a, b in zip(x.shape, expected, strict=True):
-        same_size(a, b, message)
+    for found, size in zip(x.shape, expected, strict=True):
+        if size is not None:
+            same_size(found, size, message)
+
+
+def check_indices(op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device) -> None:
+    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `spelled` says."""
+    check_tensor(op, name, x)
+    if x.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
+    check_strided(op, name, x)
+    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {spelled}, got {shape_of(x)}")
+    if x.device != device:
+        raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {x.device}")
+
+
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]") -> None:
+    """Raise unless these may be the bounds of N packed sequences."""
+    check_indices(op, name, cu_seqlens, (None,), spelled, device)
+    if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{op}: {name}: expected {spelled}, got {shape_of(cu_seqlens)}")
+
+
+def _check_like(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
+    """Whether `x` is given; raise unless it then has the shape of its tensor without d, exactly, and its device."""
+    check_tensor(op, name, x, or_none=True)
+    if x is None:
+        return False
+    check_strided(op, name, x)
+    expected = of.shape[:-1]
+    _check_sizes(
+        x,
+        expected,
+        lambda: f"{op}: {name}: expected shape {list(expected)} to match {of_name} {shape_of(of)}, got {shape_of(x)}",
+    )
     if x.device != of.device:
         raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
+    return True
+
+
+def check_mask(
+    op: str, name: str, mask: Any, of_name: str, of: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES
+) -> None:
+    """Raise unless `mask` is None or a mask of the tokens `of`, of one of `dtypes`."""
+    if _check_like(op, name, mask, of_name, of) and mask.dtype not in dtypes:
+        expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
+        raise TypeError(f"{op}: {name}: expected {expected}, got {mask.dtype}")
+
+
+def check_weight(op: str, q_weight: Any, Q: Tensor) -> None:
+    """Raise unless `q_weight` is None or weights of the tokens of Q."""
+    if _check_like(op, "q_weight", q_weight, "Q", Q) and q_weight.dtype != score_dtype(Q.dtype):
+        raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
+
+
+def check_per_token(
+    op: str, Q: Tensor, D: Tensor, q_mask: Any, d_mask: Any, q_weight: Any, mask_dtypes: Sequence = MASK_DTYPES
+) -> None:
+    """`check_mask` and `check_weight` of what goes with Q and D."""
+    check_mask(op, "q_mask", q_mask, "Q", Q, mask_dtypes)
+    check_mask(op, "d_mask", d_mask, "D", D, mask_dtypes)
+    check_weight(op, q_weight, Q)
 
 
 def check(
@@ -154,16 +208,15 @@ def check(
     q_weight: Tensor | None,
     backward: str = "auto",
 ) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
-    _check_embeddings(op, Q, D)
-    check_per_token(op, "q_mask", q_mask, "Q", Q)
-    check_per_token(op, "d_mask", d_mask, "D", D)
-    check_per_token(op, "q_weight", q_weight, "Q", Q)
-    for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
-        if mask is not None and mask.dtype not in MASK_DTYPES:
-            raise TypeError(f"{op}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")
-    if q_weight is not None and q_weight.dtype != score_dtype(Q.dtype):
-        raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
+    """Raise ValueError or TypeError, naming the argument, unless dense arguments fit together."""
+    check_tokens(op, Q, D, ("[Lq, d]", "[Nq, Lq, d]"), ("[Ld, d]", "[Nd, Ld, d]", "[Nq, K, Ld, d]"))
+    if D.dim() == 4:
+        if Q.dim() == 2:
+            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
+        same_size(
+            D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {shape_of(D)}"
+        )
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     check_choice(op, "backward", backward, BACKWARDS)
 
 

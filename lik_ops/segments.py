@@ -1,11 +1,49 @@
-"""How ragged arguments reach a backend."""
+"""Where the tokens of a call lie: `Dense` and `Ragged` as operators take them, `Cut` as callers have them.
+
+Each says which shapes its scores and winners have.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .arguments import check, check_cu_seqlens, check_indices, check_lifted, check_per_token, check_tokens
+
+Shape = tuple[Any, ...]  # sizes may be symbolic
+
+
+class Dense(NamedTuple):
+    """What the dense operators take: tensors that have all their axes."""
+
+    Q: Tensor  # [Nq, Lq, d]
+    D: Tensor  # [Nd, Ld, d] (cross product) or [Nq, K, Ld, d] (candidates)
+    q_mask: Tensor | None  # the shape of Q without d, bool
+    d_mask: Tensor | None  # the shape of D without d, bool
+    q_weight: Tensor | None  # the shape of Q without d, fp32 (fp64 for fp64)
+
+    def check(self, op: str) -> None:
+        """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+        check(op, *self)
+        check_lifted(op, self.Q, self.D, self.q_mask, self.d_mask)
+
+    def scores_shape(self) -> Shape:
+        """``(Nq, Nd)`` or ``(Nq, K)``."""
+        return self.Q.shape[0], self.D.shape[-3]
+
+    def argmax_shape(self) -> Shape:
+        """``(Nd, Nq, Lq)``, so that the forward and both backwards read and write in order; or ``(Nq, K, Lq)``."""
+        (queries, columns), Lq = self.scores_shape(), self.Q.shape[1]
+        return (queries, columns, Lq) if self.D.dim() == 4 else (columns, queries, Lq)
+
+
+def _ragged_shapes(queries: Any, columns: Any, rows: Any, pairs: Tensor | None, max_seqlen_q: Any) -> tuple:
+    """Of scores and winners, where the queries have `rows` tokens together."""
+    if pairs is not None:
+        return (pairs.shape[0],), (pairs.shape[0], max_seqlen_q)
+    return (queries, columns), (columns, rows)
 
 
 class Ragged(NamedTuple):
@@ -28,6 +66,27 @@ class Ragged(NamedTuple):
     d_mask: Tensor | None  # [Td] bool
     q_weight: Tensor | None  # [Tq] fp32 (fp64 for fp64)
 
+    @classmethod
+    def of(
+        cls,
+        Q: Tensor,
+        D: Tensor,
+        cu_seqlens_q: Tensor | None,
+        offsets: Tensor | None,
+        lengths: Tensor | None,
+        pairs: Tensor | None,
+        *per_token: Tensor | None,
+    ) -> Ragged:
+        """Of tensors as a `Cut` has them: dense ones are packed, and bounds become offsets and lengths."""
+        if cu_seqlens_q is None:
+            cu_seqlens_q, Q = starts(Q.shape[0], Q.shape[1], Q.device), Q.flatten(0, 1)
+        if offsets is None:
+            offsets, D = starts(D.shape[0], D.shape[1], D.device), D.flatten(0, 1)
+        if lengths is None:
+            offsets, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
+        q_mask, d_mask, q_weight = [None if x is None else x.flatten() for x in per_token]
+        return cls(Q, D, cu_seqlens_q, offsets, lengths, pairs, q_mask, d_mask, q_weight)
+
     @property
     def queries(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
@@ -41,20 +100,37 @@ class Ragged(NamedTuple):
     def candidates(self) -> bool:
         return self.d_offsets.dim() == 2
 
-    def scores_shape(self) -> tuple[int, ...]:
-        return (self.queries, self.columns) if self.pairs is None else (self.pairs.shape[0],)
+    def check(self, op: str) -> None:
+        """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+        Q, d_offsets, pairs = self.Q, self.d_offsets, self.pairs
+        check_tokens(op, Q, self.D, ("[Tq, d]",), ("[Td, d]",))
+        check_cu_seqlens(op, "cu_seqlens_q", self.cu_seqlens_q, Q.device)
+        expected: Shape
+        if pairs is None and isinstance(d_offsets, Tensor) and d_offsets.dim() == 2:
+            expected, spelled = (self.queries, None), "[Nq, K]"
+        else:
+            expected, spelled = (None,), "[Nd]" if pairs is not None else "[Nd] or [Nq, K]"
+        check_indices(op, "d_offsets", d_offsets, expected, spelled, Q.device)
+        check_indices(op, "d_lengths", self.d_lengths, d_offsets.shape, "the shape of d_offsets", Q.device)
+        if pairs is not None:
+            check_indices(op, "pairs", pairs, (None, 2), "[P, 2]", Q.device)
+        check_per_token(op, Q, self.D, self.q_mask, self.d_mask, self.q_weight, (torch.bool,))
 
-    def argmax_shape(self, max_seqlen_q: int) -> tuple[int, int]:
-        return (self.columns, self.Q.shape[0]) if self.pairs is None else (self.pairs.shape[0], max_seqlen_q)
+    def scores_shape(self) -> Shape:
+        return _ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, None)[0]
+
+    def argmax_shape(self, max_seqlen_q: Any) -> Shape:
+        return _ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, max_seqlen_q)[1]
 
 
 class Cut(NamedTuple):
-    """What a forward is given: `Ragged`, or what it follows from, as callers have it and without an operation on it.
+    """What a kernel takes: the tensors of a call as the caller has them, and their sizes. No operation made any of it.
 
-    Where `lengths` is None, `offsets` is the ``[Nd + 1]`` that documents begin and end at. Without `cu_seqlens_q` Q is
-    dense, ``[Nq, Lq, d]``, of each query of which the first `q_lengths` count; without `offsets` D is, ``[Nd, Ld, d]``
-    or ``[Nq, K, Ld, d]``, of which the first `lengths` do; all where there are none. A dense tensor lies so that its
-    rows are evenly spaced, its masks and weights too.
+    - `lengths` None: `offsets` is ``[Nd + 1]``, where documents begin and where the last one ends.
+    - `cu_seqlens_q` None: Q is dense, ``[Nq, Lq, d]``. Given `q_lengths`, only so many tokens of each query count.
+    - `offsets` None: D is dense, ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``. Given `lengths`, only so many tokens count.
+
+    The rows of a dense tensor are evenly spaced, those of its mask and weights too.
     """
 
     Q: Tensor
@@ -115,7 +191,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, r: Ragged, max_seqlen_q: int) -> Cut:
-        """`Ragged` for kernels, which read indices as contiguous ones."""
+        """Of an operator's arguments: kernels take contiguous indices."""
         cuts = r.cu_seqlens_q.contiguous(), r.d_offsets.contiguous(), r.d_lengths.contiguous()
         pairs = None if r.pairs is None else r.pairs.contiguous()
         counts, rows = (r.queries, r.columns), (r.Q.shape[0], r.D.shape[0])
@@ -123,22 +199,14 @@ class Cut(NamedTuple):
         return cls(r.Q, r.D, *cuts, pairs, None, *per_token, *counts, r.candidates, *rows, max_seqlen_q)
 
     def ragged(self) -> Ragged:
-        """The same spelled out; not of what counts only in part."""
-        Q, D, cu_seqlens_q, offsets, lengths, *_ = self
-        if cu_seqlens_q is None:
-            cu_seqlens_q, Q = starts(self.queries, Q.shape[1], Q.device), Q.flatten(0, 1)
-        if offsets is None:
-            offsets, D = starts(self.columns, D.shape[1], D.device), D.flatten(0, 1)
-        if lengths is None:
-            offsets, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
-        per_token = (None if x is None else x.flatten() for x in (self.q_mask, self.d_mask, self.q_weight))
-        return Ragged(Q, D, cu_seqlens_q, offsets, lengths, self.pairs, *per_token)
+        """The operator's arguments for the same call. Without `q_lengths`, which no operator takes."""
+        return Ragged.of(*self[:6], *self.per_token)
 
-    def scores_shape(self) -> tuple[int, ...]:
-        return (self.queries, self.columns) if self.pairs is None else (self.pairs.shape[0],)
+    def scores_shape(self) -> Shape:
+        return _ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[0]
 
-    def argmax_shape(self) -> tuple[int, int]:
-        return (self.columns, self.Tq) if self.pairs is None else (self.pairs.shape[0], self.max_seqlen_q)
+    def argmax_shape(self) -> Shape:
+        return _ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
 
 
 def starts(count, length, device: torch.device) -> Tensor:

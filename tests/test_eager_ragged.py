@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import lik_ops
 from lik_ops import backends
-from lik_ops.ops import eager, eager_ragged
+from lik_ops.ops import eager
 from lik_ops.segments import Cut
 
 from .support import CUDA, INTERPRETER, INTERPRETING
@@ -95,14 +95,14 @@ def assert_same(a, b):
 @pytest.fixture
 def taken(monkeypatch):
     """Of each call that may take the short way, whether it did."""
-    ways, real = [], eager_ragged.maxsim
+    ways, real = [], eager.maxsim_ragged
 
     def spy(*args, **options):
         found = real(*args, **options)
         ways.append(found is not None)
         return found
 
-    monkeypatch.setattr(eager_ragged, "maxsim", spy)
+    monkeypatch.setattr(eager, "maxsim_ragged", spy)
     return ways
 
 
@@ -252,7 +252,7 @@ def test_nothing_runs_before_the_launch(name, launches, monkeypatch):
     """One operation, which allocates the scores: every other one would take as long as the launch."""
     x = inputs(dtype=torch.bfloat16)
     CALLS[name](x)
-    monkeypatch.setattr(eager_ragged, "_nobody_watches", lambda: True)
+    monkeypatch.setattr(eager, "nobody_watches", lambda: True)
     with Seen() as seen:
         CALLS[name](x)
     assert seen.names == ["aten.empty.memory_format"]
@@ -316,7 +316,7 @@ def test_what_is_kept_is_bounded(launches, monkeypatch):
 
 def short(x, **changes):
     y = SimpleNamespace(**{**vars(x), **changes})
-    return eager_ragged.maxsim(y.Q, y.D, y.cu_q, y.cu_d, q_weight=y.w)
+    return eager.maxsim_ragged(y.Q, y.D, y.cu_q, y.cu_d, q_weight=y.w)
 
 
 @without_kernels
@@ -373,18 +373,18 @@ def test_what_does_not_fit_takes_the_long_way(launches):
             assert short(x, **change) is None, change
     dense = x.dense_q, x.D, None
     for options in ({"normalize": 1}, {"backward": "fast"}, {"pairs": x.pairs[:, :1], "offsets": x.cu_d}):
-        assert eager_ragged.maxsim(*dense, **{"offsets": x.cu_d, **options}) is None
-    assert eager_ragged.maxsim(*dense, x.offsets[:4], x.lengths) is None
-    assert eager_ragged.maxsim(*dense, x.offsets[:, :2], x.lengths) is None
-    assert eager_ragged.maxsim(*dense, x.cu_d, pairs=x.pairs, max_seqlen_q=-1) is None
+        assert eager.maxsim_ragged(*dense, **{"offsets": x.cu_d, **options}) is None
+    assert eager.maxsim_ragged(*dense, x.offsets[:4], x.lengths) is None
+    assert eager.maxsim_ragged(*dense, x.offsets[:, :2], x.lengths) is None
+    assert eager.maxsim_ragged(*dense, x.cu_d, pairs=x.pairs, max_seqlen_q=-1) is None
     even = {"lengths": x.d_lengths, "q_lengths": x.q_lengths}
-    assert eager_ragged.maxsim(x.dense_q, x.padded, **even) is not None
-    assert eager_ragged.maxsim(x.dense_q, x.padded[:, :2], **even) is None
-    assert eager_ragged.maxsim(x.dense_q, x.padded[:, :, ::2], **even) is not None
-    assert eager_ragged.maxsim(x.dense_q[:, :5], x.padded, **even) is None  # rows that do not lie evenly
-    assert eager_ragged.maxsim(x.dense_q, x.padded, lengths=x.d_lengths, q_lengths=x.q_lengths[:3]) is None
-    assert eager_ragged.maxsim(x.dense_q, x.padded, lengths=x.d_lengths) is None
-    assert eager_ragged.maxsim(x.dense_q, x.dense_d, q_lengths=x.q_lengths) is None
+    assert eager.maxsim_ragged(x.dense_q, x.padded, **even) is not None
+    assert eager.maxsim_ragged(x.dense_q, x.padded[:, :2], **even) is None
+    assert eager.maxsim_ragged(x.dense_q, x.padded[:, :, ::2], **even) is not None
+    assert eager.maxsim_ragged(x.dense_q[:, :5], x.padded, **even) is None  # rows that do not lie evenly
+    assert eager.maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths, q_lengths=x.q_lengths[:3]) is None
+    assert eager.maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths) is None
+    assert eager.maxsim_ragged(x.dense_q, x.dense_d, q_lengths=x.q_lengths) is None
 
 
 BAD = {

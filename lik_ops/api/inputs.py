@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,12 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import MASK_DTYPES, argmax_dtype_for, as_bool, check_count, check_options, score_dtype
-from ..ops import eager, eager_ragged
-from ..ops import ragged_arguments as arguments
-from ..ops import ragged_values as values
-from ..ops.stack import autocast, functional
-from ..segments import Ragged, starts
+from ..arguments import (
+    argmax_dtype_for,
+    as_bool,
+    check_count,
+    check_cu_seqlens,
+    check_indices,
+    check_options,
+    check_per_token,
+    check_tokens,
+    score_dtype,
+)
+from ..ops import eager, values
+from ..ops.stack import autocast, functional, sharding
+from ..ops.watchers import is_memory
+from ..segments import Ragged
 from .packing import Sequences, is_sequences, packed
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
@@ -22,25 +32,33 @@ Winners: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
 
 
 class Given(NamedTuple):
-    """Arguments as they came, but for lists and nested tensors, which are packed: their `cu_seqlens` are theirs."""
+    """The arguments that all layouts share, checked. Lists and nested tensors are packed, and bring their bounds."""
 
     op: str
     Q: Tensor
     D: Tensor
-    cu_seqlens_q: Tensor | None  # None: dense
-    cu_seqlens_d: Tensor | None
-    q_mask: Tensor | None
-    d_mask: Tensor | None
-    q_weight: Tensor | None
-    normalize: bool
-    backward: str
-    queries: Sequences | None  # where they came as such
+    cu_seqlens_q: Tensor | None = None  # None: dense
+    cu_seqlens_d: Tensor | None = None
+    q_mask: Tensor | None = None
+    d_mask: Tensor | None = None
+    q_weight: Tensor | None = None
+    normalize: bool = False
+    backward: str = "auto"
     recompute: bool = False
+    with_argmax: bool = False
+    queries: Sequences | None = None  # where they came as such
     q_flat: bool = False  # it came without its first axis, which the results have to lose
     d_flat: bool = False
+    refused: bool = False  # the short way does not take these tensors
 
-    def wants_gradients(self) -> bool:
-        return wants_gradients(self.Q, self.D, self.q_weight)
+    @property
+    def most(self) -> Any:
+        """A bound on the tokens of a query that needs no look at a device."""
+        return self.Q.shape[1 if self.cu_seqlens_q is None else 0]
+
+    def ragged(self, offsets: Tensor | None, lengths: Tensor | None = None, pairs: Tensor | None = None) -> Ragged:
+        per_token = self.q_mask, self.d_mask, self.q_weight
+        return Ragged.of(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
 
 
 def given(
@@ -56,23 +74,27 @@ def given(
     normalize: bool = False,
     backward: str = "auto",
     recompute: bool = False,
+    with_argmax: bool = False,
     d_shape: str | None = None,
     lifts: str = "",
+    refused: bool = False,
 ) -> Given:
     """Pack what came as sequences, and check all that does not hang on the layout.
 
     Args:
         d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
         lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
+        refused: the short way was tried with these arguments. Where others come out, it is worth another try.
     """
     check_options(op, normalize, backward, recompute)
+    as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
     q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)
     d_flat = "D" in lifts and cu_seqlens_d is None and _is_single(D)
     if q_flat:
         Q, q_mask, q_weight = (_lifted(x) for x in (Q, q_mask, q_weight))
     if d_flat:
         D, d_mask = _lifted(D), _lifted(d_mask)
-    queries = documents = None
+    queries = None
     if is_sequences(Q):
         queries = sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q, D)
         Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
@@ -82,21 +104,19 @@ def given(
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
-    arguments.check_tokens(op, Q, D, _spelled("q", cu_seqlens_q), d_shape)
-    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
-    arguments.check_values(op, "q_mask", q_mask, "Q", Q, MASK_DTYPES)
-    arguments.check_values(op, "d_mask", d_mask, "D", D, MASK_DTYPES)
+    check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     for name, cu_seqlens, of_name, of in (
         ("cu_seqlens_q", cu_seqlens_q, "Q", Q),
         ("cu_seqlens_d", cu_seqlens_d, "D", D),
     ):
         if cu_seqlens is not None:
-            arguments.check_cu_seqlens(op, name, cu_seqlens, Q.device)
+            check_cu_seqlens(op, name, cu_seqlens, Q.device)
             if values.looks(cu_seqlens):
                 values.check_cu_seqlens(op, name, cu_seqlens, of_name, of)
-    masks = as_bool(q_mask), as_bool(d_mask)
-    tensors = Q, D, cu_seqlens_q, cu_seqlens_d, *masks, q_weight
-    return Given(op, *tensors, normalize, backward, queries, recompute, q_flat, d_flat)
+    tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
+    refused = torch.compiler.is_dynamo_compiling() or (refused and all(map(operator.is_, tensors, as_given)))
+    return Given(op, *tensors, normalize, backward, recompute, with_argmax, queries, q_flat, d_flat, refused)
 
 
 def _is_single(x: Any) -> bool:
@@ -160,34 +180,6 @@ def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
     return f"[N{side}, L{side}, d]" if cu_seqlens is None else f"[T{side}, d]"
 
 
-class _Queries(NamedTuple):
-    Q: Tensor  # [Tq, d]
-    cu_seqlens: Tensor
-    mask: Tensor | None
-    weight: Tensor | None
-    bound: int  # on the tokens of a query
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.flatten()
-
-
-def _queries(g: Given) -> _Queries:
-    if g.cu_seqlens_q is not None:
-        return _Queries(g.Q, g.cu_seqlens_q, g.q_mask, g.q_weight, g.Q.shape[0])
-    Nq, Lq = g.Q.shape[:2]
-    return _Queries(g.Q.flatten(0, 1), starts(Nq, Lq, g.Q.device), _flat(g.q_mask), _flat(g.q_weight), Lq)
-
-
-def _documents(g: Given) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """D packed, where its documents begin and how long they are, and the mask."""
-    D, cu_seqlens = g.D, g.cu_seqlens_d
-    if cu_seqlens is None:
-        Nd, Ld = D.shape[:2]
-        D, cu_seqlens = D.flatten(0, 1), starts(Nd, Ld, D.device)
-    return D, cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1], _flat(g.d_mask)
-
-
 def wants_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -198,86 +190,77 @@ def _short(
     lengths: Tensor | None = None,
     pairs: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    with_argmax: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """By the short way of an eager call, or None where it is not taken."""
-    if torch.compiler.is_dynamo_compiling():
+    """Scores and winners by the short way of an eager call, or None where it is not taken."""
+    if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
     options: dict[str, Any] = {"normalize": g.normalize, "backward": g.backward, "recompute": g.recompute}
-    return eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=with_argmax)
+    return eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=g.with_argmax)
 
 
-def varlen(g: Given, with_argmax: bool = False) -> tuple[Tensor, Winners | None]:
+def varlen(g: Given) -> tuple[Tensor, Winners | None]:
     """Every query against every document: scores ``[Nq, Nd]`` and, if asked, winners as the queries came."""
-    if (found := _short(g, g.cu_seqlens_d, with_argmax=with_argmax)) is None:
-        q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
-        tensors = Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, None, q.mask, d_mask, q.weight)
-        found = _run(g, tensors, q.bound, with_argmax)
-    return _as_given(g, *found)
+    found = _short(g, g.cu_seqlens_d)
+    return _as_given(g, *(_run(g, g.ragged(g.cu_seqlens_d), g.most) if found is None else found))
 
 
-def candidates(g: Given, offsets: Tensor, lengths: Tensor, with_argmax: bool = False) -> tuple[Tensor, Winners | None]:
+def candidates(g: Given, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Winners | None]:
     """Each query against its own candidates of a store: scores ``[Nq, K]`` and, if asked, winners."""
     as_given = offsets, lengths
     if g.q_flat:
         _check_listed(g, offsets, lengths, (None,), "[K]")
         offsets, lengths = offsets.unsqueeze(0), lengths.unsqueeze(0)
     given_both = offsets is not None and lengths is not None
-    if given_both and (found := _short(g, offsets, lengths, with_argmax=with_argmax)) is not None:
+    if given_both and (found := _short(g, offsets, lengths)) is not None:
         return _as_given(g, *found)
-    q = _queries(g)
-    _check_listed(g, offsets, lengths, (q.cu_seqlens.shape[0] - 1, None), "[Nq, K]")
+    queries = g.Q.shape[0] if g.cu_seqlens_q is None else g.cu_seqlens_q.shape[0] - 1
+    _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
     if values.looks(offsets, lengths):
         values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)
-    tensors = Ragged(q.Q, g.D, q.cu_seqlens, offsets, lengths, None, q.mask, None, q.weight)
-    return _as_given(g, *_run(g, tensors, q.bound, with_argmax))
+    return _as_given(g, *_run(g, g.ragged(offsets, lengths), g.most))
 
 
 def _check_listed(g: Given, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
-    arguments.check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
-    arguments.check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
+    check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
+    check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
 
 
-def pair_list(
-    g: Given, pairs: Tensor, max_seqlen_q: int | None = None, with_argmax: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def pair_list(g: Given, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Tensor | None]:
     """The pairs of a list: scores ``[P]`` and, if asked, winners ``[P, max_seqlen_q]``."""
-    arguments.check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
+    check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if max_seqlen_q is not None:
         check_count(g.op, "max_seqlen_q", max_seqlen_q)
     elif g.queries is not None and g.queries.lengths is not None:
         max_seqlen_q = max(g.queries.lengths, default=0)
-    most, beyond = g.Q.shape[int(g.cu_seqlens_q is None)], 0
-    if not torch.compiler.is_dynamo_compiling() and isinstance(most, int) and isinstance(max_seqlen_q, int):
+    beyond = 0
+    if not torch.compiler.is_dynamo_compiling() and isinstance(g.most, int) and isinstance(max_seqlen_q, int):
         # No query has more tokens than all have: nothing is made for them. Traced sizes would be guarded on.
-        beyond = max(max_seqlen_q - most, 0)
+        beyond = max(max_seqlen_q - g.most, 0)
         max_seqlen_q -= beyond
-    scores, argmax = _pairs_within(g, pairs, max_seqlen_q, with_argmax)
+    scores, argmax = _pairs_within(g, pairs, max_seqlen_q)
     return scores, F.pad(argmax, (0, beyond), value=-1) if argmax is not None and beyond else argmax
 
 
-def _pairs_within(g: Given, pairs: Tensor, max_seqlen_q: int | None, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
-    options: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": with_argmax}
-    if (found := _short(g, g.cu_seqlens_d, pairs=pairs, **options)) is not None:
+def _pairs_within(g: Given, pairs: Tensor, max_seqlen_q: int | None) -> tuple[Tensor, Tensor | None]:
+    if (found := _short(g, g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)) is not None:
         return found
     if g.cu_seqlens_q is not None and max_seqlen_q is None:
-        max_seqlen_q = _longest(g, g.cu_seqlens_q, with_argmax)
-    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
-    bound = q.bound if max_seqlen_q is None else max_seqlen_q
-    if values.looks(pairs, q.cu_seqlens):
-        values.check_pairs(g.op, pairs, q.cu_seqlens.shape[0] - 1, offsets.shape[0])
-        values.check_longest(g.op, q.cu_seqlens, pairs, bound)
-    return _run(g, Ragged(q.Q, D, q.cu_seqlens, offsets, lengths, pairs, q.mask, d_mask, q.weight), bound, with_argmax)
+        max_seqlen_q = _longest(g, g.cu_seqlens_q)
+    r, bound = g.ragged(g.cu_seqlens_d, pairs=pairs), g.most if max_seqlen_q is None else max_seqlen_q
+    if values.looks(pairs, r.cu_seqlens_q):
+        values.check_pairs(g.op, pairs, r.queries, r.columns)
+        values.check_longest(g.op, r.cu_seqlens_q, pairs, bound)
+    return _run(g, r, bound)
 
 
-def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
+def _longest(g: Given, cu_seqlens_q: Tensor) -> int:
     """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
-    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and eager.is_memory(cu_seqlens_q)
+    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_memory(cu_seqlens_q)
     if may_look:
         lengths = cu_seqlens_q.long().diff()
         return min(max(0, int(lengths.max())), g.Q.shape[0]) if lengths.numel() else 0
-    if with_argmax or g.wants_gradients():
+    if g.with_argmax or wants_gradients(g.Q, g.D, g.q_weight):
         raise ValueError(
             f"{g.op}: max_seqlen_q: expected a bound on the tokens of a query, which packed queries with gradients or"
             f" winners need on {g.Q.device.type} and in compiled code, got None"
@@ -285,8 +268,8 @@ def _longest(g: Given, cu_seqlens_q: Tensor, with_argmax: bool) -> int:
     return g.Q.shape[0]
 
 
-def _run(g: Given, r: Ragged, max_seqlen_q: int, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
-    return run(r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=with_argmax)
+def _run(g: Given, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+    return run(r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=g.with_argmax)
 
 
 def run(
@@ -300,6 +283,7 @@ def run(
                 " torch.autograd, or pad and call lik_ops.maxsim"
             )
         functional.reject_forward_ad(r.Q, r.D, r.q_weight)
+    sharding.register_if_needed()
     keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
     argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
     scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
@@ -334,47 +318,12 @@ def _winners(g: Given, argmax: Tensor, of_one: bool) -> Winners:
     return argmax if of_one else argmax.transpose(0, 1)
 
 
-# `maxsim` and its kin of lists and nested tensors.
-
-
-def cross(
-    op: str,
-    Q: Any,
-    D: Any,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Any,
-    normalize: bool,
-    backward: str,
-    recompute: bool,
-    with_argmax: bool = False,
-) -> tuple[Tensor, Winners | None]:
-    """`maxsim` where Q or D is a list or nested: a tensor beside it is dense, a 2-D one a single query or document."""
-    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute, "lifts": "QD"}
-    return varlen(given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options), with_argmax)
-
-
-def pairs(
-    op: str,
-    Q: Any,
-    D: Any,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Any,
-    normalize: bool,
-    backward: str,
-    recompute: bool,
-) -> Tensor:
-    """`maxsim_pairs` where Q or D is a list or nested: each query has one candidate."""
-    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
-    g = given(op, Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
-    q, (D, offsets, lengths, d_mask) = _queries(g), _documents(g)
-    count = q.cu_seqlens.shape[0] - 1
-    if offsets.shape[0] != count:
-        raise ValueError(f"{op}: D: expected B = {count} documents, got {offsets.shape[0]}")
-    one_each = offsets.unsqueeze(1), lengths.unsqueeze(1)
-    packed_g = g._replace(Q=q.Q, D=D, cu_seqlens_q=q.cu_seqlens, q_mask=q.mask, d_mask=d_mask, q_weight=q.weight)
-    if (found := _short(packed_g, *one_each)) is not None:
-        return found[0].squeeze(1)
-    tensors = Ragged(q.Q, D, q.cu_seqlens, *one_each, None, q.mask, d_mask, q.weight)
-    return _run(g, tensors, q.bound, False)[0].squeeze(1)
+def pairs(g: Given) -> Tensor:
+    """Query i against document i only: each query has one candidate. Scores ``[B]``."""
+    r, bound = g.ragged(g.cu_seqlens_d), g.most
+    if r.columns != r.queries:
+        raise ValueError(f"{g.op}: D: expected B = {r.queries} documents, got {r.columns}")
+    r = r._replace(d_offsets=r.d_offsets.unsqueeze(1), d_lengths=r.d_lengths.unsqueeze(1))
+    g = g._replace(Q=r.Q, D=r.D, cu_seqlens_q=r.cu_seqlens_q, q_mask=r.q_mask, d_mask=r.d_mask, q_weight=r.q_weight)
+    found = _short(g, r.d_offsets, r.d_lengths)
+    return (_run(g, r, bound) if found is None else found)[0].squeeze(1)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check_count, check_strided, check_tensor, kind_of
-from ..ops import ragged_arguments as arguments
-from ..ops import ragged_values as values
+from ..arguments import INDEX_DTYPES, check_count, check_cu_seqlens, check_strided, check_tensor, kind_of
+from ..ops import values
 
 __all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "packed", "unpack"]
 
@@ -64,7 +63,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     if packed.dim() == 0:
         raise ValueError("unpack: packed: expected [T, ...], got []")
     check_tensor("unpack", "cu_seqlens", cu_seqlens)
-    arguments.check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
+    check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
     if cu_seqlens.is_meta:
         raise ValueError("unpack: cu_seqlens: expected values, got a tensor on the meta device, which has none")
     ends = cu_seqlens.cpu()
@@ -93,7 +92,7 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
     """
     check_tensor("lengths_to_mask", "lengths", lengths)
     check_strided("lengths_to_mask", "lengths", lengths)
-    if lengths.dtype not in arguments.INDEX_DTYPES:
+    if lengths.dtype not in INDEX_DTYPES:
         raise TypeError(f"lengths_to_mask: lengths: expected int32 or int64, got {lengths.dtype}")
     check_count("lengths_to_mask", "L", L)
     return torch.arange(L, device=lengths.device) < lengths.unsqueeze(-1)

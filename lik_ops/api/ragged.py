@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Backward, check_options, same_size, score_dtype, shape_of
-from ..ops import eager, eager_ragged
-from ..ops import ragged_arguments as arguments
-from ..ops import ragged_values as values
+from ..arguments import (
+    Backward,
+    check_indices,
+    check_options,
+    check_tokens,
+    check_weight,
+    same_size,
+    shape_of,
+)
+from ..ops import eager, values
 from ..ops.stack import autocast, functional
+from ..ops.watchers import is_memory
 from ..segments import Ragged, starts
 from . import inputs
 from .inputs import Tokens, given
@@ -62,13 +69,12 @@ def maxsim_varlen(
         >>> lik_ops.maxsim_varlen(Q, D, cu_seqlens_q, cu_seqlens_d).shape
         torch.Size([2, 3])
     """
-    if not torch.compiler.is_dynamo_compiling():  # checks and the dispatcher take far longer than a kernel
-        known: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, cu_seqlens_d, **known)
-        if short is not None:
-            return short[0]
-    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    return inputs.varlen(given("maxsim_varlen", Q, D, **options, normalize=normalize, backward=backward, lifts="Q"))[0]
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    found = eager.maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options)  # checks take far longer than a kernel
+    if found is not None:
+        return found[0]
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d}
+    return inputs.varlen(given("maxsim_varlen", Q, D, **options, lifts="Q", refused=True))[0]
 
 
 def maxsim_candidates_varlen(
@@ -110,13 +116,12 @@ def maxsim_candidates_varlen(
         torch.Size([2, 2])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    if not torch.compiler.is_dynamo_compiling() and doc_offsets is not None and doc_lengths is not None:
-        short = eager_ragged.maxsim(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
-        if short is not None:
-            return short[0]
-    options["cu_seqlens_q"] = cu_seqlens_q
-    g = given("maxsim_candidates_varlen", Q, D, **options, d_shape="[Td, d]", lifts="Q")
-    return inputs.candidates(g, doc_offsets, doc_lengths)[0]
+    if doc_lengths is not None and (
+        found := eager.maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
+    ):
+        return found[0]
+    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "refused": True}
+    return inputs.candidates(given("maxsim_candidates_varlen", Q, D, **options), doc_offsets, doc_lengths)[0]
 
 
 def maxsim_pair_list(
@@ -161,13 +166,12 @@ def maxsim_pair_list(
     """
     options: dict[str, Any] = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
     options |= {"normalize": normalize, "backward": backward}
-    if not torch.compiler.is_dynamo_compiling() and pairs is not None:
+    if pairs is not None:
         tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
-        short = eager_ragged.maxsim(*tensors, **options, max_seqlen_q=max_seqlen_q)
-        if short is not None:
-            return short[0]
-    g = given("maxsim_pair_list", Q, D, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d, **options)
-    return inputs.pair_list(g, pairs, max_seqlen_q)[0]
+        if found := eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
+            return found[0]
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "refused": True}
+    return inputs.pair_list(given("maxsim_pair_list", Q, D, **options), pairs, max_seqlen_q)[0]
 
 
 def maxsim_padded(
@@ -208,10 +212,8 @@ def maxsim_padded(
         torch.Size([2, 10])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    if not torch.compiler.is_dynamo_compiling() and query_lengths is not None and doc_lengths is not None:
-        short = eager_ragged.maxsim(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options)
-        if short is not None:
-            return short[0]
+    if found := eager.maxsim_ragged(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options):
+        return found[0]
     return padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
 
 
@@ -229,12 +231,12 @@ def padded(
 ) -> tuple[Tensor, Tensor | None]:
     """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    arguments.check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
+    check_tokens(op, Q, D, ("[B, Lq, d]",), ("[B, C, Ld, d]",))
     same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
-    arguments.check_values(op, "q_weight", q_weight, "Q", Q, (score_dtype(Q.dtype),))
+    check_weight(op, q_weight, Q)
     check_options(op, normalize, backward)
-    arguments.check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
-    arguments.check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
+    check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
+    check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
     if values.looks(query_lengths, doc_lengths):
         values.check_lengths(op, "query_lengths", query_lengths, Q.shape[1])
         values.check_lengths(op, "doc_lengths", doc_lengths, D.shape[2])
@@ -261,20 +263,17 @@ def _reads_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or Q.device.type != "cpu" or inputs.wants_gradients(Q, D, q_weight):
         return False
     tensors = [Q, D] if q_weight is None else [Q, D, q_weight]
-    return all(eager.is_memory(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
+    return all(is_memory(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
 
 
 def _padded_scores(
     Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor, q_weight: Tensor | None, normalize: bool
 ) -> Tensor:
     """`maxsim_padded` over views of contiguous tokens."""
-    (B, Lq, _), (C, Ld) = Q.shape, D.shape[1:3]
-    offsets = starts(B * C, Ld, D.device)[:-1].view(B, C)
-    q_mask = lengths_to_mask(query_lengths, Lq).flatten()
-    q_weight = None if q_weight is None else q_weight.flatten()
-    cu_seqlens_q = starts(B, Lq, Q.device)
-    tensors = Ragged(Q.flatten(0, 1), D.flatten(0, 2), cu_seqlens_q, offsets, doc_lengths, None, q_mask, None, q_weight)
-    return inputs.run(tensors, normalize, Lq, "auto")[0]
+    B, C, Ld, _ = D.shape
+    offsets, q_mask = starts(B * C, Ld, D.device)[:-1].view(B, C), lengths_to_mask(query_lengths, Q.shape[1])
+    r = Ragged.of(Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight)
+    return inputs.run(r, normalize, Q.shape[1], "auto")[0]
 
 
 def _fits(lengths: Tensor, most) -> Tensor:

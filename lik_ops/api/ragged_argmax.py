@@ -81,8 +81,8 @@ def maxsim_varlen_with_argmax(
         [torch.Size([5, 3]), torch.Size([32, 3])]
     """
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    g = given("maxsim_varlen_with_argmax", Q, D, **options, normalize=normalize, backward=backward, lifts="Q")
-    return cast(tuple[Tensor, Winners], inputs.varlen(g, True))
+    options |= {"normalize": normalize, "backward": backward, "with_argmax": True}
+    return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_varlen_with_argmax", Q, D, **options, lifts="Q")))
 
 
 @overload
@@ -145,14 +145,10 @@ def maxsim_candidates_varlen_with_argmax(
         >>> lik_ops.maxsim_candidates_varlen_with_argmax(Q, store, offsets, lengths)[1].shape
         torch.Size([2, 2, 32])
     """
-    options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "q_weight": q_weight,
-        "normalize": normalize,
-        "backward": backward,
-    }
-    g = given("maxsim_candidates_varlen_with_argmax", Q, D, **options, d_shape="[Td, d]", lifts="Q")
-    return cast(tuple[Tensor, Winners], inputs.candidates(g, doc_offsets, doc_lengths, True))
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q"}
+    g = given("maxsim_candidates_varlen_with_argmax", Q, D, **options)
+    return cast(tuple[Tensor, Winners], inputs.candidates(g, doc_offsets, doc_lengths))
 
 
 def maxsim_pair_list_with_argmax(
@@ -190,14 +186,9 @@ def maxsim_pair_list_with_argmax(
         >>> lik_ops.maxsim_pair_list_with_argmax(Q, D, torch.tensor([[0, 17], [0, 3], [2, 99]]))[1].shape
         torch.Size([3, 32])
     """
-    options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_d": cu_seqlens_d,
-        "q_mask": q_mask,
-        "d_mask": d_mask,
-    }
-    options |= {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    scores, argmax = inputs.pair_list(given("maxsim_pair_list_with_argmax", Q, D, **options), pairs, max_seqlen_q, True)
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
+    options |= {"q_mask": q_mask, "d_mask": d_mask, "normalize": normalize, "backward": backward, "with_argmax": True}
+    scores, argmax = inputs.pair_list(given("maxsim_pair_list_with_argmax", Q, D, **options), pairs, max_seqlen_q)
     return scores, cast(Tensor, argmax).long()
 
 

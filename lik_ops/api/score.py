@@ -1,7 +1,7 @@
 """The public scoring functions: MaxSim over all pairs, candidates or aligned pairs, and with its winners."""
 
 from collections.abc import Sequence
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ..ops import eager
 from ..ops import maxsim as operators
 from ..ops.stack import autocast, functional, sharding
 from . import inputs
-from .inputs import Tokens, Winners
+from .inputs import Tokens, Winners, given
 from .packing import is_sequences
 
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
@@ -65,13 +65,14 @@ def maxsim(
         >>> lik_ops.maxsim(Q, [torch.randn(n, 128) for n in (300, 7, 40)]).shape
         torch.Size([2, 3])
     """
-    if not torch.compiler.is_dynamo_compiling():  # the dispatcher, which compiled code keeps, takes microseconds
-        scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
-        if scores is not None:
-            return scores
+    # The dispatcher takes microseconds. An operator that has to be seen tries this too, for those who call it itself.
+    scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    if scores is not None:
+        return scores
     if is_sequences(Q) or is_sequences(D):
-        options = q_mask, d_mask, q_weight, normalize, backward, recompute
-        return inputs.cross("maxsim", Q, D, *options)[0]
+        options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+        g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
+        return inputs.varlen(g)[0]
     check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
     check_options("maxsim", normalize, backward, recompute)
     if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
@@ -110,8 +111,9 @@ def maxsim_pairs(
         torch.Size([4])
     """
     if is_sequences(Q) or is_sequences(D):
-        options = q_mask, d_mask, q_weight, normalize, backward, recompute
-        return inputs.pairs("maxsim_pairs", Q, D, *options)
+        options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+        g = given("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+        return inputs.pairs(g)
     check_options("maxsim_pairs", normalize, backward, recompute)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
@@ -121,17 +123,9 @@ def maxsim_pairs(
         )
     if Q.shape[0] != D.shape[0]:
         raise ValueError(f"maxsim_pairs: D: expected B = {Q.shape[0]} documents, got {list(D.shape)}")
-    scores = maxsim(
-        Q,
-        D.unsqueeze(1),
-        q_mask,
-        None if d_mask is None else d_mask.unsqueeze(1),
-        q_weight=q_weight,
-        normalize=normalize,
-        backward=backward,
-        recompute=recompute,
-    )
-    return scores.squeeze(1)
+    d_mask = None if d_mask is None else d_mask.unsqueeze(1)
+    dense: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    return maxsim(Q, D.unsqueeze(1), q_mask, d_mask, q_weight=q_weight, **dense).squeeze(1)
 
 
 @overload
@@ -194,8 +188,9 @@ def maxsim_with_argmax(
         (torch.Size([5]), torch.Size([5, 32]))
     """
     if is_sequences(Q) or is_sequences(D):
-        options = q_mask, d_mask, q_weight, normalize, backward, recompute
-        return cast(tuple[Tensor, Winners], inputs.cross("maxsim_with_argmax", Q, D, *options, with_argmax=True))
+        options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+        options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
+        return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))
     check_options("maxsim_with_argmax", normalize, backward, recompute)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)

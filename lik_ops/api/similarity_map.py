@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import (
-    DTYPES,
-    MASK_DTYPES,
-    check_flag,
-    check_per_token,
-    check_strided,
-    check_tensor,
-    score_dtype,
-    shape_of,
-)
+from ..arguments import check_flag, check_per_token, check_tokens, score_dtype, shape_of
 
 _OP = "similarity_map"
 
@@ -69,23 +60,8 @@ def _prepared(x: Tensor, drop: Tensor | None, normalize: bool) -> Tensor:
 
 
 def _check(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
-    for name, x in (("Q", Q), ("D", D)):
-        check_tensor(_OP, name, x)
-        check_strided(_OP, name, x)
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{_OP}: {name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dim() < 2:
-            raise ValueError(f"{_OP}: {name}: expected [..., L, d], got {shape_of(x)}")
-    if D.dtype != Q.dtype:
-        raise TypeError(f"{_OP}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
-    if D.device != Q.device:
-        raise ValueError(f"{_OP}: D: expected the device of Q, {Q.device}, got {D.device}")
-    if D.shape[-1] != Q.shape[-1]:
-        raise ValueError(f"{_OP}: D: expected d = {Q.shape[-1]} as in Q {shape_of(Q)}, got {shape_of(D)}")
+    check_tokens(_OP, Q, D, ("[..., L, d]",), ("[..., L, d]",))
     for a, b in zip(reversed(Q.shape[:-2]), reversed(D.shape[:-2]), strict=False):
         if a != b and 1 not in (a, b):
             raise ValueError(f"{_OP}: D: expected leading axes that go with Q {shape_of(Q)}, got {shape_of(D)}")
-    for name, mask, of_name, of in (("q_mask", q_mask, "Q", Q), ("d_mask", d_mask, "D", D)):
-        check_per_token(_OP, name, mask, of_name, of)
-        if mask is not None and mask.dtype not in MASK_DTYPES:
-            raise TypeError(f"{_OP}: {name}: expected bool (True = keep) or an integer dtype, got {mask.dtype}")
+    check_per_token(_OP, Q, D, q_mask, d_mask, None)

@@ -83,7 +83,8 @@ def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d:
     sources.check_dtype(op, Q, like.dtype)
     # Of the region's dtype, and as large, without the memory.
     D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
-    topk.check_arguments(op, Q, D, top_k, None, q_mask, d_mask, cu_seqlens_d, q_weight)
+    tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+    topk.check_arguments(op, topk.Search(*tensors, normalize=False, top_k=top_k, chunk=None))
     begin, end = 0, shard.size
     if not alike["sharded"]:
         begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..arguments import argmax_dtype_for, score_dtype
+from ..ops.gradients import gradient
 from .agreement import as_bytes
 
 
@@ -103,9 +104,7 @@ class RingMaxSim(torch.autograd.Function):
     def backward(ctx, grad_scores):
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, *winners = ctx.saved_tensors
-        unified = options.backward == "unified"
-        op = torch.ops.lik.maxsim_bwd_unified if unified else torch.ops.lik.maxsim_bwd_lowmem
-        ring = options.ring
+        op, ring = gradient(options.backward), options.ring
         sums: list[Tensor | None] = [None, None, None]
         block = [D] if d_mask is None else [D, d_mask]
         carried = None  # the gradient of the documents that are here, from the processes where they have been

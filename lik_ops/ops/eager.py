@@ -1,7 +1,8 @@
 """The short way of an eager call: straight to the backend where no dispatcher, mode or transform would see the call.
 
-What it returns, raises and saves for the backward is what the operators would. Arguments are checked once for each
-description of all of them; later calls of the same description only look it up.
+What it returns, raises and saves for the backward is what the operators would. What is found out about a call is kept
+by a description of its arguments; later calls of the same description only look it up. `maxsim` takes dense arguments,
+`maxsim_ragged` takes those of a `Cut`: kernels read what callers have, and no operation runs before the launch.
 """
 
 from __future__ import annotations
@@ -14,76 +15,120 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import backends
-from ..arguments import argmax_dtype_for, as_bool, check, lifted
-from ..settings import requested_backend, use_backend
-from .stack import autocast
+from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, lifted, score_dtype
+from ..segments import Cut
+from ..settings import checks_values, requested_backend, use_backend
+from .gradients import gradient, is_unified
+from .watchers import described, described_but_rows, is_below_autograd, is_memory, nobody_watches
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
-_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-_KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
-# Names looked up at every call are bound here: a tiny call takes less time than fifty attributes.
-_Tensor, _Parameter, _fp32 = torch.Tensor, torch.nn.Parameter, torch.float32
-_function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
-_autocasting = autocast.is_anywhere
-_is_grad_enabled = torch.is_grad_enabled
 _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
-
-# Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others. And one of
-# those that are taken away below autograd, where nothing may be recorded.
-_USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.BackendSelect, _Key.ADInplaceOrView)]
-_UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
-_AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
+_fp32, _is_grad_enabled = torch.float32, torch.is_grad_enabled
 # The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
 fp32_precision: Callable[[], str] = (
     partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
     if hasattr(torch._C, "_get_fp32_precision_getter")
     else lambda: torch.backends.cuda.matmul.fp32_precision
 )
-_usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only memory on a device
-_devices_known: set[torch.device] = set()
+_calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
 
 
-def _is_newly_known(t: Tensor) -> bool:
-    """Learn the dispatch keys of ordinary tensors on a device where some backend reads memory: are those of `t`?"""
-    device = t.device
-    if device in _devices_known or device.type not in ("cpu", "cuda"):
-        return False
-    _devices_known.add(device)
-    for mode in (False, True):
-        with torch.inference_mode(mode):
-            _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
-    return _KEYS(t).raw_repr() in _usual_keys
+class _Call:
+    """What is found out once about calls with arguments of one description."""
+
+    def __init__(
+        self,
+        given: tuple,
+        backend: ModuleType,
+        normalize: bool,
+        backward: str,
+        argmax_dtype: torch.dtype | None,
+        differentiable: bool,
+        with_argmax: bool = False,
+    ) -> None:
+        self.backend, self.choice = backend, requested_backend()
+        self.normalize, self.backward, self.argmax_dtype = normalize, backward, argmax_dtype
+        self.differentiable, self.with_argmax = differentiable, with_argmax
+        self.plan: Any = None
+        _log.debug("%s beside %s goes straight to %s", *(list(x.shape) for x in given[:2]), backend.__name__)
+
+    tensors: int  # how many of what is given are tensors; sizes follow
+
+    def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
+        """Scores and, unless `argmax_dtype` is None, winners."""
+        raise NotImplementedError
+
+    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
+        """Those of Q, D and the weights, which are the first two and the last of the tensors."""
+        raise NotImplementedError
 
 
-def is_memory(t: Tensor) -> bool:
-    """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
-    kind = type(t)
-    if kind is not _Tensor and kind is not _Parameter:
-        return False
-    return _KEYS(t).raw_repr() in _usual_keys or _is_newly_known(t)
+class _DenseCall(_Call):
+    """Of dense arguments: Q, D, q_mask, d_mask, q_weight."""
+
+    tensors = 5
+
+    def __init__(self, given: tuple, *options: Any) -> None:
+        super().__init__(given, *options)
+        Q, D, q_mask, d_mask, q_weight = given
+        self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
+        self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
+        self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
+        if hasattr(self.backend, "forward_plan"):
+            args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
+            self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
+
+    def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
+        """Winners have all their axes. Masks are bool."""
+        argmax_dtype = self.argmax_dtype
+        if self.plan is not None:
+            argmax = None if argmax_dtype is None else self.plan.new_argmax()
+            return self.plan.scores(self.shape, *given, argmax), argmax
+        scores, argmax = self.backend.forward(*lifted(*given), self.normalize, argmax_dtype)
+        for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
+            if is_flat:
+                scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
+        return scores, None if argmax_dtype is None else argmax
+
+    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
+        Q, D, *options = lifted(*given)
+        if self.q_flat:
+            grad_scores = grad_scores.unsqueeze(0)
+        if self.d_flat:
+            grad_scores = grad_scores.unsqueeze(1)
+        is_short = _backward_is_short(grad_scores, *given[:2])
+        if argmax is None and not is_short:
+            argmax = Q.new_empty(0, dtype=torch.int32)
+        run = gradient(self.backward, self.backend if is_short else None)
+        return run(grad_scores, Q, D, argmax, *options, self.normalize, needs)
 
 
-def nobody_watches() -> bool:
-    """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
-    return (
-        not _INCLUDED().raw_repr() & _UNUSUAL_ADDED
-        and not _function_modes()
-        and not _autocasting()
-        and forward_ad._current_level < 0
-        and not _profiling()
-    )
+class _CutCall(_Call):
+    """Of the arguments of a `Cut`."""
+
+    tensors = Cut._fields.index("queries")
+
+    def __init__(self, given: Cut, *options: Any) -> None:
+        super().__init__(given, *options)
+        self.plan = self.backend.ragged_plan(given, self.normalize, self.argmax_dtype)
+
+    def forward(self, given: Cut) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return self.plan.forward(given)
+
+    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
+        c, unified = Cut._make(given), is_unified(self.backward)
+        if argmax is None:  # to be found again
+            _, argmax = self.backend.ragged_plan(c, self.normalize, argmax_dtype_for(c.Td)).forward(c)
+        if _backward_is_short(grad_scores, c.Q, c.D):
+            return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)
+        op = torch.ops.lik.maxsim_ragged_bwd
+        return op(grad_scores, *c.ragged(), argmax, self.normalize, unified, needs)
 
 
-def is_below_autograd() -> bool:
-    """Whether the call comes from below autograd, where nothing may be recorded."""
-    return bool(_EXCLUDED().raw_repr() & _AUTOGRAD)
-
-
-def backward_is_short(*tensors: Tensor) -> bool:
+def _backward_is_short(*tensors: Tensor) -> bool:
     """Whether a backward of the short way may go past the dispatcher.
 
     Not with a graph of the backward, whose operator raises for second derivatives.
@@ -92,160 +137,39 @@ def backward_is_short(*tensors: Tensor) -> bool:
     return short and nobody_watches() and all(is_memory(t) for t in tensors)
 
 
-def described(arguments: tuple) -> list | None:
-    """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
-
-    Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether a gradient of it is
-    recorded, of None, True, False and a str itself. Values that are equal and not the same type, as 1 and True, are
-    told apart: there is no description of other types, subclasses included, nor of a tensor that is not `is_memory`.
-    """
-    found: list = []
-    records = _is_grad_enabled()
-    for x in arguments:
-        if x is None or x is True or x is False:
-            found.append(x)
-            continue
-        kind = type(x)
-        if kind is _Tensor or kind is _Parameter:
-            if _KEYS(x).raw_repr() not in _usual_keys and not _is_newly_known(x):
-                return None
-            found += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
-        elif kind is str:
-            found.append(x)
-        else:
-            return None
-    return found
-
-
-def nobody_sees(*tensors: Tensor | None) -> bool:
-    """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
-    return nobody_watches() and all(t is None or is_memory(t) for t in tensors)
-
-
-class _Call:
-    """What is found out once about calls with arguments of one description."""
-
-    __slots__ = (
-        "argmax_dtype",
-        "backend",
-        "choice",
-        "converts",
-        "d_flat",
-        "differentiable",
-        "normalize",
-        "plan",
-        "q_flat",
-        "shape",
-    )
-
-    def __init__(
-        self,
-        Q: Tensor,
-        D: Tensor,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-        normalize: bool,
-        argmax_dtype: torch.dtype | None,
-        differentiable: bool,
-    ) -> None:
-        self.differentiable = differentiable
-        self.backend: ModuleType = backends.select(Q.device, Q.dtype)
-        self.choice = requested_backend()
-        self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
-        self.normalize, self.argmax_dtype = normalize, argmax_dtype
-        self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
-        self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
-        self.plan: Any = None
-        if hasattr(self.backend, "forward_plan"):
-            args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
-            self.plan = self.backend.forward_plan(*args, normalize, argmax_dtype)
-        _log.debug("maxsim: %s beside %s goes straight to %s", list(Q.shape), list(D.shape), self.backend.__name__)
-
-    def forward(
-        self,
-        Q: Tensor,
-        D: Tensor,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores and, unless `argmax_dtype` is None, winners (with all their axes). Masks are bool."""
-        argmax_dtype = self.argmax_dtype
-        if self.plan is not None:
-            argmax = None if argmax_dtype is None else self.plan.new_argmax()
-            return self.plan.scores(self.shape, Q, D, q_mask, d_mask, q_weight, argmax), argmax
-        args = lifted(Q, D, q_mask, d_mask, q_weight)
-        scores, argmax = self.backend.forward(*args, self.normalize, argmax_dtype)
-        for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
-            if is_flat:
-                scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
-        return scores, None if argmax_dtype is None else argmax
-
-
-_memories: list[dict[tuple, Any]] = []
-
-
-def memory() -> dict[tuple, Any]:
-    """A place for what was found out about calls, by the description of them: `forget` empties it."""
-    _memories.append({})
-    return _memories[-1]
-
-
-def remember(calls: dict[tuple, Any], key: tuple, call: Any) -> Any:
-    """`call`, which is what there is to know about calls of this description."""
-    if len(calls) >= _MOST_CALLS:
-        calls.clear()
-    calls[key] = call
-    return call
-
-
-_calls = memory()
-
-
-class _operators:
-    """The operators by the names of a backend's functions; an `argmax` of None is their ``[0]``."""
-
-    @staticmethod
-    def backward_lowmem(grad_scores: Tensor, Q: Tensor, D: Tensor, argmax: Tensor | None, *rest: Any) -> tuple:
-        argmax = Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
-        return torch.ops.lik.maxsim_bwd_lowmem(grad_scores, Q, D, argmax, *rest)
-
-    @staticmethod
-    def backward_unified(grad_scores: Tensor, Q: Tensor, D: Tensor, argmax: Tensor | None, *rest: Any) -> tuple:
-        argmax = Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
-        return torch.ops.lik.maxsim_bwd_unified(grad_scores, Q, D, argmax, *rest)
-
-
 class _MaxSim(torch.autograd.Function):
-    """`lik::maxsim` with its gradient, without the dispatcher between them where nothing needs it."""
+    """A forward with its gradient, without the dispatcher between them where nothing needs it."""
 
     @staticmethod
-    def forward(ctx, Q, D, q_weight, call, q_mask, d_mask, backward):
-        scores, argmax = call.forward(Q, D, q_mask, d_mask, q_weight)
+    def forward(ctx, Q, D, q_weight, call, given):
+        scores, argmax = call.forward(given)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.unified = call, backward == "unified"
-        ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, argmax)
-        return scores
+        ctx.call, ctx.sizes = call, given[call.tensors :]
+        ctx.save_for_backward(*given[: call.tensors], argmax)
+        if not call.with_argmax:
+            return scores
+        ctx.mark_non_differentiable(argmax)
+        return scores, argmax
 
     @staticmethod
-    def backward(ctx, grad_scores):
-        if grad_scores is None:
-            return (None,) * 7
-        call, needs = ctx.call, list(ctx.needs_input_grad[:3])
-        Q, D, q_weight, q_mask, d_mask, argmax = ctx.saved_tensors
-        Q3, D3, *options = lifted(Q, D, q_mask, d_mask, q_weight)
-        if call.q_flat:
-            grad_scores = grad_scores.unsqueeze(0)
-        if call.d_flat:
-            grad_scores = grad_scores.unsqueeze(1)
+    def backward(ctx, grad_scores, grad_argmax=None):
+        needs = list(ctx.needs_input_grad[:3])
+        if grad_scores is None or not any(needs):
+            return (None,) * 5
+        call, (*tensors, argmax) = ctx.call, ctx.saved_tensors
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with use_backend(call.choice):
-            ops = call.backend if backward_is_short(grad_scores, Q, D) else _operators
-            run = ops.backward_unified if ctx.unified else ops.backward_lowmem
-            grads = run(grad_scores, Q3, D3, argmax, *options, call.normalize, needs)
-        shaped = (g.view(x.shape) if need else None for g, x, need in zip(grads, (Q, D, q_weight), needs, strict=True))
-        return (*shaped, None, None, None, None)
+            grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), argmax, needs)
+        leaves = tensors[0], tensors[1], tensors[-1]
+        return *(g.view(x.shape) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
+
+
+def _remember(key: tuple, call: _Call | None) -> Any:
+    """Keep what there is to know about calls of a description."""
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call
 
 
 def maxsim(*arguments: Any) -> Tensor | None:
@@ -257,7 +181,9 @@ def maxsim(*arguments: Any) -> Tensor | None:
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
     """
-    description = described(arguments) if nobody_watches() else None
+    if torch.compiler.is_dynamo_compiling() or not nobody_watches():
+        return None
+    description = described(arguments)
     if description is None:
         return None
     tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
@@ -268,30 +194,181 @@ def maxsim(*arguments: Any) -> Tensor | None:
         call = _new_call(*arguments)
         if call is None:
             return None
-        remember(_calls, key, call)
-    Q, D, q_mask, d_mask, q_weight, _, backward, _ = arguments
+        _remember(key, call)
+    Q, D, q_mask, d_mask, q_weight, _, _, _ = arguments
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if call.differentiable:
-        return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, q_mask, d_mask, backward)
+        given = Q, D, q_mask, d_mask, q_weight
+        return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
     if call.plan is not None:
         return call.plan.scores(call.shape, Q, D, q_mask, d_mask, q_weight, None)
-    return call.forward(Q, D, q_mask, d_mask, q_weight)[0]
+    return call.forward((Q, D, q_mask, d_mask, q_weight))[0]
 
 
-def _new_call(*arguments: Any) -> _Call | None:
+def _new_call(*arguments: Any) -> _DenseCall | None:
     """What is found out about calls like this one; None where a type is wrong, which is left to the operator."""
     if not all(isinstance(x, kind) for x, kind in zip(arguments, _KINDS, strict=True)):
         return None
-    Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute = arguments
+    given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
+    Q, D, q_mask, d_mask, q_weight = given
     check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
-    differentiable = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (Q, D, q_weight))
+    differentiable = _wants_gradients(Q, D, q_weight)
     argmax_dtype = argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None
-    return _Call(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, differentiable)
+    backend = backends.select(Q.device, Q.dtype)
+    return _DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
+    """The sizes of a `Cut`, or None where they do not fit together.
+
+    Of every call: the leading sizes of tensors and `max_seqlen_q`, which its description leaves out, come from here.
+    """
+    if Q is None or D is None:
+        return None
+    cu_seqlens_q, offsets, lengths, _, q_lengths = indices
+    q_shape, d_shape = Q.shape, D.shape
+    if cu_seqlens_q is None:
+        if len(q_shape) != 3:
+            return None
+        queries, most, _ = q_shape
+        Tq = queries * most
+    else:
+        bounds = cu_seqlens_q.shape
+        if len(q_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
+            return None
+        queries, Tq = bounds[0] - 1, q_shape[0]
+        most = Tq
+    if max_seqlen_q is not None:
+        if type(max_seqlen_q) is not int or max_seqlen_q < 0:
+            return None
+        most = min(most, max_seqlen_q)  # no query has more tokens
+    q_mask, d_mask, q_weight = per_token
+    if (
+        (q_mask is not None and q_mask.shape != q_shape[:-1])
+        or (d_mask is not None and d_mask.shape != d_shape[:-1])
+        or (q_weight is not None and q_weight.shape != q_shape[:-1])
+    ):
+        return None
+    if lengths is not None:
+        columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
+        return None if columns is None else (queries, columns, True, Tq, Td, most)
+    if q_lengths is not None:
+        return None
+    if offsets is None:
+        return (queries, d_shape[0], False, Tq, d_shape[0] * d_shape[1], most) if len(d_shape) == 3 else None
+    bounds = offsets.shape
+    if len(d_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
+        return None
+    return queries, bounds[0] - 1, False, Tq, d_shape[0], most
+
+
+def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: tuple, q_lengths: Any) -> tuple:
+    """Candidates of each query, whose lengths have the shape `listed`, and the rows of D; None where that is wrong."""
+    if len(listed) != 2 or listed[0] != queries:
+        return None, None
+    if offsets is not None:
+        fits = len(d_shape) == 2 and offsets.shape == listed
+        return (listed[1], d_shape[0]) if fits else (None, None)
+    # Padded queries and documents.
+    fits = len(d_shape) == 4 and d_shape[:2] == listed and q_lengths is not None and q_lengths.shape == q_shape[:1]
+    return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
+
+
+def _is_even(x: Tensor, rows: int) -> bool:
+    """Whether tokens, or what there is one of for each, whose last `rows` axes are those of a token, lie evenly."""
+    shape, stride = x.shape[: x.dim() - rows], x.stride()
+    return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
+
+
+def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -> _CutCall | None:
+    """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
+
+    It serves calls with other leading sizes, so nothing may be concluded from those.
+    """
+    Q, D, device = c.Q, c.D, c.Q.device
+    normalize, backward, recompute, with_argmax = options
+    ordinary = (
+        all(isinstance(x, bool) for x in (normalize, recompute, with_argmax))
+        and backward in BACKWARDS
+        and Q.dtype in DTYPES
+        and D.dtype == Q.dtype
+        and D.shape[-1] == Q.shape[-1] >= 1
+        and all(x is None or x.device == device for x in c.tensors)
+        and all(x is None or (x.dtype in INDEX_DTYPES and x.is_contiguous()) for x in c.indices)
+        and (c.pairs is None or (c.pairs.shape[1:] == (2,) and not c.candidates))
+        and (c.q_lengths is None or c.cu_seqlens_q is None)
+        and all(m is None or m.dtype == torch.bool for m in (c.q_mask, c.d_mask))
+        and (c.q_weight is None or c.q_weight.dtype == score_dtype(Q.dtype))
+        and all(_is_even(x, 1) for x in (Q, D))
+        and all(x is None or _is_even(x, 0) for x in c.per_token)
+    )
+    if not ordinary:
+        return None
+    differentiable = _wants_gradients(Q, D, c.q_weight)
+    keeps = with_argmax or (differentiable and not recompute)
+    if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
+        return None  # winners of how many tokens cannot be known
+    if differentiable and c.q_lengths is not None:
+        return None
+    backend = backends.select(Q.device, Q.dtype)
+    if not hasattr(backend, "ragged_plan"):
+        return None
+    return _CutCall(c, backend, normalize, backward, argmax_dtype if keeps else None, differentiable, with_argmax)
+
+
+def maxsim_ragged(
+    Q: Any,
+    D: Any,
+    cu_seqlens_q: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    pairs: Any = None,
+    q_lengths: Any = None,
+    q_mask: Any = None,
+    d_mask: Any = None,
+    q_weight: Any = None,
+    *,
+    normalize: Any = False,
+    backward: Any = "auto",
+    recompute: bool = False,
+    max_seqlen_q: Any = None,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Scores and, if asked, winners as those of ``lik::maxsim_ragged_fwd``; None where the call takes the long way.
+
+    The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
+    """
+    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+        return None
+    indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
+    options = normalize, backward, recompute, with_argmax
+    description, others = described_but_rows((Q, D, *per_token), indices), described(options)
+    if description is None or others is None:
+        return None
+    sizes = _sizes(Q, D, indices, per_token, max_seqlen_q)
+    if sizes is None:
+        return None
+    c, is_bounded = Cut(Q, D, *indices, *per_token, *sizes), max_seqlen_q is not None
+    argmax_dtype = argmax_dtype_for(c.Td)
+    tf32 = Q.dtype is _fp32 and fp32_precision() == "tf32"
+    key = (*description, *others, is_bounded, argmax_dtype, tf32, requested_backend())
+    call = _calls.get(key, key)
+    if call is key:
+        call = _remember(key, _new_cut_call(c, options, argmax_dtype, is_bounded))
+    if call is None or (call.differentiable and is_below_autograd()):  # the long way
+        return None
+    if not call.differentiable:
+        return call.plan.forward(c)
+    found = _MaxSim.apply(Q, D, q_weight, call, c)
+    return found if with_argmax else (found, None)
 
 
 def forget() -> None:
     """Drop what was found out about calls, as when a table of configurations was changed."""
-    for calls in _memories:
-        calls.clear()
+    _calls.clear()
     backends.forget()

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import argmax_dtype_for, as_bool, check, check_lifted, lifted, score_dtype
-from ..settings import requested_backend, use_backend
+from ..arguments import argmax_dtype_for, as_bool, check, lifted
+from ..segments import Dense
 from . import eager
 from .custom import custom_op
 from .documented import document, document_bodies
-from .stack import autocast, batching, flops, functional, sharding
+from .family import check_forward, check_gradient, fake_forward, fake_gradient, no_double_backward, register_autograd
+from .gradients import gradient
+from .stack import autocast, batching, functional, sharding
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype,"
@@ -32,180 +34,79 @@ _MAXSIM_SCHEMA = (
     "maxsim(Tensor Q, Tensor D, Tensor? q_mask=None, Tensor? d_mask=None, *, Tensor? q_weight=None,"
     ' bool normalize=False, str backward="auto", bool recompute=False) -> Tensor'
 )
-_ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
+_FWD, _LOWMEM, _UNIFIED = "lik::maxsim_fwd", "lik::maxsim_bwd_lowmem", "lik::maxsim_bwd_unified"
 
 
-def _check_fwd(op, Q, D, q_mask, d_mask, q_weight, argmax_dtype, backward) -> None:
-    check(op, Q, D, q_mask, d_mask, q_weight, backward)
-    check_lifted(op, Q, D, q_mask, d_mask)
-    if argmax_dtype not in _ARGMAX_DTYPES:
-        raise TypeError(f"{op}: argmax_dtype: expected None, int16, int32 or int64, got {argmax_dtype}")
-    if argmax_dtype == torch.int16 and isinstance(D.shape[-2], int) and D.shape[-2] > 32768:
-        raise ValueError(f"{op}: argmax_dtype: int16 cannot index Ld = {D.shape[-2]} document tokens")
-
-
-def _argmax_shape(Q: Tensor, D: Tensor) -> tuple:
-    """Document-major for the cross product, so that forward and both backwards read and write it in order."""
-    if D.dim() == 4:
-        return (Q.shape[0], D.shape[1], Q.shape[1])
-    return (D.shape[0], Q.shape[0], Q.shape[1])
-
-
-@custom_op("lik::maxsim_fwd", _FWD_SCHEMA)
-def maxsim_fwd(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
-    backward: str,
-) -> tuple[Tensor, Tensor]:
+@custom_op(_FWD, _FWD_SCHEMA)
+def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` (``[Nq, K]``) and, unless `argmax_dtype` is None, each query token's winner.
 
     The winners are ``[Nd, Nq, Lq]`` (cross product) or ``[Nq, K, Lq]`` (candidates), relative to their document, -1
     where there is none. `backward` names the op that its gradient runs.
     """
-    _check_fwd("lik::maxsim_fwd", Q, D, q_mask, d_mask, q_weight, argmax_dtype, backward)
-    functional.reject_forward_ad(Q, D, q_weight)
-    return backends.select(Q.device, Q.dtype).forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
+    check_forward(_FWD, tensors, argmax_dtype, backward)
+    functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
+    return backends.select(tensors.Q.device, tensors.Q.dtype).forward(*tensors, normalize, argmax_dtype)
 
 
 @maxsim_fwd.register_fake
-def _(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward):
-    _check_fwd("lik::maxsim_fwd", Q, D, q_mask, d_mask, q_weight, argmax_dtype, backward)
-    scores = Q.new_empty((Q.shape[0], D.shape[1] if D.dim() == 4 else D.shape[0]), dtype=score_dtype(Q.dtype))
-    if argmax_dtype is None:
-        return scores, Q.new_empty(0, dtype=torch.int32)
-    return scores, Q.new_empty(_argmax_shape(Q, D), dtype=argmax_dtype)
+def _(*args):
+    tensors, (_, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
+    check_forward(_FWD, tensors, argmax_dtype, backward)
+    return fake_forward(tensors, tensors.argmax_shape(), argmax_dtype)
 
 
-def _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs) -> None:
-    check(op, Q, D, q_mask, d_mask, q_weight)
-    check_lifted(op, Q, D, q_mask, d_mask)
-    expected_scores = [Q.shape[0], D.shape[1] if D.dim() == 4 else D.shape[0]]
-    expected_argmax = list(_argmax_shape(Q, D))
-    if argmax.dim() == 1 and argmax.shape[0] == 0:
-        expected_argmax = [0]
-    for name, t, expected in (("grad_scores", grad_scores, expected_scores), ("argmax", argmax, expected_argmax)):
-        same = t.dim() == len(expected)
-        for a, b in zip(t.shape, expected, strict=False):
-            same = same and a == b
-        said = partial("{}: {}: expected {}, got {}".format, op, name, expected, list(t.shape))
-        torch._check_value(same, said)
-        if t.device != Q.device:
-            raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {t.device}")
-    if grad_scores.dtype != score_dtype(Q.dtype):
-        raise TypeError(f"{op}: grad_scores: expected {score_dtype(Q.dtype)}, got {grad_scores.dtype}")
-    if argmax.dtype not in _ARGMAX_DTYPES:
-        raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
-    if needs[2] and q_weight is None:
-        raise ValueError(f"{op}: needs: a gradient of q_weight was asked for, and q_weight is None")
+def _gradient_arguments(op: str, args: tuple) -> tuple[Tensor, Dense, Tensor | None, bool, Sequence[bool]]:
+    """What a backward was given, checked; None for the ``[0]`` that stands for winners to be found again."""
+    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
+    tensors, is_given = Dense(Q, D, q_mask, d_mask, q_weight), argmax.dim() != 1
+    check_gradient(op, grad_scores, tensors, argmax, tensors.argmax_shape() if is_given else (0,), needs)
+    return grad_scores, tensors, argmax if is_given else None, normalize, needs
 
 
-def _given(argmax: Tensor) -> Tensor | None:
-    """None for the ``[0]`` that stands for winners to be found again."""
-    return None if argmax.dim() == 1 else argmax
+def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    grad_scores, tensors, argmax, normalize, needs = _gradient_arguments(op, args)
+    Q, D, *options = tensors
+    functional.reject_forward_ad(grad_scores, Q, D, tensors.q_weight)
+    run = gradient(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
+    return run(grad_scores, Q, D, argmax, *options, normalize, list(needs))
 
 
-def _fake_bwd(op):
-    def fake(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs):
-        _check_bwd(op, grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
-        shapes = (Q.shape, D.shape, Q.shape[:2])
-        dtypes = (Q.dtype, D.dtype, score_dtype(Q.dtype))
-        return tuple(
-            Q.new_empty(shape if need else (0,), dtype=dtype)
-            for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
-        )
-
-    return fake
-
-
-@custom_op("lik::maxsim_bwd_lowmem", _BWD_SCHEMA)
-def maxsim_bwd_lowmem(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+@custom_op(_LOWMEM, _BWD_SCHEMA)
+def maxsim_bwd_lowmem(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight, each summed by its owner: no atomics, bitwise reproducible.
 
     `needs` says which of the three are wanted; the others come back with size [0]. Given an `argmax` of size [0] it
     finds the winners again, in parts that need no more memory than a constant.
     """
-    _check_bwd("lik::maxsim_bwd_lowmem", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
-    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
-    backend = backends.select(Q.device, Q.dtype)
-    return backend.backward_lowmem(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
+    return _gradients_of(_LOWMEM, args)
 
 
-@custom_op("lik::maxsim_bwd_unified", _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
-def maxsim_bwd_unified(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+@custom_op(_UNIFIED, _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
+def maxsim_bwd_unified(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `maxsim_bwd_lowmem` in one pass over the winners; on a GPU through fp32 atomic adds."""
-    _check_bwd("lik::maxsim_bwd_unified", grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, needs)
-    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
-    backend = backends.select(Q.device, Q.dtype)
-    return backend.backward_unified(grad_scores, Q, D, _given(argmax), q_mask, d_mask, q_weight, normalize, list(needs))
+    return _gradients_of(_UNIFIED, args)
 
 
-maxsim_bwd_lowmem.register_fake(_fake_bwd("lik::maxsim_bwd_lowmem"))
-maxsim_bwd_unified.register_fake(_fake_bwd("lik::maxsim_bwd_unified"))
+def _fake_gradients(op: str, *args: Any) -> tuple[Tensor, ...]:
+    _, tensors, _, _, needs = _gradient_arguments(op, args)
+    return fake_gradient(tensors, needs)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    Q, D, q_mask, d_mask, q_weight, normalize, _, backward = inputs
-    ctx.set_materialize_grads(False)
-    ctx.normalize = normalize
-    ctx.op = torch.ops.lik.maxsim_bwd_unified if backward == "unified" else torch.ops.lik.maxsim_bwd_lowmem
-    # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
-    ctx.backend = requested_backend()
-    ctx.save_for_backward(Q, D, output[1], q_mask, d_mask, q_weight)
+def _gradients(grad_scores, tensors, argmax, options, needs):
+    Q, D, *rest = tensors
+    normalize, _, backward = options
+    return gradient(backward)(grad_scores, Q, D, argmax, *rest, normalize, needs)
 
 
-def _backward(ctx, grad_scores, grad_argmax):
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 4)]
-    if grad_scores is None or not any(needs):
-        return (None,) * 8
-    Q, D, argmax, q_mask, d_mask, q_weight = ctx.saved_tensors
-    with use_backend(ctx.backend):
-        grads = ctx.op(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, ctx.normalize, needs)
-    grad_Q, grad_D, grad_q_weight = (g if need else None for g, need in zip(grads, needs, strict=True))
-    return grad_Q, grad_D, None, None, grad_q_weight, None, None, None
-
-
-maxsim_fwd.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _no_double_backward(ctx, *grads):
-    raise NotImplementedError(
-        "lik::maxsim has no double backward: compute second derivatives with lik_ops.reference.maxsim"
-    )
-
-
-maxsim_bwd_lowmem.register_autograd(_no_double_backward)
-maxsim_bwd_unified.register_autograd(_no_double_backward)
-
+register_autograd(maxsim_fwd, Dense, _gradients)
 maxsim_fwd.register_vmap(batching.forward)
-maxsim_bwd_lowmem.register_vmap(partial(batching.backward, maxsim_bwd_lowmem))
-maxsim_bwd_unified.register_vmap(partial(batching.backward, maxsim_bwd_unified))
+for _name, _op in ((_LOWMEM, maxsim_bwd_lowmem), (_UNIFIED, maxsim_bwd_unified)):
+    _op.register_fake(partial(_fake_gradients, _name))
+    _op.register_autograd(no_double_backward("maxsim"))
+    _op.register_vmap(partial(batching.backward, _op))
 
-flops.register()
 document_bodies(maxsim_fwd, maxsim_bwd_lowmem, maxsim_bwd_unified)
 
 

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import as_bool, check, check_count, check_flag, check_lifted, check_strided, check_tensor, score_dtype
+from ..arguments import (
+    as_bool,
+    check,
+    check_count,
+    check_cu_seqlens,
+    check_flag,
+    check_lifted,
+    check_tensor,
+    score_dtype,
+)
 from ..portable import topk as portable_topk
-from ..segments import Ragged
-from . import eager, ragged_values
+from ..segments import Ragged, starts
+from . import values
 from .custom import custom_op
 from .documented import document_bodies
-from .stack import batching, flops, functional
+from .stack import batching, functional
+from .watchers import nobody_sees
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -37,6 +47,24 @@ WARMED = (100, 1_000, 8_000, 20_000, 200_000, 1_000_000, 4_000_000)
 
 Best = tuple[Tensor, Tensor]
 """Scores and document indices ``[Nq, k]``, the best first."""
+
+
+class Search(NamedTuple):
+    """The arguments of `lik::maxsim_topk`, in the order of its schema."""
+
+    Q: Tensor  # [Nq, Lq, d]
+    D: Tensor  # [Nd, Ld, d], or [Td, d] with cu_seqlens_d
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    cu_seqlens_d: Tensor | None  # [Nd + 1]
+    q_weight: Tensor | None
+    normalize: bool
+    top_k: int
+    chunk: int | None  # documents to score at a time; None: as many as fit
+
+    @property
+    def documents(self) -> Any:
+        return self.D.shape[0] if self.cu_seqlens_d is None else self.cu_seqlens_d.shape[0] - 1
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
@@ -79,33 +107,23 @@ def of_parts(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype
     return of_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
 
-def check_arguments(
-    op: str,
-    Q: Tensor,
-    D: Tensor,
-    top_k: Any,
-    chunk: Any,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: Any = False,
-) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
-    check_flag(op, "normalize", normalize)
-    check(op, Q, D, q_mask, d_mask, q_weight)
-    check_counts(op, top_k, chunk)
+def check_arguments(op: str, s: Search) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all fit together; Q may be 2-D."""
+    Q, D, cu_seqlens_d = s.Q, s.D, s.cu_seqlens_d
+    check_flag(op, "normalize", s.normalize)
+    check(op, Q, D, s.q_mask, s.d_mask, s.q_weight)
+    check_counts(op, s.top_k, s.chunk)
     if cu_seqlens_d is None:
         if D.dim() != 3:
             raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got {list(D.shape)}")
         return
     if D.dim() != 2:
         raise ValueError(f"{op}: D: expected [Td, d] beside cu_seqlens_d, got {list(D.shape)}")
-    if d_mask is not None:
+    if s.d_mask is not None:
         raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
-    check_cu_seqlens(op, cu_seqlens_d, D.device)
-    if ragged_values.looks(cu_seqlens_d):
-        ragged_values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
+    check_bounds(op, cu_seqlens_d, D.device)
+    if values.looks(cu_seqlens_d):
+        values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
@@ -114,24 +132,17 @@ def check_counts(op: str, top_k: Any, chunk: Any) -> None:
         check_count(op, "chunk", chunk, 1)
 
 
-def check_cu_seqlens(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
+def check_bounds(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
+    """Raise unless these may be the bounds of packed documents, on their device or on the CPU."""
     check_tensor(op, "cu_seqlens_d", cu_seqlens_d)
-    check_strided(op, "cu_seqlens_d", cu_seqlens_d)
-    if cu_seqlens_d.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: cu_seqlens_d: expected int32 or int64, got {cu_seqlens_d.dtype}")
-    if cu_seqlens_d.dim() != 1 or (isinstance(cu_seqlens_d.shape[0], int) and cu_seqlens_d.shape[0] < 1):
-        raise ValueError(f"{op}: cu_seqlens_d: expected [Nd + 1], got {list(cu_seqlens_d.shape)}")
+    check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, cu_seqlens_d.device, "[Nd + 1]")
     if cu_seqlens_d.device != device and cu_seqlens_d.device.type != "cpu":
         raise ValueError(f"{op}: cu_seqlens_d: expected the device of D, {device}, or cpu, got {cu_seqlens_d.device}")
 
 
-def _check(op, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk) -> None:
-    check_arguments(op, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight)
-    check_lifted(op, Q, D if cu_seqlens_d is None else D.unsqueeze(0), q_mask, d_mask)
-
-
-def _documents(D: Tensor, cu_seqlens_d: Tensor | None) -> Any:
-    return D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
+def _check(op: str, s: Search) -> None:
+    check_arguments(op, s)
+    check_lifted(op, s.Q, s.D if s.cu_seqlens_d is None else s.D.unsqueeze(0), s.q_mask, s.d_mask)
 
 
 def workspace(device: torch.device) -> int:
@@ -146,12 +157,14 @@ def workspace(device: torch.device) -> int:
     return min(max(free // 8, WORKSPACE), LARGE_WORKSPACE)
 
 
-def _chunk(Q: Tensor, D: Tensor, top_k: int, documents: int) -> int:
+def _chunk(s: Search) -> int:
     """Documents to score at a time, as many as are kept at least: their scores fit the workspace, and where several
     programs read each document, it is still in the cache for all of them."""
-    chunk = _fitting(Q, top_k, documents)
-    if Q.shape[0] * Q.shape[1] > ROWS_AT_ONCE and D.nbytes > READ_TOGETHER:
-        chunk = min(chunk, max(documents * READ_TOGETHER // D.nbytes, top_k, 1))
+    if s.chunk is not None:
+        return s.chunk
+    chunk = _fitting(s.Q, s.top_k, s.documents)
+    if s.Q.shape[0] * s.Q.shape[1] > ROWS_AT_ONCE and s.D.nbytes > READ_TOGETHER:
+        chunk = min(chunk, max(s.documents * READ_TOGETHER // s.D.nbytes, s.top_k, 1))
     return chunk
 
 
@@ -167,117 +180,65 @@ def _fitting(Q: Tensor, top_k: int, documents: int) -> int:
     return max(chunk, top_k, 1)
 
 
-def _scores_of_packed(
-    Q: Tensor,
-    D: Tensor,
-    cu_seqlens: Tensor,
-    q_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-) -> Tensor:
-    """Scores ``[Nq, n]`` of the n documents between the offsets ``cu_seqlens [n + 1]``.
-
-    An offset outside D, or below the one before, makes its document NaN.
-    """
-    Nq, Lq, _ = Q.shape
-    starts = torch.arange(Nq + 1, device=Q.device) * Lq
-    q_mask, q_weight = (None if x is None else x.flatten() for x in (q_mask, q_weight))
-    ragged = Ragged(Q.flatten(0, 1), D, starts, cu_seqlens[:-1], cu_seqlens.diff(), None, q_mask, None, q_weight)
-    return backends.select(Q.device, Q.dtype).forward_ragged(ragged, normalize, None, Lq)[0]
+def _chunks(s: Search) -> Iterator[Tensor]:
+    """Scores ``[Nq, n]`` of all documents, a chunk of n at a time."""
+    return _chunks_of_dense(s) if s.cu_seqlens_d is None else _chunks_of_packed(s, s.cu_seqlens_d)
 
 
-def _chunks_of_packed(
-    Q: Tensor,
-    D: Tensor,
-    cu_seqlens_d: Tensor,
-    q_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    top_k: int,
-    chunk: int | None,
-) -> Iterator[Tensor]:
-    cu_seqlens = cu_seqlens_d.to(D.device, non_blocking=True)
-    documents = cu_seqlens.shape[0] - 1
-    if chunk is None:
-        chunk = _chunk(Q, D, top_k, documents)
-    for begin in range(0, documents, chunk):
+def _chunks_of_packed(s: Search, cu_seqlens: Tensor) -> Iterator[Tensor]:
+    """An offset outside D, or below the one before, makes its document NaN."""
+    (Nq, Lq, _), chunk = s.Q.shape, _chunk(s)
+    backend = backends.select(s.Q.device, s.Q.dtype)
+    cu_seqlens = cu_seqlens.to(s.D.device, non_blocking=True)
+    Q, cu_seqlens_q = s.Q.flatten(0, 1), starts(Nq, Lq, s.Q.device)
+    q_mask, q_weight = (None if x is None else x.flatten() for x in (s.q_mask, s.q_weight))
+    for begin in range(0, s.documents, chunk):
         part = cu_seqlens[begin : begin + chunk + 1]
-        yield _scores_of_packed(Q, D, part, q_mask, q_weight, normalize)
+        ragged = Ragged(Q, s.D, cu_seqlens_q, part[:-1], part.diff(), None, q_mask, None, q_weight)
+        yield backend.forward_ragged(ragged, s.normalize, None, Lq)[0]
 
 
-def _chunks_of_dense(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    top_k: int,
-    chunk: int | None,
-) -> Iterator[Tensor]:
-    if chunk is None:
-        chunk = _chunk(Q, D, top_k, D.shape[0])
-    backend = backends.select(Q.device, Q.dtype)
-    whole = chunk >= D.shape[0]  # no view then: it would take the host longer than the rest
-    for begin in range(0, D.shape[0], chunk):
+def _chunks_of_dense(s: Search) -> Iterator[Tensor]:
+    chunk = _chunk(s)
+    backend = backends.select(s.Q.device, s.Q.dtype)
+    whole = chunk >= s.documents  # no view then: it would take the host longer than the rest
+    for begin in range(0, s.documents, chunk):
         part = slice(begin, begin + chunk)
-        mask = d_mask if whole or d_mask is None else d_mask[part]
-        yield backend.forward(Q, D if whole else D[part], q_mask, mask, q_weight, normalize, None)[0]
+        mask = s.d_mask if whole or s.d_mask is None else s.d_mask[part]
+        yield backend.forward(s.Q, s.D if whole else s.D[part], s.q_mask, mask, s.q_weight, s.normalize, None)[0]
 
 
-def _topk(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    top_k: int,
-    chunk: int | None,
-) -> Best:
-    if cu_seqlens_d is None:
-        chunks = _chunks_of_dense(Q, D, q_mask, d_mask, q_weight, normalize, top_k, chunk)
-    else:
-        chunks = _chunks_of_packed(Q, D, cu_seqlens_d, q_mask, q_weight, normalize, top_k, chunk)
+def _topk(s: Search) -> Best:
     best: Best | None = None
     seen = 0
-    for scores in chunks:
-        values, columns = first(scores, top_k)
-        best = (values, columns) if best is None else merge([best, (values, columns.add_(seen))], top_k)
+    for scores in _chunks(s):
+        found, columns = first(scores, s.top_k)
+        best = (found, columns) if best is None else merge([best, (found, columns.add_(seen))], s.top_k)
         seen += scores.shape[1]
     if best is None:
-        empty = Q.new_empty((Q.shape[0], 0), dtype=score_dtype(Q.dtype))
+        empty = s.Q.new_empty((s.Q.shape[0], 0), dtype=score_dtype(s.Q.dtype))
         best = empty, empty.long()
     return best
 
 
 @custom_op("lik::maxsim_topk", _SCHEMA)
-def maxsim_topk(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    top_k: int,
-    chunk: int | None,
-) -> tuple[Tensor, Tensor]:
+def maxsim_topk(*args: Any) -> tuple[Tensor, Tensor]:
     """The best ``min(top_k, Nd)`` scores of each query, and int64 indices of their documents, the best first.
 
     D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
     """
-    _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
-    reject_derivatives("lik::maxsim_topk", Q, D, q_weight)
-    return _topk(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+    s = Search(*args)
+    _check("lik::maxsim_topk", s)
+    reject_derivatives("lik::maxsim_topk", s.Q, s.D, s.q_weight)
+    return _topk(s)
 
 
 @maxsim_topk.register_fake
-def _(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
-    _check("lik::maxsim_topk", Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, top_k, chunk)
-    shape = (Q.shape[0], torch.sym_min(top_k, _documents(D, cu_seqlens_d)))
-    return Q.new_empty(shape, dtype=score_dtype(Q.dtype)), Q.new_empty(shape, dtype=torch.int64)
+def _(*args):
+    s = Search(*args)
+    _check("lik::maxsim_topk", s)
+    shape = (s.Q.shape[0], torch.sym_min(s.top_k, s.documents))
+    return s.Q.new_empty(shape, dtype=score_dtype(s.Q.dtype)), s.Q.new_empty(shape, dtype=torch.int64)
 
 
 def reject_derivatives(op: str, *given: Any) -> None:
@@ -304,24 +265,12 @@ def _no_backward(ctx, *grads):
 
 maxsim_topk.register_autograd(_no_backward)
 maxsim_topk.register_vmap(batching.topk)
-flops.register_topk()
 document_bodies(maxsim_topk)
 
 
-def best_of(
-    Q: Tensor,
-    D: Tensor,
-    top_k: int,
-    chunk: int | None,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-) -> Best:
-    """`lik::maxsim_topk` of a 3-D `Q`, of arguments that were checked, with masks of any dtype; without gradients."""
-    q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
-    args = (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight)
-    if not torch.compiler.is_dynamo_compiling() and eager.nobody_sees(*args):
-        return _topk(*args, normalize, top_k, chunk)
-    return torch.ops.lik.maxsim_topk(*args, normalize, top_k, chunk)
+def best_of(s: Search) -> Best:
+    """`lik::maxsim_topk` of a 3-D Q, of arguments that were checked, with masks of any dtype; without gradients."""
+    s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
+    if not torch.compiler.is_dynamo_compiling() and nobody_sees(*s[:6]):
+        return _topk(s)
+    return torch.ops.lik.maxsim_topk(*s)

@@ -24,7 +24,7 @@ def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weig
     chosen = _chosen(op, indices, Q, len(snapshot))
     Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, as_bool(q_mask), q_weight))
     assert Q3 is not None
-    g = inputs.Given(op, Q3, like, None, None, q_mask, None, q_weight, normalize, "auto", None)
+    g = inputs.Given(op, Q3, like, q_mask=q_mask, q_weight=q_weight, normalize=normalize)
     scores = Q3.new_full((len(Q3), chosen.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
     scores = _scored(g, snapshot, chosen.expand(scores.shape), scores)
     return scores.squeeze(0) if flat else scores

@@ -13,6 +13,7 @@ from ..api.packing import is_sequences
 from ..arguments import check_flag, lift
 from ..ops import topk
 from ..ops.stack import autocast, sharding
+from ..ops.topk import Best, Search
 from . import sources
 from .copying import on_device
 from .progress import progress_bar
@@ -95,52 +96,33 @@ def retrieve(
         and (not isinstance(Q, Tensor) or D.device == Q.device)
         and (not progress or D.device.type != "cpu")
     ):
-        return of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+        return of_tensors(Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
     source = sources.source(_OP, D, d_mask, cu_seqlens_d)
     options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
     return of_source(Q, source, top_k, 0, len(source), **options)  # type: ignore[arg-type]
 
 
-def of_tensors(
-    Q: Tensor,
-    D: Tensor,
-    top_k: int,
-    chunk: int | None,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def of_tensors(s: Search) -> Best:
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    Q, D, q_weight = autocast.to_region(s.Q, s.D, s.q_weight)
     sources.check_dtype(_OP, Q, D.dtype)
-    topk.check_arguments(_OP, Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
-    return of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+    s = s._replace(Q=Q, D=D, q_weight=q_weight)
+    topk.check_arguments(_OP, s)
+    return of_checked(s)
 
 
-def of_checked(
-    Q: Tensor,
-    D: Tensor,
-    top_k: int,
-    chunk: int | None,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    cu_seqlens_d: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def of_checked(s: Search) -> Best:
     """`of_tensors`, of arguments that `topk.check_arguments` accepted, in the dtype of the region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
-    flat = Q.dim() == 2
-    Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, q_mask, q_weight))
-    assert Q3 is not None
+    flat = s.Q.dim() == 2
+    if flat:
+        s = s._replace(Q=s.Q.unsqueeze(0), q_mask=lift(s.q_mask, True), q_weight=lift(s.q_weight, True))
     # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
     exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
     recording = torch.is_grad_enabled() and not exporting
     with torch.no_grad() if recording else nullcontext():
-        scores, indices = topk.best_of(Q3, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+        scores, indices = topk.best_of(s)
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
 
 
@@ -160,7 +142,8 @@ def of_source(
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
     Q, like, q_weight = sources.in_region(_OP, Q, source.shape, source.dtype, q_weight)
-    topk.check_arguments(_OP, Q, like, top_k, chunk, q_mask, None, source.offsets, q_weight, normalize)
+    search = Search(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
+    topk.check_arguments(_OP, search)
     if source.d_mask is not None and source.d_mask.device not in (Q.device, torch.device("cpu")):
         raise ValueError(f"{_OP}: d_mask: expected the device of Q, {Q.device}, or cpu, got {source.d_mask.device}")
     # One read at least, of nothing, for the shapes of the result.
@@ -169,8 +152,8 @@ def of_source(
     with progress_bar(end - begin, progress) as advance:
         parts = (source.read(*at) for at in ranges)
         for at, part in zip(ranges, on_device(parts, Q.device, max(source.nbytes(*at) for at in ranges)), strict=True):
-            options = (chunk, q_mask, part.d_mask, part.cu_seqlens, q_weight, normalize)
-            scores, indices = of_checked(Q, part.D.to(like.dtype), top_k, *options)
+            D = part.D.to(like.dtype)
+            scores, indices = of_checked(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
             found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
             best = found if best is None else topk.merge([best, found], top_k)
             advance(at[1] - at[0])

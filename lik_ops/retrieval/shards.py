@@ -48,7 +48,7 @@ class Resident:
 
     def __init__(self, op: str, D: Tensor, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
         if cu_seqlens_d is not None:
-            topk.check_cu_seqlens(op, cu_seqlens_d, D.device)
+            topk.check_bounds(op, cu_seqlens_d, D.device)
         elif D.dim() == 0:
             raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got []")
         self.D, self.d_mask, self.cu_seqlens_d, self.device = D, d_mask, cu_seqlens_d, D.device
@@ -73,9 +73,10 @@ class Resident:
             cu_seqlens_d = cu_seqlens_d[begin : end + 1]
         else:
             D, d_mask = D[begin:end], None if d_mask is None else d_mask[begin:end]
-        q_mask, chunk, normalize = queries[1], options["chunk"], options["normalize"]
+        normalize, chunk = options["normalize"], options["chunk"]
         Q, D, q_weight = autocast.to_region(queries[0], D, queries[2])
-        found = _retrieve.of_checked(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
+        tensors = Q, D, queries[1], d_mask, cu_seqlens_d, q_weight
+        found = _retrieve.of_checked(topk.Search(*tensors, normalize, top_k, chunk))
         return Found(_lifted(Q, *found), begin)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..api.inputs import sequences
 from ..api.packing import is_sequences
-from ..arguments import DTYPES, MASK_DTYPES, check_strided, check_tensor
-from ..ops import ragged_values, topk
-from ..ops.ragged_arguments import check_values
+from ..arguments import DTYPES, check_mask, check_strided, check_tensor
+from ..ops import topk, values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
 from .snapshot import Snapshot
@@ -152,10 +151,10 @@ class _Packed(Ragged):
     """``[Td, d]`` with offsets."""
 
     def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
-        topk.check_cu_seqlens(op, cu_seqlens_d, cu_seqlens_d.device)
+        topk.check_bounds(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
         super().__init__(offsets, D.shape[0], D.shape[1], _rows(D, 0, 0).dtype)
-        ragged_values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)
+        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)
 
     def read(self, begin: int, end: int) -> Part:
         offsets = self.offsets[begin : end + 1]
@@ -224,7 +223,7 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
         return _Packed(op, D, cu_seqlens_d)
     if d_mask is not None:
         like_mask = torch.empty((), device=d_mask.device).expand(shape)
-        check_values(op, "d_mask", d_mask, "D", like_mask, MASK_DTYPES)
+        check_mask(op, "d_mask", d_mask, "D", like_mask)
     return _Dense(D, d_mask)
 
 

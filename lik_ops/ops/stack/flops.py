@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...segments import Ragged
-from .. import eager
+from ..watchers import is_memory
 
 
 def _token_pairs(Q, D) -> tuple:
@@ -33,10 +33,13 @@ def _forward_flops(Q, D, *args, out_shape=None, **kwargs):
 
 def _backward_flops(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, *args, **kwargs):
     rows, _ = _token_pairs(Q, D)
-    # The gradient of the weights comes from the same sums of documents as that of Q.
-    products = int(needs[0] or needs[2]) + int(needs[1])
-    again = _forward_flops(Q, D) if tuple(argmax) == (0,) and len(tuple(argmax)) == 1 else 0
-    return again + products * 2 * rows * Q[-1]
+    again = _forward_flops(Q, D) if tuple(argmax) == (0,) else 0
+    return again + _products(needs) * 2 * rows * Q[-1]
+
+
+def _products(needs) -> int:
+    """For each winner. The gradient of the weights comes from the same sums of documents as that of Q."""
+    return int(needs[0] or needs[2]) + int(needs[1])
 
 
 def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
@@ -46,7 +49,7 @@ def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
 
 def _may_look(*tensors: Tensor | None) -> bool:
     known = [t for t in tensors if t is not None]
-    if not all(map(eager.is_memory, known)):
+    if not all(map(is_memory, known)):
         return False
     return known[0].device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
@@ -83,22 +86,14 @@ def _ragged_forward_flops(*args, out_val=None, **kwargs):
 
 def _ragged_backward_flops(grad_scores, *args, out_val=None, **kwargs):
     tensors, (argmax, _, _, needs) = Ragged(*args[:9]), args[9:]
-    products = int(needs[0] or needs[2]) + int(needs[1])
-    return products * 2 * _ragged_token_pairs(tensors, argmax.shape[1])[0] * tensors.Q.shape[-1]
-
-
-def register_topk() -> None:
-    """Tell torch's counter of `lik::maxsim_topk`."""
-    register_flop_formula([torch.ops.lik.maxsim_topk])(_topk_flops)
-
-
-def register_ragged() -> None:
-    """Tell torch's counter of the ragged operators."""
-    register_flop_formula([torch.ops.lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
-    register_flop_formula([torch.ops.lik.maxsim_ragged_bwd], get_raw=True)(_ragged_backward_flops)
+    return _products(needs) * 2 * _ragged_token_pairs(tensors, argmax.shape[1])[0] * tensors.Q.shape[-1]
 
 
 def register() -> None:
     """Tell torch's counter."""
-    register_flop_formula([torch.ops.lik.maxsim_fwd])(_forward_flops)
-    register_flop_formula([torch.ops.lik.maxsim_bwd_lowmem, torch.ops.lik.maxsim_bwd_unified])(_backward_flops)
+    lik = torch.ops.lik
+    register_flop_formula([lik.maxsim_fwd])(_forward_flops)
+    register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
+    register_flop_formula([lik.maxsim_topk])(_topk_flops)
+    register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
+    register_flop_formula([lik.maxsim_ragged_bwd], get_raw=True)(_ragged_backward_flops)

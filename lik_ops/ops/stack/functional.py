@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..gradients import gradient
+
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _GRAD, _JVP = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
@@ -81,7 +83,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         Q, D, q_mask, d_mask, q_weight, ctx.normalize, _, backward = inputs
-        ctx.op = torch.ops.lik.maxsim_bwd_unified if backward == "unified" else torch.ops.lik.maxsim_bwd_lowmem
+        ctx.op = gradient(backward)
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(Q, D, output[1], q_mask, d_mask, q_weight)
 

@@ -10,8 +10,12 @@ Registered when a `DTensor` may come along, because importing torch.distributed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from ...segments import Ragged
 
 _registered = False
 
@@ -22,7 +26,6 @@ def register_if_needed() -> None:
     if not _registered and "torch.distributed.tensor" in sys.modules:
         _registered = True
         _register()
-        _register_ragged()
 
 
 # Compiled code registers while it is traced. `torch.compiler.assume_constant_result` does just this, but would import
@@ -30,109 +33,71 @@ def register_if_needed() -> None:
 register_if_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _placed(tensors: Sequence, placements: Sequence) -> list:
+    """Placements of arguments, None for those that are None."""
+    return [None if x is None else placement for x, placement in zip(tensors, placements, strict=True)]
+
+
 def _register() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    whole = Replicate()
+    placements: Any = Replicate(), Shard(0), Shard(1), Partial()
+    whole, first, second, partial = placements
 
-    def of(x, placement):
-        return None if x is None else placement
+    def dense(D):
+        """Placements of scores, winners, queries, documents, and of the gradients of the last two."""
+        if len(D.shape) == 4:
+            sharded = (first,) * 6, (second, second, whole, second, partial, second)
+        else:
+            sharded = (first, second, first, whole, first, partial), (second, first, whole, first, partial, first)
+        return (whole,) * 6, *sharded
 
     @register_sharding(torch.ops.lik.maxsim_fwd.default)
-    def _(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward):
-        candidates = len(D.shape) == 4
-
-        def rule(scores, argmax, queries, documents):
-            winners = whole if argmax_dtype is None else argmax
-            inputs = [queries, documents, of(q_mask, queries), of(d_mask, documents), of(q_weight, queries)]
-            return [scores, winners], [*inputs, None, None, None]
-
-        rows = Shard(0)
-        if candidates:
-            sharded = [rule(rows, rows, rows, rows), rule(Shard(1), Shard(1), whole, Shard(1))]
-        else:
-            sharded = [rule(rows, Shard(1), rows, whole), rule(Shard(1), rows, whole, rows)]
-        return [rule(whole, whole, whole, whole), *sharded]
+    def _(*args):
+        keeps = args[6] is not None
+        return [
+            ([scores, winners if keeps else whole], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
+            for scores, winners, q, d, _, _ in dense(args[1])
+        ]
 
     @register_sharding([torch.ops.lik.maxsim_bwd_lowmem.default, torch.ops.lik.maxsim_bwd_unified.default])
-    def _(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs):
-        candidates, kept = len(D.shape) == 4, len(argmax.shape) == 3
-
-        def rule(scores, winners, queries, documents, grad_queries, grad_documents):
-            grads = (grad_queries, grad_documents, grad_queries)
-            outputs = [g if need else whole for g, need in zip(grads, needs, strict=True)]
-            inputs = [scores, queries, documents, winners if kept else whole]
-            masks = [of(q_mask, queries), of(d_mask, documents), of(q_weight, queries)]
-            return outputs, [*inputs, *masks, None, None]
-
-        rows, partial = Shard(0), Partial()
-        if candidates:
-            sharded = [
-                rule(rows, rows, rows, rows, rows, rows),
-                rule(Shard(1), Shard(1), whole, Shard(1), partial, Shard(1)),
-            ]
-        else:
-            sharded = [
-                rule(rows, Shard(1), rows, whole, rows, partial),
-                rule(Shard(1), rows, whole, rows, partial, rows),
-            ]
-        return [rule(whole, whole, whole, whole, whole, whole), *sharded]
+    def _(*args):
+        D, argmax, needs = args[2], args[3], args[8]
+        found = []
+        for scores, winners, q, d, grad_q, grad_d in dense(D):
+            grads = [g if need else whole for g, need in zip((grad_q, grad_d, grad_q), needs, strict=True)]
+            winners = winners if len(argmax.shape) == 3 else whole
+            found.append((grads, [*_placed(args[:7], (scores, q, d, winners, q, d, q)), None, None]))
+        return found
 
     @register_sharding(torch.ops.lik.maxsim_topk.default)
-    def _(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
-        def rule(queries):
-            inputs = [queries, whole, of(q_mask, queries), of(d_mask, whole), of(cu_seqlens_d, whole)]
-            return [queries, queries], [*inputs, of(q_weight, queries), None, None, None]
+    def _(*args):
+        return [
+            ([q, q], [*_placed(args[:6], (q, whole, q, whole, whole, q)), None, None, None]) for q in (whole, first)
+        ]
 
-        return [rule(whole), rule(Shard(0))]
-
-
-def _register_ragged() -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    whole = Replicate()
-
-    def ragged(d_offsets, pairs, lists):
-        """Placements of scores, winners, offsets and pairs; by `lists`, documents, candidates or pairs are sharded."""
-        of_lists = Shard(0) if lists else whole
-        columns = whole if pairs is not None or not lists else Shard(len(d_offsets.shape) - 1)
-        scores = of_lists if pairs is not None or not lists else Shard(1)
-        return scores, of_lists, columns, None if pairs is None else of_lists
+    def ragged(r):
+        """Placements of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
+        everything: Any = Ragged(*_placed(r, (whole,) * len(r)))
+        if r.pairs is not None:
+            scores, lists = first, everything._replace(pairs=first)
+        else:
+            columns = Shard(len(r.d_offsets.shape) - 1)
+            scores, lists = second, everything._replace(d_offsets=columns, d_lengths=columns)
+        return (whole, whole, everything, whole), (scores, first, lists, partial)
 
     @register_sharding(torch.ops.lik.maxsim_ragged_fwd.default)
-    def _(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight, normalize, argmax_dtype, *rest):
-        def rule(lists):
-            scores, winners, columns, of_pairs = ragged(d_offsets, pairs, lists)
-            masks = [None if x is None else whole for x in (q_mask, d_mask, q_weight)]
-            inputs = [whole, whole, whole, columns, columns, of_pairs, *masks]
-            return [scores, whole if argmax_dtype is None else winners], [*inputs, None, None, None, None]
-
-        return [rule(False), rule(True)]
+    def _(*args):
+        keeps = args[10] is not None
+        return [
+            ([scores, winners if keeps else whole], [*tensors, None, None, None, None])
+            for scores, winners, tensors, _ in ragged(Ragged(*args[:9]))
+        ]
 
     @register_sharding(torch.ops.lik.maxsim_ragged_bwd.default)
-    def _(
-        grad_scores,
-        Q,
-        D,
-        cu_seqlens_q,
-        d_offsets,
-        d_lengths,
-        pairs,
-        q_mask,
-        d_mask,
-        q_weight,
-        argmax,
-        normalize,
-        unified,
-        needs,
-    ):
-        def rule(lists):
-            scores, winners, columns, of_pairs = ragged(d_offsets, pairs, lists)
-            masks = [None if x is None else whole for x in (q_mask, d_mask, q_weight)]
-            inputs = [scores, whole, whole, whole, columns, columns, of_pairs, *masks, winners]
-            grads = [Partial() if lists and need else whole for need in needs]
-            return grads, [*inputs, None, None, None]
-
-        return [rule(False), rule(True)]
+    def _(*args):
+        return [
+            ([grad if need else whole for need in args[13]], [scores, *tensors, winners, None, None, None])
+            for scores, winners, tensors, grad in ragged(Ragged(*args[1:10]))
+        ]

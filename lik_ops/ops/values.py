@@ -1,4 +1,4 @@
-"""Looks at the values of ragged arguments, where `lik_ops.checks` asks for it: the first that is wrong is an error."""
+"""Checks of values: of offsets, lengths and indices, where `lik_ops.checks` asks for it. The first wrong one raises."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import shape_of
+from ..segments import Ragged
 from ..settings import checks_values
 
 
@@ -71,21 +72,12 @@ def check_longest(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q: in
         )
 
 
-def check_ragged(
-    op: str,
-    Q: Tensor,
-    D: Tensor,
-    cu_seqlens_q: Tensor,
-    d_offsets: Tensor,
-    d_lengths: Tensor,
-    pairs: Tensor | None,
-    max_seqlen_q: int,
-) -> None:
-    """The values of what the operators are given."""
-    if not looks(Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs):
+def check_ragged(op: str, r: Ragged, max_seqlen_q: int) -> None:
+    """All values that an operator is given."""
+    if not looks(*r[:6]):
         return
-    check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, "Q", Q)
-    check_segments(op, ("d_offsets", "d_lengths"), d_offsets, d_lengths, "D", D)
-    if pairs is not None:
-        check_pairs(op, pairs, cu_seqlens_q.shape[0] - 1, d_offsets.shape[0])
-        check_longest(op, cu_seqlens_q, pairs, max_seqlen_q)
+    check_cu_seqlens(op, "cu_seqlens_q", r.cu_seqlens_q, "Q", r.Q)
+    check_segments(op, ("d_offsets", "d_lengths"), r.d_offsets, r.d_lengths, "D", r.D)
+    if r.pairs is not None:
+        check_pairs(op, r.pairs, r.queries, r.columns)
+        check_longest(op, r.cu_seqlens_q, r.pairs, max_seqlen_q)

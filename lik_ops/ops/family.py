@@ -1,0 +1,117 @@
+"""What the dense and the ragged operators share: checks, outputs while tracing, and how autograd joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from ..arguments import BACKWARDS, check_choice, score_dtype
+from ..segments import Dense, Ragged, Shape
+from ..settings import requested_backend, use_backend
+
+_ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
+
+
+def check_forward(op: str, tensors: Dense | Ragged, argmax_dtype: Any, backward: str) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless a forward takes these."""
+    tensors.check(op)
+    check_choice(op, "backward", backward, BACKWARDS)
+    if argmax_dtype not in _ARGMAX_DTYPES:
+        raise TypeError(f"{op}: argmax_dtype: expected None, int16, int32 or int64, got {argmax_dtype}")
+    tokens = tensors.D.shape[-2]
+    if argmax_dtype == torch.int16 and isinstance(tokens, int) and tokens > 32768:
+        raise ValueError(f"{op}: argmax_dtype: int16 cannot index {tokens} document tokens")
+
+
+def fake_forward(
+    tensors: Dense | Ragged, argmax_shape: Shape, argmax_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Scores, and winners of size [0] where none are asked for."""
+    scores = tensors.Q.new_empty(tensors.scores_shape(), dtype=score_dtype(tensors.Q.dtype))
+    if argmax_dtype is None:
+        return scores, tensors.Q.new_empty(0, dtype=torch.int32)
+    return scores, tensors.Q.new_empty(argmax_shape, dtype=argmax_dtype)
+
+
+def _check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.device) -> None:
+    same: Any = t.dim() == len(expected)
+    for found, size in zip(t.shape, expected, strict=False):
+        same = same and found == size
+    torch._check_value(same, lambda: f"{op}: {name}: expected {list(expected)}, got {list(t.shape)}")
+    if t.device != device:
+        raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {t.device}")
+
+
+def check_gradient(
+    op: str, grad_scores: Tensor, tensors: Dense | Ragged, argmax: Tensor, argmax_shape: Shape, needs: Sequence[bool]
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless a backward takes these."""
+    tensors.check(op)
+    Q = tensors.Q
+    _check_shape(op, "grad_scores", grad_scores, tensors.scores_shape(), Q.device)
+    _check_shape(op, "argmax", argmax, argmax_shape, Q.device)
+    if grad_scores.dtype != score_dtype(Q.dtype):
+        raise TypeError(f"{op}: grad_scores: expected {score_dtype(Q.dtype)}, got {grad_scores.dtype}")
+    if argmax.dtype not in _ARGMAX_DTYPES:
+        raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
+    if needs[2] and tensors.q_weight is None:
+        raise ValueError(f"{op}: needs: a gradient of q_weight was asked for, and q_weight is None")
+
+
+def fake_gradient(tensors: Dense | Ragged, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Gradients of Q, D and q_weight, of size [0] where they are not needed."""
+    Q, D = tensors.Q, tensors.D
+    shapes, dtypes = (Q.shape, D.shape, Q.shape[:-1]), (Q.dtype, D.dtype, score_dtype(Q.dtype))
+    return tuple(
+        Q.new_empty(shape if need else (0,), dtype=dtype)
+        for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
+    )
+
+
+def register_autograd(
+    forward: CustomOpDef, layout: type[Dense] | type[Ragged], gradients: Callable[..., Sequence[Tensor]]
+) -> None:
+    """Give `forward` its gradient. Its arguments begin with the tensors of `layout`; it returns scores and winners.
+
+    Args:
+        gradients: takes the gradient of the scores, the tensors, the winners, the other arguments of `forward`, and
+            which gradients of Q, D and q_weight are needed; returns these three.
+    """
+    count = len(layout._fields)
+    wanted = (0, 1, count - 1)  # the places of Q, D and q_weight
+
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.options = inputs[count:]
+        # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
+        ctx.backend = requested_backend()
+        ctx.save_for_backward(*inputs[:count], output[1])
+
+    def backward(ctx, grad_scores, grad_argmax):
+        needs = [ctx.needs_input_grad[i] for i in wanted]
+        results: list[Tensor | None] = [None] * (count + len(ctx.options))
+        if grad_scores is None or not any(needs):
+            return tuple(results)
+        *tensors, argmax = ctx.saved_tensors
+        with use_backend(ctx.backend):
+            grads = gradients(grad_scores, tensors, argmax, ctx.options, needs)
+        for i, need, grad in zip(wanted, needs, grads, strict=True):
+            results[i] = grad if need else None
+        return tuple(results)
+
+    forward.register_autograd(backward, setup_context=setup_context)
+
+
+def no_double_backward(name: str) -> Callable[..., NoReturn]:
+    """The derivative of the backwards of `name`."""
+
+    def raises(ctx, *grads):
+        raise NotImplementedError(
+            f"lik::{name} has no double backward: compute second derivatives with lik_ops.reference.maxsim"
+        )
+
+    return raises

@@ -1,0 +1,128 @@
+"""Who has to see a call: modes, transforms, tracers, profilers, subclasses. And what is seen of a call's arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .stack import autocast
+
+_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+_KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
+# Names that every call looks up are bound here: a tiny call takes less time than fifty attributes.
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
+_autocasting = autocast.is_anywhere
+_is_grad_enabled = torch.is_grad_enabled
+
+# Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others.
+_USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.BackendSelect, _Key.ADInplaceOrView)]
+_UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
+# One of the keys that are taken away below autograd, where nothing may be recorded.
+_AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
+_usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only memory on a device
+_devices_known: set[torch.device] = set()
+
+
+def _is_newly_known(t: Tensor) -> bool:
+    """Learn the dispatch keys of ordinary tensors on a device where some backend reads memory: are those of `t`?"""
+    device = t.device
+    if device in _devices_known or device.type not in ("cpu", "cuda"):
+        return False
+    _devices_known.add(device)
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
+    return _KEYS(t).raw_repr() in _usual_keys
+
+
+def is_memory(t: Tensor) -> bool:
+    """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
+    kind = type(t)
+    if kind is not _Tensor and kind is not _Parameter:
+        return False
+    return _KEYS(t).raw_repr() in _usual_keys or _is_newly_known(t)
+
+
+def nobody_watches() -> bool:
+    """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
+    return (
+        not _INCLUDED().raw_repr() & _UNUSUAL_ADDED
+        and not _function_modes()
+        and not _autocasting()
+        and forward_ad._current_level < 0
+        and not _profiling()
+    )
+
+
+def is_below_autograd() -> bool:
+    """Whether the call comes from below autograd, where nothing may be recorded."""
+    return bool(_EXCLUDED().raw_repr() & _AUTOGRAD)
+
+
+def backward_is_short(*tensors: Tensor) -> bool:
+    """Whether a backward of the short way may go past the dispatcher.
+
+    Not with a graph of the backward, whose operator raises for second derivatives.
+    """
+    short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
+    return short and nobody_watches() and all(is_memory(t) for t in tensors)
+
+
+def described(arguments: tuple) -> list | None:
+    """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
+
+    Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether a gradient of it is
+    recorded, of None, True, False and a str itself. Values that are equal and not the same type, as 1 and True, are
+    told apart: there is no description of other types, subclasses included, nor of a tensor that is not `is_memory`.
+    """
+    found: list = []
+    records = _is_grad_enabled()
+    for x in arguments:
+        if x is None or x is True or x is False:
+            found.append(x)
+            continue
+        kind = type(x)
+        if kind is _Tensor or kind is _Parameter:
+            if _KEYS(x).raw_repr() not in _usual_keys and not _is_newly_known(x):
+                return None
+            found += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
+        elif kind is str:
+            found.append(x)
+        else:
+            return None
+    return found
+
+
+def described_but_rows(per_token: tuple, indices: tuple) -> list | None:
+    """`described` of tensors or None, without their leading sizes, which differ from one ragged call to the next.
+
+    Indices are read as contiguous ones or not at all; which they are hangs on the leading size too. Of two axes or one
+    nothing is cut from the shape: a slice takes as long as all the rest.
+    """
+    found: list = []
+    records = _is_grad_enabled()
+    for tensors in (per_token, indices):
+        for x in tensors:
+            if x is None:
+                found.append(None)
+                continue
+            kind = type(x)
+            if kind is not _Tensor and kind is not _Parameter:
+                return None
+            if _KEYS(x).raw_repr() not in _usual_keys and not _is_newly_known(x):
+                return None
+            shape = x.shape
+            n = len(shape)
+            found += shape[1] if n == 2 else -1 if n == 1 else shape[1:], x.dtype, x.get_device()
+            if tensors is indices:
+                found.append(x.is_contiguous())
+            else:
+                found += x.stride(), records and x.requires_grad
+    return found
+
+
+def nobody_sees(*tensors: Tensor | None) -> bool:
+    """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
+    return nobody_watches() and all(t is None or is_memory(t) for t in tensors)

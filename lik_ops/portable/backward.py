@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import argmax_dtype_for
-from .blocks import NORM_EPS, MiB, may_look, row_norms, unified_layout
+from .blocks import NORM_EPS, MiB, Piece, may_look, pieces_of, row_norms, slices_of, unified_layout
 from .forward import forward
 
 DOCUMENT_BYTES = 6 * MiB  # of documents that are read many times
@@ -66,36 +65,6 @@ def backward_unified(
     if job.anything:
         job.scatter()
     return job.grad_Q, job.grad_D, job.grad_q_weight
-
-
-class Piece(NamedTuple):
-    """Part of one side: its batches, its queries or documents, its tokens."""
-
-    batches: slice
-    items: slice
-    tokens: slice
-
-    def counts(self) -> tuple[int, int, int]:
-        batches, items, tokens = (s.stop - s.start for s in self)
-        return batches, items, tokens
-
-
-def slices_of(total: int, step: int) -> Iterator[slice]:
-    for first in range(0, total, step):
-        yield slice(first, min(first + step, total))
-
-
-def pieces_of(sizes: tuple[int, int, int], limit: int, max_batches: int | None = None) -> Iterator[Piece]:
-    """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each)."""
-    batches, items, tokens = sizes
-    token_step = max(1, min(tokens, limit))
-    item_step = max(1, min(items, limit // token_step))
-    whole = (item_step, token_step) == (items, tokens)
-    batch_step = max(1, min(limit // (token_step * item_step), max_batches or batches)) if whole else 1
-    for b in slices_of(batches, batch_step):
-        for i in slices_of(items, item_step):
-            for t in slices_of(tokens, token_step):
-                yield Piece(b, i, t)
 
 
 def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -190,7 +159,9 @@ class Backward:
             groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
             if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
                 groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
-            sums = (self._sums_of_winners(query, documents, group) for documents in slices_of(self.X, groups * group))
+            sums = (
+                self._sums_of_winners(query, documents, group) for documents in slices_of(0, self.X, groups * group)
+            )
             self._finish_queries(query, sum_tensors(itertools.chain.from_iterable(sums)))
 
     def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
@@ -199,7 +170,7 @@ class Backward:
         batches, count = winner.shape[:2]
         table = self._direct_table(query, documents, exists)
         if table is None:
-            for part in slices_of(count, group):
+            for part in slices_of(0, count, group):
                 yield self._sum_of_gathered(query, documents, part, winner, exists, g)
             return
         first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
@@ -219,7 +190,7 @@ class Backward:
         batch = torch.arange(D.shape[0], device=g.device).repeat_interleave(tokens // D.shape[0])
         place = torch.arange(count, device=g.device).unsqueeze(1)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
-        for some in slices_of(tokens, max(1, self.piece_tokens // count)):
+        for some in slices_of(0, tokens, max(1, self.piece_tokens // count)):
             rows = self._rows(D[batch[some], place, winner[:, some].clamp_min(0)], exists[:, some])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
             total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
@@ -277,7 +248,7 @@ class Backward:
             document_sum = self._sums(self.grad_D, (self.B, self.X, self.Ld, self.d), True)
         for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
             tokens = query.counts()[0] * query.counts()[1] * query.counts()[2]
-            for documents in slices_of(self.X, max(1, self.piece_tokens // tokens)):
+            for documents in slices_of(0, self.X, max(1, self.piece_tokens // tokens)):
                 self._scatter_piece(query, documents, query_sum, document_sum)
         if query_sum is not None:
             for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):

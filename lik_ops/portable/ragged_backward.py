@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..segments import Ragged
-from .backward import ENTRIES, Backward, Piece, bags, slices_of
-from .blocks import MiB, row_norms
+from .backward import ENTRIES, Backward, bags
+from .blocks import MiB, Piece, row_norms, slices_of
 from .items import Items
 
 TABLE_BYTES = 6 * MiB  # of the other side's tokens, converted or normalised once
@@ -87,7 +87,7 @@ class _RaggedBackward(Backward):
 
     def _windows(self, rows: int) -> Iterator[slice]:
         """Rows whose gradients are summed together: all of them where nobody can say which cells meet a part."""
-        yield from slices_of(rows, self.piece_tokens if self.may_look else rows)
+        yield from slices_of(0, rows, self.piece_tokens if self.may_look else rows)
 
     def _meeting(self, start: Tensor, length: Tensor, window: slice) -> Tensor:
         """Indices of the segments that have rows in `window`."""
@@ -131,7 +131,7 @@ class _RaggedBackward(Backward):
         lengths = items.q_length[cells.query]
         most = ENTRIES if self._table_of is not None else self.piece_tokens
         if not self.may_look:
-            for part in slices_of(lengths.numel(), max(1, most // self._width())):
+            for part in slices_of(0, lengths.numel(), max(1, most // self._width())):
                 s = torch.arange(self._width(), device=lengths.device).repeat(part.stop - part.start)
                 query, item, length = (
                     x[part].repeat_interleave(self._width()) for x in (cells.query, cells.item, lengths)

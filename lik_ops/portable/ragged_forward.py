@@ -1,7 +1,7 @@
 """The portable forward of ragged arguments: queries and documents of like lengths, padded where they are read.
 
 Where values may decide, on a CPU, what is alive is sorted by length and cut into blocks that the dense forward computes
-(`Forward`): shorter queries are masked, shorter documents repeat their last token, which changes no maximum and no
+(`Slices`): shorter queries are masked, shorter documents repeat their last token, which changes no maximum and no
 winner. The bits are those of the dense call, as `blocks` says. Elsewhere nobody knows the lengths: every
 query counts as of `max_seqlen_q` tokens and every document as of all there are, right but slow.
 """
@@ -18,7 +18,8 @@ from ..segments import Ragged
 from .blocks import Layout, may_look
 from .forward import run, special_kind
 from .items import Items
-from .slices import NEG_INF, Forward
+from .scores import NEG_INF
+from .slices import Slices
 
 DOCUMENT_TOKENS = 1 << 18  # of a block, padding included: it gathers them in small parts
 QUERY_TOKENS = 1 << 14
@@ -97,7 +98,7 @@ class Padded:
         return self.source.index_select(0, index.reshape(-1)).view(*index.shape, -1)
 
 
-class _Forward(Forward):
+class _Gathered(Slices):
     """The dense forward of documents that are gathered, where they can be straight into its slices."""
 
     def _copy_documents(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
@@ -214,7 +215,7 @@ class _Blocks:
         # The forward reads tokens by indexing with three slices, which is what `Padded` is made for.
         layout = Layout(cast(Tensor, Q), cast(Tensor, D), q_mask, d_mask, weight, pairs, argmax)
         if D.view is None:
-            (special_kind(layout) or _Forward)(layout, self.normalize).run()
+            (special_kind(layout) or _Gathered)(layout, self.normalize).run()
         else:
             run(layout._replace(D=D.view), self.normalize)
         cell = items.cell(block.queries.unsqueeze(1), block.items.unsqueeze(2)).expand(B, X, Y)

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lik_ops import reference
 from lik_ops.portable import backend as portable
-from lik_ops.portable.blocks import SHARED_ROWS, slice_shape, unified_layout
+from lik_ops.portable.blocks import SHARED_ROWS, slice_shape
+from lik_ops.portable.layout import unified_layout
 from lik_ops.portable.narrow import FewDocuments, FewQueries, has_bits_of_slices, rows_for, shared_by
 from lik_ops.portable.slices import Slices
 from lik_ops.portable.wide import CHUNK, Wide

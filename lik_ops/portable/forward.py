@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, slices_of, unified_layout
+from ..arguments import score_dtype
+from .blocks import MIN_ROWS, MiB, ceil_div, lies_ready, slice_shape, slices_of
+from .layout import Layout, unified_layout
 from .narrow import FewDocuments, FewQueries
 from .scores import NEG_INF, Forward
 from .slices import Panel, Slices, tiling_of
@@ -32,7 +34,7 @@ def forward(
     cross = D.dim() == 3
     (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
     columns = D.shape[0] if cross else D.shape[1]
-    scores = Q.new_empty((Nq, columns), dtype=torch.float64 if Q.dtype == torch.float64 else torch.float32)
+    scores = Q.new_empty((Nq, columns), dtype=score_dtype(Q.dtype))
     if argmax_dtype is None:
         argmax = Q.new_empty((0,), dtype=torch.int32)
     else:
@@ -52,15 +54,9 @@ def forward(
 
 def run(layout: Layout, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors have elements."""
-    kind = special_kind(layout)
-    if kind is None:
-        kind = Across if Across.takes(layout, normalize) else Slices
+    kind: type[Forward] = Across if Across.takes(layout, normalize) else Slices
+    kind = next((special for special in (Wide, FewQueries, FewDocuments) if special.takes(layout)), kind)
     kind(layout, normalize).run()
-
-
-def special_kind(layout: Layout) -> type[Forward] | None:
-    """Who computes what slices of the usual shapes do not suit; documents and queries need not be tensors for them."""
-    return next((kind for kind in (Wide, FewQueries, FewDocuments) if kind.takes(layout)), None)
 
 
 class Across(Slices):

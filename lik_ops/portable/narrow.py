@@ -20,7 +20,6 @@ from .blocks import (
     SHARED_ROWS,
     SIMILARITY_BYTES,
     STEPS,
-    Layout,
     MiB,
     ceil_div,
     may_look,
@@ -29,6 +28,7 @@ from .blocks import (
     row_norms,
     slices_buffer,
 )
+from .layout import Layout
 from .scores import NEG_INF, Forward, keep_first, winners
 
 SHARED_TOKENS = 512  # of the documents of a cross product, at most

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import Layout, first_true, fold_sum, may_look, slices_of
+from .blocks import first_true, fold_sum, may_look, slices_of
+from .layout import Layout
 
 NEG_INF = float("-inf")
 

@@ -28,6 +28,7 @@ from .blocks import (
     slices_buffer,
     slices_of,
 )
+from .layout import Padded
 from .scores import NEG_INF, Forward, keep_first, winners
 
 
@@ -193,9 +194,6 @@ class Slices(Forward):
             self.views[batches, count] = views
         return self.views[batches, count]
 
-    def _copy_documents(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
-        copy_grouped(target, self.layout.D[part])
-
     def _load_documents(self, b: slice, x: slice, start: int, views: _Views) -> Tensor:
         """Slices of the tokens from `start` of some documents; notes which of them are masked."""
         part = b, x, slice(start, start + self.tokens)
@@ -203,7 +201,10 @@ class Slices(Forward):
         if self.in_place and views.used > 1:
             documents = self.layout.D[part].flatten(0, 1)
         else:
-            self._copy_documents(views.target, part)
+            if isinstance(self.layout.D, Padded):
+                self.layout.D.copy_into(views.target, part)
+            else:
+                copy_grouped(views.target, self.layout.D[part])
             if self.normalize:
                 used = documents[: views.used]
                 used /= row_norms(used)

@@ -6,12 +6,11 @@ addresses, so every chunk starts at a multiple of 64 bytes: rows that do not are
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .blocks import ALIGNMENT, BEST_BYTES, NORM_EPS, Layout, MiB, ceil_div, fold_sum, may_look, pieces_of, slices_of
+from .blocks import ALIGNMENT, BEST_BYTES, NORM_EPS, MiB, ceil_div, fold_sum, may_look, pieces_of, slices_of
+from .layout import Layout, Padded
 from .scores import NEG_INF, Forward, winners
 
 WIDE_BYTES = MiB  # of a token, above which it is wide
@@ -96,8 +95,8 @@ class Wide(Forward):
         return torch.linalg.vector_norm(torch.stack(parts)).clamp_min_(NORM_EPS)
 
 
-def _rows(x: Any, *part: slice) -> list[Tensor]:
-    """Tokens of ``x [batches, items, tokens, d]``, or of rows that are read as if they lay so, as they lie."""
-    if not isinstance(x, Tensor):
+def _rows(x: Tensor, *part: slice) -> list[Tensor]:
+    """Tokens of ``x [batches, items, tokens, d]`` as they lie."""
+    if isinstance(x, Padded):
         return [x.source[i] for i in x.rows(*part).flatten().tolist()]
     return [row for item in x[part].unbind() for tokens in item.unbind() for row in tokens.unbind()]

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize as normalized
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.portable import ragged_forward as portable_ragged
+from lik_ops.portable import packed
 
 from .ragged import DEVICES, INF, NAN
 from .test_peer_behaviours import entry_points
@@ -93,13 +93,13 @@ def test_defect_ragged_calls_capture_in_a_cuda_graph():
 def test_defect_varlen_costs_the_sum_of_lengths(kind, monkeypatch):
     """Peers loop to the longest or its power of two: here a giant among tiny ones, 50 times as much."""
     computed = []
-    original = portable_ragged._Blocks._compute
+    original = packed.run
 
-    def compute(self, block):
-        computed.append(block.queries.numel() * block.Lq * block.items.shape[1] * block.Ld)
-        return original(self, block)
+    def run(layout, normalize):
+        computed.append(layout.pairs.numel() * layout.Q.shape[2] * layout.D.shape[2])
+        return original(layout, normalize)
 
-    monkeypatch.setattr(portable_ragged._Blocks, "_compute", compute)
+    monkeypatch.setattr(packed, "run", run)
     lengths = torch.tensor([4000, *(n % 37 + 1 for n in range(400))])
     Q, D = draw("cpu", (4, 32, 128), (int(lengths.sum()), 128))
     cu_d = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

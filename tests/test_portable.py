@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 from lik_ops import reference
 from lik_ops.portable import backend as portable
 from lik_ops.portable import backward as portable_backward
-from lik_ops.portable import slices as portable_slices
+from lik_ops.portable import scores as portable_scores
 from lik_ops.portable.blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS
-from lik_ops.portable.slices import winners
+from lik_ops.portable.scores import winners
 
 MiB = 1 << 20
 WORKSPACE = 32 * MiB
@@ -299,7 +299,7 @@ def test_not_looking_at_values_changes_no_result(layout, monkeypatch):
         g = torch.randn_like(scores)
         expected = [p.backward(function, g, argmax) for function in BACKWARDS]
         with monkeypatch.context() as patch:
-            for module in (portable_slices, portable_backward):
+            for module in (portable_scores, portable_backward):
                 patch.setattr(module, "may_look", lambda x: False)
             blind, blind_argmax = p.forward()
             actual = [p.backward(function, g, argmax) for function in BACKWARDS]

@@ -12,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lik_ops import reference
 from lik_ops.portable import backend as portable
-from lik_ops.portable.blocks import SHARED_ROWS, slice_shape, unified_layout
-from lik_ops.portable.few import Few, has_bits_of_slices, rows_for, shared_by
-from lik_ops.portable.slices import Forward
-from lik_ops.portable.turned import Turned
+from lik_ops.portable.blocks import SHARED_ROWS, slice_shape
+from lik_ops.portable.layout import unified_layout
+from lik_ops.portable.narrow import FewDocuments, FewQueries, has_bits_of_slices, rows_for, shared_by
+from lik_ops.portable.slices import Slices
 from lik_ops.portable.wide import CHUNK, Wide
 
 from .ragged import same_bits
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 # Queries, documents (or candidates), their lengths, features: one part and several, groups, panels, long queries.
-FEW = (
+FEW_DOCUMENTS = (
     (1, 1, 1, 1, 1),
     (70, 1, 33, 1, 16),
     (300, 1, 1, 1, 40),
@@ -36,7 +36,7 @@ FEW = (
 
 
 # The same for few query tokens: short and long documents, of which several, one and a piece are read at a time.
-TURNED = (
+FEW_QUERIES = (
     (1, 1, 1, 16, 1),
     (1, 3, 1, 300, 16),
     (1, 5000, 2, 3, 40),
@@ -121,9 +121,9 @@ def problem(shape, candidates, dtype, extras):
 @pytest.mark.parametrize(
     "kind, shape",
     [
-        *((Few, shape) for shape in FEW),
-        *((Turned, shape) for shape in TURNED),
-        pytest.param(Few, (2, 1, 40000, 1, 20), marks=pytest.mark.slow),
+        *((FewDocuments, shape) for shape in FEW_DOCUMENTS),
+        *((FewQueries, shape) for shape in FEW_QUERIES),
+        pytest.param(FewDocuments, (2, 1, 40000, 1, 20), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -133,7 +133,7 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
     for extras, winners in itertools.product((False, True), repeat=2):
         Q, D, *rest = problem(shape, candidates, dtype, extras)
         results = []
-        for each in (kind, Forward):
+        for each in (kind, Slices):
             scores = torch.full((Nq, Nd), math.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
             argmax = torch.full((Nq, Nd, Lq) if candidates else (Nd, Nq, Lq), -7, dtype=torch.int32)
             layout = unified_layout(Q, D, *rest, scores, argmax if winners else None)
@@ -144,8 +144,8 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
             results.append((scores, argmax))
         for actual, expected in zip(*results, strict=True):
             same_bits(actual, expected)
-    # How many rows are enough to be `Turned` is up to the machine, and candidates of many tokens are not few.
-    assert taken == 8 or candidates or kind is Turned
+    # How many rows are enough to be `FewQueries` is up to the machine, and candidates of many tokens are not few.
+    assert taken == 8 or candidates or kind is FewQueries
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.portable import items as ragged_items
-from lik_ops.portable import ragged_backward as portable_ragged_backward
-from lik_ops.portable import ragged_forward as portable_ragged
+from lik_ops.portable import layout as portable_layout
+from lik_ops.portable import packed, packed_backward
 from lik_ops.segments import Ragged
 
 from .ragged import DEVICES, INF, KINDS, LENGTHS, NAN, TOLERANCE, Batch, build, dtypes_of, same_bits, winners_of
@@ -181,7 +180,7 @@ def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_
 
 def test_many_of_each_keep_their_bits():
     """Several blocks of queries, documents and candidates of a query."""
-    short = [n % 9 for n in range(portable_ragged.MANY + 20)]
+    short = [n % 9 for n in range(packed.MANY + 20)]
     for q_lengths, d_lengths in (((32, 5) * 8, range(1, 140)), ((900, 3), (2000, 1, 30) * 3), ((5, 0, 9), short)):
         b = build(tuple(q_lengths), tuple(d_lengths), "cross", 8, options=False, exact=False)
         b.weight = torch.randn(b.Q.shape[0])
@@ -421,8 +420,7 @@ def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
         g = torch.randn_like(scores)
         grads = torch.ops.lik.maxsim_ragged_bwd(g, *b.ragged(), argmax, False, False, [True, True, options])
         with monkeypatch.context() as patch:
-            for module in (ragged_items, portable_ragged):
-                patch.setattr(module, "may_look", lambda x: False)
+            patch.setattr(portable_layout, "may_look", lambda x: False)
             blind, blind_argmax = b.call()
             again = torch.ops.lik.maxsim_ragged_bwd(g, *b.ragged(), argmax, False, False, [True, True, options])
         torch.testing.assert_close(blind, scores, equal_nan=True)
@@ -465,7 +463,7 @@ def test_the_workspace_is_bounded(kind):
 
     assert peak_bytes(forward) < scores.nbytes + argmax.nbytes + WORKSPACE
     assert peak_bytes(backward) < b.Q.nbytes + b.D.nbytes + b.weight.nbytes + WORKSPACE
-    assert portable_ragged_backward.TABLE_BYTES < WORKSPACE
+    assert packed_backward.TABLE_BYTES < WORKSPACE
 
 
 @pytest.mark.gpu

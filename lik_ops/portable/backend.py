@@ -2,8 +2,8 @@
 
 from .backward import backward_lowmem, backward_unified
 from .forward import forward
-from .ragged_backward import backward_ragged
-from .ragged_forward import forward_ragged
+from .packed import forward_ragged
+from .packed_backward import backward_ragged
 from .topk import best, best_of_parts
 
 __all__ = [

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import argmax_dtype_for
-from .blocks import NORM_EPS, MiB, may_look, row_norms, unified_layout
+from ..arguments import argmax_dtype_for, score_dtype
+from .blocks import NORM_EPS, MiB, Piece, may_look, pieces_of, row_norms, slices_of
 from .forward import forward
+from .layout import Layout, unified_layout
 
 DOCUMENT_BYTES = 6 * MiB  # of documents that are read many times
 PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
@@ -25,7 +26,8 @@ ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
 GROUP = 32  # documents whose winners are summed before they are added to those of others
 
 
-def backward_lowmem(
+def _backward(
+    unified: bool,
     grad_scores: Tensor,
     Q: Tensor,
     D: Tensor,
@@ -36,66 +38,15 @@ def backward_lowmem(
     normalize: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
+    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no."""
     if argmax is None:
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
-    job = Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
-    if job.anything:
-        if needs[0] or needs[2]:
-            job.gather_into_queries()
-        if needs[1]:
-            job.gather_into_documents()
-    return job.grad_Q, job.grad_D, job.grad_q_weight
+    layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
+    return Backward(layout, Q.shape, D.shape, normalize, needs).gradients(unified)
 
 
-def backward_unified(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor | None,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward_lowmem` in one pass over the winners; for half inputs it keeps fp32 sums as large as the gradients."""
-    if argmax is None:
-        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
-    job = Backward(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
-    if job.anything:
-        job.scatter()
-    return job.grad_Q, job.grad_D, job.grad_q_weight
-
-
-class Piece(NamedTuple):
-    """Part of one side: its batches, its queries or documents, its tokens."""
-
-    batches: slice
-    items: slice
-    tokens: slice
-
-    def counts(self) -> tuple[int, int, int]:
-        batches, items, tokens = (s.stop - s.start for s in self)
-        return batches, items, tokens
-
-
-def slices_of(total: int, step: int) -> Iterator[slice]:
-    for first in range(0, total, step):
-        yield slice(first, min(first + step, total))
-
-
-def pieces_of(sizes: tuple[int, int, int], limit: int, max_batches: int | None = None) -> Iterator[Piece]:
-    """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each)."""
-    batches, items, tokens = sizes
-    token_step = max(1, min(tokens, limit))
-    item_step = max(1, min(items, limit // token_step))
-    whole = (item_step, token_step) == (items, tokens)
-    batch_step = max(1, min(limit // (token_step * item_step), max_batches or batches)) if whole else 1
-    for b in slices_of(batches, batch_step):
-        for i in slices_of(items, item_step):
-            for t in slices_of(tokens, token_step):
-                yield Piece(b, i, t)
+backward_lowmem = partial(_backward, False)
+backward_unified = partial(_backward, True)
 
 
 def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -116,34 +67,35 @@ class Backward:
     """One call: the arguments in one layout, the gradients, and the passes that fill them."""
 
     def __init__(
-        self,
-        grad_scores: Tensor,
-        Q: Tensor,
-        D: Tensor,
-        argmax: Tensor,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-        normalize: bool,
-        needs: list[bool],
+        self, layout: Layout, shape_Q: torch.Size, shape_D: torch.Size, normalize: bool, needs: list[bool]
     ) -> None:
-        self.layout = layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
-        self.normalize, self.needs = normalize, needs
-        self.dtype = compute = torch.float64 if Q.dtype == torch.float64 else torch.float32
-        self.may_look = may_look(Q)
-        self.anything = argmax.numel() > 0 and D.shape[-2] > 0
-        self.token_bytes = Q.shape[-1] * compute.itemsize
+        self.layout, self.normalize, self.needs = layout, normalize, needs
+        Q, D = layout.Q, layout.D
+        self.dtype, self.may_look = score_dtype(Q.dtype), may_look(Q)
+        (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = Q.shape, D.shape[1:3]
+        self.token_bytes = self.d * self.dtype.itemsize
         self.piece_tokens = max(1, PIECE_BYTES // self.token_bytes)
-        self.B, self.Y, self.Lq, self.d = layout.Q.shape
-        self.X, self.Ld = layout.D.shape[1:3]
-        self.grad_Q = self._output(Q, Q.shape, Q.dtype, needs[0])
-        self.grad_D = self._output(D, D.shape, D.dtype, needs[1])
-        self.grad_q_weight = self._output(Q, Q.shape[:2], compute, needs[2])
+        self.grad_Q = Q.new_empty(shape_Q if needs[0] else (0,))
+        self.grad_D = D.new_empty(shape_D if needs[1] else (0,))
+        self.grad_q_weight = Q.new_empty(shape_Q[:-1] if needs[2] else (0,), dtype=self.dtype)
 
-    def _output(self, like: Tensor, shape: torch.Size, dtype: torch.dtype, needed: bool) -> Tensor:
-        if needed and not self.anything:
-            return like.new_zeros(shape, dtype=dtype)
-        return like.new_empty(shape if needed else (0,), dtype=dtype)
+    def anything(self) -> bool:
+        """Whether anything can be sent."""
+        return self.layout.argmax is not None and self.layout.argmax.numel() > 0 and self.Ld > 0
+
+    def gradients(self, unified: bool) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.grad_Q, self.grad_D, self.grad_q_weight
+        if not self.anything():
+            for grad in found:
+                grad.zero_()
+        elif unified:
+            self.scatter()
+        else:
+            if self.needs[0] or self.needs[2]:
+                self.gather_into_queries()
+            if self.needs[1]:
+                self.gather_into_documents()
+        return found
 
     def _winners(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Winners int64, which of them exist, and the gradients of their maxima before the weight: ``[b, x, y, s]``."""
@@ -190,7 +142,9 @@ class Backward:
             groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
             if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
                 groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
-            sums = (self._sums_of_winners(query, documents, group) for documents in slices_of(self.X, groups * group))
+            sums = (
+                self._sums_of_winners(query, documents, group) for documents in slices_of(0, self.X, groups * group)
+            )
             self._finish_queries(query, sum_tensors(itertools.chain.from_iterable(sums)))
 
     def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
@@ -199,7 +153,7 @@ class Backward:
         batches, count = winner.shape[:2]
         table = self._direct_table(query, documents, exists)
         if table is None:
-            for part in slices_of(count, group):
+            for part in slices_of(0, count, group):
                 yield self._sum_of_gathered(query, documents, part, winner, exists, g)
             return
         first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
@@ -219,7 +173,7 @@ class Backward:
         batch = torch.arange(D.shape[0], device=g.device).repeat_interleave(tokens // D.shape[0])
         place = torch.arange(count, device=g.device).unsqueeze(1)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
-        for some in slices_of(tokens, max(1, self.piece_tokens // count)):
+        for some in slices_of(0, tokens, max(1, self.piece_tokens // count)):
             rows = self._rows(D[batch[some], place, winner[:, some].clamp_min(0)], exists[:, some])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
             total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
@@ -277,7 +231,7 @@ class Backward:
             document_sum = self._sums(self.grad_D, (self.B, self.X, self.Ld, self.d), True)
         for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
             tokens = query.counts()[0] * query.counts()[1] * query.counts()[2]
-            for documents in slices_of(self.X, max(1, self.piece_tokens // tokens)):
+            for documents in slices_of(0, self.X, max(1, self.piece_tokens // tokens)):
                 self._scatter_piece(query, documents, query_sum, document_sum)
         if query_sum is not None:
             for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
@@ -321,7 +275,7 @@ class Backward:
             rows = torch.where(live, self.layout.Q[tuple(query)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
             if self.needs[2]:
                 unit = rows / row_norms(rows) if self.normalize else rows
-                grad_weight = self._canonical(self.grad_q_weight)[tuple(query)]
+                grad_weight = self.grad_q_weight.view(self.layout.Q.shape[:-1])[tuple(query)]
                 grad_weight.copy_((unit * total).sum(-1).view(grad_weight.shape))
             if self.layout.q_weight is not None:
                 weight = self.layout.q_weight[tuple(query)].reshape(-1, 1)
@@ -329,12 +283,7 @@ class Backward:
             if self.normalize:
                 total = _through_norm(total, rows)
         if self.needs[0]:
-            target = self._canonical(self.grad_Q)[tuple(query)]
-            _store(total, target)
-
-    def _canonical(self, gradient: Tensor) -> Tensor:
-        """A gradient of the query side as ``[B, Y, ...]``."""
-        return gradient.view(self.B, self.Y, *gradient.shape[1:])
+            _store(total, self.grad_Q.view(self.layout.Q.shape)[tuple(query)])
 
     def _finish_documents(self, document: Piece, total: Tensor) -> None:
         """Write the gradient of a piece of document tokens, given the gradient of its normalised rows."""
@@ -342,8 +291,7 @@ class Backward:
             live = (total != 0).any(-1, keepdim=True)
             rows = torch.where(live, self.layout.D[tuple(document)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
             total = _through_norm(total, rows)
-        target = self.grad_D.view(self.B, self.X, self.Ld, self.d)[tuple(document)]
-        _store(total, target)
+        _store(total, self.grad_D.view(self.layout.D.shape)[tuple(document)])
 
 
 def _store(total: Tensor, target: Tensor) -> None:

@@ -9,9 +9,8 @@ every row and column, as it has to for equal tokens to tie. Padding and packed t
 slices of any rows and columns. MKL gives both on slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start
 at multiples of 64 bytes; `tests/test_slices.py` checks the machine it runs on.
 
-Calls of few tokens would multiply padding for the most part. `few` and `turned` make products of
-fewer rows, where one random product shows that this machine gives them the same bits; `wide` has its own
-chunks.
+Calls of few tokens would multiply padding for the most part. `narrow` makes products of fewer rows, where one random
+product shows that this machine gives them the same bits; `wide` has chunks of its own.
 
 Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
 reaches 0.54 of its full rate on an AMD processor, and 0.65 with a copy into the cache before it, the time of the copy
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -162,47 +162,50 @@ def fold_sum(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+def slices_of(first: int, last: int, step: int) -> Iterator[slice]:
+    """``[first, last)`` cut into slices of at most `step`."""
+    for start in range(first, last, step):
+        yield slice(start, min(start + step, last))
+
+
+class Piece(NamedTuple):
+    """Part of one side: its batches, its queries or documents, their tokens."""
+
+    batches: slice
+    items: slice
+    tokens: slice
+
+    def counts(self) -> tuple[int, int, int]:
+        batches, items, tokens = (s.stop - s.start for s in self)
+        return batches, items, tokens
+
+    def within(self, b: slice, items: slice) -> Piece:
+        """This piece of part of a side, as a piece of that side."""
+        i, j = (slice(s.start + of.start, s.stop + of.start) for s, of in ((self.batches, b), (self.items, items)))
+        return Piece(i, j, self.tokens)
+
+
+def pieces_of(
+    sizes: tuple[int, int, int], limit: int, max_batches: int | None = None, whole: int = 1, pad: int = 1
+) -> Iterator[Piece]:
+    """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each).
+
+    Items are taken in multiples of `whole` where that fits. Each batch counts as a multiple of `pad` tokens.
+    """
+    batches, items, tokens = sizes
+    token_step = max(1, min(tokens, limit))
+    item_step = max(1, min(items, limit // token_step))
+    batch_step = 1
+    if (item_step, token_step) == (items, tokens):
+        batch_step = max(1, min(limit // round_up(token_step * item_step, pad), max_batches or batches))
+    else:
+        item_step = item_step // whole * whole or item_step
+    for b in slices_of(0, batches, batch_step):
+        for i in slices_of(0, items, item_step):
+            for t in slices_of(0, tokens, token_step):
+                yield Piece(b, i, t)
+
+
 def first_true(mask: Tensor) -> Tensor:
     """Index of the first True of the last axis, 0 where there is none."""
     return mask.view(torch.uint8).argmax(-1)
-
-
-class Layout(NamedTuple):
-    """Both layouts as one: B batches of X documents against Y queries. Views, nothing copied.
-
-    The cross product is one batch with ``Y = Nq``; candidates are ``B = Nq`` batches with ``Y = 1``.
-    """
-
-    Q: Tensor  # [B, Y, Lq, d]
-    D: Tensor  # [B, X, Ld, d]
-    q_mask: Tensor | None  # [B, Y, Lq]
-    d_mask: Tensor | None  # [B, X, Ld]
-    q_weight: Tensor | None  # [B, Y, Lq]
-    pairs: Tensor  # [B, X, Y], scores or their gradients
-    argmax: Tensor | None  # [B, X, Y, Lq]
-
-
-def unified_layout(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    pairs: Tensor,
-    argmax: Tensor | None,
-) -> Layout:
-    """`Layout` of arguments in either layout; `argmax` of no elements is none."""
-    cross = D.dim() == 3
-
-    def lifted(x: Tensor | None, axis: int) -> Tensor | None:
-        return None if x is None else x.unsqueeze(axis)
-
-    return Layout(
-        Q=Q.unsqueeze(0 if cross else 1),
-        D=D.unsqueeze(0) if cross else D,
-        q_mask=lifted(q_mask, 0 if cross else 1),
-        d_mask=lifted(d_mask, 0) if cross else d_mask,
-        q_weight=lifted(q_weight, 0 if cross else 1),
-        pairs=pairs.t().unsqueeze(0) if cross else pairs.unsqueeze(2),
-        argmax=None if argmax is None or argmax.dim() != 3 else argmax.unsqueeze(0 if cross else 2),
-    )

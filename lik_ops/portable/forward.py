@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import MIN_ROWS, Layout, MiB, ceil_div, lies_ready, slice_shape, unified_layout
-from .few import Few
-from .slices import NEG_INF, Forward, Panel, Part, cut_of
-from .turned import Turned
+from ..arguments import score_dtype
+from .blocks import MIN_ROWS, MiB, ceil_div, lies_ready, slice_shape, slices_of
+from .layout import Layout, unified_layout
+from .narrow import FewDocuments, FewQueries
+from .scores import NEG_INF, Forward
+from .slices import Panel, Slices, tiling_of
 from .wide import Wide
 
 DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
@@ -32,7 +34,7 @@ def forward(
     cross = D.dim() == 3
     (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
     columns = D.shape[0] if cross else D.shape[1]
-    scores = Q.new_empty((Nq, columns), dtype=torch.float64 if Q.dtype == torch.float64 else torch.float32)
+    scores = Q.new_empty((Nq, columns), dtype=score_dtype(Q.dtype))
     if argmax_dtype is None:
         argmax = Q.new_empty((0,), dtype=torch.int32)
     else:
@@ -52,18 +54,12 @@ def forward(
 
 def run(layout: Layout, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors have elements."""
-    special = special_kind(layout)
-    if special is None:
-        special = Across if Across.takes(layout, normalize) else Forward
-    special(layout, normalize).run()
+    kind: type[Forward] = Across if Across.takes(layout, normalize) else Slices
+    kind = next((special for special in (Wide, FewQueries, FewDocuments) if special.takes(layout)), kind)
+    kind(layout, normalize).run()
 
 
-def special_kind(layout: Layout) -> type[Forward] | None:
-    """Who computes what slices of the usual shapes do not suit; documents and queries need not be tensors for them."""
-    return next((kind for kind in (Wide, Turned, Few) if kind.takes(layout)), None)
-
-
-class Across(Forward):
+class Across(Slices):
     """Documents are read where they lie, many at once: slices are token by token, a row of a slice for each document.
 
     A processor fetches ahead within pages of memory, and only few lines of each. Products of whole documents wait for
@@ -83,36 +79,33 @@ class Across(Forward):
             return False
         return slice_shape(layout.Q.shape[2], Ld, d, dtype).panels == 1 and lies_ready(layout.D, dtype)
 
-    def _plan(self) -> None:
-        layout, dtype = self.layout, self.layout.pairs.dtype
-        Y, d, (X, Ld) = layout.Q.shape[1], layout.Q.shape[3], layout.D.shape[1:3]
+    def _plan_blocks(self) -> None:
+        X, size = self.X, self.dtype.itemsize
         self.shape = self.shape._replace(rows=1, documents=1, starts=(0,))
-        most = max(DOCUMENTS, TILE_BYTES // (Ld * self.shape.columns * dtype.itemsize))
-        self.cut = cut_of(self.shape, ceil_div(X, max(1, X // most)), 1, X, Y, d, dtype)
-        row_bytes = self.cut.block_slices * self.shape.columns * dtype.itemsize
-        tiles = ceil_div(Ld, max(1, TILE_BYTES // row_bytes))
-        self.slices = ceil_div(Ld, tiles)
-        self.similarities = layout.pairs.new_empty(self.slices * row_bytes // dtype.itemsize)
+        most = max(DOCUMENTS, TILE_BYTES // (self.Ld * self.shape.columns * size))
+        self.tiling = tiling_of(self.shape, ceil_div(X, max(1, X // most)), 1, X, self.Y, self.d, self.dtype)
+        row_bytes = self.tiling.block_slices * self.shape.columns * size
+        self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, TILE_BYTES // row_bytes)))  # as even as can be
+        self.similarities = self.layout.pairs.new_empty(self.slices * row_bytes // size)
 
     def _columns(self, loaded: Tensor) -> Tensor:
         # MKL is faster with columns that are contiguous in memory, and of fp32 the bits are the same.
         return super()._columns(loaded.mT.contiguous().mT)
 
-    def _compute(self, block: Part, place: int, panels: list[Panel]) -> None:
-        layout, n, columns = self.layout, block.x1 - block.x0, self.shape.columns
-        documents = layout.D[block.b0, block.x0 : block.x1].transpose(0, 1)
-        masked = None if layout.d_mask is None else ~layout.d_mask[block.b0, block.x0 : block.x1].t()
-        for t0 in range(0, documents.shape[0], self.slices):
-            part = documents[t0 : t0 + self.slices]
-            tokens = part.shape[0]
+    def _compute(self, b: slice, x: slice, place: int, panels: list[Panel]) -> None:
+        layout, n, columns = self.layout, x.stop - x.start, self.shape.columns
+        documents = layout.D[b.start, x].transpose(0, 1)
+        masked = None if layout.d_mask is None else ~layout.d_mask[b.start, x].t()
+        for t in slices_of(0, self.Ld, self.slices):
+            part, tokens = documents[t], t.stop - t.start
             S = self.similarities[: tokens * n * columns].view(tokens, n, columns)
-            rows = None if masked is None else masked[t0 : t0 + tokens].reshape(-1).nonzero().squeeze(-1)
+            rows = None if masked is None else masked[t].reshape(-1).nonzero().squeeze(-1)
             for panel in panels:
                 torch.bmm(part, panel.columns[:tokens], out=S)
                 if rows is not None and rows.numel():
                     S.view(-1, columns).index_fill_(0, rows, NEG_INF)
                 best = panel.best.narrow(0, place, n)
-                if t0 == 0:
+                if t.start == 0:
                     torch.amax(S, 0, out=best)
                 else:
                     torch.maximum(best, S.amax(0), out=best)

@@ -6,13 +6,12 @@ addresses, so every chunk starts at a multiple of 64 bytes: rows that do not are
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .blocks import ALIGNMENT, BEST_BYTES, NORM_EPS, Layout, MiB, ceil_div, fold_sum, may_look, slice_shape
-from .slices import NEG_INF, Cut, Forward, Part, winners
+from .blocks import ALIGNMENT, BEST_BYTES, NORM_EPS, MiB, ceil_div, fold_sum, may_look, pieces_of, slices_of
+from .layout import Layout, Padded
+from .scores import NEG_INF, Forward, winners
 
 WIDE_BYTES = MiB  # of a token, above which it is wide
 CHUNK = 8192  # features
@@ -28,49 +27,39 @@ class Wide(Forward):
     def takes(layout: Layout) -> bool:
         return layout.Q.shape[3] * layout.pairs.dtype.itemsize > WIDE_BYTES and may_look(layout.pairs)
 
-    def __init__(self, layout: Layout, normalize: bool) -> None:
-        self.layout, self.normalize, self.dtype = layout, normalize, layout.pairs.dtype
-        _, Y, self.Lq, self.d = layout.Q.shape
-        X, self.Ld = layout.D.shape[1:3]
-        self.shape = slice_shape(self.Lq, self.Ld, self.d, self.dtype)._replace(queries=1)
+    def _plan(self) -> None:
         size = self.dtype.itemsize
-        self.cut = Cut(1, 1, 1, X, max(1, BEST_BYTES // (X * self.Lq * size)), 1, 1)
+        self.slab = 1, self.X, min(self.Y, max(1, BEST_BYTES // (self.X * self.Lq * size)))
         self.chunks = ceil_div(self.d, CHUNK)
-        self.query_tokens = max(1, min(QUERY_TOKENS, Y * self.Lq, PRODUCT_BYTES // (self.Ld * size)))
+        self.query_tokens = max(1, min(QUERY_TOKENS, self.Y * self.Lq, PRODUCT_BYTES // (self.Ld * size)))
         most = PRODUCT_BYTES // (self.chunks * self.query_tokens * size)
         self.document_tokens = max(1, min(DOCUMENT_TOKENS, most))
 
-    def _fill(self, slab: Part, u0: int, u1: int) -> None:
-        X = slab.x1 - slab.x0
-        self.best = self.layout.pairs.new_empty((1, X, u1 - u0, self.Lq))
-        items, count = max(1, self.query_tokens // self.Lq), max(1, self.document_tokens // self.Ld)
-        for y0 in range(u0, u1, items):
-            y = slice(y0, min(y0 + items, u1))
-            for s0 in range(0, self.Lq, self.query_tokens):
-                s = slice(s0, min(s0 + self.query_tokens, self.Lq))
-                for x0 in range(slab.x0, slab.x1, count):
-                    x = slice(x0, min(x0 + count, slab.x1))
-                    self._maxima(slice(slab.b0, slab.b1), x, y, s, self.best[:, :, y.start - u0 : y.stop - u0, s])
+    def _fill(self, b: slice, x: slice, u: slice) -> None:
+        argmax, sizes = self.layout.argmax, (1, u.stop - u.start, self.Lq)
+        for query in pieces_of(sizes, self.query_tokens):
+            _, y, s = query.within(b, u)
+            for some in slices_of(x.start, x.stop, max(1, self.document_tokens // self.Ld)):
+                S = self._similarities(b, some, y, s)
+                best = self.best[0, some.start - x.start : some.stop - x.start, query.items, s]
+                if argmax is None:
+                    best.copy_(S.amax(1).view(best.shape))
+                    continue
+                value, index = (found.view(best.shape) for found in winners(S, self.Ld))
+                best.copy_(value)
+                argmax[b, some, y, s] = index.unsqueeze(0).to(argmax.dtype)
 
-    def _maxima(self, b: slice, x: slice, y: slice, s: slice, best: Tensor) -> None:
-        """Maxima of some documents and query tokens, and the winners."""
-        layout = self.layout
-        queries = _rows(layout.Q, b, y, s)
+    def _similarities(self, b: slice, x: slice, y: slice, s: slice) -> Tensor:
+        """``[documents, tokens, query tokens]``, masked tokens ``-inf``."""
+        layout, queries = self.layout, _rows(self.layout.Q, b, y, s)
         S = layout.pairs.new_empty((x.stop - x.start, self.Ld, len(queries)))
-        for t0 in range(0, self.Ld, self.document_tokens):
-            t = slice(t0, min(t0 + self.document_tokens, self.Ld))
-            S[:, t] = self._similarities(_rows(layout.D, b, x, t), queries).view(S[:, t].shape)
+        for t in slices_of(0, self.Ld, self.document_tokens):
+            S[:, t] = self._products(_rows(layout.D, b, x, t), queries).view(S[:, t].shape)
         if layout.d_mask is not None:
             S.masked_fill_(~layout.d_mask[b, x].view(*S.shape[:2], 1), NEG_INF)
-        target = best[0, x]
-        if layout.argmax is None:
-            target.copy_(S.amax(1).view(target.shape))
-            return
-        value, index = winners(S, self.Ld)
-        target.copy_(value.view(target.shape))
-        layout.argmax[b, x, y, s] = index.view(1, *target.shape).to(layout.argmax.dtype)
+        return S
 
-    def _similarities(self, documents: list[Tensor], queries: list[Tensor]) -> Tensor:
+    def _products(self, documents: list[Tensor], queries: list[Tensor]) -> Tensor:
         """``[documents, queries]`` of rows."""
         products = documents[0].new_empty((len(documents), len(queries), self.chunks), dtype=self.dtype)
         norms = [[self._norm(row) for row in rows] if self.normalize else None for rows in (documents, queries)]
@@ -106,8 +95,8 @@ class Wide(Forward):
         return torch.linalg.vector_norm(torch.stack(parts)).clamp_min_(NORM_EPS)
 
 
-def _rows(x: Any, *part: slice) -> list[Tensor]:
-    """Tokens of ``x [batches, items, tokens, d]``, or of rows that are read as if they lay so, as they lie."""
-    if not isinstance(x, Tensor):
+def _rows(x: Tensor, *part: slice) -> list[Tensor]:
+    """Tokens of ``x [batches, items, tokens, d]`` as they lie."""
+    if isinstance(x, Padded):
         return [x.source[i] for i in x.rows(*part).flatten().tolist()]
     return [row for item in x[part].unbind() for tokens in item.unbind() for row in tokens.unbind()]

@@ -37,6 +37,40 @@ class Documents(NamedTuple):
     mask_stride_l: Any
 
 
+class Operands(NamedTuple):
+    """What a program reads tokens from: Q and D, and of D a tensor descriptor and `Terms`, or None."""
+
+    Q: Any
+    D: Any
+    tiles: Any
+    terms: Any
+    d: Any
+
+
+class Rows(NamedTuple):
+    """Query rows of a tile: where each begins, its number in the terms of Q, and whether it counts."""
+
+    ptr: Any
+    number: Any
+    ok: Any
+
+
+class Document(NamedTuple):
+    """A document: where its tokens and their mask begin, if there is one; its first row in a descriptor; its length."""
+
+    ptr: Any
+    mask: Any
+    row: Any
+    length: Any
+
+
+class Output(NamedTuple):
+    """Scores, and winners or None."""
+
+    scores: Any
+    argmax: Any
+
+
 class Sizes(NamedTuple):
     """Queries, documents (of each query, for candidates), query tokens, document tokens."""
 

@@ -7,6 +7,15 @@ NORM_EPS = tl.constexpr(1e-12)
 NO_TOKEN = tl.constexpr(2147483647)
 
 
+# Compilers that put a kernel into a package copy its source with the functions it calls, but not the classes.
+@triton.constexpr_function
+def group(name):
+    """A class of `arguments`, fetched while a kernel is compiled."""
+    from lik_ops.csrc_triton import arguments
+
+    return getattr(arguments, name)
+
+
 @triton.jit
 def nan_max(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

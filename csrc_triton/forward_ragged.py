@@ -7,6 +7,7 @@ and pairs. Work stops at each length.
 import triton
 import triton.language as tl
 
+from .arguments import Document, Operands
 from .common import condition, wide
 from .forward import _score_rows
 from .ragged import document_segment, pair, query_segment
@@ -101,10 +102,12 @@ def maxsim_forward_ragged(
     begin, length, fits = _queries(segments, i, ok & (i < queries), Tq, most)
     d_begin, Ld, d_valid = document_segment(segments, document, ok, Td)
     base = D.ptr + d_begin * D.stride_l
-    mask_base = D.mask
+    mask = base
     if D.mask is not None:
-        mask_base = D.mask + d_begin * D.mask_stride_l
-    first_row = d_begin.to(tl.int32)  # a descriptor has no more rows
+        mask = D.mask + d_begin * D.mask_stride_l
+    # A descriptor has no more rows than take 32 bits.
+    found = Document(base, mask, d_begin.to(tl.int32), Ld)
+    x = Operands(Q, D, tiles, None, d)
     argmax_row = k * Tq
     if segments.pairs is not None:
         argmax_row = k * most - tl.max(begin, axis=0)
@@ -118,19 +121,14 @@ def maxsim_forward_ragged(
         for s0 in range(0, longest, C.SLOT):
             s = s0 + lane % C.SLOT
             row = begin + s
-            sums, keeps_more, any_kept = _score_rows(
-                row * 0, row, s < length, row, base, mask_base, tiles, None, first_row, argmax, argmax_row, Q, D, Ld, d,
-                C
-            )  # fmt: skip
+            sums, keeps_more, any_kept = _score_rows(x, row * 0, row, s < length, row, found, argmax, argmax_row, C)
             total, pending = carried(total, pending, sums, s0 // C.SLOT, LEVELS)
             keeps = keeps | keeps_more
         total = flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS)
     else:
         s = lane % C.SLOT
         row = begin + s
-        total, keeps, any_kept = _score_rows(
-            row * 0, row, s < length, row, base, mask_base, tiles, None, first_row, argmax, argmax_row, Q, D, Ld, d, C
-        )
+        total, keeps, any_kept = _score_rows(x, row * 0, row, s < length, row, found, argmax, argmax_row, C)
 
     i = first + tl.arange(0, GROUPS)
     mine = i < queries

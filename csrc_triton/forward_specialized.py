@@ -382,9 +382,9 @@ def maxsim_forward_specialized(Q, D, scores, argmax, Nq, K, Lq, Ld, d, parts, C:
     )
 
 
-@triton.jit(do_not_specialize=["K", "parts"])
-def maxsim_sum_parts(partial, scores, K, parts, BLOCK: tl.constexpr):
-    """Scores [Nq, K] of long queries from the sums ``[Nq * parts, K]`` of their parts.
+@triton.jit(do_not_specialize=["stride", "K", "parts"])
+def maxsim_sum_parts(partial, scores, stride, K, parts, BLOCK: tl.constexpr):
+    """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
 
     Neighbours are added first, then these one after the other: the order in which `maxsim_forward` adds.
     """
@@ -396,4 +396,4 @@ def maxsim_sum_parts(partial, scores, K, parts, BLOCK: tl.constexpr):
         a = tl.load(at + wide(p) * K, mask=k < K, other=0.0)
         b = tl.load(at + wide(p + 1) * K, mask=(k < K) & (p + 1 < parts), other=0.0)
         total = tl.where(p == 0, a + b, total + (a + b))
-    tl.store(scores + i * K + k, total, mask=k < K)
+    tl.store(scores + i * stride + k, total, mask=k < K)

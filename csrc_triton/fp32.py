@@ -92,33 +92,33 @@ def split_product(q, x, C: tl.constexpr):
 
 
 @triton.jit
-def _fp32_similarities(pointers, row_ok, base, t, Q, D, d, C: tl.constexpr):
+def _fp32_similarities(x, rows, document, t, C: tl.constexpr):
     """Similarities of a tile as fp32 instructions give them, feature after feature."""
     S = tl.full((C.BM, _STEP), 0, tl.float32)
-    tokens = base + t.to(tl.int64) * D.stride_l
-    for k in tl.range(0, d, num_stages=1):
-        q = tl.load(pointers + wide(k) * Q.stride_d, mask=row_ok, other=0.0)
-        x = tl.load(tokens + wide(k) * D.stride_d)
-        S += q[:, None] * x[None, :]
+    tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
+    for k in tl.range(0, x.d, num_stages=1):
+        q = tl.load(rows.ptr + wide(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
+        y = tl.load(tokens + wide(k) * x.D.stride_d)
+        S += q[:, None] * y[None, :]
     return S
 
 
 @triton.jit
-def odd_maxima(best, where, plain, pointers, row_ok, base, mask_base, Q, D, Ld, d, C: tl.constexpr):
+def odd_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
     """Maxima and winners with what `split_product` leaves out: rows that are not `plain`, and such tokens."""
-    odd_rows = row_ok & (plain == 0)
+    odd_rows = rows.ok & (plain == 0)
     best = tl.where(odd_rows, float("-inf"), best)
     where = tl.where(odd_rows, NO_TOKEN, where)
     any_odd_row = tl.max(odd_rows.to(tl.int32), axis=0)
-    for t0 in tl.range(0, Ld, _STEP, num_stages=1):
-        t = tl.minimum(t0 + tl.arange(0, _STEP), Ld - 1)
+    for t0 in tl.range(0, document.length, _STEP, num_stages=1):
+        t = tl.minimum(t0 + tl.arange(0, _STEP), document.length - 1)
         keep = t >= 0
-        if D.mask is not None:
-            keep = tl.load(mask_base + t.to(tl.int64) * D.mask_stride_l) != 0
-        x = load_tokens(base, t, keep, tl.arange(0, C.BD), d, D, C.WIDE)
-        odd = keep & (plain_rows(x) == 0)
+        if x.D.mask is not None:
+            keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
+        tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE)
+        odd = keep & (plain_rows(tile) == 0)
         if (any_odd_row > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0):
-            S = _fp32_similarities(pointers, row_ok, base, t, Q, D, d, C)
+            S = _fp32_similarities(x, rows, document, t, C)
             use = (odd_rows[:, None] & keep[None, :]) | odd[None, :]
             S = tl.where(use, S, float("-inf"))
             m = tl.reduce(S, 1, nan_max)

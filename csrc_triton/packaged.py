@@ -3,37 +3,8 @@
 import triton
 import triton.language as tl
 
-from .forward import _visit
-
-
-# Compilers copy a kernel's source with the functions it calls into modules of their own, but not the classes: these
-# functions fetch them, while the kernel is compiled.
-@triton.constexpr_function
-def _config_type():
-    from lik_ops.csrc_triton.arguments import Config
-
-    return Config
-
-
-@triton.constexpr_function
-def _queries_type():
-    from lik_ops.csrc_triton.arguments import Queries
-
-    return Queries
-
-
-@triton.constexpr_function
-def _documents_type():
-    from lik_ops.csrc_triton.arguments import Documents
-
-    return Documents
-
-
-@triton.constexpr_function
-def _sizes_type():
-    from lik_ops.csrc_triton.arguments import Sizes
-
-    return Sizes
+from .common import group
+from .forward import visit
 
 
 @triton.jit
@@ -48,10 +19,12 @@ def maxsim_packaged(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Scores [Nq, K], one (query, document) pair a program, BM query tokens at a time: right for every shape."""
-    Config: tl.constexpr = _config_type()
-    Queries: tl.constexpr = _queries_type()
-    Documents: tl.constexpr = _documents_type()
-    Sizes: tl.constexpr = _sizes_type()
+    Config: tl.constexpr = group("Config")
+    Queries: tl.constexpr = group("Queries")
+    Documents: tl.constexpr = group("Documents")
+    Sizes: tl.constexpr = group("Sizes")
+    Operands: tl.constexpr = group("Operands")
+    Output: tl.constexpr = group("Output")
     C: tl.constexpr = Config(
         BM, BN, BD, BM, 1, CANDIDATES, False, NORMALIZE, 2, PRECISION, False, False, False, True, False
     )
@@ -67,4 +40,4 @@ def maxsim_packaged(
     sizes = Sizes(
         tl.full((), Nq, tl.int32), tl.full((), K, tl.int32), tl.full((), Lq, tl.int32), tl.full((), Ld, tl.int32)
     )
-    _visit(Q, D, None, scores, None, None, sizes, d, C)
+    visit(Operands(Q, D, None, None, d), Output(scores, None), sizes, C)

@@ -57,11 +57,11 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
 
 def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
-    from .gpu import forward as cuda_forward
+    from .gpu import choose
 
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
-    plan = cuda_forward.new_plan(Q, D, None, None, None, False, None, replace(arch, processors=processors))
-    return f"{plan.kernel.__name__} on {arch.name}: {plan.tile()}"
+    chosen = choose.dense(Q, D, None, False, None, replace(arch, processors=processors))
+    return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
 
 
 def table() -> str:

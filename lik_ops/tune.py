@@ -28,7 +28,7 @@ from .arguments import argmax_dtype_for
 from .gpu import backend as cuda
 from .gpu import configs, tables
 from .gpu.configs import Architecture, Rule, Tile
-from .gpu.forward import ForwardPlan
+from .gpu.plain import PlainPlan, plain_plan
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
 _ROWS = (32, 64, 128, 256)
@@ -137,11 +137,11 @@ def candidates(arch: Architecture, regime: Regime, rows: int, processors: int, q
     return list(dict.fromkeys(tile._replace(documents=configs._ANY) for tile in found))
 
 
-def plan_of(arch: Architecture, x: Inputs, argmax: bool = False) -> ForwardPlan:
-    return ForwardPlan(*x, False, argmax_dtype_for(x.D.shape[-2]) if argmax else None, arch)
+def plan_of(arch: Architecture, x: Inputs, argmax: bool = False) -> PlainPlan:
+    return plain_plan(*x, False, argmax_dtype_for(x.D.shape[-2]) if argmax else None, arch)
 
 
-def run(plan: ForwardPlan, x: Inputs) -> tuple[Tensor, Tensor]:
+def run(plan: PlainPlan, x: Inputs) -> tuple[Tensor, Tensor]:
     """Scores and winners, the latter of size [0] where the plan is for none."""
     argmax = plan.new_argmax()
     return plan.scores(plan.scores_shape, *x, argmax if plan.argmax_dtype is not None else None), argmax

@@ -11,10 +11,10 @@ from lik_ops import reference
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="without Triton there is nothing to fall back from")
-from lik_ops.gpu import configs, launcher, triton_versions
-from lik_ops.gpu import forward as cuda_forward
+from lik_ops.gpu import configs, gluon, launcher, triton_versions
 from lik_ops.gpu import rows as cuda_rows
 from lik_ops.gpu import specialized as cuda_specialized
+from lik_ops.gpu.plain import plain_plan
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 
@@ -69,14 +69,14 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
         monkeypatch.setattr(found, "score_part", does_not_compile)
     else:
         choice = configs.specialized(SM_90, Q.dtype, 256, 256, 32, 300, 16, argmax=winners, processors=132)
-        found = cuda_specialized.SpecializedPlan(choice, cuda_specialized.kernels(), Q, D, argmax_dtype)
+        found = cuda_specialized.SpecializedPlan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(found, "_launch", does_not_compile)
     argmax = found.new_argmax() if winners else None
     with pytest.warns(RuntimeWarning, match="maxsim_fast"):
         scores = found.scores(found.scores_shape, Q, D, None, d_mask, None, argmax)
     torch.testing.assert_close(scores, reference.maxsim(Q, D, None, d_mask).float())
     if winners:
-        plain = cuda_forward.ForwardPlan(Q, D, None, d_mask, None, False, argmax_dtype)
+        plain = plain_plan(Q, D, None, d_mask, None, False, argmax_dtype)
         expected = plain.new_argmax()
         plain.scores(plain.scores_shape, Q, D, None, d_mask, None, expected)
         assert torch.equal(argmax, expected)
@@ -85,16 +85,16 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
 @pytest.mark.skipif(INTERPRETING, reason="Gluon kernels are never interpreted")
 def test_an_unknown_triton_is_said_once_and_takes_plain_kernels(monkeypatch):
     monkeypatch.setattr(triton_versions, "release", lambda: (triton_versions.NEWEST[0], triton_versions.NEWEST[1] + 1))
-    for cached in (triton_versions.is_known, cuda_specialized.kernels):
+    for cached in (triton_versions.is_known, gluon.kernels):
         cached.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="is newer than"):
-            assert cuda_specialized.kernels() is None
+            assert gluon.kernels() is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert cuda_specialized.kernels() is None and not triton_versions.is_known()
+            assert gluon.kernels() is None and not triton_versions.is_known()
     finally:
-        for cached in (triton_versions.is_known, cuda_specialized.kernels):
+        for cached in (triton_versions.is_known, gluon.kernels):
             cached.cache_clear()
 
 

@@ -156,8 +156,10 @@ def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("room", [None, 96])
 def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     """Equal bits, also where the documents are split in several parts, and where some rows are odd."""
-    from lik_ops.gpu import forward as cuda_forward
-    from lik_ops.gpu import split as cuda_split
+    from lik_ops.gpu import choose
+    from lik_ops.gpu.forward import new_plan
+    from lik_ops.gpu.plain import plain_plan
+    from lik_ops.gpu.split import SplitPlan
 
     Q, D = torch.randn(3, 5, 12), torch.randn(5, 24, 12)
     d_mask = torch.rand(5, 24) > 0.4
@@ -165,12 +167,13 @@ def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     D[1, 20, 3], D[2, 1, 0], D[4, 23] = math.inf, math.nan, _odd(D[4, 23])
     Q[2, 3] = _odd(Q[2, 3])
     counts = []
-    split = cuda_split.SplitPlan._split
+    split = SplitPlan._split
     if room is not None:
-        monkeypatch.setattr(cuda_split, "_room", lambda config: room)
-    expected = cuda_forward.ForwardPlan(Q, D, None, d_mask, None, False, torch.int16)
-    monkeypatch.setattr(cuda_split, "_LEAST", 1)
-    plan = cuda_split.split_plan(Q, D, torch.int16)
+        monkeypatch.setattr(choose, "split_room", lambda config: room)
+    expected = plain_plan(Q, D, None, d_mask, None, False, torch.int16)
+    monkeypatch.setattr(choose, "_LEAST_SPLIT", 1)
+    plan = new_plan(Q, D, None, d_mask, None, False, torch.int16)
+    assert isinstance(plan, SplitPlan)
     monkeypatch.setattr(plan, "_split", lambda *a: (counts.append(1), split(plan, *a)))
     (expected, winners), (scores, argmax) = [_call(p, Q, D, d_mask) for p in (expected, plan)]
     assert len(counts) == (2 if room is None else 3)
@@ -205,7 +208,7 @@ def _set(setting, name: str, value):
 SETTINGS = """
 import lik_ops, torch
 from torch.backends.cuda import matmul
-from lik_ops.backends import cuda
+from lik_ops.gpu import backend as cuda
 Q = torch.ones(2, 3, 4)
 
 def check(expected):

@@ -13,11 +13,8 @@ from lik_ops.ops import eager
 pytest.importorskip("triton", reason="the plans are those of the Triton backend")
 from lik_ops.gpu import arguments as cuda_arguments
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import configs, launcher, triton_versions
-from lik_ops.gpu import forward as cuda_forward
-from lik_ops.gpu import rows as cuda_rows
-from lik_ops.gpu import specialized as cuda_specialized
-from lik_ops.gpu import split as cuda_split
+from lik_ops.gpu import choose, configs, launcher, triton_versions
+from lik_ops.gpu import plain as cuda_plain
 
 
 def test_what_falls_back_is_said(monkeypatch, capsys):
@@ -54,7 +51,7 @@ def launched(monkeypatch):
     found = []
     arch = [None]
     monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
-    for module in (cuda_arguments, cuda_forward, cuda_rows, cuda_specialized, cuda_split):
+    for module in (choose, cuda_arguments, cuda_plain):
         monkeypatch.setattr(module, "architecture", lambda device: arch[0])
 
     def launch(kernel, grid, args, options):

@@ -127,9 +127,9 @@ def masked_cases():
 
 def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`."""
-    from lik_ops.gpu import forward as cuda_forward
+    from lik_ops.gpu.plain import plain_plan
 
-    plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
+    plan = plain_plan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
@@ -146,10 +146,11 @@ def way(request, monkeypatch):
 
 def by_rows(x, argmax_dtype, way):
     """The same by way of row maxima, which is an error to be without."""
-    from lik_ops.gpu import rows as cuda_rows
+    from lik_ops.gpu.forward import new_plan
+    from lik_ops.gpu.rows import MaskedPlan
 
-    plan = cuda_rows.masked_plan(x.Q, x.D, argmax_dtype)
-    assert plan is not None and plan.score_part.__name__ == f"_by_{way}"
+    plan = new_plan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
+    assert isinstance(plan, MaskedPlan) and plan.score_part.__name__ == f"_by_{way}"
     argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
@@ -212,10 +213,10 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
     r = packed(*sizes, seed=sum(sizes), values=values)
     r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
     c = Cut.of(r, 0)
-    assert cuda_ragged.Plan(c, False, None)._row_maxima(c) is not None
+    assert cuda_ragged.PackedPlan(c, False, None)._row_maxima(c) is not None
     scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     assert torch.equal(cuda_ragged.forward_ragged(r, False, None, 0)[0].nan_to_num(7), scores.nan_to_num(7))
-    monkeypatch.setattr(cuda_ragged.Plan, "_row_maxima", lambda *_: None)
+    monkeypatch.setattr(cuda_ragged.PackedPlan, "_row_maxima", lambda *_: None)
     expected, winners = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     same_bits(scores, expected)
     assert scores[:, 3].isnan().all() and scores[:, 5].isnan().all()
@@ -249,11 +250,11 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
     per = (q_mask, None, weight) if per_token else (None,) * 3
     sizes = Nq, Nd, False, Nq * Lq, r.D.shape[0], Lq
     c = Cut(Q, r.D, None, bounds, None, None, None, *per, *sizes)
-    assert cuda_ragged.Plan(c, False, None)._row_maxima(c).config.SUMS
-    scores, argmax = cuda_ragged.Plan(c, False, torch.int32).forward(c)
-    same_bits(cuda_ragged.Plan(c, False, None).forward(c)[0], scores)
-    monkeypatch.setattr(cuda_ragged.Plan, "_row_maxima", lambda *_: None)
-    expected, winners = cuda_ragged.Plan(c, False, torch.int32).forward(c)
+    assert cuda_ragged.PackedPlan(c, False, None)._row_maxima(c).config.SUMS
+    scores, argmax = cuda_ragged.PackedPlan(c, False, torch.int32).forward(c)
+    same_bits(cuda_ragged.PackedPlan(c, False, None).forward(c)[0], scores)
+    monkeypatch.setattr(cuda_ragged.PackedPlan, "_row_maxima", lambda *_: None)
+    expected, winners = cuda_ragged.PackedPlan(c, False, torch.int32).forward(c)
     same_bits(scores, expected)
     assert scores[0].isnan().any() and scores[0].isneginf().any()
     if values == "integer":

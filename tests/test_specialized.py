@@ -76,19 +76,20 @@ def cases():
 
 def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
-    from lik_ops.gpu import forward as cuda_forward
+    from lik_ops.gpu.plain import plain_plan
 
-    plan = cuda_forward.ForwardPlan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    plan = plain_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
 
 def specialized(x, argmax_dtype):
     """The same of the specialised kernel, which is an error to be without."""
-    from lik_ops.gpu import specialized as cuda_specialized
+    from lik_ops.gpu.forward import new_plan
+    from lik_ops.gpu.specialized import SpecializedPlan
 
-    plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, x.q_weight, argmax_dtype)
-    assert plan is not None
+    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    assert isinstance(plan, SpecializedPlan)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
@@ -131,11 +132,12 @@ def wide_cases():
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", list(wide_cases()), ids=str)
 def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p):
-    from lik_ops.gpu import specialized as cuda_specialized
+    from lik_ops.gpu.forward import new_plan
+    from lik_ops.gpu.specialized import WidePlan
 
     x = build(p, "cuda")
-    plan = cuda_specialized.specialized_plan(x.Q, x.D, x.q_mask, x.q_weight, None)
-    assert isinstance(plan, cuda_specialized.WidePlan)
+    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, None)
+    assert isinstance(plan, WidePlan)
     scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
     assert torch.equal(scores, plain(x, None)[0])
     assert_scores(p, x, scores)

@@ -82,6 +82,11 @@ class Launch:
             options["maxnreg"] = self.max_registers
         return options
 
+    def tile(self) -> str:
+        """What a program scores at a time, for people."""
+        c = self.config
+        return f"{c.BM} rows x {c.BN} tokens x {c.BD} features, {self.num_warps} warps, {self.num_stages} stages"
+
     def visiting(self) -> Launch:
         """The same with a program for each document: for what a walk cannot do."""
         return replace(self, config=self.config._replace(WALK=False), walkers=0)
@@ -360,6 +365,13 @@ class RowMaxima(NamedTuple):
     programs: int
     sums: tuple[int, int, int, int]
 
+    @property
+    def kernel(self) -> str:
+        return "maxsim_row_maxima"
+
+    def tile(self) -> str:
+        return _streamed(SPECIALIZED_ROWS, self)
+
 
 def row_maxima(
     arch: Architecture,
@@ -407,6 +419,22 @@ class Specialized(NamedTuple):
     parts: int
     row_tiles: int
     programs: int
+
+    @property
+    def is_wide(self) -> bool:
+        return isinstance(self.config, WideSpecialization)
+
+    @property
+    def kernel(self) -> str:
+        return "maxsim_forward_wide" if self.is_wide else "maxsim_forward_specialized"
+
+    def tile(self) -> str:
+        return _streamed(WIDE_ROWS if self.is_wide else SPECIALIZED_ROWS, self)
+
+
+def _streamed(rows: int, choice: Specialized | RowMaxima) -> str:
+    """`tile` of a kernel through whose shared memory documents stream."""
+    return f"{rows} rows x {choice.config.BN} tokens, {choice.config.STAGES} stages, {choice.programs} programs"
 
 
 # Of `maxsim_forward_wide`: tokens of a tile, stages of its ring, and what a token costs beside one of the largest tile.

@@ -12,11 +12,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..csrc_triton.arguments import Documents, Queries, Segments
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..segments import Cut, Ragged
-from . import configs, launcher
-from . import rows as cuda_rows
+from . import choose, configs, launcher, rows
 from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
-from .configs import Launch
-from .forward import empty_cuda, raw_stream
+from .plans import Plan, raw_stream
 
 _log = logging.getLogger("lik_ops")
 _LEAST_SLOT = 16
@@ -43,50 +41,30 @@ def segments_of(c: Cut) -> Segments:
     return Segments._make((*c.indices, c.q_each, c.d_each))
 
 
-def _launch(c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool) -> tuple[Launch, int]:
-    """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
-
-    Longer queries take several steps, so that the host need not know the longest. Of the sizes in `c` this reads the
-    number of queries only: `Plan` keeps the result by that, `Lq`, `wide` and `few`.
-    """
-    return configs.forward_ragged(
-        architecture(c.Q.device),
-        c.Q.dtype,
-        max(c.queries, 1),
-        Lq,
-        c.Q.shape[-1],
-        candidates=c.candidates or c.pairs is not None,
-        normalize=normalize,
-        wide=wide,
-        tf32=allow_tf32(),
-        argmax=argmax,
-        longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
-        few=few,
-    )
-
-
 class _Tile:
     """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
 
     __slots__ = ("bound", "config", "constants", "groups", "options")
 
-    def __init__(self, launch: Launch, levels: int, d: int, arch: configs.Architecture) -> None:
+    def __init__(self, launch: configs.Launch, levels: int, d: int, arch: configs.Architecture) -> None:
         self.config, self.options = launch.config, launch.options(arch)
         self.groups = launch.config.BM // launch.config.SLOT  # queries side by side
         self.constants = d, levels, launch.config
         self.bound: dict[tuple[bool, ...], launcher.Bound] = {}
 
 
-class Plan:
+class PackedPlan(Plan):
     """A forward of tensors of one description, whatever their rows: what follows from it is worked out once.
 
     Ragged calls seldom have the same rows twice. So tiles are kept by what they hang on, and the descriptor of D by
     where D was and how many rows it had.
     """
 
+    instead = "maxsim_forward_ragged"
+
     def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> None:
-        self.device, self.index, self.arch = c.Q.device, c.Q.device.index, architecture(c.Q.device)
-        self.d, self.normalize, self.argmax_dtype = c.Q.shape[-1], normalize, argmax_dtype
+        super().__init__(c.Q, argmax_dtype)
+        self.arch, self.normalize = architecture(c.Q.device), normalize
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
         self.query_strides = (0, *c.Q.stride()[-2:]), _per_row(c.q_mask)[1:], _per_row(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
@@ -94,25 +72,25 @@ class Plan:
         self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
         # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        aligned = self.d * c.D.element_size() % 16 == 0
-        self.reads_tiles = self.arch.has_descriptors and aligned and c.D.stride()[-2:] == (self.d, 1)
+        self.reads_tiles = choose.reads_packed_tiles(c, self.arch)
         self.by_rows = self.reads_tiles and not (self.single or normalize) and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
 
     def forward(self, c: Cut) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
-        choice = self._row_maxima(c) if self.by_rows else None
-        if choice is not None:
-            queries, _, segments = self._grouped(c, c.tensors)
-            groups = Queries._make(queries), Segments._make(segments)
-            try:
-                return cuda_rows.forward_packed(choice, c, *groups, self.argmax_dtype)
-            except launcher.DoesNotCompile as error:
-                launcher.fall_back(error, "maxsim_forward_ragged")
-        argmax = None
-        if self.argmax_dtype is not None:
-            argmax = self._new_winners(c)
+        return self._tried(c) if self.by_rows else self._plain(c)
+
+    def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
+        """The same by way of row maxima, where these are chosen."""
+        choice = self._row_maxima(c)
+        if choice is None:
+            return None
+        queries, _, segments = self._grouped(c, c.tensors)
+        return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), self.argmax_dtype)
+
+    def _plain(self, c: Cut) -> tuple[Tensor, Tensor | None]:
+        argmax = None if self.argmax_dtype is None else self._new_winners(c)
         return self._scores(c, argmax), argmax
 
     def _new_winners(self, c: Cut) -> Tensor:
@@ -122,16 +100,13 @@ class Plan:
         return torch.full(c.argmax_shape(), -1, dtype=self.argmax_dtype, device=self.device)
 
     def _row_maxima(self, c: Cut) -> configs.RowMaxima | None:
-        """How a cross product of many query rows goes, see `cuda_rows`."""
-        if 0 in (c.queries, c.columns, c.Tq) or c.D.data_ptr() % 16:
-            return None
-        dense, mean = c.cu_seqlens_q is None, configs.cdiv(c.Tq, c.queries)
-        return cuda_rows.choose(c.D, c.Tq, c.columns, mean, self.argmax_dtype is not None, dense)
+        return choose.packed_row_maxima(c, self.argmax_dtype is not None, self.arch)
 
     def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
         if len(self.tiles) >= _MOST_TILES:
             self.tiles.clear()
-        launch, levels = _launch(c, Lq, wide, few, self.normalize, self.argmax_dtype is not None)
+        argmax = self.argmax_dtype is not None
+        launch, levels = choose.packed(c, Lq, wide, few, self.normalize, argmax, self.arch)
         _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
         tile = self.tiles[c.queries, Lq, wide, few] = _Tile(launch, levels, self.d, self.arch)
         return tile
@@ -165,10 +140,7 @@ class Plan:
             or launcher.hooks_set()
         ):
             return self._scores_by_launcher(c, argmax, tile, programs, odd)
-        if empty_cuda is None or torch.are_deterministic_algorithms_enabled():
-            scores = torch.empty(shape, dtype=torch.float32, device=self.device)
-        else:
-            scores = empty_cuda(shape, strides, torch.float32)
+        scores = self.new_scores(shape, strides)
         descriptor: tuple = (None,)
         if self.reads_tiles and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
@@ -223,10 +195,10 @@ def _fits(c: Cut) -> bool:
     return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q | c.Tq) <= _INT32_MAX
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple, PackedPlan] = {}
 
 
-def ragged_plan(c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> Plan:
+def ragged_plan(c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> PackedPlan:
     """The plan for validated arguments like these."""
     tf32 = c.Q.dtype == torch.float32 and allow_tf32()
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
@@ -237,7 +209,7 @@ def ragged_plan(c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> Pl
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(c, normalize, argmax_dtype)
+        plan = _plans[key] = PackedPlan(c, normalize, argmax_dtype)
     return plan
 
 

@@ -6,7 +6,6 @@ workspace, from which a second kernel adds them up, for a chunk of documents at 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,15 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import lifted
 from ..csrc_triton import row_sums
 from ..csrc_triton.arguments import Found, Patches, Queries, Segments
 from ..segments import Cut
-from . import configs, launcher
-from .arguments import architecture, on_device, queries_of
+from . import configs, gluon, launcher
+from .arguments import on_device, queries_of
 from .configs import RowMaxima
-from .forward import Plan, plain_scores
-from .specialized import kernels
+from .plain import GluonPlan
+from .plans import Inputs
 
 _log = logging.getLogger("lik_ops")
 # Of a workspace of 32 MiB: for maxima and what masks become, a bit a token; or documents without what masks leave out,
@@ -35,24 +33,6 @@ _KEPT_ROWS = 8192  # query rows for which copying tokens is soon made good by wh
 _KEPT_PAIRS = 4  # of a row tile and a document, that a program then has at least, or all
 _COVERED_BLOCK = 128
 _WINNERS_BLOCK = 1024
-
-
-def choose(
-    D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool, arch: configs.Architecture | None = None
-) -> RowMaxima | None:
-    """The choice for contiguous tokens of K documents, None where another kernel serves better or alone.
-
-    Args:
-        rows: query tokens, `Lq` in the mean of each.
-        dense: each query has `Lq`.
-    """
-    d = D.shape[-1]
-    if d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
-        return None
-    arch = arch or architecture(D.device)
-    count = arch.processors
-    found = configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
-    return None if found is None or kernels() is None else found
 
 
 class Rows(NamedTuple):
@@ -103,24 +83,13 @@ def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | 
         launcher.launch(row_sums.maxsim_row_sums, grid, (*args, slot, side, documents, levels), {"num_warps": 4})
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], element: str) -> object:
-    gluon = kernels()
-    assert gluon is not None
-    return gluon.specialized.tile_layout(list(block), element)
-
-
 def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    gluon, C, tokens = kernels(), choice.config, rows.tokens
-    assert gluon is not None
-    layout = _layout((C.BN, C.BD), str(tokens.dtype).removeprefix("torch."))
-    described = TensorDescriptor(tokens, list(tokens.shape), [tokens.shape[1], 1], [C.BN, C.BD], layout)
+    C, tokens = choice.config, rows.tokens
+    described = gluon.tiles((C.BN, C.BD), tokens.dtype).rows(tokens)
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
     args = (rows.queries, described, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)
-    launcher.launch(gluon.rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
+    launcher.launch(gluon.found().rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
 
 
 def forward_packed(
@@ -163,7 +132,7 @@ def _covered(c: Cut, queries: Queries) -> Queries:
     return queries._replace(mask=covered, mask_stride_n=0, mask_stride_l=1)
 
 
-class MaskedPlan(Plan):
+class MaskedPlan(GluonPlan):
     """Dense documents with masks, a chunk of them at a time.
 
     For many query rows, the tokens that count are copied to a workspace. For fewer, the kernel reads each document from
@@ -188,35 +157,13 @@ class MaskedPlan(Plan):
             return self._by_copies, chunk
         return self._by_patches, max(1, _BITS_BYTES // (8 * self.tiles))
 
-    def scores(
-        self,
-        shape: tuple[int, ...],
-        Q: Tensor,
-        D: Tensor,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-        argmax: Tensor | None,
-    ) -> Tensor:
-        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        Q, D, q_mask, d_mask, q_weight = lifted(Q, D, q_mask, d_mask, q_weight)
-        assert d_mask is not None
-        if D.data_ptr() % 16 == 0:
-            try:
-                scores, found = self.new_scores(shape)
-                self._score(queries_of(Q, q_mask, q_weight), D, d_mask, found, argmax)
-                return scores
-            except launcher.DoesNotCompile as error:
-                launcher.fall_back(error, "maxsim_forward")
-        return plain_scores(self, shape, Q, D, q_mask, d_mask, q_weight, argmax)
-
-    def _score(self, queries: Queries, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
-        K = self.sizes.K
-        with on_device(self.device):
-            for k in range(0, K, self.chunk):
-                part = slice(k, k + self.chunk)
-                winners = None if argmax is None else argmax[part]
-                self.score_part(queries, D[part], d_mask[part], scores[:, part], winners)
+    def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
+        assert x.d_mask is not None
+        queries = queries_of(x.Q, x.q_mask, x.q_weight)
+        for k in range(0, self.sizes.K, self.chunk):
+            part = slice(k, k + self.chunk)
+            winners = None if argmax is None else argmax[part]
+            self.score_part(queries, x.D[part], x.d_mask[part], scores[:, part], winners)
 
     def _rows(self, queries: Queries, tokens: Tensor, lengths: Tensor) -> Rows:
         Nq, _, Lq, Ld = self.sizes
@@ -247,13 +194,3 @@ class MaskedPlan(Plan):
             grid = (K * configs.cdiv(rows, _WINNERS_BLOCK),)
             args = (argmax, places, Ld, rows, _WINNERS_BLOCK)
             launcher.launch(row_sums.maxsim_winners_in_place, grid, args, {"num_warps": 4})
-
-
-def masked_plan(
-    Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None, arch: configs.Architecture | None = None
-) -> MaskedPlan | None:
-    """The plan of a call whose documents have masks, None where another kernel serves better or alone."""
-    if D.dim() != 3 or D.numel() == 0 or Q.numel() == 0 or not D.is_contiguous():
-        return None
-    choice = choose(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax_dtype is not None, True, arch)
-    return None if choice is None else MaskedPlan(choice, Q, D, argmax_dtype)

@@ -1,0 +1,70 @@
+"""The kernels of sm_90 that are written in Gluon, and document tokens as these read them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import triton_versions
+
+_log = logging.getLogger("lik_ops")
+
+
+class Kernels(NamedTuple):
+    """The modules of the Gluon kernels, and what describes tokens for them."""
+
+    specialized: ModuleType
+    wide: ModuleType
+    rows: ModuleType
+    descriptor: Any
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The Gluon kernels, or None with a triton that has not the Gluon they are written in, or a newer one."""
+    if not triton_versions.is_known():
+        return None
+    try:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from ..csrc_triton import forward_rows, forward_specialized, forward_wide
+    except (ImportError, AttributeError) as error:
+        _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
+        return None
+    return Kernels(forward_specialized, forward_wide, forward_rows, TensorDescriptor)
+
+
+def found() -> Kernels:
+    """The same where a choice says that there are some."""
+    modules = kernels()
+    assert modules is not None
+    return modules
+
+
+class Tiles(NamedTuple):
+    """How the tensor memory access unit reads a block of tokens into shared memory."""
+
+    block: list[int]
+    layout: Any
+    descriptor: Any
+
+    def of(self, x: Tensor, shape: list[int], strides: list[int]) -> Any:
+        return self.descriptor(x, shape, strides, self.block, self.layout)
+
+    def rows(self, D: Tensor) -> Any:
+        """All tokens of contiguous documents as rows."""
+        d = D.shape[-1]
+        return self.descriptor(D, [D.numel() // d, d], [d, 1], self.block, self.layout)
+
+
+@functools.cache
+def tiles(block: tuple[int, ...], dtype: torch.dtype) -> Tiles:
+    modules = found()
+    layout = modules.specialized.tile_layout(list(block), str(dtype).removeprefix("torch."))
+    return Tiles(list(block), layout, modules.descriptor)

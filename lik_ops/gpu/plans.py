@@ -1,0 +1,100 @@
+"""What plans of forward calls share: each is worked out once from metadata alone, and scores every call that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import lifted
+from . import launcher
+from .arguments import on_device, sizes
+
+# None where torch was built without CUDA and ROCm.
+raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+# What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
+empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a dense call, with all their axes."""
+
+    Q: Tensor
+    D: Tensor
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+
+
+class Plan:
+    """A forward call of given metadata."""
+
+    instead: str  # the kernel of `_plain`
+
+    def __init__(self, Q: Tensor, argmax_dtype: torch.dtype | None) -> None:
+        self.device, self.index = Q.device, Q.device.index
+        self.d, self.argmax_dtype = Q.shape[-1], argmax_dtype
+
+    def new_scores(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """Contiguous scores to be filled by a direct launch."""
+        if empty_cuda is None or torch.are_deterministic_algorithms_enabled():
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
+        return empty_cuda(shape, strides, torch.float32)
+
+    def _tried(self, *call: Any) -> Any:
+        """What `_faster` returns of a call; what `_plain` does where that is None or Triton cannot compile it."""
+        try:
+            found = self._faster(*call)
+            if found is not None:
+                return found
+        except launcher.DoesNotCompile as error:
+            launcher.fall_back(error, self.instead)
+        return self._plain(*call)
+
+    def _faster(self, *call: Any) -> Any:
+        raise NotImplementedError
+
+    def _plain(self, *call: Any) -> Any:
+        raise NotImplementedError
+
+
+class DensePlan(Plan):
+    """A call of dense tensors: made from tensors with all their axes, called also with 2-D ones that these were made
+    of."""
+
+    def __init__(self, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+        super().__init__(Q, argmax_dtype)
+        self.sizes = sizes(Q, D)
+        Nq, K, Lq, _ = self.sizes
+        self.scores_shape = (Nq, K)
+        self.argmax_shape = (Nq, K, Lq) if D.dim() == 4 else (K, Nq, Lq)
+
+    def new_argmax(self) -> Tensor:
+        """Winners to be filled by `scores`, of size [0] if none are asked for."""
+        if self.argmax_dtype is None:
+            return torch.empty(0, dtype=torch.int32, device=self.device)
+        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
+
+    def scores(
+        self,
+        shape: tuple[int, ...],
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
+        argmax: Tensor | None,
+    ) -> Tensor:
+        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
+        x = Inputs._make(lifted(Q, D, q_mask, d_mask, q_weight))
+        scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        with on_device(self.device):
+            # A view goes to the kernels: autograd would keep callers from writing to one.
+            self._score(x, scores.view(self.scores_shape), argmax)
+        return scores
+
+    def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
+        """Fill scores ``[Nq, K]`` and, unless it is None, `argmax`."""
+        raise NotImplementedError

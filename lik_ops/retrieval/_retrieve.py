@@ -13,9 +13,7 @@ from ..api.packing import is_sequences
 from ..arguments import check_flag, lift
 from ..ops import topk
 from ..ops.stack import autocast, sharding
-from . import sources
-from .copying import on_device
-from .progress import progress_bar
+from . import _streamed, sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +40,8 @@ def retrieve(
     q_weight: Tensor | None = None,
     normalize: bool = False,
     progress: bool | None = None,
+    largest: bool = True,
+    sorted: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
@@ -69,6 +69,9 @@ def retrieve(
         normalize: L2-normalise every token first.
         progress: show a bar of documents (with tqdm, where it is installed). None: for a corpus that is copied or read
             chunk by chunk, if stderr is a terminal. What lies on a GPU is searched in one go, without a bar.
+        largest: False for the lowest scores in place of the highest: NaN first, then from the lowest, those of
+            documents without tokens, to the highest. Not in compiled code.
+        sorted: as of `torch.topk`. False allows any order; it is the same.
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
@@ -88,6 +91,11 @@ def retrieve(
     topk.reject_derivatives(_OP, Q, D, q_weight)
     if progress is not None:
         check_flag(_OP, "progress", progress)
+    check_flag(_OP, "largest", largest)
+    check_flag(_OP, "sorted", sorted)
+    if not largest:
+        options = chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress
+        return _streamed.lowest(_OP, Q, D, top_k, *options)
     if is_sequences(D):
         D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)
     if (
@@ -97,8 +105,8 @@ def retrieve(
     ):
         return of_tensors(Q, D, top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize)
     source = sources.source(_OP, D, d_mask, cu_seqlens_d)
-    options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
-    return of_source(Q, source, top_k, 0, len(source), **options)  # type: ignore[arg-type]
+    known: Any = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
+    return of_source(Q, source, top_k, 0, len(source), **known)
 
 
 def of_tensors(
@@ -160,18 +168,11 @@ def of_source(
 ) -> tuple[Tensor, Tensor]:
     """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
     Q, like, q_weight = sources.in_region(_OP, Q, source.shape, source.dtype, q_weight)
-    topk.check_arguments(_OP, Q, like, top_k, chunk, q_mask, None, source.offsets, q_weight, normalize)
-    if source.d_mask is not None and source.d_mask.device not in (Q.device, torch.device("cpu")):
-        raise ValueError(f"{_OP}: d_mask: expected the device of Q, {Q.device}, or cpu, got {source.d_mask.device}")
-    # One read at least, of nothing, for the shapes of the result.
-    ranges = source.ranges(begin, end, chunk, sources.part_bytes(Q.device)) or [(begin, begin)]
+    _streamed.check_source(_OP, Q, like, source, top_k, chunk, q_mask, q_weight, normalize)
     best: Any = None
-    with progress_bar(end - begin, progress) as advance:
-        parts = (source.read(*at) for at in ranges)
-        for at, part in zip(ranges, on_device(parts, Q.device, max(source.nbytes(*at) for at in ranges)), strict=True):
-            options = (chunk, q_mask, part.d_mask, part.cu_seqlens, q_weight, normalize)
-            scores, indices = of_checked(Q, part.D.to(like.dtype), top_k, *options)
-            found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
-            best = found if best is None else topk.merge([best, found], top_k)
-            advance(at[1] - at[0])
+    for at, part in _streamed.parts(source, begin, end, chunk, Q.device, progress):
+        options = (chunk, q_mask, part.d_mask, part.cu_seqlens, q_weight, normalize)
+        scores, indices = of_checked(Q, part.D.to(like.dtype), top_k, *options)
+        found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
+        best = found if best is None else topk.merge([best, found], top_k)
     return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))

@@ -20,7 +20,7 @@ COMPILED := $(addprefix tests/test_,aot.py aot_rows.py aot_specialized.py fallba
 INTERPRETED := tests/test_interpreter.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled lint format bench figures clean
+.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled test-hosts lint format bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-newest    make test with the newest of everything that pip finds, likewise"
 	@echo "make test-triton    what hangs on Triton alone, with each Triton: $(TRITONS)"
 	@echo "make test-compiled  of that what is compiled ahead of time"
+	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks/... picks another)"
@@ -83,6 +84,11 @@ test-triton test-compiled: $(VENV)/.stamp
 		PYTHONPATH=$(CURDIR)/.triton/$$v $(PYTEST) -m "not gpu and not slow" $(TESTED) $(PYTEST_ARGS) || exit 1; \
 	done
 
+# Environments of their own below .hosts, and the suites of the hosts' sdists. HOSTS picks some; HOSTS_ARGS=
+# "--sentence-transformers-tests CHECKOUT" says where the repository is that has the tests of sentence-transformers.
+test-hosts:
+	@$(PYTHON) tests/hosts/run.py $(HOSTS) $(HOSTS_ARGS)
+
 test-all: $(VENV)/.stamp
 	@$(PYTEST) -m "not gpu" tests opcheck $(PYTEST_ARGS)
 
@@ -105,5 +111,5 @@ figures: $(VENV)/.stamp
 	@$(BIN)/python benchmarks/plot.py
 
 clean:
-	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton .hosts build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

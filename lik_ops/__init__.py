@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import export, reference
 from ._version import __version__
-from .api.packing import lengths_to_mask, pack, unpack
+from .api.packing import lengths_to_mask, pack, pack_padded, unpack
 from .api.ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .api.ragged_argmax import (
     maxsim_candidates_varlen_with_argmax,
@@ -17,7 +17,7 @@ from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.warmup import warmup
 from .arguments import Backward as Backward
-from .retrieval import Corpus, retrieve
+from .retrieval import Corpus, maxsim_streamed, retrieve
 from .scorer import MaxSimScorer
 from .settings import checks, use_backend
 
@@ -39,10 +39,12 @@ __all__ = [
     "maxsim_pair_list",
     "maxsim_pair_list_with_argmax",
     "maxsim_pairs",
+    "maxsim_streamed",
     "maxsim_varlen",
     "maxsim_varlen_with_argmax",
     "maxsim_with_argmax",
     "pack",
+    "pack_padded",
     "reference",
     "retrieve",
     "similarity_map",

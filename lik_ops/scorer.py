@@ -1,9 +1,15 @@
 """`MaxSimScorer`: MaxSim as a module, for code that composes modules."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from .api.score import maxsim
-from .arguments import Backward, check_options
+from .arguments import Backward, check_count, check_options, check_tensor
+from .retrieval import retrieve
 
 
 class MaxSimScorer(nn.Module):
@@ -13,9 +19,10 @@ class MaxSimScorer(nn.Module):
         normalize: L2-normalise every token first.
         backward: ``"auto"``, ``"lowmem"`` or ``"unified"``.
         recompute: find the winners again in the backward instead of keeping them.
+        pad_id: the token id of padding, for `forward_with_ids`.
 
     Raises:
-        TypeError, ValueError: `backward` is none of these, or the others are no bools.
+        TypeError, ValueError: `backward` is none of these, `pad_id` no int, or the others are no bools.
 
     Example:
         >>> scorer = lik_ops.MaxSimScorer(normalize=True)
@@ -23,12 +30,22 @@ class MaxSimScorer(nn.Module):
         torch.Size([2, 5])
     """
 
-    def __init__(self, *, normalize: bool = False, backward: Backward = "auto", recompute: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        normalize: bool = False,
+        backward: Backward = "auto",
+        recompute: bool = False,
+        pad_id: int | None = None,
+    ) -> None:
         super().__init__()
         check_options("MaxSimScorer", normalize, backward, recompute)
+        if pad_id is not None:
+            check_count("MaxSimScorer", "pad_id", pad_id)
         self.normalize = normalize
         self.backward = backward
         self.recompute = recompute
+        self.pad_id = pad_id
 
     def forward(
         self,
@@ -50,5 +67,60 @@ class MaxSimScorer(nn.Module):
             recompute=self.recompute,
         )
 
+    def forward_with_ids(self, Q: Tensor, D: Tensor, q_ids: Tensor, d_ids: Tensor) -> Tensor:
+        """`forward`, with the tokens left out whose ids, of the shapes of Q and D without d, are `pad_id`.
+
+        Raises:
+            TypeError, ValueError: as `lik_ops.maxsim`; also a ValueError without a `pad_id`.
+
+        Example:
+            >>> scorer = lik_ops.MaxSimScorer(pad_id=0)
+            >>> q_ids, d_ids = torch.tensor([[7, 8, 0]]), torch.tensor([[5, 0], [4, 9]])
+            >>> scorer.forward_with_ids(torch.randn(1, 3, 16), torch.randn(2, 2, 16), q_ids, d_ids).shape
+            torch.Size([1, 2])
+        """
+        if self.pad_id is None:
+            raise ValueError("MaxSimScorer: pad_id: expected the id of padding for forward_with_ids, got None")
+        for name, ids in (("q_ids", q_ids), ("d_ids", d_ids)):
+            check_tensor("forward_with_ids", name, ids)
+        return self.forward(Q, D, q_ids != self.pad_id, d_ids != self.pad_id)
+
+    @torch.no_grad()
+    def score(
+        self,
+        Q: Tensor,
+        D: Tensor,
+        q_mask: Tensor | None = None,
+        d_mask: Tensor | None = None,
+        q_weight: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` without gradients, whatever requires them: for inference.
+
+        Example:
+            >>> scorer, Q = lik_ops.MaxSimScorer(), torch.randn(2, 32, 128, requires_grad=True)
+            >>> scorer.score(Q, torch.randn(5, 300, 128)).requires_grad
+            False
+        """
+        return self.forward(Q, D, q_mask, d_mask, q_weight)
+
+    def retrieve(
+        self,
+        Q: Tensor,
+        D: Any,
+        top_k: int,
+        q_mask: Tensor | None = None,
+        d_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`lik_ops.retrieve`, which takes `options` too, with the `normalize` of this module.
+
+        Example:
+            >>> scores, indices = lik_ops.MaxSimScorer().retrieve(torch.randn(32, 128), torch.randn(50, 300, 128), 3)
+            >>> indices.shape
+            torch.Size([3])
+        """
+        return retrieve(Q, D, top_k, q_mask=q_mask, d_mask=d_mask, normalize=self.normalize, **options)
+
     def extra_repr(self) -> str:
-        return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}"
+        pad_id = "" if self.pad_id is None else f", pad_id={self.pad_id}"
+        return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}{pad_id}"

@@ -23,9 +23,10 @@ LISTED = {"doc_offsets": torch.zeros(Nq, K, dtype=torch.long), "doc_lengths": to
 PAIRS = {"pairs": torch.tensor([[0, 0], [1, 2]])}
 PADDED = {"query_lengths": torch.tensor([1, Lq]), "doc_lengths": torch.ones(Nq, K, dtype=torch.long)}
 PADDED |= {"Q": Q3, "D": D4, **WEIGHT, **OPTIONS}
-SEARCH = {"top_k": 2, "chunk": None, "normalize": False, "progress": None}
+STREAM = {"chunk": None, "normalize": False, "progress": None}
+SEARCH = {"top_k": 2, **STREAM, "largest": True, "sorted": True}
 WARM = {"device": "cpu", "dtype": torch.float32, "d": 4, "Lq": 3, "Nq": 1, "Ld": 4, "Nd": 2, "top_k": 1}
-FLAGS = ("candidates", "q_mask", "d_mask", "q_weight", "normalize", "argmax", "training")
+FLAGS = ("candidates", "q_mask", "d_mask", "q_weight", "normalize", "argmax", "training", "ragged")
 
 # Right calls, between them with every argument of every function.
 CALLS: dict[str, list[dict]] = {
@@ -41,6 +42,7 @@ CALLS: dict[str, list[dict]] = {
     "maxsim_padded": [PADDED],
     "pack": [{"sequences": [Q3[0], D3[0]]}],
     "unpack": [{"packed": Q3.flatten(0, 1), "cu_seqlens": CU_Q}],
+    "pack_padded": [{name: PADDED[name] for name in ("Q", "D", "query_lengths", "doc_lengths")}],
     "lengths_to_mask": [{"lengths": CU_Q, "L": 3}],
     "similarity_map": [
         {"Q": Q3[0], "D": D3, "q_mask": MASKS["q_mask"][0], "d_mask": MASKS["d_mask"], "normalize": False}
@@ -51,10 +53,16 @@ CALLS: dict[str, list[dict]] = {
         {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **SEARCH},
     ],
+    "maxsim_streamed": [
+        {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **STREAM},
+        {"Q": Q3, "D": D3.flatten(0, 1), "cu_seqlens_d": CU_D, **STREAM},
+        {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **STREAM},
+        {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **STREAM},
+    ],
     "warmup": [{**WARM, **dict.fromkeys(FLAGS, False), "backward": "auto"}],
     "use_backend": [{"name": "portable"}],
     "checks": [{"enabled": True}],
-    "MaxSimScorer": [{"normalize": False, "backward": "auto", "recompute": False}],
+    "MaxSimScorer": [{"normalize": False, "backward": "auto", "recompute": False, "pad_id": 0}],
     "MaxSimScorer.forward": [{"Q": Q3, "D": D3, **MASKS, **WEIGHT}],
 }
 for twin in ("varlen", "candidates_varlen", "pair_list", "padded"):
@@ -109,11 +117,12 @@ FLAG, OPTIONAL = {"bool"}, {"None"}
 ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{name: {"None", "bool tensor"} for name in ("q_mask", "d_mask")},
     **{name: OPTIONAL for name in ("q_weight", "cu_seqlens_q", "cu_seqlens_d", "chunk", "max_seqlen_q")},
-    **{name: FLAG for name in ("normalize", "recompute", "enabled")},
+    **{name: FLAG for name in ("normalize", "recompute", "enabled", "largest", "sorted")},
     **{("warmup", name): FLAG for name in FLAGS},
-    ("retrieve", "progress"): FLAG | OPTIONAL,
-    ("retrieve", "D"): {"array"},
-    ("retrieve", "Q"): {"meta"},
+    ("MaxSimScorer", "pad_id"): OPTIONAL,
+    **{(name, "progress"): FLAG | OPTIONAL for name in ("retrieve", "maxsim_streamed")},
+    **{(name, "D"): {"array"} for name in ("retrieve", "maxsim_streamed")},
+    **{(name, "Q"): {"meta"} for name in ("retrieve", "maxsim_streamed")},
     ("unpack", "packed"): {"complex", "bool tensor", "quantized", "meta", "other dtype"},
     ("pack", "sequences"): {"complex", "bool tensor", "quantized", "meta", "other dtype", "6-dim"},
     ("lengths_to_mask", "lengths"): {"meta", "0-dim", "6-dim"},

@@ -358,7 +358,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     def joined(part):
         raise AssertionError("joined in memory")
 
-    monkeypatch.setattr("lik_ops.retrieval._retrieve.on_device", on_device)
+    monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
     monkeypatch.setattr(sources.Part, "whole", joined)
     documents = draw([i % 9 for i in range(60)], 16)
     corpus = Corpus.create(tmp_path, 16, torch.float32)

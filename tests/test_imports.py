@@ -61,13 +61,16 @@ CALLS = {
     "torch.ops.lik.maxsim_topk": lambda: torch.ops.lik.maxsim_topk(
         Q.detach(), D.detach(), None, None, None, None, False, 2, None
     )[0],
+    "retrieve, lowest": lambda: lik_ops.retrieve(Q.detach(), D.detach(), 2, largest=False)[0],
+    "maxsim_streamed": lambda: lik_ops.maxsim_streamed(Q.detach(), D.detach()),
     "similarity_map": lambda: lik_ops.similarity_map(Q[0], D[0]),
     "MaxSimScorer": lambda: lik_ops.MaxSimScorer()(Q, D),
-    "warmup": lambda: lik_ops.warmup("cpu", torch.float32, 8, 3, training=True),
+    "warmup": lambda: lik_ops.warmup("cpu", torch.float32, 8, 3, training=True, ragged=True),
     "checks": checked,
     "use_backend": chosen,
     "Corpus and retrieve": searched,
     "lengths_to_mask": lambda: lik_ops.lengths_to_mask(n_q, 3),
+    "pack_padded": lambda: lik_ops.pack_padded(Q, C, n_q, n_d)[0],
     "unpack": lambda: lik_ops.unpack(PD, cu_d)[0],
     "reference": lambda: lik_ops.reference.maxsim(Q, D),
 }

@@ -153,7 +153,7 @@ def test_the_double_buffer_gives_what_is_there(monkeypatch):
         lanes.append(Recording())
         return copying.DoubleBuffer(device, nbytes, lanes[-1]).copied(parts)
 
-    monkeypatch.setattr("lik_ops.retrieval._retrieve.on_device", on_device)
+    monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
     Q, D = draw(3, 50, 4, 6, 8)
     d_mask = torch.rand(50, 6) > 0.3
     expected = ranked(lik_ops.maxsim(Q, D, None, d_mask), 11)

@@ -9,10 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import INDEX_DTYPES, check_count, check_cu_seqlens, check_strided, check_tensor, kind_of
+from ..arguments import (
+    INDEX_DTYPES,
+    check_count,
+    check_cu_seqlens,
+    check_indices,
+    check_strided,
+    check_tensor,
+    check_tokens,
+    kind_of,
+    shape_of,
+)
 from ..ops import values
 
-__all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "packed", "unpack"]
+__all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "pack_padded", "packed", "unpack"]
 
 
 def pack(sequences: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +106,62 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
         raise TypeError(f"lengths_to_mask: lengths: expected int32 or int64, got {lengths.dtype}")
     check_count("lengths_to_mask", "L", L)
     return torch.arange(L, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+class PackedPairs(NamedTuple):
+    """Queries and their candidates, packed: arguments of `lik_ops.maxsim_pair_list`."""
+
+    Q: Tensor  # [Tq, d]
+    D: Tensor  # [Td, d]
+    pairs: Tensor  # [B * C, 2]
+    cu_seqlens_q: Tensor  # [B + 1]
+    cu_seqlens_d: Tensor  # [B * C + 1]
+
+
+def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor) -> PackedPairs:
+    """Queries and candidates that came padded, packed, with the list of pairs that makes them `maxsim_padded` again.
+
+    For what takes packed tokens; `maxsim_padded` scores padded ones where they lie. Looks at the lengths, so on a GPU
+    it waits.
+
+    Args:
+        Q: ``[B, Lq, d]``.
+        D: ``[B, C, Ld, d]``.
+        query_lengths: ``[B]``, int32 or int64: how many tokens of each query count.
+        doc_lengths: ``[B, C]``: the same of the candidates.
+
+    Returns:
+        ``(Q, D, pairs, cu_seqlens_q, cu_seqlens_d)``: packed tokens, differentiable, ``[B * C, 2]`` with pair
+        ``b * C + c`` that of query b and its candidate c, and where each begins, int64.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size or device is wrong, or a length is negative or larger than the padded one.
+
+    Example:
+        >>> Q, D = torch.randn(2, 3, 8), torch.randn(2, 4, 5, 8)
+        >>> found = lik_ops.pack_padded(Q, D, torch.tensor([3, 1]), torch.full((2, 4), 2))
+        >>> found.Q.shape, found.D.shape, found.pairs.shape
+        (torch.Size([4, 8]), torch.Size([16, 8]), torch.Size([8, 2]))
+    """
+    op = "pack_padded"
+    check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
+    if D.shape[0] != Q.shape[0]:
+        raise ValueError(f"{op}: D: expected B = {Q.shape[0]} lists of candidates, got {shape_of(D)}")
+    B, C = D.shape[:2]
+    check_indices(op, "query_lengths", query_lengths, (B,), "[B]", Q.device)
+    check_indices(op, "doc_lengths", doc_lengths, (B, C), "[B, C]", Q.device)
+    for name, lengths, padded in (("query_lengths", query_lengths, Q), ("doc_lengths", doc_lengths, D)):
+        values.check_lengths(op, name, lengths, padded.shape[-2])
+    q_keep, d_keep = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(doc_lengths, D.shape[2])
+    queries = torch.arange(B, device=Q.device).repeat_interleave(C)
+    pairs = torch.stack([queries, torch.arange(B * C, device=Q.device)], dim=1)
+    return PackedPairs(Q[q_keep], D[d_keep], pairs, _ends(query_lengths), _ends(doc_lengths))
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths."""
+    return torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int64), (1, 0))
 
 
 class Sequences(NamedTuple):

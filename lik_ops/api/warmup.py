@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..arguments import DTYPES, Backward, check_count, check_flag, check_options, kind_of, score_dtype
+from ..arguments import DTYPES, Backward, check_count, check_flag, check_options, kind_of, score_dtype, shape_of
 from ..ops import topk
+from .ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .score import maxsim, maxsim_with_argmax
 
 __all__ = ["warmup"]
@@ -34,7 +38,8 @@ def warmup(
     training: bool = False,
     backward: Backward = "auto",
     top_k: int | Sequence[int] = (),
-) -> None:
+    ragged: bool = False,
+) -> list[tuple[str, float]]:
     """Compile the kernels that calls like these will run, so that no request waits for the compiler.
 
     Makes small calls on zeros and waits for them. Compiled kernels serve every number of documents, and queries and
@@ -57,24 +62,32 @@ def warmup(
         training: also the forward that keeps winners, and the backward of Q and D.
         backward: as calls will say.
         top_k: of `retrieve`: also what finds so many best among up to 4 million documents.
+        ragged: also `maxsim_varlen`, `maxsim_candidates_varlen`, `maxsim_pair_list` and `maxsim_padded`, of as many
+            queries and documents, which are of the lengths Lq and Ld.
+
+    Returns:
+        What was called, in words, and how many seconds it took: mostly the compiler's, the first time.
 
     Raises:
         TypeError, ValueError: as `maxsim`; also where a size is not positive.
 
     Example:
-        >>> lik_ops.warmup("cpu", torch.bfloat16, d=128, Lq=32, Nq=(1, 16), d_mask=True)
+        >>> calls = lik_ops.warmup("cpu", torch.bfloat16, d=128, Lq=32, Nq=(1, 16), Ld=300, Nd=2, d_mask=True)
+        >>> [said for said, seconds in calls]
+        ['maxsim, Q [1, 32, 128], D [2, 300, 128]', 'maxsim, Q [16, 32, 128], D [2, 300, 128]']
     """
     sizes = {"Nq": Nq, "Nd": Nd, "Lq": Lq, "Ld": Ld, "d": d, "top_k": top_k}
     each = {name: _sizes(name, n) for name, n in sizes.items()}
     flags = {"candidates": candidates, "q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
-    for name, flag in {**flags, "argmax": argmax, "training": training}.items():
+    for name, flag in {**flags, "argmax": argmax, "training": training, "ragged": ragged}.items():
         check_flag("warmup", name, flag)
     check_options("warmup", normalize, backward)
     device = _device(device)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype)
         raise TypeError(f"warmup: dtype: expected float16, bfloat16, float32 or float64, got {found}")
-    options: dict = {"normalize": normalize}
+    options: dict = {"normalize": normalize, "backward": backward}
+    calls = _Calls(device)
     for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
         shape = (queries, documents, length) if candidates else (documents, length)
         Q = torch.zeros((queries, Lq, d), dtype=dtype, device=device, requires_grad=training)
@@ -84,18 +97,58 @@ def warmup(
             for t, wanted in ((Q, q_mask), (D, d_mask))
         ]
         weight = torch.ones(Q.shape[:-1], dtype=score_dtype(dtype), device=device) if q_weight else None
-        with torch.no_grad():
-            maxsim(Q, D, *masks, q_weight=weight, **options)
-            if argmax:
-                maxsim_with_argmax(Q, D, *masks, q_weight=weight, **options)
-        if training:
-            with torch.enable_grad():
-                scores = maxsim(Q, D, *masks, q_weight=weight, backward=backward, **options)
-                torch.autograd.grad(scores, (Q, D), torch.ones_like(scores))
+        calls.make("maxsim", partial(maxsim, Q, D, *masks, q_weight=weight, **options), Q, D)
+        if argmax:
+            calls.make(
+                "maxsim_with_argmax", partial(maxsim_with_argmax, Q, D, *masks, q_weight=weight, **options), Q, D
+            )
+        if ragged:
+            _ragged(calls, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
     for best in each["top_k"]:
-        topk.warm(device, score_dtype(dtype), best)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        calls.time(f"top {best}", partial(topk.warm, device, score_dtype(dtype), best))
+    return calls.made
+
+
+class _Calls:
+    """Makes calls, without gradients and, where Q requires them, with; and notes how long each took."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.made = device, list[tuple[str, float]]()
+
+    def make(self, name: str, call: Callable[[], Any], Q: Tensor, D: Tensor) -> None:
+        said = f"{name}, Q {shape_of(Q)}, D {shape_of(D)}"
+        with torch.no_grad():
+            self.time(said, call)
+        if Q.requires_grad and not name.endswith("argmax"):
+            with torch.enable_grad():
+                self.time(f"{said}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
+
+    def time(self, said: str, call: Callable[[], Any]) -> None:
+        begin = time.perf_counter()
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.made.append((said, time.perf_counter() - begin))
+
+
+def _ragged(calls: _Calls, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
+    """The functions of packed and padded tokens, of queries ``[Nq, Lq, d]`` and candidates ``[Nq, K, Ld, d]``."""
+    (Nq, Lq, _), (K, Ld) = Q.shape, D.shape[1:3]
+    store = D[0].flatten(0, 1) if Nq else D.flatten(0, 2)
+    packed = Q.flatten(0, 1)
+    cu_seqlens_q, cu_seqlens_d = (torch.arange(n + 1, device=Q.device) * L for n, L in ((Nq, Lq), (K, Ld)))
+    known = {**options, "q_weight": None if weight is None else weight.flatten()}
+    calls.make(
+        "maxsim_varlen", partial(maxsim_varlen, packed, store, cu_seqlens_q, cu_seqlens_d, **known), packed, store
+    )
+    offsets = cu_seqlens_d[:-1].expand(Nq, K).contiguous()
+    listed = partial(maxsim_candidates_varlen, packed, store, offsets, torch.full_like(offsets, Ld))
+    calls.make("maxsim_candidates_varlen", partial(listed, cu_seqlens_q=cu_seqlens_q, **known), packed, store)
+    pairs = torch.cartesian_prod(torch.arange(Nq, device=Q.device), torch.arange(K, device=Q.device))
+    cut: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "max_seqlen_q": Lq}
+    calls.make("maxsim_pair_list", partial(maxsim_pair_list, packed, store, pairs, **cut, **known), packed, store)
+    lengths = torch.full((Nq,), Lq, device=Q.device), torch.full((Nq, K), Ld, device=Q.device)
+    calls.make("maxsim_padded", partial(maxsim_padded, Q, D, *lengths, q_weight=weight, **options), Q, D)
 
 
 def _sizes(name: str, given: Any) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class Search(NamedTuple):
     """The arguments of `lik::maxsim_topk`, in the order of its schema."""
 
     Q: Tensor  # [Nq, Lq, d]
-    D: Tensor  # [Nd, Ld, d], or [Td, d] with cu_seqlens_d
+    D: Any  # [Nd, Ld, d], or [Td, d] with cu_seqlens_d; what `lik_ops.retrieve` takes, before it is a tensor
     q_mask: Tensor | None
     d_mask: Tensor | None
     cu_seqlens_d: Tensor | None  # [Nd + 1]

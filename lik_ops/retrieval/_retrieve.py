@@ -14,9 +14,7 @@ from ..arguments import check_flag, lift
 from ..ops import topk
 from ..ops.stack import autocast, sharding
 from ..ops.topk import Best, Search
-from . import sources
-from .copying import on_device
-from .progress import progress_bar
+from . import _streamed, sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +41,8 @@ def retrieve(
     q_weight: Tensor | None = None,
     normalize: bool = False,
     progress: bool | None = None,
+    largest: bool = True,
+    sorted: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
@@ -70,6 +70,9 @@ def retrieve(
         normalize: L2-normalise every token first.
         progress: show a bar of documents (with tqdm, where it is installed). None: for a corpus that is copied or read
             chunk by chunk, if stderr is a terminal. What lies on a GPU is searched in one go, without a bar.
+        largest: False for the lowest scores in place of the highest: NaN first, then from the lowest, those of
+            documents without tokens, to the highest. Not in compiled code.
+        sorted: as of `torch.topk`. False allows any order; it is the same.
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
@@ -89,6 +92,11 @@ def retrieve(
     topk.reject_derivatives(_OP, Q, D, q_weight)
     if progress is not None:
         check_flag(_OP, "progress", progress)
+    check_flag(_OP, "largest", largest)
+    check_flag(_OP, "sorted", sorted)
+    if not largest:
+        search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+        return _streamed.lowest(_OP, search, progress)
     if is_sequences(D):
         D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)
     if (
@@ -98,8 +106,8 @@ def retrieve(
     ):
         return of_tensors(Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
     source = sources.source(_OP, D, d_mask, cu_seqlens_d)
-    options = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
-    return of_source(Q, source, top_k, 0, len(source), **options)  # type: ignore[arg-type]
+    known: Any = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
+    return of_source(Q, source, top_k, 0, len(source), **known)
 
 
 def of_tensors(s: Search) -> Best:
@@ -143,18 +151,11 @@ def of_source(
     """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
     Q, like, q_weight = sources.in_region(_OP, Q, source.shape, source.dtype, q_weight)
     search = Search(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
-    topk.check_arguments(_OP, search)
-    if source.d_mask is not None and source.d_mask.device not in (Q.device, torch.device("cpu")):
-        raise ValueError(f"{_OP}: d_mask: expected the device of Q, {Q.device}, or cpu, got {source.d_mask.device}")
-    # One read at least, of nothing, for the shapes of the result.
-    ranges = source.ranges(begin, end, chunk, sources.part_bytes(Q.device)) or [(begin, begin)]
+    _streamed.check_source(_OP, search, source)
     best: Any = None
-    with progress_bar(end - begin, progress) as advance:
-        parts = (source.read(*at) for at in ranges)
-        for at, part in zip(ranges, on_device(parts, Q.device, max(source.nbytes(*at) for at in ranges)), strict=True):
-            D = part.D.to(like.dtype)
-            scores, indices = of_checked(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
-            found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
-            best = found if best is None else topk.merge([best, found], top_k)
-            advance(at[1] - at[0])
+    for at, part in _streamed.parts(source, begin, end, chunk, Q.device, progress):
+        D = part.D.to(like.dtype)
+        scores, indices = of_checked(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
+        found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
+        best = found if best is None else topk.merge([best, found], top_k)
     return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))

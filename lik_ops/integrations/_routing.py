@@ -1,0 +1,145 @@
+"""A host's own functions replaced by lik_ops: `enable` and `disable` of the adapters."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.torch_version import TorchVersion
+
+ENVIRONMENT_VARIABLE = "LIK_OPS_INTEGRATIONS"
+_VALUES = {"": True, "1": True, "0": False}
+
+
+class Target(NamedTuple):
+    """A function of a host, and what takes its place."""
+
+    owner: str  # a module, or "module:Class"
+    name: str
+    function: Callable[..., Any]
+    scores: bool = True  # a call of it is counted
+
+
+class Host(NamedTuple):
+    distribution: str
+    at_least: str  # the first version that has the targets
+    targets: Callable[[], Sequence[Target]]  # imports the host
+    bypassed: Callable[[], Sequence[str]] = tuple  # what will not come to the targets, in words, as things are now
+
+
+class Routing:
+    """Functions of a host that score with lik_ops until `disable`; what `enable` of an adapter returns.
+
+    As a context manager it ends what it began: nothing, where the host was routed already.
+
+    Attributes:
+        calls: how often each function scored with lik_ops. Compiled code is not counted.
+        not_reached: functions that this version of the host does not have.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.calls: Counter[str] = Counter()
+        self.not_reached: tuple[str, ...] = ()
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, as the host had it, our function
+        self._began = self._ended = False
+
+    def __enter__(self) -> Routing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._began:
+            disable(self.host)
+
+    def _in_place_of(self, theirs: Callable[..., Any], target: Target) -> Callable[..., Any]:
+        """Ours under the name of `theirs`, which is called after the end and while the environment says so."""
+
+        @functools.wraps(theirs)
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # what is read here would be guarded on
+                return target.function(*args, **kwargs)
+            if self._ended or not is_on():
+                return theirs(*args, **kwargs)
+            if target.scores:
+                self.calls[target.name] += 1
+            return target.function(*args, **kwargs)
+
+        return routed
+
+    def _begin(self) -> None:
+        for target in self.host.targets():
+            module, _, name = target.owner.partition(":")
+            owner: Any = importlib.import_module(module)
+            owner = getattr(owner, name, None) if name else owner
+            theirs = getattr(owner, target.name, None)
+            if theirs is None:
+                self.not_reached += (f"{target.owner}.{target.name}",)
+                continue
+            ours = self._in_place_of(theirs, target)
+            self._replaced.append((owner, target.name, theirs, ours))
+            setattr(owner, target.name, ours)
+
+    def _end(self) -> tuple[str, ...]:
+        """Give the host its functions back; those that someone else replaced since stay, and are named."""
+        self._ended = True
+        kept = []
+        for owner, name, theirs, ours in self._replaced:
+            if getattr(owner, name, None) is ours:
+                setattr(owner, name, theirs)
+            else:
+                kept.append(f"{owner.__name__}.{name}")
+        return tuple(kept)
+
+
+_active: dict[str, Routing] = {}
+
+
+def is_on() -> bool:
+    """Whether calls of replaced functions go to lik_ops: not with ``LIK_OPS_INTEGRATIONS=0``."""
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if value not in _VALUES:
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}: expected 0 or 1, got {value!r}")
+    return _VALUES[value]
+
+
+def enable(host: Host) -> Routing:
+    """Replace the functions of `host`, unless they are already; warn of what is not reached."""
+    if (active := _active.get(host.distribution)) is not None:
+        again = Routing(host)
+        again.calls, again.not_reached = active.calls, active.not_reached
+        return again
+    try:
+        version = importlib.metadata.version(host.distribution)
+    except importlib.metadata.PackageNotFoundError as error:
+        name = host.distribution
+        raise ImportError(f"{name} is not installed: pip install '{name}>={host.at_least}'", name=name) from error
+    routing = Routing(host)
+    routing._began = True
+    missed: list[str] = []
+    if TorchVersion(version) < TorchVersion(host.at_least):
+        missed.append(f"any function, of {version}: the first version that can be routed is {host.at_least}")
+    else:
+        routing._begin()
+        missed += [*routing.not_reached, *host.bypassed()]
+    if not is_on():
+        missed.append(f"any call, while {ENVIRONMENT_VARIABLE}=0")
+    _active[host.distribution] = routing
+    if missed:
+        warnings.warn(f"lik_ops does not reach in {host.distribution}: {'; '.join(missed)}", stacklevel=3)
+    return routing
+
+
+def disable(host: Host) -> None:
+    """Give `host` its functions back; nothing, where they are its own."""
+    routing = _active.pop(host.distribution, None)
+    if routing is not None and (kept := routing._end()):
+        warnings.warn(
+            f"lik_ops leaves as they are, because others replaced them since: {', '.join(kept)}", stacklevel=3
+        )

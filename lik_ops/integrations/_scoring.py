@@ -1,0 +1,126 @@
+"""What the adapters share: tokens and masks as hosts give them, and what hosts score documents without tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import maxsim, maxsim_pairs
+
+Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
+Fill: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Of scores and where a document keeps no token: the scores that the host gives."""
+
+
+def zero_where_empty(scores: Tensor, empty: Tensor) -> Tensor:
+    return scores.masked_fill(empty, 0.0)
+
+
+def as_tensor(x: Any) -> Tensor:
+    """A tensor, array or nested list as a tensor; the memory of an array is shared where it may be written to."""
+    if isinstance(x, Tensor):
+        return x
+    numpy = sys.modules.get("numpy")
+    if (
+        numpy is not None
+        and isinstance(x, numpy.ndarray)
+        and not (x.flags.writeable and all(s >= 0 for s in x.strides))
+    ):
+        x = x.copy()
+    return torch.as_tensor(x)
+
+
+def as_mask(name: str, mask: Any) -> Any:
+    """A mask, or None, as a tensor."""
+    if mask is None:
+        return None
+    try:
+        return as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected a tensor, an array or a list, got {type(mask).__name__}") from None
+
+
+def as_tokens(x: Any) -> Tokens:
+    """Embeddings as hosts give them, in tensors; integers, as of quantised ones, become fp32."""
+    if not isinstance(x, (list, tuple)):
+        return _floating(as_tensor(x))
+    items = [_floating(as_tensor(item)) for item in x]
+    d = next((t.shape[-1] for t in items if t.dim() == 2), 0)
+    return [t.reshape(0, d) if t.dim() == 1 and not t.numel() else t for t in items]
+
+
+def as_dense(x: Any) -> Tensor:
+    """Embeddings of one shape, in one tensor."""
+    tokens = as_tokens(x)
+    return torch.stack(tokens) if isinstance(tokens, list) else tokens
+
+
+def _floating(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.float()
+
+
+def on_device(values: list, device: torch.device) -> Tensor:
+    """Host values as a tensor on `device`, which nothing waits for."""
+    found = torch.tensor(values)
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        found = found.pin_memory()
+    return found.to(device, non_blocking=True)
+
+
+def is_supported(Q: Any, D: Any) -> bool:
+    """Whether lik_ops has scores of these; where not, a host's own code says what is wrong."""
+    tensors = [t for x in (Q, D) for t in ([x] if isinstance(x, Tensor) else x[:1]) if isinstance(t, Tensor)]
+    if len({t.device for t in tensors}) > 1 or not all(t.is_floating_point() for t in tensors):
+        return False
+    return len({t.dtype for t in tensors}) <= 1 or torch.is_autocast_enabled(tensors[0].device.type)
+
+
+def cross(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_where_empty) -> Tensor:
+    """Scores of every query and document ``[Nq, Nd]``, or of candidates ``[Nq, K, Ld, d]`` ``[Nq, K]``.
+
+    Args:
+        Q, D: as `as_tokens` takes them. Lists go to the kernels packed; beside a mask they are padded, as it is.
+        q_mask: bool, True = keep, or numbers, which multiply each query token's maximum.
+        d_mask: read as ``!= 0``.
+        fill: gives documents without tokens the score of the host.
+    """
+    Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
+    return _filled(maxsim(Q, D, mask, keep, q_weight=weight), D, keep, fill)
+
+
+def pairs(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_where_empty) -> Tensor:
+    """Scores ``[B]`` of query i and document i; arguments as of `cross`."""
+    Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
+    return _filled(maxsim_pairs(Q, D, mask, keep, q_weight=weight), D, keep, fill)
+
+
+def _prepared(Q: Any, D: Any, q_mask: Any, d_mask: Any) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:
+    Q, D = as_tokens(Q), as_tokens(D)
+    if q_mask is not None and isinstance(Q, list):
+        Q = torch.nn.utils.rnn.pad_sequence(Q, batch_first=True)
+    if d_mask is not None and isinstance(D, list):
+        D = torch.nn.utils.rnn.pad_sequence(D, batch_first=True)
+    mask = weight = keep = None
+    q_mask, d_mask = as_mask("q_mask", q_mask), as_mask("d_mask", d_mask)
+    if q_mask is not None:
+        if q_mask.dtype == torch.bool:
+            mask = q_mask.expand(Q.shape[:-1])
+        else:
+            weight = q_mask.to(torch.float64 if Q.dtype == torch.float64 else torch.float32).expand(Q.shape[:-1])
+    if d_mask is not None:
+        keep = d_mask.bool().expand(D.shape[:-1])
+    return Q, D, mask, weight, keep
+
+
+def _filled(scores: Tensor, D: Tokens, keep: Tensor | None, fill: Fill) -> Tensor:
+    """`scores` with those of the host for documents that keep no token: always where a mask could say so."""
+    if keep is not None:
+        return fill(scores, ~keep.any(-1))
+    if isinstance(D, Tensor):
+        return fill(scores, scores.new_ones(scores.shape, dtype=torch.bool)) if D.shape[-2] == 0 else scores
+    empty = [t.shape[0] == 0 for t in D]
+    return fill(scores, on_device(empty, scores.device)) if any(empty) else scores

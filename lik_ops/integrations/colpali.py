@@ -1,0 +1,143 @@
+"""MaxSim for colpali-engine: its scoring functions, and `enable` for its ``lik`` backend.
+
+colpali-engine has no masks: padding is zero rows, which take part in the maximum, here too. Scores are fp32 (fp64 for
+fp64), as from its kernel backend; they may be edited in place, as its losses do.
+
+Example::
+
+    from lik_ops.integrations import colpali as lik
+
+    scores = lik.score_multi_vector(query_embeddings, page_embeddings)
+    with lik.enable():
+        trainer.train()
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _routing, _scoring
+from ._routing import Routing as Routing
+
+__all__ = ["Routing", "disable", "enable", "maxsim_inbatch", "maxsim_kd", "score_multi_vector"]
+
+_LIK = "colpali_engine.utils._lik_backend"
+
+
+def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
+    """Scores ``[Bq, Bd]`` of ``[Bq, Lq, d]`` and ``[Bd, Ld, d]``.
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.maxsim`.
+
+    Example:
+        >>> from lik_ops.integrations import colpali
+        >>> colpali.maxsim_inbatch(torch.randn(2, 32, 128), torch.randn(4, 1030, 128)).shape
+        torch.Size([2, 4])
+    """
+    return _scoring.cross(query, doc, None, None)
+
+
+def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
+    """Scores ``[B, N]`` of ``[B, Lq, d]`` and each query's own documents ``[B, N, Ld, d]``.
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.maxsim`.
+
+    Example:
+        >>> from lik_ops.integrations import colpali
+        >>> colpali.maxsim_kd(torch.randn(2, 32, 128), torch.randn(2, 4, 1030, 128)).shape
+        torch.Size([2, 4])
+    """
+    return _scoring.cross(query, doc, None, None)
+
+
+def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | torch.device | None = None) -> Tensor:
+    """Scores ``[Nq, Np]`` of queries and pages, fp32 on the CPU: ``BaseVisualRetrieverProcessor.score_multi_vector``.
+
+    Lists are not padded, so a score does not depend on what else is in the list; colpali-engine's padding takes part in
+    the maximum, which shows where every similarity of a token is negative.
+
+    Args:
+        qs, ps: lists of ``[L_i, d]``, or padded tensors.
+        batch_size: pages that are on the device at a time.
+        device: where to score; None for a GPU, if there is one.
+
+    Raises:
+        ValueError: `qs` or `ps` is empty, or a shape is wrong.
+        TypeError: a dtype is wrong.
+
+    Example:
+        >>> from lik_ops.integrations import colpali
+        >>> pages = [torch.randn(n, 128) for n in (1030, 700)]
+        >>> colpali.score_multi_vector([torch.randn(20, 128)], pages).shape
+        torch.Size([1, 2])
+    """
+    for name, given in (("qs", qs), ("ps", ps)):
+        if len(given) == 0:
+            raise ValueError(f"score_multi_vector: {name}: expected at least one, got none")
+    at = torch.device(device or _best_device())
+    queries = _moved(_scoring.as_tokens(qs), at)
+    parts = [
+        _scoring.cross(queries, _moved(_scoring.as_tokens(ps[begin : begin + batch_size]), at), None, None)
+        for begin in range(0, len(ps), batch_size)
+    ]
+    return torch.cat(parts, dim=1).to("cpu", torch.float32)
+
+
+def _moved(tokens: _scoring.Tokens, device: torch.device) -> _scoring.Tokens:
+    return tokens.to(device) if isinstance(tokens, Tensor) else [t.to(device) for t in tokens]
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _scores_lik(query: Tensor, doc: Tensor) -> Tensor:
+    if not _scoring.is_supported(query, doc):
+        message = "lik_ops has scores of floats of one dtype on one device"
+        raise importlib.import_module(_LIK).LIKUnsupportedError(message)
+    return _scoring.cross(query, doc, None, None)
+
+
+def _targets() -> list[_routing.Target]:
+    return [
+        _routing.Target(_LIK, "maxsim_inbatch_lik", _scores_lik),
+        _routing.Target(_LIK, "maxsim_kd_lik", _scores_lik),
+    ]
+
+
+def _bypassed() -> list[str]:
+    backend = os.environ.get("COLPALI_SCORES_BACKEND", "auto").lower()
+    return ["scores while COLPALI_SCORES_BACKEND=torch"] if backend == "torch" else []
+
+
+_HOST = _routing.Host("colpali-engine", "0.3.17", _targets, _bypassed)
+
+
+def enable() -> Routing:
+    """Let lik_ops be colpali-engine's ``lik`` backend, on CPUs too; late-interaction-kernels need not be installed.
+
+    Idempotent. ``COLPALI_SCORES_BACKEND`` chooses as before; ``LIK_OPS_INTEGRATIONS=0``, read at every call, gives
+    colpali-engine its own functions back. A warning names what is not reached. Losses with ``use_smooth_max=True`` are
+    colpali-engine's own.
+
+    Returns:
+        A context manager that ends it; its `calls` counts the calls that lik_ops scored.
+
+    Raises:
+        ImportError: colpali-engine is not installed.
+    """
+    return _routing.enable(_HOST)
+
+
+def disable() -> None:
+    """End `enable`; without one, nothing."""
+    _routing.disable(_HOST)

@@ -1,0 +1,62 @@
+"""`MaxSimRanker` for Haystack, whose package this module needs: sorts documents by MaxSim of their multi-vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .reranking import rerank_hits
+
+try:
+    from haystack import Document, component
+except ModuleNotFoundError as error:
+    raise ImportError("haystack-ai is not installed: pip install haystack-ai", name="haystack") from error
+
+__all__ = ["MaxSimRanker"]
+
+
+@component
+class MaxSimRanker:
+    """Ranks documents whose `multivector_embedding`, or the entry of that name of their `meta`, is ``[L_i][d]``.
+
+    Args:
+        top_k: how many documents to return.
+        normalize: L2-normalise every vector first.
+        device: where to score; None for the CPU.
+    """
+
+    def __init__(self, top_k: int = 10, normalize: bool = False, device: str | None = None) -> None:
+        if top_k < 1:
+            raise ValueError(f"MaxSimRanker: top_k: expected 1 or more, got {top_k}")
+        self.top_k, self.normalize, self.device = top_k, normalize, device
+
+    @component.output_types(documents=list[Document])
+    def run(
+        self,
+        documents: list[Document],
+        query_multivector_embedding: list[list[float]],
+        top_k: int | None = None,
+    ) -> dict[str, list[Document]]:
+        """Up to `top_k` documents from the highest score to the lowest, which is their `score`.
+
+        Raises:
+            ValueError: a document has no multi-vector.
+        """
+        multi_vectors = [_multi_vector(document) for document in documents]
+        query = torch.tensor(query_multivector_embedding)
+        wanted = self.top_k if top_k is None else top_k
+        found = rerank_hits(
+            query, range(len(documents)), multi_vectors, wanted, normalize=self.normalize, device=self.device
+        )
+        ranked = zip(found.ids, found.scores, strict=True)
+        return {"documents": [dataclasses.replace(documents[i], score=score) for i, score in ranked]}
+
+
+def _multi_vector(document: Any) -> Any:
+    found = getattr(document, "multivector_embedding", None)
+    found = document.meta.get("multivector_embedding") if found is None else found
+    if found is None:
+        raise ValueError(f"MaxSimRanker: documents: expected each with a multivector_embedding, {document.id} has none")
+    return found

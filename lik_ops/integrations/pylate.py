@@ -1,0 +1,195 @@
+"""MaxSim for PyLate: what its losses take as ``score_metric=``, and `enable` for its ``lik`` backend.
+
+Example::
+
+    from lik_ops.integrations import pylate as lik
+
+    losses.Contrastive(model=model, score_metric=lik.ColBERTScores())
+    losses.CachedContrastive(model=model, score_metric=lik.ColBERTScores(), mini_batch_size=32)
+    losses.Distillation(model=model, score_metric=lik.colbert_kd_scores)
+
+Masked document tokens leave the maximum; PyLate's own torch code multiplies them by 0, so that there no maximum beside
+one is negative. A document that keeps no token scores 0. Scores are fp32 (fp64 for fp64), as from PyLate's kernel
+backends. Lists of ``[L_i, d]``, of any lengths, are scored without padding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+from torch import Tensor
+
+from . import _routing, _scoring
+from ._routing import Routing as Routing
+
+__all__ = [
+    "ColBERTScores",
+    "Routing",
+    "colbert_kd_scores",
+    "colbert_scores",
+    "colbert_scores_pairwise",
+    "disable",
+    "enable",
+]
+
+_BACKENDS = (None, "auto", "lik")
+_LIK = "pylate.scores._lik_backend"
+
+
+def colbert_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Scores ``[Nq, Nd]`` of every query and document.
+
+    Args:
+        queries_embeddings: ``[Nq, Lq, d]``, an array or a list of ``[L_i, d]``.
+        documents_embeddings: ``[Nd, Ld, d]``, an array or a list.
+        queries_mask: ``[Nq, Lq]``, bool, or numbers that multiply each token's maximum.
+        documents_mask: ``[Nd, Ld]``, read as ``!= 0``; holes count.
+        backend: None, ``"auto"`` or ``"lik"``, which all mean lik_ops.
+
+    Raises:
+        ValueError: a shape, device or `backend` is wrong.
+        TypeError: a dtype is wrong.
+
+    Example:
+        >>> from lik_ops.integrations import pylate
+        >>> pylate.colbert_scores(torch.randn(2, 32, 128), torch.randn(5, 300, 128)).shape
+        torch.Size([2, 5])
+    """
+    _check_backend("colbert_scores", backend)
+    return _scoring.cross(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+
+
+def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, backend: str | None = None) -> Tensor:
+    """Scores ``[B]`` of query i and document i; arguments as of `colbert_scores`.
+
+    Example:
+        >>> from lik_ops.integrations import pylate
+        >>> documents = [torch.randn(n, 128) for n in (300, 12)]
+        >>> pylate.colbert_scores_pairwise(torch.randn(2, 32, 128), documents).shape
+        torch.Size([2])
+    """
+    _check_backend("colbert_scores_pairwise", backend)
+    return _scoring.pairs(queries_embeddings, documents_embeddings, None, None)
+
+
+def colbert_kd_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Scores ``[Nq, K]`` of each query and its own documents ``[Nq, K, Ld, d]``, masked by ``[Nq, K, Ld]``.
+
+    Example:
+        >>> from lik_ops.integrations import pylate
+        >>> pylate.colbert_kd_scores(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
+        torch.Size([2, 8])
+    """
+    _check_backend("colbert_kd_scores", backend)
+    Q, D = _scoring.as_dense(queries_embeddings), _scoring.as_dense(documents_embeddings)
+    return _scoring.cross(Q, D, queries_mask, documents_mask)
+
+
+class ColBERTScores:
+    """Scores ``[Nq, G * N]`` of every query and the documents ``[G, N, Ld, d]``; those of group g begin at ``g * N``.
+
+    One call of the kernel for all groups.
+
+    Example:
+        >>> from lik_ops.integrations import pylate
+        >>> pylate.ColBERTScores()(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
+        torch.Size([2, 6])
+    """
+
+    def __call__(
+        self,
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        D = _scoring.as_dense(documents_embeddings)
+        d_mask = None if documents_mask is None else _scoring.as_mask("documents_mask", documents_mask).flatten(0, 1)
+        return colbert_scores(queries_embeddings, D.flatten(0, 1), queries_mask, d_mask, backend)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _check_backend(op: str, backend: Any) -> None:
+    if backend not in _BACKENDS:
+        raise ValueError(f"{op}: backend: expected None, 'auto' or 'lik', got {backend!r}")
+
+
+def _check_supported(Q: Any, D: Any) -> None:
+    """Raise what PyLate falls back on."""
+    if not _scoring.is_supported(Q, D):
+        raise importlib.import_module(_LIK).LIKUnsupported("lik_ops has scores of floats of one dtype on one device")
+
+
+def _tries_lik(backend: str, *tensors: Any) -> bool:
+    """In place of what keeps CPUs and lists from the backend."""
+    return backend in ("auto", "lik")
+
+
+def _scores_lik(Q: Tensor, D: Tensor, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
+    _check_supported(Q, D)
+    return _scoring.cross(Q, D, queries_mask, documents_mask)
+
+
+def _scores_pairwise_lik(Q: Any, D: Any) -> Tensor:
+    _check_supported(Q, D)
+    return _scoring.pairs(Q, D, None, None)
+
+
+def _targets() -> list[_routing.Target]:
+    return [
+        _routing.Target("pylate.scores.colbert", "_try_lik", _tries_lik, scores=False),
+        _routing.Target(_LIK, "colbert_scores_lik", _scores_lik),
+        _routing.Target(_LIK, "colbert_scores_pairwise_lik", _scores_pairwise_lik),
+        _routing.Target(_LIK, "colbert_kd_scores_lik", _scores_lik),
+    ]
+
+
+def _bypassed() -> list[str]:
+    backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower()
+    if backend in ("torch", "flash"):
+        return [f"scores while PYLATE_SCORES_BACKEND={backend}"]
+    if backend == "auto" and importlib.util.find_spec("flash_maxsim") is not None:
+        return ["scores on GPUs that flash-maxsim takes first (PYLATE_SCORES_BACKEND=lik asks lik_ops alone)"]
+    return []
+
+
+_HOST = _routing.Host("pylate", "1.5.1", _targets, _bypassed)
+
+
+def enable() -> Routing:
+    """Let lik_ops be PyLate's ``lik`` backend, on CPUs and of lists too, without late-interaction-kernels.
+
+    Idempotent. Losses go over columns of documents one by one; ``score_metric=ColBERTScores()`` makes that one call.
+    ``PYLATE_SCORES_BACKEND`` and ``backend=`` choose as before; ``LIK_OPS_INTEGRATIONS=0``, read at every
+    call, gives PyLate its own functions back. A warning names what is not reached.
+
+    Returns:
+        A context manager that ends it; its `calls` counts the calls that lik_ops scored.
+
+    Raises:
+        ImportError: PyLate is not installed.
+    """
+    return _routing.enable(_HOST)
+
+
+def disable() -> None:
+    """End `enable`; without one, nothing."""
+    _routing.disable(_HOST)

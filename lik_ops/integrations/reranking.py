@@ -1,0 +1,151 @@
+"""Reranking what a first stage found: hits of a vector database, and pairs of a server such as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import maxsim, maxsim_candidates_varlen
+from . import _scoring
+
+__all__ = ["Hits", "compute_maxsim_score_batched", "rerank_hits"]
+
+Id = TypeVar("Id", bound=Hashable)
+
+
+class Hits(NamedTuple):
+    """Hits from the best to the worst."""
+
+    ids: list[Any]
+    scores: list[float]
+
+
+@torch.no_grad()
+def rerank_hits(
+    query: Any,
+    ids: Sequence[Id],
+    multi_vectors: Sequence[Any],
+    top_k: int | None = None,
+    *,
+    normalize: bool = False,
+    device: str | torch.device | None = None,
+) -> Hits:
+    """The hits of a search, by MaxSim of their stored multi-vectors.
+
+    Args:
+        query: ``[Lq, d]``; a tensor, an array or lists of floats, as databases give them.
+        ids: of the hits, of any type.
+        multi_vectors: of each hit ``[L_i, d]``, likewise; of many lengths, they are not padded.
+        top_k: how many to return; None for all.
+        normalize: L2-normalise every vector first: similarities are cosines.
+        device: where to score; None for that of the query.
+
+    Returns:
+        ``(ids, scores)`` from the highest score to the lowest, lists on the host. Hits with equal scores stay in the
+        order they came in; those without vectors come last, with -inf.
+
+    Raises:
+        ValueError: `ids` and `multi_vectors` are not as many, or a shape is wrong.
+        TypeError: a dtype or type is wrong.
+
+    Example:
+        >>> from lik_ops.integrations import reranking
+        >>> reranking.rerank_hits([[1.0, 0.0]], ["a", "b"], [[[0.0, 1.0]], [[0.5, 0.5], [0.9, 0.1]]]).ids
+        ['b', 'a']
+    """
+    if len(ids) != len(multi_vectors):
+        raise ValueError(f"rerank_hits: multi_vectors: expected {len(ids)}, one for each id, got {len(multi_vectors)}")
+    Q = _scoring.as_dense(query)
+    Q = Q if device is None else Q.to(device)
+    if not len(ids):
+        return Hits([], [])
+    D = [t.reshape(0, Q.shape[-1]) if not t.numel() else t for t in _scoring.as_tokens(list(multi_vectors))]
+    D = [t.to(Q.device, Q.dtype) for t in D]
+    scores, order = maxsim(Q, D, normalize=normalize).sort(descending=True, stable=True)
+    best = order[:top_k].tolist()
+    return Hits([ids[i] for i in best], scores[:top_k].tolist())
+
+
+@torch.no_grad()
+def compute_maxsim_score_batched(
+    q_embs: Sequence[Tensor],
+    d_embs: Sequence[Tensor],
+    max_batch_size: int = 64,
+    max_score_matrix_elements: int = 64_000_000,
+) -> list[Tensor]:
+    """The scores of query i and document i, as vLLM's function of this name has them: nothing is padded or waited for.
+
+    Queries that are one tensor, as of a server's cache, are packed once; documents that are slices of one tensor, as of
+    a batch of a model, are read where they lie.
+
+    Args:
+        q_embs: ``[Lq_i, d]`` of each pair.
+        d_embs: ``[Ld_i, d]`` of each pair.
+        max_batch_size, max_score_matrix_elements: accepted for vLLM's signature; there is no padded batch.
+
+    Returns:
+        Of each pair its score, a tensor without axes on the device of the documents, fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: the numbers of queries and documents differ, or a shape or device is wrong.
+        TypeError: a dtype is wrong.
+
+    Example:
+        >>> from lik_ops.integrations import reranking
+        >>> query, batch = torch.randn(32, 128), torch.randn(90, 128)
+        >>> scores = reranking.compute_maxsim_score_batched([query] * 3, batch.split([40, 20, 30]))
+        >>> len(scores), scores[0].shape
+        (3, torch.Size([]))
+    """
+    if len(q_embs) != len(d_embs):
+        raise ValueError(
+            f"compute_maxsim_score_batched: d_embs: expected {len(q_embs)}, as many as q_embs, got {len(d_embs)}"
+        )
+    if not q_embs:
+        return []
+    rows: dict[int, int] = {}  # of each query, by what it is
+    queries: list[Tensor] = []
+    counts: list[int] = []
+    places = []
+    for q in q_embs:
+        row = rows.setdefault(id(q), len(queries))
+        if row == len(queries):
+            queries.append(q)
+            counts.append(0)
+        places.append((row, counts[row]))
+        counts[row] += 1
+    D, begins = _store(d_embs)
+    K = max(counts)
+    offsets, lengths = [0] * (len(queries) * K), [0] * (len(queries) * K)
+    for (row, column), d, begin in zip(places, d_embs, begins, strict=True):
+        offsets[row * K + column], lengths[row * K + column] = begin, d.shape[0]
+    at = [row * K + column for row, column in places]
+    table = _scoring.on_device([offsets, lengths], D.device).view(2, len(queries), K)
+    scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
+    return list((scores if at == list(range(len(at))) else scores[_scoring.on_device(at, D.device)]).unbind())
+
+
+def _store(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """The documents in one tensor of rows, without a copy where they are slices of one, and where each begins."""
+    first = d_embs[0]
+    d, memory = first.shape[-1], first.untyped_storage().data_ptr()
+    lowest = min(t.storage_offset() for t in d_embs)
+    highest = max(t.storage_offset() + t.numel() for t in d_embs)
+    apart = [t.storage_offset() - lowest for t in d_embs]
+    if all(
+        t.untyped_storage().data_ptr() == memory
+        and t.dtype == first.dtype
+        and t.is_contiguous()
+        and t.shape[1:] == (d,)
+        for t in d_embs
+    ) and not any(n % d for n in (highest - lowest, *apart)):
+        rows = first.as_strided(((highest - lowest) // d, d), (d, 1), lowest)
+        return rows, [int(n // d) for n in apart]
+    begins, total = [], 0
+    for t in d_embs:
+        begins.append(total)
+        total += t.shape[0]
+    return torch.cat(list(d_embs)), begins

@@ -1,0 +1,98 @@
+"""A pytest plugin: a host's own suite with lik_ops in it, and how many of its calls lik_ops scored.
+
+``LIK_OPS_HOST`` names the adapter, ``LIK_OPS_ROUTED`` says how: ``no`` for the suite as it is, ``enabled``, or
+``callables``, which puts the adapter's public callables in the places of the host's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+import types
+import warnings
+from collections import Counter
+
+import pytest
+from explained import EXPLAINED
+
+HOST, ROUTED = os.environ["LIK_OPS_HOST"], os.environ["LIK_OPS_ROUTED"]
+# The modules that define what the adapters' callables stand in for.
+PUBLIC = {
+    "sentence_transformers": ["util.similarity", "multi_vector_encoder.scoring.colbert"],
+    "pylate": ["scores.colbert"],
+    "colpali": ["utils.maxsim"],
+}
+PACKAGE = {"colpali": "colpali_engine"}.get(HOST, HOST)
+calls: Counter[str] = Counter()
+
+
+def _colpali_without_models() -> None:
+    """colpali-engine's top level imports every model, and these torchvision: a package that imports nothing."""
+    found = importlib.util.find_spec("colpali_engine")
+    module = types.ModuleType("colpali_engine")
+    module.__path__ = list(found.submodule_search_locations)
+    module.__version__ = importlib.metadata.version("colpali-engine")
+    sys.modules["colpali_engine"] = module
+
+
+def _counted(name: str, function):
+    if inspect.isclass(function):  # counted where it calls
+        return type(name, (function,), {"__call__": _counted(name, function.__call__)})
+
+    @functools.wraps(function)
+    def counted(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def _hand_out(adapter) -> None:
+    """The adapter's callables wherever the host has its own of the name."""
+    theirs = {}
+    for module in PUBLIC[HOST]:
+        names = vars(importlib.import_module(f"{PACKAGE}.{module}"))
+        theirs |= {id(x): n for n, x in names.items() if n in adapter.__all__ and n not in ("enable", "disable")}
+    ours = {name: _counted(name, getattr(adapter, name)) for name in theirs.values()}
+    for module in [m for n, m in sys.modules.items() if n.partition(".")[0] == PACKAGE]:
+        for name, x in list(vars(module).items()):
+            if id(x) in theirs:
+                setattr(module, name, ours[theirs[id(x)]])
+
+
+def pytest_configure(config) -> None:
+    global calls
+    if HOST == "colpali" and importlib.util.find_spec("torchvision") is None:
+        _colpali_without_models()
+    importlib.import_module(PACKAGE)
+    if ROUTED == "no":
+        return
+    adapter = importlib.import_module(f"lik_ops.integrations.{HOST}")
+    if ROUTED == "callables":
+        _hand_out(adapter)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = adapter.enable().calls
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        for (host, routed, name), reason in EXPLAINED.items():
+            if host == HOST and routed in (ROUTED, "any") and item.nodeid.endswith(name):
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    each = ", ".join(f"{name} {count}" for name, count in sorted(calls.items()))
+    terminalreporter.write_line(f"lik_ops scored {sum(calls.values())} calls{f': {each}' if each else ''}")
+
+
+def pytest_sessionfinish(session, exitstatus) -> None:
+    if ROUTED != "no" and not calls and exitstatus == 0:
+        session.exitstatus = 1  # an unrouted run passes too

@@ -1,0 +1,116 @@
+"""Reranking of hits and of a server's pairs, and the components that do it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lik_ops.integrations import reranking
+
+ROOT = Path(__file__).parent.parent
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+close = torch.testing.assert_close
+
+
+def by_hand(q: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return (q @ d.T).amax(-1).sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hits_are_sorted_by_their_scores(device):
+    query, stored = torch.randn(4, 8), [torch.randn(n, 8) for n in (3, 1, 7, 2)]
+    expected = sorted(((float(by_hand(query, d)), name) for d, name in zip(stored, "abcd", strict=True)), reverse=True)
+    as_lists = query.tolist(), "abcd", [d.tolist() for d in stored]
+    for given in (as_lists, (query, list("abcd"), stored)):
+        hits = reranking.rerank_hits(*given, device=device)
+        assert hits.ids == [name for _, name in expected]
+        close(hits.scores, [score for score, _ in expected], rtol=1e-5, atol=1e-5)
+        assert reranking.rerank_hits(*given, 2, device=device).ids == hits.ids[:2]
+
+
+def test_hits_without_vectors_come_last_and_equal_ones_as_they_came():
+    query, one = torch.randn(2, 4), torch.randn(3, 4)
+    hits = reranking.rerank_hits(query, ["none", 1, 2], [[], one, one.clone()])
+    assert hits.ids == [1, 2, "none"] and hits.scores[2] == -torch.inf
+    assert reranking.rerank_hits(query, [], []) == ([], [])
+    scaled = reranking.rerank_hits(query, [0, 1], [one, 100 * one[:1]], normalize=True)
+    assert scaled.ids[0] == 0 or by_hand(query, one[:1]) == by_hand(query, one)
+    with pytest.raises(ValueError, match="expected 2, one for each id, got 1"):
+        reranking.rerank_hits(query, [0, 1], [one])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pairs_of_a_server(device):
+    """Queries of a cache that repeat, documents that are slices of a batch or their own tensors, some of them empty."""
+    batch = torch.randn(40, 8, device=device)
+    slices = [*batch.split([5, 0, 7, 20, 8])]
+    a, b = torch.randn(3, 8, device=device), torch.randn(6, 8, device=device)
+    for documents in (
+        slices,
+        slices[::-1],
+        [d.clone() for d in slices],
+        [*slices[:3], *(d.clone() for d in slices[3:])],
+    ):
+        for queries in ([a] * 5, [a, b, a, b, b], [torch.randn(n, 8, device=device) for n in (1, 2, 3, 4, 5)]):
+            scores = reranking.compute_maxsim_score_batched(queries, documents)
+            assert all(s.shape == () and s.dtype == torch.float32 for s in scores)
+            expected = [
+                by_hand(q, d) if len(d) else q.new_tensor(-torch.inf) for q, d in zip(queries, documents, strict=True)
+            ]
+            close(torch.stack(scores), torch.stack(expected), rtol=1e-5, atol=1e-5)
+    assert reranking.compute_maxsim_score_batched([], []) == []
+    with pytest.raises(ValueError, match="d_embs: expected 1"):
+        reranking.compute_maxsim_score_batched([a], slices)
+
+
+def test_slices_are_read_where_they_lie():
+    batch = torch.randn(40, 8)
+    rows, begins = reranking._store(batch[4:].split([6, 10, 20]))
+    assert rows.data_ptr() == batch[4:].data_ptr() and rows.shape == (36, 8) and begins == [0, 6, 16]
+    rows, begins = reranking._store([batch[:4, :4], batch[4:6, :4]])
+    assert rows.shape == (6, 4) and begins == [0, 4]
+    close(rows, batch[:6, :4])
+
+
+@pytest.mark.gpu
+def test_pairs_of_a_server_wait_for_nothing():
+    batch, query = torch.randn(40, 8, device="cuda"), torch.randn(3, 8, device="cuda")
+    other = query.clone()
+    queries, documents = [query, other, query], batch.split([20, 12, 8])
+    reranking.compute_maxsim_score_batched(queries, documents)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reranking.compute_maxsim_score_batched(queries, documents)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_haystack_component(monkeypatch):
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+    pytest.importorskip("haystack", reason="haystack-ai is not installed")
+    from haystack import Document, Pipeline
+
+    from lik_ops.integrations.haystack import MaxSimRanker
+
+    vectors = [[[0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [[0.5, 0.5]]]
+    documents = [Document(content=str(i), meta={"multivector_embedding": v}) for i, v in enumerate(vectors)]
+    pipeline = Pipeline()
+    pipeline.add_component("ranker", MaxSimRanker(top_k=2))
+    asked = {"query_multivector_embedding": [[1.0, 0.0], [0.0, 1.0]], "documents": documents}
+    found = pipeline.run({"ranker": asked})["ranker"]["documents"]
+    assert [(d.content, d.score) for d in found] == [("1", 2.0), ("0", 1.0)]
+    assert documents[0].score is None, "the caller's stay as they are"
+    with pytest.raises(ValueError, match="expected each with a multivector_embedding"):
+        MaxSimRanker().run([Document(content="bare")], [[1.0, 0.0]])
+
+
+def test_qdrant_example():
+    pytest.importorskip("qdrant_client", reason="qdrant-client is not installed")
+    command = [sys.executable, str(ROOT / "examples" / "rerank_qdrant.py")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr[-2000:]
+    assert said.stdout.startswith("document   7")

@@ -145,7 +145,7 @@ def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor
         (torch.Size([4, 8]), torch.Size([16, 8]), torch.Size([8, 2]))
     """
     op = "pack_padded"
-    check_tokens(op, Q, D, "[B, Lq, d]", "[B, C, Ld, d]")
+    check_tokens(op, Q, D, ("[B, Lq, d]",), ("[B, C, Ld, d]",))
     if D.shape[0] != Q.shape[0]:
         raise ValueError(f"{op}: D: expected B = {Q.shape[0]} lists of candidates, got {shape_of(D)}")
     B, C = D.shape[:2]

@@ -284,7 +284,8 @@ def maxsim_grad_packed_documents(
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
     sums = tile_norms(walk, norms, up, Q, base, tokens, t < sizes.Ld, features, D, d, TWICE, C)
-    for c0 in range(0, features, C.BD):
+    # Of pieces without lists Triton 3.6 spills what it hoists out of this loop, which is mostly one step.
+    for c0 in tl.range(0, features, C.BD, disable_licm=lists is None and partial is not None):
         G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
         if partial is not None:
             slots = _partial_sums(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)

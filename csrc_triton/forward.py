@@ -156,7 +156,8 @@ def _tile(q, x, rows, document, t0, C: tl.constexpr):
 @triton.jit
 def _search(best, where, q, x, rows, document, C: tl.constexpr):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
-    for t0 in tl.range(0, document.length, C.BN, num_stages=1):
+    # Few get here: what is hoisted out of the loop takes registers, which spill, and saves nothing.
+    for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=True):
         S, t, keep, _, _ = _tile(q, x, rows, document, t0, C)
         hit = (S == per_row(best, C)) | (S != S)
         first = first_token(hit & per_token(keep, C), per_token(t, C), C)

@@ -128,8 +128,8 @@ class _Narrow(Forward):
     def _joined(self, panels: Tensor, batches: int, count: int) -> Tensor:
         """``[slices, n, columns]`` as ``[batches, n, count]``: the panels of a batch follow one another."""
         each = ceil_div(count, self.columns)
-        of_batches = panels[: batches * each].unflatten(0, (batches, each)).transpose(1, 2)
-        return of_batches.reshape(batches, panels.shape[1], -1)[..., :count]
+        of_batches = panels[: batches * each].view(batches, each, *panels.shape[1:])
+        return of_batches.transpose(1, 2).reshape(batches, panels.shape[1], -1)[..., :count]
 
     def _slices(self, source: Tensor, each: int, size: int, least: int, narrow: bool) -> Tensor:
         """Tokens of ``source [..., d]``, so many in each of `least` slices or more ``[n, size, d]``, then zeros."""

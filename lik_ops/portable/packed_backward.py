@@ -107,7 +107,8 @@ class _PackedBackward(Backward):
             last = max(first + 1, int(torch.searchsorted(ends, before + most, right=True)))
             of, total = lengths[first:last], int(ends[last - 1]) - before
             s = torch.arange(before, before + total) - (ends[first:last] - of).repeat_interleave(of)
-            yield *(x[first:last].repeat_interleave(of, output_size=total) for x in (query, item)), s  # type: ignore[misc]
+            of_query, of_item = (x[first:last].repeat_interleave(of, output_size=total) for x in (query, item))
+            yield of_query, of_item, s
             first = last
 
     def _gather(self, window: slice, chunks: Iterator[tuple[Tensor, Tensor]], into_queries: bool) -> None:

@@ -1,6 +1,6 @@
 """What the portable backend takes for granted of the machine's matrix products, and the order of its sums.
 
-A failure here means that scores of this machine depend on the batch or on padding: see `portable_blocks`.
+A failure here means that scores of this machine depend on the batch or on padding: see `portable.blocks`.
 """
 
 import itertools

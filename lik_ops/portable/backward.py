@@ -45,8 +45,8 @@ def _backward(
     return Backward(layout, Q.shape, D.shape, normalize, needs).gradients(unified)
 
 
-backward_lowmem = partial(_backward, False)
-backward_unified = partial(_backward, True)
+backward_lowmem = partial(_backward, False)  # bitwise reproducible
+backward_unified = partial(_backward, True)  # for half inputs it keeps fp32 sums as large as the gradients
 
 
 def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -116,13 +116,6 @@ class Backward:
         rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
         return rows / row_norms(rows) if self.normalize else rows
 
-    def _document_rows(self, query: Piece, documents: slice, winner: Tensor, exists: Tensor) -> Tensor:
-        """The winning document tokens ``[b * x * y * s, d]``, zeros where there is none."""
-        D = self.layout.D[query.batches, documents]
-        b = torch.arange(D.shape[0], device=D.device)[:, None, None, None]
-        x = torch.arange(D.shape[1], device=D.device)[:, None, None]
-        return self._rows(D[b, x, winner.clamp_min(0)], exists)
-
     def _rows(self, gathered: Tensor, exists: Tensor) -> Tensor:
         """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
         rows = gathered.flatten(0, -2).to(self.dtype)
@@ -145,7 +138,7 @@ class Backward:
             sums = (
                 self._sums_of_winners(query, documents, group) for documents in slices_of(0, self.X, groups * group)
             )
-            self._finish_queries(query, sum_tensors(itertools.chain.from_iterable(sums)))
+            self._finish(query, sum_tensors(itertools.chain.from_iterable(sums)), of_queries=True)
 
     def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
         """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
@@ -199,7 +192,7 @@ class Backward:
                 self._sum_of_queries(Piece(document.batches, query.items, query.tokens), document)
                 for query in pieces_of((1, self.Y, self.Lq), limit)
             )
-            self._finish_documents(document, total)
+            self._finish(document, total, of_queries=False)
 
     def _sum_of_queries(self, query: Piece, document: Piece) -> Tensor:
         """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
@@ -224,27 +217,27 @@ class Backward:
 
     def scatter(self) -> None:
         """All gradients in one pass over the winners."""
-        query_sum = document_sum = None
-        if self.needs[0] or self.needs[2]:
-            query_sum = self._sums(self.grad_Q, (self.B, self.Y, self.Lq, self.d), self.needs[0])
-        if self.needs[1]:
-            document_sum = self._sums(self.grad_D, (self.B, self.X, self.Ld, self.d), True)
-        for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
-            tokens = query.counts()[0] * query.counts()[1] * query.counts()[2]
-            for documents in slices_of(0, self.X, max(1, self.piece_tokens // tokens)):
-                self._scatter_piece(query, documents, query_sum, document_sum)
-        if query_sum is not None:
-            for query in pieces_of((self.B, self.Y, self.Lq), self.piece_tokens):
-                self._finish_queries(query, query_sum[tuple(query)].reshape(-1, self.d))
-        if document_sum is not None:
-            for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens):
-                self._finish_documents(document, document_sum[tuple(document)].reshape(-1, self.d))
+        sizes = (self.B, self.Y, self.Lq), (self.B, self.X, self.Ld)
+        outputs = self.grad_Q if self.needs[0] else None, self.grad_D
+        needed = self.needs[0] or self.needs[2], self.needs[1]
+        sums = [
+            self._zeros(output, size) if need else None
+            for need, output, size in zip(needed, outputs, sizes, strict=True)
+        ]
+        for query in pieces_of(sizes[0], self.piece_tokens):
+            batches, items, tokens = query.counts()
+            for documents in slices_of(0, self.X, max(1, self.piece_tokens // (batches * items * tokens))):
+                self._scatter_piece(query, documents, *sums)
+        for of_queries, total, size in zip((True, False), sums, sizes, strict=True):
+            if total is not None:
+                for piece in pieces_of(size, self.piece_tokens):
+                    self._finish(piece, total[tuple(piece)].reshape(-1, self.d), of_queries)
 
-    def _sums(self, output: Tensor, shape: tuple[int, int, int, int], needed: bool) -> Tensor:
+    def _zeros(self, output: Tensor | None, sizes: tuple[int, int, int]) -> Tensor:
         """Zeros to add to: the output itself if it has the computing dtype."""
-        if needed and output.dtype == self.dtype:
-            return output.zero_().view(shape)
-        return output.new_zeros(shape, dtype=self.dtype)
+        if output is not None and output.dtype == self.dtype:
+            return output.zero_().view(*sizes, self.d)
+        return self.layout.Q.new_zeros((*sizes, self.d), dtype=self.dtype)
 
     def _scatter_piece(
         self, query: Piece, documents: slice, query_sum: Tensor | None, document_sum: Tensor | None
@@ -255,49 +248,39 @@ class Backward:
             return torch.arange(part.start, part.stop, device=g.device).view([-1 if i == axis else 1 for i in range(4)])
 
         b, x, y, s = (places(i, p) for i, p in enumerate((query.batches, documents, query.items, query.tokens)))
+        winner.clamp_min_(0)
         if query_sum is not None:
-            rows = self._document_rows(query, documents, winner, exists).mul_(g.reshape(-1, 1))
+            rows = self._rows(self.layout.D[b, x, winner], exists).mul_(g.reshape(-1, 1))
             index = ((b * self.Y + y) * self.Lq + s).expand(winner.shape).reshape(-1)
             query_sum.view(-1, self.d).index_add_(0, index, rows)
         if document_sum is not None:
             weight = self._weighted(g, query).unsqueeze(-1)
             source = self._query_rows(query).view(winner.shape[0], 1, *winner.shape[2:], self.d)
             rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).reshape(-1, self.d)
-            index = winner.clamp_min_(0).add_((b * self.X + x) * self.Ld).reshape(-1)
+            index = winner.add_((b * self.X + x) * self.Ld).reshape(-1)
             document_sum.view(-1, self.d).index_add_(0, index, rows)
 
-    def _finish_queries(self, query: Piece, total: Tensor) -> None:
-        """Write the gradients of a piece of query tokens, given ``sum_x g * D[winner]``."""
-        plain = self.layout.q_weight is None and not self.normalize and not self.needs[2]
-        if not plain:
+    def _finish(self, piece: Piece, total: Tensor, of_queries: bool) -> None:
+        """Write the gradients of a piece of tokens, given what they receive before their weights and norms."""
+        layout, part, needs_weight = self.layout, tuple(piece), of_queries and self.needs[2]
+        tokens, gradient = (layout.Q, self.grad_Q) if of_queries else (layout.D, self.grad_D)
+        q_weight = layout.q_weight if of_queries else None
+        if needs_weight or self.normalize or q_weight is not None:
             # Rows that receive nothing may hold NaN, and so may their weights.
             live = (total != 0).any(-1, keepdim=True)
-            rows = torch.where(live, self.layout.Q[tuple(query)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
-            if self.needs[2]:
+            rows = torch.where(live, tokens[part].reshape(-1, self.d).contiguous().to(self.dtype), 0)
+            if needs_weight:
                 unit = rows / row_norms(rows) if self.normalize else rows
-                grad_weight = self.grad_q_weight.view(self.layout.Q.shape[:-1])[tuple(query)]
-                grad_weight.copy_((unit * total).sum(-1).view(grad_weight.shape))
-            if self.layout.q_weight is not None:
-                weight = self.layout.q_weight[tuple(query)].reshape(-1, 1)
-                total = torch.where(live, total * weight, 0)
+                target = self.grad_q_weight.view(tokens.shape[:-1])[part]
+                target.copy_((unit * total).sum(-1).view(target.shape))
+            if q_weight is not None:
+                total = torch.where(live, total * q_weight[part].reshape(-1, 1), 0)
             if self.normalize:
                 total = _through_norm(total, rows)
-        if self.needs[0]:
-            _store(total, self.grad_Q.view(self.layout.Q.shape)[tuple(query)])
-
-    def _finish_documents(self, document: Piece, total: Tensor) -> None:
-        """Write the gradient of a piece of document tokens, given the gradient of its normalised rows."""
-        if self.normalize:
-            live = (total != 0).any(-1, keepdim=True)
-            rows = torch.where(live, self.layout.D[tuple(document)].reshape(-1, self.d).contiguous().to(self.dtype), 0)
-            total = _through_norm(total, rows)
-        _store(total, self.grad_D.view(self.layout.D.shape)[tuple(document)])
-
-
-def _store(total: Tensor, target: Tensor) -> None:
-    """Round into the output, unless these sums were made in it."""
-    if total.data_ptr() != target.data_ptr():
-        target.copy_(total.view(target.shape))
+        if self.needs[0 if of_queries else 1]:
+            target = gradient.view(tokens.shape)[part]
+            if total.data_ptr() != target.data_ptr():  # unless the sums were made in it
+                target.copy_(total.view(target.shape))
 
 
 def sum_tensors(parts: Iterator[Tensor]) -> Tensor:

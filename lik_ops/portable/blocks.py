@@ -1,21 +1,24 @@
 """Shapes of the portable backend's matrix products, and how tokens get into them.
 
-All similarities come from `torch.bmm` over *slices*: one slice is ``[rows, d] x [d, columns]``, document tokens against
-query tokens. A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone and a token's place in it from its place
-in its document or query, so the bits of a similarity cannot depend on the batch: the number of slices in a call is
-free, from two on (a single one goes to another kernel of MKL). Only documents shorter than `MIN_ROWS` and queries
-shorter than a step of columns share a slice. There a token's place varies, and the product has to give the same bits in
-every row and column, as it has to for equal tokens to tie. Padding and packed tokens ask for more: the same bits in
-slices of any rows and columns. MKL gives both on slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start
-at multiples of 64 bytes; `tests/test_slices.py` checks the machine it runs on.
+All similarities come from `torch.bmm` over *slices*. One slice is ``[rows, d] x [d, columns]``, document tokens against
+query tokens. Bits must not depend on the batch:
+
+- A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone, a token's place in it from its place in its document
+  or query. How many slices a call has is free, from two on; a single one goes to another kernel of MKL.
+- Documents shorter than `MIN_ROWS` share a slice, and queries shorter than a step of columns. There a token's place
+  varies, so every row and column must have the same bits; equal tokens tie only then, too.
+- Padding and packed tokens change `Lq` and `Ld`, so slices of any rows and columns must have the same bits.
+
+MKL grants this to slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start at multiples of 64 bytes;
+`tests/test_slices.py` checks the machine it runs on.
 
 Calls of few tokens would multiply padding for the most part. `narrow` makes products of fewer rows, where one random
 product shows that this machine gives them the same bits; `wide` has chunks of its own.
 
-Documents are copied into the slices even where a view would do: on ``[300, 128] x [128, 32]`` from main memory MKL
-reaches 0.54 of its full rate on an AMD processor, and 0.65 with a copy into the cache before it, the time of the copy
-included. Where `reads_in_place` holds, fp32 documents that need no conversion are read where they lie, many of them at
-once (`forward.Across`) or as slices. `tests/test_slices.py` checks that these products give the same bits.
+Documents are copied into the slices even where a view would do. On ``[300, 128] x [128, 32]`` from main memory MKL
+reaches 0.54 of its full rate on an AMD processor, and 0.65 if documents are copied into the cache first, the copy
+included. Where `reads_in_place` holds, fp32 documents that need no conversion are read where they lie: many of them at
+once (`forward.Across`), or as slices. `tests/test_slices.py` checks that these products give the same bits.
 """
 
 from __future__ import annotations
@@ -32,17 +35,18 @@ from torch import Tensor
 
 MIN_ROWS, MAX_ROWS = 24, 1024
 SHARED_ROWS = 64  # rows of a slice that short documents share
-# Steps of rows, steps of columns and most columns: torch's vectorised amax takes 32 fp32 columns at a time; MKL's fp64
-# kernels take 4 rows and 24 columns, what remains is rounded otherwise.
+# Multiples that rows have, multiples that columns have, and most columns. torch's amax is fastest on 32 fp32 columns.
+# MKL's fp64 kernels take 4 rows and 24 columns at a time and round what remains otherwise.
 STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
-# Of a step, where features are so many that no step fits: of other numbers of columns MKL rounds the last otherwise.
-PARTS = (4, 8, 12, 24)
+# Columns where tokens are so wide that a step of them exceeds SLICE_BYTES. With other numbers MKL rounds the last ones
+# otherwise.
+FEW_COLUMNS = (4, 8, 12, 24)
 ALIGNMENT = 64  # bytes
 NORM_EPS = 1e-12
 
 MiB = 1 << 20
-# Budgets in bytes; together with small change they stay below 32 MiB. A slice never exceeds SLICE_BYTES on either side
-# while d is below 2^20 (fp32).
+# Budgets in bytes; with small tensors beside them they stay below 32 MiB. Neither side of a slice exceeds SLICE_BYTES
+# where d is below 2^20 (fp32); wider tokens go to `wide`.
 DOCUMENT_BYTES = 3 * MiB  # few enough to be multiplied before they leave the cache
 SIMILARITY_BYTES = 2 * MiB
 PANEL_BYTES = 6 * MiB
@@ -111,7 +115,7 @@ def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
         tiles = ceil_div(Ld, max_rows)
         rows, documents = round_up(Ld, row_step) if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
         starts = tuple(min(tile * rows, max(Ld - rows, 0)) for tile in range(ceil_div(Ld, rows)))
-    part = max(n for n in (1, *PARTS, step) if n <= max(fits, 1))
+    part = max(n for n in (1, *FEW_COLUMNS, step) if n <= max(fits, 1))
     max_columns = max(min(most, 2 * MiB // token_bytes // step * step), part)
     if Lq < step <= max_columns:
         columns, queries, panels = step, step // Lq, 1

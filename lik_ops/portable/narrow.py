@@ -99,37 +99,37 @@ class _Narrow(Forward):
         fit = SIMILARITY_BYTES // (rows * columns * size), PART_BYTES // (widest * self.d * size)
         self.slices = max(2, min(fit))
         self.similarities = self.layout.pairs.new_empty(self.slices * rows * columns)
-        self.buffers: dict[tuple[bool, int, int], Tensor] = {}
-        self.loaded: Tensor | None = None
+        self.buffers: dict[bool, Tensor] = {}  # of the slices of each side, the last ones
+        self.loaded: Tensor | None = None  # slices of the narrow side
 
     def _narrow_side(self, b: slice) -> Tensor:
         """The few tokens of some batches."""
         raise NotImplementedError
 
     def _products(self, b: slice, other: Tensor, each: int) -> Tensor:
-        """Slices ``[n, rows, columns]`` for some batches, `each` tokens of `other` in the panels of one.
+        """Slices ``[n, rows, columns]`` for some batches, each with so many tokens of `other`; n is at least 2.
 
-        Of a `group` of batches, which share a slice and have `each` together, only products on the diagonal count.
+        A `group` of batches, which has so many together, shares a slice. Of its blocks those on the diagonal count.
         """
         panels = ceil_div(each, self.columns)
-        Y = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
-        Y = Y.reshape(-1, self.columns, self.d)
-        n = Y.shape[0]
+        filled = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
+        filled = filled.reshape(-1, self.columns, self.d)
+        n = filled.shape[0]
         if self.loaded is None or self.B > 1:  # a single batch meets all pieces
             self.loaded = self._slices(self._narrow_side(b), self.group * self.tokens, self.rows, 2, narrow=True)
-        X = self.loaded
+        few = self.loaded
         if b.stop - b.start == 1:
-            X = X[:1].expand(n, -1, -1)
+            few = few[:1].expand(n, -1, -1)
         elif panels > 1:
-            X = X[: n // panels].repeat_interleave(panels, 0)
+            few = few[: n // panels].repeat_interleave(panels, 0)
         S = self.similarities[: n * self.rows * self.columns].view(n, self.rows, self.columns)
-        return torch.bmm(X, Y.mT, out=S)
+        return torch.bmm(few, filled.mT, out=S)
 
     def _joined(self, panels: Tensor, batches: int, count: int) -> Tensor:
         """``[slices, n, columns]`` as ``[batches, n, count]``: the panels of a batch follow one another."""
         each = ceil_div(count, self.columns)
-        of_batches = panels[: batches * each].unflatten(0, (batches, each)).transpose(1, 2)
-        return of_batches.reshape(batches, panels.shape[1], -1)[..., :count]
+        of_batches = panels[: batches * each].view(batches, each, *panels.shape[1:])
+        return of_batches.transpose(1, 2).reshape(batches, panels.shape[1], -1)[..., :count]
 
     def _slices(self, source: Tensor, each: int, size: int, least: int, narrow: bool) -> Tensor:
         """Tokens of ``source [..., d]``, so many in each of `least` slices or more ``[n, size, d]``, then zeros."""
@@ -140,10 +140,10 @@ class _Narrow(Forward):
         itemsize = self.dtype.itemsize
         if ready and count == n * size and not (rows.data_ptr() % ALIGNMENT or size * d * itemsize % ALIGNMENT):
             return rows.view(n, size, d)
-        key = narrow, n, size
-        if key not in self.buffers:
-            self.buffers[key] = slices_buffer(rows, n, size, d, self.dtype)
-        slices = self.buffers[key]
+        slices = self.buffers.pop(narrow, None)
+        if slices is None or slices.shape[:2] != (n, size):
+            slices = slices_buffer(rows, n, size, d, self.dtype)
+        self.buffers[narrow] = slices
         full, rest = divmod(count, each)
         slices[:full, :each] = rows[: full * each].unflatten(0, (full, each))
         if each < size:
@@ -157,11 +157,10 @@ class _Narrow(Forward):
 
 
 class FewDocuments(_Narrow):
-    """Forward of calls where the documents that a query meets are one slice.
+    """Forward of calls where the documents that a query meets fit one slice.
 
-    Queries of a cross product meet the same documents: their tokens follow one another in the columns. Queries with
-    candidates of their own have slices of their own; short ones share a slice, of which the blocks on the diagonal
-    count. Either way one product serves many queries.
+    Queries of a cross product (`crossed`) meet the same documents: their tokens follow one another in the columns.
+    Queries with candidates of their own have slices of their own; a `group` of short ones shares a slice.
     """
 
     @staticmethod
@@ -185,10 +184,9 @@ class FewDocuments(_Narrow):
         items = min(items // self.whole * self.whole or items, max(self.B, self.Y))
         self.slab = (1, self.X, items) if self.crossed else (items, self.X, 1)
         self.limit = self.slices * columns  # query tokens of a piece
-        if self.group > 1:
-            self.limit = self.slices * self.group * self.Lq
-        elif not self.crossed and ceil_div(self.Lq, columns) <= self.slices:
-            self.limit = self.slices // ceil_div(self.Lq, columns) * self.Lq
+        panels = ceil_div(self.Lq, columns)
+        if not self.crossed and panels <= self.slices:
+            self.limit = self.slices // panels * self.group * self.Lq
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         layout, of = self.layout, u if self.crossed else b
@@ -209,22 +207,23 @@ class FewDocuments(_Narrow):
         return self.layout.D[b, : self.X, : self.Ld]
 
     def _similarities(self, b: slice, y: slice, s: slice) -> Tensor:
-        """``[slices, rows, columns]`` of a piece, masked tokens ``-inf``; of groups what each query's own are."""
+        """``[slices, rows, columns]`` of a piece, masked tokens ``-inf``.
+
+        Of groups only what lies on the diagonal, ``[queries, tokens, query tokens]``.
+        """
         layout, count = self.layout, s.stop - s.start
         each = count * (y.stop - y.start) if self.crossed else count * self.group
         S = self._products(b, layout.Q[b, y, s], each)
         if self.group > 1:
             S = S[:, : self.group * self.tokens, : self.group * count]
             S = S.unflatten(2, (self.group, count)).unflatten(1, (self.group, self.tokens))
-            # As [queries, tokens, query tokens].
             S = S.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
         if layout.d_mask is not None:
-            masked = ~layout.d_mask[b].reshape(-1, self.tokens, 1)
+            masked, used = ~layout.d_mask[b].reshape(-1, self.tokens, 1), S
             if not self.crossed:
                 masked = masked.repeat_interleave(ceil_div(each, self.columns), 0)
-                S[: len(masked), : self.tokens].masked_fill_(masked, NEG_INF)
-            else:
-                S[:, : self.tokens].masked_fill_(masked, NEG_INF)
+                used = S[: len(masked)]
+            used[:, : self.tokens].masked_fill_(masked, NEG_INF)
         return S
 
     def _place(self, values: Tensor, target: Tensor) -> None:

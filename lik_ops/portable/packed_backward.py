@@ -46,13 +46,11 @@ class _PackedBackward(Backward):
 
     def gather_into_queries(self) -> None:
         for window, chosen in self._windows(self.cells.q_start, self.cells.q_length, self.Lq):
-            total = self._total(window, self._cells_of(chosen, None), into_queries=True)
-            self._finish_queries(Piece(slice(0, 1), slice(0, 1), window), total)
+            self._gather(window, self._cells_of(chosen, None), into_queries=True)
 
     def gather_into_documents(self) -> None:
         for window, chosen in self._windows(self.cells.start, self.cells.length, self.Ld):
-            total = self._total(window, self._cells_of(None, chosen), into_queries=False)
-            self._finish_documents(Piece(slice(0, 1), slice(0, 1), window), total)
+            self._gather(window, self._cells_of(None, chosen), into_queries=False)
 
     def _windows(self, start: Tensor, length: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Rows whose gradients are summed together, and the segments that have some of them.
@@ -109,18 +107,19 @@ class _PackedBackward(Backward):
             last = max(first + 1, int(torch.searchsorted(ends, before + most, right=True)))
             of, total = lengths[first:last], int(ends[last - 1]) - before
             s = torch.arange(before, before + total) - (ends[first:last] - of).repeat_interleave(of)
-            yield *(x[first:last].repeat_interleave(of, output_size=total) for x in (query, item)), s  # type: ignore[misc]
+            of_query, of_item = (x[first:last].repeat_interleave(of, output_size=total) for x in (query, item))
+            yield of_query, of_item, s
             first = last
 
-    def _total(self, window: slice, chunks: Iterator[tuple[Tensor, Tensor]], into_queries: bool) -> Tensor:
-        """The gradients that the rows of `window` receive, before their own weights and norms."""
+    def _gather(self, window: slice, chunks: Iterator[tuple[Tensor, Tensor]], into_queries: bool) -> None:
+        """The gradients of the rows of `window`, which receive something from some cells."""
         total = self.grad_scores.new_zeros((window.stop - window.start, self.d), dtype=self.dtype)
         source = self.ragged.D if into_queries else self.ragged.Q
         table = self._table(source)
         for chunk in chunks:
             for entries in self._entries(*chunk, ENTRIES if table is not None else self.piece_tokens):
                 self._add(total, source, table, *self._sent(*entries, window, into_queries))
-        return total
+        self._finish(Piece(slice(0, 1), slice(0, 1), window), total, into_queries)
 
     def _sent(
         self, query: Tensor, item: Tensor, s: Tensor, window: slice, into_queries: bool

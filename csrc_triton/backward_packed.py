@@ -1,44 +1,43 @@
-"""The destination-owned gradient of packed documents: a one-hot product over the query rows that each token won.
+"""The destination-owned gradient of packed documents: a program owns BN rows of D, whatever documents they are of.
 
-A program owns BN rows of D, whatever documents they are of: documents may overlap and be met many times. Of the items
-sorted by their documents' first rows, those that may touch the tile are neighbours. The program walks over them in
-order and over the winners of each, BM rows a step, or SLOT rows of BM // SLOT items where queries are short: those that
-`backward_ragged_lists` lists for the tile, or, where none are made, all. Then winners elsewhere cost their part of the
-product, though their query rows are not read. Coefficients are those of `backward_documents`.
+Documents may overlap and be met many times. Of the items sorted by their documents' first rows, those that may touch
+the tile are neighbours. The program walks over them in order and over the winners of each, BM rows a step, or SLOT rows
+of BM // SLOT items where queries are short. `backward_packed_lists` lists which rows won in the tile. Where no lists
+are made, all winners are read; those elsewhere cost their part of the product, but their query rows are not read.
 """
 
 import triton
 import triton.language as tl
 
-from .arguments import Items, Sizes, Walk
-from .backward import more_norm_sums, no_norm_sums, norm_sums, through_norm, through_tile_norm
-from .backward_documents import CAREFUL_ROWS, add_one_by_one, finite_rows, one_hot_product, scales
-from .backward_ragged_lists import OFFSET_BITS, OFFSETS, listed_item
-from .common import load_rows, query_weight, wide
-from .ragged import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
+from .arguments import Items, Rows, Target, Walk
+from .backward import slot_pointers, write_gradient
+from .backward_packed_lists import OFFSET_BITS, OFFSETS, listed_item
+from .backward_sums import sum_of_rows
+from .common import query_weight, wide
+from .items import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 
 
 @triton.jit
-def step_items(walk, n0, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
+def step_items(walk, up, n0, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
     """Items of a step from item n0 on, SLOT lanes each; with no rows behind the last."""
     if walk.lists is not None:
-        items = listed_item(walk, n0, C)
+        items = listed_item(walk, up, n0, C)
     else:
         n = n0 + tl.arange(0, STEP) // SLOT
         ok = n < walk.hi
-        first = item_field(walk.items, walk.count, n, ok, FIRST) - walk.t0
-        length = item_field(walk.items, walk.count, n, ok, LENGTH)
-        begin = tl.maximum(item_field(walk.items, walk.count, n, ok, BEGIN), walk.r0).to(tl.int32)
-        stop = tl.minimum(item_field(walk.items, walk.count, n, ok, STOP), walk.r1).to(tl.int32)
-        winners = item_field(walk.items, walk.count, n, ok, WINNERS)
-        score = item_field(walk.items, walk.count, n, ok, SCORE)
+        first = item_field(up, n, ok, FIRST) - walk.t0
+        length = item_field(up, n, ok, LENGTH)
+        begin = tl.maximum(item_field(up, n, ok, BEGIN), walk.r0).to(tl.int32)
+        stop = tl.minimum(item_field(up, n, ok, STOP), walk.r1).to(tl.int32)
+        winners = item_field(up, n, ok, WINNERS)
+        score = item_field(up, n, ok, SCORE)
         items = Items(first, length, begin, stop, winners, score)
     return items
 
 
 @triton.jit
 def most_rows(walk, items):
-    """The most rows, or entries, that an item of a step has."""
+    """The most rows, or entries, of any item of a step."""
     most = items.stop - items.begin
     if walk.lists is None:
         most = tl.max(most, axis=0)
@@ -83,9 +82,20 @@ def places(items, token, query, up, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
-    """Of the lanes of a step: query rows, at which of BN places the token is that each won (-1: none), and
-    ``g * w / ||q||``."""
+def packed_row_pointers(Q, row, C: tl.constexpr):
+    if C.FLAT:
+        pointers = Q.ptr + row * Q.stride_l
+    else:
+        pointers = Q.ptr + row.to(tl.int64) * Q.stride_l
+    return pointers
+
+
+@triton.jit
+def _rows(items, s0, token, query, s, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
+    """The query rows from number s0 of each item on, given their winners and their queries."""
+    walk = s.tile
+    up = s.up
+    Q = s.Q
     row = items.begin + s0 + tl.arange(0, STEP) % SLOT
     if walk.lists is not None:
         entry = _once(token)
@@ -105,117 +115,51 @@ def _rows(walk, items, s0, token, query, norms, up, Q, STEP: tl.constexpr, SLOT:
     coefficient = tl.load(up.grad_scores + score, mask=hit, other=0.0)
     if Q.weight is not None:
         coefficient *= query_weight(Q, row * 0, row, hit)
-    if norms is not None:
-        coefficient *= tl.load(norms + row, mask=hit, other=0.0)
-    return row, place, coefficient
+    if up.norms is not None:
+        coefficient *= tl.load(up.norms + row, mask=hit, other=0.0)
+    return Rows(packed_row_pointers(Q, row, C), hit, place, coefficient)
 
 
 @triton.jit
-def packed_row_pointers(Q, row, C: tl.constexpr):
-    if C.FLAT:
-        pointers = Q.ptr + row * Q.stride_l
-    else:
-        pointers = Q.ptr + row.to(tl.int64) * Q.stride_l
-    return pointers
-
-
-@triton.jit
-def _scale_of(walk, norms, up, Q, C: tl.constexpr):
-    """As that of `backward_documents`: for fp16, whose range may not hold the coefficients."""
-    largest = tl.full((C.BM,), 0, tl.float32)
-    for n0 in range(walk.lo, walk.hi, C.BM // C.SLOT):
-        items = step_items(walk, n0, C.BM, C.SLOT, C)
-        for s0 in range(0, most_rows(walk, items), C.SLOT):
-            token, query = step_winners(walk, items, s0, up, C.BM, C.SLOT)
-            _, _, c = _rows(walk, items, s0, token, query, norms, up, Q, C.BM, C.SLOT, C)
-            largest = tl.maximum(largest, tl.where(tl.abs(c) < float("inf"), tl.abs(c), 0.0))
-    return scales(tl.max(largest, axis=0))
-
-
-@triton.jit
-def _finite_sum(walk, norms, scale, up, Q, columns, d, CHECK: tl.constexpr, C: tl.constexpr):
-    """The sums [BN, BD] of a tile's rows times `scale`; CHECK: without those that hold NaN or inf."""
-    HALF: tl.constexpr = Q.ptr.dtype.element_ty != tl.float32
-    STEP: tl.constexpr = CAREFUL_ROWS if CHECK else C.BM
+def _each_step(
+    visit: tl.constexpr, total, s, STEP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
+):
+    """See `sum_of_rows`. Items are read two steps ahead and their winners one, so that nothing waits for what names
+    it."""
     SLOT: tl.constexpr = min(C.SLOT, STEP)
-    PAIRS: tl.constexpr = HALF and C.LANES > 1
-    M: tl.constexpr = C.BD if HALF else C.BN
-    N: tl.constexpr = (2 * C.BN if PAIRS else C.BN) if HALF else C.BD
-    G = tl.full((M, N), 0, tl.float32)
-    # Items are read two steps ahead, their winners one, so that nothing waits for what names it.
-    items = step_items(walk, walk.lo, STEP, SLOT, C)
-    items_ahead = step_items(walk, walk.lo + STEP // SLOT, STEP, SLOT, C)
+    walk = s.tile
+    up = s.up
+    items = step_items(walk, up, walk.lo, STEP, SLOT, C)
+    items_ahead = step_items(walk, up, walk.lo + STEP // SLOT, STEP, SLOT, C)
     token, query = step_winners(walk, items, 0, up, STEP, SLOT)
     for n0 in range(walk.lo, walk.hi, STEP // SLOT):
-        first_token, first_query = step_winners(walk, items_ahead, 0, up, STEP, SLOT)
-        items_after = step_items(walk, n0 + 2 * (STEP // SLOT), STEP, SLOT, C)
-        for s0 in range(0, most_rows(walk, items), SLOT):
-            # Winners are read a step ahead, so that the rows that they name can be on their way for several steps.
-            token_ahead, query_ahead = step_winners(walk, items, s0 + SLOT, up, STEP, SLOT)
-            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, STEP, SLOT, C)
-            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE)
-            if CHECK:
-                finite = finite_rows(x, c)
-                x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
-                c = tl.where(finite, c, 0.0)
-            G = one_hot_product(G, x, place, c * scale, C)
-            token = token_ahead
-            query = query_ahead
-        items = items_ahead
-        items_ahead = items_after
-        token = first_token
-        query = first_query
-    if HALF:
-        if PAIRS:
-            G = tl.sum(tl.reshape(G, (C.BD, C.BN, 2)), axis=2)
-        G = tl.trans(G)
-    return G
+        if AHEAD:
+            first_token, first_query = step_winners(walk, items_ahead, 0, up, STEP, SLOT)
+            items_after = step_items(walk, up, n0 + 2 * (STEP // SLOT), STEP, SLOT, C)
+            for s0 in tl.range(0, most_rows(walk, items), SLOT, num_stages=STAGES):
+                token_ahead, query_ahead = step_winners(walk, items, s0 + SLOT, up, STEP, SLOT)
+                total = visit(total, _rows(items, s0, token, query, s, STEP, SLOT, C), s, C)
+                token = token_ahead
+                query = query_ahead
+            items = items_ahead
+            items_ahead = items_after
+            token = first_token
+            query = first_query
+        else:
+            now = step_items(walk, up, n0, STEP, SLOT, C)
+            for s0 in tl.range(0, most_rows(walk, now), SLOT, num_stages=STAGES):
+                won, of = step_winners(walk, now, s0, up, STEP, SLOT)
+                total = visit(total, _rows(now, s0, won, of, s, STEP, SLOT, C), s, C)
+    return total
 
 
 @triton.jit
-def _add_non_finite(G, walk, norms, up, Q, columns, d, C: tl.constexpr):
-    """Add the rows that hold NaN or inf one at a time: in a product they would spoil every token of the tile."""
-    SLOT: tl.constexpr = min(C.SLOT, CAREFUL_ROWS)
-    for n0 in range(walk.lo, walk.hi, CAREFUL_ROWS // SLOT):
-        items = step_items(walk, n0, CAREFUL_ROWS, SLOT, C)
-        for s0 in tl.range(0, most_rows(walk, items), SLOT, num_stages=1):
-            token, query = step_winners(walk, items, s0, up, CAREFUL_ROWS, SLOT)
-            row, place, c = _rows(walk, items, s0, token, query, norms, up, Q, CAREFUL_ROWS, SLOT, C)
-            x = load_rows(packed_row_pointers(Q, row, C), place >= 0, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
-            bad = (place >= 0) & (finite_rows(x, c) == 0)
-            G = add_one_by_one(G, x, place, c, bad, C)
-    return G
+def sum_of_walk(of, columns, d, C: tl.constexpr):
+    return sum_of_rows(_each_step, of[0], of[1], of[2], columns, d, C)
 
 
 @triton.jit
-def sum_of_rows(walk, norms, up, Q, c0, d, C: tl.constexpr):
-    """``sum of coefficient * row`` of each token of a tile, BD features from c0 on, and these features."""
-    columns = c0 + tl.arange(0, C.BD)
-    scale = 1.0
-    unscale = 1.0
-    if Q.ptr.dtype.element_ty == tl.float16:
-        scale, unscale = _scale_of(walk, norms, up, Q, C)
-    G = _finite_sum(walk, norms, scale, up, Q, columns, d, False, C) * unscale
-    # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
-    if tl.sum(G * 0.0) != 0.0:
-        G = _finite_sum(walk, norms, scale, up, Q, columns, d, True, C) * unscale
-        G = _add_non_finite(G, walk, norms, up, Q, columns, d, C)
-    return G, columns
-
-
-@triton.jit
-def tile_norms(walk, norms, up, Q, base, tokens, ok, features, D, d, TWICE: tl.constexpr, C: tl.constexpr):
-    """Of a tile's tokens the sums of `norm_sums` over all features, for `through_tile_norm`; zeros unless TWICE."""
-    sums = no_norm_sums(C.BN)
-    if TWICE:
-        for c0 in range(0, features, C.BD):
-            G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
-            sums = more_norm_sums(sums, G, base, tokens, ok, columns, D, d, C)
-    return sums
-
-
-@triton.jit
-def bounds_of(starts, up, sizes, C: tl.constexpr):
+def _bounds_of(starts, up, C: tl.constexpr):
     """The items and the rows that piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross
     product all items that may touch it, and a part of the rows; else a part of the items.
 
@@ -227,11 +171,11 @@ def bounds_of(starts, up, sizes, C: tl.constexpr):
     lo = tl.load(starts + tl.num_programs(0) + 1 + tile)
     hi = tl.load(starts + tile + 1)
     r0 = piece * 0
-    r1 = r0 + sizes.Lq
+    r1 = r0 + up.Lq
     if up.query is not None:
-        part = tl.cdiv(tl.cdiv(sizes.Lq, C.BM), pieces) * C.BM
-        r0 = tl.minimum(piece * part, sizes.Lq)
-        r1 = r0 + tl.minimum(part, sizes.Lq - r0)
+        part = tl.cdiv(tl.cdiv(up.Lq, C.BM), pieces) * C.BM
+        r0 = tl.minimum(piece * part, up.Lq)
+        r1 = r0 + tl.minimum(part, up.Lq - r0)
     else:
         part = tl.cdiv(tl.maximum(hi - lo, 0), pieces)
         lo = tl.minimum(lo + piece * part, hi)
@@ -240,31 +184,20 @@ def bounds_of(starts, up, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def store_rows(G, grad_D, t, Td, columns, d):
-    mask = (t < Td)[:, None] & (columns < d)[None, :]
-    tl.store(grad_D + (t * d)[:, None] + columns[None, :], G.to(grad_D.dtype.element_ty), mask=mask)
+def _slots(tile, piece, pieces, C: tl.constexpr):
+    """Which rows of the partial sums a piece of a tile has."""
+    return (wide(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
 
 
 @triton.jit
-def _partial_sums(partial, tile, piece, pieces, columns, d, C: tl.constexpr):
-    """Where the sums of a piece of a tile are kept."""
-    token = (wide(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
-    return partial + (token * d)[:, None] + columns[None, :]
-
-
-@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td"])
-def maxsim_grad_packed_documents(
-    Q, D, up, items, bounds, lists, norms, partial, grad_D, Nq, K, Tq, Td, d, C: tl.constexpr
-):  # fmt: skip
+def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C: tl.constexpr):
     """grad_D [Td, d] of BN rows of D a program: the sum over the query rows that they won.
 
-    `items` are those of `up`, sorted by their first rows, from the first that `lists` has. Unless `partial` is None,
-    program (.., n) takes the n-th piece of a tile's sum, and `maxsim_join_packed_pieces` adds them. `up.query` is None
-    but in the cross product; there `lists` may be None.
+    The items of `up` are sorted by their first rows, from the first that `lists` has on. Unless `partial` is None,
+    program (.., n) sums the n-th piece of a tile, and `maxsim_join_packed_pieces` adds them. `up.query` is None but in
+    the cross product; there `lists` may be None.
     """
-    sizes = Sizes(Nq, K, Tq, Td)
-    TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK and partial is None
-    lo, hi, r0, r1 = bounds_of(bounds.starts, up, sizes, C)
+    lo, hi, r0, r1 = _bounds_of(bounds.starts, up, C)
     features = d
     if bounds.own is not None:
         first = tl.minimum(lo, up.count - 1) // bounds.own * bounds.own
@@ -279,28 +212,25 @@ def maxsim_grad_packed_documents(
     if lists is not None:
         lo *= lists.blocks
         hi *= lists.blocks
-    walk = Walk(items, up.count, lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
+    walk = Walk(lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
-    sums = tile_norms(walk, norms, up, Q, base, tokens, t < sizes.Ld, features, D, d, TWICE, C)
-    for c0 in range(0, features, C.BD):
-        G, columns = sum_of_rows(walk, norms, up, Q, c0, d, C)
-        if partial is not None:
-            slots = _partial_sums(partial, tl.program_id(0), tl.program_id(1), tl.num_programs(1), columns, d, C)
-            tl.store(slots, G, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)))
-        else:
-            if C.NORMALIZE:
-                G = through_tile_norm(G, columns, sums, base, tokens, t < sizes.Ld, D, d, C)
-            store_rows(G, grad_D, t, sizes.Ld, columns, d)
+    if partial is None:
+        to = Target(base, tokens, t < up.Ld, grad_D, t)
+    else:
+        slots = _slots(tl.program_id(0), tl.program_id(1), tl.num_programs(1), C)
+        to = Target(base, tokens, t < up.Ld, None, t, partial, slots, tl.full((C.BN,), 1, tl.int1))
+    write_gradient(sum_of_walk, (walk, up, Q), to, features, D, d, C)
 
 
 @triton.jit
-def _joined(partial, pieces, columns, d, C: tl.constexpr):
+def _sum_of_pieces(of, columns, d, C: tl.constexpr):
     """The sum of a tile's pieces in ascending order."""
+    partial, pieces = of
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for piece in range(0, pieces):
-        slots = _partial_sums(partial, tl.program_id(0), piece, pieces, columns, d, C)
+        slots = slot_pointers(partial, _slots(tl.program_id(0), piece, pieces, C), columns, d)
         G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
     return G
 
@@ -311,18 +241,5 @@ def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr
     t0 = wide(tl.program_id(0)) * C.BN
     tokens = tl.arange(0, C.BN)
     t = t0 + tokens
-    base = D.ptr + t0 * D.stride_l
-    sums = no_norm_sums(C.BN)
-    if C.NORMALIZE:
-        for c0 in range(0, d, C.BD):
-            columns = c0 + tl.arange(0, C.BD)
-            G = _joined(partial, pieces, columns, d, C)
-            sums = more_norm_sums(sums, G, base, tokens, t < Td, columns, D, d, C)
-    for c0 in range(0, d, C.BD):
-        columns = c0 + tl.arange(0, C.BD)
-        G = _joined(partial, pieces, columns, d, C)
-        if C.NORMALIZE:
-            x, _, _, _ = norm_sums(G, base, tokens, t < Td, columns, D, d, C)
-            dot, squares, live = sums
-            G = through_norm(G, x, live, squares, dot)
-        store_rows(G, grad_D, t, Td, columns, d)
+    to = Target(D.ptr + t0 * D.stride_l, tokens, t < Td, grad_D, t)
+    write_gradient(_sum_of_pieces, (partial, pieces), to, d, D, d, C)

@@ -1,29 +1,28 @@
-"""The gradient of documents that meet few query rows: zeros, and the few tokens that won over them."""
+"""The gradient of documents that meet few query rows: zeros, and over them the sums of the few tokens that won."""
 
 import triton
 import triton.language as tl
 
-from .arguments import Sizes
-from .backward import more_norm_sums, no_norm_sums, through_tile_norm, winners
-from .backward_documents import scales
+from .arguments import Target
+from .backward import winners, write_gradient
+from .backward_sums import finite_size, scales
 from .common import apart, document_base, inverse_norm, load_rows, query_weight, rows_sum_of_squares
-
-FILL = tl.constexpr(8192)  # elements set to zero at a time
+from .list_items import fill_with_zeros
 
 
 @triton.jit
-def _won(up, owner, k, e, rows, t_begin, t_end, sizes, C: tl.constexpr):
+def _won(up, owner, k, e, rows, t_begin, t_end, C: tl.constexpr):
     """The token from t_begin to t_end that each row e of a document won (-1: none), and the score's gradient there."""
-    token, won, g = winners(up, owner, k, owner + e // sizes.Lq, e % sizes.Lq, e < rows, sizes, C)
+    token, won, g = winners(up, owner, k, owner + e // up.Lq, e % up.Lq, e < rows, C)
     return apart(tl.where(won & (token >= t_begin) & (token < t_end), token, -1)), apart(g)
 
 
 @triton.jit
-def _few_rows(token, coefficient, owner, Q, sizes, d, C: tl.constexpr):
+def _met_rows(token, coefficient, owner, up, Q, d, C: tl.constexpr):
     """Where the rows of a document begin in Q, and what each counts for."""
     e = tl.arange(0, C.BM)
-    i = owner + e // sizes.Lq
-    s = e % sizes.Lq
+    i = owner + e // up.Lq
+    s = e % up.Lq
     won = token >= 0
     rows = i.to(tl.int64) * Q.stride_n + s.to(tl.int64) * Q.stride_l
     if Q.weight is not None:
@@ -37,8 +36,8 @@ def _few_rows(token, coefficient, owner, Q, sizes, d, C: tl.constexpr):
 def _product(match, x, coefficient, C: tl.constexpr):
     """``[BN, BD]``: the sums of the rows x that match, times their coefficients.
 
-    For half types the coefficients are taken in a high and a low part. Where one is not finite, all of G becomes NaN,
-    as where an x is not: what then takes another way does so for every token.
+    For half types the coefficients are split in a high and a low part. Where a coefficient or an x is not finite, all
+    of G becomes NaN, which `_sums` looks for.
     """
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.dtype == tl.float32:
@@ -73,8 +72,7 @@ def _sums(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr):
     scale = 1.0
     unscale = 1.0
     if x.dtype == tl.float16:  # its range may not hold the coefficients
-        size = tl.where(tl.abs(coefficient) < float("inf"), tl.abs(coefficient), 0.0)
-        scale, unscale = scales(tl.max(size, axis=0))
+        scale, unscale = scales(tl.max(finite_size(coefficient), axis=0))
     G = _product(match, x, coefficient * scale, C) * unscale
     # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
     if tl.sum(G * 0.0) != 0.0:
@@ -83,63 +81,39 @@ def _sums(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr):
 
 
 @triton.jit
-def fill_with_zeros(begin, elements, CACHE: tl.constexpr):
-    zeros = tl.zeros((FILL,), begin.dtype.element_ty)
-    for first in tl.range(0, elements, FILL, num_stages=1):
-        offsets = first + tl.arange(0, FILL)
-        tl.store(begin + offsets, zeros, mask=offsets < elements, cache_modifier=CACHE)
+def _sum_of_matches(of, columns, d, C: tl.constexpr):
+    x, match, coefficient, rows, ok, Q = of
+    if not C.ONE_CHUNK:
+        x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
+    return _sums(match, coefficient, x, rows, columns, Q, d, C)
 
 
 @triton.jit
-def _store_sums(token, coefficient, rows, ok, count, base, gradient, Q, D, d, C: tl.constexpr):
-    """At each token of a document that one of `count` <= BM query rows won, write the sum of those that won it.
-
-    `rows` are where they begin in Q, and are read where `ok`. BN at a time; rows of the same token write the same bits.
-    """
-    x = load_rows(Q.ptr + rows, ok, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
-    for r0 in tl.range(0, tl.minimum(count, C.BM), C.BN, num_stages=1):
-        this = tl.arange(0, C.BM)[None, :] == (r0 + tl.arange(0, C.BN))[:, None]
-        t = tl.max(tl.where(this, token[None, :], -1), axis=1)
-        match = (token[None, :] == t[:, None]) & (t >= 0)[:, None]
-        sums = no_norm_sums(C.BN)
-        if C.NORMALIZE and not C.ONE_CHUNK:
-            for c0 in range(0, d, C.BD):
-                columns = c0 + tl.arange(0, C.BD)
-                x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
-                G = _sums(match, coefficient, x, rows, columns, Q, d, C)
-                sums = more_norm_sums(sums, G, base, t, t >= 0, columns, D, d, C)
-        for c0 in range(0, d, C.BD):
-            columns = c0 + tl.arange(0, C.BD)
-            if not C.ONE_CHUNK:
-                x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE)
-            G = _sums(match, coefficient, x, rows, columns, Q, d, C)
-            if C.NORMALIZE:
-                G = through_tile_norm(G, columns, sums, base, t, t >= 0, D, d, C)
-            offsets = (t.to(tl.int64) * d)[:, None] + columns[None, :]
-            mask = (t >= 0)[:, None] & (columns < d)[None, :]
-            tl.store(gradient + offsets, G.to(gradient.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "tokens", "Nq", "K", "Lq", "Ld"])
-def maxsim_grad_documents_few(Q, D, up, grad_D, rows, tokens, Nq, K, Lq, Ld, d, C: tl.constexpr):
+def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.constexpr):
     """grad_D of `tokens` tokens of one document a program; the document meets `rows` <= BM query rows.
 
-    Zeros first, then the tokens that won.
+    Zeros first, then the tokens that won, BN at a time; rows of the same token write the same bits.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
-    parts = tl.cdiv(Ld, tokens)
+    parts = tl.cdiv(up.Ld, tokens)
     document = tl.program_id(0) // parts
     t_begin = (tl.program_id(0) % parts) * tokens
-    t_end = tl.minimum(t_begin + tokens, Ld)
+    t_end = tl.minimum(t_begin + tokens, up.Ld)
     owner = document * 0
     k = document
     if C.CANDIDATES:
-        owner = document // K
-        k = document % K
+        owner = document // up.K
+        k = document % up.K
     base = document_base(D, owner, k)
-    gradient = grad_D + document.to(tl.int64) * Ld * d
-    token, g = _won(up, owner, k, tl.arange(0, C.BM), rows, t_begin, t_end, sizes, C)
-    begins, coefficient = _few_rows(token, g, owner, Q, sizes, d, C)
+    gradient = grad_D + document.to(tl.int64) * up.Ld * d
+    token, g = _won(up, owner, k, tl.arange(0, C.BM), rows, t_begin, t_end, C)
+    begins, coefficient = _met_rows(token, g, owner, up, Q, d, C)
     fill_with_zeros(gradient + t_begin.to(tl.int64) * d, (t_end - t_begin) * d, "")
     tl.debug_barrier()  # the zeros are written by other threads than the sums
-    _store_sums(token, coefficient, begins, token >= 0, rows, base, gradient, Q, D, d, C)
+    x = load_rows(Q.ptr + begins, token >= 0, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
+    for r0 in tl.range(0, tl.minimum(rows, C.BM), C.BN, num_stages=1):
+        this = tl.arange(0, C.BM)[None, :] == (r0 + tl.arange(0, C.BN))[:, None]
+        t = tl.max(tl.where(this, token[None, :], -1), axis=1)
+        match = (token[None, :] == t[:, None]) & (t >= 0)[:, None]
+        of = (x, match, coefficient, begins, token >= 0, Q)
+        to = Target(base, t, t >= 0, gradient, t.to(tl.int64))
+        write_gradient(_sum_of_matches, of, to, d, D, d, C)

@@ -76,12 +76,12 @@ class Inputs:
     up: Tensor
     argmax: Tensor
 
-    def call(self, needs: list[bool]) -> tuple[cuda_backward._Call, list[Tensor]]:
+    def call(self, needs: list[bool]) -> tuple[cuda_backward.Call, list[Tensor]]:
         outputs = cuda_backward._outputs(self.Q, self.D, needs)
         for out in outputs:
             out.fill_(float("nan"))
         arguments = cuda_backward._Arguments(self.up, self.Q, self.D, self.argmax, None, None, None, False, needs)
-        return cuda_backward._call(arguments, outputs), outputs
+        return cuda_backward._call(arguments), outputs
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The gradients of the last query, and of the last document, in fp64."""
@@ -133,16 +133,24 @@ def forced(function: str, warps: int, stages: int | None, registers: int | None,
 
 def timed(timer: Timer, inputs: Inputs, run, needs: list[bool], expected: Tensor) -> dict:
     call, outputs = inputs.call(needs)
-    run(call)
+    run(call, outputs)
     out = outputs[0] if needs[0] else outputs[1]
     wrong = error(out[-1, -1] if needs[1] and out.dim() == 4 else out[-1], expected)
     complete = bool(torch.isfinite(out).all())
-    return {"ms": timer(lambda: run(call)), "error": wrong, "complete": complete}
+    return {"ms": timer(lambda: run(call, outputs)), "error": wrong, "complete": complete}
 
 
-def lists_only(call) -> None:
-    with mock.patch.object(cuda_backward, "_product", lambda *a: None):
-        cuda_backward._into_documents(call)
+def into_queries(call: cuda_backward.Call, outputs: list[Tensor]) -> None:
+    call.into_queries(outputs[0], None)
+
+
+def into_documents(call: cuda_backward.Call, outputs: list[Tensor]) -> None:
+    cuda_backward._into_documents(call, outputs[1])
+
+
+def lists_only(call: cuda_backward.Call, outputs: list[Tensor]) -> None:
+    with mock.patch.object(cuda_backward, "_sum_tiles", lambda *a: None):
+        into_documents(call, outputs)
 
 
 def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
@@ -159,8 +167,8 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
         report(tried[-1])
 
     only_Q, only_D = [True, False, False], [False, True, False]
-    attempt("grad_Q", "table", cuda_backward._into_queries, only_Q, grad_Q)
-    attempt("grad_D", "table", cuda_backward._into_documents, only_D, grad_D)
+    attempt("grad_Q", "table", into_queries, only_Q, grad_Q)
+    attempt("grad_D", "table", into_documents, only_D, grad_D)
     for name in ("lowmem", "unified"):
         call = getattr(cuda_backward, f"backward_{name}")
         a = (inputs.up, inputs.Q, inputs.D, inputs.argmax, None, None, None, False, [True, True, False])
@@ -169,16 +177,17 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
         report(tried[-1] | {"complete": True})
     if case.candidates:
         for BN, tokens, warps in FEW if kind == "uniform" else ():
-            with forced("few_rows", warps, 1, 255, BN=BN), mock.patch.object(cuda_backward, "_MOST_TOKENS", tokens):
-                attempt("grad_D", (BN, tokens, warps), cuda_backward._into_documents, only_D, grad_D)
+            cut = mock.patch.object(cuda_backward, "_MOST_TOKENS", tokens)
+            with forced("sparse_documents", warps, 1, 255, BN=BN), cut:
+                attempt("grad_D", (BN, tokens, warps), into_documents, only_D, grad_D)
         return tried
     for BM, BN, warps, registers in GATHERS if kind == "uniform" else ():
         with forced("gather", warps, None, registers, BM=BM, BN=BN):
-            attempt("grad_Q", (BM, BN, warps, registers), cuda_backward._into_queries, only_Q, grad_Q)
+            attempt("grad_Q", (BM, BN, warps, registers), into_queries, only_Q, grad_Q)
     products = PRODUCTS if case.dtype == "bfloat16" else PRODUCTS_FP32
     for BM, BN, warps, stages, registers in products if kind == "uniform" else ():
         with forced("grad_documents", warps, stages, registers, BM=BM, BN=BN):
-            attempt("grad_D", (BM, BN, warps, stages, registers), cuda_backward._into_documents, only_D, grad_D)
+            attempt("grad_D", (BM, BN, warps, stages, registers), into_documents, only_D, grad_D)
     for BM, warps in LISTS if kind == "uniform" else ():
         with forced("lists", warps, 1, None, BM=BM):
             attempt("lists", (BM, warps), lists_only, only_D, grad_D)

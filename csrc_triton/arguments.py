@@ -128,33 +128,85 @@ class Patches(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What the backward starts from: the gradient of the scores (any strides) and the contiguous winners.
+    """What the backward starts from: the gradient of the scores ``[Nq, K]`` (any strides), the contiguous winners, and
+    the sizes of the call. `norms` are ``1 / ||q||`` of all query rows, or None.
 
-    The rest is of ragged layouts, None in the dense ones: the query of each packed row (-1: none), `count` items as
-    `maxsim_ragged_items` writes them, and for pairs, whose items are sorted by query, where each query's begin.
+    Packed layouts are one query of Lq rows, K documents (or candidates of each query) and Ld rows of D. They also have
+    the query of each packed row (-1: none), `count` items as `maxsim_ragged_items` writes them, sorted as a kernel
+    needs them, and for pairs, sorted by query, where each query's items begin.
     """
 
     grad_scores: Any
     stride_q: Any
     stride_k: Any
     argmax: Any
+    Nq: Any
+    K: Any
+    Lq: Any
+    Ld: Any
+    norms: Any = None
     query: Any = None
     items: Any = None
     count: Any = None
     starts: Any = None
 
 
-class Walk(NamedTuple):
-    """What the gradient of a tile of packed document tokens is summed over: items `lo` to `hi` of those sorted by
-    their first rows, `count` in all, and of each the query rows from `r0` to `r1`.
+class Sum(NamedTuple):
+    """What of a `Tile` or a `Walk` is summed: some features of the query rows, times `scale`."""
 
-    `t0` is the tile's first row of D. Where `slots` is not None it has more tokens than are summed at a time: BN places
-    from `u0` on, token t of the tile at ``slots[t]``. Where `lists` is not None, `lo` to `hi` are blocks of items, and
-    of each only the rows are met that won in the tile's bucket of the document.
+    tile: Any
+    up: Any
+    Q: Any
+    columns: Any
+    scale: Any
+    d: Any
+
+
+class Rows(NamedTuple):
+    """Query rows of a step: where they begin, whether they won a token of the tile, which one (-1: none), and what each
+    counts for, ``g * w / ||q||``."""
+
+    pointers: Any
+    hit: Any
+    token: Any
+    coefficient: Any
+
+
+class Tile(NamedTuple):
+    """Tokens of document k of `owner` from `t0` on, and the rows that may have won them: entries `begin` to `end` of
+    the document's list, or, where `entries` is None, all rows that the document meets."""
+
+    owner: Any
+    k: Any
+    t0: Any
+    begin: Any
+    end: Any
+    entries: Any
+
+
+class Target(NamedTuple):
+    """Where the gradient of document tokens goes: token t of the document at `base`, where `ok`, to row ``rows`` of
+    `gradient`. Of a sum in pieces, those `left` are kept in rows `slots` of `partial`, in fp32. Either may be None."""
+
+    base: Any
+    t: Any
+    ok: Any
+    gradient: Any
+    rows: Any
+    partial: Any = None
+    slots: Any = None
+    left: Any = None
+
+
+class Walk(NamedTuple):
+    """What the gradient of a tile of packed document tokens is summed over: items `lo` to `hi` of those sorted by their
+    first rows, and of each the query rows from `r0` to `r1`.
+
+    `t0` is the tile's first row of D. Where `slots` is not None, the tile has more tokens than are summed at a time:
+    BN slots from `u0` on are summed, and token t of the tile has slot ``slots[t]``. Where `lists` is not None, `lo` to
+    `hi` are blocks of items, and of each only the rows count that won in the tile's bucket of the document.
     """
 
-    items: Any
-    count: Any
     lo: Any
     hi: Any
     t0: Any
@@ -165,8 +217,27 @@ class Walk(NamedTuple):
     lists: Any = None
 
 
+class TileLists(NamedTuple):
+    """The winners of documents from `first` on, as `maxsim_list_winners` lists them: of `blocks` blocks of query rows,
+    for each of `tiles` tiles. `entries` and `starts` are None where all rows are read instead."""
+
+    entries: Any
+    starts: Any
+    first: Any
+    blocks: Any
+    tiles: Any
+
+
+class Pieces(NamedTuple):
+    """fp32 sums of pieces of tiles, None where each tile is summed at once; a piece is `rows` entries of a document's
+    list."""
+
+    partial: Any
+    rows: Any
+
+
 class Lists(NamedTuple):
-    """The winners of packed documents, listed by `maxsim_list_packed_winners`.
+    """The winners of packed documents, as `maxsim_list_packed_winners` lists them.
 
     Each item has `blocks` blocks of `rows` query rows. Entries ``[items, blocks, rows]`` are int32, those of a bucket
     together; `starts` ``[items, blocks, BUCKETS + 1]``, int32, is where buckets begin in their block.
@@ -179,12 +250,12 @@ class Lists(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Which of the sorted items may touch each tile of packed document tokens: what `maxsim_find_starts` finds.
+    """Which of the sorted items may touch each tile of packed document tokens, as `maxsim_find_starts` finds it.
 
-    Where the lists of all items do not fit the workspace, chunks of `own` items are listed one after the other, each
-    with those up to `room` items from its `first` on, and a launch sums the tiles that its chunk serves: whose items
-    begin in it and end before what is listed ends. A launch without lists sums the tiles that no chunk serves. `own` is
-    None where one launch sums all tiles.
+    Lists of all items may not fit the workspace. Then chunks of `own` items are listed one after the other, each with
+    those up to `room` items from its `first` on. A launch with lists sums the tiles that its chunk serves: those whose
+    items begin among its own and end before what is listed ends. A launch without lists sums the tiles that no chunk
+    serves. `own` is None where one launch sums all tiles.
     """
 
     starts: Any
@@ -193,12 +264,22 @@ class Bounds(NamedTuple):
     room: Any = None
 
 
+class SharedTiles(NamedTuple):
+    """Tiles of rows of D that several documents, or many items, touch: `marks` says how many there are, for each tile
+    whether it is one, and lists them. `starts` are those of `Bounds`. `reach` is, for each sorted item, the row of D
+    behind its document and all before it."""
+
+    marks: Any
+    starts: Any
+    reach: Any = None
+
+
 class Items(NamedTuple):
     """A step of a walk, lane by lane: where the item's document begins in the tile and how many tokens it has, its
     query rows from `begin` to `stop`, and what a row's number is added to for its winner and its score's gradient.
 
-    With lists one bucket of a document for all lanes, in its place: where it begins in the tile and how many tokens it
-    has, its entries from `begin` to `stop`, and in `winners` the row that they count from.
+    With lists all lanes have one bucket of a document in its place: where the bucket begins in the tile and how many
+    tokens it has, its entries from `begin` to `stop`, and in `winners` the row that they count from.
     """
 
     first: Any
@@ -207,6 +288,14 @@ class Items(NamedTuple):
     stop: Any
     winners: Any
     score: Any
+
+
+class RowSums(NamedTuple):
+    """fp32 sums over the rows of a tensor ``[N, K, Lq, d]``, which their gradient is made of."""
+
+    ptr: Any
+    K: Any
+    Lq: Any
 
 
 class Zeros(NamedTuple):

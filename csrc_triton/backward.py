@@ -4,29 +4,29 @@ import triton
 import triton.language as tl
 
 from .common import NORM_EPS, inverse_norm, load_rows, load_tokens, rows_sum_of_squares, wide
-from .ragged import met_items, packed_winners
+from .items import met_items, packed_winners
 
 
 @triton.jit
-def query_tile(sizes, C: tl.constexpr):
-    """The query that program 0, 1, .. owns tokens of, those tokens (BM of them), and which exist.
+def query_tile(up, C: tl.constexpr):
+    """The query whose tokens this program owns, those tokens (BM of them), and which exist.
 
-    Of ragged layouts all packed rows are the tokens of one query.
+    In packed layouts all query rows are the tokens of one query.
     """
-    tiles = tl.cdiv(sizes.Lq, C.BM)
+    tiles = tl.cdiv(up.Lq, C.BM)
     pid = tl.program_id(0)
     s = (pid % tiles) * C.BM + tl.arange(0, C.BM)
-    return pid // tiles, s, s < sizes.Lq
+    return pid // tiles, s, s < up.Lq
 
 
 @triton.jit
-def winners(up, owner, k, i, s, ok, sizes, C: tl.constexpr):
+def winners(up, owner, k, i, s, ok, C: tl.constexpr):
     """Of query tokens (i, s) in document k: the winning token, whether there is one, and the score's gradient there."""
     k = k.to(tl.int64)
     if C.CANDIDATES:
-        offsets = (owner.to(tl.int64) * sizes.K + k) * sizes.Lq + s
+        offsets = (owner.to(tl.int64) * up.K + k) * up.Lq + s
     else:
-        offsets = (k * sizes.Nq + i) * sizes.Lq + s
+        offsets = (k * up.Nq + i) * up.Lq + s
     token = tl.load(up.argmax + offsets, mask=ok, other=-1).to(tl.int32)
     won = ok & (token >= 0)
     pair = i.to(tl.int64) * up.stride_q + k * up.stride_k + 0 * s  # one for each row, also where i is a scalar
@@ -41,7 +41,7 @@ def _scatter_rows(targets, values, won, columns, d):
 
 
 @triton.jit
-def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C: tl.constexpr):
+def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.constexpr):
     """``sum_k g[i, k] * D[k, winner]`` of BM tokens of query i over some documents; and which of them win anything.
 
     BN documents a step, so that BM * BN rows are on their way from memory at once. The sum runs over the documents in
@@ -57,23 +57,23 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C:
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     if up.query is not None:
-        of = met_items(up, s_pair, ok_pair, sizes, C)
+        of = met_items(up, s_pair, ok_pair, C)
     for k0 in range(k_begin, k_end, C.BN):
         k = wide(k0) + n
         if up.query is not None:
-            token, won, g = packed_winners(up, of, s_pair, k, ok_pair & (k < k_end), sizes, C)
+            token, won, g = packed_winners(up, of, s_pair, k, ok_pair & (k < k_end), C)
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:
-            token, won, g = winners(up, i, k, i, s_pair, ok_pair & (k < k_end), sizes, C)
+            token, won, g = winners(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
             pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
             document = k
             if C.CANDIDATES:
                 pointers += i.to(tl.int64) * D.stride_owner
-                document = k + i.to(tl.int64) * sizes.K
+                document = k + i.to(tl.int64) * up.K
         if sum_D is not None:
             values = tl.reshape(g, (C.BN, C.BM))[:, :, None] * rows[None, :, :]
-            targets = sum_D + (document * sizes.Ld + token) * d
+            targets = sum_D + (document * up.Ld + token) * d
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
         x = load_rows(pointers, won, columns, d, D.stride_d, C.WIDE).to(tl.float32)
         if C.NORMALIZE:
@@ -98,37 +98,57 @@ def through_normalize(G, x, squares, dot):
 
 
 @triton.jit
-def norm_sums(G, base, t, t_ok, columns, D, d, C: tl.constexpr):
-    """The tokens x of this step, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here."""
-    x = load_tokens(base, t, t_ok, columns, d, D, C.WIDE).to(tl.float32)
+def norm_sums(G, to, columns, D, d, C: tl.constexpr):
+    """The target's tokens x, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here, over some features."""
+    x = load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE).to(tl.float32)
     live = tl.max((G != 0.0).to(tl.int32), axis=1)
     return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
 
 
 @triton.jit
-def through_norm(G, x, live, squares, dot):
-    """Tokens that receive nothing get zero: they may hold NaN."""
+def through_token_norm(G, sums, to, columns, D, d, C: tl.constexpr):
+    """`G` through the norm of its tokens. Tokens that receive nothing get zero: they may hold NaN.
+
+    `sums` are those of `norm_sums` over all features, where these are not all.
+    """
+    x, dot, squares, live = norm_sums(G, to, columns, D, d, C)
+    if not C.ONE_CHUNK:
+        dot, squares, live = sums
     return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot * inverse_norm(squares)), 0.0)
 
 
 @triton.jit
-def no_norm_sums(TOKENS: tl.constexpr):
-    """The sums of no features, for `more_norm_sums`."""
-    zeros = tl.full((TOKENS,), 0, tl.float32)
-    return zeros, zeros, tl.full((TOKENS,), 0, tl.int32)
+def slot_pointers(partial, slots, columns, d):
+    return partial + (slots * d)[:, None] + columns[None, :]
 
 
 @triton.jit
-def more_norm_sums(sums, G, base, t, t_ok, columns, D, d, C: tl.constexpr):
-    """`sums` of the features of earlier steps, as `norm_sums` gives them, and those of this step."""
-    _, dot, squares, live = norm_sums(G, base, t, t_ok, columns, D, d, C)
-    return sums[0] + dot, sums[1] + squares, sums[2] | live
+def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
+    """Write ``sum_of(of, ..)`` of all features, BD at a time, to a `Target`, through the norm of its tokens if asked.
 
-
-@triton.jit
-def through_tile_norm(G, columns, sums, base, tokens, ok, D, d, C: tl.constexpr):
-    """`G`, of some columns, through the norm of its tokens; `sums`: of all steps, where there are several."""
-    x, dot, squares, live = norm_sums(G, base, tokens, ok, columns, D, d, C)
-    if not C.ONE_CHUNK:
-        dot, squares, live = sums
-    return through_norm(G, x, live, squares, dot)
+    The Jacobian of the norm needs sums over all features first. Where these are several steps, each is summed twice.
+    """
+    TOKENS: tl.constexpr = to.t.shape[0]
+    dot = tl.full((TOKENS,), 0, tl.float32)
+    squares = tl.full((TOKENS,), 0, tl.float32)
+    live = tl.full((TOKENS,), 0, tl.int32)
+    if C.NORMALIZE and not C.ONE_CHUNK and to.gradient is not None:
+        for c0 in range(0, features, C.BD):
+            columns = c0 + tl.arange(0, C.BD)
+            G = sum_of(of, columns, d, C)
+            _, more_dot, more_squares, more_live = norm_sums(G, to, columns, D, d, C)
+            dot += more_dot
+            squares += more_squares
+            live = live | more_live
+    for c0 in range(0, features, C.BD):
+        columns = c0 + tl.arange(0, C.BD)
+        G = sum_of(of, columns, d, C)
+        if to.partial is not None:
+            kept = to.left[:, None] & (columns < d)[None, :]
+            tl.store(slot_pointers(to.partial, to.slots, columns, d), G, mask=kept)
+        if to.gradient is not None:
+            if C.NORMALIZE:
+                G = through_token_norm(G, (dot, squares, live), to, columns, D, d, C)
+            offsets = (to.rows * d)[:, None] + columns[None, :]
+            mask = to.ok[:, None] & (columns < d)[None, :]
+            tl.store(to.gradient + offsets, G.to(to.gradient.dtype.element_ty), mask=mask)

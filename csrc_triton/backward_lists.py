@@ -24,15 +24,15 @@ def maxsim_row_norms(Q, norms, Nq, Lq, d, C: tl.constexpr):
 
 
 @triton.jit
-def _block_of_winners(up, first, rows, blocks, C: tl.constexpr):
+def _block_of_winners(up, lists, rows, C: tl.constexpr):
     """The document of this program (from `first` on), its block of BM rows, and the token that won each (-1: none).
 
     As [BM // SLOT, SLOT] rows of neighbours: a warp holds whole rows, and counts along them need no barrier.
     """
-    document = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    document = tl.program_id(0) // lists.blocks
+    block = tl.program_id(0) % lists.blocks
     r = block * C.BM + tl.arange(0, C.BM // C.SLOT)[:, None] * C.SLOT + tl.arange(0, C.SLOT)[None, :]
-    token = tl.load(up.argmax + (wide(document) + first) * rows + r, mask=r < rows, other=-1).to(tl.int32)
+    token = tl.load(up.argmax + (wide(document) + lists.first) * rows + r, mask=r < rows, other=-1).to(tl.int32)
     return document, block, r, token
 
 
@@ -55,19 +55,19 @@ def _counter(even, odd, n: tl.constexpr):
     return ((half >> (16 * (n // 2))) & 0xFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["first", "blocks", "tiles"])
-def maxsim_count_winners(up, starts, first, rows, blocks, tiles, C: tl.constexpr):
+@triton.jit
+def maxsim_count_winners(up, lists, rows, C: tl.constexpr):
     """How many winners each block of rows has in each tile; `maxsim_scan_counts` turns the counts into starts."""
-    document, block, _, token = _block_of_winners(up, first, rows, blocks, C)
+    document, block, _, token = _block_of_winners(up, lists, rows, C)
     tile = tl.where(token >= 0, token // C.BN, -1)
-    starts += wide(document) * (tiles * blocks + 1) + block
-    for b in range(0, tiles, 8):
+    starts = lists.starts + (wide(document) * (lists.tiles * lists.blocks + 1) + block)
+    for b in range(0, lists.tiles, 8):
         even, odd = _halves(tl.sum(_marks(tile, b), axis=1))
         even = tl.sum(even, axis=0)
         odd = tl.sum(odd, axis=0)
         for n in tl.static_range(8):
-            if b + n < tiles:
-                tl.store(starts + (b + n) * blocks, _counter(even, odd, n))
+            if b + n < lists.tiles:
+                tl.store(starts + (b + n) * lists.blocks, _counter(even, odd, n))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -86,10 +86,10 @@ def maxsim_scan_counts(starts, count, C: tl.constexpr):
 
 
 @triton.jit
-def ranks(tile, starts, tiles, ALONE: tl.constexpr):
+def ranks(tile, starts, tiles, ONE_BLOCK: tl.constexpr):
     """Of each row, how many before it in the block belong to the same tile.
 
-    ALONE: the block is the whole document; `starts` is written, which counting and scanning write for several blocks.
+    ONE_BLOCK: the block is the whole document, and `starts` is written here. Of several blocks it is there already.
     """
     rank = tl.zeros_like(tile)
     begin = 0
@@ -103,26 +103,26 @@ def ranks(tile, starts, tiles, ALONE: tl.constexpr):
         rows_before = tl.where(n % 2 == 1, odd_before, even_before) >> (n // 2 * 16).to(tl.int64)
         here = ((before >> (n * 8).to(tl.int64)) & 0xFF) + (rows_before & 0xFFFF)
         rank = tl.where(marks != 0, here.to(tl.int32), rank)
-        if ALONE:
+        if ONE_BLOCK:
             even = tl.sum(even, axis=0)
             odd = tl.sum(odd, axis=0)
             for m in tl.static_range(8):
                 if b + m < tiles:
                     tl.store(starts + b + m, begin)
                     begin += _counter(even, odd, m)
-    if ALONE:
+    if ONE_BLOCK:
         tl.store(starts + tiles, begin)
         tl.debug_barrier()
     return rank
 
 
-@triton.jit(do_not_specialize=["first", "blocks", "tiles"])
-def maxsim_list_winners(up, starts, lists, first, rows, blocks, tiles, ALONE: tl.constexpr, C: tl.constexpr):
-    """Write the lists of one block of rows of one document; ALONE: it holds all rows, and nothing was counted."""
-    document, block, r, token = _block_of_winners(up, first, rows, blocks, C)
+@triton.jit
+def maxsim_list_winners(up, lists, rows, ONE_BLOCK: tl.constexpr, C: tl.constexpr):
+    """Write the lists of one block of rows of one document; ONE_BLOCK: it holds all rows, and nothing was counted."""
+    document, block, r, token = _block_of_winners(up, lists, rows, C)
     won = token >= 0
     tile = tl.where(won, token // C.BN, -1)
-    starts += wide(document) * (tiles * blocks + 1)
-    position = ranks(tile, starts, tiles, ALONE)
-    position += tl.load(starts + tile * blocks + block, mask=won, other=0)
-    tl.store(lists + wide(document) * rows + position, r * C.BN + token % C.BN, mask=won)
+    starts = lists.starts + wide(document) * (lists.tiles * lists.blocks + 1)
+    position = ranks(tile, starts, lists.tiles, ONE_BLOCK)
+    position += tl.load(starts + tile * lists.blocks + block, mask=won, other=0)
+    tl.store(lists.entries + wide(document) * rows + position, r * C.BN + token % C.BN, mask=won)

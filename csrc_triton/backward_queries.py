@@ -3,35 +3,33 @@
 import triton
 import triton.language as tl
 
-from .arguments import Sizes
 from .backward import gathered, query_tile, through_normalize
 from .common import inverse_norm, load_rows, query_keep, query_weight, row_pointers, rows_sum_of_squares
-from .ragged import most_met
+from .items import most_met
 
 
 @triton.jit
-def _row_gradient(up, i, s, ok, pointers, c0, Q, D, sizes, d, C: tl.constexpr):
+def _row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C: tl.constexpr):
     """For one feature step: the query rows (zero where they win nothing) and their gathered gradient before weights."""
     columns = c0 + tl.arange(0, C.BD)
-    count = sizes.K
+    count = up.K
     if up.query is not None:
-        count = most_met(up, s, ok, sizes, C)
-    acc, live = gathered(up, i, s, ok, 0, count, columns, None, None, D, sizes, d, C)
+        count = most_met(up, s, ok, C)
+    acc, live = gathered(up, i, s, ok, 0, count, columns, None, None, D, d, C)
     q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
     return q, acc, live, columns
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, Nq, K, Lq, Ld, d, C: tl.constexpr):
+@triton.jit
+def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, d, C: tl.constexpr):
     """grad_Q [Nq, Lq, d] and grad_weight [Nq, Lq] (None: not wanted), BM tokens of a query a program.
 
-    Ragged layouts are one query of Tq tokens and, of K documents or candidates, the rows of D.
+    Packed layouts are one query of Lq tokens.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
     # The Jacobian of the norm needs <q, gathered> over all features before any of grad_Q can be written.
     TWICE: tl.constexpr = C.NORMALIZE and not C.ONE_CHUNK
-    i, s, row_ok = query_tile(sizes, C)
-    row = i.to(tl.int64) * sizes.Lq + s
+    i, s, row_ok = query_tile(up, C)
+    row = i.to(tl.int64) * up.Lq + s
     ok = query_keep(Q, i, s, row_ok)
     w = query_weight(Q, i, s, ok)
     pointers = row_pointers(Q, i, s)
@@ -43,12 +41,12 @@ def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, Nq, K, Lq, Ld, d, C: tl.c
     alive = tl.full((C.BM,), 0, tl.int32)
     if TWICE or grad_Q is None:
         for c0 in range(0, d, C.BD):
-            q, acc, live, columns = _row_gradient(up, i, s, ok, pointers, c0, Q, D, sizes, d, C)
+            q, acc, live, columns = _row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C)
             dot += tl.sum(q * acc, axis=1)
             alive = live.to(tl.int32)
     if grad_Q is not None:
         for c0 in range(0, d, C.BD):
-            q, acc, live, columns = _row_gradient(up, i, s, ok, pointers, c0, Q, D, sizes, d, C)
+            q, acc, live, columns = _row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C)
             alive = live.to(tl.int32)
             if not TWICE:
                 dot += tl.sum(q * acc, axis=1)

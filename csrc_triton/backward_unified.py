@@ -3,27 +3,25 @@
 import triton
 import triton.language as tl
 
-from .arguments import Sizes
 from .backward import gathered, query_tile, through_normalize
 from .common import document_base, inverse_norm, load_rows, query_keep, query_weight, row_pointers, rows_sum_of_squares
-from .ragged import most_met
+from .items import most_met
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "K_per_program"])
-def maxsim_scatter(Q, D, up, sum_Q, sum_D, Nq, K, Lq, Ld, d, K_per_program, C: tl.constexpr):
+@triton.jit(do_not_specialize=["K_per_program"])
+def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
     """Add into zeroed fp32 sums (None: not wanted) what BM tokens of a query get from and give to some documents.
 
     ``sum_Q[i, s] += g * D[winner]`` (before the weight) and ``sum_D[winner] += g * w * Q[i, s]``, normalised tokens
     if asked; `maxsim_finish` turns the sums into gradients.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
-    i, s, row_ok = query_tile(sizes, C)
-    row = i.to(tl.int64) * sizes.Lq + s
+    i, s, row_ok = query_tile(up, C)
+    row = i.to(tl.int64) * up.Lq + s
     k_begin = tl.program_id(1) * K_per_program
     ok = query_keep(Q, i, s, row_ok)
-    count = sizes.K
+    count = up.K
     if up.query is not None:
-        count = most_met(up, s, ok, sizes, C)
+        count = most_met(up, s, ok, C)
     k_end = tl.minimum(k_begin + K_per_program, count)
     pointers = row_pointers(Q, i, s)
     scale = query_weight(Q, i, s, ok)
@@ -32,33 +30,32 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, Nq, K, Lq, Ld, d, K_per_program, C: t
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         rows = load_rows(pointers, ok, columns, d, Q.stride_d, C.WIDE).to(tl.float32) * scale[:, None]
-        acc, live = gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, sizes, d, C)
+        acc, live = gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C)
         if sum_Q is not None:
             mask = live[:, None] & (columns < d)[None, :]
             tl.atomic_add(sum_Q + row[:, None] * d + columns[None, :], acc, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_finish(X, Q, sums, grad, grad_weight, Nq, K, Lq, Ld, d, C: tl.constexpr):
+@triton.jit
+def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     """Turn `sums` over the rows of X into their gradient, through the norm and times the weight; and the weight's own.
 
-    X is ``[sizes.Nq, sizes.K, sizes.Lq, d]``, passed as Documents: the document tokens, or the query tokens with K = 1,
+    X is ``[N, K, Lq, d]``, passed as Documents: the document tokens, or the query tokens with K = 1,
     whose weights come from Q (documents pass it with none). `grad` or `grad_weight` is None where not wanted.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
-    n, s, ok = query_tile(sizes, C)
-    row = n.to(tl.int64) * sizes.Lq + s
-    pointers = document_base(X, n // sizes.K, n % sizes.K) + s.to(tl.int64) * X.stride_l
+    n, s, ok = query_tile(sums, C)
+    row = n.to(tl.int64) * sums.Lq + s
+    pointers = document_base(X, n // sums.K, n % sums.K) + s.to(tl.int64) * X.stride_l
     w = query_weight(Q, n, s, ok)
     live = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
-        G = load_rows(sums + row * d, ok, c0 + tl.arange(0, C.BD), d, 1, C.WIDE)
+        G = load_rows(sums.ptr + row * d, ok, c0 + tl.arange(0, C.BD), d, 1, C.WIDE)
         live = live | tl.max((G != 0.0).to(tl.int32), axis=1)
     dot = tl.full((C.BM,), 0, tl.float32)
     squares = tl.full((C.BM,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        G = load_rows(sums + row * d, ok, columns, d, 1, C.WIDE)
+        G = load_rows(sums.ptr + row * d, ok, columns, d, 1, C.WIDE)
         x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE).to(tl.float32)
         dot += tl.sum(x * G, axis=1)
         squares += tl.sum(x * x, axis=1)
@@ -67,7 +64,7 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, Nq, K, Lq, Ld, d, C: tl.constex
     if grad is not None:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            G = load_rows(sums + row * d, ok, columns, d, 1, C.WIDE) * w[:, None]
+            G = load_rows(sums.ptr + row * d, ok, columns, d, 1, C.WIDE) * w[:, None]
             if C.NORMALIZE:
                 x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE).to(tl.float32)
                 G = through_normalize(G, x, squares, dot * w)

@@ -15,20 +15,33 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from lik_ops.csrc_triton import (
+    backward_disjoint,
     backward_documents,
-    backward_few,
     backward_lists,
+    backward_packed,
+    backward_packed_lists,
     backward_queries,
-    backward_ragged,
-    backward_ragged_few,
-    backward_ragged_lists,
+    backward_sparse,
     backward_unified,
     forward,
     forward_ragged,
     fp32,
-    ragged_items,
+    list_items,
 )
-from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream, Zeros
+from lik_ops.csrc_triton.arguments import (
+    Bounds,
+    Documents,
+    Lists,
+    Pieces,
+    Queries,
+    RowSums,
+    Segments,
+    SharedTiles,
+    Terms,
+    TileLists,
+    Upstream,
+    Zeros,
+)
 from lik_ops.gpu import backward_configs, configs
 from lik_ops.gpu.configs import Architecture, Launch
 from lik_ops.gpu.triton_versions import compile_options
@@ -133,12 +146,12 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     )
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
-    if case.kernel == "maxsim_grad_packed_documents_apart":
-        return backward_configs.apart_documents(arch, case.dtype, case.Lq, case.d, flat=True, **shared)
+    if case.kernel == "maxsim_grad_disjoint_documents":
+        return backward_configs.disjoint_documents(arch, case.dtype, case.Lq, case.d, flat=True, **shared)
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
-        few = case.kernel == "maxsim_grad_few_packed_documents"
-        choices = {"flat": flat, "rows": rows, "few": few, "listed": _listed(case), **shared}
+        shared_tiles = case.kernel == "maxsim_grad_shared_tiles"
+        choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case), **shared}
         if case.chunks:  # what lists do not serve is walked over by the same tiles
             choices["listed"] = True
         packed = backward_configs.grad_packed_documents(arch, case.dtype, case.d, **choices)
@@ -151,9 +164,9 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return backward_configs.lookup(arch)
     if case.kernel == "maxsim_scatter":
         return backward_configs.scatter(arch, case.dtype, case.d, ragged=case.ragged, **shared)
-    if case.kernel == "maxsim_grad_documents_few":
-        rows = min(case.Lq, backward_configs.most_few_rows(case.dtype, case.d, case.wide))
-        return backward_configs.few_rows(arch, case.dtype, rows, case.d, **shared)
+    if case.kernel == "maxsim_grad_sparse_documents":
+        rows = min(case.Lq, backward_configs.most_sparse_rows(case.dtype, case.d, case.wide))
+        return backward_configs.sparse_documents(arch, case.dtype, rows, case.d, **shared)
     if case.kernel in LISTS:
         return backward_configs.lists(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
@@ -162,7 +175,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
 
 
 def _listed(case: Case) -> bool:
-    return case.lists and case.kernel != "maxsim_grad_few_packed_documents" and not (case.candidates or case.pairs)
+    return case.lists and case.kernel != "maxsim_grad_shared_tiles" and not (case.candidates or case.pairs)
 
 
 def _levels(case: Case, arch: Architecture) -> int:
@@ -172,8 +185,8 @@ def _levels(case: Case, arch: Architecture) -> int:
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
-PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_few_packed_documents", "maxsim_join_packed_pieces")
-PACKED += ("maxsim_list_packed_winners", "maxsim_grad_packed_documents_apart")
+PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
+PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -206,15 +219,20 @@ def _segments(case: Case) -> tuple[Segments, dict]:
 
 
 def _upstream(case: Case) -> tuple[Upstream, dict]:
-    argmax = "*i32" if case.int32 else "*i16"
-    if not case.ragged:
-        return Upstream("*fp32", "i32", "i32", argmax, *(("constexpr",) * 4)), dict.fromkeys(range(4, 8))
-    # The gradient of documents takes the query of a row in the cross product alone, and its items on their own.
-    absent = {7} if not case.pairs else set()
-    if case.kernel in PACKED:
-        absent = {5, 7, 4} if case.pairs or case.candidates else {5, 7}
-    kinds = ["*fp32", "i32", "i32", argmax, "*i32", "*i64", "i32", "*i32"]
-    return Upstream(*("constexpr" if n in absent else k for n, k in enumerate(kinds))), dict.fromkeys(absent)
+    kinds = {name: "constexpr" for name in Upstream._fields}
+    kinds |= dict.fromkeys(("stride_q", "stride_k", "Nq", "K", "Lq", "Ld"), "i32")
+    kinds |= {"grad_scores": "*fp32", "argmax": "*i32" if case.int32 else "*i16"}
+    if case.normalize and (case.kernel in PACKED or (case.kernel == "maxsim_grad_documents" and case.lists)):
+        kinds["norms"] = "*fp32"
+    if case.ragged:
+        kinds |= {"items": "*i64", "count": "i32"}
+        # The gradient of documents takes the query of a row in the cross product alone.
+        if not (case.kernel in PACKED and (case.pairs or case.candidates)):
+            kinds["query"] = "*i32"
+        if case.pairs and case.kernel not in PACKED:
+            kinds["starts"] = "*i32"
+    up = Upstream(**kinds)
+    return up, {n: None for n, kind in enumerate(up) if kind == "constexpr"}
 
 
 def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
@@ -222,7 +240,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     gradient = _POINTER[case.dtype]
     up, _ = _upstream(case)
     weight = "*fp32" if case.options else "constexpr"
-    block = dict.fromkeys(("first", "rows", "blocks", "tiles"), "i32")
+    lists = "*i32" if case.lists or case.kernel == "maxsim_join_pieces" else "constexpr"
+    tile_lists = TileLists(lists, lists, "i32", "i32", "i32")
+    pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
     sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
     if case.kernel == "maxsim_forward" and case.ragged:
         packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "most", "d"), "i32") | {"LEVELS": "constexpr"}
@@ -230,64 +250,55 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_forward":
         return forward.maxsim_forward, _forward_arguments(case, launch, arch) | sizes
     if case.kernel == "maxsim_grad_queries":
-        found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight} | sizes
+        found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_documents":
-        lists = "*i32" if case.lists else "constexpr"
-        norms = "*fp32" if case.normalize and case.lists else "constexpr"
-        found = {"Q": None, "D": None, "up": up, "starts": lists, "lists": lists, "norms": norms}
-        found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
-        return backward_documents.maxsim_grad_documents, found | block | {"piece": "i32"} | sizes
+        found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}
+        found |= {"pieces": Pieces(pieces, "i32"), "grad_D": gradient, "d": "i32"}
+        return backward_documents.maxsim_grad_documents, found
     if case.kernel == "maxsim_grad_packed_documents":
         bounds = Bounds("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "bounds": bounds}
+        found = {"Q": None, "D": None, "up": up, "bounds": bounds}
         found |= {"lists": Lists("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
-        found |= {"norms": "*fp32" if case.normalize else "constexpr"}
-        found |= {"partial": "*fp32" if case.pieces else "constexpr", "grad_D": gradient}
-        packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "d"), "i32")
-        return backward_ragged.maxsim_grad_packed_documents, found | packed
-    if case.kernel == "maxsim_grad_few_packed_documents":
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "starts": "*i32", "marks": "*i32"}
-        found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
-        found |= dict.fromkeys(("Tq", "Td", "d"), "i32") | {"TILE": "constexpr"}
-        return backward_ragged_few.maxsim_grad_few_packed_documents, found
-    if case.kernel == "maxsim_grad_packed_documents_apart":
-        found = {"Q": None, "D": None, "up": up, "items": "*i64", "reach": "*i64"}
-        found |= {"starts": "*i32", "marks": "*i32"}
-        found |= {"norms": "*fp32" if case.normalize else "constexpr", "grad_D": gradient}
-        found |= dict.fromkeys(("Td", "d", "rounds"), "i32") | {"TILE": "constexpr"}
-        return backward_ragged_few.maxsim_grad_packed_documents_apart, found
+        found |= {"partial": pieces, "grad_D": gradient, "d": "i32"}
+        return backward_packed.maxsim_grad_packed_documents, found
+    if case.kernel == "maxsim_grad_shared_tiles":
+        shared = SharedTiles("*i32", "*i32", "constexpr")
+        found = {"Q": None, "D": None, "up": up, "shared": shared, "grad_D": gradient, "d": "i32"}
+        return backward_disjoint.maxsim_grad_shared_tiles, found | {"TILE": "constexpr"}
+    if case.kernel == "maxsim_grad_disjoint_documents":
+        shared = SharedTiles("*i32", "*i32", "*i64")
+        found = {"Q": None, "D": None, "up": up, "shared": shared, "grad_D": gradient, "d": "i32", "rounds": "i32"}
+        return backward_disjoint.maxsim_grad_disjoint_documents, found | {"TILE": "constexpr"}
     if case.kernel == "maxsim_list_packed_winners":
-        found = {"up": up, "items": "*i64", "entries": "*i32", "starts": "*i32"} | dict.fromkeys(
-            ("rows", "blocks"), "i32"
-        )
-        return backward_ragged_lists.maxsim_list_packed_winners, found
+        found = {"up": up, "lists": Lists("*i32", "*i32", "i32", "i32")}
+        return backward_packed_lists.maxsim_list_packed_winners, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
-        return backward_ragged.maxsim_join_packed_pieces, found
+        return backward_packed.maxsim_join_packed_pieces, found
     if case.kernel == "maxsim_ragged_items":
         segments, _ = _segments(case)
         names = "Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"
         found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
-        return ragged_items.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
+        return list_items.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
     if case.kernel == "maxsim_sort_items":
         found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64"}
         found |= {"zeros": Zeros(gradient, "i64", "*i32", "i32") if case.candidates else "constexpr", "count": "i32"}
-        return ragged_items.maxsim_sort_items, found | {"KEY": "constexpr"}
+        return list_items.maxsim_sort_items, found | {"KEY": "constexpr"}
     if case.kernel == "maxsim_find_starts":
         found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
         names = "count", "places", "step", "most", "rounds"
-        return ragged_items.maxsim_find_starts, found | dict.fromkeys(names, "i32")
-    if case.kernel == "maxsim_grad_documents_few":
-        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32"} | sizes
-        return backward_few.maxsim_grad_documents_few, found
+        return list_items.maxsim_find_starts, found | dict.fromkeys(names, "i32")
+    if case.kernel == "maxsim_grad_sparse_documents":
+        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32", "d": "i32"}
+        return backward_sparse.maxsim_grad_sparse_documents, found
     if case.kernel == "maxsim_join_pieces":
-        found = {"D": None, "starts": "*i32", "partial": "*fp32", "grad_D": gradient} | block
-        return backward_documents.maxsim_join_pieces, found | dict.fromkeys(("piece", "K", "Ld", "d"), "i32")
+        found = {"D": None, "up": up, "lists": tile_lists, "rows": "i32", "pieces": Pieces(pieces, "i32")}
+        return backward_documents.maxsim_join_pieces, found | {"grad_D": gradient, "d": "i32"}
     if case.kernel == "maxsim_count_winners":
-        return backward_lists.maxsim_count_winners, {"up": up, "starts": "*i32"} | block
+        return backward_lists.maxsim_count_winners, {"up": up, "lists": tile_lists, "rows": "i32"}
     if case.kernel == "maxsim_list_winners":
-        found = {"up": up, "starts": "*i32", "lists": "*i32"} | block | {"ALONE": "constexpr"}
+        found = {"up": up, "lists": tile_lists, "rows": "i32", "ONE_BLOCK": "constexpr"}
         return backward_lists.maxsim_list_winners, found
     if case.kernel == "maxsim_scan_counts":
         return backward_lists.maxsim_scan_counts, {"starts": "*i32", "count": "i32"}
@@ -297,10 +308,10 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
         return fp32.split_tokens, found
     if case.kernel == "maxsim_scatter":
-        found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32"} | sizes
+        found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
-    found = {"X": None, "Q": None, "sums": "*fp32", "grad": gradient, "grad_weight": weight} | sizes
-    return backward_unified.maxsim_finish, found
+    found = {"X": None, "Q": None, "sums": RowSums("*fp32", "i32", "i32"), "grad": gradient, "grad_weight": weight}
+    return backward_unified.maxsim_finish, found | {"d": "i32"}
 
 
 def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
@@ -316,30 +327,18 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
 
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {}
-    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.few_tokens(arch)}
+    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.shared_tile(arch)}
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:
         constants[(names.index("LEVELS"),)] = _levels(case, arch)
-    if "ALONE" in arguments:
-        constants[(names.index("ALONE"),)] = case.Nq * case.Lq <= launch.config.BM
+    if "ONE_BLOCK" in arguments:
+        constants[(names.index("ONE_BLOCK"),)] = case.Nq * case.Lq <= launch.config.BM
     aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
-    if "up" in arguments:
-        up, absent = _upstream(case)
-        aligned += [(names.index("up"), k) for k, v in enumerate(up) if v.startswith("*")]
-        constants |= {(names.index("up"), k): None for k in absent}
-    if "bounds" in arguments:
-        aligned.append((names.index("bounds"), 0))
-        if not case.chunks:
-            constants |= {(names.index("bounds"), n): None for n in (1, 2, 3)}
-    if isinstance(arguments.get("zeros"), Zeros):
-        aligned += [(names.index("zeros"), n) for n in (0, 2)]
-    if isinstance(arguments.get("lists"), Lists):
-        aligned += [(names.index("lists"), n) for n in range(2)]
-    if "segments" in arguments:
-        at = names.index("segments")
-        segments, absent = _segments(case)
-        aligned += [(at, k) for k, v in enumerate(segments) if v.startswith("*")]
-        constants |= {(at, k): None for k in absent}
+    for at, name in enumerate(names):
+        group = arguments[name]
+        if isinstance(group, tuple) and name not in groups:
+            aligned += [(at, n) for n, kind in enumerate(group) if kind.startswith("*")]
+            constants |= {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
     if "rows" in arguments and case.kernel in LISTS and case.Nq * case.Lq % 16 == 0:
         aligned.append((names.index("rows"),))
     for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
@@ -349,11 +348,9 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     constants |= {
         (names.index(n),): None
         for n, v in arguments.items()
-        if v == "constexpr" and n not in (*given, "ALONE", "LEVELS")
+        if v == "constexpr" and n not in (*given, "ONE_BLOCK", "LEVELS")
     }
     aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
-    if case.split:
-        aligned += [(names.index("terms"), n) for n in range(3)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch
 

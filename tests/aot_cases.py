@@ -17,14 +17,14 @@ from lik_ops.gpu.configs import ARCHITECTURES, Architecture, Rule, Tile
 from .aot import Case, fingerprint
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
-FEW, JOIN, NORMS = "maxsim_grad_documents_few", "maxsim_join_pieces", "maxsim_row_norms"
+SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
 COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_winners"
 SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
 PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
-FEW_PACKED, LIST_PACKED = "maxsim_grad_few_packed_documents", "maxsim_list_packed_winners"
-APART = "maxsim_grad_packed_documents_apart"
+SHARED, LIST_PACKED = "maxsim_grad_shared_tiles", "maxsim_list_packed_winners"
+DISJOINT = "maxsim_grad_disjoint_documents"
 ITEMS, SORT, STARTS = "maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts"
-KERNELS = (FORWARD, QUERIES, DOCUMENTS, FEW, JOIN, COUNT, LIST, SCATTER, FINISH)
+KERNELS = (FORWARD, QUERIES, DOCUMENTS, SPARSE, JOIN, COUNT, LIST, SCATTER, FINISH)
 
 _EVERYTHING = {"options": True, "argmax": True}
 _ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax": True}
@@ -53,8 +53,8 @@ COMMON = [
     Case(DOCUMENTS, _FP16),
     Case(DOCUMENTS, pieces=True),
     Case(DOCUMENTS, lists=False),
-    Case(FEW, candidates=True),
-    Case(FEW, Lq=128, candidates=True),
+    Case(SPARSE, candidates=True),
+    Case(SPARSE, Lq=128, candidates=True),
     Case(LIST, Lq=1024),
 ]
 
@@ -85,8 +85,8 @@ RAGGED = [
     *(Case(kernel, ragged=True, candidates=True) for kernel in (ITEMS, SORT)),
     Case(JOIN_PACKED, _FP16, 300, ragged=True, normalize=True),
     *(
-        Case(kernel, dtype, ragged=True, candidates=kernel in (FEW_PACKED, APART), pairs=pairs, **fields)
-        for kernel, pairs in ((PACKED, False), (PACKED, True), (FEW_PACKED, False), (APART, False))
+        Case(kernel, dtype, ragged=True, candidates=kernel in (SHARED, DISJOINT), pairs=pairs, **fields)
+        for kernel, pairs in ((PACKED, False), (PACKED, True), (SHARED, False), (DISJOINT, False))
         for dtype, fields in ((_BF16, {}), (_FP32, {"normalize": True, "options": True}))
     ),
     Case(PACKED, _FP16, ragged=True, pieces=True, options=True),
@@ -99,12 +99,10 @@ RAGGED = [
 # The other widths, and what few calls ask for.
 MORE_RAGGED = [
     *(
-        Case(
-            kernel, dtype, d, ragged=True, candidates=kernel in (FEW_PACKED, APART), pairs=pairs, lists=lists, **fields
-        )
+        Case(kernel, dtype, d, ragged=True, candidates=kernel in (SHARED, DISJOINT), pairs=pairs, lists=lists, **fields)
         for kernel, pairs, lists in (
             *((PACKED, False, lists) for lists in (False, True)),
-            *((PACKED, True, True), (FEW_PACKED, False, True), (APART, False, True)),
+            *((PACKED, True, True), (SHARED, False, True), (DISJOINT, False, True)),
         )
         for dtype, d, fields in (
             (_FP16, 128, {"normalize": True, "options": True}),
@@ -121,9 +119,9 @@ MORE_RAGGED = [
         for dtype, d in ((_FP16, 128), (_BF16, 100), (_FP32, 300))
     ),
     Case(PACKED, ragged=True, pieces=True, pairs=True, normalize=True),
-    Case(FEW_PACKED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
-    *(Case(APART, dtype, Lq=Lq, ragged=True, candidates=True) for dtype in (_BF16, _FP32) for Lq in (64, 1024)),
-    Case(APART, _FP16, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
+    Case(SHARED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
+    *(Case(DISJOINT, dtype, Lq=Lq, ragged=True, candidates=True) for dtype in (_BF16, _FP32) for Lq in (64, 1024)),
+    Case(DISJOINT, _FP16, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]
 
 # fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
@@ -202,14 +200,14 @@ def _document_cases() -> Iterator[Case]:
     everything = {"normalize": True, "options": True}
     for dtype in (_FP16, _FP32):
         yield Case(DOCUMENTS, dtype, 300, candidates=True, wide=2, **everything)
-        yield Case(FEW, dtype, 300, Lq=64, wide=2, **everything)
+        yield Case(SPARSE, dtype, 300, Lq=64, wide=2, **everything)
     yield Case(DOCUMENTS, _FP16, 100, pieces=True, **everything)
     yield Case(JOIN, _FP32, 300, candidates=True, wide=2, **everything)
     yield Case(DOCUMENTS, _FP16, 20, lists=False, **everything)
     yield Case(DOCUMENTS, _FP32)
-    yield Case(FEW, _FP16, 300, Lq=128, **everything)
-    yield Case(FEW, _BF16, 768, Lq=128, normalize=True)
-    yield Case(FEW, _FP32, Lq=64)
+    yield Case(SPARSE, _FP16, 300, Lq=128, **everything)
+    yield Case(SPARSE, _BF16, 768, Lq=128, normalize=True)
+    yield Case(SPARSE, _FP32, Lq=64)
     yield Case(LIST, _FP32, Nq=1, Lq=200)
     yield Case(SCAN)
 

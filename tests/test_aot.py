@@ -9,25 +9,25 @@ from lik_ops.gpu.triton_versions import release
 from .aot import Case, Compiled, compile_for
 from .aot_cases import (
     DOCUMENTS,
-    FEW,
-    FEW_PACKED,
     FORWARD,
     MORE_RAGGED,
     MORE_TERMS,
     PACKED,
     RAGGED,
+    SHARED,
+    SPARSE,
     TERMS,
     common_and_others,
 )
 
-SUMS = (DOCUMENTS, PACKED, FEW_PACKED)
-MATRIX_KERNELS = (FORWARD, FEW, *SUMS)
+SUMS = (DOCUMENTS, PACKED, SHARED)
+MATRIX_KERNELS = (FORWARD, SPARSE, *SUMS)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
 COMMON, OTHERS = common_and_others()
 
 
 def _matrix_unit(case: Case, name: str) -> str:
-    if case.kernel == FEW and not name.startswith("gfx"):
+    if case.kernel == SPARSE and not name.startswith("gfx"):
         return "mma.sync"  # one small product for each document, beside zeros
     if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
@@ -103,7 +103,7 @@ SAME_BITS = [
     [Case(FORWARD, dtype, 64, options=options, ragged=ragged) for options in (False, True) for ragged in (False, True)]
     for dtype in (torch.bfloat16, torch.float32)
 ]
-SAME_BITS += [[Case(FEW, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
+SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
 
 
 @pytest.mark.parametrize("cases", SAME_BITS, ids=lambda cases: str(cases[0]))

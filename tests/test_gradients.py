@@ -137,9 +137,9 @@ def _cut_small(monkeypatch, **constants):
 # summed in pieces.
 WAYS = {
     "few": {},
-    "unlisted": {"FEW_ROWS": 0, "LIST_ROWS": 0},
-    "lists": {"FEW_ROWS": 0},
-    "pieces": {"FEW_ROWS": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
+    "unlisted": {"SPARSE_ROWS": 0, "LIST_ROWS": 0},
+    "lists": {"SPARSE_ROWS": 0},
+    "pieces": {"SPARSE_ROWS": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
 }
 
 

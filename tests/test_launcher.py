@@ -17,7 +17,7 @@ from lik_ops.csrc_triton import (
     forward,
     forward_ragged,
 )
-from lik_ops.csrc_triton.arguments import Config, Segments, Upstream
+from lik_ops.csrc_triton.arguments import Config, Pieces, RowSums, Segments, TileLists, Upstream
 
 from .support import INTERPRETING
 
@@ -47,7 +47,8 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     q_mask, d_mask = (tensor(*t.shape[:-1], dtype=torch.bool) if masks else None for t in (Q, D))
     weight = tensor(Nq, Lq, dtype=torch.float32) if masks else None
     groups = cuda_arguments.queries_of(Q, q_mask, weight), cuda_arguments.documents_of(D, d_mask)
-    up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, tensor(K, Nq, Lq, dtype=torch.int16))
+    argmax = tensor(K, Nq, Lq, dtype=torch.int16)
+    up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is forward.maxsim_forward:
         return (*groups, None, up.grad_scores, None, None, *sizes, CONFIG)
@@ -57,14 +58,15 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
         numbers = (Nq, K, Nq * Lq, Nq * K * Ld, Lq, d, 0)
         return (*groups, None, segments, up.grad_scores, None, *numbers, CONFIG)
     if kernel is backward_unified.maxsim_finish:
-        return (groups[1], groups[0], up.grad_scores, Q, None, *sizes, CONFIG)
-    lists = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
+        return (groups[1], groups[0], RowSums(up.grad_scores, K, Lq), Q, None, d, CONFIG)
+    starts = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
+    lists = TileLists(starts, starts, 0, 1, 1)
     if kernel is backward_lists.maxsim_count_winners:
-        return (up, lists, 0, Nq * Lq, 1, 1, CONFIG)
+        return (up, lists, Nq * Lq, CONFIG)
     if kernel is backward_documents.maxsim_grad_documents:
-        return (*groups, up, lists, lists, None, None, D, 0, Nq * Lq, 1, 1, Nq * Lq, *sizes, CONFIG)
+        return (*groups, up, lists, Nq * Lq, Pieces(None, Nq * Lq), D, d, CONFIG)
     more = (7,) if kernel is backward_unified.maxsim_scatter else ()
-    return (*groups, up, Q, D, *sizes, *more, CONFIG)
+    return (*groups, up, Q, D, d, *more, CONFIG)
 
 
 KERNELS = (

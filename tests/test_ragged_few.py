@@ -6,10 +6,10 @@ import torch
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.csrc_triton.backward_ragged_few import (
+from lik_ops.csrc_triton.backward_disjoint import (
     MOST_ITEMS,
-    maxsim_grad_few_packed_documents,
-    maxsim_grad_packed_documents_apart,
+    maxsim_grad_disjoint_documents,
+    maxsim_grad_shared_tiles,
 )
 from lik_ops.gpu import backward_configs
 from lik_ops.gpu import ragged_backward as cuda_ragged_backward
@@ -79,16 +79,16 @@ def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch)
         found = gradients(p, upstream, argmax, normalize)[1]
         assert gradient_error(p, found, upstream, normalize) < GRADIENT_TOLERANCE[dtype], dtype
         assert torch.equal(found, gradients(p, upstream, argmax, normalize)[1])
-    assert maxsim_grad_few_packed_documents in launched
+    assert maxsim_grad_shared_tiles in launched
 
 
-def tiles_taken_together(monkeypatch):
+def shared_tiles(monkeypatch):
     """The launches of the kernel that lists such tiles: of each, what it lists them in."""
     marks, launch = [], cuda_ragged_backward.launcher.launch
 
     def watched(kernel, grid, args, options):
-        if kernel is maxsim_grad_packed_documents_apart:
-            marks.append(args[6])
+        if kernel is maxsim_grad_disjoint_documents:
+            marks.append(args[3].marks)
         return launch(kernel, grid, args, options)
 
     monkeypatch.setattr(cuda_ragged_backward.launcher, "launch", watched)
@@ -103,9 +103,9 @@ def listed(marks, tiles):
 
 
 MANY = [(0, 0)] * (MOST_ITEMS.value + 1)
-# Documents in tiles, who meets them, and the tiles that are taken together.
+# Documents in tiles, who meets them, and the tiles that are shared.
 SHARED = {
-    "apart": ([(0, 1), (1, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2), (1, 0)], set()),
+    "disjoint": ([(0, 1), (1, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2), (1, 0)], set()),
     "overlap": ([(0, 1.5), (1.25, 1), (3, 1)], [(0, 0), (1, 1), (2, 2)], {0, 1, 2}),
     "one inside another": ([(0, 3), (1.25, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2)], {0, 1, 2}),
     "the same first row": ([(1, 0.5), (1, 1.5), (0, 1)], [(0, 0), (1, 1), (2, 2), (3, 1)], {1, 2}),
@@ -117,9 +117,9 @@ SHARED = {
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_tiles_of_rows_that_documents_share_are_taken_together(place, case, monkeypatch):
+def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
-    marks = tiles_taken_together(monkeypatch)
+    marks = shared_tiles(monkeypatch)
     documents, met, together = SHARED[case]
     p = lookups(place, torch.float16, (3, 7, 14, 2), met, documents)
     p.r.D[: len(p.r.D) // 8] *= 4
@@ -133,10 +133,10 @@ def test_tiles_of_rows_that_documents_share_are_taken_together(place, case, monk
 
 
 @pytest.mark.parametrize("too_many", [False, True])
-def test_documents_of_long_queries_are_taken_together(place, too_many, monkeypatch):
+def test_documents_of_long_queries_are_not_summed_as_disjoint(place, too_many, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
-    marks = tiles_taken_together(monkeypatch)
-    rows = backward_configs.MOST_APART_ROWS + too_many, 3
+    marks = shared_tiles(monkeypatch)
+    rows = backward_configs.MOST_DISJOINT_ROWS + too_many, 3
     p = lookups(place, torch.float16, rows, [(0, 0), (1, 1)], [(0, 2), (3, 1)])
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)

@@ -8,7 +8,7 @@ import torch
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS
+from lik_ops.csrc_triton.backward_packed_lists import BUCKETS, OFFSETS
 from lik_ops.gpu import backward_configs
 from lik_ops.gpu import ragged_backward as cuda_ragged_backward
 from lik_ops.segments import Cut
@@ -154,17 +154,18 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     Tq = p.r.Q.shape[0]
     argmax = torch.stack([torch.randint(-1, max(n, 1), (Tq,), device=place.device) for _, n in documents]).int()
     grad_scores = torch.zeros(p.r.scores_shape(), device=place.device)
-    call = cuda_ragged_backward._Call(grad_scores, Cut.of(p.r, Tq), argmax, False)
+    packed = cuda_ragged_backward._Call(grad_scores, Cut.of(p.r, Tq), argmax, False)
+    call, lookup = packed.call, packed.lookup
     launch = backward_configs.grad_packed_documents(
-        call.arch, torch.float32, 16, rows=None, flat=True, few=False, listed=True, **call.layout()
+        call.arch, torch.float32, 16, rows=None, flat=True, shared=False, listed=True, **call.layout()
     )
-    listing = call._listing(launch)
+    listing = packed._listing(launch)
     blocks, rows = listing.blocks, listing.rows
     assert blocks > 1 and rows <= BLOCK
-    up = call.up._replace(query=call.lookup.query, count=len(documents))
+    up = call.up._replace(query=lookup.query, items=lookup.items, count=len(documents))
     lists = listing.lists(place.device)
     grid = (len(documents) * blocks,)
-    call._run(cuda_ragged_backward.maxsim_list_packed_winners, grid, (up, call.lookup.items, *lists), listing.launch)
+    call.run(cuda_ragged_backward.maxsim_list_packed_winners, grid, (up, lists), listing.launch)
     entries = lists.entries.view(-1, blocks, rows).tolist()
     starts, tile = lists.starts.view(-1, blocks, BUCKETS.value + 1).tolist(), launch.config.BN
     for n, (first, length) in enumerate(documents):

@@ -22,7 +22,7 @@ CONSTANT = 32 * MiB  # workspace that a step may take beyond what it returns and
 OF_QUERIES = {"maxsim_grad_queries"}
 OF_DOCUMENTS = {
     "maxsim_grad_documents",
-    "maxsim_grad_documents_few",
+    "maxsim_grad_sparse_documents",
     "maxsim_count_winners",
     "maxsim_scan_counts",
     "maxsim_list_winners",

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from ..arguments import argmax_dtype_for
-from ..csrc_triton import backward_documents as document_kernels
-from ..csrc_triton import backward_few as few_kernels
-from ..csrc_triton import backward_lists as list_kernels
-from ..csrc_triton import backward_queries as query_kernels
-from ..csrc_triton import backward_unified as unified_kernels
-from ..csrc_triton.arguments import Documents, Queries, Sizes, Upstream
+from ..csrc_triton.arguments import Documents, Pieces, Queries, RowSums, TileLists, Upstream
+from ..csrc_triton.backward_documents import maxsim_grad_documents, maxsim_join_pieces
+from ..csrc_triton.backward_lists import (
+    maxsim_count_winners,
+    maxsim_list_winners,
+    maxsim_row_norms,
+    maxsim_scan_counts,
+)
+from ..csrc_triton.backward_queries import maxsim_grad_queries
+from ..csrc_triton.backward_sparse import maxsim_grad_sparse_documents
+from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
@@ -25,40 +30,97 @@ from .forward import forward
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
-_PARTIAL_BYTES = 8 * 2**20  # of what pieces of lists add up to
+_PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_ENOUGH = 100  # documents of a launch, of which each may leave its rows to one program
+_ENOUGH = 100  # documents of a launch, from which on no list is cut
 _PIECE_ROWS = 2048  # at least, of a list that is cut
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
 _INT32_MAX = 2**31 - 1
 _LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
-class _Call(NamedTuple):
-    """One backward: its tensors as kernel arguments, its outputs (None where not wanted)."""
+class Call(NamedTuple):
+    """One backward as its kernels take it; packed layouts are one query of all rows."""
 
-    Q: Tensor
-    D: Tensor
     queries: Queries
     documents: Documents
     up: Upstream
-    sizes: Sizes
-    d: int
     candidates: bool
     normalize: bool
     wide: int
-    arch: Architecture
-    grad_Q: Tensor | None
-    grad_D: Tensor | None
-    grad_weight: Tensor | None
+    packed: bool = False
+
+    @property
+    def d(self) -> int:
+        return self.queries.ptr.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.queries.ptr.dtype
+
+    @property
+    def arch(self) -> Architecture:
+        return architecture(self.queries.ptr.device)
 
     @property
     def groups(self) -> tuple[Queries, Documents, Upstream]:
         """What most kernels take first."""
         return self.queries, self.documents, self.up
 
+    @property
+    def flat(self) -> bool:
+        """Whether all query rows are evenly spaced, and 32 bits find each element."""
+        Q, rows = self.queries, self.up.Nq * self.up.Lq
+        reach = rows * abs(Q.stride_l) + self.d * abs(Q.stride_d)
+        return (self.up.Nq == 1 or Q.stride_n == self.up.Lq * Q.stride_l) and reach <= _INT32_MAX
+
     def layout(self) -> dict:
         return {"candidates": self.candidates, "normalize": self.normalize, "wide": self.wide}
+
+    def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
+        launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
+
+    def row_tiles(self, launch: Launch) -> int:
+        return self.up.Nq * cdiv(self.up.Lq, launch.config.BM)
+
+    def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
+        launch = backward_configs.gather(self.dtype, self.d, ragged=self.packed, **self.layout())
+        args = (*self.groups, grad_Q, grad_weight, self.d)
+        self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
+
+    def with_norms(self) -> Call:
+        """With ``1 / ||q||`` of all query rows, where they are normalized."""
+        if not self.normalize:
+            return self
+        up = self.up
+        norms = self.queries.ptr.new_empty((up.Nq, up.Lq), dtype=torch.float32)
+        launch = backward_configs.gather(self.dtype, self.d, **self.layout())
+        args = self.queries, norms, up.Nq, up.Lq, self.d
+        self.run(maxsim_row_norms, checked_grid(self.row_tiles(launch)), args, launch)
+        return self._replace(up=up._replace(norms=norms))
+
+    def scatter(self, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
+        """Add to zeroed fp32 sums. A program takes a share of the documents; of packed ones, all that its rows meet."""
+        launch = backward_configs.scatter(self.arch, self.dtype, self.d, ragged=self.packed, **self.layout())
+        tiles, K = self.row_tiles(launch), self.up.K
+        most = max(cdiv(K * tiles, _SCATTER_PROGRAMS), min(K, launch.config.BN))
+        grid = (*checked_grid(tiles), cdiv(K, most))
+        if self.packed:
+            most, grid = self.up.count, (*grid[:1], 1)
+        self.run(maxsim_scatter, grid, (*self.groups, sum_Q, sum_D, self.d, most), launch)
+
+    def finish(
+        self, X: Documents, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool
+    ) -> None:
+        """Write the gradient of the rows X from their sums ``[N, K, L, d]``; that of queries, and of their weights,
+        where `weighted`."""
+        N, K, L, d = sums.shape
+        queries = self.queries
+        if not weighted:
+            queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
+        launch = backward_configs.gather(self.dtype, d, candidates=False, normalize=self.normalize, wide=wide)
+        grid = checked_grid(N * K * cdiv(L, launch.config.BM))
+        self.run(maxsim_finish, grid, (X, queries, RowSums(sums, K, L), grad, grad_weight, d), launch)
 
 
 def _output(x: Tensor, need: bool, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -103,28 +165,12 @@ def _wanted(outputs: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
     return [g if need else None for g, need in zip(outputs, needs, strict=True)]
 
 
-def _call(
-    a: _Arguments, grad_Q: Tensor | None = None, grad_D: Tensor | None = None, grad_weight: Tensor | None = None
-) -> _Call:
-    """What kernels are launched with, and the gradients that they write."""
+def _call(a: _Arguments) -> Call:
     assert a.argmax is not None
     stride_q, stride_k = a.grad_scores.stride()
-    return _Call(
-        a.Q,
-        a.D,
-        queries_of(a.Q, a.q_mask, a.q_weight),
-        documents_of(a.D, None),  # masked tokens win nothing
-        Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous()),
-        sizes_of(a.Q, a.D),
-        a.Q.shape[-1],
-        a.D.dim() == 4,
-        a.normalize,
-        wide_of(a.Q, a.D),
-        architecture(a.Q.device),
-        grad_Q,
-        grad_D,
-        grad_weight,
-    )
+    up = Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous(), *sizes_of(a.Q, a.D))
+    queries, documents = queries_of(a.Q, a.q_mask, a.q_weight), documents_of(a.D, None)  # masked tokens win nothing
+    return Call(queries, documents, up, a.D.dim() == 4, a.normalize, wide_of(a.Q, a.D))
 
 
 def _slices(total: int, bytes_each: int) -> Iterator[slice]:
@@ -157,89 +203,48 @@ def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, l
             yield a.part(everything, part)._replace(needs=[False, True, False]), cut
 
 
-def _into_queries(call: _Call) -> None:
-    launch = backward_configs.gather(call.Q.dtype, call.d, **call.layout())
-    grid = checked_grid(call.sizes.Nq * cdiv(call.sizes.Lq, launch.config.BM))
-    args = (*call.groups, call.grad_Q, call.grad_weight, *call.sizes, call.d, launch.config)
-    launcher.launch(query_kernels.maxsim_grad_queries, grid, args, launch.options(call.arch))
-
-
-def _flat(Q: Tensor) -> bool:
-    """Whether all query rows are evenly spaced, and 32 bits find each element."""
-    Nq, Lq, d = Q.shape
-    reach = Nq * Lq * abs(Q.stride(1)) + d * abs(Q.stride(2))
-    return (Nq == 1 or Q.stride(0) == Lq * Q.stride(1)) and reach <= _INT32_MAX
-
-
-class _Tiles(NamedTuple):
-    """How the documents of one launch are cut: `rows` query rows each, in blocks for listing and pieces for summing."""
-
-    first: int
-    documents: int
-    rows: int
-    blocks: int
-    tiles: int
-    piece: int
-
-    def numbers(self) -> tuple[int, int, int, int]:
-        return self.first, self.rows, self.blocks, self.tiles
-
-
-class _Lists(NamedTuple):
-    """The winners of some documents, by tile, and what a piece of a list leaves to be added up."""
-
-    starts: Tensor
-    entries: Tensor
-    norms: Tensor | None
-    partial: Tensor | None
-
-
-def _into_documents(call: _Call) -> None:
-    sizes = call.sizes
-    rows = sizes.Lq if call.candidates else sizes.Nq * sizes.Lq
-    count = sizes.Nq * sizes.K if call.candidates else sizes.K
-    if rows <= backward_configs.most_few_rows(call.Q.dtype, call.d, call.wide):
-        _few_rows(call, rows, count)
+def _into_documents(call: Call, grad_D: Tensor) -> None:
+    up = call.up
+    rows = up.Lq if call.candidates else up.Nq * up.Lq
+    count = up.Nq * up.K if call.candidates else up.K
+    if rows <= backward_configs.most_sparse_rows(call.dtype, call.d, call.wide):
+        _sum_sparse(call, rows, count, grad_D)
         return
     table = functools.partial(
-        backward_configs.grad_documents, call.arch, call.Q.dtype, call.d, flat=_flat(call.Q), **call.layout()
+        backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout()
     )
     launch = table(pieces=False)
-    tiles = cdiv(sizes.Ld, launch.config.BN)
+    tiles = cdiv(up.Ld, launch.config.BN)
     if rows > backward_configs.LIST_ROWS:
-        _product(call, launch, None, _Tiles(0, count, rows, 1, tiles, rows))
+        _sum_tiles(call, launch, TileLists(None, None, 0, 1, tiles), rows, Pieces(None, rows), count, grad_D)
         return
     listing = backward_configs.lists(call.arch, launch, rows)
     blocks = cdiv(rows, listing.config.BM)
-    # Winners take 2 bytes or 4 each, entries 4. While lists take no more than winners and the gradient of the queries,
-    # for which there is no memory yet, a step needs no more than with winners of 4 bytes and no lists.
-    room = min(_LIST_BYTES, max(call.up.argmax.nbytes + call.Q.nbytes, _LIST_BYTES // 4))
+    # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
+    # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
+    room = min(_LIST_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _LIST_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
-    pieces = _pieces(step, rows, slot_bytes)
-    launch = table(pieces=pieces > 1)
-    new = functools.partial(torch.empty, device=call.Q.device)
-    lists = _Lists(
-        new(step * (tiles * blocks + 1), dtype=torch.int32),
-        new(step * rows, dtype=torch.int32),
-        _row_norms(call) if call.normalize else None,
-        new(step * 2 * pieces * slot_bytes // 4, dtype=torch.float32) if pieces > 1 else None,
-    )
+    cut = _pieces(step, rows, slot_bytes)
+    launch = table(pieces=cut > 1)
+    new = functools.partial(torch.empty, device=grad_D.device)
+    starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
+    partial = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
+    call = call.with_norms()
     for first in range(0, count, step):
-        cut = _Tiles(first, min(step, count - first), rows, blocks, tiles, cdiv(rows, pieces))
-        _list(call, listing, lists, cut)
-        _product(call, launch, lists, cut)
+        lists, documents = TileLists(entries, starts, first, blocks, tiles), min(step, count - first)
+        _list(call, listing, lists, rows, documents)
+        _sum_tiles(call, launch, lists, rows, Pieces(partial, cdiv(rows, cut)), documents, grad_D)
 
 
-def _few_rows(call: _Call, rows: int, count: int) -> None:
-    launch = backward_configs.few_rows(call.arch, call.Q.dtype, rows, call.d, **call.layout())
+def _sum_sparse(call: Call, rows: int, count: int, grad_D: Tensor) -> None:
+    launch = backward_configs.sparse_documents(call.arch, call.dtype, rows, call.d, **call.layout())
     # Cut documents give the same bits: a token's rows all count in the part that holds it.
-    parts = max(cdiv(call.sizes.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
-    tokens = max(cdiv(call.sizes.Ld, parts), _LEAST_TOKENS)
-    grid = checked_grid(count * cdiv(call.sizes.Ld, tokens))
-    args = (*call.groups, call.grad_D, rows, tokens, *call.sizes, call.d, launch.config)
-    launcher.launch(few_kernels.maxsim_grad_documents_few, grid, args, launch.options(call.arch))
+    parts = max(cdiv(call.up.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
+    tokens = max(cdiv(call.up.Ld, parts), _LEAST_TOKENS)
+    grid = checked_grid(count * cdiv(call.up.Ld, tokens))
+    call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
 
 
 def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
@@ -250,39 +255,24 @@ def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
     return max(1, most)
 
 
-def _row_norms(call: _Call) -> Tensor:
-    norms = torch.empty(call.Q.shape[:2], dtype=torch.float32, device=call.Q.device)
-    launch = backward_configs.gather(call.Q.dtype, call.d, **call.layout())
-    grid = checked_grid(call.sizes.Nq * cdiv(call.sizes.Lq, launch.config.BM))
-    args = (call.queries, norms, call.sizes.Nq, call.sizes.Lq, call.d, launch.config)
-    launcher.launch(list_kernels.maxsim_row_norms, grid, args, launch.options(call.arch))
-    return norms
+def _list(call: Call, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:
+    grid = checked_grid(documents * lists.blocks)
+    if lists.blocks > 1:
+        call.run(maxsim_count_winners, grid, (call.up, lists, rows), launch)
+        config = launch.config._replace(BM=min(launch.config.BM, 1024))
+        scan = lists.starts, lists.tiles * lists.blocks, config
+        launcher.launch(maxsim_scan_counts, (documents,), scan, {"num_warps": 4})
+    call.run(maxsim_list_winners, grid, (call.up, lists, rows, lists.blocks == 1), launch)
 
 
-def _list(call: _Call, launch: Launch, lists: _Lists, cut: _Tiles) -> None:
-    config, options = launch.config, launch.options(call.arch)
-    grid = checked_grid(cut.documents * cut.blocks)
-    if cut.blocks > 1:
-        counted = (call.up, lists.starts, *cut.numbers(), config)
-        launcher.launch(list_kernels.maxsim_count_winners, grid, counted, options)
-        scan = (lists.starts, cut.tiles * cut.blocks, config._replace(BM=min(config.BM, 1024)))
-        launcher.launch(list_kernels.maxsim_scan_counts, (cut.documents,), scan, {"num_warps": 4})
-    args = (call.up, lists.starts, lists.entries, *cut.numbers(), cut.blocks == 1, config)
-    launcher.launch(list_kernels.maxsim_list_winners, grid, args, options)
-
-
-def _product(call: _Call, launch: Launch, lists: _Lists | None, cut: _Tiles) -> None:
-    (programs,) = checked_grid(cut.documents * cut.tiles)
-    options = launch.options(call.arch)
-    starts, entries, norms, partial = lists or (None,) * 4
-    pieces = 1 if partial is None else cdiv(cut.rows, cut.piece)
-    numbers, grad_D = (*cut.numbers(), cut.piece), call.grad_D
-    args = (*call.groups, starts, entries, norms, partial, grad_D, *numbers, *call.sizes, call.d, launch.config)
-    launcher.launch(document_kernels.maxsim_grad_documents, (programs, pieces), args, options)
-    if partial is not None:
-        sizes = (call.sizes.K, call.sizes.Ld, call.d)
-        joined = (call.documents, starts, partial, grad_D, *numbers, *sizes, launch.config)
-        launcher.launch(document_kernels.maxsim_join_pieces, (programs,), joined, options)
+def _sum_tiles(
+    call: Call, launch: Launch, lists: TileLists, rows: int, pieces: Pieces, documents: int, grad_D: Tensor
+) -> None:
+    (programs,) = checked_grid(documents * lists.tiles)
+    args = lists, rows, pieces, grad_D, call.d
+    call.run(maxsim_grad_documents, (programs, cdiv(rows, pieces.rows)), (*call.groups, *args), launch)
+    if pieces.partial is not None:
+        call.run(maxsim_join_pieces, (programs,), (call.documents, call.up, *args), launch)
 
 
 def backward_lowmem(
@@ -312,25 +302,23 @@ def _found_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """`backward_lowmem` where the winners are found again, in parts."""
     grad_Q, grad_D, grad_weight = outputs = _outputs(a.Q, a.D, a.needs)
     for part, targets in _parts(a, outputs):
-        call = _call(part, *_wanted(targets, part.needs))
+        call, wanted = _call(part), _wanted(targets, part.needs)
         if part.needs[0] or part.needs[2]:
-            _into_queries(call)
+            call.into_queries(wanted[0], wanted[2])
         if part.needs[1]:
-            _into_documents(call)
+            _into_documents(call, targets[1])
     return grad_Q, grad_D, grad_weight
 
 
 def _known_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
-    grad_D = _output(D, of_D)
-    call = _call(a, grad_D=grad_D if of_D else None)
+    call, grad_D = _call(a), _output(D, of_D)
     if of_D:
-        _into_documents(call)
+        _into_documents(call, grad_D)
     grad_Q, grad_weight = _output(Q, of_Q), _output(Q, of_weight, Q.shape[:2], torch.float32)
     if of_Q or of_weight:
-        wanted = grad_Q if of_Q else None, grad_weight if of_weight else None
-        _into_queries(call._replace(grad_Q=wanted[0], grad_weight=wanted[1]))
+        call.into_queries(grad_Q if of_Q else None, grad_weight if of_weight else None)
     return grad_Q, grad_D, grad_weight
 
 
@@ -345,27 +333,6 @@ def require_nondeterminism_allowed() -> None:
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(message)
     warnings.warn(message, stacklevel=2)
-
-
-def _finish(
-    X: Tensor, queries: Queries, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, normalize: bool
-) -> None:
-    """Write the gradient of the rows ``X [N, K, L, d]`` from their sums, and of their weights."""
-    sizes, d = Sizes(X.shape[0], X.shape[1], X.shape[2], 0), X.shape[-1]
-    launch = backward_configs.gather(X.dtype, d, candidates=False, normalize=normalize, wide=wide_of(X, X))
-    grid = checked_grid(sizes.Nq * sizes.K * cdiv(sizes.Lq, launch.config.BM))
-    args = (documents_of(X, None), queries, sums, grad, grad_weight, *sizes, d, launch.config)
-    launcher.launch(unified_kernels.maxsim_finish, grid, args, launch.options(architecture(X.device)))
-
-
-def _scatter(call: _Call, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
-    sizes = call.sizes
-    launch = backward_configs.scatter(call.arch, call.Q.dtype, call.d, **call.layout())
-    row_tiles = sizes.Nq * cdiv(sizes.Lq, launch.config.BM)
-    K_per_program = max(cdiv(sizes.K * row_tiles, _SCATTER_PROGRAMS), min(sizes.K, launch.config.BN))
-    grid = (*checked_grid(row_tiles), cdiv(sizes.K, K_per_program))
-    args = (*call.groups, sum_Q, sum_D, *sizes, call.d, K_per_program, launch.config)
-    launcher.launch(unified_kernels.maxsim_scatter, grid, args, launch.options(call.arch))
 
 
 def _scattered_parts(
@@ -410,19 +377,14 @@ def backward_unified(
     a = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     with on_device(Q.device):
         for part, part_Q, part_D in _scattered_parts(a, sum_Q, sum_D):
-            _scatter(_call(part), part_Q, part_D)
-        queries = queries_of(Q, q_mask, q_weight)
+            call = _call(part)
+            call.scatter(part_Q, part_D)
+        call = call._replace(queries=queries_of(Q, q_mask, q_weight))
         wanted = _wanted(outputs, needs)
         if sum_Q is not None:
-            _finish(Q.unsqueeze(1), queries, sum_Q, wanted[0], wanted[2], normalize)
+            X = documents_of(Q.unsqueeze(1), None)
+            call.finish(X, sum_Q.unsqueeze(1), wanted[0], wanted[2], wide_of(Q, Q), True)
         if sum_D is not None:
-            documents = D if D.dim() == 4 else D.unsqueeze(0)
-            _finish(
-                documents,
-                queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None),
-                sum_D,
-                grad_D,
-                None,
-                normalize,
-            )
+            D, sum_D = (x if x.dim() == 4 else x.unsqueeze(0) for x in (D, sum_D))
+            call.finish(documents_of(D, None), sum_D, grad_D, None, wide_of(D, D), False)
     return grad_Q, grad_D, grad_weight

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..csrc_triton.arguments import Config
-from ..csrc_triton.backward_ragged_lists import BLOCK_ROWS
+from ..csrc_triton.backward_packed_lists import BLOCK_ROWS
 from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 
 _remembered = functools.lru_cache(maxsize=1024)  # the same few are asked for at every step, for microseconds each
@@ -110,15 +110,15 @@ def grad_documents(
 
 
 def lookup(arch: Architecture) -> Launch:
-    """How the kernels run that find and sort the items of ragged layouts; they take no configuration of their own."""
+    """How the kernels run that find and sort items, which take no configuration."""
     config = grad_documents(
         arch, torch.float32, 128, candidates=False, normalize=False, wide=0, flat=True, pieces=True
     ).config
     return Launch(config, num_warps=4, num_stages=1, max_registers=arch.registers)
 
 
-def few_tokens(arch: Architecture) -> int:
-    """Rows of D for one program where few of them win anything."""
+def shared_tile(arch: Architecture) -> int:
+    """Rows of D that a program of `maxsim_grad_shared_tiles` takes."""
     return 32 if arch == INTERPRETER else 256
 
 
@@ -133,15 +133,15 @@ def grad_packed_documents(
     wide: int,
     flat: bool,
     rows: int | None,
-    few: bool,
+    shared: bool,
     listed: bool = False,
 ) -> Launch:
-    """The one-hot product of BN rows of D and BM query rows a step; `few`: of BN rows of D that win, of many; `listed`:
-    of the rows that won in the tile.
+    """The one-hot product of BN rows of D and BM query rows a step.
 
-    `rows` are those of the mean query where an item has one query: such items are short, and several share a step. None
-    in the cross product, where a document meets all rows: the winners of a program are many, and what they name is
-    asked for steps before.
+    `shared`: of those BN of a larger tile that win. `listed`: rows that won in the tile are read from lists.
+
+    `rows` are those of the mean query where an item has one query. Such items are short, and several share a step. It
+    is None in the cross product, where a document meets all rows: a program reads many winners, some steps ahead.
     """
     launch = grad_documents(
         arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=not listed
@@ -149,37 +149,37 @@ def grad_packed_documents(
     config, single = launch.config, rows is not None
     if listed:
         # Three programs hide what one waits for: long steps, with fewer barriers for each row, beat stages.
-        shared = launch.max_registers == THREE_PROGRAMS
-        BM, stages = (128, 2) if shared else (config.BM, launch.num_stages)
+        three = launch.max_registers == THREE_PROGRAMS
+        BM, stages = (128, 2) if three else (config.BM, launch.num_stages)
         return replace(launch, config=config._replace(BM=BM, SLOT=BM), num_stages=stages)
     if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
-        # What stands where is computed once for all threads if a step has as many rows as there are threads.
+        # With as many rows in a step as there are threads, each thread computes one place; else they repeat them.
         BM = 128 if arch.name == "sm_90" and config.ONE_CHUNK and not single else config.BM
         plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
-        config = config._replace(BM=BM, BN=16 if few and not plain else 32)
+        config = config._replace(BM=BM, BN=16 if shared and not plain else 32)
         # On sm_120 ptxas spills two stages.
         launch = replace(launch, num_stages=1 if single or arch.is_amd or arch.name == "sm_120" else 2)
     else:
-        if few and arch.name.startswith("sm_8"):  # else ptxas spills
+        if shared and arch.name.startswith("sm_8"):  # else ptxas spills
             config = config._replace(BN=min(config.BN, 32))
         launch = replace(launch, num_stages=1)
     SLOT = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
     return replace(launch, config=config._replace(SLOT=SLOT))
 
 
-FEW_ROWS = 128  # query rows of a document that one program holds, at most
+SPARSE_ROWS = 128  # query rows of a document that one program holds, at most
 
 
-def most_few_rows(dtype: torch.dtype, d: int, wide: int) -> int:
+def most_sparse_rows(dtype: torch.dtype, d: int, wide: int) -> int:
     """Query rows of a document that one program holds; of more, ptxas spills."""
-    return FEW_ROWS if dtype != torch.float32 and d <= 128 and loads_vectors(d, wide) else FEW_ROWS // 2
+    return SPARSE_ROWS if dtype != torch.float32 and d <= 128 and loads_vectors(d, wide) else SPARSE_ROWS // 2
 
 
 @_remembered
-def few_rows(
+def sparse_documents(
     arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
 ) -> Launch:
-    """The sums of the rows that a document meets, BN at a time; of those that won the same token."""
+    """The sums of the few rows that a document meets, at BN of the tokens that they won at a time."""
     BM, half = max(next_power_of_2(rows), 16), dtype != torch.float32
     holds_features = BM <= 32 or (half and not arch.is_amd)
     BD = max(next_power_of_2(d), 16) if d <= (128 if holds_features else 64) else 32
@@ -199,11 +199,11 @@ def few_rows(
     return Launch(config, num_warps=4 if rows <= 32 and half else 8, num_stages=1, max_registers=255)
 
 
-MOST_APART_ROWS = 128  # of an item that one warp sums
+MOST_DISJOINT_ROWS = 128  # of an item that one warp sums
 
 
 @_remembered
-def apart_documents(
+def disjoint_documents(
     arch: Architecture,
     dtype: torch.dtype,
     rows: int,
@@ -215,9 +215,9 @@ def apart_documents(
     flat: bool,
 ) -> Launch:
     """The sums of the few rows, at most BM of each query, that a packed document meets: one warp, row by row."""
-    BM = min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_APART_ROWS)
+    BM = min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_DISJOINT_ROWS)
     BD = min(max(next_power_of_2(d), 16), 256)
-    config = few_rows(arch, dtype, rows, d, candidates=candidates, normalize=normalize, wide=wide).config
+    config = sparse_documents(arch, dtype, rows, d, candidates=candidates, normalize=normalize, wide=wide).config
     config = config._replace(BM=BM, BN=4, BD=BD, ONE_CHUNK=d <= BD, FLAT=flat)
     # They wait most of the time: as many programs as a multiprocessor takes, 32, unless ptxas spills then.
     small = BM <= 32 and BD <= 128 and loads_vectors(d, wide)

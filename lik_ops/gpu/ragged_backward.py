@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..csrc_triton import ragged as fields
-from ..csrc_triton import ragged_items as item_kernels
-from ..csrc_triton.arguments import Bounds, Lists, Upstream, Zeros
-from ..csrc_triton.backward_lists import maxsim_row_norms
-from ..csrc_triton.backward_queries import maxsim_grad_queries
-from ..csrc_triton.backward_ragged import maxsim_grad_packed_documents, maxsim_join_packed_pieces
-from ..csrc_triton.backward_ragged_few import maxsim_grad_few_packed_documents, maxsim_grad_packed_documents_apart
-from ..csrc_triton.backward_ragged_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners
-from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
+from ..csrc_triton import items as fields
+from ..csrc_triton import list_items as item_kernels
+from ..csrc_triton.arguments import Bounds, Lists, SharedTiles, Upstream, Zeros
+from ..csrc_triton.backward_disjoint import maxsim_grad_disjoint_documents, maxsim_grad_shared_tiles
+from ..csrc_triton.backward_packed import maxsim_grad_packed_documents, maxsim_join_packed_pieces
+from ..csrc_triton.backward_packed_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners
 from ..segments import Cut, Ragged
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid, on_device, wide_of
-from .backward import require_nondeterminism_allowed
+from .backward import Call, require_nondeterminism_allowed
 from .configs import Launch, cdiv
 from .ragged_forward import documents_of, queries_of, segments_of
 
@@ -32,9 +30,9 @@ _MOST_RANKED = 8192  # items that are sorted by comparing each with each
 _FEW = 2  # rows of D for each winner, beyond which most win nothing
 _FILLING = 2112  # programs that write zeros: many more than are resident, so that they end together
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_PARTIAL_BYTES = 16 * 2**20  # of what pieces of tiles add up to
+_PARTIAL_BYTES = 16 * 2**20  # of the sums of pieces
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
-_LIST_OVERLAP = 64  # documents that are listed twice, in two chunks: a tile may meet one more, and the last of a chunk
+_LIST_OVERLAP = 64  # documents that two chunks both list, for the tiles that meet documents of both
 _LIST_ROWS = 1024  # query rows from which on winners are listed: fewer are a few steps of a walk
 _LIST_TOKENS = (BUCKETS.value - 1) * OFFSETS.value // 2  # rows of D that entries can tell apart
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
@@ -49,8 +47,10 @@ def _options(device: torch.device) -> dict[str, int]:
 
 
 def sorted_items(items: Tensor, key: int, reach: bool, zeros: Zeros | None = None) -> tuple[Tensor, Tensor | None]:
-    """Items ascending by a field, equal ones in order; and for each the row behind its document and all before. On the
-    way `zeros` are written."""
+    """Items ascending by a field, equal ones in order; and for each the row of D behind its document and all before.
+
+    `zeros` are written beside.
+    """
     count = items.shape[1]
     if count > _MOST_RANKED:
         if zeros is not None:
@@ -68,7 +68,7 @@ def sorted_items(items: Tensor, key: int, reach: bool, zeros: Zeros | None = Non
 
 
 def found_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, most: int) -> Tensor:
-    """Where the keys from ``t * step`` on begin, for `places` of t; then where those of `reach` beyond it do."""
+    """What `maxsim_find_starts` writes."""
     count = keys.shape[0]
     starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
     args = keys, reach, starts, count, places, step, most, count.bit_length()
@@ -104,8 +104,11 @@ class Lookup:
 
 
 class _Listing(NamedTuple):
-    """How the winners of documents are listed: `blocks` blocks of `rows` query rows of each, and of `room` documents at
-    a time those of `own` for the tiles that first meet these; the others are also in the next chunk."""
+    """How winners are listed: of each document in `blocks` blocks of `rows` query rows, of `room` documents at a time.
+
+    Tiles take the lists of the chunk that their first document is one of the first `own` of. The other documents of a
+    chunk are listed again in the next.
+    """
 
     launch: Launch
     blocks: int
@@ -123,53 +126,40 @@ class _Listing(NamedTuple):
 
 
 class _Call:
-    """One backward: what its kernels share."""
+    """One backward of packed tokens: how they are cut, and what kernels take."""
 
     def __init__(self, grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool) -> None:
-        self.c, self.normalize = c, normalize
-        self.arch, self.d = architecture(c.Q.device), c.Q.shape[-1]
-        self.wide = wide_of(c.Q, c.D.flatten(0, -2))
-        self.queries, self.documents = queries_of(c), documents_of(c)
+        self.c = c
         stride_q, stride_k = grad_scores.stride() if c.pairs is None else (grad_scores.stride(0), 0)
         self.lookup = Lookup(c, argmax.shape[1], (stride_q, stride_k))
-        self.up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous())
-        # Packed rows are one query; the rows of D one document.
-        self.sizes = 1, c.columns, c.Tq, c.Td
+        up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous(), 1, c.columns, c.Tq, c.Td)
+        wide = wide_of(c.Q, c.D.flatten(0, -2))
+        self.call = Call(queries_of(c), documents_of(c), up, c.candidates, normalize, wide, packed=True)
 
-    def layout(self) -> dict:
-        return {"candidates": self.c.candidates, "normalize": self.normalize, "wide": self.wide}
-
-    def _run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
-        launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
-
-    def _by_query(self) -> Upstream:
+    def by_query(self) -> Call:
+        """With the items of each query together."""
         items, starts = self.lookup.by_query()
-        return self.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
-
-    def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = backward_configs.gather(self.c.Q.dtype, self.d, ragged=True, **self.layout())
-        grid = checked_grid(cdiv(self.c.Tq, launch.config.BM))
-        args = self.queries, self.documents, self._by_query(), grad_Q, grad_weight, *self.sizes, self.d
-        self._run(maxsim_grad_queries, grid, args, launch)
+        up = self.call.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
+        return self.call._replace(up=up)
 
     def _pieces(self, tile: int, tiles: int) -> int:
         """Into how many pieces the sum of a tile is cut: few rows of D must not leave the GPU to few programs."""
         if tiles >= _PROGRAMS:
             return 1
         most = self.c.items // _PIECE_ITEMS if self._single() else self.c.Tq // _PIECE_ROWS
-        return max(1, min(cdiv(_PROGRAMS, tiles), most, _PARTIAL_BYTES // (4 * tile * tiles * self.d)))
+        return max(1, min(cdiv(_PROGRAMS, tiles), most, _PARTIAL_BYTES // (4 * tile * tiles * self.call.d)))
 
     def _single(self) -> bool:
         """Whether an item is of one query."""
         return self.c.candidates or self.c.pairs is not None
 
     def _most_rows(self) -> int:
-        """Rows that hardly a query has more of."""
+        """Rows that few queries have more of."""
         if self.c.q_each is not None:
             return self.c.q_each
         return 2 * cdiv(self.c.Tq, self.c.queries)
 
-    def _few(self) -> bool:
+    def _sparse(self) -> bool:
         """Whether most rows of D win nothing, whoever wins."""
         c = self.c
         own = c.columns * c.Tq if c.pairs is None else c.items * cdiv(c.Tq, c.queries)
@@ -180,7 +170,7 @@ class _Call:
         Tq, count = self.c.Tq, self.c.items
         if self._single() or Tq < _LIST_ROWS or self.c.Td > _LIST_TOKENS:
             return None
-        listing, rows = backward_configs.packed_lists(self.arch, launch, Tq)
+        listing, rows = backward_configs.packed_lists(self.call.arch, launch, Tq)
         blocks = cdiv(Tq, rows)
         room = min(_LIST_BYTES // (4 * blocks * (rows + BUCKETS.value + 1)), count)
         if room < count:
@@ -188,96 +178,68 @@ class _Call:
             return _Listing(listing, blocks, rows, room, own) if own else None
         return _Listing(listing, blocks, rows, room, count)
 
-    def _sum_tiles(self, items: Tensor, starts: Tensor, launch: Launch, listing: _Listing | None, sums: tuple) -> None:
-        """Sum all tiles: from lists, of a chunk of documents after the other; or by a walk, as tiles are that no chunk
-        serves. `sums` are the grid, and the arguments behind the lists."""
-        up = self.up._replace(query=None if self._single() else self.lookup.query, count=items.shape[1])
-        grid, *others = sums
-
-        def run(items: Tensor, bounds: Bounds, lists: Lists | None, launch: Launch) -> None:
-            args = self.queries, self.documents, up, items, bounds, lists, *others
-            self._run(maxsim_grad_packed_documents, grid, args, launch)
-
-        if listing is None:
-            run(items, Bounds(starts), None, launch)
-            return
-        lists = listing.lists(items.device)
-        for first in range(0, up.count, listing.own):
-            part = items[:, first:]
-            programs = checked_grid(min(part.shape[1], listing.room) * listing.blocks)
-            self._run(maxsim_list_packed_winners, programs, (up, part, *lists), listing.launch)
-            run(part, listing.bounds(starts, first, up.count), lists, launch)
-        if listing.own < up.count:
-            run(items, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
-
     def into_documents(self, grad_D: Tensor) -> None:
+        call = self.call.with_norms()
         rows = cdiv(self.c.Tq, self.c.queries) if self._single() else None
-        flat = self.c.Tq * abs(self.c.Q.stride(-2)) + self.d * abs(self.c.Q.stride(-1)) <= _INT32_MAX
-        options = {"rows": rows, "flat": flat, **self.layout()}
-        norms = self._row_norms() if self.normalize else None
-        (self._into_few if self._few() else self._into_all)(grad_D, norms, options)
+        table = functools.partial(
+            backward_configs.grad_packed_documents,
+            call.arch,
+            call.dtype,
+            call.d,
+            rows=rows,
+            flat=call.flat,
+            **call.layout(),
+        )
+        (self._into_sparse if self._sparse() else self._into_all)(call, grad_D, table)
 
-    def _into_few(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
-        tile, count, Td = backward_configs.few_tokens(self.arch), self.c.items, self.c.Td
+    def _into_sparse(self, call: Call, grad_D: Tensor, table: Callable[..., Launch]) -> None:
+        """Disjoint documents one by one, and the tiles that others share."""
+        tile, count, Td = backward_configs.shared_tile(call.arch), self.c.items, self.c.Td
         (tiles,) = checked_grid(cdiv(Td, tile))
         marks, starts = torch.empty((2, 2 * (tiles + 1)), dtype=torch.int32, device=grad_D.device)
         zeros = Zeros(grad_D, grad_D.numel(), marks, tiles + 1)
         items, reach = sorted_items(self.lookup.items, _FIRST, True, zeros)
-        given = self.queries, self.documents, self.up._replace(count=count), items
-        into = starts, marks, norms, grad_D
-        launch = backward_configs.apart_documents(
-            self.arch, self.c.Q.dtype, self._most_rows(), self.d, flat=options["flat"], **self.layout()
+        given = *call.groups[:2], call.up._replace(items=items, count=count)
+        launch = backward_configs.disjoint_documents(
+            call.arch, call.dtype, self._most_rows(), call.d, flat=call.flat, **call.layout()
         )
-        apart = *given, reach, *into, Td, self.d, count.bit_length(), tile
-        grid = checked_grid(count + cdiv(tiles + 1, _BLOCK))
-        self._run(maxsim_grad_packed_documents_apart, grid, apart, launch)
-        launch = backward_configs.grad_packed_documents(self.arch, self.c.Q.dtype, self.d, few=True, **options)
-        together = *given, *into, self.c.Tq, Td, self.d, tile
-        self._run(maxsim_grad_few_packed_documents, (min(tiles, _PROGRAMS),), together, launch)
+        args = *given, SharedTiles(marks, starts, reach), grad_D, call.d, count.bit_length(), tile
+        call.run(maxsim_grad_disjoint_documents, checked_grid(count + cdiv(tiles + 1, _BLOCK)), args, launch)
+        shared = *given, SharedTiles(marks, starts), grad_D, call.d, tile
+        call.run(maxsim_grad_shared_tiles, (min(tiles, _PROGRAMS),), shared, table(shared=True))
 
-    def _into_all(self, grad_D: Tensor, norms: Tensor | None, options: dict) -> None:
-        table = functools.partial(
-            backward_configs.grad_packed_documents, self.arch, self.c.Q.dtype, self.d, few=False, **options
-        )
-        launch = table(listed=True)
+    def _into_all(self, call: Call, grad_D: Tensor, table: Callable[..., Launch]) -> None:
+        launch = table(shared=False, listed=True)
         listing = self._listing(launch)
         if listing is None:
-            launch = table()
-        tile, Td = launch.config.BN, self.c.Td
-        (tiles,) = checked_grid(cdiv(Td, tile))
+            launch = table(shared=False)
+        tile = launch.config.BN
+        (tiles,) = checked_grid(cdiv(self.c.Td, tile))
         items, starts = self.lookup.by_tile(tile, tiles)
+        up = call.up._replace(query=None if self._single() else self.lookup.query, items=items, count=items.shape[1])
         pieces = self._pieces(tile, tiles)
         partial = None
         if pieces > 1:
-            partial = torch.empty(pieces * tiles * tile * self.d, dtype=torch.float32, device=grad_D.device)
-        sums = (tiles, pieces), norms, partial, grad_D, *self.sizes, self.d
-        self._sum_tiles(items, starts, launch, listing, sums)
+            partial = torch.empty(pieces * tiles * tile * call.d, dtype=torch.float32, device=grad_D.device)
+
+        def sum_tiles(up: Upstream, bounds: Bounds, lists: Lists | None, launch: Launch) -> None:
+            args = *call.groups[:2], up, bounds, lists, partial, grad_D, call.d
+            call.run(maxsim_grad_packed_documents, (tiles, pieces), args, launch)
+
+        if listing is None:
+            sum_tiles(up, Bounds(starts), None, launch)
+        else:
+            lists = listing.lists(grad_D.device)
+            for first in range(0, up.count, listing.own):
+                part = up._replace(items=items[:, first:])
+                programs = checked_grid(min(part.items.shape[1], listing.room) * listing.blocks)
+                call.run(maxsim_list_packed_winners, programs, (part, lists), listing.launch)
+                sum_tiles(part, listing.bounds(starts, first, up.count), lists, launch)
+            if listing.own < up.count:  # tiles that no chunk serves
+                sum_tiles(up, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
         if partial is not None:
-            joined = self.documents, partial, grad_D, pieces, Td, self.d
-            self._run(maxsim_join_packed_pieces, (tiles,), joined, launch)
-
-    def _row_norms(self) -> Tensor:
-        rows = self.c.Tq
-        norms = self.c.Q.new_empty(rows, dtype=torch.float32)
-        launch = backward_configs.gather(self.c.Q.dtype, self.d, **self.layout())
-        grid = checked_grid(cdiv(rows, launch.config.BM))
-        self._run(maxsim_row_norms, grid, (self.queries, norms, 1, rows, self.d), launch)
-        return norms
-
-    def scatter(self, sum_D: Tensor) -> None:
-        """Add into zeroed fp32 sums of the rows of D, a program for the rows of a tile and all that they meet."""
-        launch = backward_configs.scatter(self.arch, self.c.Q.dtype, self.d, ragged=True, **self.layout())
-        grid = (*checked_grid(cdiv(self.c.Tq, launch.config.BM)), 1)
-        most = self.c.columns if self.c.pairs is None else self.c.pairs.shape[0]
-        args = self.queries, self.documents, self._by_query(), None, sum_D, *self.sizes, self.d, most
-        self._run(maxsim_scatter, grid, args, launch)
-
-    def finish_documents(self, sum_D: Tensor, grad_D: Tensor) -> None:
-        launch = backward_configs.gather(self.c.D.dtype, self.d, **self.layout() | {"candidates": False})
-        rows = self.c.Td
-        grid = checked_grid(cdiv(rows, launch.config.BM))
-        weightless = self.queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
-        self._run(maxsim_finish, grid, (self.documents, weightless, sum_D, grad_D, None, 1, 1, rows, 0, self.d), launch)
+            joined = call.documents, partial, grad_D, pieces, self.c.Td, call.d
+            call.run(maxsim_join_packed_pieces, (tiles,), joined, launch)
 
 
 def backward_cut(
@@ -301,15 +263,16 @@ def backward_cut(
     if trivial or not any(needs):
         return grad_Q, grad_D, grad_weight
     with on_device(c.Q.device):
-        call = _Call(grad_scores, c, argmax, normalize)
+        packed = _Call(grad_scores, c, argmax, normalize)
         if needs[0] or needs[2]:
-            call.into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
+            packed.by_query().into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
         if needs[1] and unified:
-            sum_D = torch.zeros(c.D.shape, dtype=torch.float32, device=c.D.device)
-            call.scatter(sum_D)
-            call.finish_documents(sum_D, grad_D)
+            sum_D = torch.zeros((1, 1, c.Td, c.D.shape[-1]), dtype=torch.float32, device=c.D.device)
+            call = packed.by_query()
+            call.scatter(None, sum_D)
+            call.finish(call.documents, sum_D, grad_D, None, call.wide, False)
         elif needs[1]:
-            call.into_documents(grad_D)
+            packed.into_documents(grad_D)
     return grad_Q, grad_D, grad_weight
 
 

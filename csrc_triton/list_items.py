@@ -1,31 +1,19 @@
-"""What the backward of ragged layouts looks up: the query of each packed row, and the items, listed and sorted.
+"""What the backward of packed layouts looks up is written here: the query of each packed row, and the `items`, sorted.
 
-An item is a document as a query meets it: a document of the cross product, a candidate of a query, one of a pair list.
+Zeros of a gradient are written beside.
 """
 
 import triton
 import triton.language as tl
 
-from .backward_few import FILL, fill_with_zeros
 from .common import wide
-from .ragged import (
-    BEGIN,
-    FIELDS,
-    FIRST,
-    LENGTH,
-    QUERY,
-    SCORE,
-    STOP,
-    WINNERS,
-    document_segment,
-    item_field,
-    pair,
-    query_segment,
-)
+from .items import BEGIN, FIELDS, FIRST, LENGTH, QUERY, SCORE, STOP, WINNERS
+from .ragged import document_segment, pair, query_segment
 
 BLOCK = tl.constexpr(128)  # items, or bounds, of a program
 QUERIES = tl.constexpr(16)  # of a program that writes which rows they have
 RANKED, OTHERS = tl.constexpr(4), tl.constexpr(512)  # items that a program ranks, and those they are compared with
+FILL = tl.constexpr(8192)  # elements set to zero at a time
 
 
 @triton.jit
@@ -97,26 +85,39 @@ def maxsim_ragged_items(
 
 
 @triton.jit
+def _field(items, count, n, ok, FIELD: tl.constexpr):
+    return tl.load(items + FIELD * wide(count) + n, mask=ok, other=0)
+
+
+@triton.jit
 def _sort_items(items, out, reach, count, block, KEY: tl.constexpr):
     n = wide(block) * RANKED + tl.arange(0, RANKED)
     ok = n < count
-    key = item_field(items, count, n, ok, KEY)
+    key = _field(items, count, n, ok, KEY)
     counts = tl.zeros((RANKED, OTHERS), tl.int32)
     ends = tl.zeros((RANKED, OTHERS), tl.int64)
     for m0 in range(0, count, OTHERS):
         m = wide(m0) + tl.arange(0, OTHERS)
-        other = item_field(items, count, m, m < count, KEY)
+        other = _field(items, count, m, m < count, KEY)
         before = (other[None, :] < key[:, None] + (m[None, :] < n[:, None]).to(tl.int64)) & (m < count)[None, :]
         counts += before.to(tl.int32)
         if reach is not None:
-            end = other + item_field(items, count, m, m < count, LENGTH)
+            end = other + _field(items, count, m, m < count, LENGTH)
             ends = tl.maximum(ends, tl.where(before, end[None, :], 0))
     rank = tl.sum(counts, axis=1).to(tl.int64)
     for field in tl.static_range(FIELDS):
-        tl.store(out + field * wide(count) + rank, item_field(items, count, n, ok, field), mask=ok)
+        tl.store(out + field * wide(count) + rank, _field(items, count, n, ok, field), mask=ok)
     if reach is not None:
-        behind = tl.maximum(tl.max(ends, axis=1), key + item_field(items, count, n, ok, LENGTH))
+        behind = tl.maximum(tl.max(ends, axis=1), key + _field(items, count, n, ok, LENGTH))
         tl.store(reach + rank, behind, mask=ok)
+
+
+@triton.jit
+def fill_with_zeros(begin, elements, CACHE: tl.constexpr):
+    zeros = tl.zeros((FILL,), begin.dtype.element_ty)
+    for first in tl.range(0, elements, FILL, num_stages=1):
+        offsets = first + tl.arange(0, FILL)
+        tl.store(begin + offsets, zeros, mask=offsets < elements, cache_modifier=CACHE)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from .arguments import Items
 from .backward_lists import ranks
 from .common import wide
-from .ragged import FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
+from .items import FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
 
 BUCKETS = tl.constexpr(64)
 OFFSET_BITS = tl.constexpr(18)
@@ -50,43 +50,43 @@ def _in_fours(pointer, n, C: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, e)), (C.BM // C.SLOT, C.SLOT))
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def maxsim_list_packed_winners(up, items, entries, starts, rows, blocks, C: tl.constexpr):
-    """Write the lists of `rows` <= BM query rows of an item of the cross product, a block of them a program."""
-    n = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    first = item_field(items, up.count, n, True, FIRST)
-    length = item_field(items, up.count, n, True, LENGTH).to(tl.int32)
-    stop = item_field(items, up.count, n, True, STOP)
-    winners = item_field(items, up.count, n, True, WINNERS)
+@triton.jit
+def maxsim_list_packed_winners(up, lists, C: tl.constexpr):
+    """Write the lists of the items of the cross product, a block of at most BM query rows a program."""
+    n = tl.program_id(0) // lists.blocks
+    block = tl.program_id(0) % lists.blocks
+    first = item_field(up, n, True, FIRST)
+    length = item_field(up, n, True, LENGTH).to(tl.int32)
+    stop = item_field(up, n, True, STOP)
+    winners = item_field(up, n, True, WINNERS)
     shift, begin, count = _buckets(first, length, C)
-    row = block * rows
-    here = tl.minimum(stop - row, rows)
+    row = block * lists.rows
+    here = tl.minimum(stop - row, lists.rows)
     token = _in_fours(up.argmax + (winners + row), here, C)
     query = _in_fours(up.query + row, here, C)
     won = (token >= 0) & (token < length) & (query >= 0)  # no forward writes another
     token += begin
     bucket = tl.where(won, token // C.BN >> shift, -1)
-    starts += wide(tl.program_id(0)) * (BUCKETS + 1)
+    starts = lists.starts + wide(tl.program_id(0)) * (BUCKETS + 1)
     rank = tl.reshape(ranks(bucket, starts, count, True), (C.BM,))
     # Neighbours go to neighbouring threads, whose stores meet.
     bucket = tl.reshape(bucket, (C.BM,))
     entry = tl.arange(0, C.BM) * OFFSETS + tl.reshape(token, (C.BM,)) - (bucket << shift) * C.BN
     won = bucket >= 0
     position = rank + tl.load(starts + bucket, mask=won, other=0)
-    tl.store(entries + wide(tl.program_id(0)) * rows + position, entry, mask=won)
+    tl.store(lists.entries + wide(tl.program_id(0)) * lists.rows + position, entry, mask=won)
 
 
 @triton.jit
-def listed_item(walk, m, C: tl.constexpr):
+def listed_item(walk, up, m, C: tl.constexpr):
     """The bucket of block m of all items that the tile lies in, and of its entries those of this piece."""
     lists = walk.lists
     m = wide(m).to(tl.int32)
     n = m // lists.blocks
     ok = m < walk.hi
-    first = item_field(walk.items, walk.count, n, ok, FIRST)
-    length = item_field(walk.items, walk.count, n, ok, LENGTH).to(tl.int32)
-    score = item_field(walk.items, walk.count, n, ok, SCORE)
+    first = item_field(up, n, ok, FIRST)
+    length = item_field(up, n, ok, LENGTH).to(tl.int32)
+    score = item_field(up, n, ok, SCORE)
     shift, begin, count = _buckets(first, length, C)
     tile = (walk.t0 - first + begin) // C.BN
     bucket = tile >> shift

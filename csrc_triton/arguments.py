@@ -162,7 +162,7 @@ class Sum(NamedTuple):
     d: Any
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """Query rows of a step: where they begin, whether they won a token of the tile, which one (-1: none), and what each
     counts for, ``g * w / ||q||``."""
 

@@ -8,7 +8,7 @@ not.
 import triton
 import triton.language as tl
 
-from .arguments import Rows, Target, Tile
+from .arguments import StepRows, Target, Tile
 from .backward import slot_pointers, write_gradient
 from .backward_sums import sum_of_rows
 from .common import document_base, inverse_norm, query_weight, row_pointers, rows_sum_of_squares, wide
@@ -58,7 +58,7 @@ def _rows(code, e, s, C: tl.constexpr):
         coefficient *= tl.load(up.norms + tile.owner.to(tl.int64) * up.Lq + r, mask=hit, other=0.0)
     elif C.NORMALIZE:
         coefficient *= inverse_norm(rows_sum_of_squares(pointers, hit, s.d, Q.stride_d, C.BD, C.WIDE))
-    return Rows(pointers, hit, local, coefficient)
+    return StepRows(pointers, hit, local, coefficient)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ are made, all winners are read; those elsewhere cost their part of the product, 
 import triton
 import triton.language as tl
 
-from .arguments import Items, Rows, Target, Walk
+from .arguments import Items, StepRows, Target, Walk
 from .backward import slot_pointers, write_gradient
 from .backward_packed_lists import OFFSET_BITS, OFFSETS, listed_item
 from .backward_sums import sum_of_rows
@@ -117,7 +117,7 @@ def _rows(items, s0, token, query, s, STEP: tl.constexpr, SLOT: tl.constexpr, C:
         coefficient *= query_weight(Q, row * 0, row, hit)
     if up.norms is not None:
         coefficient *= tl.load(up.norms + row, mask=hit, other=0.0)
-    return Rows(packed_row_pointers(Q, row, C), hit, place, coefficient)
+    return StepRows(packed_row_pointers(Q, row, C), hit, place, coefficient)
 
 
 @triton.jit

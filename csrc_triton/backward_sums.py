@@ -1,7 +1,7 @@
 """The sums that gradients of documents are made of: a one-hot product over the query rows that each token won.
 
-A layout says which rows these are: its `each_step` calls a visitor of this file for the `StepRows` of each step. For half
-types the product runs on the matrix unit in their own type. Its coefficients are split in two, ``c = hi + lo`` (to
+A layout says which rows these are: its `each_step` calls a visitor of this file for the `StepRows` of each step. For
+half types the product runs on the matrix unit in their own type. Its coefficients are split in two, ``c = hi + lo`` (to
 2^-17 for bf16, 2^-22 for fp16).
 """
 

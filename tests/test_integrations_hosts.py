@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +124,21 @@ def test_losses_of_sentence_transformers(name, route):
             found = step(getattr(losses, name)(model, **options), columns, labels)
         assert sum(routing.calls.values()) and routing.not_reached == ()
     close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--cached"]], ids=["plain", "cached"])
+def test_training_by_their_trainer(options):
+    """The example says by its exit whether the losses of every step are equal."""
+    host("sentence_transformers.multi_vector_encoder.losses")
+    pytest.importorskip("datasets", reason="the trainer needs datasets")
+    pytest.importorskip("accelerate", reason="the trainer needs accelerate")
+    root = Path(__file__).parent.parent
+    script = root / "examples" / "train_sentence_transformers.py"
+    command = [sys.executable, str(script), "--steps", "3", "--batch-size", "8", *options]
+    environ = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, env=os.environ | environ)
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-2000:]
 
 
 def test_losses_of_pylate_take_the_callables():

@@ -88,7 +88,7 @@ def test_what_other_sources_saved_scores(kind, tmp_path):
     """Saved by a copy of lik_ops of another version whose operators have other bodies, but these schemas."""
     body = copied_package(tmp_path)
     source = body.read_text()
-    edited = source.replace('    check("maxsim", Q, D,', '    Q = Q + 0\n    check("maxsim", Q, D,')
+    edited = source.replace("    check(op, Q, D,", "    Q = Q + 0\n    check(op, Q, D,")
     assert edited != source
     body.write_text(edited)
     (tmp_path / "lik_ops" / "_version.py").write_text('__version__ = "0.0.9"\n')

@@ -49,7 +49,7 @@ class Given(NamedTuple):
     queries: Sequences | None = None  # where they came as such
     q_flat: bool = False  # it came without its first axis, which the results have to lose
     d_flat: bool = False
-    refused: bool = False  # the short way does not take these tensors
+    refused: bool = False  # by `eager.maxsim_ragged`
 
     @property
     def most(self) -> Any:
@@ -79,12 +79,12 @@ def given(
     lifts: str = "",
     refused: bool = False,
 ) -> Given:
-    """Pack what came as sequences, and check all that does not hang on the layout.
+    """Pack what came as sequences, and check the arguments that all layouts share.
 
     Args:
         d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
         lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
-        refused: the short way was tried with these arguments. Where others come out, it is worth another try.
+        refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
     as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
@@ -191,7 +191,7 @@ def _short(
     pairs: Tensor | None = None,
     max_seqlen_q: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Scores and winners by the short way of an eager call, or None where it is not taken."""
+    """`eager.maxsim_ragged`: scores and winners, or None where the call has to take the operator."""
     if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight

@@ -6,10 +6,10 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from ..arguments import Backward, as_bool, check, check_options, check_types, lifted
+from ..arguments import Backward, check, check_options, check_types
 from ..ops import eager
 from ..ops import maxsim as operators
-from ..ops.stack import autocast, functional, sharding
+from ..ops.stack import autocast, functional
 from . import inputs
 from .inputs import Tokens, Winners, given
 from .packing import is_sequences
@@ -76,7 +76,8 @@ def maxsim(
     check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
     check_options("maxsim", normalize, backward, recompute)
     if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
-        return operators.watched(functional.forward, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+        tensors = Q, D, q_mask, d_mask, q_weight
+        return operators.watched("maxsim", functional.forward, tensors, normalize, backward, recompute)[0]
     return torch.ops.lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )
@@ -192,19 +193,7 @@ def maxsim_with_argmax(
         options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
         return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))
     check_options("maxsim_with_argmax", normalize, backward, recompute)
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check("maxsim_with_argmax", Q, D, q_mask, d_mask, q_weight, backward)
-    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
-    args = (*lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight), normalize, torch.int32, backward)
-    if torch.compiler.is_dynamo_compiling():
-        scores, argmax = torch.ops.lik.maxsim_fwd(*args)
-    else:
-        sharding.register_if_needed()
-        functional.reject_forward_ad(Q, D, q_weight)
-        scores, argmax = functional.forward(*args)
-    argmax = argmax.long() if D.dim() == 4 else argmax.transpose(0, 1).long()
-    if d_flat:
-        scores, argmax = scores.squeeze(1), argmax.squeeze(1)
-    if q_flat:
-        scores, argmax = scores.squeeze(0), argmax.squeeze(0)
-    return scores, argmax
+    forward = torch.ops.lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward
+    tensors = Q, D, q_mask, d_mask, q_weight
+    found = operators.watched("maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True)
+    return found[0], found[1]

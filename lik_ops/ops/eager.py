@@ -173,7 +173,7 @@ def _remember(key: tuple, call: _Call | None) -> Any:
 
 
 def maxsim(*arguments: Any) -> Tensor | None:
-    """The scores of `lik::maxsim`, or None where the call has to take the dispatcher.
+    """The scores of dense arguments, or None where the call has to take the dispatcher.
 
     Args:
         arguments: all of `lik::maxsim`, in the order of its schema.
@@ -226,7 +226,7 @@ def _wants_gradients(*tensors: Tensor | None) -> bool:
 def _sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
     """The sizes of a `Cut`, or None where they do not fit together.
 
-    Of every call: the leading sizes of tensors and `max_seqlen_q`, which its description leaves out, come from here.
+    A description leaves out leading sizes and `max_seqlen_q`, so these are checked here, at every call.
     """
     if Q is None or D is None:
         return None
@@ -279,9 +279,9 @@ def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: 
     return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
 
 
-def _is_even(x: Tensor, rows: int) -> bool:
-    """Whether tokens, or what there is one of for each, whose last `rows` axes are those of a token, lie evenly."""
-    shape, stride = x.shape[: x.dim() - rows], x.stride()
+def _is_even(x: Tensor, features: int) -> bool:
+    """Whether all axes but the last `features` (1 of tokens, 0 of masks and weights) could be one of even steps."""
+    shape, stride = x.shape[: x.dim() - features], x.stride()
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
@@ -312,7 +312,7 @@ def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -
     differentiable = _wants_gradients(Q, D, c.q_weight)
     keeps = with_argmax or (differentiable and not recompute)
     if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
-        return None  # winners of how many tokens cannot be known
+        return None  # nobody knows for how many tokens a pair has winners
     if differentiable and c.q_lengths is not None:
         return None
     backend = backends.select(Q.device, Q.dtype)
@@ -339,7 +339,7 @@ def maxsim_ragged(
     max_seqlen_q: Any = None,
     with_argmax: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Scores and, if asked, winners as those of ``lik::maxsim_ragged_fwd``; None where the call takes the long way.
+    """Scores and, if asked, winners as of ``lik::maxsim_ragged_fwd``; None where the call has to take the operator.
 
     The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
     """

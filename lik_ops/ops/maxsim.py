@@ -134,35 +134,44 @@ def _composite(
             "torch.func cannot differentiate torch.ops.lik.maxsim, nor any MaxSim inside torch.compile: call"
             " lik_ops.maxsim outside compiled code, or take gradients with torch.autograd"
         )
-    return watched(torch.ops.lik.maxsim_fwd, Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    given = Q, D, q_mask, d_mask, q_weight
+    return watched("maxsim", torch.ops.lik.maxsim_fwd, given, normalize, backward, recompute)[0]
 
 
 def watched(
+    op: str,
     forward: Callable,
-    Q: Any,
-    D: Any,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Any,
+    given: tuple[Any, ...],
     normalize: bool,
     backward: str,
-    recompute: bool,
-) -> Tensor:
-    """`lik::maxsim` where modes, transforms and subclasses see it; `forward` is ``maxsim_fwd`` or leads there."""
+    recompute: bool = False,
+    with_argmax: bool = False,
+) -> list[Tensor]:
+    """Scores and, if asked, int64 winners ``[Nq, Nd, Lq]``, where modes, transforms and subclasses see the call.
+
+    Args:
+        forward: ``maxsim_fwd`` or what leads there.
+        given: Q, D, q_mask, d_mask and q_weight of `lik_ops.maxsim`.
+    """
+    Q, D, q_mask, d_mask, q_weight = given
     sharding.register_if_needed()
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
-    functional.reject_forward_ad(Q, D, q_weight)
-    differentiable = functional.is_differentiating() or any(t is not None and t.requires_grad for t in (Q, D, q_weight))
-    keeps = differentiable and not recompute and torch.is_grad_enabled()
-    scores, _ = forward(
-        *lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight),
-        normalize,
-        argmax_dtype_for(D.shape[-2]) if keeps else None,
-        backward,
-    )
-    scores = scores.squeeze(1) if D.dim() == 2 else scores
-    return scores.squeeze(0) if Q.dim() == 2 else scores
+    check(op, Q, D, q_mask, d_mask, q_weight, backward)
+    argmax_dtype = torch.int32 if with_argmax else None
+    if not torch.compiler.is_dynamo_compiling():
+        functional.reject_forward_ad(Q, D, q_weight)
+        if not with_argmax and not recompute and torch.is_grad_enabled():
+            requires_grad = any(t is not None and t.requires_grad for t in (Q, D, q_weight))
+            if requires_grad or functional.is_differentiating():
+                argmax_dtype = argmax_dtype_for(D.shape[-2])
+    tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
+    scores, argmax = forward(*tensors, normalize, argmax_dtype, backward)
+    found = [scores]
+    if with_argmax:
+        found.append((argmax if D.dim() == 4 else argmax.transpose(0, 1)).long())
+    if D.dim() == 2:
+        found = [x.squeeze(1) for x in found]
+    return [x.squeeze(0) for x in found] if Q.dim() == 2 else found
 
 
 _LIBRARY = torch.library.Library("lik", "FRAGMENT")

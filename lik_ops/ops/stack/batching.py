@@ -38,6 +38,10 @@ class _Batch:
         x = self.stacked(i)
         return None if x is None else x.movedim(0, axis).flatten(axis, axis + 1)
 
+    def folded_only(self, own: tuple[int, ...], among: tuple[int, ...]) -> list:
+        """The arguments `among`, of which only `own` are folded: the batch shares the others."""
+        return [self.folded(i) if i in own else self.args[i] for i in among]
+
     def any_of(self, *indices: int) -> bool:
         return any(self.is_batched[i] for i in indices)
 
@@ -66,15 +70,11 @@ def forward(
     batch, op = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), torch.ops.lik.maxsim_fwd
     B, constants = batch.size, (normalize, argmax_dtype, backward)
     candidates = batch.sample_dim(1) == 4
-    Nq, K = batch.args[0].shape[-3], batch.args[1].shape[-3]
+    Nq = batch.args[0].shape[-3]
     if not candidates and not batch.any_of(1, 3):
-        _, D, _, d_mask, _ = batch.args
-        scores, argmax = op(batch.folded(0), D, batch.folded(2), d_mask, batch.folded(4), *constants)
-        return _with_winners(scores.unflatten(0, (B, Nq)), 0, argmax, 1, (B, Nq))
+        return _side_forward(batch, op, constants, queries=True)
     if not candidates and not batch.any_of(0, 2, 4) and not batch.copies_too_much(1):
-        Q, _, q_mask, _, q_weight = batch.args
-        scores, argmax = op(Q, batch.folded(1), q_mask, batch.folded(3), q_weight, *constants)
-        return _with_winners(scores.unflatten(1, (B, K)), 1, argmax, 0, (B, K))
+        return _side_forward(batch, op, constants, queries=False)
     if batch.copies_too_much(1) or (not candidates and batch.copies_too_much(1, Nq)):
         return batch.one_by_one(op, *constants)
     D, d_mask = _as_candidates(batch, Nq, candidates)
@@ -99,10 +99,15 @@ def topk(
     return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in found), (0, 0)
 
 
-def _with_winners(scores: Tensor, dim: int, argmax: Tensor, axis: int, sizes: tuple) -> Outputs:
+def _side_forward(batch: _Batch, op: Any, constants: tuple, queries: bool) -> Outputs:
+    """Samples share one side of a cross product: the queries, or documents, of all are those of one call."""
+    own, axis = ((0, 2, 4), 0) if queries else ((1, 3), 1)
+    sizes = batch.size, batch.args[axis].shape[-3]
+    scores, argmax = op(*batch.folded_only(own, (0, 1, 2, 3, 4)), *constants)
+    scores = scores.unflatten(axis, sizes)
     if argmax.dim() == 1:
-        return (scores, argmax), (dim, None)
-    return (scores, argmax.unflatten(axis, sizes)), (dim, axis)
+        return (scores, argmax), (axis, None)
+    return (scores, argmax.unflatten(1 - axis, sizes)), (axis, 1 - axis)
 
 
 def _as_candidates(batch: _Batch, Nq: Any, candidates: bool) -> tuple[Tensor, Tensor | None]:
@@ -129,12 +134,12 @@ def backward(
         if not batch.copies_too_much(2):
             return _candidates_backward(batch, op, candidates, normalize, needs)
     elif not batch.any_of(2, 5) and not needs[1]:
-        return _query_backward(batch, op, normalize, of_queries)
+        return _side_backward(batch, op, normalize, of_queries, queries=True)
     elif not batch.any_of(1, 4, 6) and not any(of_queries):
-        return _document_backward(batch, op, normalize, of_documents)
+        return _side_backward(batch, op, normalize, of_documents, queries=False)
     elif not batch.any_of(1, 2, 4, 5, 6):
-        (grad_Q, _, grad_w), (q_dim, _, w_dim) = _query_backward(batch, op, normalize, of_queries)
-        (_, grad_D, _), (_, d_dim, _) = _document_backward(batch, op, normalize, of_documents)
+        (grad_Q, _, grad_w), (q_dim, _, w_dim) = _side_backward(batch, op, normalize, of_queries, queries=True)
+        (_, grad_D, _), (_, d_dim, _) = _side_backward(batch, op, normalize, of_documents, queries=False)
         return (grad_Q, grad_D, grad_w), (q_dim, d_dim, w_dim)
     return batch.one_by_one(op, normalize, needs)
 
@@ -162,17 +167,11 @@ def _candidates_backward(batch: _Batch, op: Any, candidates: bool, normalize: bo
     return _unfolded(op(batch.folded(0), *queries, normalize, needs), needs, batch)
 
 
-def _query_backward(batch: _Batch, op: Any, normalize: bool, needs: list[bool]) -> Outputs:
-    """Documents shared, and no gradient of theirs: the samples' queries are queries of one call."""
-    argmax = batch.folded(3, 1) if batch.sample_dim(3) == 3 else batch.args[3].flatten()[:0]
-    D, d_mask = batch.args[2], batch.args[5]
-    grads = op(batch.folded(0), batch.folded(1), D, argmax, batch.folded(4), d_mask, batch.folded(6), normalize, needs)
-    return _unfolded(grads, needs, batch)
-
-
-def _document_backward(batch: _Batch, op: Any, normalize: bool, needs: list[bool]) -> Outputs:
-    """Queries shared, and no gradient of theirs: the samples' documents are documents of one call."""
-    argmax = batch.folded(3) if batch.sample_dim(3) == 3 else batch.args[3].flatten()[:0]
-    Q, q_mask, q_weight = batch.args[1], batch.args[4], batch.args[6]
-    grads = op(batch.folded(0, 1), Q, batch.folded(2), argmax, q_mask, batch.folded(5), q_weight, normalize, needs)
-    return _unfolded(grads, needs, batch)
+def _side_backward(batch: _Batch, op: Any, normalize: bool, needs: list[bool], queries: bool) -> Outputs:
+    """The gradients that belong to it; of the other side none are wanted."""
+    grad_scores, argmax = batch.folded(0, 0 if queries else 1), batch.args[3].flatten()[:0]
+    if batch.sample_dim(3) == 3:
+        argmax = batch.folded(3, 1 if queries else 0)
+    own = (1, 4, 6) if queries else (2, 5)
+    Q, D, *options = batch.folded_only(own, (1, 2, 4, 5, 6))
+    return _unfolded(op(grad_scores, Q, D, argmax, *options, normalize, needs), needs, batch)

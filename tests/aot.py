@@ -28,7 +28,19 @@ from lik_ops.csrc_triton import (
     fp32,
     ragged_items,
 )
-from lik_ops.csrc_triton.arguments import Bounds, Documents, Lists, Queries, Segments, Terms, Upstream, Zeros
+from lik_ops.csrc_triton.arguments import (
+    Bounds,
+    Documents,
+    Lists,
+    Output,
+    PackedSizes,
+    Queries,
+    Segments,
+    Sizes,
+    Terms,
+    Upstream,
+    Zeros,
+)
 from lik_ops.gpu import backward_configs, configs
 from lik_ops.gpu.configs import Architecture, Launch
 from lik_ops.gpu.triton_versions import compile_options
@@ -186,11 +198,12 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     if case.split:
         tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
         terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
-    argmax = "*i16" if case.argmax else "constexpr"
+    found = {"Q": None, "D": None, "tiles": tiles}
+    out = Output("*fp32", "*i16" if case.argmax else "constexpr")
     if case.ragged:
-        segments, _ = _segments(case)
-        return {"Q": None, "D": None, "tiles": tiles, "segments": segments, "scores": "*fp32", "argmax": argmax}
-    return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax, "terms": terms}
+        sizes: tuple = PackedSizes(*["i32"] * 5)
+        return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
+    return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:
@@ -225,10 +238,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     block = dict.fromkeys(("first", "rows", "blocks", "tiles"), "i32")
     sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
     if case.kernel == "maxsim_forward" and case.ragged:
-        packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "most", "d"), "i32") | {"LEVELS": "constexpr"}
-        return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch) | packed
+        return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":
-        return forward.maxsim_forward, _forward_arguments(case, launch, arch) | sizes
+        return forward.maxsim_forward, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_grad_queries":
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight} | sizes
         return backward_queries.maxsim_grad_queries, found
@@ -323,6 +335,10 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
     if "ALONE" in arguments:
         constants[(names.index("ALONE"),)] = case.Nq * case.Lq <= launch.config.BM
     aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
+    if "out" in arguments and isinstance(arguments["out"], Output):
+        at = names.index("out")
+        aligned += [(at, n) for n, kind in enumerate(arguments["out"]) if kind != "constexpr"]
+        constants |= {} if case.argmax else {(at, 1): None}
     if "up" in arguments:
         up, absent = _upstream(case)
         aligned += [(names.index("up"), k) for k, v in enumerate(up) if v.startswith("*")]

@@ -152,8 +152,8 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     empty_strided = torch._C._dynamo.guards._empty_strided_cuda
     d = D.data_ptr()
 
-    args = (*plan._grouped(Q.data_ptr(), d, None, None, None), *plan._new_tiles(D, d), scores.data_ptr(), None)
-    args = (*args, *plan.constants)
+    groups = plan._grouped(Q.data_ptr(), d, None, None, None)
+    args = (*groups, *plan._new_tiles(D, d), (scores.data_ptr(), None), *plan.constants)
     argmax = torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, torch.int16, "auto")[1]
 
     def backward(name: str) -> object:
@@ -184,6 +184,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False) -> None:
+    from lik_ops.csrc_triton.arguments import Output
     from lik_ops.gpu import arguments as cuda_arguments
 
     tiles = cuda_arguments.descriptor(D, plan.config) if plan.reads_tiles else None
@@ -191,8 +192,7 @@ def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False)
         cuda_arguments.queries_of(Q, None, None),
         cuda_arguments.documents_of(D, None),
         tiles,
-        scores,
-        None,
+        Output(scores, None),
         *plan.constants,
     )
     if by_triton:

@@ -80,6 +80,16 @@ class Sizes(NamedTuple):
     Ld: Any
 
 
+class PackedSizes(NamedTuple):
+    """Queries, documents (of each query, for candidates), packed query and document tokens, the most of a query."""
+
+    Nq: Any
+    K: Any
+    Tq: Any
+    Td: Any
+    most: Any
+
+
 class Terms(NamedTuple):
     """fp32 rows as `split_tokens` leaves them: hi [room, BD], below it lo [room, BD], and the scales [room].
 

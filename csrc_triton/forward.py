@@ -7,14 +7,12 @@ unit takes no fewer than 64 of what comes first, and any number of the other. Th
 import triton
 import triton.language as tl
 
-from .arguments import Document, Operands, Output, Rows, Sizes
+from .arguments import Document, Operands, Rows
 from .common import (
     NO_TOKEN,
     document_base,
     group,
     inverse_norm,
-    load_rows,
-    load_tokens,
     nan_max,
     ordered_sum,
     query_keep,
@@ -22,135 +20,18 @@ from .common import (
     row_pointers,
     rows_sum_of_squares,
 )
-from .fp32 import load_terms, nearest_tf32, odd_maxima, split, split_product
+from .fp32 import load_terms, odd_maxima, split
 from .maxima import first_token, lane_maxima, lane_winners, merged, merged_maxima, per_lane, per_row, per_token
-
-
-@triton.jit
-def _document_tile(x, document, row, t, c0, C: tl.constexpr):
-    """Features from c0 on of tokens `t`, which are `row` of a descriptor and those after it if there is one."""
-    if x.tiles is not None:
-        tile = x.tiles.load([row, c0])
-    else:
-        tile = load_tokens(document.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), x.d, x.D, C.WIDE)
-    return tile
-
-
-@triton.jit
-def _query_tile(x, rows, columns, C: tl.constexpr):
-    """Features `columns` of query rows."""
-    return load_rows(rows.ptr, rows.ok, columns, x.d, x.Q.stride_d, C.WIDE)
-
-
-@triton.jit
-def _add_product(S, q, x, C: tl.constexpr):
-    if C.PRECISION == "tf32":
-        q = nearest_tf32(q)
-        x = nearest_tf32(x)
-    if C.TOKENS_FIRST:
-        S = tl.dot(x, tl.trans(q), S, input_precision=C.PRECISION)
-    else:
-        S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)
-    return S
-
-
-@triton.jit
-def _sum_of_squares(tile):
-    return tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
-
-
-@triton.jit
-def _no_similarities(C: tl.constexpr):
-    if C.TOKENS_FIRST:
-        S = tl.full((C.BN, C.BM), 0, tl.float32)
-    else:
-        S = tl.full((C.BM, C.BN), 0, tl.float32)
-    return S
-
-
-@triton.jit
-def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
-    """``<q[s], D[t]>`` of a tile in fp32, over the norms of the document tokens if normalising.
-
-    `q` holds the rows where one step covers d; else they are read again step by step. Last, which tokens have their
-    similarities: all, or with C.SPLIT those that are plain, to the scale of the rows.
-    """
-    plain = t >= 0
-    S = _no_similarities(C)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    if x.terms is not None:
-        scale = tl.load(x.terms.document_scales + row + tl.arange(0, C.BN))
-        plain = scale > 0
-        S = split_product(q, (x.tiles.load([row, 0]), x.tiles.load([row + x.terms.document_room, 0])), C)
-    elif C.SPLIT:
-        tile, scale, plain, _ = split(_document_tile(x, document, row, t, 0, C))
-        S = split_product(q, tile, C)
-    elif C.ONE_CHUNK:
-        tile = _document_tile(x, document, row, t, 0, C)
-        S = _add_product(S, q, tile, C)
-        if C.NORMALIZE:
-            squares = _sum_of_squares(tile)
-    else:
-        for c0 in range(0, x.d, C.BD):
-            y = _query_tile(x, rows, c0 + tl.arange(0, C.BD), C)
-            tile = _document_tile(x, document, row, t, c0, C)
-            S = _add_product(S, y, tile, C)
-            if C.NORMALIZE:
-                squares += _sum_of_squares(tile)
-    if C.SPLIT:
-        S = S * per_token(scale, C)
-    if C.NORMALIZE:
-        S = S * per_token(inverse_norm(squares), C)
-    return S, plain
-
-
-@triton.jit
-def _tokens(x, document, t0, C: tl.constexpr):
-    """The tile of tokens from t0 on: where it begins, and its tokens.
-
-    The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
-    again: that changes no maximum, and a repeat loses every tie. With C.PACKED a descriptor, for which any Ld will do,
-    reads on into what follows the document: `_kept` leaves it out.
-    """
-    if x.tiles is None:
-        t = tl.minimum(t0 + tl.arange(0, C.BN), document.length - 1)
-    else:
-        if not C.PACKED:
-            t0 = tl.minimum(t0, document.length - C.BN)
-        t = t0 + tl.arange(0, C.BN)
-    return t0, t
-
-
-@triton.jit
-def _kept(x, document, t, C: tl.constexpr):
-    """Which tokens t are there and not masked."""
-    if C.PACKED and x.tiles is not None:
-        keep = t < document.length
-        if x.D.mask is not None:
-            keep = keep & (tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l, mask=keep, other=0) != 0)
-    else:
-        keep = t >= 0
-        if x.D.mask is not None:
-            keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
-    return keep
-
-
-@triton.jit
-def _tile(q, x, rows, document, t0, C: tl.constexpr):
-    """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
-
-    With C.SPLIT also ``-inf`` of tokens that are kept but not plain; last, which those are.
-    """
-    t0, t = _tokens(x, document, t0, C)
-    S, plain = _similarities(q, x, rows, document, document.row + t0, t, C)
-    keep = _kept(x, document, t, C)
-    taken = keep
-    if C.SPLIT:
-        taken = keep & plain
-    if x.D.mask is not None or C.SPLIT or (C.PACKED and x.tiles is not None):
-        # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
-        S = tl.where(per_token(taken, C), S, float("-inf"))
-    return S, t, keep, t0, keep & (plain == 0)
+from .similarities import (
+    add_product,
+    document_tile,
+    kept_tokens,
+    no_similarities,
+    query_tile,
+    sum_of_squares,
+    tile_from,
+    tokens_from,
+)
 
 
 @triton.jit
@@ -158,7 +39,7 @@ def _search(best, where, q, x, rows, document, C: tl.constexpr):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     # Few get here: what is hoisted out of the loop takes registers, which spill, and saves nothing.
     for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=True):
-        S, t, keep, _, _ = _tile(q, x, rows, document, t0, C)
+        S, t, keep, _, _ = tile_from(q, x, rows, document, t0, C)
         hit = (S == per_row(best, C)) | (S != S)
         first = first_token(hit & per_token(keep, C), per_token(t, C), C)
         where = tl.where(where == NO_TOKEN, first, where)
@@ -176,7 +57,7 @@ def _query_rows(x, rows, C: tl.constexpr):
         plain = scale > 0
         unscaled = scale <= 0
     else:
-        q = _query_tile(x, rows, tl.arange(0, C.BD), C)
+        q = query_tile(x, rows, tl.arange(0, C.BD), C)
         if C.SPLIT:
             q, scale, plain, unscaled = split(q)
     return q, scale, plain, unscaled
@@ -201,23 +82,23 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
     For wgmma, which it serves: Triton 3.7 cannot place the accumulators of sm_100 in it.
     """
     steps = tl.cdiv(x.d, C.BD)
-    S = _no_similarities(C)
+    S = no_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
     for n in range(0, tl.cdiv(document.length, C.BN) * steps):
         c0 = n % steps * C.BD
         t0 = n // steps * C.BN
         columns = c0 + tl.arange(0, C.BD)
-        t0, t = _tokens(x, document, t0, C)
-        q = _query_tile(x, rows, columns, C)
-        tile = _document_tile(x, document, document.row + t0, t, c0, C)
-        S = _add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
+        t0, t = tokens_from(x, document, t0, C)
+        q = query_tile(x, rows, columns, C)
+        tile = document_tile(x, document, document.row + t0, t, c0, C)
+        S = add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
         if C.NORMALIZE:
-            squares = tl.where(c0 == 0, 0.0, squares) + _sum_of_squares(tile)
+            squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(tile)
         if c0 + C.BD >= x.d:
             similarity = S
             if C.NORMALIZE:
                 similarity = similarity * per_token(inverse_norm(squares), C)
-            keep = _kept(x, document, t, C)
+            keep = kept_tokens(x, document, t, C)
             if x.D.mask is not None or (C.PACKED and x.tiles is not None):
                 similarity = tl.where(per_token(keep, C), similarity, float("-inf"))
             if x.D.mask is not None:
@@ -254,7 +135,7 @@ def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
     q, scale, plain, unscaled = _query_rows(x, rows, C)
     if C.ONE_CHUNK or C.LANES == 1:
         for t0 in range(0, document.length, C.BN):
-            S, t, keep, first, odd = _tile(q, x, rows, document, t0, C)
+            S, t, keep, first, odd = tile_from(q, x, rows, document, t0, C)
             if x.D.mask is not None:
                 kept = kept | keep.to(tl.int32)
             if C.SPLIT:
@@ -376,7 +257,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
     keeps = _any_row(keep, C)
     weight = query_weight(x.Q, i, s, keep)
     rows = Rows(row_pointers(x.Q, i, s), i, keep)
-    q = _query_tile(x, rows, tl.arange(0, C.BD), C)
+    q = query_tile(x, rows, tl.arange(0, C.BD), C)
     best = per_lane(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
     tiles_each = tl.cdiv(sizes.Ld, C.BN)
@@ -385,7 +266,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
         t0 = n % tiles_each * C.BN
         base = document_base(x.D, 0 * k, k)
         document = Document(base, _document_mask(x.D, base, 0 * k, k), k * sizes.Ld, sizes.Ld)
-        S, _, tokens, _, _ = _tile(q, x, rows, document, t0, C)
+        S, _, tokens, _, _ = tile_from(q, x, rows, document, t0, C)
         if x.D.mask is not None:
             kept = kept | tokens.to(tl.int32)
         best = nan_max(best, lane_maxima(S, C))
@@ -398,9 +279,9 @@ def _walk(x, scores, sizes, C: tl.constexpr):
             kept = tl.full((C.BN,), 0, tl.int32)
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Lq", "Ld"])
-def maxsim_forward(Q, D, tiles, scores, argmax, terms, Nq, K, Lq, Ld, d, C: tl.constexpr):
-    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program; winners unless `argmax` is None.
+@triton.jit
+def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
+    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program, and winners: `out`, an `Output`.
 
     A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
     `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they
@@ -409,6 +290,6 @@ def maxsim_forward(Q, D, tiles, scores, argmax, terms, Nq, K, Lq, Ld, d, C: tl.c
     tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
     x = Operands(Q, D, tiles, terms, d)
     if C.WALK:
-        _walk(x, scores, Sizes(Nq, K, Lq, Ld), C)
+        _walk(x, out.scores, sizes, C)
     else:
-        visit(x, Output(scores, argmax), Sizes(Nq, K, Lq, Ld), C)
+        visit(x, out, sizes, C)

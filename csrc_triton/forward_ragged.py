@@ -84,23 +84,21 @@ def _queries(segments, i, ok, Tq, most):
     return begin, length, fits
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td", "most"])
-def maxsim_forward_ragged(
-    Q, D, tiles, segments, scores, argmax, Nq, K, Tq, Td, most, d, LEVELS: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def maxsim_forward_ragged(Q, D, tiles, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
     """Scores [Nq, K] or, with pairs, [P]; a program takes one document and one query or BM // SLOT of them.
 
     Q and D are the packed rows, with strides of 0 between queries and documents; `tiles` is a descriptor of the rows of
-    D in blocks [BN, BD], or None. `argmax` is [K, Tq], or [P, most] with pairs, or None; -1 already where no query
+    D in blocks [BN, BD], or None. Winners are [K, Tq], or [P, most] with pairs, or None; -1 already where no query
     has a row. K documents are there, or candidates of each query. A query's rows are summed as trees of
     ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more than SLOT.
     """
     GROUPS: tl.constexpr = C.BM // C.SLOT
-    first, queries, document, k, ok = _place(segments, Nq, K, C)
+    first, queries, document, k, ok = _place(segments, sizes.Nq, sizes.K, C)
     lane = tl.arange(0, C.BM)
     i = first + lane // C.SLOT
-    begin, length, fits = _queries(segments, i, ok & (i < queries), Tq, most)
-    d_begin, Ld, d_valid = document_segment(segments, document, ok, Td)
+    begin, length, fits = _queries(segments, i, ok & (i < queries), sizes.Tq, sizes.most)
+    d_begin, Ld, d_valid = document_segment(segments, document, ok, sizes.Td)
     base = D.ptr + d_begin * D.stride_l
     mask = base
     if D.mask is not None:
@@ -108,9 +106,9 @@ def maxsim_forward_ragged(
     # A descriptor has no more rows than take 32 bits.
     found = Document(base, mask, d_begin.to(tl.int32), Ld)
     x = Operands(Q, D, tiles, None, d)
-    argmax_row = k * Tq
+    argmax_row = k * sizes.Tq
     if segments.pairs is not None:
-        argmax_row = k * most - tl.max(begin, axis=0)
+        argmax_row = k * sizes.most - tl.max(begin, axis=0)
 
     if C.LONG:
         total = tl.full((GROUPS,), 0, tl.float32)
@@ -121,21 +119,21 @@ def maxsim_forward_ragged(
         for s0 in range(0, longest, C.SLOT):
             s = s0 + lane % C.SLOT
             row = begin + s
-            sums, keeps_more, any_kept = _score_rows(x, row * 0, row, s < length, row, found, argmax, argmax_row, C)
+            sums, keeps_more, any_kept = _score_rows(x, row * 0, row, s < length, row, found, out.argmax, argmax_row, C)
             total, pending = carried(total, pending, sums, s0 // C.SLOT, LEVELS)
             keeps = keeps | keeps_more
         total = flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS)
     else:
         s = lane % C.SLOT
         row = begin + s
-        total, keeps, any_kept = _score_rows(x, row * 0, row, s < length, row, found, argmax, argmax_row, C)
+        total, keeps, any_kept = _score_rows(x, row * 0, row, s < length, row, found, out.argmax, argmax_row, C)
 
     i = first + tl.arange(0, GROUPS)
     mine = i < queries
-    _, _, fits = _queries(segments, i, ok & mine, Tq, most)
+    _, _, fits = _queries(segments, i, ok & mine, sizes.Tq, sizes.most)
     score = tl.where(any_kept > 0, total, tl.where(keeps > 0, float("-inf"), 0.0))
     score = tl.where(fits & d_valid & ok, score, float("nan"))
     if segments.pairs is not None:
-        tl.store(scores + k + 0 * i, score, mask=tl.arange(0, GROUPS) == 0)
+        tl.store(out.scores + k + 0 * i, score, mask=tl.arange(0, GROUPS) == 0)
     else:
-        tl.store(scores + i * K + k, score, mask=mine)
+        tl.store(out.scores + i * sizes.K + k, score, mask=mine)

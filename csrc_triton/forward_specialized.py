@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .arguments import Sizes
 from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
 from .gluon_names import async_load
 
@@ -358,24 +357,23 @@ def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.cons
             gl.store(out, found.to(argmax.dtype.element_ty), mask=ok)
 
 
-@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "parts"])
-def maxsim_forward_specialized(Q, D, scores, argmax, Nq, K, Lq, Ld, d, parts, C: gl.constexpr):
-    """Sums ``scores [groups, K]`` of each group of query rows over documents without mask; winners unless None.
+@gluon.jit(do_not_specialize=["parts"])
+def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
+    """Sums ``[groups, K]`` of each group of query rows over documents without mask, and winners: `out`, an `Output`.
 
     A group is a query, or the next 128 tokens of one that is longer (its `parts`). D is a tensor descriptor of all
     document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs evenly, row tiles first.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
-    row_tiles = gl.cdiv(Nq * parts * C.SLOT, ROWS)
-    pairs = row_tiles.to(gl.int64) * K
+    row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, ROWS)
+    pairs = row_tiles.to(gl.int64) * sizes.K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     ring, q_smem = shared_ring(D, C)
     gl.warp_specialize(
         [
-            (_consume, (Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, 0, C)),
-            (_consume, (Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, 1, C)),
-            (_produce, (D, ring, begin, end, K, Ld, C)),
+            (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
+            (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
+            (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .arguments import Sizes
 from .common import nan_max, ordered_sum, query_keep, query_weight
 from .forward_specialized import CONSUMER_REGISTERS, HALF_ROWS, PRODUCER_REGISTERS, advance, lanes
 from .gluon_names import async_load, reinterpret
@@ -103,17 +102,16 @@ def _consume(Q, ring, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: g
         _score(best, Q, (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT), parts, task % sizes.K, scores, sizes, C)
 
 
-@gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Ld", "parts"])
-def maxsim_forward_wide(Q, rows, D, scores, Nq, K, Lq, Ld, d, parts, C: gl.constexpr):
+@gluon.jit(do_not_specialize=["parts"])
+def maxsim_forward_wide(Q, rows, D, scores, sizes, d, parts, C: gl.constexpr):
     """Sums ``scores [groups, K]`` of each group of query rows over documents without mask.
 
     A group is a query, or the next 64 tokens of one that is longer (its `parts`). `rows` describes Q in blocks
     [queries, tokens, FEATURES] of 64 rows, D all document tokens as rows in blocks [BN, FEATURES]. Programs share the
     (row tile, document) pairs evenly, row tiles first.
     """
-    sizes = Sizes(Nq, K, Lq, Ld)
-    row_tiles = gl.cdiv(Nq * parts * C.SLOT, 2 * HALF_ROWS)
-    pairs = row_tiles.to(gl.int64) * K
+    row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, 2 * HALF_ROWS)
+    pairs = row_tiles.to(gl.int64) * sizes.K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -131,7 +129,7 @@ def maxsim_forward_wide(Q, rows, D, scores, Nq, K, Lq, Ld, d, parts, C: gl.const
         [
             (_consume, (Q, ring, scores, begin, end, parts, sizes, d, 0, C)),
             (_consume, (Q, ring, scores, begin, end, parts, sizes, d, 1, C)),
-            (_produce, (rows, D, ring, begin, end, parts, K, Ld, d, C)),
+            (_produce, (rows, D, ring, begin, end, parts, sizes.K, sizes.Ld, d, C)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -32,11 +32,14 @@ from lik_ops.csrc_triton.arguments import (
     Bounds,
     Documents,
     Lists,
+    Output,
+    PackedSizes,
     Pieces,
     Queries,
     RowSums,
     Segments,
     SharedTiles,
+    Sizes,
     Terms,
     TileLists,
     Upstream,
@@ -199,11 +202,12 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     if case.split:
         tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
         terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
-    argmax = "*i16" if case.argmax else "constexpr"
+    found = {"Q": None, "D": None, "tiles": tiles}
+    out = Output("*fp32", "*i16" if case.argmax else "constexpr")
     if case.ragged:
-        segments, _ = _segments(case)
-        return {"Q": None, "D": None, "tiles": tiles, "segments": segments, "scores": "*fp32", "argmax": argmax}
-    return {"Q": None, "D": None, "tiles": tiles, "scores": "*fp32", "argmax": argmax, "terms": terms}
+        sizes: tuple = PackedSizes(*["i32"] * 5)
+        return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
+    return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:
@@ -245,10 +249,9 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
     sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
     if case.kernel == "maxsim_forward" and case.ragged:
-        packed = dict.fromkeys(("Nq", "K", "Tq", "Td", "most", "d"), "i32") | {"LEVELS": "constexpr"}
-        return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch) | packed
+        return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":
-        return forward.maxsim_forward, _forward_arguments(case, launch, arch) | sizes
+        return forward.maxsim_forward, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_grad_queries":
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found

@@ -11,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
-from lik_ops.csrc_triton.arguments import Queries
+from lik_ops.csrc_triton.arguments import Output, Queries, Sizes
 from lik_ops.gpu import configs
 
 from .aot import Case, _queries, compile_as_launched, repeated_spills
@@ -29,15 +29,15 @@ def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool) -> 
     signature = {
         "Q": Queries(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
-        "scores": "*fp32",
-        "argmax": "*i16" if argmax else "constexpr",
+        "out": Output("*fp32", "*i16" if argmax else "constexpr"),
+        "sizes": Sizes(*["i32"] * 4),
     }
-    signature |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d", "parts"), "i32") | {"C": "constexpr"}
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C}
     if not argmax:
-        values[(names.index("argmax"),)] = None
-    aligned = [(0, 0), (0, 1), (0, 2), (names.index("scores"),), *([(names.index("argmax"),)] if argmax else [])]
+        values[(names.index("out"), 1)] = None
+    aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
@@ -94,8 +94,9 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> 
         "rows": described(configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
         "D": described(C.BN, features),
         "scores": "*fp32",
+        "sizes": Sizes(*["i32"] * 4),
     }
-    signature |= dict.fromkeys(("Nq", "K", "Lq", "Ld", "d", "parts"), "i32") | {"C": "constexpr"}
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
     aligned = [(0, 0), (0, 1), (0, 2), (3,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
     return GluonASTSource(

@@ -17,7 +17,17 @@ from lik_ops.csrc_triton import (
     forward,
     forward_ragged,
 )
-from lik_ops.csrc_triton.arguments import Config, Pieces, RowSums, Segments, TileLists, Upstream
+from lik_ops.csrc_triton.arguments import (
+    Config,
+    Output,
+    PackedSizes,
+    Pieces,
+    RowSums,
+    Segments,
+    Sizes,
+    TileLists,
+    Upstream,
+)
 
 from .support import INTERPRETING
 
@@ -51,12 +61,12 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is forward.maxsim_forward:
-        return (*groups, None, up.grad_scores, None, None, *sizes, CONFIG)
+        return (*groups, None, Output(up.grad_scores, None), None, Sizes(*sizes[:4]), d, CONFIG)
     if kernel is forward_ragged.maxsim_forward_ragged:  # padded, with lengths
         lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
         segments = Segments(None, None, next(lengths), None, next(lengths), Lq, Ld)
-        numbers = (Nq, K, Nq * Lq, Nq * K * Ld, Lq, d, 0)
-        return (*groups, None, segments, up.grad_scores, None, *numbers, CONFIG)
+        packed = PackedSizes(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
+        return (*groups, None, segments, Output(up.grad_scores, None), packed, d, 0, CONFIG)
     if kernel is backward_unified.maxsim_finish:
         return (groups[1], groups[0], RowSums(up.grad_scores, K, Lq), Q, None, d, CONFIG)
     starts = tensor(K * (Nq * Lq + 1), dtype=torch.int32)

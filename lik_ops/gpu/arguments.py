@@ -71,6 +71,8 @@ def strides_of(per_token: Tensor | None) -> tuple[int | None, ...]:
 
 
 def queries_of(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
+    if mask is None and weight is None:
+        return Queries._make((Q, *Q.stride(), *_NO_STRIDES, *_NO_STRIDES))
     return Queries._make((Q, *Q.stride(), mask, *strides_of(mask), weight, *strides_of(weight)))
 
 

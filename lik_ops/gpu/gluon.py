@@ -57,11 +57,6 @@ class Tiles(NamedTuple):
     def of(self, x: Tensor, shape: list[int], strides: list[int]) -> Any:
         return self.descriptor(x, shape, strides, self.block, self.layout)
 
-    def rows(self, D: Tensor) -> Any:
-        """All tokens of contiguous documents as rows."""
-        d = D.shape[-1]
-        return self.descriptor(D, [D.numel() // d, d], [d, 1], self.block, self.layout)
-
 
 @functools.cache
 def tiles(block: tuple[int, ...], dtype: torch.dtype) -> Tiles:

@@ -12,7 +12,7 @@ What a compiled kernel knows of an argument:
   loads can be vectorised; of those in `UNIT`, whether it is 1; of others nothing but their width;
 - compile-time arguments and None: themselves; a tensor descriptor: dtype, block and layout.
 
-A group begins with a tensor or None; other tuples are compile-time arguments.
+A group of tensors begins with one or None; other tuples are groups of integers, and compile-time arguments.
 
 The shortest way needs private parts of Triton, which differ between versions: it is taken for the versions in
 `triton_versions.DIRECT` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the compiled kernel
@@ -138,7 +138,13 @@ def _exactly(args: tuple) -> tuple[list, list]:
             pointer = x.data_ptr()
             key += (x.dtype, pointer & 15 == 0)
             values.append(pointer)
-        elif isinstance(x, tuple) and (x[0] is None or isinstance(x[0], Tensor)):
+        elif not isinstance(x, tuple):
+            if _is_descriptor(x):
+                key += (type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
+            else:
+                key.append((type(x), x))
+            values.append(x)
+        elif x[0] is None or isinstance(x[0], Tensor):
             group = []
             key.append(type(x))
             for y in x:
@@ -153,9 +159,6 @@ def _exactly(args: tuple) -> tuple[list, list]:
                     key.append((type(y), y))
                     group.append(y)
             values.append(group)
-        elif _is_descriptor(x):
-            key += (type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
-            values.append(x)
         else:
             key.append((type(x), x))
             values.append(x)

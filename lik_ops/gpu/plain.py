@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arguments import lifted
 from ..csrc_triton import forward as forward_kernels
-from ..csrc_triton.arguments import Documents, Queries
+from ..csrc_triton.arguments import Documents, Output, Queries
 from . import choose, configs, launcher
 from .arguments import architecture, checked_grid, current_device, descriptor, on_device, owned_strides, strides_of
 from .plans import DensePlan, raw_stream
@@ -50,7 +50,7 @@ class PlainPlan(DensePlan):
         self.document_strides = owned_strides(D, candidates), owned_strides(d_mask, candidates)
         self.tiles: dict[int, tuple] = {}
         self.score_strides = (), (1,), (K, 1)
-        self.constants = (None, *self.sizes, self.d, self.config)
+        self.constants = None, self.sizes, self.d, self.config
         self.has_per_token = not (q_mask is None and d_mask is None and q_weight is None)
         queries, documents = self._grouped(None, None, None, None, None)
         self.query_rest, self.document_rest = queries[1:], documents[1:]
@@ -83,7 +83,7 @@ class PlainPlan(DensePlan):
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
         scores = self.new_scores(shape, self.score_strides[len(shape)])
         tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
-        args = (queries, documents, *tiles, scores.data_ptr(), winners or None, *self.constants)
+        args = (queries, documents, *tiles, (scores.data_ptr(), winners or None), *self.constants)
         direct(*self.grid, raw_stream(self.index), args)
         return scores
 
@@ -107,7 +107,7 @@ class PlainPlan(DensePlan):
         if tiles is None and config.WALK:  # D begins where no descriptor can
             launch = self.launch.visiting()
             grid, config = (*checked_grid(launch.programs(*self.scores_shape)), 1, 1), launch.config
-        args = (*groups, tiles, scores, argmax, None, *self.sizes, self.d, config)
+        args = (*groups, tiles, Output(scores, argmax), None, self.sizes, self.d, config)
         with on_device(self.device):
             bound = launcher.launch(self.kernel, grid, args, self.options)
         aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight, argmax))
@@ -152,8 +152,8 @@ class GluonPlan(DensePlan):
     def scores(self, *call: Any) -> Tensor:
         return self._tried(*call)
 
-    def _faster(self, shape: tuple[int, ...], Q: Tensor, D: Tensor, *rest: Any) -> Tensor | None:
-        return super().scores(shape, Q, D, *rest) if self._readable(Q, D) else None
+    def _faster(self, *call: Any) -> Tensor | None:
+        return super().scores(*call) if self._readable(call[1], call[2]) else None
 
     def _plain(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
         *given, argmax = tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Documents, Queries, Segments
+from ..csrc_triton.arguments import Documents, Output, PackedSizes, Queries, Segments
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..segments import Cut, Ragged
 from . import choose, configs, launcher, rows
@@ -146,8 +146,9 @@ class PackedPlan(Plan):
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
         groups = self._grouped(c, pointers)
         winners = None if argmax is None else argmax.data_ptr()
-        args = (*groups[:2], *descriptor, groups[2], scores.data_ptr(), winners, queries, columns, Tq, Td, most)
-        bound.direct(programs, 1, 1, raw_stream(self.index), (*args, *tile.constants))  # type: ignore[misc]
+        out, sizes = (scores.data_ptr(), winners), (queries, columns, Tq, Td, most)
+        args = (*groups[:2], *descriptor, groups[2], out, sizes, *tile.constants)
+        bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 
     def _scores_by_launcher(
@@ -160,8 +161,8 @@ class PackedPlan(Plan):
             raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
         queries, documents, segments = self._grouped(c, c.tensors)
         groups = Queries._make(queries), Documents._make(documents), Segments._make(segments)
-        numbers = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
-        args = (*groups[:2], self._tiles(c, tile), groups[2], scores, argmax, *numbers, *tile.constants)
+        sizes = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
+        args = (*groups[:2], self._tiles(c, tile), groups[2], Output(scores, argmax), sizes, *tile.constants)
         with on_device(self.device):
             bound = launcher.launch(maxsim_forward_ragged, checked_grid(programs), args, tile.options)
         if bound is not None and bound.direct is not None and _fits(c):

@@ -85,7 +85,7 @@ def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | 
 
 def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:
     C, tokens = choice.config, rows.tokens
-    described = gluon.tiles((C.BN, C.BD), tokens.dtype).rows(tokens)
+    described = gluon.tiles((C.BN, C.BD), tokens.dtype).of(tokens, list(tokens.shape), [tokens.shape[1], 1])
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
     args = (rows.queries, described, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Sizes, Specialization
+from ..csrc_triton.arguments import Output, Sizes, Specialization
 from . import configs, gluon, launcher
 from .arguments import queries_of
 from .plain import GluonPlan
@@ -53,10 +54,11 @@ class SpecializedPlan(GluonPlan):
     def _launch(self, x: Inputs, scores: Tensor, argmax: Tensor | None, sizes: Sizes) -> None:
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
         sums = scores if parts == 1 else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
+        queries = queries_of(x.Q, x.q_mask, x.q_weight)
         args = (
-            queries_of(x.Q, x.q_mask, x.q_weight),
-            *self._tensors(x, sums, argmax),
-            *sizes,
+            queries,
+            *self._tensors(x, self._tokens(x.D, sizes), sums, argmax),
+            sizes,
             self.d,
             parts,
             self.choice.config,
@@ -67,9 +69,13 @@ class SpecializedPlan(GluonPlan):
             args = (sums, scores, scores.stride(0), K, parts, _SUM_BLOCK)
             launcher.launch(self.sum_kernel, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
 
-    def _tensors(self, x: Inputs, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tokens(self, D: Tensor, sizes: Sizes) -> Any:
+        """All document tokens as rows."""
+        return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
+
+    def _tensors(self, x: Inputs, tokens: Any, sums: Tensor, argmax: Tensor | None) -> tuple:
         """What the kernel takes between the queries and the sizes."""
-        return (self.tiles.rows(x.D), sums, argmax)
+        return tokens, Output(sums, argmax)
 
 
 class WidePlan(SpecializedPlan):
@@ -78,6 +84,6 @@ class WidePlan(SpecializedPlan):
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
-    def _tensors(self, x: Inputs, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tensors(self, x: Inputs, tokens: Any, sums: Tensor, argmax: Tensor | None) -> tuple:
         rows = self.query_tiles.of(x.Q, list(x.Q.shape), list(x.Q.stride()))
-        return (rows, self.tiles.rows(x.D), sums)
+        return rows, tokens, sums

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton import forward as forward_kernels
 from ..csrc_triton import fp32 as fp32_kernels
-from ..csrc_triton.arguments import Terms
+from ..csrc_triton.arguments import Output, Terms
 from . import choose, configs, launcher
 from .arguments import checked_grid, documents_of, queries_of
 from .plans import DensePlan, Inputs
@@ -49,7 +49,7 @@ class SplitPlan(DensePlan):
             self._split(chunk, documents, document_scales)
             groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(chunk, kept)
             winners = None if argmax is None else argmax[part]
-            args = (*groups, tiles, scores[0, k:], winners, terms, *self.sizes, self.d, C)
+            args = (*groups, tiles, Output(scores[0, k:], winners), terms, self.sizes, self.d, C)
             grid = (self.launch.programs(Nq, chunk.shape[0]),)
             launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
 

@@ -1,0 +1,135 @@
+"""Tiles of tokens, and their similarities to query rows: where tokens come from, and what they are multiplied as."""
+
+import triton
+import triton.language as tl
+
+from .common import inverse_norm, load_rows, load_tokens
+from .fp32 import nearest_tf32, split, split_product
+from .maxima import per_token
+
+
+@triton.jit
+def document_tile(x, document, row, t, c0, C: tl.constexpr):
+    """Features from c0 on of tokens `t`, which are `row` of a descriptor and those after it if there is one."""
+    if x.tiles is not None:
+        tile = x.tiles.load([row, c0])
+    else:
+        tile = load_tokens(document.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), x.d, x.D, C.WIDE)
+    return tile
+
+
+@triton.jit
+def query_tile(x, rows, columns, C: tl.constexpr):
+    """Features `columns` of query rows."""
+    return load_rows(rows.ptr, rows.ok, columns, x.d, x.Q.stride_d, C.WIDE)
+
+
+@triton.jit
+def add_product(S, q, x, C: tl.constexpr):
+    if C.PRECISION == "tf32":
+        q = nearest_tf32(q)
+        x = nearest_tf32(x)
+    if C.TOKENS_FIRST:
+        S = tl.dot(x, tl.trans(q), S, input_precision=C.PRECISION)
+    else:
+        S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)
+    return S
+
+
+@triton.jit
+def sum_of_squares(tile):
+    return tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
+
+
+@triton.jit
+def no_similarities(C: tl.constexpr):
+    if C.TOKENS_FIRST:
+        S = tl.full((C.BN, C.BM), 0, tl.float32)
+    else:
+        S = tl.full((C.BM, C.BN), 0, tl.float32)
+    return S
+
+
+@triton.jit
+def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
+    """``<q[s], D[t]>`` of a tile in fp32, over the norms of the document tokens if normalising.
+
+    `q` holds the rows where one step covers d; else they are read again step by step. Last, which tokens have their
+    similarities: all, or with C.SPLIT those that are plain, to the scale of the rows.
+    """
+    plain = t >= 0
+    S = no_similarities(C)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    if x.terms is not None:
+        scale = tl.load(x.terms.document_scales + row + tl.arange(0, C.BN))
+        plain = scale > 0
+        S = split_product(q, (x.tiles.load([row, 0]), x.tiles.load([row + x.terms.document_room, 0])), C)
+    elif C.SPLIT:
+        tile, scale, plain, _ = split(document_tile(x, document, row, t, 0, C))
+        S = split_product(q, tile, C)
+    elif C.ONE_CHUNK:
+        tile = document_tile(x, document, row, t, 0, C)
+        S = add_product(S, q, tile, C)
+        if C.NORMALIZE:
+            squares = sum_of_squares(tile)
+    else:
+        for c0 in range(0, x.d, C.BD):
+            y = query_tile(x, rows, c0 + tl.arange(0, C.BD), C)
+            tile = document_tile(x, document, row, t, c0, C)
+            S = add_product(S, y, tile, C)
+            if C.NORMALIZE:
+                squares += sum_of_squares(tile)
+    if C.SPLIT:
+        S = S * per_token(scale, C)
+    if C.NORMALIZE:
+        S = S * per_token(inverse_norm(squares), C)
+    return S, plain
+
+
+@triton.jit
+def tokens_from(x, document, t0, C: tl.constexpr):
+    """The tile of tokens from t0 on: where it begins, and its tokens.
+
+    The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
+    again: that changes no maximum, and a repeat loses every tie. With C.PACKED a descriptor, for which any Ld will do,
+    reads on into what follows the document: `kept_tokens` leaves it out.
+    """
+    if x.tiles is None:
+        t = tl.minimum(t0 + tl.arange(0, C.BN), document.length - 1)
+    else:
+        if not C.PACKED:
+            t0 = tl.minimum(t0, document.length - C.BN)
+        t = t0 + tl.arange(0, C.BN)
+    return t0, t
+
+
+@triton.jit
+def kept_tokens(x, document, t, C: tl.constexpr):
+    """Which tokens t are there and not masked."""
+    if C.PACKED and x.tiles is not None:
+        keep = t < document.length
+        if x.D.mask is not None:
+            keep = keep & (tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l, mask=keep, other=0) != 0)
+    else:
+        keep = t >= 0
+        if x.D.mask is not None:
+            keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
+    return keep
+
+
+@triton.jit
+def tile_from(q, x, rows, document, t0, C: tl.constexpr):
+    """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
+
+    With C.SPLIT also ``-inf`` of tokens that are kept but not plain; last, which those are.
+    """
+    t0, t = tokens_from(x, document, t0, C)
+    S, plain = _similarities(q, x, rows, document, document.row + t0, t, C)
+    keep = kept_tokens(x, document, t, C)
+    taken = keep
+    if C.SPLIT:
+        taken = keep & plain
+    if x.D.mask is not None or C.SPLIT or (C.PACKED and x.tiles is not None):
+        # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
+        S = tl.where(per_token(taken, C), S, float("-inf"))
+    return S, t, keep, t0, keep & (plain == 0)

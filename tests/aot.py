@@ -247,7 +247,6 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     lists = "*i32" if case.lists or case.kernel == "maxsim_join_pieces" else "constexpr"
     tile_lists = TileLists(lists, lists, "i32", "i32", "i32")
     pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
-    sizes = dict.fromkeys(("Nq", "K", "Lq", "Ld", "d"), "i32")
     if case.kernel == "maxsim_forward" and case.ragged:
         return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .arguments import Sizes
-from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
+from .common import NO_TOKEN, nan_max, query_keep, query_weight, row_pointers
 from .forward_specialized import (
     CONSUMER_REGISTERS,
     HALF_ROWS,
@@ -32,6 +32,8 @@ from .forward_specialized import (
     settle,
     shared_ring,
     slot_rows,
+    sums_of,
+    winners_of,
 )
 from .gluon_names import async_load
 from .patches import counted, patch
@@ -150,11 +152,7 @@ def _store(half, Q, first, H: gl.constexpr, k, length, spans, found, unresolved,
         gl.store(found.maxima + at, best, mask=ok)
     if C.ARGMAX:
         keep = query_keep(Q, i, s, ok) & (length > 0)
-        lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
-        where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
-        where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)
-        unresolved = unresolved | (keep & (where == NO_TOKEN)).to(gl.int32)
-        where = gl.where(keep, gl.where(where == NO_TOKEN, UNRESOLVED, where), -1)
+        where, unresolved = winners_of(half, best, keep, unresolved)
         gl.store(found.argmax + at, where.to(found.argmax.dtype.element_ty), mask=ok)
     return terms, unresolved
 
@@ -166,20 +164,13 @@ def _kept_rows(Q, first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def _sums(a, b, C: gl.constexpr):
-    """Of the halves' rows, the sum of each query."""
-    GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
-    return ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
-
-
-@gluon.jit
 def _score(a, b, Q, first, k, length, found, sizes, C: gl.constexpr):
     """Store the scores of document k: the sums of what the halves' rows add; of no tokens -inf, or 0 of queries that
     have none; NaN of no document."""
-    total = _sums(a, b, C)
+    total = sums_of(a, b, C)
     if length <= 0:
         LAYOUT: gl.constexpr = a.type.layout
-        rows = _sums(_kept_rows(Q, first, 0, sizes, LAYOUT, C), _kept_rows(Q, first, 1, sizes, LAYOUT, C), C)
+        rows = sums_of(_kept_rows(Q, first, 0, sizes, LAYOUT, C), _kept_rows(Q, first, 1, sizes, LAYOUT, C), C)
         total = gl.where(rows > 0, float("-inf"), 0.0)
         total = gl.where(length < 0, float("nan"), total)
     i = first + gl.arange(0, 2 * HALF_ROWS // C.SLOT, layout=total.type.layout)

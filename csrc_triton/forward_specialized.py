@@ -9,8 +9,6 @@ Written in Gluon: Triton's own warp specialisation is not available on Hopper. S
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
+from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
 from .gluon_names import async_load
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
@@ -225,17 +223,31 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
+def winners_of(half, best, keep, unresolved):
+    """Winners of a half's rows, UNRESOLVED of those that are kept and whose maximum is NaN or -inf, -1 of others; and
+    which rows ever were unresolved."""
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
+    where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
+    where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)
+    unresolved = unresolved | (keep & (where == NO_TOKEN)).to(gl.int32)
+    return gl.where(keep, gl.where(where == NO_TOKEN, UNRESOLVED, where), -1), unresolved
+
+
+@gluon.jit
+def sums_of(a, b, C: gl.constexpr):
+    """Of the halves' rows, the sum of each query."""
+    GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
+    return ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
+
+
+@gluon.jit
 def _finished(half, Q, i, s, k, argmax, unresolved, sizes, C: gl.constexpr):
     """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf."""
     ok = (i < sizes.Nq) & (s < sizes.Lq)
     keep = query_keep(Q, i, s, ok)
     best = gl.reduce(half.best, 1, nan_max)
     if C.ARGMAX:
-        lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
-        where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
-        where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)
-        unresolved = unresolved | (keep & (where == NO_TOKEN)).to(gl.int32)
-        where = gl.where(keep, gl.where(where == NO_TOKEN, UNRESOLVED, where), -1)
+        where, unresolved = winners_of(half, best, keep, unresolved)
         out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
         gl.store(out, where.to(argmax.dtype.element_ty), mask=ok)
     return gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), unresolved
@@ -250,7 +262,7 @@ def _score(halves, Q, first, parts, k, scores, argmax, unresolved, sizes, C: gl.
     a, unresolved = _finished(halves[0], Q, i, s, k, argmax, unresolved, sizes, C)
     i, s = slot_rows(first, 1, parts, ROW, C)
     b, unresolved = _finished(halves[1], Q, i, s, k, argmax, unresolved, sizes, C)
-    total = ordered_sum(a, GROUPS, C.SLOT // 2) + ordered_sum(b, GROUPS, C.SLOT // 2)
+    total = sums_of(a, b, C)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
     return unresolved
@@ -378,20 +390,3 @@ def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-@triton.jit(do_not_specialize=["stride", "K", "parts"])
-def maxsim_sum_parts(partial, scores, stride, K, parts, BLOCK: tl.constexpr):
-    """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
-
-    Neighbours are added first, then these one after the other: the order in which `maxsim_forward` adds.
-    """
-    i = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = partial + i * parts * K + k
-    total = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, parts, 2):
-        a = tl.load(at + wide(p) * K, mask=k < K, other=0.0)
-        b = tl.load(at + wide(p + 1) * K, mask=(k < K) & (p + 1 < parts), other=0.0)
-        total = tl.where(p == 0, a + b, total + (a + b))
-    tl.store(scores + i * stride + k, total, mask=k < K)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Sizes
-from .common import ordered_sum, query_keep, query_weight
+from .common import ordered_sum, query_keep, query_weight, wide
 from .forward_ragged import carried, flushed
 from .ragged import document_segment, query_segment
 
@@ -147,3 +147,20 @@ def maxsim_row_sums(
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
     at = i.to(tl.int64)[None, :] * stride + k[:, None]
     tl.store(scores + at, score, mask=(i < queries)[None, :] & (k < K)[:, None])
+
+
+@triton.jit(do_not_specialize=["stride", "K", "parts"])
+def maxsim_sum_parts(partial, scores, stride, K, parts, BLOCK: tl.constexpr):
+    """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
+
+    Neighbours are added first, then these one after the other: the order in which `maxsim_forward` adds.
+    """
+    i = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = partial + i * parts * K + k
+    total = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, parts, 2):
+        a = tl.load(at + wide(p) * K, mask=k < K, other=0.0)
+        b = tl.load(at + wide(p + 1) * K, mask=(k < K) & (p + 1 < parts), other=0.0)
+        total = tl.where(p == 0, a + b, total + (a + b))
+    tl.store(scores + i * stride + k, total, mask=k < K)

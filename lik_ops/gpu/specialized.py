@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..csrc_triton import row_sums
 from ..csrc_triton.arguments import Output, Sizes, Specialization
 from . import configs, gluon, launcher
 from .arguments import queries_of
@@ -32,7 +33,6 @@ class SpecializedPlan(GluonPlan):
         super().__init__(Q, D, argmax_dtype)
         self.choice, kernels = choice, gluon.found()
         self.kernel = getattr(kernels.wide if choice.is_wide else kernels.specialized, choice.kernel)
-        self.sum_kernel = kernels.specialized.maxsim_sum_parts
         C = choice.config
         features = C.BD if isinstance(C, Specialization) else kernels.wide.FEATURES.value
         self.tiles = gluon.tiles((C.BN, features), Q.dtype)
@@ -67,7 +67,7 @@ class SpecializedPlan(GluonPlan):
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
         if parts > 1:
             args = (sums, scores, scores.stride(0), K, parts, _SUM_BLOCK)
-            launcher.launch(self.sum_kernel, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
+            launcher.launch(row_sums.maxsim_sum_parts, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
 
     def _tokens(self, D: Tensor, sizes: Sizes) -> Any:
         """All document tokens as rows."""

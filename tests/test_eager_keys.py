@@ -215,7 +215,8 @@ def ways(monkeypatch):
 
 
 def test_every_scoring_function_is_here():
-    scoring = {name for name in lik_ops.__all__ if name.startswith("maxsim")}
+    # `maxsim_streamed` calls two of these, part by part.
+    scoring = {name for name in lik_ops.__all__ if name.startswith("maxsim")} - {"maxsim_streamed"}
     scoring |= {f"torch.ops.lik.{name}" for name in OPERATORS}
     assert {name.split(" of ")[0] for name in VALID} == scoring
 

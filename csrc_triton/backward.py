@@ -140,7 +140,8 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
             dot += more_dot
             squares += more_squares
             live = live | more_live
-    for c0 in range(0, features, C.BD):
+    # Of pieces Triton 3.6 spills what it hoists out of this loop, which is mostly one step.
+    for c0 in tl.range(0, features, C.BD, disable_licm=to.partial is not None):
         columns = c0 + tl.arange(0, C.BD)
         G = sum_of(of, columns, d, C)
         if to.partial is not None:

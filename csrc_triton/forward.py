@@ -37,8 +37,8 @@ from .similarities import (
 @triton.jit
 def _search(best, where, q, x, rows, document, C: tl.constexpr):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
-    # Few get here: what is hoisted out of the loop takes registers, which spill, and saves nothing.
-    for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=True):
+    # Few get here: what is hoisted out of the loop saves nothing, and fills registers that are spilled.
+    for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=C.ONE_CHUNK):
         S, t, keep, _, _ = tile_from(q, x, rows, document, t0, C)
         hit = (S == per_row(best, C)) | (S != S)
         first = first_token(hit & per_token(keep, C), per_token(t, C), C)

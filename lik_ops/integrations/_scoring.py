@@ -59,6 +59,16 @@ def as_dense(x: Any) -> Tensor:
     return torch.stack(tokens) if isinstance(tokens, list) else tokens
 
 
+def as_one_group(documents: Any, mask: Any) -> tuple[Tensor, Any]:
+    """The documents of groups ``[G, N, Ld, d]``, and their mask, as those of one; group g begins at ``g * N``."""
+    D = as_dense(documents).flatten(0, 1)
+    return D, None if mask is None else as_mask("documents_mask", mask).flatten(0, 1)
+
+
+def moved(tokens: Tokens, device: torch.device) -> Tokens:
+    return tokens.to(device) if isinstance(tokens, Tensor) else [t.to(device) for t in tokens]
+
+
 def _floating(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.float()
 

@@ -82,16 +82,12 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
         if len(given) == 0:
             raise ValueError(f"score_multi_vector: {name}: expected at least one, got none")
     at = torch.device(device or _best_device())
-    queries = _moved(_scoring.as_tokens(qs), at)
+    queries = _scoring.moved(_scoring.as_tokens(qs), at)
     parts = [
-        _scoring.cross(queries, _moved(_scoring.as_tokens(ps[begin : begin + batch_size]), at), None, None)
+        _scoring.cross(queries, _scoring.moved(_scoring.as_tokens(ps[begin : begin + batch_size]), at), None, None)
         for begin in range(0, len(ps), batch_size)
     ]
     return torch.cat(parts, dim=1).to("cpu", torch.float32)
-
-
-def _moved(tokens: _scoring.Tokens, device: torch.device) -> _scoring.Tokens:
-    return tokens.to(device) if isinstance(tokens, Tensor) else [t.to(device) for t in tokens]
 
 
 def _best_device() -> str:

@@ -119,9 +119,8 @@ class ColBERTScores:
         documents_mask: Any = None,
         backend: str | None = None,
     ) -> Tensor:
-        D = _scoring.as_dense(documents_embeddings)
-        d_mask = None if documents_mask is None else _scoring.as_mask("documents_mask", documents_mask).flatten(0, 1)
-        return colbert_scores(queries_embeddings, D.flatten(0, 1), queries_mask, d_mask, backend)
+        D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
+        return colbert_scores(queries_embeddings, D, queries_mask, d_mask, backend)
 
     def get_config_dict(self) -> dict[str, Any]:
         return {}

@@ -151,8 +151,7 @@ def colbert_scores(
         >>> sentence_transformers.colbert_scores(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
         torch.Size([2, 6])
     """
-    D = _scoring.as_dense(documents_embeddings).flatten(0, 1)
-    d_mask = None if documents_mask is None else _scoring.as_mask("documents_mask", documents_mask).flatten(0, 1)
+    D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
     return maxsim(queries_embeddings, D, queries_mask, d_mask, chunk_elements, length_normalize)
 
 
@@ -272,13 +271,9 @@ class _Side:
 
     def part(self, begin: int, end: int, at: torch.device) -> tuple[Tokens, Tensor | None]:
         """Items and their mask on the device `at`."""
-        tokens, mask = self.tokens[begin:end], self.mask
-        if isinstance(tokens, Tensor):
-            tokens = tokens.to(at)
-        else:
-            tokens = [t.to(at) for t in tokens]
-            if mask is not None:  # beside a list it is padded to the longest of all
-                mask = mask[:, : max(t.shape[0] for t in tokens)]
+        tokens, mask = _scoring.moved(self.tokens[begin:end], at), self.mask
+        if mask is not None and isinstance(tokens, list):  # it is padded to the longest of all
+            mask = mask[:, : max(t.shape[0] for t in tokens)]
         return tokens, None if mask is None else mask[begin:end].to(at)
 
     def counts(self, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bo
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
 from .gradients import gradient, is_unified
-from .watchers import described, described_but_rows, is_below_autograd, is_memory, nobody_watches
+from .watchers import backward_is_short, described, described_but_rows, is_below_autograd, nobody_watches
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
@@ -99,7 +99,7 @@ class _DenseCall(_Call):
             grad_scores = grad_scores.unsqueeze(0)
         if self.d_flat:
             grad_scores = grad_scores.unsqueeze(1)
-        is_short = _backward_is_short(grad_scores, *given[:2])
+        is_short = backward_is_short(grad_scores, *given[:2])
         if argmax is None and not is_short:
             argmax = Q.new_empty(0, dtype=torch.int32)
         run = gradient(self.backward, self.backend if is_short else None)
@@ -122,19 +122,10 @@ class _CutCall(_Call):
         c, unified = Cut._make(given), is_unified(self.backward)
         if argmax is None:  # to be found again
             _, argmax = self.backend.ragged_plan(c, self.normalize, argmax_dtype_for(c.Td)).forward(c)
-        if _backward_is_short(grad_scores, c.Q, c.D):
+        if backward_is_short(grad_scores, c.Q, c.D):
             return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)
         op = torch.ops.lik.maxsim_ragged_bwd
         return op(grad_scores, *c.ragged(), argmax, self.normalize, unified, needs)
-
-
-def _backward_is_short(*tensors: Tensor) -> bool:
-    """Whether a backward of the short way may go past the dispatcher.
-
-    Not with a graph of the backward, whose operator raises for second derivatives.
-    """
-    short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
-    return short and nobody_watches() and all(is_memory(t) for t in tensors)
 
 
 class _MaxSim(torch.autograd.Function):

@@ -82,8 +82,8 @@ def lowest(op: str, s: Search, progress: bool | None) -> Best:
         found = values, columns.add_(begin)
         best = found if best is None else topk.merge([best, found], s.top_k)
     assert best is not None
-    flat = s.Q.dim() == 2
-    return (-best[0]).squeeze(0) if flat else -best[0], best[1].squeeze(0) if flat else best[1]
+    scores, indices = -best[0], best[1]
+    return (scores.squeeze(0), indices.squeeze(0)) if s.Q.dim() == 2 else (scores, indices)
 
 
 def scored(op: str, s: Search, progress: bool | None) -> Iterator[tuple[int, Tensor]]:

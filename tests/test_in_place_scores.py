@@ -122,7 +122,10 @@ def test_scores_can_be_changed_in_place(x, name, edit, long_way):
         found = gradients(x, scores)
         assert len(found) > 0
         for a, b in zip(found, gradients(x, expected), strict=True):
-            torch.testing.assert_close(a, b, rtol=0 if option.get("backward") != "unified" else 1e-6, atol=1e-6)
+            if option.get("backward") == "lowmem":
+                assert torch.equal(a, b)
+            else:  # sums in the order that atomics take, so off by the rounding of the largest of them
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("name", CALLS)

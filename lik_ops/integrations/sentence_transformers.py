@@ -17,7 +17,6 @@ and scores are fp32 on the device of the documents. Lists of ``[L_i, d]`` are sc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -284,9 +283,7 @@ class _Side:
 
 
 def _fill(scores: Tensor, empty: Tensor) -> Tensor:
-    """The host's score of documents without tokens; by its own function, where it is imported, for its warning."""
-    theirs = getattr(sys.modules.get(_SIMILARITY), "_fill_empty_document_scores", None)
-    return scores.masked_fill(empty, _EMPTY) if theirs is None else theirs(scores, empty)
+    return scores.masked_fill(empty, _EMPTY)
 
 
 def _cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from .test_eager import Wrapped
 
 pytest.importorskip("triton", reason="ragged calls take the short way to the Triton backend alone")
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import launcher, plans
+from lik_ops.gpu import launcher, memory
 from lik_ops.gpu import plain as cuda_plain
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
@@ -317,7 +317,7 @@ def test_nor_is_another_launched(name, bare, ways, monkeypatch):
     launches = Launches()
     monkeypatch.setattr(launcher, "launch", launches.launch)
     monkeypatch.setattr(backends, "select", lambda device, dtype: backends.portable if dtype.itemsize == 8 else cuda)
-    monkeypatch.setattr(plans, "empty_cuda", None)
+    monkeypatch.setattr(memory, "empty_cuda", None)
     for module in (cuda_plain, cuda_ragged):
         monkeypatch.setattr(module, "current_device", lambda: None)
         monkeypatch.setattr(module, "raw_stream", lambda index: 0)

@@ -40,7 +40,7 @@ from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lik_ops.gpu import arguments as cuda_arguments
-from lik_ops.gpu import launcher, plans, triton_versions
+from lik_ops.gpu import launcher, memory, triton_versions
 from lik_ops.gpu import plain as cuda_plain
 
 CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
@@ -206,7 +206,7 @@ def test_a_direct_launch_is_of_winners_that_begin_as_those_it_was_compiled_for(m
     monkeypatch.setattr(launcher, "launch", launch)
     monkeypatch.setattr(cuda_plain, "current_device", lambda: None)
     monkeypatch.setattr(cuda_plain, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(plans, "empty_cuda", None)
+    monkeypatch.setattr(memory, "empty_cuda", None)
     Q, D = torch.randn(1, 3, 16), torch.randn(2, 16, 16)
     winners = torch.empty(3, 1, 3, dtype=torch.int16)
     plan = cuda_plain.plain_plan(Q, D, None, None, None, False, torch.int16)

@@ -3,6 +3,7 @@
 Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
 """
 
+from . import backward as cuda_backward
 from . import forward as cuda_forward
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
@@ -32,5 +33,6 @@ __all__ = [
 
 def forget() -> None:
     """Drop what was worked out from the table of configurations."""
+    cuda_backward.calls.forget()
     cuda_forward.forget()
     cuda_ragged.forget()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import argmax_dtype_for
+from ..arguments import argmax_dtype_for, metadata
 from ..csrc_triton.arguments import Documents, Pieces, Queries, RowSums, TileLists, Upstream
 from ..csrc_triton.backward_documents import maxsim_grad_documents, maxsim_join_pieces
 from ..csrc_triton.backward_lists import (
@@ -27,6 +27,7 @@ from .arguments import architecture, checked_grid, documents_of, on_device, quer
 from .arguments import sizes as sizes_of
 from .configs import Architecture, Launch, cdiv
 from .forward import forward
+from .replay import Calls
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
@@ -37,6 +38,8 @@ _PIECE_ROWS = 2048  # at least, of a list that is cut
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
 _INT32_MAX = 2**31 - 1
 _LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
+Gradients = tuple[Tensor, Tensor, Tensor]  # of Q, D and q_weight
+calls = Calls()
 
 
 class Call(NamedTuple):
@@ -210,9 +213,7 @@ def _into_documents(call: Call, grad_D: Tensor) -> None:
     if rows <= backward_configs.most_sparse_rows(call.dtype, call.d, call.wide):
         _sum_sparse(call, rows, count, grad_D)
         return
-    table = functools.partial(
-        backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout()
-    )
+    table = partial(backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout())
     launch = table(pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
     if rows > backward_configs.LIST_ROWS:
@@ -228,14 +229,14 @@ def _into_documents(call: Call, grad_D: Tensor) -> None:
     slot_bytes = 4 * launch.config.BN * call.d
     cut = _pieces(step, rows, slot_bytes)
     launch = table(pieces=cut > 1)
-    new = functools.partial(torch.empty, device=grad_D.device)
+    new = partial(torch.empty, device=grad_D.device)
     starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
-    partial = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
+    sums = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
     call = call.with_norms()
     for first in range(0, count, step):
         lists, documents = TileLists(entries, starts, first, blocks, tiles), min(step, count - first)
         _list(call, listing, lists, rows, documents)
-        _sum_tiles(call, launch, lists, rows, Pieces(partial, cdiv(rows, cut)), documents, grad_D)
+        _sum_tiles(call, launch, lists, rows, Pieces(sums, cdiv(rows, cut)), documents, grad_D)
 
 
 def _sum_sparse(call: Call, rows: int, count: int, grad_D: Tensor) -> None:
@@ -285,20 +286,32 @@ def backward_lowmem(
     q_weight: Tensor | None,
     normalize: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it.
 
     Winners that are not given are found again, in parts that need no more memory than a constant.
     """
-    if Q.numel() == 0 or D.numel() == 0:
-        grad_Q, grad_D, grad_weight = _outputs(Q, D, needs)
+    return _again(_lowmem, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs))
+
+
+def _again(function: Callable[[_Arguments], Gradients], a: _Arguments) -> Gradients:
+    """What `function` returns, replayed where a call like it was made before."""
+    stride, winners = a.grad_scores.stride(), None if a.argmax is None else (a.argmax.dtype, a.argmax.stride())
+    found = metadata(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
+    key = (function, *found, stride, winners, a.normalize, *a.needs)
+    given = a.grad_scores, a.argmax, a.Q, a.D, a.q_mask, a.d_mask, a.q_weight
+    return calls.run(key, given, partial(function, a), a.Q.device)
+
+
+def _lowmem(a: _Arguments) -> Gradients:
+    if a.Q.numel() == 0 or a.D.numel() == 0:
+        grad_Q, grad_D, grad_weight = _outputs(a.Q, a.D, a.needs)
         return grad_Q, grad_D, grad_weight
-    whole = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
-    with on_device(Q.device):
-        return _found_winners(whole) if argmax is None else _known_winners(whole)
+    with on_device(a.Q.device):
+        return _found_winners(a) if a.argmax is None else _known_winners(a)
 
 
-def _found_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _found_winners(a: _Arguments) -> Gradients:
     """`backward_lowmem` where the winners are found again, in parts."""
     grad_Q, grad_D, grad_weight = outputs = _outputs(a.Q, a.D, a.needs)
     for part, targets in _parts(a, outputs):
@@ -310,7 +323,7 @@ def _found_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return grad_Q, grad_D, grad_weight
 
 
-def _known_winners(a: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _known_winners(a: _Arguments) -> Gradients:
     """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
     call, grad_D = _call(a), _output(D, of_D)
@@ -362,24 +375,28 @@ def backward_unified(
     q_weight: Tensor | None,
     normalize: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of Q, D and q_weight in one pass over the winners, through fp32 sums and atomic adds.
 
     Raises:
         RuntimeError: under `torch.use_deterministic_algorithms(True)`.
     """
     require_nondeterminism_allowed()
+    return _again(_unified, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs))
+
+
+def _unified(a: _Arguments) -> Gradients:
+    Q, D, needs = a.Q, a.D, a.needs
     grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
     if Q.numel() == 0 or D.numel() == 0:
         return grad_Q, grad_D, grad_weight
     sum_Q = torch.zeros(Q.shape, dtype=torch.float32, device=Q.device) if needs[0] or needs[2] else None
     sum_D = torch.zeros(D.shape, dtype=torch.float32, device=Q.device) if needs[1] else None
-    a = _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs)
     with on_device(Q.device):
         for part, part_Q, part_D in _scattered_parts(a, sum_Q, sum_D):
             call = _call(part)
             call.scatter(part_Q, part_D)
-        call = call._replace(queries=queries_of(Q, q_mask, q_weight))
+        call = call._replace(queries=queries_of(Q, a.q_mask, a.q_weight))
         wanted = _wanted(outputs, needs)
         if sum_Q is not None:
             X = documents_of(Q.unsqueeze(1), None)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,8 +44,19 @@ _PLAIN = frozenset((int, type(None)))
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
+class _Recording(threading.local):
+    """Who sees the launches of this thread, besides hooks: a `replay.Recorder`."""
+
+    by: Any = None
+
+
+recording = _Recording()
+
+
 def hooks_set() -> bool:
     """Whether somebody, a profiler most likely, wants to see each launch."""
+    if recording.by is not None:
+        return True
     before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     try:
         return bool(before.calls or after.calls)
@@ -79,7 +91,7 @@ def _parameters_of(kernel: JITFunction) -> _Parameters:
     return _Parameters(constant, tuple(not p.do_not_specialize for p in kernel.params))
 
 
-def _is_descriptor(x: object) -> bool:
+def is_descriptor(x: object) -> bool:
     return hasattr(x, "block_shape")
 
 
@@ -114,7 +126,7 @@ def describe(kernel: JITFunction, args: tuple) -> tuple:
             return x > _INT32_MAX, specialised and (x == 1, x % 16 == 0)
         if isinstance(x, tuple):
             return _described_group(x)
-        if _is_descriptor(x):
+        if is_descriptor(x):
             return type(x), x.base.dtype, *x.block_shape, getattr(x, "layout", None), x.padding
         return type(x)
 
@@ -139,7 +151,7 @@ def _exactly(args: tuple) -> tuple[list, list]:
             key += (x.dtype, pointer & 15 == 0)
             values.append(pointer)
         elif not isinstance(x, tuple):
-            if _is_descriptor(x):
+            if is_descriptor(x):
                 key += (type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
             else:
                 key.append((type(x), x))
@@ -261,7 +273,7 @@ class Bound:
         flat: list = []
         n = 0
         for x in values:
-            if _is_descriptor(x):
+            if is_descriptor(x):
                 flat += self.encoded(n, x)
                 n += 1
             else:
@@ -329,9 +341,13 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
     """
     if isinstance(kernel, JITFunction):
         bound, values = bind(kernel, args, options)
+        if recording.by is not None:
+            recording.by.launched(bound, grid, args, values)
         if bound is not None:
             bound.launch(grid, args, values)
             return bound
+    elif recording.by is not None:
+        recording.by.launched(None, grid, args, [])
     kernel[grid](*args, **triton_versions.compile_options(options))
     return None
 

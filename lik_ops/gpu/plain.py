@@ -14,7 +14,8 @@ from ..csrc_triton import forward as forward_kernels
 from ..csrc_triton.arguments import Documents, Output, Queries
 from . import choose, configs, launcher
 from .arguments import architecture, checked_grid, current_device, descriptor, on_device, owned_strides, strides_of
-from .plans import DensePlan, raw_stream
+from .memory import raw_stream
+from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
 _MOST_TILES = 64  # tensor descriptors that a plan keeps
@@ -49,7 +50,6 @@ class PlainPlan(DensePlan):
         self.query_strides = Q.stride(), strides_of(q_mask), strides_of(q_weight)
         self.document_strides = owned_strides(D, candidates), owned_strides(d_mask, candidates)
         self.tiles: dict[int, tuple] = {}
-        self.score_strides = (), (1,), (K, 1)
         self.constants = None, self.sizes, self.d, self.config
         self.has_per_token = not (q_mask is None and d_mask is None and q_weight is None)
         queries, documents = self._grouped(None, None, None, None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +10,8 @@ from torch import Tensor
 from ..arguments import lifted
 from . import launcher
 from .arguments import on_device, sizes
-
-# None where torch was built without CUDA and ROCm.
-raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
-# What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
-empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+from .memory import new_memory
+from .replay import Calls
 
 
 class Inputs(NamedTuple):
@@ -38,10 +34,8 @@ class Plan:
         self.d, self.argmax_dtype = Q.shape[-1], argmax_dtype
 
     def new_scores(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """Contiguous scores to be filled by a direct launch."""
-        if empty_cuda is None or torch.are_deterministic_algorithms_enabled():
-            return torch.empty(shape, dtype=torch.float32, device=self.device)
-        return empty_cuda(shape, strides, torch.float32)
+        """Contiguous scores to be filled by a kernel."""
+        return new_memory(shape, strides, torch.float32, self.device)
 
     def _tried(self, *call: Any) -> Any:
         """What `_faster` returns of a call; what `_plain` does where that is None or Triton cannot compile it."""
@@ -70,12 +64,15 @@ class DensePlan(Plan):
         Nq, K, Lq, _ = self.sizes
         self.scores_shape = (Nq, K)
         self.argmax_shape = (Nq, K, Lq) if D.dim() == 4 else (K, Nq, Lq)
+        self.score_strides: tuple[tuple[int, ...], ...] = (), (1,), (K, 1)
+        self.argmax_strides = self.argmax_shape[1] * Lq, Lq, 1
+        self.calls = Calls()
 
     def new_argmax(self) -> Tensor:
         """Winners to be filled by `scores`, of size [0] if none are asked for."""
         if self.argmax_dtype is None:
             return torch.empty(0, dtype=torch.int32, device=self.device)
-        return torch.empty(self.argmax_shape, dtype=self.argmax_dtype, device=self.device)
+        return new_memory(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
 
     def scores(
         self,
@@ -88,11 +85,16 @@ class DensePlan(Plan):
         argmax: Tensor | None,
     ) -> Tensor:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
-        x = Inputs._make(lifted(Q, D, q_mask, d_mask, q_weight))
-        scores = torch.empty(shape, dtype=torch.float32, device=self.device)
-        with on_device(self.device):
-            # A view goes to the kernels: autograd would keep callers from writing to one.
-            self._score(x, scores.view(self.scores_shape), argmax)
+        scores = self.new_scores(shape, self.score_strides[len(shape)])
+
+        def fill() -> tuple[Tensor, ...]:
+            x = Inputs._make(lifted(Q, D, q_mask, d_mask, q_weight))
+            with on_device(self.device):
+                # A view goes to the kernels: autograd would keep callers from writing to one.
+                self._score(x, scores.view(self.scores_shape), argmax)
+            return ()
+
+        self.calls.run((), (Q, D, q_mask, d_mask, q_weight, scores, argmax), fill, self.device)
         return scores
 
     def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:

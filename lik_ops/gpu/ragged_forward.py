@@ -14,7 +14,8 @@ from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..segments import Cut, Ragged
 from . import choose, configs, launcher, rows
 from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
-from .plans import Plan, raw_stream
+from .memory import raw_stream
+from .plans import Plan
 
 _log = logging.getLogger("lik_ops")
 _LEAST_SLOT = 16

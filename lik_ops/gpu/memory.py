@@ -1,0 +1,27 @@
+"""Memory for what kernels write, and the stream that they are launched on, with little host time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .arguments import current_device
+
+# None where torch was built without CUDA and ROCm.
+raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+# What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
+empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+
+
+def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor to be filled by a kernel."""
+    if (
+        empty_cuda is None
+        or device.index is None  # in the interpreter
+        or torch.are_deterministic_algorithms_enabled()
+        or current_device() != device.index
+    ):
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return empty_cuda(shape, strides, dtype)

@@ -1,0 +1,289 @@
+"""Calls of several launches made again: with the memory and the launches of an earlier call like them.
+
+What a backend does with tensors hangs on their metadata alone, so a second call of the same metadata takes the same
+memory and launches the same kernels: only pointers differ. The second call is recorded; later ones need little of the
+host's time. What cannot be replayed, as an operation of torch that is no allocation, is not recorded, and runs as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import launcher
+from .arguments import current_device
+from .memory import new_memory, raw_stream
+
+_log = logging.getLogger("lik_ops")
+_MOST_CALLS = 1024
+_MOST_DESCRIPTORS = 64  # that a launch keeps
+_aten = torch.ops.aten
+_UNFILLED = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+
+Tensors = Sequence[Tensor | None]
+
+
+class _Memory(NamedTuple):
+    """A tensor that a call makes, and what it is filled with, if with anything."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    value: float | None = None
+
+    def make(self, device: torch.device) -> Tensor:
+        found = new_memory(self.shape, self.strides, self.dtype, device)
+        return found if self.value is None else found.fill_(self.value)
+
+
+class _Fill(NamedTuple):
+    slot: int
+    value: float
+
+
+class _Pointer(NamedTuple):
+    """Which tensor an argument points into, and how many bytes behind its beginning."""
+
+    slot: int
+    offset: int
+
+
+class _Descriptor(NamedTuple):
+    """A tensor descriptor but for its tensor, and what earlier ones were encoded to, by where that begins."""
+
+    place: int  # among the arguments
+    n: int  # among the descriptors
+    slot: int
+    made: Callable[[Tensor], Any]
+    encoded: dict[int, tuple]
+
+
+class _Launch(NamedTuple):
+    """Arguments with None for pointers, groups of them as lists, and where pointers go."""
+
+    bound: launcher.Bound
+    grid: tuple[int, int, int]
+    values: list
+    pointers: list[tuple[int, _Pointer]]
+    groups: list[tuple[int, list[tuple[int, _Pointer]]]]
+    descriptors: list[_Descriptor]
+    last: list[int]  # slots of memory that no later launch reads
+
+    def again(self, pointers: list[int], held: list[Tensor | None], stream: int) -> None:
+        values = self.values.copy()
+        for n, (slot, offset) in self.pointers:
+            values[n] = pointers[slot] + offset
+        for n, places in self.groups:
+            group = values[n] = values[n].copy()
+            for m, (slot, offset) in places:
+                group[m] = pointers[slot] + offset
+        for descriptor in reversed(self.descriptors):
+            values[descriptor.place : descriptor.place + 1] = self._encoded(descriptor, pointers, held)
+        self.bound.direct(*self.grid, stream, values)  # type: ignore[misc]
+
+    def _encoded(self, descriptor: _Descriptor, pointers: list[int], held: list[Tensor | None]) -> tuple:
+        _, n, slot, made, encoded = descriptor
+        found = encoded.get(pointers[slot])
+        if found is None:
+            if len(encoded) >= _MOST_DESCRIPTORS:
+                encoded.clear()
+            tensor = held[slot]
+            assert tensor is not None
+            found = encoded[pointers[slot]] = self.bound.encoded(n, made(tensor))
+        return found
+
+
+class Recorder(TorchDispatchMode):
+    """Sees what a call does: memory by way of torch, launches by way of `launcher`."""
+
+    def __init__(self, given: Tensors) -> None:
+        super().__init__()
+        self.count = len(given)
+        self.steps: list[_Memory | _Fill | _Launch] = []
+        self.spans: dict[int, tuple[int, int]] = {}  # of what is alive: where a slot's memory begins and ends
+        self.made = 0
+        self.obstacle = ""  # why the call cannot be replayed
+        for slot, x in enumerate(given):
+            if x is not None and x.numel():
+                reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+                self.spans[slot] = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+        if any(begin % 16 for begin, _ in self.spans.values()):
+            self.obstacle = "a tensor begins at no multiple of 16 bytes"
+
+    def __enter__(self):
+        launcher.recording.by = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        launcher.recording.by = None
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in _UNFILLED or func in _ZEROS:
+            self._make(result, 0 if func in _ZEROS else None)
+        elif func in _FILLS:
+            self._fill(*args)
+        elif not func.is_view:
+            self.obstacle = self.obstacle or f"{func} is no allocation"
+        return result
+
+    def _make(self, x: Tensor, value: float | None) -> None:
+        begin = x.data_ptr()
+        end = begin + x.untyped_storage().nbytes()
+        # What was there before is gone.
+        self.spans = {slot: span for slot, span in self.spans.items() if span[1] <= begin or end <= span[0]}
+        self.spans[self.count + self.made] = begin, end
+        self.made += 1
+        self.steps.append(_Memory(tuple(x.shape), x.stride(), x.dtype, value))
+
+    def _fill(self, x: Tensor, value: float = 0) -> None:
+        if x.numel():
+            begin = x.data_ptr()
+            whole = begin, begin + x.numel() * x.element_size()
+            slots = [slot for slot, span in self.spans.items() if span == whole and slot >= self.count]
+            if len(slots) == 1:
+                self.steps.append(_Fill(slots[0], value))
+            else:
+                self.obstacle = self.obstacle or "a part of a tensor is filled"
+
+    def _pointer(self, x: Tensor) -> _Pointer:
+        pointer = x.data_ptr()
+        found = [_Pointer(slot, pointer - begin) for slot, (begin, end) in self.spans.items() if begin <= pointer < end]
+        if len(found) != 1:
+            self.obstacle = self.obstacle or f"an argument lies in {len(found)} of the call's tensors"
+            return _Pointer(0, 0)
+        return found[0]
+
+    def launched(self, bound: launcher.Bound | None, grid: tuple[int, ...], args: tuple, values: list) -> None:
+        """Called by `launcher.launch` for each kernel."""
+        if bound is None or bound.direct is None:
+            self.obstacle = self.obstacle or "not launched directly"
+            return
+        pointers: list[tuple[int, _Pointer]] = []
+        groups: list[tuple[int, list[tuple[int, _Pointer]]]] = []
+        descriptors: list[_Descriptor] = []
+        template = list(values)
+        for n, x in enumerate(args):
+            if isinstance(x, Tensor):
+                template[n] = None
+                pointers.append((n, self._pointer(x)))
+            elif isinstance(template[n], list):
+                places = [(m, self._pointer(y)) for m, y in enumerate(x) if isinstance(y, Tensor)]
+                template[n] = [None if isinstance(y, Tensor) else y for y in x]
+                groups += [(n, places)] if places else []
+            elif launcher.is_descriptor(x):
+                template[n] = None
+                descriptors.append(self._descriptor(n, len(descriptors), x))
+        x, y, z = (*grid, 1, 1)[:3]
+        self.steps.append(_Launch(bound, (x, y, z), template, pointers, groups, descriptors, []))
+
+    def _descriptor(self, place: int, n: int, descriptor: Any) -> _Descriptor:
+        slot, offset = self._pointer(descriptor.base)
+        if offset:
+            self.obstacle = self.obstacle or "a descriptor begins within a tensor"
+        kind: Any = type(descriptor)
+        but_base = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
+        return _Descriptor(place, n, slot, partial(kind, **but_base), {})
+
+    def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
+        """What makes the call again; None where that cannot be."""
+        if not any(isinstance(step, _Launch) for step in self.steps):
+            self.obstacle = self.obstacle or "nothing was launched"
+        slots: list[int] = []
+        for x in outputs:
+            slots.append(self._output(x, slots))
+        if self.obstacle:
+            _log.debug("a call is not replayed: %s", self.obstacle)
+            return None
+        found = set(slots)
+        for step in reversed(self.steps):
+            if isinstance(step, _Launch):
+                used = {pointer.slot for _, pointer in step.pointers} | {x.slot for x in step.descriptors}
+                used |= {pointer.slot for _, places in step.groups for _, pointer in places}
+                step.last.extend(slot for slot in used - found if slot >= self.count)
+                found |= used
+        return Replay(self.steps, slots, device)
+
+    def _output(self, x: Tensor, taken: list[int]) -> int:
+        expected = tuple(x.shape), x.stride(), x.dtype
+        memory = [step for step in self.steps if isinstance(step, _Memory)]
+        for n in reversed(range(self.made)):
+            span = self.spans.get(self.count + n)
+            known = span is not None and span[0] == x.data_ptr() and memory[n][:3] == expected
+            if known and self.count + n not in taken:
+                return self.count + n
+        self.obstacle = self.obstacle or "a result is no memory of its own"
+        return 0
+
+
+class Replay:
+    """What a call does, for other tensors of the same metadata."""
+
+    def __init__(self, steps: list, outputs: list[int], device: torch.device) -> None:
+        self.steps, self.outputs, self.device = steps, outputs, device
+
+    def __call__(self, given: Tensors) -> Any:
+        """The results, or None where the call has to be made in full; nothing is launched then."""
+        pointers = [0 if x is None else x.data_ptr() for x in given]
+        merged = 0
+        for pointer in pointers:
+            merged |= pointer
+        if merged & 15 or current_device() != self.device.index or launcher.hooks_set():
+            return None
+        held, stream, device = list(given), raw_stream(self.device.index), self.device
+        for step in self.steps:
+            kind = step.__class__
+            if kind is _Launch:
+                step.again(pointers, held, stream)
+                for slot in step.last:
+                    held[slot] = None
+            elif kind is _Memory:
+                tensor = step.make(device)
+                held.append(tensor)
+                pointers.append(tensor.data_ptr())
+            else:
+                held[step.slot].fill_(step.value)
+        return tuple([held[slot] for slot in self.outputs])
+
+
+class Calls:
+    """Calls of one function, by all that decides what it does but where its tensors lie."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple, Replay | bool] = {}  # True once a call was seen, False where none is replayed
+
+    def run(self, key: tuple, given: Tensors, function: Callable[[], Sequence[Tensor]], device: torch.device) -> Any:
+        """What `function` returns: tensors that it makes. It is called unless a call of this key can be replayed."""
+        found = self._found.get(key)
+        if found.__class__ is Replay:
+            results = found(given)
+            return function() if results is None else results
+        if found is None:
+            if len(self._found) >= _MOST_CALLS:
+                self._found.clear()
+            self._found[key] = True
+        elif found and launcher.recording.by is None and not launcher.hooks_set():
+            with Recorder(given) as recorder:
+                results = function()
+            self._found[key] = recorder.replay(results, device) or False
+            return results
+        return function()
+
+    def forget(self) -> None:
+        self._found.clear()

@@ -1,0 +1,277 @@
+"""Calls made again with the launches of an earlier one: what is launched, and that results are those of a full call."""
+
+import itertools
+
+import pytest
+import torch
+
+from .support import INTERPRETING
+
+pytest.importorskip("triton", reason="only the Triton backend replays")
+
+from lik_ops.gpu import backend as cuda
+from lik_ops.gpu import backward, launcher, memory, replay
+
+without_kernels = pytest.mark.skipif(INTERPRETING, reason="stands for a GPU's launches")
+SHAPES = ((8, 8, 32, 64, 64), (3, 5, 2, 40, 24), (2, 3, 1300, 70, 16), (17, 2, 9, 2000, 40))
+NEEDS = ([True, True, True], [True, False, False], [False, True, False], [True, True, False])
+
+
+class Bound(launcher.Bound):
+    """Stands for a compiled kernel: keeps what it is launched with, and the tensors alive, so that pointers differ."""
+
+    __slots__ = ("kernel", "log")
+
+    def __init__(self, kernel, log):
+        self.kernel, self.log = kernel, log
+
+    def direct(self, x, y, z, stream, values):
+        self.log.append((self.kernel.__name__, (x, y, z), values))
+
+    def launch(self, grid, args, values):
+        self.log.append((self.kernel.__name__, (*grid, 1, 1)[:3], values, args))
+
+    def encoded(self, n, descriptor):
+        shape = tuple(descriptor.shape), tuple(descriptor.strides), tuple(descriptor.block_shape)
+        return ("descriptor", descriptor.base.data_ptr(), *shape)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Launches of the Triton backend on CPU tensors: name, grid, arguments; and of general ones the tensors."""
+    found, alive = [], []
+
+    def bind(kernel, args, options):
+        return Bound(kernel, found), launcher._exactly(args)[1]
+
+    def new_memory(*call):
+        alive.append(torch.empty_strided(*call[:2], dtype=call[2]).fill_(7))
+        return alive[-1]
+
+    monkeypatch.setattr(launcher, "bind", bind)
+    monkeypatch.setattr(memory, "empty_cuda", None)
+    monkeypatch.setattr(replay, "new_memory", new_memory)
+    monkeypatch.setattr(replay, "current_device", lambda: None)
+    monkeypatch.setattr(replay, "raw_stream", lambda index: 0)
+    cuda.forget()
+    yield found
+    cuda.forget()
+
+
+def flat(values):
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from flat(value)
+        else:
+            yield value
+
+
+def comparable(launches, given):
+    """Launches with pointers into what was given as such, and others by the order in which they occur."""
+    spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in given if t is not None]
+    names = {}
+
+    def named(value):
+        if not isinstance(value, int) or value < 2**32:
+            return value
+        for n, (begin, end) in enumerate(spans):
+            if begin <= value < end:
+                return f"given {n} at {value - begin}"
+        return names.setdefault(value, f"memory {len(names)}")
+
+    return [(launch[0], launch[1], [named(v) for v in flat(launch[2])]) for launch in launches]
+
+
+def drawn(shape, candidates, masks, dtype, device="cpu", seed=0):
+    Nq, K, Lq, Ld, d = shape
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*size):
+        return torch.randn(size, generator=g).to(device)
+
+    def kept(*size):
+        return (torch.rand(size, generator=g) < 0.7).to(device) if masks else None
+
+    owner = (Nq,) if candidates else ()
+    Q, D = draw(Nq, Lq, d).to(dtype), draw(*owner, K, Ld, d).to(dtype)
+    return Q, D, kept(Nq, Lq), kept(*owner, K, Ld), draw(Nq, Lq).abs() if masks else None
+
+
+def gradients(x, name, winners, normalize, needs, seed=0):
+    Q, D, *rest = x
+    g = torch.Generator().manual_seed(seed)
+    Nq, K = Q.shape[0], D.shape[-3]
+    upstream = torch.randn(Nq, K, generator=g).to(Q.device)
+    needs = [*needs[:2], needs[2] and rest[2] is not None]
+    return getattr(cuda, f"backward_{name}")(upstream, Q, D, winners, *rest, normalize, needs), upstream
+
+
+def winners_of(x, seed=0):
+    Q, D = x[:2]
+    shape = (Q.shape[0], D.shape[1], Q.shape[1]) if D.dim() == 4 else (D.shape[0], *Q.shape[:2])
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, D.shape[-2], shape, generator=g, dtype=torch.int16).to(Q.device)
+
+
+CASES = [
+    pytest.param(*case, id="-".join(map(str, case[:1])) + f"-{n}")
+    for n, case in enumerate(itertools.product(("lowmem", "unified"), SHAPES, (False, True), (False, True), NEEDS))
+]
+
+
+@without_kernels
+@pytest.mark.parametrize(("name", "shape", "candidates", "plain", "needs"), CASES)
+def test_a_replay_launches_what_a_full_backward_does(name, shape, candidates, plain, needs, log):
+    dtype = torch.bfloat16 if plain else torch.float32
+    x = drawn(shape, candidates, not plain, dtype)
+    winners, found, alive = winners_of(x), [], []
+    for _ in range(3):
+        log.clear()
+        results, upstream = gradients(x, name, winners, not plain, needs)
+        alive.append((results, upstream, [launch[3:] for launch in log]))
+        found.append((comparable(log, (*x, winners, upstream)), [len(launch) == 4 for launch in log]))
+        log.clear()
+    (full, general), (recorded, _), (replayed, still) = found
+    assert full == recorded == replayed and len(full) > 0
+    assert all(general) and not any(still)
+    kinds = [[(t.shape, t.stride(), t.dtype) for t in a[0]] for a in alive]
+    assert kinds[0] == kinds[2]
+
+
+@without_kernels
+def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
+    x = drawn(SHAPES[0], False, False, torch.bfloat16)
+    winners = winners_of(x)
+    for _ in range(2):
+        gradients(x, "lowmem", winners, False, NEEDS[3])
+    room = torch.empty(x[0].numel() + 1, dtype=x[0].dtype)
+    odd = room[1:].view_as(x[0]).copy_(x[0]), *x[1:]
+    log.clear()
+    gradients(odd, "lowmem", winners, False, NEEDS[3])
+    assert log and all(len(launch) == 4 for launch in log)
+    log.clear()
+    gradients(x, "lowmem", winners, False, NEEDS[3])
+    assert log and all(len(launch) == 3 for launch in log)
+    log.clear()
+    with replay.Recorder(()):
+        gradients(x, "lowmem", winners, False, NEEDS[3])
+    assert log and all(len(launch) == 4 for launch in log)
+
+
+@without_kernels
+def test_tensors_that_share_memory_are_not_told_apart(log):
+    """A self-similarity is recorded as nothing: a later call of the same metadata has two tensors."""
+    x = drawn((8, 8, 32, 32, 64), False, False, torch.bfloat16)
+    for same in (True, True, True, False, False):
+        Q, D = x[0], x[0] if same else x[1]
+        log.clear()
+        gradients((Q, D, *x[2:]), "lowmem", winners_of((Q, D)), False, NEEDS[3])
+        assert log and all(len(launch) == 4 for launch in log)
+
+
+def record(given, function):
+    with replay.Recorder(given) as recorder:
+        results = function()
+    return recorder, recorder.replay(results, torch.device("cpu"))
+
+
+@without_kernels
+def test_operations_that_are_no_allocations_are_not_replayed(log):
+    Q, other = torch.randn(4, 16), torch.randn(3)
+
+    def launch(*tensors):
+        launcher.launch(cuda_kernel(), (1,), (*tensors, 3), {})
+
+    for what, function in {
+        "clone": lambda: [launch(Q.clone())],
+        "copy": lambda: [launch(torch.empty(4, 16).copy_(Q))],
+        "fills a part": lambda: [torch.empty(4, 16)[1:].zero_(), launch(Q)],
+        "fills what was given": lambda: [Q.zero_(), launch(Q)],
+        "another's memory": lambda: [launch(other)],
+        "no launch": lambda: [torch.empty(3)],
+    }.items():
+        recorder, found = record((Q,), lambda f=function: [f() and None][:0])
+        assert found is None and recorder.obstacle, what
+    recorder, found = record((Q,), lambda: [launch(Q[1:], torch.empty(3))][:0])
+    assert found is not None
+    recorder, found = record((Q,), lambda: [launch(Q), Q][1:])
+    assert found is None and "no memory of its own" in recorder.obstacle
+
+
+def cuda_kernel():
+    from lik_ops.csrc_triton.topk import maxsim_best
+
+    class Kernel(type(maxsim_best)):  # what `launcher.launch` binds
+        def __init__(self):
+            self.__name__ = "any"
+
+    return Kernel()
+
+
+@without_kernels
+def test_memory_is_filled_again(log):
+    Q = torch.randn(4, 16)
+
+    def call():
+        zeros, ones = torch.zeros(4, 3), torch.empty(5).fill_(1)
+        launcher.launch(cuda_kernel(), (1,), (Q, zeros, ones), {})
+        return zeros, ones
+
+    _, again = record((Q,), call)
+    zeros, ones = again((Q,))
+    assert torch.equal(zeros, torch.zeros(4, 3)) and torch.equal(ones, torch.ones(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 200, 32, 300, 128), (32, 9, 100, 150, 320)])
+def test_replays_have_the_bits_of_full_calls(shape, dtype, candidates, masks, normalize):
+    """Forward with and without winners, and both gradients, of other values than were recorded."""
+
+    def everything(seed):
+        x = drawn(shape, candidates, masks, dtype, "cuda", seed)
+        scores, argmax = cuda.forward(*x, normalize, torch.int16)
+        alone, _ = cuda.forward(*x, normalize, None)
+        lowmem, _ = gradients(x, "lowmem", argmax, normalize, NEEDS[0], seed)
+        found_again, _ = gradients(x, "lowmem", None, normalize, NEEDS[0], seed)
+        unified, _ = gradients(x, "unified", argmax, normalize, NEEDS[0], seed)
+        return (scores, argmax, alone, *lowmem, *found_again), unified
+
+    cuda.forget()
+    expected = [everything(seed) for seed in range(3)]
+    cuda.forget()
+    for _ in range(2):
+        for seed in range(3):
+            exact, near = everything(seed)
+            for a, b in zip(exact, expected[seed][0], strict=True):
+                assert torch.equal(a, b)
+            for a, b in zip(near, expected[seed][1], strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * float(b.abs().amax()) if b.numel() else 0)
+    replayed = [kind for kind in backward.calls._found.values() if isinstance(kind, replay.Replay)]
+    assert len(replayed) >= 2
+
+
+@pytest.mark.gpu
+def test_a_step_holds_no_more_memory_than_in_full():
+    """Workspace is given back when its last launch is made, before memory for other gradients is taken."""
+    x = drawn((64, 512, 32, 180, 128), False, False, torch.bfloat16, "cuda")
+    argmax = cuda.forward(*x, False, torch.int16)[1]
+    peaks = []
+    cuda.forget()
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        gradients(x, "lowmem", argmax, False, NEEDS[3])
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[2] <= peaks[0]
+    assert any(isinstance(kind, replay.Replay) for kind in backward.calls._found.values())
+
+
+@pytest.mark.gpu
+def test_many_sizes_keep_few_replays():
+    for n in range(1, replay._MOST_CALLS + 50):
+        Q, D = torch.randn(1, 2, 8, device="cuda", dtype=torch.half), torch.randn(1, n, 8, device="cuda").half()
+        gradients((Q, D, None, None, None), "lowmem", winners_of((Q, D)), False, NEEDS[3])
+    assert len(backward.calls._found) <= replay._MOST_CALLS

@@ -168,6 +168,11 @@ class Cut(NamedTuple):
     def sizes(self) -> tuple:
         return self[10:]
 
+    def metadata(self) -> tuple:
+        """All that decides how the call is computed but what is in its tensors and where they lie."""
+        each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
+        return self.Q.get_device(), *self.sizes, *each
+
     @property
     def covered(self) -> bool:
         """Whether every row of Q is known to be a query's; bounds may leave gaps."""

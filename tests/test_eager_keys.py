@@ -230,7 +230,7 @@ class Launches:
 
     def launch(self, kernel, grid, args, options):
         bound = Bound(self, (kernel.__name__, sorted(options.items())))
-        values = [bound.encoded(0, v) if hasattr(v, "block_shape") else v for v in launcher._exactly(args)[1]]
+        values = [bound.encoded(0, v) if hasattr(v, "block_shape") else v for v in launcher.describe(kernel, args)[1]]
         bound.direct(*(*grid, 1, 1)[:3], 0, values)
         return bound
 

@@ -202,7 +202,7 @@ def launches(monkeypatch):
     found = []
 
     def launch(kernel, grid, args, options):
-        found.append(((*grid, 1, 1), args, Bound()))
+        found.append(((*grid, 1, 1), launcher.describe(kernel, args)[1], Bound()))
         return found[-1][2]
 
     monkeypatch.setattr(launcher, "launch", launch)
@@ -224,9 +224,8 @@ def flat(values):
             yield 0 if value is None else value
 
 
-def as_launched(args, bound):
+def as_launched(values, bound):
     """Arguments of `launcher.launch` as it passes them on."""
-    _, values = launcher._exactly(args)
     values = [bound.encoded(0, v) if hasattr(v, "block_shape") else v for v in values]
     return list(flat([*values[:4], *values[5:]]))
 

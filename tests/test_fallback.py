@@ -41,7 +41,7 @@ def test_a_kernel_that_does_not_compile_is_tried_once(monkeypatch):
     monkeypatch.setattr(launcher, "_state", lambda: ())
     for _ in range(2):
         with pytest.raises(launcher.DoesNotCompile, match=r"maxsim_fast does not compile with triton .*: last line"):
-            launcher._bind(kernel, (), {"num_warps": 4})  # type: ignore[arg-type]
+            launcher.bind(kernel, (), {"num_warps": 4})  # type: ignore[arg-type]
     assert len(tried) == 1 and tried[0]["enable_fp_fusion"] is True
 
 

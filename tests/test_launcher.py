@@ -1,6 +1,7 @@
 """What a compiled kernel knows of its arguments, that this holds for every call it serves, and how it is launched."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,13 +88,19 @@ KERNELS = (
     backward_unified.maxsim_scatter,
     backward_unified.maxsim_finish,
 )
+
+
+def description(kernel, args):
+    return launcher.describe(kernel, args)[0]
+
+
 several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 
 
 def test_lists_know_of_rows_only_whether_16_divides_them():
     """Winners are then loaded as vectors: the one size that two kernels are compiled for."""
     kernel = backward_lists.maxsim_count_winners
-    known = {Nq: launcher.describe(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
+    known = {Nq: description(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
     assert known[16] == known[32] != known[7] == known[9]
 
 
@@ -122,7 +129,7 @@ sizes = st.integers(2, 40)
 @pytest.mark.parametrize("d", [64, 100, 8])
 def test_sizes_compile_nothing_anew(kernel, d, a, b, candidates):
     first, second = (arguments(kernel, *n, d, candidates=candidates) for n in (a, b))
-    assert launcher.describe(kernel, first) == launcher.describe(kernel, second)
+    assert description(kernel, first) == description(kernel, second)
     representatives = (launcher._representatives(kernel, args) for args in (first, second))
     one, other = (triton_specialises(kernel, args) for args in representatives)
     assert one == other
@@ -156,7 +163,7 @@ def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, ca
 @several_kernels
 def test_what_decides_the_code_is_told_apart(kernel):
     def described(**options):
-        return launcher.describe(kernel, arguments(kernel, **options))
+        return description(kernel, arguments(kernel, **options))
 
     plain = described()
     assert described(Nq=9, K=3, Lq=5, Ld=70) == plain
@@ -166,28 +173,36 @@ def test_what_decides_the_code_is_told_apart(kernel):
         described(offset=1),
         described(d=100),
         described(d=1),
-        launcher.describe(kernel, (*arguments(kernel)[:-1], CONFIG._replace(BN=128))),
+        description(kernel, (*arguments(kernel)[:-1], CONFIG._replace(BN=128))),
     ]
     assert len({plain, *different}) == 1 + len(different)
 
 
-def test_exact_keys_tell_apart_what_is_equal_or_lines_up():
-    """Compiled kernels are looked up by exact arguments first: two that differ may not share a key."""
+def test_descriptions_tell_apart_what_is_equal_or_lines_up():
+    """Compiled kernels are looked up by descriptions: what is compiled otherwise may not share one."""
     x, short = torch.empty(2, 16), torch.empty(16)
     tiles = TensorDescriptor(x, [2, 16], [16, 1], [1, 16])
     groups = cuda_arguments.queries_of(x[None], None, None), cuda_arguments.documents_of(x[None], None)
-    every = [(1,), (True,), (1.0,), (None,), (x,), (short[1:],), (x, None), (x, 1), (tiles,)]
+    every = [(1,), (2,), (16,), (2**31,), (True,), (1.0,), (None,), (x,), (short[1:],), (x, None), (x, 1), (tiles,)]
     every += [(kind(group),) for group in groups for kind in (tuple, type(group)._make)]
-    every += [(x.dtype, True), (CONFIG,), (tuple(CONFIG),), (tuple(x.shape),)]
-    keys = [tuple(launcher._exactly(args)[0]) for args in every]
+    every += [(x.dtype, True), (CONFIG,), (tuple(CONFIG),), (tuple(x.shape),), ((None, 1),), ((1, None),)]
+    every += [((1, 2**31),), ((2**31, 1),), ((1, -1),)]
+    keys = [description(Kernel(len(args)), args) for args in every]
     assert len(set(keys)) == len(every)
+
+
+class Kernel:
+    """Has parameters that are no constants."""
+
+    def __init__(self, parameters):
+        self.params = [SimpleNamespace(is_constexpr=False, do_not_specialize=False)] * parameters
 
 
 def test_constants_of_other_types_are_told_apart():
     kernel = backward_lists.maxsim_count_winners
     args = arguments(kernel)
     constant = next(n for n, p in enumerate(kernel.params) if p.is_constexpr)
-    described = {launcher.describe(kernel, (*args[:constant], x, *args[constant + 1 :])) for x in (1, True, 1.0)}
+    described = {description(kernel, (*args[:constant], x, *args[constant + 1 :])) for x in (1, True, 1.0)}
     assert len(described) == 3
 
 
@@ -221,7 +236,7 @@ def test_strides_that_are_vectorised_count_all_or_none():
     Q, D, *rest = arguments(kernel)
     for stride in ("stride_doc", "stride_l"):
         odd = (Q, D._replace(**{stride: 72}), *rest)
-        assert launcher.describe(kernel, odd) != launcher.describe(kernel, (Q, D, *rest))
+        assert description(kernel, odd) != description(kernel, (Q, D, *rest))
         hints = [hint for _, hint in triton_specialises(kernel, launcher._representatives(kernel, odd))]
         assert hints[10] == "D" and "D" not in hints[11:14]
     wide = (Q, D._replace(stride_doc=2**31), *rest)

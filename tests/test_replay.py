@@ -1,6 +1,7 @@
 """Calls made again with the launches of an earlier one: what is launched, and that results are those of a full call."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from .support import INTERPRETING
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import backward, launcher, memory, replay
+from lik_ops.gpu import backward, launcher, memory, ragged_backward, replay
+from lik_ops.segments import Cut, Ragged
 
 without_kernels = pytest.mark.skipif(INTERPRETING, reason="stands for a GPU's launches")
 SHAPES = ((8, 8, 32, 64, 64), (3, 5, 2, 40, 24), (2, 3, 1300, 70, 16), (17, 2, 9, 2000, 40))
@@ -42,7 +44,7 @@ def log(monkeypatch):
     found, alive = [], []
 
     def bind(kernel, args, options):
-        return Bound(kernel, found), launcher._exactly(args)[1]
+        return Bound(kernel, found), launcher.describe(kernel, args)[1]
 
     def new_memory(*call):
         alive.append(torch.empty_strided(*call[:2], dtype=call[2]).fill_(7))
@@ -138,6 +140,40 @@ def test_a_replay_launches_what_a_full_backward_does(name, shape, candidates, pl
     assert kinds[0] == kinds[2]
 
 
+def packed(layout, device, dtype, seed=0):
+    """Arguments of a packed call of 5 queries and 7 documents; values are those of `seed`, sizes are not."""
+    g = torch.Generator().manual_seed(seed)
+    cu_q, cu_d = (torch.tensor([0, *n]).cumsum(0).to(device) for n in ([3, 0, 9, 4, 1], [30, 2, 0, 7, 70, 1, 5]))
+    Q, D = (torch.randn(n, 24, generator=g).to(device, dtype) for n in (17, 115))
+    pairs = torch.randint(0, 5, (11, 2), generator=g).to(device)
+    chosen = torch.randint(0, 7, (5, 3), generator=g).to(device)
+    weight = torch.rand(17, generator=g).to(device)
+    d_mask = (torch.rand(115, generator=g) < 0.7).to(device)
+    where = {
+        "cross": (cu_d[:-1].contiguous(), cu_d.diff(), None),
+        "pairs": (cu_d[:-1].contiguous(), cu_d.diff(), pairs),
+    }
+    where["candidates"] = cu_d[chosen], cu_d.diff()[chosen], None
+    return Ragged(Q, D, cu_q, *where[layout], None, d_mask, weight)
+
+
+@without_kernels
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("layout", ["cross", "candidates", "pairs"])
+def test_packed_backwards_too(layout, unified, log):
+    r = packed(layout, "cpu", torch.bfloat16)
+    c = Cut.of(r, 17)
+    argmax = torch.zeros(c.argmax_shape(), dtype=torch.int16)
+    upstream, found, alive = torch.randn(c.scores_shape()), [], []
+    for _ in range(3):
+        log.clear()
+        alive.append((cuda.backward_cut(upstream, c, argmax, True, [True] * 3, unified), [x[3:] for x in log]))
+        found.append((comparable(log, (upstream, argmax, *c.tensors)), [len(launch) == 4 for launch in log]))
+    (full, general), (recorded, _), (replayed, still) = found
+    assert full == recorded == replayed and len(full) > 0
+    assert all(general) and not any(still)
+
+
 @without_kernels
 def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
     x = drawn(SHAPES[0], False, False, torch.bfloat16)
@@ -180,7 +216,7 @@ def test_operations_that_are_no_allocations_are_not_replayed(log):
     Q, other = torch.randn(4, 16), torch.randn(3)
 
     def launch(*tensors):
-        launcher.launch(cuda_kernel(), (1,), (*tensors, 3), {})
+        launcher.launch(kernel_of(len(tensors) + 1), (1,), (*tensors, 3), {})
 
     for what, function in {
         "clone": lambda: [launch(Q.clone())],
@@ -198,12 +234,14 @@ def test_operations_that_are_no_allocations_are_not_replayed(log):
     assert found is None and "no memory of its own" in recorder.obstacle
 
 
-def cuda_kernel():
+def kernel_of(parameters):
+    """Stands for a kernel of so many tensors and integers."""
     from lik_ops.csrc_triton.topk import maxsim_best
 
     class Kernel(type(maxsim_best)):  # what `launcher.launch` binds
         def __init__(self):
             self.__name__ = "any"
+            self.params = [SimpleNamespace(is_constexpr=False, do_not_specialize=False)] * parameters
 
     return Kernel()
 
@@ -214,7 +252,7 @@ def test_memory_is_filled_again(log):
 
     def call():
         zeros, ones = torch.zeros(4, 3), torch.empty(5).fill_(1)
-        launcher.launch(cuda_kernel(), (1,), (Q, zeros, ones), {})
+        launcher.launch(kernel_of(3), (1,), (Q, zeros, ones), {})
         return zeros, ones
 
     _, again = record((Q,), call)
@@ -252,6 +290,27 @@ def test_replays_have_the_bits_of_full_calls(shape, dtype, candidates, masks, no
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * float(b.abs().amax()) if b.numel() else 0)
     replayed = [kind for kind in backward.calls._found.values() if isinstance(kind, replay.Replay)]
     assert len(replayed) >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["cross", "candidates", "pairs"])
+def test_packed_replays_have_the_bits_of_full_calls(layout, dtype, normalize):
+    def everything(seed):
+        r = packed(layout, "cuda", dtype, seed)
+        scores, argmax = cuda.forward_ragged(r, normalize, torch.int16, 9)
+        upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)).cuda()
+        return scores, argmax, *cuda.backward_ragged(upstream, r, argmax, normalize, [True] * 3, False)
+
+    cuda.forget()
+    expected = [everything(seed) for seed in range(2)]
+    cuda.forget()
+    for _ in range(2):
+        for seed in range(2):
+            for a, b in zip(everything(seed), expected[seed], strict=True):
+                assert torch.equal(a, b)
+    assert any(isinstance(kind, replay.Replay) for kind in ragged_backward.calls._found.values())
 
 
 @pytest.mark.gpu

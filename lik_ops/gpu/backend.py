@@ -5,6 +5,7 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 
 from . import backward as cuda_backward
 from . import forward as cuda_forward
+from . import ragged_backward as cuda_ragged_backward
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import backward_lowmem, backward_unified
@@ -33,6 +34,7 @@ __all__ = [
 
 def forget() -> None:
     """Drop what was worked out from the table of configurations."""
-    cuda_backward.calls.forget()
+    for calls in (cuda_backward.calls, cuda_ragged_backward.calls):
+        calls.forget()
     cuda_forward.forget()
     cuda_ragged.forget()

@@ -26,7 +26,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -39,8 +39,6 @@ from . import triton_versions
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MOST_DESCRIPTORS = 256  # kept of each kernel
-_MOST_RECENT = 4096
-_PLAIN = frozenset((int, type(None)))
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
@@ -64,128 +62,111 @@ def hooks_set() -> bool:
         return any(hook is not None and getattr(hook, "calls", True) for hook in (before, after))
 
 
-class _Field(NamedTuple):
-    """How the fields of a group's class are described."""
-
-    vector: tuple[int, ...]
-    unit: frozenset[int]
-
-
 @functools.cache
-def _fields(group: type) -> _Field:
-    names: tuple[str, ...] = group._fields  # type: ignore[attr-defined]
-    vector = tuple(names.index(n) for n in VECTOR.get(group, ()))
-    return _Field(vector, frozenset(names.index(n) for n in UNIT.get(group, ())))
+def _fields(group: type) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places in a group that `VECTOR` and `UNIT` name for its class; a group without a class has none."""
+    names: tuple[str, ...] = getattr(group, "_fields", ())
+    vector, unit = (tuple(names.index(n) for n in of.get(group, ())) for of in (VECTOR, UNIT))
+    return vector, unit
 
 
-class _Parameters(NamedTuple):
+_parameters: dict[int, tuple[JITFunction, list[tuple[bool, bool]]]] = {}  # by kernel, which is kept
+
+
+def _parameters_of(kernel: JITFunction) -> list[tuple[bool, bool]]:
     """Of each parameter of a kernel: whether it is a compile-time one, and whether integers are specialised."""
-
-    constant: tuple[bool, ...]
-    specialised: tuple[bool, ...]
-
-
-@functools.cache
-def _parameters_of(kernel: JITFunction) -> _Parameters:
-    constant = tuple(p.is_constexpr for p in kernel.params)
-    return _Parameters(constant, tuple(not p.do_not_specialize for p in kernel.params))
+    known = _parameters.get(id(kernel))
+    if known is None:
+        found = [(p.is_constexpr, not p.do_not_specialize) for p in kernel.params]
+        known = _parameters[id(kernel)] = kernel, found
+    return known[1]
 
 
 def is_descriptor(x: object) -> bool:
     return hasattr(x, "block_shape")
 
 
-def _vector(group: tuple, fields: _Field) -> bool:
-    return all(group[n] % 16 == 0 for n in fields.vector if group[n] is not None)
+def _vector(group: tuple, places: tuple[int, ...]) -> bool:
+    merged = 0
+    for n in places:
+        merged |= group[n] or 0
+    return merged & 15 == 0
 
 
-def _described_group(group: tuple) -> tuple:
-    fields = _fields(type(group))
+def describe(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
+    """What a compiled kernel has to know of `args`: one is compiled for each description. And `args` with pointers for
+    tensors.
 
-    def described(n: int, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.dtype, x.data_ptr() % 16 == 0
-        if isinstance(x, int):
-            return x == 1 and n in fields.unit, x > _INT32_MAX
-        return x
-
-    return type(group), _vector(group, fields), *(described(n, x) for n, x in enumerate(group))
-
-
-def describe(kernel: JITFunction, args: tuple) -> tuple:
-    """What a compiled kernel has to know of `args`: one is compiled for each description."""
-
-    def described(x: Any, constant: bool, specialised: bool) -> Any:
-        if constant:
-            return type(x), x  # equal constants of other types, as 1 and True, are other code
-        if x is None:
-            return x
-        if isinstance(x, Tensor):
-            return x.dtype, x.data_ptr() % 16 == 0
-        if isinstance(x, int) and not isinstance(x, bool):
-            return x > _INT32_MAX, specialised and (x == 1, x % 16 == 0)
-        if isinstance(x, tuple):
-            return _described_group(x)
-        if is_descriptor(x):
-            return type(x), x.base.dtype, *x.block_shape, getattr(x, "layout", None), x.padding
-        return type(x)
-
-    parameters = _parameters_of(kernel)
-    each = zip(args, parameters.constant, parameters.specialised, strict=True)
-    return tuple(described(x, constant, specialised) for x, constant, specialised in each)
-
-
-def _exactly(args: tuple) -> tuple[list, list]:
-    """`args` but for where tensors lie, as a key: quicker than their description; and with pointers for tensors.
-
-    Of each the key begins with what says how many entries it has: no other arguments have the same one.
+    Of each the description begins with what says how many entries it has: no other arguments have the same one.
     """
-    key: list = []
+    found: list = []
     values: list = []
-    for x in args:
-        if type(x) in _PLAIN:  # most of them
-            key.append(x)
+    for x, (constant, specialised) in zip(args, _parameters_of(kernel), strict=True):
+        kind = type(x)
+        if constant:
+            found.append((kind, x))  # equal constants of other types, as 1 and True, are other code
             values.append(x)
+        elif kind is int:
+            found.append(x > _INT32_MAX)
+            if specialised:
+                found += (x == 1, x & 15 == 0)
+            values.append(x)
+        elif x is None:
+            found.append(None)
+            values.append(None)
         elif isinstance(x, Tensor):
             pointer = x.data_ptr()
-            key += (x.dtype, pointer & 15 == 0)
+            found += (x.dtype, pointer & 15 == 0)
             values.append(pointer)
-        elif not isinstance(x, tuple):
-            if is_descriptor(x):
-                key += (type(x), x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
-            else:
-                key.append((type(x), x))
-            values.append(x)
-        elif x[0] is None or isinstance(x[0], Tensor):
-            group = []
-            key.append(type(x))
-            for y in x:
-                if type(y) in _PLAIN:
-                    key.append(y)
-                    group.append(y)
-                elif isinstance(y, Tensor):
-                    pointer = y.data_ptr()
-                    key += (y.dtype, pointer & 15 == 0)
-                    group.append(pointer)
-                else:
-                    key.append((type(y), y))
-                    group.append(y)
-            values.append(group)
+        elif isinstance(x, tuple):
+            found.append(kind)
+            values.append(_describe_group(x, kind, found))
         else:
-            key.append((type(x), x))
+            if is_descriptor(x):
+                found += (kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
+            else:
+                found.append(kind)
             values.append(x)
-    return key, values
+    return tuple(found), values
+
+
+def _describe_group(group: tuple, kind: type, found: list) -> list:
+    """Add to `found` what is known of a group's members; they are returned, with pointers for tensors."""
+    values: list = []
+    merged = 0
+    for y in group:
+        if type(y) is int:
+            merged |= y
+            found.append(int)
+            values.append(y)
+            continue
+        if y is None:
+            found.append(None)
+            values.append(None)
+        elif isinstance(y, Tensor):
+            pointer = y.data_ptr()
+            found += (y.dtype, pointer & 15 == 0)
+            values.append(pointer)
+        else:
+            found.append((type(y), y))
+            values.append(y)
+    vector, unit = _fields(kind)
+    if not 0 <= merged <= _INT32_MAX:  # some integer takes 64 bits: which?
+        found.append(tuple([type(y) is int and y > _INT32_MAX for y in group]))
+    found.append(_vector(group, vector))
+    found += [group[n] == 1 for n in unit]
+    return values
 
 
 def _representative_group(group: tuple) -> tuple:
     """A group that Triton specialises as `describe` does."""
-    fields = _fields(type(group))
-    vector = _vector(group, fields)
+    vectors, unit = _fields(type(group))
+    vector = _vector(group, vectors)
 
     def representative(n: int, x: Any) -> Any:
-        if not isinstance(x, int) or (x == 1 and n in fields.unit):
+        if not isinstance(x, int) or (x == 1 and n in unit):
             return x
-        odd = 0 if vector and n in fields.vector else 1
+        odd = 0 if vector and n in vectors else 1
         return (_INT32_MAX + 1 if x > _INT32_MAX else 16) + odd
 
     return type(group)(*(representative(n, x) for n, x in enumerate(group)))
@@ -193,10 +174,9 @@ def _representative_group(group: tuple) -> tuple:
 
 def _representatives(kernel: JITFunction, args: tuple) -> list:
     """`args` with other integers of the same description: what Triton makes of these fits every such call."""
-    constants = _parameters_of(kernel).constant
     return [
         _representative_group(x) if isinstance(x, tuple) and not constant else x
-        for x, constant in zip(args, constants, strict=True)
+        for x, (constant, _) in zip(args, _parameters_of(kernel), strict=True)
     ]
 
 
@@ -281,8 +261,7 @@ class Bound:
         return flat
 
 
-_bound: dict[tuple, Bound] = {}  # by description
-_recent: dict[tuple, Bound] = {}  # by exact arguments
+_bound: dict[tuple, Bound] = {}  # by kernel and description
 _failed: dict[tuple, str] = {}  # by description: why it does not compile
 
 
@@ -299,22 +278,12 @@ def bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[Bou
     Raises:
         DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
-    key, values = _exactly(args)
-    exact_key = (id(kernel), *_state(), *options.items(), *key)
-    bound = _recent.get(exact_key)
-    if bound is None:
-        bound = _bind(kernel, args, options)
-        if bound is not None:
-            if len(_recent) >= _MOST_RECENT:
-                _recent.clear()
-            _recent[exact_key] = bound
-    return bound, values
+    description, values = describe(kernel, args)
+    key = (id(kernel), *_state(), *options.items(), *description)
+    return _bound.get(key) or _compiled(kernel, args, options, key), values
 
 
-def _bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> Bound | None:
-    key = (kernel, *_state(), *options.items(), describe(kernel, args))
-    if key in _bound:
-        return _bound[key]
+def _compiled(kernel: JITFunction, args: tuple, options: dict[str, Any], key: tuple) -> Bound | None:
     if key in _failed:
         raise DoesNotCompile(kernel.__name__, _failed[key])
     more = triton_versions.compile_options(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from ..csrc_triton.backward_packed_lists import BUCKETS, OFFSETS, maxsim_list_pa
 from ..segments import Cut, Ragged
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid, on_device, wide_of
-from .backward import Call, require_nondeterminism_allowed
+from .backward import Call, Gradients, require_nondeterminism_allowed
 from .configs import Launch, cdiv
 from .ragged_forward import documents_of, queries_of, segments_of
+from .replay import Calls
 
 _FIELDS, _FIRST, _LENGTH, _QUERY = (x.value for x in (fields.FIELDS, fields.FIRST, fields.LENGTH, fields.QUERY))
 _BLOCK, _QUERIES, _RANKED = (x.value for x in (item_kernels.BLOCK, item_kernels.QUERIES, item_kernels.RANKED))
@@ -37,6 +39,7 @@ _LIST_ROWS = 1024  # query rows from which on winners are listed: fewer are a fe
 _LIST_TOKENS = (BUCKETS.value - 1) * OFFSETS.value // 2  # rows of D that entries can tell apart
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
 _INT32_MAX = 2**31 - 1
+calls = Calls()
 
 
 @functools.cache
@@ -117,7 +120,7 @@ class _Listing(NamedTuple):
     own: int
 
     def lists(self, device: torch.device) -> Lists:
-        new, blocks = functools.partial(torch.empty, dtype=torch.int32, device=device), self.room * self.blocks
+        new, blocks = partial(torch.empty, dtype=torch.int32, device=device), self.room * self.blocks
         return Lists(new(blocks * self.rows), new(blocks * (BUCKETS.value + 1)), self.rows, self.blocks)
 
     def bounds(self, starts: Tensor, first: int, count: int) -> Bounds:
@@ -181,7 +184,7 @@ class _Call:
     def into_documents(self, grad_D: Tensor) -> None:
         call = self.call.with_norms()
         rows = cdiv(self.c.Tq, self.c.queries) if self._single() else None
-        table = functools.partial(
+        table = partial(
             backward_configs.grad_packed_documents,
             call.arch,
             call.dtype,
@@ -218,12 +221,12 @@ class _Call:
         items, starts = self.lookup.by_tile(tile, tiles)
         up = call.up._replace(query=None if self._single() else self.lookup.query, items=items, count=items.shape[1])
         pieces = self._pieces(tile, tiles)
-        partial = None
+        sums = None
         if pieces > 1:
-            partial = torch.empty(pieces * tiles * tile * call.d, dtype=torch.float32, device=grad_D.device)
+            sums = torch.empty(pieces * tiles * tile * call.d, dtype=torch.float32, device=grad_D.device)
 
         def sum_tiles(up: Upstream, bounds: Bounds, lists: Lists | None, launch: Launch) -> None:
-            args = *call.groups[:2], up, bounds, lists, partial, grad_D, call.d
+            args = *call.groups[:2], up, bounds, lists, sums, grad_D, call.d
             call.run(maxsim_grad_packed_documents, (tiles, pieces), args, launch)
 
         if listing is None:
@@ -237,14 +240,14 @@ class _Call:
                 sum_tiles(part, listing.bounds(starts, first, up.count), lists, launch)
             if listing.own < up.count:  # tiles that no chunk serves
                 sum_tiles(up, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
-        if partial is not None:
-            joined = call.documents, partial, grad_D, pieces, self.c.Td, call.d
+        if sums is not None:
+            joined = call.documents, sums, grad_D, pieces, self.c.Td, call.d
             call.run(maxsim_join_packed_pieces, (tiles,), joined, launch)
 
 
 def backward_cut(
     grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of Q, D and q_weight; `unified`: that of D by fp32 atomic adds, else each summed in a fixed order.
 
     Raises:
@@ -252,6 +255,15 @@ def backward_cut(
     """
     if unified:
         require_nondeterminism_allowed()
+    winners = argmax.shape, argmax.stride(), argmax.dtype
+    key = (*c.metadata(), grad_scores.stride(), *winners, normalize, *needs, unified)
+    function = partial(_backward, grad_scores, c, argmax, normalize, needs, unified)
+    return calls.run(key, (grad_scores, argmax, *c.tensors), function, c.Q.device)
+
+
+def _backward(
+    grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+) -> Gradients:
     trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
     new = torch.zeros_like if trivial else torch.empty_like
     grad_Q, grad_D = (
@@ -278,6 +290,6 @@ def backward_cut(
 
 def backward_ragged(
     grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """`backward_cut` of what a cut spells out."""
     return backward_cut(grad_scores, Cut.of(r, argmax.shape[1]), argmax, normalize, needs, unified)

@@ -16,6 +16,7 @@ from . import choose, configs, launcher, rows
 from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
 from .memory import raw_stream
 from .plans import Plan
+from .replay import Calls
 
 _log = logging.getLogger("lik_ops")
 _LEAST_SLOT = 16
@@ -77,6 +78,7 @@ class PackedPlan(Plan):
         self.by_rows = self.reads_tiles and not (self.single or normalize) and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
+        self.calls = Calls()
 
     def forward(self, c: Cut) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
@@ -87,8 +89,13 @@ class PackedPlan(Plan):
         choice = self._row_maxima(c)
         if choice is None:
             return None
-        queries, _, segments = self._grouped(c, c.tensors)
-        return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), self.argmax_dtype)
+
+        def compute() -> tuple[Tensor, ...]:
+            queries, _, segments = self._grouped(c, c.tensors)
+            return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), self.argmax_dtype)
+
+        scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
+        return scores, argmax[0] if argmax else None
 
     def _plain(self, c: Cut) -> tuple[Tensor, Tensor | None]:
         argmax = None if self.argmax_dtype is None else self._new_winners(c)

@@ -94,8 +94,9 @@ def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:
 
 def forward_packed(
     choice: RowMaxima, c: Cut, queries: Queries, segments: Segments, argmax_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[Nq, Nd]`` and winners ``[Nd, Tq]`` of the cross product of packed tokens."""
+) -> tuple[Tensor, ...]:
+    """Scores ``[Nq, Nd]`` and, unless `argmax_dtype` is None, winners ``[Nd, Tq]`` of the cross product of packed
+    tokens."""
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
     argmax = None
     with on_device(c.Q.device):
@@ -108,7 +109,7 @@ def forward_packed(
             groups, queries = (c.queries, c.Q.shape[1]), _dense(queries, c.Q.shape[1])
         rows = Rows(queries, groups, tokens, segments, (c.queries, c.columns))
         score_rows(choice, rows, scores, argmax, _MAXIMA_BYTES)
-    return scores, argmax
+    return (scores,) if argmax is None else (scores, argmax)
 
 
 def _dense(queries: Queries, Lq: int) -> Queries:

@@ -78,13 +78,16 @@ def test_short_and_long_way_have_the_same_bits(place, layout, mask, recompute):
             with place.use(), way:
                 with torch.no_grad():
                     alone = lik_ops.maxsim(x.Q, x.D, x.q_mask, x.d_mask, **options)
+                    pair = lik_ops.maxsim_with_argmax(x.Q, x.D, x.q_mask, x.d_mask, **options)
                 for backward in ("lowmem", "auto"):
                     scores = torch.ops.lik.maxsim(x.Q, x.D, x.q_mask, x.d_mask, backward=backward, **options)
                     grads = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
-            results.append([alone, scores.detach(), *grads])
+            results.append([alone, *pair, scores.detach(), *grads])
+            assert pair[1].dtype == torch.int64
         assert {"lik.maxsim_fwd.default", "lik.maxsim_bwd_lowmem.default"} <= set(way.names)
         for a, b in zip(*results, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+            assert a.stride() == b.stride()
 
 
 BAD = {

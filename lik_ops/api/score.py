@@ -192,8 +192,11 @@ def maxsim_with_argmax(
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
         return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))
+    found = eager.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    if found is not None:
+        return found
     check_options("maxsim_with_argmax", normalize, backward, recompute)
     forward = torch.ops.lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward
     tensors = Q, D, q_mask, d_mask, q_weight
-    found = operators.watched("maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True)
-    return found[0], found[1]
+    scores, argmax = operators.watched("maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True)
+    return scores, argmax

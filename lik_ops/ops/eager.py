@@ -93,6 +93,13 @@ class _DenseCall(_Call):
                 scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
         return scores, None if argmax_dtype is None else argmax
 
+    def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
+        """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
+        argmax = argmax if candidates else argmax.transpose(0, 1)
+        if self.d_flat:
+            argmax = argmax.squeeze(1)
+        return argmax.squeeze(0) if self.q_flat else argmax
+
     def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
         Q, D, *options = lifted(*given)
         if self.q_flat:
@@ -152,7 +159,13 @@ class _MaxSim(torch.autograd.Function):
         with use_backend(call.choice):
             grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), argmax, needs)
         leaves = tensors[0], tensors[1], tensors[-1]
-        return *(g.view(x.shape) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
+        found = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        return *(g if g is None else _shaped(g, x) for g, x in zip(found, leaves, strict=True)), None, None
+
+
+def _shaped(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """That of a 2-D `leaf` has one more axis."""
+    return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
 
 
 def _remember(key: tuple, call: _Call | None) -> Any:
@@ -172,20 +185,9 @@ def maxsim(*arguments: Any) -> Tensor | None:
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
     """
-    if torch.compiler.is_dynamo_compiling() or not nobody_watches():
-        return None
-    description = described(arguments)
-    if description is None:
-        return None
-    tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
-    description += tf32, requested_backend()
-    key = tuple(description)
-    call = _calls.get(key)
+    call = _found_call("maxsim", arguments)
     if call is None:
-        call = _new_call(*arguments)
-        if call is None:
-            return None
-        _remember(key, call)
+        return None
     Q, D, q_mask, d_mask, q_weight, _, _, _ = arguments
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
@@ -197,15 +199,49 @@ def maxsim(*arguments: Any) -> Tensor | None:
     return call.forward((Q, D, q_mask, d_mask, q_weight))[0]
 
 
-def _new_call(*arguments: Any) -> _DenseCall | None:
-    """What is found out about calls like this one; None where a type is wrong, which is left to the operator."""
-    if not all(isinstance(x, kind) for x, kind in zip(arguments, _KINDS, strict=True)):
+def maxsim_with_argmax(*arguments: Any) -> tuple[Tensor, Tensor] | None:
+    """The scores and int64 winners ``[Nq, Nd, Lq]`` of `maxsim`'s arguments; None as there, and where gradients of the
+    scores are wanted: callers may write to winners, which a backward would read."""
+    call = _found_call("maxsim_with_argmax", arguments)
+    if call is None:
         return None
+    Q, D, q_mask, d_mask, q_weight, _, _, _ = arguments
+    if call.converts:
+        q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    scores, argmax = call.forward((Q, D, q_mask, d_mask, q_weight))
+    assert argmax is not None
+    return scores, call.as_returned(argmax, D.dim() == 4)
+
+
+def _found_call(name: str, arguments: tuple) -> Any:
+    """What there is to know about a call of dense arguments; None where it has to take the dispatcher."""
+    if torch.compiler.is_dynamo_compiling() or not nobody_watches():
+        return None
+    description = described(arguments)
+    if description is None:
+        return None
+    tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
+    description += name, tf32, requested_backend()
+    key = tuple(description)
+    call = _calls.get(key, key)
+    if call is not key:
+        return call
+    if not all(isinstance(x, kind) for x, kind in zip(arguments, _KINDS, strict=True)):
+        return None  # left to the operator
+    return _remember(key, _new_call(name, *arguments))
+
+
+def _new_call(name: str, *arguments: Any) -> _DenseCall | None:
+    """What is found out about calls like this one; None where they take the long way."""
     given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
     Q, D, q_mask, d_mask, q_weight = given
-    check("maxsim", Q, D, q_mask, d_mask, q_weight, backward)
+    check(name, Q, D, q_mask, d_mask, q_weight, backward)
     differentiable = _wants_gradients(Q, D, q_weight)
     argmax_dtype = argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None
+    if name == "maxsim_with_argmax":
+        if differentiable:
+            return None
+        argmax_dtype = torch.int64
     backend = backends.select(Q.device, Q.dtype)
     return _DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
 

@@ -12,8 +12,30 @@ from torch.library import CustomOpDef
 from ..arguments import BACKWARDS, check_choice, score_dtype
 from ..segments import Dense, Ragged, Shape
 from ..settings import requested_backend, use_backend
+from .watchers import described
 
 _ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
+_MOST_CHECKED = 4096
+_checked: set[tuple] = set()  # operators and arguments that were found right, by their descriptions
+
+
+def check_once(op: str, given: tuple, options: tuple, check: Callable[[], Any]) -> None:
+    """Run `check` of an operator's arguments unless it passed for some of the same description.
+
+    Args:
+        given: tensors and what else `described` knows; what it cannot describe is checked each time.
+        options: values that the dispatcher has made sure are of one type.
+    """
+    description = described(given)
+    if description is None:
+        check()
+        return
+    key = (op, options, *description)
+    if key not in _checked:
+        check()
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked.add(key)
 
 
 def check_forward(op: str, tensors: Dense | Ragged, argmax_dtype: Any, backward: str) -> None:

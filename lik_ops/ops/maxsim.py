@@ -18,7 +18,15 @@ from ..segments import Dense
 from . import eager
 from .custom import custom_op
 from .documented import document, document_bodies
-from .family import check_forward, check_gradient, fake_forward, fake_gradient, no_double_backward, register_autograd
+from .family import (
+    check_forward,
+    check_gradient,
+    check_once,
+    fake_forward,
+    fake_gradient,
+    no_double_backward,
+    register_autograd,
+)
 from .gradients import gradient
 from .stack import autocast, batching, functional, sharding
 
@@ -45,7 +53,8 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     where there is none. `backward` names the op that its gradient runs.
     """
     tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
-    check_forward(_FWD, tensors, argmax_dtype, backward)
+    options = argmax_dtype, backward
+    check_once(_FWD, tensors, options, lambda: check_forward(_FWD, tensors, argmax_dtype, backward))
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
     return backends.select(tensors.Q.device, tensors.Q.dtype).forward(*tensors, normalize, argmax_dtype)
 
@@ -57,20 +66,21 @@ def _(*args):
     return fake_forward(tensors, tensors.argmax_shape(), argmax_dtype)
 
 
-def _gradient_arguments(op: str, args: tuple) -> tuple[Tensor, Dense, Tensor | None, bool, Sequence[bool]]:
-    """What a backward was given, checked; None for the ``[0]`` that stands for winners to be found again."""
-    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
-    tensors, is_given = Dense(Q, D, q_mask, d_mask, q_weight), argmax.dim() != 1
-    check_gradient(op, grad_scores, tensors, argmax, tensors.argmax_shape() if is_given else (0,), needs)
-    return grad_scores, tensors, argmax if is_given else None, normalize, needs
+def _gradient_arguments(op: str, args: tuple) -> tuple[Dense, Sequence[bool]]:
+    """The tensors of a backward, checked, and `needs`. An argmax ``[0]`` stands for winners to be found again."""
+    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
+    tensors = Dense(Q, D, q_mask, d_mask, q_weight)
+    check_gradient(op, grad_scores, tensors, argmax, tensors.argmax_shape() if argmax.dim() != 1 else (0,), needs)
+    return tensors, needs
 
 
 def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    grad_scores, tensors, argmax, normalize, needs = _gradient_arguments(op, args)
-    Q, D, *options = tensors
-    functional.reject_forward_ad(grad_scores, Q, D, tensors.q_weight)
+    *tensors, normalize, needs = args
+    check_once(op, tuple(tensors), tuple(needs), lambda: _gradient_arguments(op, args))
+    grad_scores, Q, D, argmax, *options = tensors
+    functional.reject_forward_ad(grad_scores, Q, D, options[2])
     run = gradient(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
-    return run(grad_scores, Q, D, argmax, *options, normalize, list(needs))
+    return run(grad_scores, Q, D, argmax if argmax.dim() != 1 else None, *options, normalize, list(needs))
 
 
 @custom_op(_LOWMEM, _BWD_SCHEMA)
@@ -90,8 +100,7 @@ def maxsim_bwd_unified(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_gradients(op: str, *args: Any) -> tuple[Tensor, ...]:
-    _, tensors, _, _, needs = _gradient_arguments(op, args)
-    return fake_gradient(tensors, needs)
+    return fake_gradient(*_gradient_arguments(op, args))
 
 
 def _gradients(grad_scores, tensors, argmax, options, needs):

@@ -15,7 +15,15 @@ from ..segments import Ragged
 from . import values
 from .custom import custom_op
 from .documented import document_bodies
-from .family import check_forward, check_gradient, fake_forward, fake_gradient, no_double_backward, register_autograd
+from .family import (
+    check_forward,
+    check_gradient,
+    check_once,
+    fake_forward,
+    fake_gradient,
+    no_double_backward,
+    register_autograd,
+)
 from .gradients import is_unified
 from .stack import batching_ragged, functional
 
@@ -48,7 +56,8 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     without winners kept, it finds them again.
     """
     r, (normalize, argmax_dtype, max_seqlen_q, backward) = Ragged(*args[:9]), args[9:]
-    _check_forward(r, argmax_dtype, max_seqlen_q, backward)
+    options = argmax_dtype, max_seqlen_q, backward
+    check_once(_FWD, r, options, lambda: _check_forward(r, argmax_dtype, max_seqlen_q, backward))
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     return backends.select(r.Q.device, r.Q.dtype).forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
@@ -73,7 +82,7 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Without `unified` each is summed by its owner in a fixed order; with it a GPU may add atomically.
     """
     grad_scores, r, (argmax, normalize, unified, needs) = args[0], Ragged(*args[1:10]), args[10:]
-    _check_gradient(grad_scores, r, argmax, needs)
+    check_once(_BWD, (grad_scores, *r, argmax), tuple(needs), lambda: _check_gradient(grad_scores, r, argmax, needs))
     functional.reject_forward_ad(grad_scores, r.Q, r.D, r.q_weight)
     backend = backends.select(r.Q.device, r.Q.dtype)
     return backend.backward_ragged(grad_scores, r, argmax, normalize, list(needs), unified)

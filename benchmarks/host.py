@@ -48,6 +48,10 @@ def microseconds(function: Callable[[], object], rounds: int) -> float:
     return best
 
 
+def einsum(Q: Tensor, D: Tensor) -> Tensor:
+    return torch.einsum("isd,jtd->ijst", Q, D).amax(-1).float().sum(-1)
+
+
 def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     q_mask, d_mask = (torch.ones(t.shape[:2], dtype=torch.bool, device="cuda") for t in (Q, D))
     weight = torch.ones(Q.shape[:2], device="cuda")
@@ -60,8 +64,9 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "lik_ops.maxsim, 40 lengths in turn": lambda: lik_ops.maxsim(Q, varied[next(turn) % 40]),
         "lik_ops.maxsim, views of 64 lengths": lambda: lik_ops.maxsim(Q, D[:, : 1 + next(turn) % 64]),
         "lik_ops.maxsim, Nq 1": lambda: lik_ops.maxsim(Q[0], D),
+        "lik_ops.maxsim_with_argmax": lambda: lik_ops.maxsim_with_argmax(Q, D),
         "lik::maxsim_fwd": lambda: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),
-        "eager einsum": lambda: torch.einsum("isd,jtd->ijst", Q, D).amax(-1).float().sum(-1),
+        "eager einsum": lambda: einsum(Q, D),
     }
     try:
         from late_interaction_kernels.forward import maxsim_forward
@@ -90,7 +95,7 @@ def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     for name, scores in kept.items():
         found[f"backward {name}"] = lambda s=scores: torch.autograd.grad(s, (Q, D), upstream, retain_graph=True)
         found[f"step {name}"] = step(lambda b=name: lik_ops.maxsim(Q, D, backward=b))
-    found["step, eager einsum"] = step(lambda: torch.einsum("isd,jtd->ijst", Q, D).amax(-1).float().sum(-1))
+    found["step, eager einsum"] = step(lambda: einsum(Q, D))
     try:
         from late_interaction_kernels import maxsim
 
@@ -103,6 +108,31 @@ def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         found["step, flash-maxsim"] = step(lambda: flash_maxsim.flash_maxsim_batched_train(Q, D))
     except ImportError:
         pass
+    return found
+
+
+def compiled(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
+    """Forward, step, and the step of a projection, F.normalize, scores and cross-entropy: in `torch.compile`."""
+    upstream, labels = torch.ones(8, 8, device="cuda"), torch.arange(8, device="cuda")
+    leaf_Q, leaf_D = Q.clone().requires_grad_(), D.clone().requires_grad_()
+    weight = torch.randn(64, 64, device="cuda", dtype=Q.dtype).requires_grad_()
+    found: dict[str, Callable[[], object]] = {}
+    for name, score in {"lik_ops.maxsim": lik_ops.maxsim, "einsum": einsum}.items():
+
+        def loss(weight: Tensor, score: Callable[[Tensor, Tensor], Tensor] = score) -> Tensor:
+            tokens = (torch.nn.functional.normalize(x @ weight, dim=-1) for x in (Q, D))
+            return torch.nn.functional.cross_entropy(score(*tokens), labels)
+
+        forward, whole = torch.compile(score), torch.compile(loss)
+
+        def alone(f: Callable = forward) -> Tensor:
+            with torch.no_grad():
+                return f(Q, D)
+
+        found[f"{name}, forward"] = alone
+        found[f"{name}, step"] = lambda f=forward: torch.autograd.grad(f(leaf_Q, leaf_D), (leaf_Q, leaf_D), upstream)
+        found[f"{name}, step of an encoder"] = lambda f=whole: torch.autograd.grad(f(weight), weight)
+        found[f"{name}, step of an encoder, eager"] = lambda f=loss: torch.autograd.grad(f(weight), weight)
     return found
 
 
@@ -212,6 +242,7 @@ def main() -> None:
     kinds: tuple[tuple[str, Callable[[], dict[str, Callable[[], object]]], bool], ...] = (
         ("no grad", lambda: scoring(Q, D), False),
         ("training", lambda: training(Q, D), True),
+        ("compiled", lambda: compiled(Q, D), True),
         ("ragged", lambda: ragged("scores"), False),
         ("ragged step", lambda: ragged("step"), True),
         ("steps", lambda: steps(Q, D), False),

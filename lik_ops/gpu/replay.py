@@ -46,9 +46,11 @@ class _Memory(NamedTuple):
     dtype: torch.dtype
     value: float | None = None
 
-    def make(self, device: torch.device) -> Tensor:
+    def make(self, device: torch.device, held: list) -> int:
+        """Add a new one to `held`, where nothing else keeps it beyond its last launch. Where it begins."""
         found = new_memory(self.shape, self.strides, self.dtype, device)
-        return found if self.value is None else found.fill_(self.value)
+        held.append(found if self.value is None else found.fill_(self.value))
+        return found.data_ptr()
 
 
 class _Fill(NamedTuple):
@@ -254,9 +256,7 @@ class Replay:
                 for slot in step.last:
                     held[slot] = None
             elif kind is _Memory:
-                tensor = step.make(device)
-                held.append(tensor)
-                pointers.append(tensor.data_ptr())
+                pointers.append(step.make(device, held))
             else:
                 held[step.slot].fill_(step.value)
         return tuple([held[slot] for slot in self.outputs])

@@ -57,6 +57,8 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     weight = torch.ones(Q.shape[:2], device="cuda")
     varied = [torch.randn(8, Ld, 64, device="cuda", dtype=Q.dtype) for Ld in range(64, 64 + 40)]
     turn = iter(range(10**9))
+    wide_Q, wide_D = (torch.randn(*n, 128, device="cuda", dtype=Q.dtype) for n in ((16, 32), (1000, 300)))
+    holes = torch.rand(1000, 300, device="cuda") < 0.7
     found: dict[str, Callable[[], object]] = {
         "lik_ops.maxsim": lambda: lik_ops.maxsim(Q, D),
         "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
@@ -65,6 +67,8 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "lik_ops.maxsim, views of 64 lengths": lambda: lik_ops.maxsim(Q, D[:, : 1 + next(turn) % 64]),
         "lik_ops.maxsim, Nq 1": lambda: lik_ops.maxsim(Q[0], D),
         "lik_ops.maxsim_with_argmax": lambda: lik_ops.maxsim_with_argmax(Q, D),
+        "lik_ops.maxsim, 16 x 1000": lambda: lik_ops.maxsim(wide_Q, wide_D),
+        "lik_ops.maxsim, 16 x 1000, masks": lambda: lik_ops.maxsim(wide_Q, wide_D, None, holes),
         "lik::maxsim_fwd": lambda: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),
         "eager einsum": lambda: einsum(Q, D),
     }
@@ -234,6 +238,7 @@ def general(plan, Q: Tensor, D: Tensor, scores: Tensor, by_triton: bool = False)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each contender (default 1000)")
+    parser.add_argument("--only", default="", help="kinds between commas: no grad, training, compiled, ragged, ...")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/host.json)")
     args = parser.parse_args()
     Q, D = (torch.randn(8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
@@ -247,7 +252,10 @@ def main() -> None:
         ("ragged step", lambda: ragged("step"), True),
         ("steps", lambda: steps(Q, D), False),
     )
+    chosen = args.only.split(",") if args.only else [title for title, _, _ in kinds]
     for title, make, grad in kinds:
+        if title not in chosen:
+            continue
         with torch.set_grad_enabled(grad or title == "steps"):
             functions = make()
         for name, function in functions.items():

@@ -279,6 +279,23 @@ def test_tf32_rounds_to_nearest(place, features, layout):
     assert abs(float(error.mean())) < 2.0**-15
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 320])
+def test_tf32_is_as_far_off_as_torch_is(d):
+    """Unit-length tokens, where an einsum under the same setting errs too."""
+    tokens = (torch.randn(*n, d, device="cuda") for n in ((16, 32), (200, 300)))
+    Q, D = (torch.nn.functional.normalize(x, dim=-1) for x in tokens)
+
+    def einsum(Q, D):
+        return torch.einsum("qsd,ktd->qkst", Q, D).amax(-1).sum(-1)
+
+    expected = einsum(Q.double(), D.double())
+    with _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+        ours, theirs = (((f(Q, D).double() - expected) / expected) for f in (lik_ops.maxsim, einsum))
+    for norm in (lambda x: float(x.abs().max()), lambda x: float(x.square().mean().sqrt())):
+        assert 1e-6 < norm(ours) <= 1.2 * norm(theirs)
+
+
 @pytest.mark.parametrize("place", TF32_PLACES, ids=str)
 def test_tf32_keeps_what_is_not_finite(place):
     odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)  # NaN, inf

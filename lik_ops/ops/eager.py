@@ -7,6 +7,7 @@ by a description of its arguments; later calls of the same description only look
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,7 @@ fp32_precision: Callable[[], str] = (
     if hasattr(torch._C, "_get_fp32_precision_getter")
     else lambda: torch.backends.cuda.matmul.fp32_precision
 )
+_SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
 
 
@@ -156,7 +158,7 @@ class _MaxSim(torch.autograd.Function):
             return (None,) * 5
         call, (*tensors, argmax) = ctx.call, ctx.saved_tensors
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
-        with use_backend(call.choice):
+        with _SEEN if requested_backend() == call.choice else use_backend(call.choice):
             grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), argmax, needs)
         leaves = tensors[0], tensors[1], tensors[-1]
         found = [g if need else None for g, need in zip(grads, needs, strict=True)]

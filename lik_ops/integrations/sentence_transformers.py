@@ -17,6 +17,7 @@ and scores are fp32 on the device of the documents. Lists of ``[L_i, d]`` are sc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -283,7 +284,10 @@ class _Side:
 
 
 def _fill(scores: Tensor, empty: Tensor) -> Tensor:
-    return scores.masked_fill(empty, _EMPTY)
+    """The host's score of documents without tokens. Its own function warns of them where reading waits for nothing: of
+    tensors on the CPU, if they are ordinary ones."""
+    theirs = getattr(sys.modules.get(_SIMILARITY), "_fill_empty_document_scores", None)
+    return scores.masked_fill(empty, _EMPTY) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
 
 
 def _cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:

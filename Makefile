@@ -20,7 +20,7 @@ COMPILED := $(addprefix tests/test_,aot.py aot_rows.py aot_specialized.py fallba
 INTERPRETED := tests/test_interpreter.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled test-hosts lint format bench figures clean
+.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled test-hosts lint format docs bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -31,8 +31,9 @@ help:
 	@echo "make test-triton    what hangs on Triton alone, with each Triton: $(TRITONS)"
 	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
-	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make lint      ruff, mypy, import-linter, and make docs"
 	@echo "make format    let ruff rewrite the sources"
+	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks/... picks another)"
 	@echo "make figures   the tables and pictures of the documentation, from benchmarks/results"
 	@echo "make clean     remove .venv, caches and build outputs"
@@ -57,6 +58,11 @@ $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt
 # Apart, because one of the peers has wheels for fewer platforms than the rest.
 $(VENV)/.stamp-bench: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[bench]'
+	@touch $@
+
+# mkdocs with its theme, for the site.
+$(VENV)/.stamp-docs: $(VENV)/.stamp
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 demo: $(VENV)/.stamp
@@ -93,7 +99,7 @@ test-hosts:
 test-all: $(VENV)/.stamp
 	@$(PYTEST) -m "not gpu" tests opcheck $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp
+lint: $(VENV)/.stamp docs
 	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m ruff format --check
 	@$(BIN)/python -m mypy
@@ -102,6 +108,10 @@ lint: $(VENV)/.stamp
 format: $(VENV)/.stamp
 	@$(BIN)/python -m ruff check --fix
 	@$(BIN)/python -m ruff format
+
+# With --quiet the build would not count warnings. The theme would print news of its own.
+docs: $(VENV)/.stamp-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/.stamp-bench
 	@test -n "$(BENCH)" || { echo "no benchmark found: BENCH is empty" >&2; exit 1; }
@@ -112,5 +122,5 @@ figures: $(VENV)/.stamp
 	@$(BIN)/python benchmarks/plot.py
 
 clean:
-	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton .hosts build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton .hosts build dist site *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ COMPILED := $(addprefix tests/test_,aot.py aot_rows.py aot_specialized.py fallba
 INTERPRETED := tests/test_interpreter.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled test-hosts lint format docs bench figures clean
+.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-triton    what hangs on Triton alone, with each Triton: $(TRITONS)"
 	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
+	@echo "make hub       the folder for the Hugging Face kernels hub, build/hub, and its tests with the package kernels"
 	@echo "make lint      ruff, mypy, import-linter, and make docs"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
@@ -65,6 +66,10 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
+$(VENV)/.stamp-hub: $(VENV)/.stamp
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[hub]'
+	@touch $@
+
 demo: $(VENV)/.stamp
 	@$(BIN)/python examples/search_docstrings.py
 
@@ -95,6 +100,10 @@ test-triton test-compiled: $(VENV)/.stamp
 # "--sentence-transformers-tests CHECKOUT" says where the repository is that has the tests of sentence-transformers.
 test-hosts:
 	@$(PYTHON) tests/hosts/run.py $(HOSTS) $(HOSTS_ARGS)
+
+hub: $(VENV)/.stamp-hub
+	@$(BIN)/python hub/layout.py
+	@$(PYTEST) -m "not gpu" tests/test_hub.py
 
 test-all: $(VENV)/.stamp
 	@$(PYTEST) -m "not gpu" tests opcheck $(PYTEST_ARGS)

@@ -7,13 +7,17 @@ NORM_EPS = tl.constexpr(1e-12)
 NO_TOKEN = tl.constexpr(2147483647)
 
 
-# Compilers that put a kernel into a package copy its source with the functions it calls, but not the classes.
+PACKAGE = __package__
+
+
+# Compilers that put a kernel into a package copy its source with the functions it calls and the strings they read, but
+# not the classes.
 @triton.constexpr_function
 def group(name):
     """A class of `arguments`, fetched while a kernel is compiled."""
-    from lik_ops.csrc_triton import arguments
+    from importlib import import_module
 
-    return getattr(arguments, name)
+    return getattr(import_module(f"{PACKAGE}.arguments"), name)
 
 
 @triton.jit

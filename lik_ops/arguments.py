@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from ._ops import add_op_namespace_prefix
+
 Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
 """How gradients are summed: see `lik_ops.maxsim`."""
 
@@ -228,7 +230,8 @@ def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: T
         )
     for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
         if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"{op}: {name}: expected bool (lik::maxsim converts integers), got {mask.dtype}")
+            converts = add_op_namespace_prefix("maxsim")
+            raise TypeError(f"{op}: {name}: expected bool ({converts} converts integers), got {mask.dtype}")
 
 
 def metadata(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None) -> tuple:

@@ -27,7 +27,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def forget() -> None:
     """Drop what the backends worked out from their tables of configurations."""
-    if "lik_ops.gpu.backend" in sys.modules:
+    if f"{__package__}.gpu.backend" in sys.modules:
         from .gpu import backend as cuda
 
         cuda.forget()

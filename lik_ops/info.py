@@ -92,7 +92,7 @@ def triton() -> str:
 
 def fallen_back() -> list[str]:
     """What is known of kernels that did not compile in this process."""
-    launcher = sys.modules.get("lik_ops.gpu.launcher")
+    launcher = sys.modules.get(f"{__package__}.gpu.launcher")
     return [] if launcher is None else list(launcher.fallen_back.values())
 
 

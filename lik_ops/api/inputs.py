@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._ops import ops as lik
 from ..arguments import (
     argmax_dtype_for,
     as_bool,
@@ -286,7 +287,7 @@ def run(
     sharding.register_if_needed()
     keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
     argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
-    scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
+    scores, argmax = lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
     return scores, argmax if with_argmax else None
 
 

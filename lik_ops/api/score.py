@@ -6,6 +6,7 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
+from .._ops import ops as lik
 from ..arguments import Backward, check, check_options, check_types
 from ..ops import eager
 from ..ops import maxsim as operators
@@ -78,7 +79,7 @@ def maxsim(
     if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
         tensors = Q, D, q_mask, d_mask, q_weight
         return operators.watched("maxsim", functional.forward, tensors, normalize, backward, recompute)[0]
-    return torch.ops.lik.maxsim(
+    return lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )
 
@@ -196,7 +197,7 @@ def maxsim_with_argmax(
     if found is not None:
         return found
     check_options("maxsim_with_argmax", normalize, backward, recompute)
-    forward = torch.ops.lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward
+    forward = lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward
     tensors = Q, D, q_mask, d_mask, q_weight
     scores, argmax = operators.watched("maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True)
     return scores, argmax

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, score_dtype
 from ..ops.gradients import gradient
 from .agreement import as_bytes
@@ -91,7 +92,7 @@ class RingMaxSim(torch.autograd.Function):
             coming = options.next_block(step, block)
             mask = block[1] if len(block) > 1 else None
             dtype = argmax_dtype_for(block[0].shape[1]) if options.keeps_winners else None
-            found = torch.ops.lik.maxsim_fwd(Q, block[0], q_mask, mask, q_weight, options.normalize, dtype, "auto")
+            found = lik.maxsim_fwd(Q, block[0], q_mask, mask, q_weight, options.normalize, dtype, "auto")
             scores[:, options.columns(ring.owner(step))] = found[0]
             winners.append(found[1])
             block = coming.wait() if coming is not None else []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ops import ops as lik
 from ..backends import why_not_triton
 from ..portable import blocked
 from .onnx import onnx_translations
@@ -51,18 +52,18 @@ def _opened(program: torch.export.ExportedProgram, forward: Callable) -> torch.e
         return blocked.best(forward(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0], top_k)
 
     table = torch.export.default_decompositions()
-    table[torch.ops.lik.maxsim_fwd.default] = forward
-    table[torch.ops.lik.maxsim_topk.default] = best
+    table[lik.maxsim_fwd.default] = forward
+    table[lik.maxsim_topk.default] = best
     with torch.no_grad():  # with gradients the winners would be kept
         return program.run_decompositions(table)
 
 
 # What a program has to have in place of operators that stay, by their names: the first that fits.
 _EXPECTED = (
-    ("lik.maxsim_bwd", "scoring only"),
-    ("lik.maxsim_ragged", "dense tensors and masks"),
-    ("lik.maxsim_topk", "padded documents and d_mask in place of cu_seqlens_d"),
-    ("lik.", "functions of lik_ops or torch.ops.lik.maxsim"),
+    (f"{lik.name}.maxsim_bwd", "scoring only"),
+    (f"{lik.name}.maxsim_ragged", "dense tensors and masks"),
+    (f"{lik.name}.maxsim_topk", "padded documents and d_mask in place of cu_seqlens_d"),
+    (f"{lik.name}.", f"functions of lik_ops or torch.ops.{lik.name}.maxsim"),
 )
 
 
@@ -146,5 +147,6 @@ def package(
     with torch.no_grad():
         program = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
     opened = _opened(program, _packaged_forward)
-    _refuse_what_stays("package: module", opened, but=("lik.maxsim_packaged.default",))  # the compiler opens that one
+    opens = f"{lik.name}.maxsim_packaged.default"  # the compiler does
+    _refuse_what_stays("package: module", opened, but=(opens,))
     return torch._inductor.aoti_compile_and_package(opened, package_path=path, inductor_configs=inductor_configs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from .._ops import ops as lik
 
 
 def onnx_translations() -> dict[Any, Callable]:
@@ -38,7 +38,7 @@ def onnx_translations() -> dict[Any, Callable]:
     def maxsim(Q, D, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
         return _maxsim(op, Q, D, q_mask, d_mask, q_weight, normalize)
 
-    return {torch.ops.lik.maxsim.default: maxsim}
+    return {lik.maxsim.default: maxsim}
 
 
 def _maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool) -> Any:

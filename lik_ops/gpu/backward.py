@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._ops import add_op_namespace_prefix
 from ..arguments import argmax_dtype_for, metadata
 from ..csrc_triton.arguments import Documents, Pieces, Queries, RowSums, TileLists, Upstream
 from ..csrc_triton.backward_documents import maxsim_grad_documents, maxsim_join_pieces
@@ -339,8 +340,9 @@ def require_nondeterminism_allowed() -> None:
     """Do as torch's own atomic operations under `torch.use_deterministic_algorithms`: raise, or warn if told to."""
     if not torch.are_deterministic_algorithms_enabled():
         return
+    op = add_op_namespace_prefix("maxsim_bwd_unified")
     message = (
-        "lik::maxsim_bwd_unified adds atomically and does not have a deterministic implementation, but you set "
+        f"{op} adds atomically and does not have a deterministic implementation, but you set "
         "'torch.use_deterministic_algorithms(True)'. Use backward='lowmem', or 'auto'."
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():

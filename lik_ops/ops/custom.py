@@ -16,8 +16,10 @@ import torch
 from torch import _C
 from torch.library import CustomOpDef
 
+from .._ops import ops as lik
+
 _HIDDEN = "__dynamo_disable"  # the attribute in which torch keeps a body that it has hidden
-_LIBRARY = torch.library.Library("lik", "FRAGMENT")
+_LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
 _DEVICES = ("CPU", "CUDA")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from .._ops import ops as lik
 from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, lifted, score_dtype
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
@@ -133,7 +134,7 @@ class _CutCall(_Call):
             _, argmax = self.backend.ragged_plan(c, self.normalize, argmax_dtype_for(c.Td)).forward(c)
         if backward_is_short(grad_scores, c.Q, c.D):
             return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)
-        op = torch.ops.lik.maxsim_ragged_bwd
+        op = lik.maxsim_ragged_bwd
         return op(grad_scores, *c.ragged(), argmax, self.normalize, unified, needs)
 
 

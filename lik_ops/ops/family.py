@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from .._ops import add_op_namespace_prefix
 from ..arguments import BACKWARDS, check_choice, score_dtype
 from ..segments import Dense, Ragged, Shape
 from ..settings import requested_backend, use_backend
@@ -130,10 +131,11 @@ def register_autograd(
 
 def no_double_backward(name: str) -> Callable[..., NoReturn]:
     """The derivative of the backwards of `name`."""
+    op = add_op_namespace_prefix(name)
 
     def raises(ctx, *grads):
         raise NotImplementedError(
-            f"lik::{name} has no double backward: compute second derivatives with lik_ops.reference.maxsim"
+            f"{op} has no double backward: compute second derivatives with lik_ops.reference.maxsim"
         )
 
     return raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-import torch
+from .._ops import ops as lik
 
 
 def is_unified(backward: str) -> bool:
@@ -20,4 +20,4 @@ def gradient(backward: str, backend: ModuleType | None = None) -> Callable[..., 
     name = "unified" if is_unified(backward) else "lowmem"
     if backend is not None:
         return getattr(backend, f"backward_{name}")
-    return torch.ops.lik.maxsim_bwd_unified if name == "unified" else torch.ops.lik.maxsim_bwd_lowmem
+    return lik.maxsim_bwd_unified if name == "unified" else lik.maxsim_bwd_lowmem

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, as_bool, check, lifted
 from ..segments import Dense
 from . import eager
@@ -42,10 +44,10 @@ _MAXSIM_SCHEMA = (
     "maxsim(Tensor Q, Tensor D, Tensor? q_mask=None, Tensor? d_mask=None, *, Tensor? q_weight=None,"
     ' bool normalize=False, str backward="auto", bool recompute=False) -> Tensor'
 )
-_FWD, _LOWMEM, _UNIFIED = "lik::maxsim_fwd", "lik::maxsim_bwd_lowmem", "lik::maxsim_bwd_unified"
+_FWD, _LOWMEM, _UNIFIED = map(add_op_namespace_prefix, ("maxsim_fwd", "maxsim_bwd_lowmem", "maxsim_bwd_unified"))
 
 
-@custom_op(_FWD, _FWD_SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_fwd"), _FWD_SCHEMA)
 def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` (``[Nq, K]``) and, unless `argmax_dtype` is None, each query token's winner.
 
@@ -83,7 +85,7 @@ def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
     return run(grad_scores, Q, D, argmax if argmax.dim() != 1 else None, *options, normalize, list(needs))
 
 
-@custom_op(_LOWMEM, _BWD_SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_bwd_lowmem"), _BWD_SCHEMA)
 def maxsim_bwd_lowmem(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight, each summed by its owner: no atomics, bitwise reproducible.
 
@@ -93,7 +95,7 @@ def maxsim_bwd_lowmem(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients_of(_LOWMEM, args)
 
 
-@custom_op(_UNIFIED, _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
+@custom_op(add_op_namespace_prefix("maxsim_bwd_unified"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_bwd_unified(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `maxsim_bwd_lowmem` in one pass over the winners; on a GPU through fp32 atomic adds."""
     return _gradients_of(_UNIFIED, args)
@@ -140,11 +142,11 @@ def _composite(
         return scores
     if functional.is_differentiating():
         raise NotImplementedError(
-            "torch.func cannot differentiate torch.ops.lik.maxsim, nor any MaxSim inside torch.compile: call"
+            f"torch.func cannot differentiate torch.ops.{lik.name}.maxsim, nor any MaxSim inside torch.compile: call"
             " lik_ops.maxsim outside compiled code, or take gradients with torch.autograd"
         )
     given = Q, D, q_mask, d_mask, q_weight
-    return watched("maxsim", torch.ops.lik.maxsim_fwd, given, normalize, backward, recompute)[0]
+    return watched("maxsim", lik.maxsim_fwd, given, normalize, backward, recompute)[0]
 
 
 def watched(
@@ -183,7 +185,7 @@ def watched(
     return [x.squeeze(0) for x in found] if Q.dim() == 2 else found
 
 
-_LIBRARY = torch.library.Library("lik", "FRAGMENT")
+_LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
 _LIBRARY.define(_MAXSIM_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("maxsim", _composite, "CompositeImplicitAutograd")
 _LIBRARY.impl("maxsim", _composite, "FuncTorchBatched")  # else vmap would loop over it instead of opening it

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as lik
 from ..arguments import check, check_lifted, score_dtype
 from ..csrc_triton.packaged import maxsim_packaged as _kernel
 from ..gpu.arguments import allow_tf32
 from .documented import document
 
-_NAME = "lik::maxsim_packaged"
+_NAME = add_op_namespace_prefix("maxsim_packaged")
 _DOC = "Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."
 _MOST_ROWS, _TOKENS = 64, 64
 
@@ -49,7 +51,7 @@ def arguments(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -
     return (*queries, *documents, scores, Q.shape[0], D.shape[-3], Lq, D.shape[-2], d), constants
 
 
-@triton_op(_NAME, mutates_args=())
+@triton_op(add_op_namespace_prefix("maxsim_packaged"), mutates_args=())
 def maxsim_packaged(
     Q: Tensor,
     D: Tensor,
@@ -59,7 +61,7 @@ def maxsim_packaged(
     normalize: bool,
 ) -> Tensor:
     if Q.device.type != "cuda" or Q.dtype == torch.float64:
-        return torch.ops.lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0]
+        return lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0]
     scores = Q.new_empty((Q.shape[0], D.shape[-3]), dtype=torch.float32)
     args, constants = arguments(Q, D, q_mask, d_mask, q_weight, normalize, scores)
     wrap_triton(_kernel)[(scores.shape[0] * scores.shape[1],)](*args, **constants)
@@ -74,7 +76,7 @@ def _(Q, D, q_mask, d_mask, q_weight, normalize):
 
 
 def _no_gradient(ctx, grad):
-    raise NotImplementedError("lik::maxsim_packaged has no gradient: lik::maxsim does")
+    raise NotImplementedError(f"{_NAME} has no gradient: {add_op_namespace_prefix('maxsim')} does")
 
 
 maxsim_packaged.register_autograd(_no_gradient)

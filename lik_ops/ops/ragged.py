@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as lik
 from ..arguments import argmax_dtype_for
 from ..segments import Ragged
 from . import values
@@ -38,7 +40,7 @@ _BWD_SCHEMA = (
     f"(Tensor grad_scores, {_TENSORS}, Tensor argmax, bool normalize, bool unified, bool[3] needs)"
     " -> (Tensor, Tensor, Tensor)"
 )
-_FWD, _BWD = "lik::maxsim_ragged_fwd", "lik::maxsim_ragged_bwd"
+_FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_ragged_fwd", "maxsim_ragged_bwd"))
 
 
 def _check_forward(tensors: Ragged, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
@@ -46,7 +48,7 @@ def _check_forward(tensors: Ragged, argmax_dtype: Any, max_seqlen_q: Any, backwa
     torch._check_value(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
 
 
-@custom_op(_FWD, _FWD_SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_ragged_fwd"), _FWD_SCHEMA)
 def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]``, ``[Nq, K]`` or ``[P]`` and, unless `argmax_dtype` is None, each query token's winner.
 
@@ -75,7 +77,7 @@ def _check_gradient(grad_scores: Tensor, r: Ragged, argmax: Tensor, needs: Any) 
     check_gradient(_BWD, grad_scores, r, argmax, expected, needs)
 
 
-@custom_op(_BWD, _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
+@custom_op(add_op_namespace_prefix("maxsim_ragged_bwd"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of Q, D and q_weight; those that `needs` does not ask for come back with size [0].
 
@@ -99,8 +101,8 @@ def _gradients(grad_scores, tensors, argmax, options, needs):
     normalize, argmax_dtype, max_seqlen_q, backward = options
     if argmax_dtype is None:  # to be found again
         dtype = argmax_dtype_for(tensors[1].shape[0])
-        argmax = torch.ops.lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
-    return torch.ops.lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)
+        argmax = lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
+    return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)
 
 
 register_autograd(maxsim_ragged_fwd, Ragged, _gradients)

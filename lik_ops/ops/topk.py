@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as lik
 from ..arguments import (
     as_bool,
     check,
@@ -36,6 +38,7 @@ _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
     " SymInt top_k, int? chunk) -> (Tensor, Tensor)"
 )
+_NAME = add_op_namespace_prefix("maxsim_topk")
 MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
@@ -221,22 +224,22 @@ def _topk(s: Search) -> Best:
     return best
 
 
-@custom_op("lik::maxsim_topk", _SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_topk"), _SCHEMA)
 def maxsim_topk(*args: Any) -> tuple[Tensor, Tensor]:
     """The best ``min(top_k, Nd)`` scores of each query, and int64 indices of their documents, the best first.
 
     D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
     """
     s = Search(*args)
-    _check("lik::maxsim_topk", s)
-    reject_derivatives("lik::maxsim_topk", s.Q, s.D, s.q_weight)
+    _check(_NAME, s)
+    reject_derivatives(_NAME, s.Q, s.D, s.q_weight)
     return _topk(s)
 
 
 @maxsim_topk.register_fake
 def _(*args):
     s = Search(*args)
-    _check("lik::maxsim_topk", s)
+    _check(_NAME, s)
     shape = (s.Q.shape[0], torch.sym_min(s.top_k, s.documents))
     return s.Q.new_empty(shape, dtype=score_dtype(s.Q.dtype)), s.Q.new_empty(shape, dtype=torch.int64)
 
@@ -260,7 +263,7 @@ def reject_derivatives(op: str, *given: Any) -> None:
 
 
 def _no_backward(ctx, *grads):
-    raise NotImplementedError("lik::maxsim_topk has no gradient: score what it found with lik_ops.maxsim")
+    raise NotImplementedError(f"{_NAME} has no gradient: score what it found with lik_ops.maxsim")
 
 
 maxsim_topk.register_autograd(_no_backward)
@@ -273,4 +276,4 @@ def best_of(s: Search) -> Best:
     s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
     if not torch.compiler.is_dynamo_compiling() and nobody_sees(*s[:6]):
         return _topk(s)
-    return torch.ops.lik.maxsim_topk(*s)
+    return lik.maxsim_topk(*s)

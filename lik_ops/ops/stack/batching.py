@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._ops import ops as lik
 from ...arguments import score_dtype
 
 MOST_COPIED = 32 << 20  # bytes
@@ -67,7 +68,7 @@ def forward(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, q_weight, normalize: bool, argmax_dtype, backward: str
 ) -> Outputs:
     """`lik::maxsim_fwd` of a batch."""
-    batch, op = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), torch.ops.lik.maxsim_fwd
+    batch, op = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), lik.maxsim_fwd
     B, constants = batch.size, (normalize, argmax_dtype, backward)
     candidates = batch.sample_dim(1) == 4
     Nq = batch.args[0].shape[-3]
@@ -91,7 +92,7 @@ def topk(
 ) -> Outputs:
     """`lik::maxsim_topk` of a batch: queries of several samples are queries of one call, corpora are not."""
     batch = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
-    op = torch.ops.lik.maxsim_topk
+    op = lik.maxsim_topk
     if batch.any_of(1, 3, 4):
         return batch.one_by_one(op, normalize, top_k, chunk)
     _, D, _, d_mask, cu_seqlens_d, _ = batch.args

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..._ops import ops as lik
 from ...segments import Ragged
 from .batching import Outputs, _Batch
 
@@ -139,7 +140,7 @@ class _Packed:
 
 def forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """`lik::maxsim_ragged_fwd` of a batch."""
-    batch, constants, op = _Batch(info.batch_size, in_dims, args[:9]), args[9:], torch.ops.lik.maxsim_ragged_fwd
+    batch, constants, op = _Batch(info.batch_size, in_dims, args[:9]), args[9:], lik.maxsim_ragged_fwd
     packed = _Packed(batch, 0, (False, False, False))
     if packed.copies_too_much:
         return batch.one_by_one(op, *constants)
@@ -155,7 +156,7 @@ def forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
 def backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
     """`lik::maxsim_ragged_bwd` of a batch."""
     *tensors, normalize, unified, needs = args
-    op = torch.ops.lik.maxsim_ragged_bwd
+    op = lik.maxsim_ragged_bwd
     batch = _Batch(info.batch_size, in_dims, (grad_scores, *tensors))
     packed = _Packed(batch, 1, needs)
     if packed.copies_too_much:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..._ops import ops as lik
 from ...segments import Ragged
 from ..watchers import is_memory
 
@@ -91,7 +92,6 @@ def _ragged_backward_flops(grad_scores, *args, out_val=None, **kwargs):
 
 def register() -> None:
     """Tell torch's counter."""
-    lik = torch.ops.lik
     register_flop_formula([lik.maxsim_fwd])(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..._ops import add_op_namespace_prefix
+from ..._ops import ops as lik
 from ..gradients import gradient
 
+_OP = add_op_namespace_prefix("maxsim")
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _GRAD, _JVP = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
@@ -65,7 +68,7 @@ def reject_forward_ad(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
     if carry_tangents(*tensors):
         raise NotImplementedError(
-            "lik::maxsim has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
+            f"{_OP} has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
         )
 
 
@@ -78,7 +81,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.lik.maxsim_fwd(*args)
+        return lik.maxsim_fwd(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -109,7 +112,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(
-            "lik::maxsim has no double backward: compute second derivatives with lik_ops.reference.maxsim"
+            f"{_OP} has no double backward: compute second derivatives with lik_ops.reference.maxsim"
         )
 
 
@@ -118,4 +121,4 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
 
     Not for the bodies of operators: the dispatcher has left the transform there.
     """
-    return _Forward.apply(*args) if is_transforming() else torch.ops.lik.maxsim_fwd(*args)
+    return _Forward.apply(*args) if is_transforming() else lik.maxsim_fwd(*args)

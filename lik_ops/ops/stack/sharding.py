@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from ..._ops import ops as lik
 from ...segments import Ragged
 
 _registered = False
@@ -53,7 +52,7 @@ def _register() -> None:
             sharded = (first, second, first, whole, first, partial), (second, first, whole, first, partial, first)
         return (whole,) * 6, *sharded
 
-    @register_sharding(torch.ops.lik.maxsim_fwd.default)
+    @register_sharding(lik.maxsim_fwd.default)
     def _(*args):
         keeps = args[6] is not None
         return [
@@ -61,7 +60,7 @@ def _register() -> None:
             for scores, winners, q, d, _, _ in dense(args[1])
         ]
 
-    @register_sharding([torch.ops.lik.maxsim_bwd_lowmem.default, torch.ops.lik.maxsim_bwd_unified.default])
+    @register_sharding([lik.maxsim_bwd_lowmem.default, lik.maxsim_bwd_unified.default])
     def _(*args):
         D, argmax, needs = args[2], args[3], args[8]
         found = []
@@ -71,7 +70,7 @@ def _register() -> None:
             found.append((grads, [*_placed(args[:7], (scores, q, d, winners, q, d, q)), None, None]))
         return found
 
-    @register_sharding(torch.ops.lik.maxsim_topk.default)
+    @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [
             ([q, q], [*_placed(args[:6], (q, whole, q, whole, whole, q)), None, None, None]) for q in (whole, first)
@@ -87,7 +86,7 @@ def _register() -> None:
             scores, lists = second, everything._replace(d_offsets=columns, d_lengths=columns)
         return (whole, whole, everything, whole), (scores, first, lists, partial)
 
-    @register_sharding(torch.ops.lik.maxsim_ragged_fwd.default)
+    @register_sharding(lik.maxsim_ragged_fwd.default)
     def _(*args):
         keeps = args[10] is not None
         return [
@@ -95,7 +94,7 @@ def _register() -> None:
             for scores, winners, tensors, _ in ragged(Ragged(*args[:9]))
         ]
 
-    @register_sharding(torch.ops.lik.maxsim_ragged_bwd.default)
+    @register_sharding(lik.maxsim_ragged_bwd.default)
     def _(*args):
         return [
             ([grad if need else whole for need in args[13]], [scores, *tensors, winners, None, None, None])

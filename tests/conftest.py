@@ -1,6 +1,7 @@
 """Test-wide settings."""
 
 import os
+import sys
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Before torch is imported, here and in processes that tests start: threads beyond the cores wait for each other.
@@ -22,6 +23,13 @@ for name, examples in (("default", 60), ("quick", 15), ("thorough", 600)):
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 settings.load_profile(os.environ.get("LIK_OPS_HYPOTHESIS", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_replay():
+    """What a test changes of the backend, or watches of its launches, no call of another test may have recorded."""
+    if (replay := sys.modules.get("lik_ops.gpu.replay")) is not None:
+        replay.Calls.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -3,15 +3,14 @@
 Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
 """
 
-from . import backward as cuda_backward
 from . import forward as cuda_forward
-from . import ragged_backward as cuda_ragged_backward
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import backward_lowmem, backward_unified
 from .forward import forward, forward_plan
 from .ragged_backward import backward_cut, backward_ragged
 from .ragged_forward import forward_ragged, ragged_plan
+from .replay import Calls
 from .topk import best, best_of_parts
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
 
 def forget() -> None:
     """Drop what was worked out from the table of configurations."""
-    for calls in (cuda_backward.calls, cuda_ragged_backward.calls):
-        calls.forget()
+    Calls.forget()
     cuda_forward.forget()
     cuda_ragged.forget()

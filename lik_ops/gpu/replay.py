@@ -8,10 +8,11 @@ host's time. What cannot be replayed, as an operation of torch that is no alloca
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -265,8 +266,11 @@ class Replay:
 class Calls:
     """Calls of one function, by all that decides what it does but where its tensors lie."""
 
+    every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self._found: dict[tuple, Replay | bool] = {}  # True once a call was seen, False where none is replayed
+        Calls.every.add(self)
 
     def run(self, key: tuple, given: Tensors, function: Callable[[], Sequence[Tensor]], device: torch.device) -> Any:
         """What `function` returns: tensors that it makes. It is called unless a call of this key can be replayed."""
@@ -285,5 +289,8 @@ class Calls:
             return results
         return function()
 
-    def forget(self) -> None:
-        self._found.clear()
+    @classmethod
+    def forget(cls) -> None:
+        """Drop all that was recorded."""
+        for calls in cls.every:
+            calls._found.clear()

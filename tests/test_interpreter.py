@@ -19,6 +19,7 @@ MODULES = [
     "test_eager_ragged",
     "test_eager_keys",
     "test_gradients",
+    "test_replay",
     "test_fallback",
     "test_fp32",
     "test_tune",

@@ -14,6 +14,8 @@ from lik_ops.gpu import backend as cuda
 from lik_ops.gpu import backward, launcher, memory, ragged_backward, replay
 from lik_ops.segments import Cut, Ragged
 
+from . import replaying
+
 without_kernels = pytest.mark.skipif(INTERPRETING, reason="stands for a GPU's launches")
 SHAPES = ((8, 8, 32, 64, 64), (3, 5, 2, 40, 24), (2, 3, 1300, 70, 16), (17, 2, 9, 2000, 40))
 NEEDS = ([True, True, True], [True, False, False], [False, True, False], [True, True, False])
@@ -258,6 +260,36 @@ def test_memory_is_filled_again(log):
     _, again = record((Q,), call)
     zeros, ones = again((Q,))
     assert torch.equal(zeros, torch.zeros(4, 3)) and torch.equal(ones, torch.ones(5))
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="runs the kernels in Triton's interpreter: see test_interpreter.py")
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_replays_compute_what_full_calls_do(layout, normalize, monkeypatch):
+    """Pointers end where tensors were: of other values, in other memory."""
+    for module, name in ((launcher, "launch"), (replay, "current_device"), (replay, "raw_stream")):
+        monkeypatch.setattr(module, name, getattr(replaying, name))
+    before = replaying.replayed.count
+
+    def everything(seed):
+        x = drawn(SHAPES[1], layout == "candidates", normalize, torch.float16, seed=seed)
+        winners = winners_of(x, seed)
+        found = [gradients(x, name, winners, normalize, NEEDS[0], seed)[0] for name in ("lowmem", "unified")]
+        r = packed("pairs" if layout == "candidates" else layout, "cpu", torch.float16, seed)
+        argmax = cuda.forward_ragged(r, normalize, torch.int16, 9)[1]
+        upstream = torch.randn(r.scores_shape(), generator=torch.Generator().manual_seed(seed))
+        return *found[0], *found[1], *cuda.backward_ragged(upstream, r, argmax, normalize, [True] * 3, False)
+
+    torch.use_deterministic_algorithms(False)  # atomic adds come in one order here
+    expected = []
+    for seed in range(2):
+        cuda.forget()
+        expected.append(everything(seed))
+    cuda.forget()
+    for seed in (0, 1, 0, 1):
+        for a, b in zip(everything(seed), expected[seed], strict=True):
+            assert torch.equal(a, b)
+    assert replaying.replayed.count - before >= 12
 
 
 @pytest.mark.gpu

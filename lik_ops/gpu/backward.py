@@ -24,7 +24,7 @@ from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_sparse import maxsim_grad_sparse_documents
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from . import backward_configs, launcher
-from .arguments import architecture, checked_grid, documents_of, on_device, queries_of, wide_of
+from .arguments import allow_tf32, architecture, checked_grid, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
 from .configs import Architecture, Launch, cdiv
 from .forward import forward
@@ -297,9 +297,13 @@ def backward_lowmem(
 
 def _again(function: Callable[[_Arguments], Gradients], a: _Arguments) -> Gradients:
     """What `function` returns, replayed where a call like it was made before."""
-    stride, winners = a.grad_scores.stride(), None if a.argmax is None else (a.argmax.dtype, a.argmax.stride())
+    stride = a.grad_scores.stride()
+    if a.argmax is None:  # to be found again, by whatever a forward may use now
+        winners: tuple = (a.Q.dtype == torch.float32 and allow_tf32(),)
+    else:
+        winners = a.argmax.dtype, a.argmax.stride()
     found = metadata(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
-    key = (function, *found, stride, winners, a.normalize, *a.needs)
+    key = (function, *found, stride, *winners, a.normalize, *a.needs)
     given = a.grad_scores, a.argmax, a.Q, a.D, a.q_mask, a.d_mask, a.q_weight
     return calls.run(key, given, partial(function, a), a.Q.device)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import launcher
 from .arguments import current_device
 
 # None where torch was built without CUDA and ROCm.
@@ -21,6 +22,7 @@ def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dt
         empty_cuda is None
         or device.index is None  # in the interpreter
         or torch.are_deterministic_algorithms_enabled()
+        or launcher.recording.by is not None  # which sees what torch allocates
         or current_device() != device.index
     ):
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -162,8 +162,7 @@ class _MaxSim(torch.autograd.Function):
         with _SEEN if requested_backend() == call.choice else use_backend(call.choice):
             grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), argmax, needs)
         leaves = tensors[0], tensors[1], tensors[-1]
-        found = [g if need else None for g, need in zip(grads, needs, strict=True)]
-        return *(g if g is None else _shaped(g, x) for g, x in zip(found, leaves, strict=True)), None, None
+        return *(_shaped(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
 
 
 def _shaped(gradient: Tensor, leaf: Tensor) -> Tensor:

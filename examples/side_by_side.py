@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -11,6 +13,15 @@ class Run(NamedTuple):
     losses: list[float]
     seconds: float
     peak: int
+
+
+def chosen(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a training on docstrings."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--cached", action="store_true", help="the loss that caches gradients")
+    return parser.parse_args(arguments)
 
 
 def report(theirs: Run, ours: Run) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
 from pylate import losses, models
-from side_by_side import Run, report
+from side_by_side import Run, chosen, report
 from small_bert import base_model
 
 from lik_ops.integrations import pylate as lik
@@ -37,8 +37,8 @@ def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespa
         torch.cuda.reset_peak_memory_stats()
     for step in range(options.steps):
         first = step * options.batch_size % (len(docstrings) - options.batch_size + 1)
-        chosen = docstrings[first : first + options.batch_size]
-        texts = ([d.summary for d in chosen], True), ([d.body for d in chosen], False)
+        batch = docstrings[first : first + options.batch_size]
+        texts = ([d.summary for d in batch], True), ([d.body for d in batch], False)
         features = [
             {name: x.to(model.device) for name, x in model.tokenize(side, is_query=of_queries).items()}
             for side, of_queries in texts
@@ -56,11 +56,7 @@ def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train twice; 1 if the losses differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--cached", action="store_true", help="the loss that caches gradients")
-    options = parser.parse_args(arguments)
+    options = chosen(__doc__, arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     docstrings = shuffled(collect_docstrings(installed()), seed=0)
     with tempfile.TemporaryDirectory() as directory:

@@ -22,7 +22,7 @@ from datasets import Dataset
 from docstring_corpus import collect_docstrings, installed, shuffled
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
-from side_by_side import Run, report
+from side_by_side import Run, chosen, report
 from small_bert import base_model
 from transformers import PrinterCallback
 
@@ -63,11 +63,7 @@ def train(base: Path, pairs: Dataset, options: argparse.Namespace, with_lik_ops:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train twice; 1 if the losses differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--cached", action="store_true", help="the loss that caches gradients")
-    options = parser.parse_args(arguments)
+    options = chosen(__doc__, arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     docstrings = shuffled(collect_docstrings(installed()), seed=0)
     pairs = Dataset.from_dict({"query": [d.summary for d in docstrings], "document": [d.body for d in docstrings]})

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="only the Triton backend replays")
 
 from lik_ops.gpu import backend as cuda
 from lik_ops.gpu import backward, launcher, memory, ragged_backward, replay
+from lik_ops.gpu.plans import DensePlan
 from lik_ops.segments import Cut, Ragged
 
 from . import replaying
@@ -366,3 +367,13 @@ def test_many_sizes_keep_few_replays():
         Q, D = torch.randn(1, 2, 8, device="cuda", dtype=torch.half), torch.randn(1, n, 8, device="cuda").half()
         gradients((Q, D, None, None, None), "lowmem", winners_of((Q, D)), False, NEEDS[3])
     assert len(backward.calls._found) <= replay._MOST_CALLS
+
+
+@pytest.mark.parametrize("Nq", [0, 2])
+@pytest.mark.parametrize("K", [0, 5])
+@pytest.mark.parametrize("Lq", [0, 3])
+@pytest.mark.parametrize("candidates", [False, True])
+def test_memory_of_a_plan_has_the_strides_that_torch_gives(Nq, K, Lq, candidates):
+    plan = DensePlan(torch.zeros(Nq, Lq, 4), torch.zeros(*([Nq] if candidates else []), K, 6, 4), torch.int16)
+    assert plan.score_strides[2] == torch.empty(plan.scores_shape).stride()
+    assert plan.new_argmax().stride() == torch.empty(plan.argmax_shape).stride()

@@ -16,6 +16,15 @@ raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # t
 empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch has them: an axis of size 0 counts as one of size 1."""
+    strides, count = [], 1
+    for size in reversed(shape):
+        strides.append(count)
+        count *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor to be filled by a kernel."""
     if (

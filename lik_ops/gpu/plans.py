@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import lifted
 from . import launcher
 from .arguments import on_device, sizes
-from .memory import new_memory
+from .memory import contiguous_strides, new_memory
 from .replay import Calls
 
 
@@ -64,8 +64,8 @@ class DensePlan(Plan):
         Nq, K, Lq, _ = self.sizes
         self.scores_shape = (Nq, K)
         self.argmax_shape = (Nq, K, Lq) if D.dim() == 4 else (K, Nq, Lq)
-        self.score_strides: tuple[tuple[int, ...], ...] = (), (1,), (K, 1)
-        self.argmax_strides = self.argmax_shape[1] * Lq, Lq, 1
+        self.score_strides: tuple[tuple[int, ...], ...] = (), (1,), contiguous_strides((Nq, K))
+        self.argmax_strides = contiguous_strides(self.argmax_shape)
         self.calls = Calls()
 
     def new_argmax(self) -> Tensor:

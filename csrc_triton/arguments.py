@@ -349,6 +349,7 @@ class Specialization(NamedTuple):
     RESIDENT: bool  # queries in registers, else in shared memory
     ARGMAX: bool
     SUMS: bool = False  # `maxsim_row_maxima`: scores, not maxima
+    NORMALIZE: bool = False
 
 
 class Found(NamedTuple):
@@ -367,6 +368,7 @@ class WideSpecialization(NamedTuple):
     BN: int  # document tokens of a tile
     SLOT: int  # rows that one query takes, a power of two: 2 to 64
     STAGES: int  # steps of the ring
+    NORMALIZE: bool = False
 
 
 class Candidates(NamedTuple):

@@ -343,7 +343,7 @@ def maxsim_row_maxima(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C
         STAGES: gl.constexpr = C.STAGES
         for n in gl.static_range(STAGES):
             mbarrier.init(ready.index(n), count=2)
-        patched = Ring(ring.tiles, ready, ring.empty, ring.turn, ring.search)
+        patched = Ring(ring.tiles, ready, ring.empty, ring.turn, ring.search, ring.norms)
         gl.warp_specialize(
             [
                 (_consume, (Q, D, patched, q_smem, spans, found, begin, end, sizes, Td, d, 0, C)),

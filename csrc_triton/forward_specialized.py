@@ -4,6 +4,9 @@ Query rows (256 of them) stay resident while documents stream through a ring of 
 groups owns 128 rows as two halves of 64. While the matrix unit works on one half, the group reduces the other; what a
 half computes is waited for and reduced before the next product overwrites it, so no accumulator is ever copied.
 
+To normalise, two more warps find the inverse norms of the tokens of each tile, by which similarities are multiplied as
+they are reduced.
+
 Written in Gluon: Triton's own warp specialisation is not available on Hopper. Scores have the bits of `maxsim_forward`.
 """
 
@@ -18,7 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
+from .common import (
+    NO_TOKEN,
+    inverse_norm,
+    nan_max,
+    ordered_sum,
+    query_keep,
+    query_weight,
+    row_pointers,
+)
 from .gluon_names import async_load
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
@@ -26,13 +37,29 @@ HALF_ROWS = gl.constexpr(64)
 UNRESOLVED = gl.constexpr(-2)
 PRODUCER_REGISTERS = gl.constexpr(40)
 CONSUMER_REGISTERS = gl.constexpr(232)
+NORM_REGISTERS = gl.constexpr(
+    64
+)  # of the producer and the warps that find norms, and of the others where there are such
+NORM_CONSUMER_REGISTERS = gl.constexpr(224)
+NORM_WARPS = gl.constexpr(2)
+
+
+class Norms(NamedTuple):
+    """Inverse norms of the tokens of the ring's tiles, and the barriers that say of which tiles they are known.
+
+    There is room for two rounds of the ring: the last half of a tile is multiplied by them when the tile may be filled
+    again.
+    """
+
+    inverse: Any
+    ready: Any
 
 
 class Ring(NamedTuple):
     """Document tiles in shared memory, and the barriers that say which are full and which may be filled again.
 
     `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
-    each group, and one that both pass when they have read their last tile.
+    each group, and one that both pass when they have read their last tile. `norms` are 0 unless normalising.
     """
 
     tiles: Any
@@ -40,6 +67,7 @@ class Ring(NamedTuple):
     empty: Any
     turn: Any
     search: Any
+    norms: Any
 
 
 class Half(NamedTuple):
@@ -59,13 +87,23 @@ def tile_layout(block: list[int], dtype: str):
 def shared_ring(D, C: gl.constexpr):
     """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STAGES: gl.constexpr = C.STAGES
+    norms = 0
+    if C.NORMALIZE:
+        norms = Norms(
+            gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN),
+            gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        )
+        for n in gl.static_range(STAGES):
+            mbarrier.init(norms.ready.index(n), count=NORM_WARPS)
     ring = Ring(
         gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
+        norms,
     )
     q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
     for n in gl.static_range(STAGES):
@@ -98,6 +136,41 @@ def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(full, D.block_type.nbytes)
             async_load(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
+            stage, phase = advance(stage, phase, C)
+
+
+@gluon.jit
+def _halved(x):
+    """The halves of rows added up, again and again, as lanes of a warp do it."""
+    if x.shape[1] > 1:
+        x = _halved(gl.sum(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), axis=1))
+    return x
+
+
+@gluon.jit
+def _inverse_norms(tile, WARPS: gl.constexpr):
+    """Of the tokens of a tile, summed in the order of `maxsim_forward`: there 8 features are a lane's.
+
+    Here a thread has a whole token, so that nothing is exchanged.
+    """
+    x = tile.load(gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])).to(gl.float32)
+    eights = gl.sum(gl.reshape(x * x, (x.shape[0], x.shape[1] // 8, 8)), axis=2)
+    return inverse_norm(gl.sum(_halved(eights), axis=1))
+
+
+@gluon.jit
+def _measure(ring, begin, end, Ld, W: gl.constexpr, C: gl.constexpr):
+    """A warp's part of every tile: the inverse norms of its tokens."""
+    TOKENS: gl.constexpr = C.BN // NORM_WARPS
+    stage = 0
+    phase = 0
+    for _ in range(begin, end):
+        for _ in range(0, Ld, C.BN):
+            inverse = ring.norms.inverse.index(stage + phase * C.STAGES)
+            mbarrier.wait(ring.full.index(stage), phase)
+            found = _inverse_norms(ring.tiles.index(stage).slice(W * TOKENS, TOKENS, 0), 1)
+            inverse.slice(W * TOKENS, TOKENS).store(found)
+            mbarrier.arrive(ring.norms.ready.index(stage), count=1)
             stage, phase = advance(stage, phase, C)
 
 
@@ -142,6 +215,15 @@ def reduced(S, best, where, t0, C: gl.constexpr):
 
 
 @gluon.jit
+def scaled(S, ring, n, C: gl.constexpr):
+    """Similarities over the norms of their document tokens, the n-th of the ring, if normalising."""
+    if C.NORMALIZE:
+        inverse = ring.norms.inverse.index(n).load(gl.SliceLayout(0, S.type.layout))
+        S = S * inverse[None, :]
+    return S
+
+
+@gluon.jit
 def settle(half, C: gl.constexpr):
     """Nothing: but as the compiler sees it, `half.S` is rewritten once `half.best` is known.
 
@@ -177,11 +259,13 @@ def _absorbed(S_a, S_b, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexp
     """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
     start = gl.minimum(t0, Ld - C.BN)
     S = warpgroup_mma_wait(1, [S_a])
-    best, where = reduced(S, halves[0].best, halves[0].where, start, C)
+    if C.NORMALIZE:
+        mbarrier.wait(ring.norms.ready.index(stage), phase)
+    best, where = reduced(scaled(S, ring, stage + phase * C.STAGES, C), halves[0].best, halves[0].where, start, C)
     a = Half(S, best, where)
     S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    best, where = reduced(S, halves[1].best, halves[1].where, start, C)
+    best, where = reduced(scaled(S, ring, stage + phase * C.STAGES, C), halves[1].best, halves[1].where, start, C)
     b = Half(S, best, where)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
@@ -201,16 +285,38 @@ def slot_rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
+def _row_norms(x):
+    x = x.to(gl.float32)
+    return inverse_norm(gl.sum(x * x, axis=1))
+
+
+@gluon.jit
+def _half_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
+    columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
+    i, s = slot_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
+    ok = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
+    return gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0)
+
+
+@gluon.jit
+def _query_norms(Q, first, parts, sizes, d, layout: gl.constexpr, C: gl.constexpr):
+    """The inverse norms of the rows of both halves, 0 unless normalising."""
+    inverse = 0, 0
+    if C.NORMALIZE:
+        a = _row_norms(_half_queries(Q, first, 0, parts, sizes, d, C))
+        b = _row_norms(_half_queries(Q, first, 1, parts, sizes, d, C))
+        inverse = gl.convert_layout(a, layout), gl.convert_layout(b, layout)
+    return inverse
+
+
+@gluon.jit
 def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     for H in gl.static_range(2):
-        i, s = slot_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
-        ok = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
-        pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
-        q_smem.index(2 * G + H).store(gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0))
+        q_smem.index(2 * G + H).store(_half_queries(Q, first, H, parts, sizes, d, C))
     fence_async_shared()
     if C.RESIDENT:
         q = (
@@ -241,7 +347,7 @@ def sums_of(a, b, C: gl.constexpr):
 
 
 @gluon.jit
-def _finished(half, Q, i, s, k, argmax, unresolved, sizes, C: gl.constexpr):
+def _finished(half, inverse, Q, i, s, k, argmax, unresolved, sizes, C: gl.constexpr):
     """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf."""
     ok = (i < sizes.Nq) & (s < sizes.Lq)
     keep = query_keep(Q, i, s, ok)
@@ -250,18 +356,20 @@ def _finished(half, Q, i, s, k, argmax, unresolved, sizes, C: gl.constexpr):
         where, unresolved = winners_of(half, best, keep, unresolved)
         out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
         gl.store(out, where.to(argmax.dtype.element_ty), mask=ok)
+    if C.NORMALIZE:
+        best = best * inverse
     return gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), unresolved
 
 
 @gluon.jit
-def _score(halves, Q, first, parts, k, scores, argmax, unresolved, sizes, C: gl.constexpr):
+def _score(halves, inverse, Q, first, parts, k, scores, argmax, unresolved, sizes, C: gl.constexpr):
     """Store the sums of a document's row maxima, [groups, K], and its winners."""
     GROUPS: gl.constexpr = 2 * HALF_ROWS // C.SLOT
     ROW: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     i, s = slot_rows(first, 0, parts, ROW, C)
-    a, unresolved = _finished(halves[0], Q, i, s, k, argmax, unresolved, sizes, C)
+    a, unresolved = _finished(halves[0], inverse[0], Q, i, s, k, argmax, unresolved, sizes, C)
     i, s = slot_rows(first, 1, parts, ROW, C)
-    b, unresolved = _finished(halves[1], Q, i, s, k, argmax, unresolved, sizes, C)
+    b, unresolved = _finished(halves[1], inverse[1], Q, i, s, k, argmax, unresolved, sizes, C)
     total = sums_of(a, b, C)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
@@ -298,6 +406,7 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
         last = gl.minimum((row_tile + 1) * sizes.K, end)
         first = (row_tile * 2 + G) * (2 * HALF_ROWS // C.SLOT)
         q = _load_queries(Q, q_smem, first, parts, sizes, d, G, C)
+        inverse = _query_norms(Q, first, parts, sizes, d, gl.SliceLayout(1, halves[0].best.type.layout), C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
         for k in range(begin_k, end_k):
@@ -307,12 +416,12 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
                     halves, stage, phase, turn = _absorbed(
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
-                unresolved = _score(halves, Q, first, parts, k, scores, argmax, unresolved, sizes, C)
+                unresolved = _score(halves, inverse, Q, first, parts, k, scores, argmax, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             else:
                 S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
                 if k > begin_k:
-                    _score(halves, Q, first, parts, k - 1, scores, argmax, unresolved, sizes, C)
+                    _score(halves, inverse, Q, first, parts, k - 1, scores, argmax, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
                 halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
                 for t0 in range(C.BN, sizes.Ld, C.BN):
@@ -321,7 +430,7 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
                         S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
         if not C.ARGMAX:
-            _score(halves, Q, first, parts, end_k - 1, scores, argmax, unresolved, sizes, C)
+            _score(halves, inverse, Q, first, parts, end_k - 1, scores, argmax, unresolved, sizes, C)
         task = last
     if C.ARGMAX:
         mbarrier.arrive(ring.search.index(2), count=1)
@@ -344,6 +453,9 @@ def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
         phase ^= 1
         S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
         S = warpgroup_mma(q, tile.permute((1, 0)), S)
+        if C.NORMALIZE:
+            ring.norms.inverse.index(G).store(_inverse_norms(tile, 4))
+        S = scaled(S, ring, G, C)
         token = gl.where(S != S, start + column[None, :], NO_TOKEN)
         found = gl.minimum(found, gl.min(token, axis=1))
     return found, phase
@@ -381,12 +493,25 @@ def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     ring, q_smem = shared_ring(D, C)
-    gl.warp_specialize(
-        [
-            (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
-            (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
-            (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if C.NORMALIZE:
+        gl.warp_specialize(
+            [
+                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
+                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
+                (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
+                (_measure, (ring, begin, end, sizes.Ld, 0, C)),
+                (_measure, (ring, begin, end, sizes.Ld, 1, C)),
+            ],
+            [4, 1, 1, 1],
+            [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
+                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
+                (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

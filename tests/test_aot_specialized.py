@@ -19,8 +19,9 @@ from .aot import Case, _queries, compile_as_launched, repeated_spills
 SM_90 = configs.ARCHITECTURES["sm_90"]
 
 
-def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool) -> GluonASTSource:
-    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, argmax=argmax, processors=132)
+def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool) -> GluonASTSource:
+    chosen = {"normalize": normalize, "argmax": argmax, "processors": 132}
+    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, **chosen)
     assert choice is not None
     C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
@@ -51,6 +52,7 @@ def serialised(ptx: str, directory: Path) -> list[str]:
     return [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line]
 
 
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "d", "Lq", "options"),
@@ -62,10 +64,10 @@ def serialised(ptx: str, directory: Path) -> list[str]:
     ],
     ids=str,
 )
-def test_compiles_as_meant(dtype, d, Lq, options, argmax, tmp_path):
+def test_compiles_as_meant(dtype, d, Lq, options, argmax, normalize, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(source(dtype, d, Lq, options, argmax), target)
-    check(compiled, tmp_path)
+    compiled = compile_as_launched(source(dtype, d, Lq, options, argmax, normalize), target)
+    check(compiled, tmp_path, products=normalize)
 
 
 def check(compiled, tmp_path: Path, products: bool = False) -> None:
@@ -79,7 +81,7 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
 
 
 def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> GluonASTSource:
-    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, argmax=False, processors=132)
+    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, normalize=False, argmax=False, processors=132)
     assert choice is not None
     C, features = choice.config, fw.FEATURES.value
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))

@@ -68,7 +68,9 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
         monkeypatch.setattr(cuda_rows, "_launch", does_not_compile)
         monkeypatch.setattr(found, "score_part", does_not_compile)
     else:
-        choice = configs.specialized(SM_90, Q.dtype, 256, 256, 32, 300, 16, argmax=winners, processors=132)
+        choice = configs.specialized(
+            SM_90, Q.dtype, 256, 256, 32, 300, 16, normalize=False, argmax=winners, processors=132
+        )
         found = cuda_specialized.SpecializedPlan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(found, "_launch", does_not_compile)
     argmax = found.new_argmax() if winners else None

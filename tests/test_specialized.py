@@ -18,8 +18,11 @@ SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
 
 
-def choice(dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, processors=132):
-    return configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, argmax=False, processors=processors)
+def choice(
+    dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, processors=132, argmax=False, normalize=False
+):
+    options = {"normalize": normalize, "argmax": argmax, "processors": processors}
+    return configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, **options)
 
 
 def test_when_it_is_chosen():
@@ -45,8 +48,7 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
 def test_wide_features_take_tiles_by_length():
     assert [choice(d=768, Ld=Ld).config.BN for Ld in (64, 130, 180, 256, 300, 1024)] == [64, 64, 64, 256, 128, 256]
     assert choice(d=768, Lq=300).parts == 5 and choice(d=768, Lq=300).config.SLOT == 64
-    found = configs.specialized(SM_90, torch.bfloat16, 64, 1000, 32, 180, 768, argmax=True, processors=132)
-    assert found is None and choice(d=200) is None
+    assert choice(d=768, argmax=True) is None and choice(d=200) is None
 
 
 def cases():
@@ -74,21 +76,21 @@ def cases():
             yield problem, strides
 
 
-def plain(x, argmax_dtype):
+def plain(x, argmax_dtype, normalize=False):
     """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
     from lik_ops.gpu.plain import plain_plan
 
-    plan = plain_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    plan = plain_plan(x.Q, x.D, x.q_mask, None, x.q_weight, normalize, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
 
-def specialized(x, argmax_dtype):
+def specialized(x, argmax_dtype, normalize=False):
     """The same of the specialised kernel, which is an error to be without."""
     from lik_ops.gpu.forward import new_plan
     from lik_ops.gpu.specialized import SpecializedPlan
 
-    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, argmax_dtype)
+    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, normalize, argmax_dtype)
     assert isinstance(plan, SpecializedPlan)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
@@ -103,6 +105,24 @@ def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
     expected, winners = plain(x, torch.int16)
     assert torch.equal(scores, expected) and torch.equal(argmax, winners)
     assert torch.equal(specialized(x, None)[0], scores)
+    assert_scores(p, x, scores)
+    assert_winners(p, x, argmax.transpose(0, 1).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("p", "strides"), list(cases()), ids=str)
+def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
+    """Tokens of any norm, some of zeros."""
+    x = build(p, "cuda")
+    x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
+    x.Q[0, 1], x.D[2, 5] = 0, 0
+    if strides != "contiguous":
+        x.Q = torch.cat([x.Q, x.Q], dim=2)[:, :, : p.d] if strides == "sliced" else x.Q.mT.contiguous().mT
+    scores, argmax = specialized(x, torch.int16, normalize=True)
+    expected, winners = plain(x, torch.int16, normalize=True)
+    assert torch.equal(scores, expected) and torch.equal(argmax, winners)
+    assert torch.equal(specialized(x, None, normalize=True)[0], scores)
+    p = dataclasses.replace(p, normalize=True)
     assert_scores(p, x, scores)
     assert_winners(p, x, argmax.transpose(0, 1).long())
 
@@ -165,6 +185,29 @@ def test_wide_features_with_nan_and_infinities():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("Lq", [32, 300])
+def test_norms_that_are_no_numbers(Lq):
+    """Where a norm overflows its inverse is 0, and infinite similarities become NaN."""
+    p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
+    x = build(p, "cuda")
+    x.D[3, 150] = float("nan")
+    x.D[3, 120:130] = float("inf")
+    x.D[7, 5, 3], x.D[7, 190, 4] = float("inf"), 1e30
+    x.D[9] = float("-inf")
+    x.D[11] = 0
+    x.D[13, 60:] = 1e30
+    x.Q[:, :, :] = x.Q.abs()
+    x.Q[2, 4], x.Q[5, 1], x.Q[6, 0] = float("nan"), 1e25, 0
+    scores, argmax = specialized(x, torch.int16, normalize=True)
+    expected, winners = plain(x, torch.int16, normalize=True)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(argmax, winners)
+    rows = torch.arange(p.Nq, device="cuda") != 2
+    assert scores[2].isnan().all() and scores[:, [3, 7, 9]].isnan().all() and (scores[rows][:, 11] == 0).all()
+    assert (argmax[3, rows] == 120).all() and (argmax[7, rows, 1:] == 5).all() and (argmax[9, rows] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Lq", [32, 300])
 def test_nan_and_infinities(Lq):
     """NaN wins at its first token; where every similarity is -inf the first token wins."""
     p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
@@ -198,12 +241,13 @@ def test_every_winner_dtype_through_the_public_op(argmax_dtype):
 
 
 @pytest.mark.gpu
-def test_bits_do_not_depend_on_the_batch():
-    p = Problem(Nq=40, Nd=300, Lq=32, Ld=180, d=128, dtype=torch.bfloat16, values="normal")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_bits_do_not_depend_on_the_batch(normalize):
+    p = Problem(Nq=40, Nd=300, Lq=32, Ld=180, d=128, dtype=torch.bfloat16, values="normal", normalize=normalize)
     x = build(p, "cuda")
     scores, argmax = run(p, x)
     for q, k in ((slice(0, 1), slice(0, 300)), (slice(3, 30), slice(17, 200)), (slice(39, 40), slice(299, 300))):
-        part, winners = lik_ops.maxsim_with_argmax(x.Q[q], x.D[k])
+        part, winners = lik_ops.maxsim_with_argmax(x.Q[q], x.D[k], normalize=normalize)
         assert torch.equal(part, scores[q, k]) and torch.equal(winners, argmax[q, k])
 
 

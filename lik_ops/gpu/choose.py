@@ -52,12 +52,12 @@ def dense(
     arch = arch or architecture(Q.device)
     found: Dense | None = None
     argmax = argmax_dtype is not None
-    if not normalize and D.dim() == 3 and Q.numel() and D.numel():
+    if D.dim() == 3 and Q.numel() and D.numel():
         if d_mask is None:
-            found = specialized(Q, D, argmax, arch)
-        elif D.is_contiguous():
+            found = specialized(Q, D, normalize, argmax, arch)
+        elif D.is_contiguous() and not normalize:
             found = row_maxima(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax, True, arch)
-        if found is None:
+        if found is None and not normalize:
             found = split(Q, D, arch)
     return found or plain(Q, D, normalize, argmax, arch)
 
@@ -83,11 +83,14 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
     return Plain(launch.visiting() if argmax or not reads_tiles else launch, arch, reads_tiles)
 
 
-def specialized(Q: Tensor, D: Tensor, argmax: bool, arch: Architecture) -> Specialized | None:
+def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Specialized | None:
     """The choice for documents without mask, None where another kernel serves better or alone."""
-    found = configs.specialized(arch, Q.dtype, *sizes(Q, D), Q.shape[-1], argmax=argmax, processors=arch.processors)
+    call = arch, Q.dtype, *sizes(Q, D), Q.shape[-1]
+    found = configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
     if found is None or not describable(D, found.config) or kernels() is None:
         return None
+    if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
+        return None  # rows that `maxsim_forward` loads feature by feature, and adds up in another order
     return found if isinstance(found.config, Specialization) or describable_queries(Q) else None
 
 

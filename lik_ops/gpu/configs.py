@@ -202,11 +202,13 @@ FORWARD = (
     Rule("wgmma", _HALF, 128, _ANY, False, 1, (Tile(256, 64, 128, 8, 3),)),
     Rule("wgmma", _HALF, 128, _ANY, False, 2, (Tile(256, 64, 32, 8, 2, 255),)),
     Rule("wgmma", _HALF, 128, 256, True, 1, (
-        Tile(64, 64, 128, 4, 2),
-        Tile(128, 64, 128, 8, 3),
+        Tile(32, 64, 128, 4, 3, tokens_first=True, documents=_FEW),
+        Tile(32, 64, 128, 4, 2, tokens_first=True),
+        Tile(64, 64, 128, 4, 3),
+        Tile(128, 64, 128, 8, 3, walkers=264),
         Tile(256, 64, 128, 8, 3),
     )),
-    Rule("wgmma", _HALF, 128, _ANY, True, 1, (Tile(128, 64, 128, 8, 3),)),
+    Rule("wgmma", _HALF, 128, _ANY, True, 1, (Tile(256, 64, 128, 8, 3),)),
     Rule("wgmma", _HALF, _ANY, _ANY, False, 1, (
         Tile(32, 64, 128, 4, 4, tokens_first=True),
         Tile(64, 64, 128, 4, 4, documents=_FEW),
@@ -457,6 +459,7 @@ def specialized(
     Ld: int,
     d: int,
     *,
+    normalize: bool,
     argmax: bool,
     processors: int,
 ) -> Specialized | None:
@@ -467,8 +470,12 @@ def specialized(
     config: Specialization | WideSpecialization
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
-        config = Specialization(BN=64, BD=64 if d <= 64 else 128, SLOT=slot, STAGES=6, RESIDENT=True, ARGMAX=argmax)
-    elif argmax or not loads_vectors(d, 0):  # `maxsim_forward` sums the parts of a query in another order there
+        config = Specialization(64, 64 if d <= 64 else 128, slot, 6, True, argmax, NORMALIZE=normalize)
+        if normalize and not loads_vectors(d, 0):  # rows are added up in another order there
+            return None
+    elif (
+        argmax or normalize or not loads_vectors(d, 0)
+    ):  # `maxsim_forward` sums the parts of a query in another order there
         return None
     else:
         config, rows = _wide(Lq, Ld), WIDE_ROWS

@@ -148,6 +148,7 @@ class GluonPlan(DensePlan):
     """A call that the plain kernel takes where a Gluon kernel cannot read the tensors or does not compile."""
 
     instead = "maxsim_forward"
+    normalize = False
 
     def scores(self, *call: Any) -> Tensor:
         return self._tried(*call)
@@ -158,7 +159,7 @@ class GluonPlan(DensePlan):
     def _plain(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
         *given, argmax = tensors
         x = lifted(*given)
-        return plain_plan(*x, False, self.argmax_dtype).scores(shape, *x, argmax)
+        return plain_plan(*x, self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
 
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         """Whether they begin where the memory access unit can read them."""

@@ -1,4 +1,4 @@
-"""Plans of forward calls that a Gluon kernel computes: sm_90, many query rows, no document mask, no normalising.
+"""Plans of forward calls that a Gluon kernel computes: sm_90, many query rows, no document mask.
 
 `maxsim_forward_specialized` has up to 128 features, `maxsim_forward_wide` more.
 """
@@ -31,7 +31,7 @@ class SpecializedPlan(GluonPlan):
 
     def __init__(self, choice: configs.Specialized, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
-        self.choice, kernels = choice, gluon.found()
+        self.choice, self.normalize, kernels = choice, choice.config.NORMALIZE, gluon.found()
         self.kernel = getattr(kernels.wide if choice.is_wide else kernels.specialized, choice.kernel)
         C = choice.config
         features = C.BD if isinstance(C, Specialization) else kernels.wide.FEATURES.value

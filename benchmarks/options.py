@@ -1,0 +1,137 @@
+"""What does an option cost on this GPU: beside the call without it, and beside doing the same by hand?
+
+    python benchmarks/options.py [--only normalize] [--rounds 30] [--out FILE]
+
+Median device times of calls that find the L2 cache flushed. ``by hand`` is what one writes without the option: tokens
+normalised by torch and a plain call. Each result is checked against fp64 first. The script fails where an option is
+slower than doing without it, beyond `NOISE`. ``goal`` is the most that it may cost beside the plain call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import common
+import gpu
+import torch
+import training
+from common import Case, Inputs
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import lik_ops
+from lik_ops.gpu import choose
+
+NOISE = 1.03
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case with an option, and the most that it may take, as a multiple of the case without it."""
+
+    case: Case
+    goal: float
+
+
+PAGES = {"Lq": 1024, "Ld": 1024}
+SHORT = {"Lq": 32, "Ld": 300}
+ROWS = (
+    Row(Case("normalize 1x1k", 1, 1000, **SHORT, normalize=True), 1.10),
+    Row(Case("normalize 4x1k", 4, 1000, **SHORT, normalize=True), 1.15),
+    Row(Case("normalize 16x1k", 16, 1000, **SHORT, normalize=True), 1.15),
+    Row(Case("normalize 16x1k winners", 16, 1000, **SHORT, normalize=True, what="winners"), 1.35),
+    Row(Case("normalize pages 64x64", 64, 64, **PAGES, normalize=True), 1.10),
+    Row(Case("normalize pages 32x32", 32, 32, **PAGES, normalize=True), 1.10),
+    Row(Case("normalize 16x1k d 64", 16, 1000, **SHORT, d=64, normalize=True), 1.2),
+    Row(Case("normalize 16x1k d 320", 16, 1000, **SHORT, d=320, normalize=True), 1.2),
+    Row(Case("normalize step 256x256", 256, 256, **SHORT, normalize=True, what="step"), 1.15),
+    Row(Case("normalize step pages 32x32", 32, 32, **PAGES, normalize=True, what="step"), 1.15),
+    Row(Case("winners 1x1k", 1, 1000, **SHORT, what="winners"), 1.10),
+    Row(Case("winners 16x1k", 16, 1000, **SHORT, what="winners"), 1.20),
+    Row(Case("winners pages 64x64", 64, 64, **PAGES, what="winners"), 1.15),
+    Row(Case("holes 4x1k", 4, 1000, **SHORT, mask="holes"), 1.15),
+    Row(Case("holes 16x1k", 16, 1000, **SHORT, mask="holes"), 1.15),
+    Row(Case("holes 16x2k Lq 20 d 96", 16, 2000, 20, 77, d=96, mask="holes"), 1.15),
+    Row(Case("holes step pages 32x32", 32, 32, **PAGES, mask="holes", what="step"), 1.15),
+    Row(Case("weights 16x1k", 16, 1000, **SHORT, weighted=True), 1.05),
+)
+
+
+def plain(case: Case) -> Case:
+    """The case without its option, of which a row has one, and winners."""
+    what = case.what if case.normalize or case.what == "step" else "scores"
+    return replace(case, normalize=False, mask="", weighted=False, what=what)
+
+
+def called(case: Case, x: Inputs, by_hand: bool = False) -> Callable[[], object]:
+    """The call of a case; `by_hand`, on tokens that torch normalises."""
+
+    def score(Q: Tensor, D: Tensor, options: dict) -> Tensor:
+        if by_hand:
+            Q, D, options = normalize(Q, dim=-1), normalize(D, dim=-1), {**options, "normalize": False}
+        if case.what == "winners":
+            masks = options["q_mask"], options["d_mask"], options["q_weight"], options["normalize"]
+            return torch.ops.lik.maxsim_fwd(Q, D, *masks, torch.int16, "auto")[0]
+        return lik_ops.maxsim(Q, D, **options)
+
+    if case.what == "step":
+        return lambda: training.step(lambda Q, D: score(Q, D, x.options), x, x.grad_scores)
+    return lambda: score(x.Q, x.D, x.options)
+
+
+def check(row: Row, x: Inputs, call: Callable[[], object]) -> float:
+    """The relative error of scores, or the larger one of gradients, beside fp64."""
+    if row.case.what == "step":
+        error = max(training.errors_of(x, lambda Q, D: lik_ops.maxsim(Q, D, **x.options)).values())
+    else:
+        scores = call()
+        assert isinstance(scores, Tensor)
+        error = common.error_of(x, scores)
+    if not error < TOLERANCE:
+        raise AssertionError(f"{row.case.name}: relative error {error:.1e}")
+    return error
+
+
+def measure(row: Row, timer: gpu.Timer) -> dict:
+    x, without = Inputs(row.case, "cuda"), plain(row.case)
+    functions = {"option": called(row.case, x), "plain": called(without, Inputs(without, "cuda"))}
+    if row.case.normalize:
+        functions["by hand"] = called(row.case, x, by_hand=True)
+    with torch.set_grad_enabled(row.case.what == "step"):
+        error = check(row, x, functions["option"])
+        ms = timer.compare(functions)
+    cost = ms["option"] / ms["plain"]
+    found = {"case": asdict(row.case), "goal": row.goal, "ms": ms, "cost": cost, "error": error}
+    argmax = None if row.case.what == "scores" else torch.int16
+    return found | {"kernel": choose.dense(x.Q, x.D, x.d_mask, x.normalize, argmax).kernel}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/options.json)")
+    args = parser.parse_args()
+    timer, records = gpu.Timer(args.rounds), []
+    ceiling = gpu.ceilings(timer)
+    for row in ROWS:
+        if args.only in row.case.name:
+            records.append(measure(row, timer))
+            r = records[-1]
+            times = ", ".join(f"{name} {ms:.4f}" for name, ms in r["ms"].items())
+            print(f"{row.case.name:28} {times} ms: {r['cost']:.2f}, goal {row.goal:.2f}; {r['kernel']}", flush=True)
+            torch.cuda.empty_cache()
+    settings = {"rounds": args.rounds, "ceilings": ceiling}
+    print("wrote", common.write("options", records, path=args.out, **settings))
+    slower = [r["case"]["name"] for r in records if r["ms"]["option"] > NOISE * r["ms"].get("by hand", float("inf"))]
+    if slower:
+        sys.exit(f"slower than by hand: {', '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()

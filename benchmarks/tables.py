@@ -271,7 +271,7 @@ def hosts(results: Path = RESULTS) -> str:
         shown = [entries.get(name) for name in (case["host"], OURS, "eager")]
         row += [both(entry, "ms", "peak_mb") for entry in shown]
         row += [both(entry, "scoring_ms", "scoring_peak_mb") for entry in shown[:2]]
-        row.append(factor({"ms": shown[0]["ms"]}, shown[1]["ms"]) if all("ms" in (e or {}) for e in shown[:2]) else "-")
+        row.append(factor(shown[0], (shown[1] or {}).get("ms")))
         each = (
             " / ".join(f"{e[f'error_{x}']:.0e}" if e and f"error_{x}" in e else "-" for e in shown[:2]) for x in "QD"
         )

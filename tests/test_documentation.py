@@ -3,8 +3,8 @@
 Python blocks of a page run in order, in one namespace that begins empty. A comment above a block says where it does not
 run with the others: ``<!-- test: slow -->`` in a slow test (shell blocks too), ``<!-- test: torchrun -->`` in the
 script that the first such block of the page names, ``<!-- test: sentence_transformers -->``, or another host of
-`lik_ops.integrations`, in a slow test where that is installed, with the blocks of no mark. Examples of docstrings have the
-names `torch` and `lik_ops`.
+`lik_ops.integrations`, in a slow test where that is installed, with the blocks of no mark. Examples of docstrings have
+the names `torch` and `lik_ops`.
 """
 
 import ast
@@ -234,8 +234,8 @@ def test_every_public_function_has_an_example():
 def test_commands_name_what_there_is():
     """Targets of make, modules and scripts with their options, extras of pip."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    project = (ROOT / "pyproject.toml").read_text()
-    extras = set(re.findall(r"^([\w-]+) = \[", project.split("[project.optional-dependencies]")[1].split("\n\n")[0], re.M))
+    optional = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]
+    extras = set(re.findall(r"^([\w-]+) = \[", optional, re.M))
     sources = [*ROOT.glob("lik_ops/**/*.py"), *ROOT.glob("examples/*.py")]
     texts = {page: (ROOT / page).read_text() for page in PAGES}
     for page, text in texts.items():

@@ -51,6 +51,7 @@ CASES = (
     Case("pages", 64, 64, 1024, 1024),
     Case("cached", 256, 256, 128, 2048, chunk=32),
     Case("cached PyLate", 256, 256, 128, 2048, host="PyLate", chunk=32),
+    Case("cached, scored at once", 256, 256, 128, 2048, chunk=256),
 )
 
 

@@ -255,6 +255,39 @@ def retrieve(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieve.py`)."
 
 
+def both(entry: dict | None, key: str, peak: str) -> str:
+    """Milliseconds, and in brackets the peak."""
+    return "-" if entry is None or key not in entry else f"{entry[key]:.2f} ({entry[peak]:.0f})"
+
+
+def hosts(results: Path = RESULTS) -> str:
+    if not (results / "hosts.json").exists():
+        return "Not measured yet (`benchmarks/hosts.py`)."
+    document, rows = load("hosts", results), []
+    for record in document["records"]:
+        case, entries = record["case"], record["contenders"]
+        chunk = f" by {case['chunk']}" if case["chunk"] else ""
+        row = [case["name"], case["host"], shape(case) + chunk]
+        shown = [entries.get(name) for name in (case["host"], OURS, "eager")]
+        row += [both(entry, "ms", "peak_mb") for entry in shown]
+        row += [both(entry, "scoring_ms", "scoring_peak_mb") for entry in shown[:2]]
+        row.append(factor(shown[0], (shown[1] or {}).get("ms")))
+        each = (
+            " / ".join(f"{e[f'error_{x}']:.0e}" if e and f"error_{x}" in e else "-" for e in shown[:2]) for x in "QD"
+        )
+        rows.append([*row, *each])
+    text = (
+        f"{machine(document, 'torch', 'triton', 'sentence-transformers', 'pylate')}. Median device milliseconds of a"
+        " loss, forward and backward, without an encoder, and in brackets the peak in MiB beyond the inputs: with the"
+        " host's own scoring, with lik_ops, with the formula in plain torch; then of scores and their backward alone."
+        " `by`: queries that a loss with cached gradients scores at a time. Errors are those of the gradients, with the"
+        " host's scoring / with lik_ops, beside the same loss where the host scores in fp64. `-`: not measured;"
+        " `benchmarks/results/hosts.json` says why."
+    )
+    header = ["case", "host", "shape", "host's own", OURS, "eager", "scoring, host's own", f"scoring, {OURS}", "faster"]
+    return f"{text}\n\n{table([*header, 'error of Q', 'error of D'], rows)}"
+
+
 BLOCKS = {
     "forward": forward,
     "summary": summary,
@@ -262,6 +295,7 @@ BLOCKS = {
     "cpu": cpu,
     "ragged": ragged,
     "retrieve": retrieve,
+    "hosts": hosts,
 }
 
 

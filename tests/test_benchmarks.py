@@ -25,6 +25,7 @@ import contenders  # noqa: E402
 import cpu  # noqa: E402
 import forward  # noqa: E402
 import gpu  # noqa: E402
+import hosts  # noqa: E402
 import ragged  # noqa: E402
 import ragged_cases  # noqa: E402
 import ragged_contenders  # noqa: E402
@@ -56,7 +57,7 @@ def test_work_of_a_case():
     assert case.similarities == 4 * 2 * 3 * 4 * 5
 
 
-@pytest.mark.parametrize("module", [forward, training, cpu], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [forward, training, cpu, hosts], ids=lambda module: module.__name__)
 def test_names_are_unique(module):
     names = [case.name for case in module.CASES]
     assert len(set(names)) == len(names)
@@ -331,6 +332,61 @@ def test_records_of_several_gpus(monkeypatch, tmp_path):
     assert set(record["parts"]) == {"local_ms", "agree_ms", "merge_ms", "launch_ms"}
 
 
+# losses of hosts
+
+
+class PlainLoss(torch.nn.Module):
+    """What the losses of hosts have in common."""
+
+    def __init__(self, model, score, chunk):
+        super().__init__()
+        self.model, self.score = model, score
+
+    def forward(self, features):
+        (Q, q_mask), (D, d_mask) = (self.model(side).values() for side in features)
+        scores = self.score(Q, D[:, None], queries_mask=q_mask.bool(), documents_mask=d_mask[:, None].bool())
+        return torch.nn.functional.cross_entropy(scores, torch.arange(len(Q)))
+
+
+def measured(case):
+    return hosts.measure(hosts.cut(case), Clock().compare, time.monotonic() + 60, "cpu")
+
+
+def test_a_record_of_a_loss(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken\nin two lines")
+
+    host = hosts.Host(hosts.eager, hosts.st.colbert_scores, PlainLoss)
+    monkeypatch.setattr(hosts, "why_not", lambda name: "")
+    monkeypatch.setitem(hosts.HOSTS, "PyLate", (hosts.pylate, lambda: host))
+    case = hosts.Case("", 8, 8, 8, 8, host="PyLate", dtype="float32")
+    record = measured(case)
+    entries = record["contenders"]
+    assert [(r["ms"], r["scoring_ms"]) for r in entries.values()] == [(1, 1), (2, 2), (3, 3)]
+    assert all(r[f"error_{key}"] < 1e-5 for r in entries.values() for key in ("loss", "Q", "D"))
+    assert max(record["difference"].values()) < 1e-5
+    monkeypatch.setitem(hosts.HOSTS, "PyLate", (hosts.pylate, lambda: host._replace(ours=broken)))
+    record = measured(case)
+    assert record["contenders"]["lik_ops"] == {"failed": "RuntimeError: broken"}
+    assert record["difference"] == {} and record["contenders"]["eager"]["ms"] == 2
+
+
+def test_a_host_that_cannot_be_measured(monkeypatch):
+    monkeypatch.setattr(common, "_version", lambda name: None)
+    assert measured(hosts.CASES[0])["skipped"] == "sentence-transformers is not installed"
+    monkeypatch.setattr(common, "_version", lambda name: "1.2")
+    assert measured(hosts.CASES[4])["skipped"] == "pylate 1.2 is older than 1.5.1"
+
+
+@pytest.mark.parametrize("case", hosts.CASES, ids=lambda case: case.name)
+def test_losses_of_the_hosts(case):
+    """In fp64 the host's scoring gives the gradients that lik_ops gives, in the dtype of the tokens."""
+    if why := hosts.why_not(case.host):
+        pytest.skip(why)
+    ours = measured(case)["contenders"]["lik_ops"]
+    assert max(ours[f"error_{key}"] for key in ("loss", "Q", "D")) < 1e-5
+
+
 # tables
 
 
@@ -375,6 +431,7 @@ def written(directory: Path, name: str, records: list[dict], **settings) -> None
 def test_tables_of_what_is_not_measured(tmp_path):
     assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/ragged.py`)."
     assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieve.py`)."
+    assert tables.hosts(tmp_path) == "Not measured yet (`benchmarks/hosts.py`)."
 
 
 def test_table_of_ragged_results(tmp_path):
@@ -435,6 +492,20 @@ def test_table_of_searches(tmp_path):
         "| 64 | 1,000,000 | 120.00 | 65.00 | 61.25 | 0.06 | 0.12 | 0.92 | 0.98 |",
     ]
     assert "2 GPUs" in text
+
+
+def test_table_of_losses(tmp_path):
+    theirs = {"ms": 40.0, "peak_mb": 900.4, "scoring_ms": 39.0, "scoring_peak_mb": 800, "error_Q": 0.2, "error_D": 0.3}
+    ours = {"ms": 10.0, "peak_mb": 90.0, "scoring_ms": 9.5, "scoring_peak_mb": 80, "error_Q": 1e-9, "error_D": 0.0}
+    case = dataclasses.asdict(hosts.CASES[3])
+    whole = {"case": case, "contenders": {"sentence-transformers": theirs, "lik_ops": ours, "eager": {"failed": "why"}}}
+    gone = {"case": case, "contenders": {}, "skipped": "why"}
+    written(tmp_path, "hosts", [whole, gone])
+    row = "| cached | sentence-transformers | 256 x 256, 128, 2048, 128 by 32 |"
+    assert tables.hosts(tmp_path).splitlines()[-2:] == [
+        f"{row} 40.00 (900) | 10.00 (90) | - | 39.00 (800) | 9.50 (80) | 4.00x | 2e-01 / 1e-09 | 3e-01 / 0e+00 |",
+        f"{row} - | - | - | - | - | - | - / - | - / - |",
+    ]
 
 
 # pictures

@@ -2,7 +2,9 @@
 
 Python blocks of a page run in order, in one namespace that begins empty. A comment above a block says where it does not
 run with the others: ``<!-- test: slow -->`` in a slow test (shell blocks too), ``<!-- test: torchrun -->`` in the
-script that the first such block of the page names. Examples of docstrings have the names `torch` and `lik_ops`.
+script that the first such block of the page names, ``<!-- test: sentence_transformers -->``, or another host of
+`lik_ops.integrations`, in a slow test where that is installed, with the blocks of no mark. Examples of docstrings have
+the names `torch` and `lik_ops`.
 """
 
 import ast
@@ -24,6 +26,7 @@ import lik_ops
 from lik_ops.opcheck import checks, graphs
 
 from .test_export import why_not_cpp
+from .test_integrations_hosts import ADAPTERS, host
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -106,6 +109,7 @@ def run_python(page, block, names):
 def test_every_block_says_what_it_is(page):
     for block in blocks(page):
         known = [("", "python"), ("", "sh"), ("", "text"), ("slow", "python"), ("slow", "sh"), ("torchrun", "python")]
+        known += [(name, "python") for name in ADAPTERS]
         assert (block.mark, block.language) in known, f"{page}:{block.line}"
 
 
@@ -134,6 +138,22 @@ def test_slow_blocks_run_as_they_are_written(page, directory):
             _ = skipped or run(["sh", "-ec", block.source], directory)
     if skipped:
         pytest.skip(skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "page"), [(name, page) for name in ADAPTERS for page in pages(name)])
+def test_blocks_for_a_host_run_where_it_is(name, page, directory, monkeypatch):
+    """A model that a block names is a tiny one of random weights, in a folder of its name."""
+    host(f"{name}.loss" if name == "colpali_engine" else name)
+    found = [b for b in blocks(page) if b.language == "python" and b.mark in ("", name)]
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for model in re.findall(r'= (?:models\.)?\w+\("(\w+/[\w-]+)"\)', "".join(b.source for b in found)):
+        importlib.import_module("small_bert").base_model([b.source for b in found], directory / model)
+    names = {}
+    for block in found:
+        run_python(page, block, names)
+    assert names["routing"].calls
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
@@ -214,8 +234,8 @@ def test_every_public_function_has_an_example():
 def test_commands_name_what_there_is():
     """Targets of make, modules and scripts with their options, extras of pip."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    project = (ROOT / "pyproject.toml").read_text()
-    extras = set(re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1].split("\n\n")[0], re.M))
+    optional = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]
+    extras = set(re.findall(r"^([\w-]+) = \[", optional, re.M))
     sources = [*ROOT.glob("lik_ops/**/*.py"), *ROOT.glob("examples/*.py")]
     texts = {page: (ROOT / page).read_text() for page in PAGES}
     for page, text in texts.items():
@@ -231,5 +251,5 @@ def test_commands_name_what_there_is():
     # No index is known to have the package: hints name others, or an extra of the checkout.
     assert not [path for path, text in texts.items() if re.search(r"pip install ['\"]?lik-ops", text)]
     for path, text in texts.items():
-        for named in re.findall(r"pip install ['\"]\.\[([\w,]+)\]", text):
+        for named in re.findall(r"pip install ['\"]\.\[([\w,-]+)\]", text):
             assert extras.issuperset(named.split(",")), path

@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYLATE = ["colbert_scores", "scores_lik", "scores_flash", "xtr_scores", "xtr_scoring", "contrastive"]
 PYLATE += ["cached_contrastive", "kd", "prefixes", "encode_output_value"]
+OURS = ["tests/test_integrations_hosts.py", "tests/test_documentation.py::test_blocks_for_a_host_run_where_it_is"]
 PYTEST = [
     "expecttest",
     "hypothesis",
@@ -141,7 +142,7 @@ def main() -> int:
                 continue
         python = environment(host, options.directory, options.torch)
         directory = folder(name, host, options.directory, python, checkout)
-        runs = [("no", ["tests/test_integrations_hosts.py"], ROOT)]
+        runs = [("no", OURS, ROOT)]
         runs += [(how, host.callables if how == "callables" else host.tests, directory) for how in options.routed]
         for routed, tests, cwd in runs:
             print(f"== {name} {host.version}, {'our own tests' if cwd == ROOT else routed}", flush=True)

@@ -40,9 +40,9 @@ def ordered_sum(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def inverse_norm(sum_of_squares):
-    """``1 / max(||x||, 1e-12)``, as torch.nn.functional.normalize."""
-    return 1.0 / tl.maximum(tl.sqrt(sum_of_squares), NORM_EPS)
+def inverse_norm(squares):
+    """``1 / max(||x||, 1e-12)`` of sums of squares, as torch.nn.functional.normalize."""
+    return 1.0 / tl.maximum(tl.sqrt(squares), NORM_EPS)
 
 
 @triton.jit

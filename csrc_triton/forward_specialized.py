@@ -4,8 +4,8 @@ Query rows (256 of them) stay resident while documents stream through a ring of 
 groups owns 128 rows as two halves of 64. While the matrix unit works on one half, the group reduces the other; what a
 half computes is waited for and reduced before the next product overwrites it, so no accumulator is ever copied.
 
-To normalise, two more warps find the inverse norms of the tokens of each tile, by which similarities are multiplied as
-they are reduced.
+To normalise, three more warps in turn find the inverse norms of a tile's tokens, by which similarities are multiplied
+as they are reduced.
 
 Written in Gluon: Triton's own warp specialisation is not available on Hopper. Scores have the bits of `maxsim_forward`.
 """
@@ -30,18 +30,17 @@ from .common import (
     query_weight,
     row_pointers,
 )
-from .gluon_names import async_load
+from .gluon_names import async_load, reinterpret
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
 HALF_ROWS = gl.constexpr(64)
 UNRESOLVED = gl.constexpr(-2)
 PRODUCER_REGISTERS = gl.constexpr(40)
 CONSUMER_REGISTERS = gl.constexpr(232)
-NORM_REGISTERS = gl.constexpr(
-    64
-)  # of the producer and the warps that find norms, and of the others where there are such
+# Where norms are found: of the warps that find them and of the producer, and of the others.
+NORM_REGISTERS = gl.constexpr(64)
 NORM_CONSUMER_REGISTERS = gl.constexpr(224)
-NORM_WARPS = gl.constexpr(2)
+NORM_WARPS = gl.constexpr(3)
 
 
 class Norms(NamedTuple):
@@ -84,31 +83,34 @@ def tile_layout(block: list[int], dtype: str):
 
 
 @gluon.jit
+def _room_for_norms(C: gl.constexpr):
+    if C.NORMALIZE:
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
+        return Norms(inverse, gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout()))
+    else:
+        return 0
+
+
+@gluon.jit
 def shared_ring(D, C: gl.constexpr):
     """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STAGES: gl.constexpr = C.STAGES
-    norms = 0
-    if C.NORMALIZE:
-        norms = Norms(
-            gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN),
-            gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        )
-        for n in gl.static_range(STAGES):
-            mbarrier.init(norms.ready.index(n), count=NORM_WARPS)
     ring = Ring(
         gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
-        norms,
+        _room_for_norms(C),
     )
     q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
     for n in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(n), count=1)
         mbarrier.init(ring.empty.index(n), count=2)
+        if C.NORMALIZE:
+            mbarrier.init(ring.norms.ready.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(ring.turn.index(n), count=1)
         mbarrier.init(ring.search.index(n), count=1)
@@ -140,38 +142,53 @@ def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
 
 
 @gluon.jit
-def _halved(x):
-    """The halves of rows added up, again and again, as lanes of a warp do it."""
-    if x.shape[1] > 1:
-        x = _halved(gl.sum(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), axis=1))
-    return x
+def _squares(x):
+    """Of neighbours, added up: of bf16, a word holds two, which are fp32 numbers but for a shift."""
+    if x.dtype == gl.int32:
+        low = (x << 16).to(gl.float32, bitcast=True)
+        high = (x & -65536).to(gl.float32, bitcast=True)
+        squares = low * low + high * high
+    else:
+        x = x.to(gl.float32)
+        squares = x * x
+    return squares
 
 
 @gluon.jit
 def _inverse_norms(tile, WARPS: gl.constexpr):
-    """Of the tokens of a tile, summed in the order of `maxsim_forward`: there 8 features are a lane's.
+    """Of the tokens of a tile, summed as `similarities.sum_of_squares` does; a thread has whole tokens."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // tile.dtype.itemsize], [32, 1], [WARPS, 1], [1, 0])
+    squares = _squares(tile.load(LAYOUT))
+    return inverse_norm(ordered_sum(squares, squares.shape[0], squares.shape[1]))
 
-    Here a thread has a whole token, so that nothing is exchanged.
-    """
-    x = tile.load(gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])).to(gl.float32)
-    eights = gl.sum(gl.reshape(x * x, (x.shape[0], x.shape[1] // 8, 8)), axis=2)
-    return inverse_norm(gl.sum(_halved(eights), axis=1))
+
+@gluon.jit
+def _words(tile, C: gl.constexpr):
+    """A tile of bf16 as words of two features; others as they are."""
+    if tile.dtype == gl.bfloat16:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        tile = reinterpret(tile, gl.int32, [C.BN, C.BD // 2], LAYOUT)
+    return tile
 
 
 @gluon.jit
 def _measure(ring, begin, end, Ld, W: gl.constexpr, C: gl.constexpr):
-    """A warp's part of every tile: the inverse norms of its tokens."""
-    TOKENS: gl.constexpr = C.BN // NORM_WARPS
+    """A warp finds the inverse norms of the tokens of every NORM_WARPS-th tile."""
     stage = 0
     phase = 0
+    turn = 0
     for _ in range(begin, end):
         for _ in range(0, Ld, C.BN):
-            inverse = ring.norms.inverse.index(stage + phase * C.STAGES)
-            mbarrier.wait(ring.full.index(stage), phase)
-            found = _inverse_norms(ring.tiles.index(stage).slice(W * TOKENS, TOKENS, 0), 1)
-            inverse.slice(W * TOKENS, TOKENS).store(found)
-            mbarrier.arrive(ring.norms.ready.index(stage), count=1)
+            if turn == W:
+                mbarrier.wait(ring.full.index(stage), phase)
+                tile = _words(ring.tiles.index(stage), C)
+                inverse = ring.norms.inverse.index(stage + phase * C.STAGES)
+                for n in gl.static_range(C.BN // 32):
+                    found = _inverse_norms(tile.slice(32 * n, 32, 0), 1)
+                    inverse.slice(32 * n, 32).store(found)
+                mbarrier.arrive(ring.norms.ready.index(stage), count=1)
             stage, phase = advance(stage, phase, C)
+            turn = gl.where(turn == NORM_WARPS - 1, 0, turn + 1)
 
 
 @gluon.jit
@@ -454,7 +471,7 @@ def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
         S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
         S = warpgroup_mma(q, tile.permute((1, 0)), S)
         if C.NORMALIZE:
-            ring.norms.inverse.index(G).store(_inverse_norms(tile, 4))
+            ring.norms.inverse.index(G).store(_inverse_norms(_words(tile, C), 4))
         S = scaled(S, ring, G, C)
         token = gl.where(S != S, start + column[None, :], NO_TOKEN)
         found = gl.minimum(found, gl.min(token, axis=1))
@@ -501,9 +518,10 @@ def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
                 (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
                 (_measure, (ring, begin, end, sizes.Ld, 0, C)),
                 (_measure, (ring, begin, end, sizes.Ld, 1, C)),
+                (_measure, (ring, begin, end, sizes.Ld, 2, C)),
             ],
-            [4, 1, 1, 1],
-            [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],
+            [4, 1, 1, 1, 1],
+            [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],
         )
     else:
         gl.warp_specialize(

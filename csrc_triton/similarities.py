@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, load_rows, load_tokens
+from .common import inverse_norm, load_rows, load_tokens, ordered_sum
 from .fp32 import nearest_tf32, split, split_product
 from .maxima import per_token
 
@@ -37,8 +37,18 @@ def add_product(S, q, x, C: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(tile):
-    return tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
+def sum_of_squares(x, tile):
+    """Of each token of a tile in fp32.
+
+    Of what a descriptor reads, whose tokens no two warps share, as one tree whatever the layout: `forward_specialized`
+    has the same. Where warps share a token, Triton 3.6 gets such a tree wrong.
+    """
+    y = tile.to(tl.float32)
+    if x.tiles is not None:
+        squares = ordered_sum(y * y, y.shape[0], y.shape[1])
+    else:
+        squares = tl.sum(y * y, axis=1)
+    return squares
 
 
 @triton.jit
@@ -71,14 +81,14 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
         tile = document_tile(x, document, row, t, 0, C)
         S = add_product(S, q, tile, C)
         if C.NORMALIZE:
-            squares = sum_of_squares(tile)
+            squares = sum_of_squares(x, tile)
     else:
         for c0 in range(0, x.d, C.BD):
             y = query_tile(x, rows, c0 + tl.arange(0, C.BD), C)
             tile = document_tile(x, document, row, t, c0, C)
             S = add_product(S, y, tile, C)
             if C.NORMALIZE:
-                squares += sum_of_squares(tile)
+                squares += sum_of_squares(x, tile)
     if C.SPLIT:
         S = S * per_token(scale, C)
     if C.NORMALIZE:

@@ -1,4 +1,4 @@
-"""Which tile sizes are fastest for the forward on this GPU? Times alternatives to the table of `gpu/configs.py`.
+"""Which tile sizes are fastest for the forward on this GPU? Times alternatives to the table of `gpu/forward_table.py`.
 
     python benchmarks/sweep.py [--only rerank] [--out FILE]
 
@@ -24,8 +24,8 @@ from common import Case, Inputs
 from forward import CASES
 from gpu import Timer
 
-from lik_ops.gpu import configs
-from lik_ops.gpu.configs import Tile
+from lik_ops.gpu import forward_configs, gluon_configs
+from lik_ops.gpu.forward_table import Tile
 from lik_ops.ops import eager
 
 ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
@@ -51,8 +51,8 @@ def alternatives(case: Case) -> Iterator[Tile]:
 @contextmanager
 def forced(tile: Tile) -> Iterator[None]:
     """`maxsim_forward` with this tile, also where the specialised kernel would serve."""
-    table = mock.patch.object(configs, "forward_tiles", lambda *_: (tile,))
-    with table, mock.patch.object(configs, "specialized", lambda *_, **__: None):
+    table = mock.patch.object(forward_configs, "forward_tiles", lambda *_: (tile,))
+    with table, mock.patch.object(gluon_configs, "specialized", lambda *_, **__: None):
         eager.forget()
         yield
     eager.forget()

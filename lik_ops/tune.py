@@ -26,8 +26,9 @@ from torch import Tensor
 from . import __version__, reference
 from .arguments import argmax_dtype_for
 from .gpu import backend as cuda
-from .gpu import configs, tables
-from .gpu.configs import Architecture, Rule, Tile
+from .gpu import configs, forward_configs, forward_table, tables
+from .gpu.configs import Architecture
+from .gpu.forward_table import Rule, Tile
 from .gpu.plain import PlainPlan, plain_plan
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
@@ -119,7 +120,7 @@ def rule_of(regime: Regime, arch: Architecture, tiles: Iterable[Tile]) -> Rule:
 
 def built_in(arch: Architecture, regime: Regime) -> tuple[Tile, ...]:
     """The tiles that serve `regime` without a table."""
-    return configs.forward_tiles(replace(arch, measured=()), regime.dtype, regime.Lq, regime.d, False, 0)
+    return forward_configs.forward_tiles(replace(arch, measured=()), regime.dtype, regime.Lq, regime.d, False, 0)
 
 
 def candidates(arch: Architecture, regime: Regime, rows: int, processors: int, quick: bool = False) -> list[Tile]:
@@ -134,7 +135,7 @@ def candidates(arch: Architecture, regime: Regime, rows: int, processors: int, q
         for warps in (4, 8):
             if 16 <= (BN if first else rows) // warps <= 32 and not (first and (rows > 64 or walk)):
                 found.append(Tile(rows, BN, BD, warps, stage, arch.registers, first, walkers=walk))
-    return list(dict.fromkeys(tile._replace(documents=configs._ANY) for tile in found))
+    return list(dict.fromkeys(tile._replace(documents=forward_table.ANY) for tile in found))
 
 
 def plan_of(arch: Architecture, x: Inputs, argmax: bool = False) -> PlainPlan:
@@ -247,7 +248,7 @@ class Tuner:
         for rows in (rows for rows in sizes if rows <= last.rows and regime.Lq <= usual[-1].rows):
             chosen += self._smaller(regime, tiles[rows], last)
         if chosen and chosen[-1].rows == last.rows:  # measured with as many rows as a tile holds: many count more
-            chosen = [tile for tile in chosen if tile.rows < last.rows or tile.documents < configs._ANY]
+            chosen = [tile for tile in chosen if tile.rows < last.rows or tile.documents < forward_table.ANY]
         self.say(f"{say}: {[*chosen, last]}")
         return rule_of(regime, self.arch, [*chosen, last])
 
@@ -278,7 +279,7 @@ def _check(args: argparse.Namespace, arch: Architecture) -> None:
     odd = [d for d in args.d if not configs.loads_vectors(d, 0)]
     if odd:
         raise ValueError(f"--d: expected multiples of 16, got {odd}: others take the built-in tiles")
-    if "float32" in args.dtype and arch.unit in configs.SPLITTING:
+    if "float32" in args.dtype and arch.unit in forward_configs.SPLITTING:
         raise ValueError(f"--dtype: float32 is not tuned on {arch.name}: its tiles also serve rows split before")
 
 

@@ -45,7 +45,7 @@ from lik_ops.csrc_triton.arguments import (
     Upstream,
     Zeros,
 )
-from lik_ops.gpu import backward_configs, configs
+from lik_ops.gpu import backward_configs, forward_configs
 from lik_ops.gpu.configs import Architecture, Launch
 from lik_ops.gpu.triton_versions import compile_options
 
@@ -135,14 +135,16 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_forward":
         sizes = case.Nq, case.Lq, case.d
         if case.ragged:
-            return configs.forward_ragged(arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, **shared)[0]
+            return forward_configs.forward_ragged(
+                arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, **shared
+            )[0]
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
-        launch = configs.forward(arch, case.dtype, *sizes, **choices)
+        launch = forward_configs.forward(arch, case.dtype, *sizes, **choices)
         if case.split:
-            return configs.forward_split(launch, case.Lq)
+            return forward_configs.forward_split(launch, case.Lq)
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     if case.kernel == "split_tokens":
-        launch = configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
+        launch = forward_configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
     documents = backward_configs.grad_documents(
         arch, case.dtype, case.d, flat=case.wide == 0 and not case.ragged, pieces=case.pieces, **shared
@@ -184,7 +186,7 @@ def _listed(case: Case) -> bool:
 def _levels(case: Case, arch: Architecture) -> int:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
     sizes = case.Nq, case.Lq, case.d
-    return configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, **shared)[1]
+    return forward_configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, **shared)[1]
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")

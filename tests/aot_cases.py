@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from lik_ops.gpu import configs
-from lik_ops.gpu.configs import ARCHITECTURES, Architecture, Rule, Tile
+from lik_ops.gpu import forward_configs, forward_table
+from lik_ops.gpu.configs import ARCHITECTURES, Architecture
+from lik_ops.gpu.forward_table import Rule, Tile
 
 from .aot import Case, fingerprint
 
@@ -149,8 +150,8 @@ def _reaching(arch: Architecture, rule: Rule, tile: Tile, shapes: list[tuple[int
     """The first case of these fields that `rule` serves with `tile`."""
     for (Nq, Lq), documents in itertools.product(shapes, (10**6, 100)):
         case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
-        tiles = configs.forward_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
-        chosen, _ = configs.forward_tile(tiles, Nq, Lq, case.candidates, documents)
+        tiles = forward_configs.forward_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
+        chosen, _ = forward_configs.forward_tile(tiles, Nq, Lq, case.candidates, documents)
         if tiles is rule.tiles and chosen is tile:
             return case
     return None
@@ -213,12 +214,12 @@ def _document_cases() -> Iterator[Case]:
 
 
 def _every_case(arch: Architecture) -> Iterator[Case]:
-    for rule in configs.FORWARD:
+    for rule in forward_table.FORWARD:
         if rule.unit == arch.unit:
             yield from _forward_cases(arch, rule)
     yield from _row_cases()
     yield from _document_cases()
-    if arch.unit in configs.SPLITTING:
+    if arch.unit in forward_configs.SPLITTING:
         yield Case(SPLIT, _FP32, 128)
         yield Case(SPLIT, _FP32, 100)
 

@@ -12,7 +12,7 @@ from lik_ops.csrc_triton import forward_rows as fr
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import row_sums
 from lik_ops.csrc_triton.arguments import Found, Patches, Queries, Segments
-from lik_ops.gpu import configs
+from lik_ops.gpu import gluon_configs
 from lik_ops.gpu.triton_versions import release
 
 from .aot import Case, _queries, compile_as_launched, cuda_resources
@@ -22,8 +22,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> configs.RowMaxima:
-    found = configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, processors=132, dense=sums)
+def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> gluon_configs.RowMaxima:
+    found = gluon_configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, processors=132, dense=sums)
     assert found is not None
     return found
 

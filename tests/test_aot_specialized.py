@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
 from lik_ops.csrc_triton.arguments import Output, Queries, Sizes
-from lik_ops.gpu import configs
+from lik_ops.gpu import configs, gluon_configs
 
 from .aot import Case, _queries, compile_as_launched, repeated_spills
 
@@ -21,7 +21,7 @@ SM_90 = configs.ARCHITECTURES["sm_90"]
 
 def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax, "processors": 132}
-    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, **chosen)
+    choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, **chosen)
     assert choice is not None
     C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
@@ -81,7 +81,7 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
 
 
 def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> GluonASTSource:
-    choice = configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, normalize=False, argmax=False, processors=132)
+    choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, normalize=False, argmax=False, processors=132)
     assert choice is not None
     C, features = choice.config, fw.FEATURES.value
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
@@ -93,7 +93,7 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> 
 
     signature = {
         "Q": Queries(*queries),
-        "rows": described(configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
+        "rows": described(gluon_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
         "D": described(C.BN, features),
         "scores": "*fp32",
         "sizes": Sizes(*["i32"] * 4),

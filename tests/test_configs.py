@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.gpu import configs
-from lik_ops.gpu.configs import ARCHITECTURES, FORWARD, INTERPRETER, Launch
+from lik_ops.gpu import forward_configs
+from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Launch
+from lik_ops.gpu.forward_table import FORWARD
 
 from .support import Problem, build
 
@@ -15,7 +16,9 @@ ARCHS = [*ARCHITECTURES.values(), INTERPRETER]
 
 
 def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Launch:
-    return configs.forward(arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=False)
+    return forward_configs.forward(
+        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=False
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
@@ -24,7 +27,7 @@ def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
     lengths, features = (1, 5, 32, 100, 257, 3000), (8, 128, 700)
     for Lq, d, normalize, wide in itertools.product(lengths, features, (False, True), (0, 1, 2)):
         slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.SLOT
-        most = configs.forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+        most = forward_configs.forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
         for Nq, candidates in itertools.product((1, 2, 5, 1000), (False, True)):
             config = _forward(arch, dtype, Nq, Lq, d, normalize, candidates, wide).config
             assert slot == config.SLOT and config.BM % slot == 0

@@ -11,7 +11,7 @@ from lik_ops import reference
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="without Triton there is nothing to fall back from")
-from lik_ops.gpu import configs, gluon, launcher, triton_versions
+from lik_ops.gpu import configs, gluon, gluon_configs, launcher, triton_versions
 from lik_ops.gpu import rows as cuda_rows
 from lik_ops.gpu import specialized as cuda_specialized
 from lik_ops.gpu.plain import plain_plan
@@ -63,12 +63,12 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
     winners = argmax_dtype is not None
     if plan == "masked":
         options = {"argmax": winners, "processors": 132, "dense": True}
-        choice = configs.row_maxima(SM_90, Q.dtype, 256, 1000, 32, 16, **options)
+        choice = gluon_configs.row_maxima(SM_90, Q.dtype, 256, 1000, 32, 16, **options)
         found = cuda_rows.MaskedPlan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(cuda_rows, "_launch", does_not_compile)
         monkeypatch.setattr(found, "score_part", does_not_compile)
     else:
-        choice = configs.specialized(
+        choice = gluon_configs.specialized(
             SM_90, Q.dtype, 256, 256, 32, 300, 16, normalize=False, argmax=winners, processors=132
         )
         found = cuda_specialized.SpecializedPlan(choice, Q, D, argmax_dtype)

@@ -11,9 +11,10 @@ from lik_ops import backends, info
 from lik_ops.ops import eager
 
 pytest.importorskip("triton", reason="the plans are those of the Triton backend")
+from lik_ops.csrc_triton.arguments import Config, Specialization
 from lik_ops.gpu import arguments as cuda_arguments
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import choose, configs, launcher, triton_versions
+from lik_ops.gpu import choose, configs, forward_configs, gluon_configs, launcher, triton_versions
 from lik_ops.gpu import plain as cuda_plain
 
 
@@ -81,11 +82,11 @@ def said(text):
 def ran(name, grid, args, options):
     """The same of a launch."""
     config = args[-1]
-    if isinstance(config, configs.Config):
+    if isinstance(config, Config):
         numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
         numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
         return name, numbers, any(type(x).__name__ == "Terms" for x in args)
-    rows = configs.SPECIALIZED_ROWS if isinstance(config, configs.Specialization) else configs.WIDE_ROWS
+    rows = gluon_configs.SPECIALIZED_ROWS if isinstance(config, Specialization) else gluon_configs.WIDE_ROWS
     return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, False
 
 
@@ -100,7 +101,7 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
             launches = launched(arch, Q, D)
             assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
             kernels.add((expected[0], expected[2]))
-    half, whole = dtype is not torch.float32, arch.unit in configs.SPLITTING
+    half, whole = dtype is not torch.float32, arch.unit in forward_configs.SPLITTING
     assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (half and arch.name == "sm_90")
     assert (("maxsim_forward", True) in kernels) == (not half and whole)
 

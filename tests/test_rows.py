@@ -14,14 +14,14 @@ from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.gpu import configs
+from lik_ops.gpu import configs, forward_configs, gluon_configs
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
 
 
 def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90, dense=False):
-    return configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, processors=132, dense=dense)
+    return gluon_configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, processors=132, dense=dense)
 
 
 def test_when_it_is_chosen():
@@ -46,7 +46,7 @@ def test_dense_queries_that_fill_their_slots_are_summed_by_the_kernel(Lq, sums):
 @pytest.mark.parametrize("Lq", [1, 2, 16, 19, 32, 100, 256, 1000])
 def test_sums_are_trees_of_the_rows_that_other_kernels_sum_at_once(Lq):
     slot, queries, documents, levels = choice(Lq=Lq).sums
-    assert slot * 2**levels == configs.forward_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
+    assert slot * 2**levels == forward_configs.forward_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
     assert queries * documents * slot == 1024 and (slot >= min(Lq, 256) or levels == 0)
 
 

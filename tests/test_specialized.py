@@ -12,7 +12,7 @@ from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.gpu import configs
+from lik_ops.gpu import configs, gluon_configs
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
@@ -22,7 +22,7 @@ def choice(
     dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, processors=132, argmax=False, normalize=False
 ):
     options = {"normalize": normalize, "argmax": argmax, "processors": processors}
-    return configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, **options)
+    return gluon_configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, **options)
 
 
 def test_when_it_is_chosen():
@@ -43,7 +43,7 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
     if found is None:
         return
     assert found.parts * found.config.SLOT >= Lq
-    assert found.row_tiles * configs.SPECIALIZED_ROWS >= Nq * found.parts * found.config.SLOT
+    assert found.row_tiles * gluon_configs.SPECIALIZED_ROWS >= Nq * found.parts * found.config.SLOT
     assert 0.95 * min(132, found.row_tiles * 1000) <= found.programs <= 132
 
 

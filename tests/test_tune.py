@@ -13,8 +13,9 @@ import torch
 
 from lik_ops import info, tune
 from lik_ops.gpu import arguments as cuda_arguments
-from lik_ops.gpu import configs, tables
-from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Rule, Tile
+from lik_ops.gpu import forward_configs, tables
+from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER
+from lik_ops.gpu.forward_table import Rule, Tile
 
 from .support import INTERPRETING
 
@@ -47,7 +48,7 @@ def use_table(monkeypatch, tmp_path):
 
 def _chosen(arch, Nq=1, Lq=32, d=128, documents=1000, dtype=HALF, normalize=False, wide=0):
     layout = {"candidates": False, "normalize": normalize, "wide": wide, "tf32": False}
-    return configs.forward(arch, dtype, Nq, Lq, d, documents=documents, **layout)
+    return forward_configs.forward(arch, dtype, Nq, Lq, d, documents=documents, **layout)
 
 
 def test_round_trip():
@@ -222,7 +223,7 @@ def test_rules_of_candidates_are_tables(Lq, d):
                 rule = tune.rule_of(regime, arch, [tile])
                 table = tables.Table("GPU", arch.name, {}, (rule,))
                 assert tables.parse(tables.to_json(table), "here") == table
-                assert configs.forward_tiles(replace(arch, measured=(rule,)), HALF, Lq, d, False, 0) == (tile,)
+                assert forward_configs.forward_tiles(replace(arch, measured=(rule,)), HALF, Lq, d, False, 0) == (tile,)
 
 
 def test_arguments_that_cannot_be_measured():

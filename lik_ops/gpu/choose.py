@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..csrc_triton.arguments import Config, Specialization
 from ..segments import Cut
-from . import configs
+from . import configs, forward_configs, gluon_configs
 from .arguments import allow_tf32, architecture, describable, describable_queries, sizes, wide_of
-from .configs import Architecture, Config, Launch, RowMaxima, Specialization, Specialized
+from .configs import Architecture, Launch
 from .gluon import kernels
+from .gluon_configs import RowMaxima, Specialized
 
 _LEAST_SPLIT = 1024  # query rows and document tokens; with 512 rows, splitting first takes longer
 _SPLIT_BYTES = 15 * 2**20  # of terms, of queries and of documents; with their scales below 32 MiB
@@ -66,7 +68,7 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
     """How the plain kernel computes a call."""
     candidates = D.dim() == 4
     Nq, K, Lq, _ = sizes(Q, D)
-    launch = configs.forward(
+    launch = forward_configs.forward(
         arch,
         Q.dtype,
         Nq,
@@ -86,7 +88,7 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
 def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Specialized | None:
     """The choice for documents without mask, None where another kernel serves better or alone."""
     call = arch, Q.dtype, *sizes(Q, D), Q.shape[-1]
-    found = configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
+    found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
     if found is None or not describable(D, found.config) or kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
@@ -107,7 +109,7 @@ def row_maxima(
     if d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
         return None
     count = arch.processors
-    found = configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
+    found = gluon_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
     return None if found is None or kernels() is None else found
 
 
@@ -121,12 +123,12 @@ def split(Q: Tensor, D: Tensor, arch: Architecture) -> Plain | None:
 
     Where documents meet few queries, reading them is what takes time.
     """
-    if arch.unit not in configs.SPLITTING or Q.dtype != torch.float32 or wide_of(Q, D):
+    if arch.unit not in forward_configs.SPLITTING or Q.dtype != torch.float32 or wide_of(Q, D):
         return None
     Nq, K, Lq, Ld = sizes(Q, D)
     d, tf32 = Q.shape[-1], allow_tf32()
-    launch = configs.forward(arch, Q.dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32)
-    launch = configs.forward_split(launch, Lq)
+    launch = forward_configs.forward(arch, Q.dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32)
+    launch = forward_configs.forward_split(launch, Lq)
     room = split_room(launch.config)
     fits = Nq * Lq <= room and launch.config.BN <= Ld <= room
     if not (launch.config.SPLIT and fits and min(Nq * Lq, K * Ld) >= _LEAST_SPLIT):
@@ -157,7 +159,7 @@ def packed(
     Longer queries take several steps, so that the host need not know the longest. Of the sizes in `c` this reads the
     number of queries only: `PackedPlan` keeps the result by that, `Lq`, `wide` and `few`.
     """
-    return configs.forward_ragged(
+    return forward_configs.forward_ragged(
         arch,
         c.Q.dtype,
         max(c.queries, 1),

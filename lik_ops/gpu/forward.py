@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import metadata
-from . import choose, configs
+from . import choose, gluon_configs
 from .arguments import allow_tf32
 from .plain import PlainPlan
 from .plans import DensePlan
@@ -53,7 +53,7 @@ def new_plan(
         if choice.splits_first:
             return SplitPlan(choice, Q, D, argmax_dtype)
         return PlainPlan(choice, Q, D, q_mask, d_mask, q_weight, argmax_dtype)
-    if isinstance(choice, configs.RowMaxima):
+    if isinstance(choice, gluon_configs.RowMaxima):
         return MaskedPlan(choice, Q, D, argmax_dtype)
     return (WidePlan if choice.is_wide else SpecializedPlan)(choice, Q, D, argmax_dtype)
 

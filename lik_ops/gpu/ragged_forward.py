@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..csrc_triton.arguments import Documents, Output, PackedSizes, Queries, Segments
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..segments import Cut, Ragged
-from . import choose, configs, launcher, rows
+from . import choose, configs, forward_configs, gluon_configs, launcher, rows
 from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
 from .memory import raw_stream
 from .plans import Plan
@@ -107,7 +107,7 @@ class PackedPlan(Plan):
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.full(c.argmax_shape(), -1, dtype=self.argmax_dtype, device=self.device)
 
-    def _row_maxima(self, c: Cut) -> configs.RowMaxima | None:
+    def _row_maxima(self, c: Cut) -> gluon_configs.RowMaxima | None:
         return choose.packed_row_maxima(c, self.argmax_dtype is not None, self.arch)
 
     def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
@@ -125,7 +125,7 @@ class PackedPlan(Plan):
         Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
-        few = documents <= configs.RESIDENT
+        few = documents <= forward_configs.RESIDENT
         tile = self.tiles.get((queries, Lq, wide, few)) or self._tile_of(c, Lq, wide, few)
         shape: tuple[int, ...]
         strides: tuple[int, ...]

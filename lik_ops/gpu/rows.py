@@ -16,9 +16,9 @@ from torch import Tensor
 from ..csrc_triton import row_sums
 from ..csrc_triton.arguments import Found, Patches, Queries, Segments
 from ..segments import Cut
-from . import configs, gluon, launcher
+from . import configs, gluon, gluon_configs, launcher
 from .arguments import on_device, queries_of
-from .configs import RowMaxima
+from .gluon_configs import RowMaxima
 from .plain import GluonPlan
 from .plans import Inputs
 
@@ -151,7 +151,7 @@ class MaskedPlan(GluonPlan):
         """How documents are scored, and how many of them at a time."""
         Nq, K, Lq, Ld = self.sizes
         chunk = _TOKEN_BYTES // (Ld * self.d * D.element_size())
-        row_tiles = Nq * Lq // configs.SPECIALIZED_ROWS
+        row_tiles = Nq * Lq // gluon_configs.SPECIALIZED_ROWS
         fills = chunk >= K or row_tiles * chunk >= _KEPT_PAIRS * self.choice.programs
         fits = self.choice.config.SUMS or 4 * Nq * Lq <= _OTHER_MAXIMA_BYTES
         if Nq * Lq >= _KEPT_ROWS and fills and fits:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..csrc_triton import row_sums
 from ..csrc_triton.arguments import Output, Sizes, Specialization
-from . import configs, gluon, launcher
+from . import configs, gluon, gluon_configs, launcher
 from .arguments import queries_of
 from .plain import GluonPlan
 from .plans import Inputs
@@ -29,7 +29,9 @@ class SpecializedPlan(GluonPlan):
     The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time.
     """
 
-    def __init__(self, choice: configs.Specialized, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, choice: gluon_configs.Specialized, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None
+    ) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.choice, self.normalize, kernels = choice, choice.config.NORMALIZE, gluon.found()
         self.kernel = getattr(kernels.wide if choice.is_wide else kernels.specialized, choice.kernel)
@@ -37,7 +39,7 @@ class SpecializedPlan(GluonPlan):
         features = C.BD if isinstance(C, Specialization) else kernels.wide.FEATURES.value
         self.tiles = gluon.tiles((C.BN, features), Q.dtype)
         if choice.is_wide:
-            self.query_tiles = gluon.tiles((configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features), Q.dtype)
+            self.query_tiles = gluon.tiles((gluon_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features), Q.dtype)
         fitting = max(1, _WORKSPACE // (4 * self.sizes.Nq * choice.parts))
         self.chunk = self.sizes.K if choice.parts == 1 else min(fitting, self.sizes.K)  # documents
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)

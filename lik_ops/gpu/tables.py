@@ -1,6 +1,6 @@
 """Tables of tiles that `lik_ops.tune` measured on one GPU: their JSON, and the one that ``LIK_OPS_TABLE`` names.
 
-A table adds rules in front of those in `configs.FORWARD`. It is read once in a process, when the first kernel is
+A table adds rules in front of those in `forward_table.FORWARD`. It is read once in a process, when the first kernel is
 chosen. A table for another architecture is not used: a warning says so once, as processes may see several kinds of GPU.
 """
 
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from . import configs
-from .configs import Architecture, Rule, Tile
+from . import configs, forward_configs, forward_table
+from .configs import Architecture
+from .forward_table import Rule, Tile
 
 ENVIRONMENT_VARIABLE = "LIK_OPS_TABLE"
 FORMAT = 1
-_MOST = configs._ANY
+_MOST = forward_table.ANY
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _NUMBERS = {"rows": 16, "tokens": 16, "features": 16, "warps": 1, "stages": 1}  # of a tile, with the least of each
 _log = logging.getLogger("lik_ops")
@@ -126,11 +127,11 @@ def _check_sums(rule: Rule, arch: Architecture, where: str) -> None:
     served = range(configs.cdiv(rule.above_d + 1, 16) * 16, rule.d + 1, 16)  # others take tiles of wide offsets
     _expect(len(served) > 0, f"{where}: d", "a range that holds a multiple of 16", [rule.above_d + 1, rule.d])
     for dtype in rule.dtypes:
-        splits = dtype == torch.float32 and arch.unit in configs.SPLITTING and arch.unit != "interpreter"
+        splits = dtype == torch.float32 and arch.unit in forward_configs.SPLITTING and arch.unit != "interpreter"
         _expect(not splits, f"{where}: dtypes", f"half types on {arch.name}, whose fp32 is not tuned", str(dtype))
         for Lq in (rule.above_Lq + 1, rule.Lq):
             for d in (served[0], served[-1]):
-                usual = configs.forward_tiles(replace(arch, measured=()), dtype, Lq, d, False, 0)[-1].rows
+                usual = forward_configs.forward_tiles(replace(arch, measured=()), dtype, Lq, d, False, 0)[-1].rows
                 slot = configs.next_power_of_2(Lq)
                 same = min(slot, usual) == min(slot, rule.tiles[-1].rows)
                 _expect(same, f"{where}: rows of the last tile for Lq {Lq}", f"{usual}", rule.tiles[-1].rows)

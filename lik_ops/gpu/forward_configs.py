@@ -1,0 +1,136 @@
+"""Which tile a forward takes of `forward_table`, or of a table that was measured.
+
+The choice depends on Lq, d, dtype and architecture, so a score has the same bits whatever batch it is computed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..csrc_triton.arguments import Config
+from . import triton_versions
+from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
+from .forward_table import ANY, FORWARD, Tile
+
+SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
+_PROCESSORS = 132  # of an H100 or H200
+# Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
+RESIDENT = 8 * _PROCESSORS
+
+
+def forward_tiles(
+    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
+) -> tuple[Tile, ...]:
+    """The tiles of the rule that covers a call. Rows that are loaded feature by feature take those of wide offsets."""
+    if not loads_vectors(d, wide):
+        wide = 2
+    for rule in (*arch.measured, *FORWARD):
+        if rule.unit == arch.unit and rule.covers(dtype, max(Lq, 1), d, normalize, wide):
+            return rule.tiles
+    raise AssertionError(f"lik_ops: no tile for {arch.unit}, {dtype}")
+
+
+def forward_tile(tiles: tuple[Tile, ...], Nq: int, Lq: int, candidates: bool, documents: int) -> tuple[Tile, int]:
+    """The tile of a call among those of its rule, and the rows that each query has in it."""
+    most = tiles[-1].rows
+    slot = min(next_power_of_2(max(Lq, 1)), most)
+    rows = slot if candidates else min(Nq * slot, most)
+    serving = [tile for tile in tiles if tile.rows >= slot and tile.documents >= documents]
+    tile = next(tile for tile in serving if tile.rows >= rows)
+    if not candidates and cdiv(Nq * slot, tile.rows) * documents < _PROCESSORS:
+        tile = serving[0]  # else most multiprocessors would idle
+    return tile, slot
+
+
+def forward(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    Lq: int,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    tf32: bool,
+    documents: int = ANY,
+    argmax: bool = False,
+) -> Launch:
+    """The tile of a forward: it holds whole queries, each in a slot of the next power of two, or a part of one.
+
+    `documents` are all that are scored: Nd, or Nq * K candidates.
+    """
+    tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide)
+    tile, slot = forward_tile(tiles, Nq, Lq, candidates, documents)
+    BD = min(max(next_power_of_2(d), 16), tile.features)
+    splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and d <= BD
+    config = Config(
+        BM=tile.rows,
+        BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # winners take registers
+        BD=BD,
+        SLOT=slot,
+        LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(dtype, arch, tf32),
+        TOKENS_FIRST=tile.tokens_first,
+        WALK=tile.walkers > 0 and not splits and d <= BD and Lq <= slot and not candidates,
+        # Where it changes nothing it is set on mma and to split rows, for which ptxas spills without the loop.
+        LONG=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
+        SPLIT=splits,
+    )
+    return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
+
+
+def forward_split(launch: Launch, Lq: int) -> Launch:
+    """The forward on rows that are split already: its registers serve deeper pipelines and more rows."""
+    config = launch.config
+    if Lq > config.SLOT:
+        return replace(launch, num_stages=2)
+    return replace(launch, config=config._replace(BM=2 * config.BM, LONG=False), num_stages=3)
+
+
+def forward_ragged(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    Lq: int,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    tf32: bool,
+    argmax: bool,
+    longest: int | None = None,
+    few: bool = False,
+) -> tuple[Launch, int]:
+    """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
+
+    No query has more tokens than `longest`, if it is known. One takes as many steps of the slot as it needs. Bounds
+    that are read take registers: fewer rows than elsewhere. `few`: at most `RESIDENT` documents are scored.
+    """
+    launch = forward(
+        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32, argmax=argmax
+    ).visiting()
+    config = launch.config
+    rows = min(config.BM, 128)
+    if rows < config.BM:
+        stages = min(launch.num_stages, 3)
+        launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
+    narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
+    tokens = min(config.BN, 32) if narrow else config.BN
+    if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
+        launch = replace(launch, num_stages=2)
+    if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
+        launch = replace(launch, num_stages=4)
+    slot = min(config.SLOT, rows)
+    # Where it changes nothing it is set as in `forward`.
+    long = longest is None or longest > slot or arch.unit == "mma" or config.SPLIT
+    config = config._replace(BM=rows, BN=tokens, SLOT=slot, PACKED=True, LONG=long)
+    most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+    return replace(launch, config=config), (most // config.SLOT).bit_length() - 1

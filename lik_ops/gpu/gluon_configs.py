@@ -1,0 +1,150 @@
+"""Which calls the Gluon kernels serve, and how: `maxsim_row_maxima`, `maxsim_forward_specialized` and `_wide`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..csrc_triton.arguments import Specialization, WideSpecialization
+from . import forward_configs
+from .configs import Architecture, cdiv, loads_vectors, next_power_of_2
+from .forward_table import HALF
+
+SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
+_MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
+_MOST_SLOT = 128  # rows of a query that it sums itself
+_LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
+
+
+class RowMaxima(NamedTuple):
+    """How `maxsim_row_maxima` runs, and the sums after it: rows of a query, queries and documents at a time, levels."""
+
+    config: Specialization
+    programs: int
+    sums: tuple[int, int, int, int]
+
+    @property
+    def kernel(self) -> str:
+        return "maxsim_row_maxima"
+
+    def tile(self) -> str:
+        return _streamed(SPECIALIZED_ROWS, self)
+
+
+def row_maxima(
+    arch: Architecture,
+    dtype: torch.dtype,
+    rows: int,
+    K: int,
+    Lq: int,
+    d: int,
+    *,
+    argmax: bool,
+    processors: int,
+    dense: bool = False,
+) -> RowMaxima | None:
+    """The choice for `rows` query rows, of `Lq` in the mean, against K documents; None where another kernel serves.
+
+    Rows and K may decide, as all give the same bits. `dense`: each query has Lq rows, so that the kernel may sum them
+    itself, if these fill its slots.
+    """
+    sums = dense and 2 <= next_power_of_2(Lq) <= _MOST_SLOT and Lq >= _LEAST_FILLED * next_power_of_2(Lq)
+    row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SPECIALIZED_ROWS)
+    half = arch.name == "sm_90" and dtype in HALF and d <= 128
+    worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= processors // 2
+    if not (half and worth and row_tiles * K < 2**31 and rows <= _MOST_ROWS):
+        return None
+    most = forward_configs.forward_tiles(arch, dtype, Lq, d, False, 0)[-1].rows
+    slot = min(max(next_power_of_2(Lq), 16), most)
+    lanes = max(slot, 128)
+    config = Specialization(
+        BN=64,
+        BD=64 if d <= 64 else 128,
+        SLOT=next_power_of_2(Lq) if sums else slot,
+        STAGES=6,
+        RESIDENT=True,
+        ARGMAX=argmax,
+        SUMS=sums,
+    )
+    levels = (most // slot).bit_length() - 1
+    return RowMaxima(config, min(processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
+
+
+class Specialized(NamedTuple):
+    """How a specialised kernel runs: its configuration, and the parts of SLOT tokens that a query takes."""
+
+    config: Specialization | WideSpecialization
+    parts: int
+    row_tiles: int
+    programs: int
+
+    @property
+    def is_wide(self) -> bool:
+        return isinstance(self.config, WideSpecialization)
+
+    @property
+    def kernel(self) -> str:
+        return "maxsim_forward_wide" if self.is_wide else "maxsim_forward_specialized"
+
+    def tile(self) -> str:
+        return _streamed(WIDE_ROWS if self.is_wide else SPECIALIZED_ROWS, self)
+
+
+def _streamed(rows: int, choice: Specialized | RowMaxima) -> str:
+    """`tile` of a kernel through whose shared memory documents stream."""
+    return f"{rows} rows x {choice.config.BN} tokens, {choice.config.STAGES} stages, {choice.programs} programs"
+
+
+# Of `maxsim_forward_wide`: tokens of a tile, stages of its ring, and what a token costs beside one of the largest tile.
+_WIDE = ((256, 4, 1.0), (128, 6, 1.05), (64, 8, 1.3))
+
+
+def _wide(Lq: int, Ld: int) -> WideSpecialization:
+    """The tile whose last one of a document wastes least."""
+    fitting = [tile for tile in _WIDE if tile[0] <= Ld] or [_WIDE[-1]]
+    tokens, stages, _ = min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])
+    return WideSpecialization(BN=tokens, SLOT=min(next_power_of_2(Lq), WIDE_ROWS // 2), STAGES=stages)
+
+
+def specialized(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    normalize: bool,
+    argmax: bool,
+    processors: int,
+) -> Specialized | None:
+    """The choice for documents without mask, or None where `maxsim_forward` serves better or alone.
+
+    Nq and K may decide, as all give the same bits. `processors` are the device's multiprocessors.
+    """
+    config: Specialization | WideSpecialization
+    if d <= 128:
+        slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
+        config = Specialization(64, 64 if d <= 64 else 128, slot, 6, True, argmax, NORMALIZE=normalize)
+        if normalize and not loads_vectors(d, 0):  # rows are added up in another order there
+            return None
+    elif (
+        argmax or normalize or not loads_vectors(d, 0)
+    ):  # `maxsim_forward` sums the parts of a query in another order there
+        return None
+    else:
+        config, rows = _wide(Lq, Ld), WIDE_ROWS
+    parts = cdiv(Lq, config.SLOT)
+    row_tiles = cdiv(Nq * parts * config.SLOT, rows)
+    pairs = row_tiles * K
+    fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
+    worth = Nq * parts * config.SLOT > rows // 2 and pairs >= processors // 2
+    if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
+        return None
+    # A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then all
+    # of a document's programs read it at the same time.
+    aligned = processors // row_tiles * row_tiles
+    programs = aligned if aligned >= 0.95 * processors else processors
+    return Specialized(config, parts, row_tiles, min(programs, pairs))

@@ -22,7 +22,8 @@ from forward import Timer
 from torch import Tensor
 
 from lik_ops.gpu import backward as cuda_backward
-from lik_ops.gpu import backward_configs
+from lik_ops.gpu import backward_configs, backward_documents
+from lik_ops.gpu.backward_call import Call
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Inputs:
     up: Tensor
     argmax: Tensor
 
-    def call(self, needs: list[bool]) -> tuple[cuda_backward.Call, list[Tensor]]:
+    def call(self, needs: list[bool]) -> tuple[Call, list[Tensor]]:
         outputs = cuda_backward._outputs(self.Q, self.D, needs)
         for out in outputs:
             out.fill_(float("nan"))
@@ -140,16 +141,16 @@ def timed(timer: Timer, inputs: Inputs, run, needs: list[bool], expected: Tensor
     return {"ms": timer(lambda: run(call, outputs)), "error": wrong, "complete": complete}
 
 
-def into_queries(call: cuda_backward.Call, outputs: list[Tensor]) -> None:
+def into_queries(call: Call, outputs: list[Tensor]) -> None:
     call.into_queries(outputs[0], None)
 
 
-def into_documents(call: cuda_backward.Call, outputs: list[Tensor]) -> None:
-    cuda_backward._into_documents(call, outputs[1])
+def into_documents(call: Call, outputs: list[Tensor]) -> None:
+    backward_documents.into_documents(call, outputs[1])
 
 
-def lists_only(call: cuda_backward.Call, outputs: list[Tensor]) -> None:
-    with mock.patch.object(cuda_backward, "_sum_tiles", lambda *a: None):
+def lists_only(call: Call, outputs: list[Tensor]) -> None:
+    with mock.patch.object(backward_documents, "_sum_tiles", lambda *a: None):
         into_documents(call, outputs)
 
 
@@ -177,7 +178,7 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
         report(tried[-1] | {"complete": True})
     if case.candidates:
         for BN, tokens, warps in FEW if kind == "uniform" else ():
-            cut = mock.patch.object(cuda_backward, "_MOST_TOKENS", tokens)
+            cut = mock.patch.object(backward_documents, "_MOST_TOKENS", tokens)
             with forced("sparse_documents", warps, 1, 255, BN=BN), cut:
                 attempt("grad_D", (BN, tokens, warps), into_documents, only_D, grad_D)
         return tried

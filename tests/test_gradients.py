@@ -126,10 +126,11 @@ def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
 
 def _cut_small(monkeypatch, **constants):
     """Let small problems take the ways of large ones."""
-    configs = pytest.importorskip("lik_ops.gpu.backward_configs")
-    backward = pytest.importorskip("lik_ops.gpu.backward")
+    modules = [
+        pytest.importorskip(f"lik_ops.gpu.{name}") for name in ("backward", "backward_configs", "backward_documents")
+    ]
     for name, value in constants.items():
-        module = configs if hasattr(configs, name) else backward
+        (module,) = (module for module in modules if hasattr(module, name))
         monkeypatch.setattr(module, name, value)
 
 

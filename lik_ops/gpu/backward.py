@@ -1,4 +1,4 @@
-"""The backward half of the Triton backend: which kernels a gradient takes, and their workspace."""
+"""The backward half of the Triton backend: its arguments and outputs, and the parts whose winners fit the workspace."""
 
 from __future__ import annotations
 
@@ -12,119 +12,17 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..arguments import argmax_dtype_for, metadata
-from ..csrc_triton.arguments import Documents, Pieces, Queries, RowSums, TileLists, Upstream
-from ..csrc_triton.backward_documents import maxsim_grad_documents, maxsim_join_pieces
-from ..csrc_triton.backward_lists import (
-    maxsim_count_winners,
-    maxsim_list_winners,
-    maxsim_row_norms,
-    maxsim_scan_counts,
-)
-from ..csrc_triton.backward_queries import maxsim_grad_queries
-from ..csrc_triton.backward_sparse import maxsim_grad_sparse_documents
-from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
-from . import backward_configs, launcher
-from .arguments import allow_tf32, architecture, checked_grid, documents_of, on_device, queries_of, wide_of
+from ..csrc_triton.arguments import Upstream
+from .arguments import allow_tf32, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
-from .configs import Architecture, Launch, cdiv
+from .backward_call import Call
+from .backward_documents import into_documents
 from .forward import forward
 from .replay import Calls
 
-_SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
-_LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
-_PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
-_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_ENOUGH = 100  # documents of a launch, from which on no list is cut
-_PIECE_ROWS = 2048  # at least, of a list that is cut
 _ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
-_INT32_MAX = 2**31 - 1
-_LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 Gradients = tuple[Tensor, Tensor, Tensor]  # of Q, D and q_weight
 calls = Calls()
-
-
-class Call(NamedTuple):
-    """One backward as its kernels take it; packed layouts are one query of all rows."""
-
-    queries: Queries
-    documents: Documents
-    up: Upstream
-    candidates: bool
-    normalize: bool
-    wide: int
-    packed: bool = False
-
-    @property
-    def d(self) -> int:
-        return self.queries.ptr.shape[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.queries.ptr.dtype
-
-    @property
-    def arch(self) -> Architecture:
-        return architecture(self.queries.ptr.device)
-
-    @property
-    def groups(self) -> tuple[Queries, Documents, Upstream]:
-        """What most kernels take first."""
-        return self.queries, self.documents, self.up
-
-    @property
-    def flat(self) -> bool:
-        """Whether all query rows are evenly spaced, and 32 bits find each element."""
-        Q, rows = self.queries, self.up.Nq * self.up.Lq
-        reach = rows * abs(Q.stride_l) + self.d * abs(Q.stride_d)
-        return (self.up.Nq == 1 or Q.stride_n == self.up.Lq * Q.stride_l) and reach <= _INT32_MAX
-
-    def layout(self) -> dict:
-        return {"candidates": self.candidates, "normalize": self.normalize, "wide": self.wide}
-
-    def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
-        launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
-
-    def row_tiles(self, launch: Launch) -> int:
-        return self.up.Nq * cdiv(self.up.Lq, launch.config.BM)
-
-    def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = backward_configs.gather(self.dtype, self.d, ragged=self.packed, **self.layout())
-        args = (*self.groups, grad_Q, grad_weight, self.d)
-        self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
-
-    def with_norms(self) -> Call:
-        """With ``1 / ||q||`` of all query rows, where they are normalized."""
-        if not self.normalize:
-            return self
-        up = self.up
-        norms = self.queries.ptr.new_empty((up.Nq, up.Lq), dtype=torch.float32)
-        launch = backward_configs.gather(self.dtype, self.d, **self.layout())
-        args = self.queries, norms, up.Nq, up.Lq, self.d
-        self.run(maxsim_row_norms, checked_grid(self.row_tiles(launch)), args, launch)
-        return self._replace(up=up._replace(norms=norms))
-
-    def scatter(self, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
-        """Add to zeroed fp32 sums. A program takes a share of the documents; of packed ones, all that its rows meet."""
-        launch = backward_configs.scatter(self.arch, self.dtype, self.d, ragged=self.packed, **self.layout())
-        tiles, K = self.row_tiles(launch), self.up.K
-        most = max(cdiv(K * tiles, _SCATTER_PROGRAMS), min(K, launch.config.BN))
-        grid = (*checked_grid(tiles), cdiv(K, most))
-        if self.packed:
-            most, grid = self.up.count, (*grid[:1], 1)
-        self.run(maxsim_scatter, grid, (*self.groups, sum_Q, sum_D, self.d, most), launch)
-
-    def finish(
-        self, X: Documents, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool
-    ) -> None:
-        """Write the gradient of the rows X from their sums ``[N, K, L, d]``; that of queries, and of their weights,
-        where `weighted`."""
-        N, K, L, d = sums.shape
-        queries = self.queries
-        if not weighted:
-            queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
-        launch = backward_configs.gather(self.dtype, d, candidates=False, normalize=self.normalize, wide=wide)
-        grid = checked_grid(N * K * cdiv(L, launch.config.BM))
-        self.run(maxsim_finish, grid, (X, queries, RowSums(sums, K, L), grad, grad_weight, d), launch)
 
 
 def _output(x: Tensor, need: bool, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -207,76 +105,6 @@ def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, l
             yield a.part(everything, part)._replace(needs=[False, True, False]), cut
 
 
-def _into_documents(call: Call, grad_D: Tensor) -> None:
-    up = call.up
-    rows = up.Lq if call.candidates else up.Nq * up.Lq
-    count = up.Nq * up.K if call.candidates else up.K
-    if rows <= backward_configs.most_sparse_rows(call.dtype, call.d, call.wide):
-        _sum_sparse(call, rows, count, grad_D)
-        return
-    table = partial(backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout())
-    launch = table(pieces=False)
-    tiles = cdiv(up.Ld, launch.config.BN)
-    if rows > backward_configs.LIST_ROWS:
-        _sum_tiles(call, launch, TileLists(None, None, 0, 1, tiles), rows, Pieces(None, rows), count, grad_D)
-        return
-    listing = backward_configs.lists(call.arch, launch, rows)
-    blocks = cdiv(rows, listing.config.BM)
-    # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
-    # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
-    room = min(_LIST_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _LIST_BYTES // 4))
-    step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
-    step = cdiv(count, cdiv(count, step))
-    slot_bytes = 4 * launch.config.BN * call.d
-    cut = _pieces(step, rows, slot_bytes)
-    launch = table(pieces=cut > 1)
-    new = partial(torch.empty, device=grad_D.device)
-    starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
-    sums = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
-    call = call.with_norms()
-    for first in range(0, count, step):
-        lists, documents = TileLists(entries, starts, first, blocks, tiles), min(step, count - first)
-        _list(call, listing, lists, rows, documents)
-        _sum_tiles(call, launch, lists, rows, Pieces(sums, cdiv(rows, cut)), documents, grad_D)
-
-
-def _sum_sparse(call: Call, rows: int, count: int, grad_D: Tensor) -> None:
-    launch = backward_configs.sparse_documents(call.arch, call.dtype, rows, call.d, **call.layout())
-    # Cut documents give the same bits: a token's rows all count in the part that holds it.
-    parts = max(cdiv(call.up.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
-    tokens = max(cdiv(call.up.Ld, parts), _LEAST_TOKENS)
-    grid = checked_grid(count * cdiv(call.up.Ld, tokens))
-    call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
-
-
-def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
-    """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
-    if documents >= _ENOUGH:
-        return 1
-    most = min(cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
-    return max(1, most)
-
-
-def _list(call: Call, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:
-    grid = checked_grid(documents * lists.blocks)
-    if lists.blocks > 1:
-        call.run(maxsim_count_winners, grid, (call.up, lists, rows), launch)
-        config = launch.config._replace(BM=min(launch.config.BM, 1024))
-        scan = lists.starts, lists.tiles * lists.blocks, config
-        launcher.launch(maxsim_scan_counts, (documents,), scan, {"num_warps": 4})
-    call.run(maxsim_list_winners, grid, (call.up, lists, rows, lists.blocks == 1), launch)
-
-
-def _sum_tiles(
-    call: Call, launch: Launch, lists: TileLists, rows: int, pieces: Pieces, documents: int, grad_D: Tensor
-) -> None:
-    (programs,) = checked_grid(documents * lists.tiles)
-    args = lists, rows, pieces, grad_D, call.d
-    call.run(maxsim_grad_documents, (programs, cdiv(rows, pieces.rows)), (*call.groups, *args), launch)
-    if pieces.partial is not None:
-        call.run(maxsim_join_pieces, (programs,), (call.documents, call.up, *args), launch)
-
-
 def backward_lowmem(
     grad_scores: Tensor,
     Q: Tensor,
@@ -324,7 +152,7 @@ def _found_winners(a: _Arguments) -> Gradients:
         if part.needs[0] or part.needs[2]:
             call.into_queries(wanted[0], wanted[2])
         if part.needs[1]:
-            _into_documents(call, targets[1])
+            into_documents(call, targets[1])
     return grad_Q, grad_D, grad_weight
 
 
@@ -333,7 +161,7 @@ def _known_winners(a: _Arguments) -> Gradients:
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
     call, grad_D = _call(a), _output(D, of_D)
     if of_D:
-        _into_documents(call, grad_D)
+        into_documents(call, grad_D)
     grad_Q, grad_weight = _output(Q, of_Q), _output(Q, of_weight, Q.shape[:2], torch.float32)
     if of_Q or of_weight:
         call.into_queries(grad_Q if of_Q else None, grad_weight if of_weight else None)

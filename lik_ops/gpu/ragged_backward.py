@@ -20,7 +20,8 @@ from ..csrc_triton.backward_packed_lists import BUCKETS, OFFSETS, maxsim_list_pa
 from ..segments import Cut, Ragged
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid, on_device, wide_of
-from .backward import Call, Gradients, require_nondeterminism_allowed
+from .backward import Gradients, require_nondeterminism_allowed
+from .backward_call import Call
 from .configs import Launch, cdiv
 from .ragged_forward import documents_of, queries_of, segments_of
 from .replay import Calls

@@ -1,0 +1,95 @@
+"""The gradient of document tokens: which kernels sum it, their lists of winners and the workspace of both."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..csrc_triton.arguments import Pieces, TileLists
+from ..csrc_triton.backward_documents import maxsim_grad_documents, maxsim_join_pieces
+from ..csrc_triton.backward_lists import maxsim_count_winners, maxsim_list_winners, maxsim_scan_counts
+from ..csrc_triton.backward_sparse import maxsim_grad_sparse_documents
+from . import backward_configs, launcher
+from .arguments import checked_grid
+from .backward_call import Call
+from .configs import Launch, cdiv
+
+_LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
+_PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
+_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_ENOUGH = 100  # documents of a launch, from which on no list is cut
+_PIECE_ROWS = 2048  # at least, of a list that is cut
+_LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
+
+
+def into_documents(call: Call, grad_D: Tensor) -> None:
+    """Write the gradient of all document tokens."""
+    up = call.up
+    rows = up.Lq if call.candidates else up.Nq * up.Lq
+    count = up.Nq * up.K if call.candidates else up.K
+    if rows <= backward_configs.most_sparse_rows(call.dtype, call.d, call.wide):
+        _sum_sparse(call, rows, count, grad_D)
+        return
+    table = partial(backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout())
+    launch = table(pieces=False)
+    tiles = cdiv(up.Ld, launch.config.BN)
+    if rows > backward_configs.LIST_ROWS:
+        _sum_tiles(call, launch, TileLists(None, None, 0, 1, tiles), rows, Pieces(None, rows), count, grad_D)
+        return
+    listing = backward_configs.lists(call.arch, launch, rows)
+    blocks = cdiv(rows, listing.config.BM)
+    # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
+    # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
+    room = min(_LIST_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _LIST_BYTES // 4))
+    step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
+    step = cdiv(count, cdiv(count, step))
+    slot_bytes = 4 * launch.config.BN * call.d
+    cut = _pieces(step, rows, slot_bytes)
+    launch = table(pieces=cut > 1)
+    new = partial(torch.empty, device=grad_D.device)
+    starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
+    sums = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
+    call = call.with_norms()
+    for first in range(0, count, step):
+        lists, documents = TileLists(entries, starts, first, blocks, tiles), min(step, count - first)
+        _list(call, listing, lists, rows, documents)
+        _sum_tiles(call, launch, lists, rows, Pieces(sums, cdiv(rows, cut)), documents, grad_D)
+
+
+def _sum_sparse(call: Call, rows: int, count: int, grad_D: Tensor) -> None:
+    launch = backward_configs.sparse_documents(call.arch, call.dtype, rows, call.d, **call.layout())
+    # Cut documents give the same bits: a token's rows all count in the part that holds it.
+    parts = max(cdiv(call.up.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
+    tokens = max(cdiv(call.up.Ld, parts), _LEAST_TOKENS)
+    grid = checked_grid(count * cdiv(call.up.Ld, tokens))
+    call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
+
+
+def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
+    """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
+    if documents >= _ENOUGH:
+        return 1
+    most = min(cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
+    return max(1, most)
+
+
+def _list(call: Call, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:
+    grid = checked_grid(documents * lists.blocks)
+    if lists.blocks > 1:
+        call.run(maxsim_count_winners, grid, (call.up, lists, rows), launch)
+        config = launch.config._replace(BM=min(launch.config.BM, 1024))
+        scan = lists.starts, lists.tiles * lists.blocks, config
+        launcher.launch(maxsim_scan_counts, (documents,), scan, {"num_warps": 4})
+    call.run(maxsim_list_winners, grid, (call.up, lists, rows, lists.blocks == 1), launch)
+
+
+def _sum_tiles(
+    call: Call, launch: Launch, lists: TileLists, rows: int, pieces: Pieces, documents: int, grad_D: Tensor
+) -> None:
+    (programs,) = checked_grid(documents * lists.tiles)
+    args = lists, rows, pieces, grad_D, call.d
+    call.run(maxsim_grad_documents, (programs, cdiv(rows, pieces.rows)), (*call.groups, *args), launch)
+    if pieces.partial is not None:
+        call.run(maxsim_join_pieces, (programs,), (call.documents, call.up, *args), launch)

@@ -8,24 +8,20 @@ by a description of its arguments; later calls of the same description only look
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from .._ops import ops as lik
-from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, lifted, score_dtype
+from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, score_dtype
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
-from .gradients import gradient, is_unified
-from .watchers import backward_is_short, described, described_but_rows, is_below_autograd, nobody_watches
+from .eager_calls import Call, CutCall, DenseCall
+from .watchers import described, described_but_rows, is_below_autograd, nobody_watches
 
-_log = logging.getLogger("lik_ops")
 _MOST_CALLS = 4096
 _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
 _fp32, _is_grad_enabled = torch.float32, torch.is_grad_enabled
@@ -37,105 +33,6 @@ fp32_precision: Callable[[], str] = (
 )
 _SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
-
-
-class _Call:
-    """What is found out once about calls with arguments of one description."""
-
-    def __init__(
-        self,
-        given: tuple,
-        backend: ModuleType,
-        normalize: bool,
-        backward: str,
-        argmax_dtype: torch.dtype | None,
-        differentiable: bool,
-        with_argmax: bool = False,
-    ) -> None:
-        self.backend, self.choice = backend, requested_backend()
-        self.normalize, self.backward, self.argmax_dtype = normalize, backward, argmax_dtype
-        self.differentiable, self.with_argmax = differentiable, with_argmax
-        self.plan: Any = None
-        _log.debug("%s beside %s goes straight to %s", *(list(x.shape) for x in given[:2]), backend.__name__)
-
-    tensors: int  # how many of what is given are tensors; sizes follow
-
-    def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
-        """Scores and, unless `argmax_dtype` is None, winners."""
-        raise NotImplementedError
-
-    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
-        """Those of Q, D and the weights, which are the first two and the last of the tensors."""
-        raise NotImplementedError
-
-
-class _DenseCall(_Call):
-    """Of dense arguments: Q, D, q_mask, d_mask, q_weight."""
-
-    tensors = 5
-
-    def __init__(self, given: tuple, *options: Any) -> None:
-        super().__init__(given, *options)
-        Q, D, q_mask, d_mask, q_weight = given
-        self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
-        self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
-        self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
-        if hasattr(self.backend, "forward_plan"):
-            args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
-            self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
-
-    def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
-        """Winners have all their axes. Masks are bool."""
-        argmax_dtype = self.argmax_dtype
-        if self.plan is not None:
-            argmax = None if argmax_dtype is None else self.plan.new_argmax()
-            return self.plan.scores(self.shape, *given, argmax), argmax
-        scores, argmax = self.backend.forward(*lifted(*given), self.normalize, argmax_dtype)
-        for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
-            if is_flat:
-                scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
-        return scores, None if argmax_dtype is None else argmax
-
-    def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
-        """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
-        argmax = argmax if candidates else argmax.transpose(0, 1)
-        if self.d_flat:
-            argmax = argmax.squeeze(1)
-        return argmax.squeeze(0) if self.q_flat else argmax
-
-    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
-        Q, D, *options = lifted(*given)
-        if self.q_flat:
-            grad_scores = grad_scores.unsqueeze(0)
-        if self.d_flat:
-            grad_scores = grad_scores.unsqueeze(1)
-        is_short = backward_is_short(grad_scores, *given[:2])
-        if argmax is None and not is_short:
-            argmax = Q.new_empty(0, dtype=torch.int32)
-        run = gradient(self.backward, self.backend if is_short else None)
-        return run(grad_scores, Q, D, argmax, *options, self.normalize, needs)
-
-
-class _CutCall(_Call):
-    """Of the arguments of a `Cut`."""
-
-    tensors = Cut._fields.index("queries")
-
-    def __init__(self, given: Cut, *options: Any) -> None:
-        super().__init__(given, *options)
-        self.plan = self.backend.ragged_plan(given, self.normalize, self.argmax_dtype)
-
-    def forward(self, given: Cut) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        return self.plan.forward(given)
-
-    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
-        c, unified = Cut._make(given), is_unified(self.backward)
-        if argmax is None:  # to be found again
-            _, argmax = self.backend.ragged_plan(c, self.normalize, argmax_dtype_for(c.Td)).forward(c)
-        if backward_is_short(grad_scores, c.Q, c.D):
-            return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)
-        op = lik.maxsim_ragged_bwd
-        return op(grad_scores, *c.ragged(), argmax, self.normalize, unified, needs)
 
 
 class _MaxSim(torch.autograd.Function):
@@ -170,7 +67,7 @@ def _shaped(gradient: Tensor, leaf: Tensor) -> Tensor:
     return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
 
 
-def _remember(key: tuple, call: _Call | None) -> Any:
+def _remember(key: tuple, call: Call | None) -> Any:
     """Keep what there is to know about calls of a description."""
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
@@ -233,7 +130,7 @@ def _found_call(name: str, arguments: tuple) -> Any:
     return _remember(key, _new_call(name, *arguments))
 
 
-def _new_call(name: str, *arguments: Any) -> _DenseCall | None:
+def _new_call(name: str, *arguments: Any) -> DenseCall | None:
     """What is found out about calls like this one; None where they take the long way."""
     given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
     Q, D, q_mask, d_mask, q_weight = given
@@ -245,7 +142,7 @@ def _new_call(name: str, *arguments: Any) -> _DenseCall | None:
             return None
         argmax_dtype = torch.int64
     backend = backends.select(Q.device, Q.dtype)
-    return _DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
+    return DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -314,7 +211,7 @@ def _is_even(x: Tensor, features: int) -> bool:
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
-def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -> _CutCall | None:
+def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -> CutCall | None:
     """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
 
     It serves calls with other leading sizes, so nothing may be concluded from those.
@@ -347,7 +244,7 @@ def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -
     backend = backends.select(Q.device, Q.dtype)
     if not hasattr(backend, "ragged_plan"):
         return None
-    return _CutCall(c, backend, normalize, backward, argmax_dtype if keeps else None, differentiable, with_argmax)
+    return CutCall(c, backend, normalize, backward, argmax_dtype if keeps else None, differentiable, with_argmax)
 
 
 def maxsim_ragged(

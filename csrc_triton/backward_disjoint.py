@@ -8,8 +8,8 @@ grad_D, `maxsim_grad_disjoint_documents` sums these, and lists the tiles of rows
 import triton
 import triton.language as tl
 
-from .arguments import Target, Walk
 from .backward import write_gradient
+from .backward_arguments import Target, Walk
 from .backward_packed import most_rows, packed_row_pointers, places, step_items, step_winners, sum_of_walk
 from .common import NO_TOKEN, load_rows, wide
 from .items import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field

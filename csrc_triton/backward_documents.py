@@ -8,8 +8,8 @@ not.
 import triton
 import triton.language as tl
 
-from .arguments import StepRows, Target, Tile
 from .backward import slot_pointers, write_gradient
+from .backward_arguments import StepRows, Target, Tile
 from .backward_sums import sum_of_rows
 from .common import document_base, inverse_norm, query_weight, row_pointers, rows_sum_of_squares, wide
 

@@ -9,8 +9,8 @@ are made, all winners are read; those elsewhere cost their part of the product, 
 import triton
 import triton.language as tl
 
-from .arguments import Items, StepRows, Target, Walk
 from .backward import slot_pointers, write_gradient
+from .backward_arguments import Items, StepRows, Target, Walk
 from .backward_packed_lists import OFFSET_BITS, OFFSETS, listed_item
 from .backward_sums import sum_of_rows
 from .common import query_weight, wide

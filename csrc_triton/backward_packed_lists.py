@@ -9,7 +9,7 @@ that one launch lists them. Entry of row r of a block that won token t of a buck
 import triton
 import triton.language as tl
 
-from .arguments import Items
+from .backward_arguments import Items
 from .backward_lists import ranks
 from .common import wide
 from .items import FIRST, LENGTH, SCORE, STOP, WINNERS, item_field

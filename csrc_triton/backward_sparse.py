@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .arguments import Target
 from .backward import winners, write_gradient
+from .backward_arguments import Target
 from .backward_sums import finite_size, scales
 from .common import apart, document_base, inverse_norm, load_rows, query_weight, rows_sum_of_squares
 from .list_items import fill_with_zeros

@@ -8,7 +8,7 @@ half types the product runs on the matrix unit in their own type. Its coefficien
 import triton
 import triton.language as tl
 
-from .arguments import Sum
+from .backward_arguments import Sum
 from .common import load_rows
 
 CAREFUL_ROWS = tl.constexpr(16)  # of a step of the slow path

@@ -28,19 +28,13 @@ from lik_ops.csrc_triton import (
     fp32,
     list_items,
 )
-from lik_ops.csrc_triton.arguments import (
+from lik_ops.csrc_triton.arguments import Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
+from lik_ops.csrc_triton.backward_arguments import (
     Bounds,
-    Documents,
     Lists,
-    Output,
-    PackedSizes,
     Pieces,
-    Queries,
     RowSums,
-    Segments,
     SharedTiles,
-    Sizes,
-    Terms,
     TileLists,
     Upstream,
     Zeros,

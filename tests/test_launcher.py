@@ -18,17 +18,8 @@ from lik_ops.csrc_triton import (
     forward,
     forward_ragged,
 )
-from lik_ops.csrc_triton.arguments import (
-    Config,
-    Output,
-    PackedSizes,
-    Pieces,
-    RowSums,
-    Segments,
-    Sizes,
-    TileLists,
-    Upstream,
-)
+from lik_ops.csrc_triton.arguments import Config, Output, PackedSizes, Segments, Sizes
+from lik_ops.csrc_triton.backward_arguments import Pieces, RowSums, TileLists, Upstream
 
 from .support import INTERPRETING
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..arguments import argmax_dtype_for, metadata
-from ..csrc_triton.arguments import Upstream
+from ..csrc_triton.backward_arguments import Upstream
 from .arguments import allow_tf32, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
 from .backward_call import Call

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Documents, Queries, RowSums, Upstream
+from ..csrc_triton.arguments import Documents, Queries
+from ..csrc_triton.backward_arguments import RowSums, Upstream
 from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Pieces, TileLists
+from ..csrc_triton.backward_arguments import Pieces, TileLists
 from ..csrc_triton.backward_documents import maxsim_grad_documents, maxsim_join_pieces
 from ..csrc_triton.backward_lists import maxsim_count_winners, maxsim_list_winners, maxsim_scan_counts
 from ..csrc_triton.backward_sparse import maxsim_grad_sparse_documents

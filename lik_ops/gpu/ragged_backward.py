@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..csrc_triton import items as fields
 from ..csrc_triton import list_items as item_kernels
-from ..csrc_triton.arguments import Bounds, Lists, SharedTiles, Upstream, Zeros
+from ..csrc_triton.backward_arguments import Bounds, Lists, SharedTiles, Upstream, Zeros
 from ..csrc_triton.backward_disjoint import maxsim_grad_disjoint_documents, maxsim_grad_shared_tiles
 from ..csrc_triton.backward_packed import maxsim_grad_packed_documents, maxsim_join_packed_pieces
 from ..csrc_triton.backward_packed_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners

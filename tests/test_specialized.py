@@ -1,6 +1,7 @@
 """The Gluon kernels against the oracle, and bit for bit against `maxsim_forward`, which serves elsewhere."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -254,6 +255,24 @@ def test_bits_do_not_depend_on_the_batch(normalize):
         q, k = slice(first, first + queries), slice(400 - k, 400)
         part, winners = lik_ops.maxsim_with_argmax(x.Q[q], x.D[k], normalize=normalize)
         assert torch.equal(part, scores[q, k]) and torch.equal(winners, argmax[q, k])
+    odd = torch.empty(x.Q.numel() + 1, dtype=p.dtype, device="cuda")[1:].view_as(x.Q).copy_(x.Q)
+    scores = lik_ops.maxsim(odd, x.D, normalize=normalize)
+    assert torch.equal(lik_ops.maxsim(odd[3:4], x.D, normalize=normalize), scores[3:4])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rows_that_are_summed_otherwise_are_left_to_the_plain_kernel(normalize, monkeypatch):
+    from lik_ops.gpu import gluon
+    from lik_ops.gpu.specialized import SpecializedPlan
+
+    monkeypatch.setattr(
+        gluon, "found", lambda: SimpleNamespace(specialized=SimpleNamespace(maxsim_forward_specialized=0))
+    )
+    monkeypatch.setattr(gluon, "tiles", lambda *_: None)
+    Q, D = torch.zeros(8, 32, 128, dtype=torch.bfloat16), torch.zeros(100, 64, 128, dtype=torch.bfloat16)
+    plan = SpecializedPlan(choice(Nq=8, K=100, Ld=64, normalize=normalize), Q, D, None)
+    odd = torch.zeros(Q.numel() + 1, dtype=Q.dtype)[1:].view_as(Q)
+    assert plan._readable(Q, D) and plan._readable(odd, D) == (not normalize)
 
 
 @pytest.mark.gpu

@@ -71,6 +71,10 @@ class SpecializedPlan(GluonPlan):
             args = (sums, scores, scores.stride(0), K, parts, _SUM_BLOCK)
             launcher.launch(row_sums.maxsim_sum_parts, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
 
+    def _readable(self, Q: Tensor, D: Tensor) -> bool:
+        # The plain kernel loads rows that begin elsewhere feature by feature, and sums their squares in another order.
+        return super()._readable(Q, D) and not (self.normalize and Q.data_ptr() % 16)
+
     def _tokens(self, D: Tensor, sizes: Sizes) -> Any:
         """All document tokens as rows."""
         return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])

@@ -130,9 +130,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=ROOT / ".hosts")
     parser.add_argument("--routed", nargs="+", default=["enabled", "callables"], help="no, enabled, callables")
     parser.add_argument("--sentence-transformers-tests", type=Path, metavar="CHECKOUT")
-    parser.add_argument(
-        "--python", type=Path, help="an interpreter that has the hosts, in place of environments made here"
-    )
+    parser.add_argument("--python", type=Path, help="that has the hosts, in place of environments")
     parser.add_argument("--torch", default="torch>=2.11,<2.14", help="colpali-engine 0.3.18 wants less than 2.14")
     options = parser.parse_args()
     failed = []

@@ -18,25 +18,22 @@ from .arguments import Sizes
 from .common import NO_TOKEN, nan_max, query_keep, query_weight, row_pointers
 from .forward_specialized import (
     CONSUMER_REGISTERS,
-    HALF_ROWS,
     PRODUCER_REGISTERS,
     ROWS,
     UNRESOLVED,
     Half,
-    Ring,
-    advance,
     fresh,
     fresh_halves,
     issued,
     reduced,
     settle,
-    shared_ring,
     slot_rows,
     sums_of,
     winners_of,
 )
 from .gluon_names import async_load
 from .patches import counted, patch
+from .ring import HALF_ROWS, Ring, advance, shared_ring
 from .spans import Spans, block, bounds_of, costs_of, here, length_of, shares, span_of
 
 

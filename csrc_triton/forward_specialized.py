@@ -23,50 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import (
     NO_TOKEN,
-    inverse_norm,
     nan_max,
     ordered_sum,
     query_keep,
     query_weight,
     row_pointers,
 )
-from .gluon_names import async_load, reinterpret
+from .gluon_names import async_load
+from .norms import NORM_CONSUMER_REGISTERS, NORM_REGISTERS, inverse_norms, measure, row_norms, scaled, words
+from .ring import HALF_ROWS, advance, shared_ring
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
-HALF_ROWS = gl.constexpr(64)
 UNRESOLVED = gl.constexpr(-2)
 PRODUCER_REGISTERS = gl.constexpr(40)
 CONSUMER_REGISTERS = gl.constexpr(232)
-# Where norms are found: of the warps that find them and of the producer, and of the others.
-NORM_REGISTERS = gl.constexpr(64)
-NORM_CONSUMER_REGISTERS = gl.constexpr(224)
-NORM_WARPS = gl.constexpr(3)
-
-
-class Norms(NamedTuple):
-    """Inverse norms of the tokens of the ring's tiles, and the barriers that say of which tiles they are known.
-
-    There is room for two rounds of the ring: the last half of a tile is multiplied by them when the tile may be filled
-    again.
-    """
-
-    inverse: Any
-    ready: Any
-
-
-class Ring(NamedTuple):
-    """Document tiles in shared memory, and the barriers that say which are full and which may be filled again.
-
-    `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
-    each group, and one that both pass when they have read their last tile. `norms` are 0 unless normalising.
-    """
-
-    tiles: Any
-    full: Any
-    empty: Any
-    turn: Any
-    search: Any
-    norms: Any
 
 
 class Half(NamedTuple):
@@ -75,55 +45,6 @@ class Half(NamedTuple):
     S: Any
     best: Any
     where: Any
-
-
-def tile_layout(block: list[int], dtype: str):
-    """The shared-memory layout of a tile of documents, as the matrix unit wants it; `dtype` is "float16" or so."""
-    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
-
-
-@gluon.jit
-def _room_for_norms(C: gl.constexpr):
-    if C.NORMALIZE:
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
-        return Norms(inverse, gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout()))
-    else:
-        return 0
-
-
-@gluon.jit
-def shared_ring(D, C: gl.constexpr):
-    """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = C.STAGES
-    ring = Ring(
-        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
-        _room_for_norms(C),
-    )
-    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
-        if C.NORMALIZE:
-            mbarrier.init(ring.norms.ready.index(n), count=1)
-    for n in gl.static_range(2):
-        mbarrier.init(ring.turn.index(n), count=1)
-        mbarrier.init(ring.search.index(n), count=1)
-    mbarrier.init(ring.search.index(2), count=2)
-    return ring, q_smem
-
-
-@gluon.jit
-def advance(stage, phase, C: gl.constexpr):
-    """The next stage of a ring, and its phase."""
-    stage += 1
-    wrapped = stage == C.STAGES
-    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -139,56 +60,6 @@ def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
             mbarrier.expect(full, D.block_type.nbytes)
             async_load(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
             stage, phase = advance(stage, phase, C)
-
-
-@gluon.jit
-def _squares(x):
-    """Of neighbours, added up: of bf16, a word holds two, which are fp32 numbers but for a shift."""
-    if x.dtype == gl.int32:
-        low = (x << 16).to(gl.float32, bitcast=True)
-        high = (x & -65536).to(gl.float32, bitcast=True)
-        squares = low * low + high * high
-    else:
-        x = x.to(gl.float32)
-        squares = x * x
-    return squares
-
-
-@gluon.jit
-def _inverse_norms(tile, WARPS: gl.constexpr):
-    """Of the tokens of a tile, summed as `similarities.sum_of_squares` does; a thread has whole tokens."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // tile.dtype.itemsize], [32, 1], [WARPS, 1], [1, 0])
-    squares = _squares(tile.load(LAYOUT))
-    return inverse_norm(ordered_sum(squares, squares.shape[0], squares.shape[1]))
-
-
-@gluon.jit
-def _words(tile, C: gl.constexpr):
-    """A tile of bf16 as words of two features; others as they are."""
-    if tile.dtype == gl.bfloat16:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        tile = reinterpret(tile, gl.int32, [C.BN, C.BD // 2], LAYOUT)
-    return tile
-
-
-@gluon.jit
-def _measure(ring, begin, end, Ld, W: gl.constexpr, C: gl.constexpr):
-    """A warp finds the inverse norms of the tokens of every NORM_WARPS-th tile."""
-    stage = 0
-    phase = 0
-    turn = 0
-    for _ in range(begin, end):
-        for _ in range(0, Ld, C.BN):
-            if turn == W:
-                mbarrier.wait(ring.full.index(stage), phase)
-                tile = _words(ring.tiles.index(stage), C)
-                inverse = ring.norms.inverse.index(stage + phase * C.STAGES)
-                for n in gl.static_range(C.BN // 32):
-                    found = _inverse_norms(tile.slice(32 * n, 32, 0), 1)
-                    inverse.slice(32 * n, 32).store(found)
-                mbarrier.arrive(ring.norms.ready.index(stage), count=1)
-            stage, phase = advance(stage, phase, C)
-            turn = gl.where(turn == NORM_WARPS - 1, 0, turn + 1)
 
 
 @gluon.jit
@@ -229,15 +100,6 @@ def reduced(S, best, where, t0, C: gl.constexpr):
     else:
         m = gl.reduce(gl.reduce(x, 3, nan_max), 1, nan_max)
     return nan_max(best, m), where
-
-
-@gluon.jit
-def scaled(S, ring, n, C: gl.constexpr):
-    """Similarities over the norms of their document tokens, the n-th of the ring, if normalising."""
-    if C.NORMALIZE:
-        inverse = ring.norms.inverse.index(n).load(gl.SliceLayout(0, S.type.layout))
-        S = S * inverse[None, :]
-    return S
 
 
 @gluon.jit
@@ -302,12 +164,6 @@ def slot_rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def _row_norms(x):
-    x = x.to(gl.float32)
-    return inverse_norm(gl.sum(x * x, axis=1))
-
-
-@gluon.jit
 def _half_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
@@ -322,8 +178,8 @@ def _query_norms(Q, first, parts, sizes, d, layout: gl.constexpr, C: gl.constexp
     """The inverse norms of the rows of both halves, 0 unless normalising."""
     inverse = 0, 0
     if C.NORMALIZE:
-        a = _row_norms(_half_queries(Q, first, 0, parts, sizes, d, C))
-        b = _row_norms(_half_queries(Q, first, 1, parts, sizes, d, C))
+        a = row_norms(_half_queries(Q, first, 0, parts, sizes, d, C))
+        b = row_norms(_half_queries(Q, first, 1, parts, sizes, d, C))
         inverse = gl.convert_layout(a, layout), gl.convert_layout(b, layout)
     return inverse
 
@@ -471,7 +327,7 @@ def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
         S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
         S = warpgroup_mma(q, tile.permute((1, 0)), S)
         if C.NORMALIZE:
-            ring.norms.inverse.index(G).store(_inverse_norms(_words(tile, C), 4))
+            ring.norms.inverse.index(G).store(inverse_norms(words(tile, C), 4))
         S = scaled(S, ring, G, C)
         token = gl.where(S != S, start + column[None, :], NO_TOKEN)
         found = gl.minimum(found, gl.min(token, axis=1))
@@ -516,9 +372,9 @@ def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
                 (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
                 (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
                 (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
-                (_measure, (ring, begin, end, sizes.Ld, 0, C)),
-                (_measure, (ring, begin, end, sizes.Ld, 1, C)),
-                (_measure, (ring, begin, end, sizes.Ld, 2, C)),
+                (measure, (ring, begin, end, sizes.Ld, 0, C)),
+                (measure, (ring, begin, end, sizes.Ld, 1, C)),
+                (measure, (ring, begin, end, sizes.Ld, 2, C)),
             ],
             [4, 1, 1, 1, 1],
             [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],

@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .forward_specialized import advance
 from .gluon_names import reinterpret
+from .ring import advance
 from .spans import here
 
 LANES = gl.constexpr(32)

@@ -9,9 +9,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.csrc_triton import forward_rows as fr
-from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import row_sums
 from lik_ops.csrc_triton.arguments import Found, Patches, Queries, Segments
+from lik_ops.csrc_triton.ring import tile_layout
 from lik_ops.gpu import gluon_configs
 from lik_ops.gpu.triton_versions import release
 
@@ -46,7 +46,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
     C = choice(dtype, d, 32, argmax, sums).config
     assert sums == C.SUMS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
-    tile = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    tile = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     segments = segments_of(layout)
     winners = "*i16" if argmax else "constexpr"
     signature = {

@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
 from lik_ops.csrc_triton.arguments import Output, Queries, Sizes
+from lik_ops.csrc_triton.ring import tile_layout
 from lik_ops.gpu import configs, gluon_configs
 
 from .aot import Case, _queries, compile_as_launched, repeated_spills
@@ -26,7 +27,7 @@ def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, nor
     C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
-    layout = fs.tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    layout = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     signature = {
         "Q": Queries(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
@@ -87,7 +88,7 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> 
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
 
     def described(*block: int) -> str:
-        layout = fs.tile_layout(list(block), str(dtype).removeprefix("torch."))
+        layout = tile_layout(list(block), str(dtype).removeprefix("torch."))
         element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         return f"tensordesc<{element}[{','.join(map(str, block))}],{layout!r}>"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,11 +18,12 @@ _log = logging.getLogger("lik_ops")
 
 
 class Kernels(NamedTuple):
-    """The modules of the Gluon kernels, and what describes tokens for them."""
+    """The modules of the Gluon kernels, and what lays out and describes tokens for them."""
 
     specialized: ModuleType
     wide: ModuleType
     rows: ModuleType
+    layout: Callable[[list[int], str], Any]
     descriptor: Any
 
 
@@ -34,10 +36,11 @@ def kernels() -> Kernels | None:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from ..csrc_triton import forward_rows, forward_specialized, forward_wide
+        from ..csrc_triton.ring import tile_layout
     except (ImportError, AttributeError) as error:
         _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
         return None
-    return Kernels(forward_specialized, forward_wide, forward_rows, TensorDescriptor)
+    return Kernels(forward_specialized, forward_wide, forward_rows, tile_layout, TensorDescriptor)
 
 
 def found() -> Kernels:
@@ -61,5 +64,5 @@ class Tiles(NamedTuple):
 @functools.cache
 def tiles(block: tuple[int, ...], dtype: torch.dtype) -> Tiles:
     modules = found()
-    layout = modules.specialized.tile_layout(list(block), str(dtype).removeprefix("torch."))
+    layout = modules.layout(list(block), str(dtype).removeprefix("torch."))
     return Tiles(list(block), layout, modules.descriptor)

@@ -1,0 +1,84 @@
+"""The ring of document tiles in shared memory that the kernels of sm_90 read, and its barriers."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+HALF_ROWS = gl.constexpr(64)
+
+
+class Norms(NamedTuple):
+    """Inverse norms of the tokens of the ring's tiles, and the barriers that say of which tiles they are known.
+
+    There is room for two rounds of the ring: the last half of a tile is multiplied by them when the tile may be filled
+    again.
+    """
+
+    inverse: Any
+    ready: Any
+
+
+class Ring(NamedTuple):
+    """Document tiles in shared memory, and the barriers that say which are full and which may be filled again.
+
+    `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
+    each group, and one that both pass when they have read their last tile. `norms` are 0 unless normalising.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+    turn: Any
+    search: Any
+    norms: Any
+
+
+def tile_layout(block: list[int], dtype: str):
+    """The shared-memory layout of a tile of documents, as the matrix unit wants it; `dtype` is "float16" or so."""
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
+
+
+@gluon.jit
+def _room_for_norms(C: gl.constexpr):
+    if C.NORMALIZE:
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
+        return Norms(inverse, gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout()))
+    else:
+        return 0
+
+
+@gluon.jit
+def shared_ring(D, C: gl.constexpr):
+    """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = C.STAGES
+    ring = Ring(
+        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
+        _room_for_norms(C),
+    )
+    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(n), count=1)
+        mbarrier.init(ring.empty.index(n), count=2)
+        if C.NORMALIZE:
+            mbarrier.init(ring.norms.ready.index(n), count=1)
+    for n in gl.static_range(2):
+        mbarrier.init(ring.turn.index(n), count=1)
+        mbarrier.init(ring.search.index(n), count=1)
+    mbarrier.init(ring.search.index(2), count=2)
+    return ring, q_smem
+
+
+@gluon.jit
+def advance(stage, phase, C: gl.constexpr):
+    """The next stage of a ring, and its phase."""
+    stage += 1
+    wrapped = stage == C.STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)

@@ -74,6 +74,11 @@ class Case:
         return self.itemsize * self.d * tokens + masked + weights + 4 * self.Nq * self.Nd + winners
 
 
+def shape_of(case: dict) -> str:
+    """The shape of a record's case, for people."""
+    return f"{case['Nq']} x {case['Nd']}, Lq {case['Lq']}, Ld {case['Ld']}, d {case['d']}, {case['dtype']}"
+
+
 class Inputs:
     """Random tensors for a case: tokens of unit norm, or of any norm where the case normalises them."""
 

@@ -129,9 +129,9 @@ def host_microseconds(rounds: int = 500) -> dict[str, float]:
 
 def report(record: dict, names: Mapping[str, object]) -> None:
     case = record["case"]
-    shape = f"{case['Nq']} x {case['Nd']}, Lq {case['Lq']}, Ld {case['Ld']}, d {case['d']}, {case['dtype']}"
     goal = f", goal {case['goal_ms']}" if case["goal_ms"] else ""
-    print(f"{case['name']} ({shape}): floor {record['floor_ms']:.4f} ms, read {record['read_ms']:.4f} ms{goal}")
+    least = f"floor {record['floor_ms']:.4f} ms, read {record['read_ms']:.4f} ms"
+    print(f"{case['name']} ({common.shape_of(case)}): {least}{goal}")
     for name in names:
         r = record["contenders"][name]
         if "ms" not in r:

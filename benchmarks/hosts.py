@@ -211,9 +211,8 @@ def measure(case: Case, compare: Callable[[dict], dict[str, float]], end: float,
 
 def report(record: dict) -> None:
     case = record["case"]
-    shape = f"{case['Nq']} x {case['Nd']}, Lq {case['Lq']}, Ld {case['Ld']}, d {case['d']}, {case['dtype']}"
     difference = ", ".join(f"{key} {x:.1e}" for key, x in record.get("difference", {}).items())
-    print(f"{case['name']} ({shape}): {record.get('skipped') or f'differs by {difference}'}")
+    print(f"{case['name']} ({common.shape_of(case)}): {record.get('skipped') or f'differs by {difference}'}")
     for name, r in record["contenders"].items():
         if "ms" not in r:
             print(f"  {name:22} {'; '.join(f'{k}: {v}' for k, v in r.items())}")

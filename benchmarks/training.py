@@ -146,9 +146,8 @@ def measure(case: Case, timer: gpu.Timer, end: float) -> dict:
 
 def report(record: dict) -> None:
     case = record["case"]
-    shape = f"{case['Nq']} x {case['Nd']}, Lq {case['Lq']}, Ld {case['Ld']}, d {case['d']}, {case['dtype']}"
     goal = f", goal {case['goal_ms']}" if case["goal_ms"] else ""
-    print(f"{case['name']} ({shape}): {record['own_mb']:.1f} MB of gradients and winners{goal}")
+    print(f"{case['name']} ({common.shape_of(case)}): {record['own_mb']:.1f} MB of gradients and winners{goal}")
     for name, r in record["contenders"].items():
         if "ms" not in r:
             print(f"  {name:26} {'; '.join(f'{k}: {v}' for k, v in r.items())}")

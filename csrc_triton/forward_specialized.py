@@ -21,14 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .common import (
-    NO_TOKEN,
-    nan_max,
-    ordered_sum,
-    query_keep,
-    query_weight,
-    row_pointers,
-)
+from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
 from .gluon_names import async_load
 from .norms import NORM_CONSUMER_REGISTERS, NORM_REGISTERS, inverse_norms, measure, row_norms, scaled, words
 from .ring import HALF_ROWS, advance, shared_ring

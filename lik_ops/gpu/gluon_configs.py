@@ -125,14 +125,12 @@ def specialized(
     Nq and K may decide, as all give the same bits. `processors` are the device's multiprocessors.
     """
     config: Specialization | WideSpecialization
+    if (normalize or d > 128) and not loads_vectors(d, 0):  # `maxsim_forward` adds up in another order there
+        return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
         config = Specialization(64, 64 if d <= 64 else 128, slot, 6, True, argmax, NORMALIZE=normalize)
-        if normalize and not loads_vectors(d, 0):  # rows are added up in another order there
-            return None
-    elif (
-        argmax or normalize or not loads_vectors(d, 0)
-    ):  # `maxsim_forward` sums the parts of a query in another order there
+    elif normalize or argmax:  # with winners `maxsim_forward` sums the parts of a query in another order
         return None
     else:
         config, rows = _wide(Lq, Ld), WIDE_ROWS

@@ -157,7 +157,7 @@ class Config(NamedTuple):
     WALK: bool = False  # forward: a program scores many documents: with a descriptor, ONE_CHUNK, no winners, no LONG
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
     SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
-    PACKED: bool = False  # forward: documents of any length follow each other
+    PACKED: bool = False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
 
 
 class Specialization(NamedTuple):

@@ -40,6 +40,16 @@ def ordered_sum(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def split_sum(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The sums of `ordered_sum`, also where several warps share a group: Triton 3.6 reduces their pairs wrongly."""
+    if WIDTH > 1:
+        HALF: tl.constexpr = WIDTH // 2
+        a, b = tl.split(tl.reshape(x, (GROUPS, HALF, 2)))
+        x = split_sum(a + b, GROUPS, HALF)
+    return tl.reshape(x, (GROUPS,))
+
+
+@triton.jit
 def inverse_norm(squares):
     """``1 / max(||x||, 1e-12)`` of sums of squares, as torch.nn.functional.normalize."""
     return 1.0 / tl.maximum(tl.sqrt(squares), NORM_EPS)
@@ -106,6 +116,31 @@ def rows_sum_of_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE: tl.co
     for c0 in range(0, d, BD):
         x = load_rows(pointers, ok, c0 + tl.arange(0, BD), d, stride_d, WIDE).to(tl.float32)
         total += tl.sum(x * x, axis=1)
+    return total
+
+
+@triton.jit
+def _squares_from(pointers, ok, c0, d, stride_d, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """Sums of WIDTH squares from feature c0 on, as one tree; 16 features are read at a time."""
+    if WIDTH > 16:
+        HALF: tl.constexpr = WIDTH // 2
+        left = _squares_from(pointers, ok, c0, d, stride_d, HALF, WIDE)
+        squares = left + _squares_from(pointers, ok, c0 + HALF, d, stride_d, HALF, WIDE)
+    else:
+        x = load_rows(pointers, ok, c0 + tl.arange(0, WIDTH), d, stride_d, WIDE).to(tl.float32)
+        if stride_d == 1:
+            squares = ordered_sum(x * x, x.shape[0], WIDTH)
+        else:
+            squares = split_sum(x * x, x.shape[0], WIDTH)
+    return squares
+
+
+@triton.jit
+def ordered_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE: tl.constexpr):
+    """`rows_sum_of_squares`, but for each chunk as one tree, whatever the layout and the tile."""
+    total = tl.zeros(ok.shape, tl.float32)
+    for c0 in range(0, d, BD):
+        total += _squares_from(pointers, ok, c0, d, stride_d, BD, WIDE)
     return total
 
 

@@ -14,11 +14,11 @@ from .common import (
     group,
     inverse_norm,
     nan_max,
+    ordered_squares,
     ordered_sum,
     query_keep,
     query_weight,
     row_pointers,
-    rows_sum_of_squares,
 )
 from .fp32 import load_terms, odd_maxima, split
 from .maxima import first_token, lane_maxima, lane_winners, merged, merged_maxima, per_lane, per_row, per_token
@@ -121,7 +121,7 @@ def _any_kept(x, document, kept):
 def _normalized(best, x, rows, C: tl.constexpr):
     """Maxima over the norms of their rows if normalising."""
     if C.NORMALIZE:
-        best = best * inverse_norm(rows_sum_of_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
+        best = best * inverse_norm(ordered_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
     return best
 
 
@@ -284,8 +284,8 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
     """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program, and winners: `out`, an `Output`.
 
     A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
-    `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN; or None: then they
-    are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
+    `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN or with PACKED; or
+    None: then they are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
     """
     tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
     x = Operands(Q, D, tiles, terms, d)

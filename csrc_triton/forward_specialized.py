@@ -4,8 +4,8 @@ Query rows (256 of them) stay resident while documents stream through a ring of 
 groups owns 128 rows as two halves of 64. While the matrix unit works on one half, the group reduces the other; what a
 half computes is waited for and reduced before the next product overwrites it, so no accumulator is ever copied.
 
-To normalise, three more warps in turn find the inverse norms of a tile's tokens, by which similarities are multiplied
-as they are reduced.
+To normalise, two more warps find the inverse norms of each tile's tokens, by which similarities are multiplied as they
+are reduced.
 
 Written in Gluon: Triton's own warp specialisation is not available on Hopper. Scores have the bits of `maxsim_forward`.
 """
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
 from .gluon_names import async_load
-from .norms import NORM_CONSUMER_REGISTERS, NORM_REGISTERS, inverse_norms, measure, row_norms, scaled, words
+from .norms import NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_WARPS, inverse_norms, measure, row_norms, scaled
 from .ring import HALF_ROWS, advance, shared_ring
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
@@ -167,22 +167,17 @@ def _half_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.constexpr):
 
 
 @gluon.jit
-def _query_norms(Q, first, parts, sizes, d, layout: gl.constexpr, C: gl.constexpr):
-    """The inverse norms of the rows of both halves, 0 unless normalising."""
-    inverse = 0, 0
-    if C.NORMALIZE:
-        a = row_norms(_half_queries(Q, first, 0, parts, sizes, d, C))
-        b = row_norms(_half_queries(Q, first, 1, parts, sizes, d, C))
-        inverse = gl.convert_layout(a, layout), gl.convert_layout(b, layout)
-    return inverse
-
-
-@gluon.jit
-def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
-    """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product."""
+def _load_queries(Q, q_smem, first, parts, sizes, d, layout: gl.constexpr, G: gl.constexpr, C: gl.constexpr):
+    """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product; and their
+    inverse norms in a layout, 0 unless normalising."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    for H in gl.static_range(2):
-        q_smem.index(2 * G + H).store(_half_queries(Q, first, H, parts, sizes, d, C))
+    inverse = 0, 0
+    a = _half_queries(Q, first, 0, parts, sizes, d, C)
+    b = _half_queries(Q, first, 1, parts, sizes, d, C)
+    q_smem.index(2 * G).store(a)
+    q_smem.index(2 * G + 1).store(b)
+    if C.NORMALIZE:
+        inverse = gl.convert_layout(row_norms(a), layout), gl.convert_layout(row_norms(b), layout)
     fence_async_shared()
     if C.RESIDENT:
         q = (
@@ -191,7 +186,7 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, G: gl.constexpr, C: gl.cons
         )
     else:
         q = (q_smem.index(2 * G), q_smem.index(2 * G + 1))
-    return q
+    return q, inverse
 
 
 @gluon.jit
@@ -271,8 +266,8 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
         row_tile = task // sizes.K
         last = gl.minimum((row_tile + 1) * sizes.K, end)
         first = (row_tile * 2 + G) * (2 * HALF_ROWS // C.SLOT)
-        q = _load_queries(Q, q_smem, first, parts, sizes, d, G, C)
-        inverse = _query_norms(Q, first, parts, sizes, d, gl.SliceLayout(1, halves[0].best.type.layout), C)
+        layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
+        q, inverse = _load_queries(Q, q_smem, first, parts, sizes, d, layout, G, C)
         begin_k = task % sizes.K
         end_k = begin_k + last - task
         for k in range(begin_k, end_k):
@@ -320,7 +315,7 @@ def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
         S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
         S = warpgroup_mma(q, tile.permute((1, 0)), S)
         if C.NORMALIZE:
-            ring.norms.inverse.index(G).store(inverse_norms(words(tile, C), 4))
+            ring.norms.inverse.index(G).store(inverse_norms(tile, 4, C))
         S = scaled(S, ring, G, C)
         token = gl.where(S != S, start + column[None, :], NO_TOKEN)
         found = gl.minimum(found, gl.min(token, axis=1))
@@ -336,7 +331,7 @@ def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.cons
     for task in range(begin, end):
         k = task % sizes.K
         first = (task // sizes.K * 2 + G) * (2 * HALF_ROWS // C.SLOT)
-        q = _load_queries(Q, q_smem, first, parts, sizes, d, G, C)
+        q, _ = _load_queries(Q, q_smem, first, parts, sizes, d, ROW, G, C)
         for H in gl.static_range(2):
             found, phase = _first_nan(q[H], D, ring, k * sizes.Ld, phase, sizes.Ld, G, C)
             i, s = slot_rows(first, H, parts, ROW, C)
@@ -365,12 +360,10 @@ def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
                 (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
                 (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
                 (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
-                (measure, (ring, begin, end, sizes.Ld, 0, C)),
-                (measure, (ring, begin, end, sizes.Ld, 1, C)),
-                (measure, (ring, begin, end, sizes.Ld, 2, C)),
+                (measure, (ring, begin, end, sizes.Ld, C)),
             ],
-            [4, 1, 1, 1, 1],
-            [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],
+            [4, 1, NORM_WARPS],
+            [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],
         )
     else:
         gl.warp_specialize(

@@ -11,7 +11,7 @@ from .ring import advance
 # Where norms are found: of the warps that find them and of the producer, and of the others.
 NORM_REGISTERS = gl.constexpr(64)
 NORM_CONSUMER_REGISTERS = gl.constexpr(224)
-NORM_WARPS = gl.constexpr(3)
+NORM_WARPS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -28,40 +28,37 @@ def _squares(x):
 
 
 @gluon.jit
-def inverse_norms(tile, WARPS: gl.constexpr):
-    """Of the tokens of a tile, summed as `similarities.sum_of_squares` does; a thread has whole tokens."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 // tile.dtype.itemsize], [32, 1], [WARPS, 1], [1, 0])
-    squares = _squares(tile.load(LAYOUT))
-    return inverse_norm(ordered_sum(squares, squares.shape[0], squares.shape[1]))
+def inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
+    """Of the tokens of a tile, summed as `similarities.sum_of_squares` does; a thread has whole tokens.
+
+    A loop over the panels of 64 features that a tile lies in: code that runs once a tile has to be short.
+    """
+    PANELS: gl.constexpr = C.BD // 64
+    WORDS: gl.constexpr = tile.dtype == gl.bfloat16  # of two features
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4 if WORDS else 8], [32, 1], [WARPS, 1], [1, 0])
+    if WORDS:
+        panels = reinterpret(tile, gl.int32, [PANELS, C.BN, 32], gl.NVMMASharedLayout(128, 32, 2))
+    else:
+        panels = reinterpret(tile, tile.dtype, [PANELS, C.BN, 64], gl.NVMMASharedLayout(128, 16, 2))
+    squares = gl.full([C.BN], 0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for n in range(PANELS):
+        x = _squares(panels.index(n).load(LAYOUT))
+        squares += gl.convert_layout(ordered_sum(x, x.shape[0], x.shape[1]), gl.SliceLayout(1, LAYOUT))
+    return inverse_norm(squares)
 
 
 @gluon.jit
-def words(tile, C: gl.constexpr):
-    """A tile of bf16 as words of two features; others as they are."""
-    if tile.dtype == gl.bfloat16:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        tile = reinterpret(tile, gl.int32, [C.BN, C.BD // 2], LAYOUT)
-    return tile
-
-
-@gluon.jit
-def measure(ring, begin, end, Ld, W: gl.constexpr, C: gl.constexpr):
-    """A warp finds the inverse norms of the tokens of every NORM_WARPS-th tile."""
+def measure(ring, begin, end, Ld, C: gl.constexpr):
+    """NORM_WARPS warps find the inverse norms of the tokens of every tile."""
     stage = 0
     phase = 0
-    turn = 0
     for _ in range(begin, end):
         for _ in range(0, Ld, C.BN):
-            if turn == W:
-                mbarrier.wait(ring.full.index(stage), phase)
-                tile = words(ring.tiles.index(stage), C)
-                inverse = ring.norms.inverse.index(stage + phase * C.STAGES)
-                for n in gl.static_range(C.BN // 32):
-                    found = inverse_norms(tile.slice(32 * n, 32, 0), 1)
-                    inverse.slice(32 * n, 32).store(found)
-                mbarrier.arrive(ring.norms.ready.index(stage), count=1)
+            mbarrier.wait(ring.full.index(stage), phase)
+            found = inverse_norms(ring.tiles.index(stage), NORM_WARPS, C)
+            ring.norms.inverse.index(stage + phase * C.STAGES).store(found)
+            mbarrier.arrive(ring.norms.ready.index(stage), count=1)
             stage, phase = advance(stage, phase, C)
-            turn = gl.where(turn == NORM_WARPS - 1, 0, turn + 1)
 
 
 @gluon.jit
@@ -75,5 +72,6 @@ def scaled(S, ring, n, C: gl.constexpr):
 
 @gluon.jit
 def row_norms(x):
+    """The inverse norms of query rows that no two warps share, summed as `ordered_squares` does."""
     x = x.to(gl.float32)
-    return inverse_norm(gl.sum(x * x, axis=1))
+    return inverse_norm(ordered_sum(x * x, x.shape[0], x.shape[1]))

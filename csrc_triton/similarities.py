@@ -41,7 +41,8 @@ def sum_of_squares(x, tile):
     """Of each token of a tile in fp32.
 
     Of what a descriptor reads, whose tokens no two warps share, as one tree whatever the layout: `forward_specialized`
-    has the same. Where warps share a token, Triton 3.6 gets such a tree wrong.
+    has the same. Where warps share a token, Triton 3.6 gets such a tree wrong: without descriptors all tiles that a
+    call may take have one layout.
     """
     y = tile.to(tl.float32)
     if x.tiles is not None:
@@ -100,9 +101,9 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
 def tokens_from(x, document, t0, C: tl.constexpr):
     """The tile of tokens from t0 on: where it begins, and its tokens.
 
-    The last tile is shifted back (descriptor, Ld >= BN) or repeats the last token (pointers). Either only reads tokens
-    again: that changes no maximum, and a repeat loses every tie. With C.PACKED a descriptor, for which any Ld will do,
-    reads on into what follows the document: `kept_tokens` leaves it out.
+    The last tile is shifted back (descriptor) or repeats the last token (pointers). Either only reads tokens again:
+    that changes no maximum, and a repeat loses every tie. With C.PACKED, which Ld < BN needs, a descriptor reads on
+    into what follows the document: `kept_tokens` leaves it out.
     """
     if x.tiles is None:
         t = tl.minimum(t0 + tl.arange(0, C.BN), document.length - 1)

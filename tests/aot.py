@@ -69,12 +69,13 @@ class Case:
     pairs: bool = False  # of which a list of pairs
     bounds: bool = False  # documents between bounds, in place of offsets and lengths
     padded: bool = False  # queries and documents that lie evenly, with lengths
+    short: bool = False  # forward: documents of fewer tokens than a tile
     chunks: bool = False  # of lists of winners
     int32: bool = False  # backward: winners of 4 bytes, not of 2
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
-        named += ("bounds", "padded", "chunks")
+        named += ("bounds", "padded", "chunks", "short")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [] if self.lists else ["unlisted"]
@@ -136,6 +137,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         launch = forward_configs.forward(arch, case.dtype, *sizes, **choices)
         if case.split:
             return forward_configs.forward_split(launch, case.Lq)
+        if case.short:
+            launch = replace(launch, config=launch.config._replace(PACKED=True))
         return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
     if case.kernel == "split_tokens":
         launch = forward_configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)

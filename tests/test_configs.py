@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.gpu import forward_configs
+from lik_ops.gpu import choose, forward_configs
 from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Launch
 from lik_ops.gpu.forward_table import FORWARD
 
@@ -40,6 +40,48 @@ def test_tiles_of_a_rule_ascend():
         sizes = [(tile.rows, tile.documents) for tile in rule.tiles]
         assert sizes == sorted(set(sizes)), rule
         assert rule.tiles[-1].documents > 2**32
+
+
+def _lying(D, how):
+    """The same documents elsewhere: as a descriptor reads them, or one of the ways in which none does."""
+    if how == "transposed":
+        return D.mT.contiguous().mT
+    if how == "apart":
+        return torch.cat([D, D[..., :1]], -1)[..., :-1]
+    if how == "unaligned":
+        room = D.new_empty(D.numel() + 1)
+        return room[1:].copy_(D.flatten()).view(D.shape)
+    return D
+
+
+LYING = ["contiguous", "transposed", "apart", "unaligned"]
+
+
+@pytest.mark.parametrize("how", LYING)
+@pytest.mark.parametrize("Ld", [3, 100])
+def test_what_pointers_normalise_takes_one_tile(Ld, how):
+    """They add up squares in the order that a tile's layout has."""
+    Q, D = torch.randn(40, 32, 128).half(), _lying(torch.randn(400, Ld, 128).half(), how)
+    arch, aligned = ARCHITECTURES["sm_90"], how != "unaligned"
+    calls = itertools.product((1, 2, 40), (1, 400))
+    found = {choose.plain(Q[:n], D[:k], True, False, arch, aligned=aligned) for n, k in calls}
+    assert {choice.reads_tiles for choice in found} == {how == "contiguous"}
+    assert (len(found) > 1) == (how == "contiguous")
+    assert {choice.launch.config.PACKED for choice in found} == {how == "contiguous" and Ld < 64}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", LYING)
+@pytest.mark.parametrize("d", [128, 100])
+def test_normalised_bits_hang_on_no_batch(how, d):
+    Q = torch.randn(20, 32, d, device="cuda").half()
+    for Ld in (1, 30, 100):
+        D = _lying(torch.randn(400, Ld, d, device="cuda").half(), how)
+        whole = lik_ops.maxsim(Q, D, normalize=True)
+        torch.testing.assert_close(whole, lik_ops.reference.maxsim(Q, D, normalize=True), rtol=1e-3, atol=1e-3)
+        for n, documents in ((1, 400), (1, 7), (2, 400), (4, 400), (8, 7)):
+            part = D[:documents] if how != "unaligned" else _lying(D[:documents], how)
+            assert torch.equal(lik_ops.maxsim(Q[:n], part, normalize=True), whole[:n, :documents]), (Ld, n, documents)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Config, Documents, Queries, Sizes, Specialization, WideSpecialization
+from ..csrc_triton.arguments import Config, Documents, Queries, Sizes
 from . import tables
 from .configs import ARCHITECTURES, INTERPRETER, Architecture
 
@@ -107,16 +107,16 @@ def features_span(Q: Tensor, D: Tensor) -> int:
 
 def descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
     """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
-    if not describable(D, config) or D.data_ptr() % 16:
+    if not describable(D) or D.data_ptr() % 16:
         return None
     d = D.shape[-1]
     return TensorDescriptor(D, [D.numel() // d, d], [d, 1], [config.BN, config.BD])
 
 
-def describable(D: Tensor, config: Config | Specialization | WideSpecialization) -> bool:
+def describable(D: Tensor) -> bool:
     """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
     rows, d = D.numel() // D.shape[-1], D.shape[-1]
-    return D.shape[-2] >= config.BN and d * D.element_size() % 16 == 0 and rows <= _INT32_MAX and D.is_contiguous()
+    return 0 < rows <= _INT32_MAX and d * D.element_size() % 16 == 0 and D.is_contiguous()
 
 
 def describable_queries(Q: Tensor) -> bool:

@@ -5,6 +5,7 @@ Nothing of tensors is read but their metadata. An `arch` that is given stands fo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -64,10 +65,11 @@ def dense(
     return found or plain(Q, D, normalize, argmax, arch)
 
 
-def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Plain:
-    """How the plain kernel computes a call."""
+def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture, *, aligned: bool = True) -> Plain:
+    """How the plain kernel computes a call, if D begins at a multiple of 16 bytes, or (not `aligned`) if not."""
     candidates = D.dim() == 4
-    Nq, K, Lq, _ = sizes(Q, D)
+    Nq, K, Lq, Ld = sizes(Q, D)
+    reads_tiles = arch.has_descriptors and aligned and describable(D)
     launch = forward_configs.forward(
         arch,
         Q.dtype,
@@ -80,16 +82,20 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
         tf32=allow_tf32(),
         documents=K * (Nq if candidates else 1),
         argmax=argmax,
+        described=reads_tiles or not arch.has_descriptors,
     )
-    reads_tiles = arch.has_descriptors and describable(D, launch.config)
-    return Plain(launch.visiting() if argmax or not reads_tiles else launch, arch, reads_tiles)
+    if argmax or not reads_tiles:
+        launch = launch.visiting()
+    if reads_tiles and Ld < launch.config.BN:
+        launch = replace(launch, config=launch.config._replace(PACKED=True))
+    return Plain(launch, arch, reads_tiles)
 
 
 def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Specialized | None:
     """The choice for documents without mask, None where another kernel serves better or alone."""
     call = arch, Q.dtype, *sizes(Q, D), Q.shape[-1]
     found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
-    if found is None or not describable(D, found.config) or kernels() is None:
+    if found is None or D.shape[-2] < found.config.BN or not describable(D) or kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
         return None  # rows that `maxsim_forward` loads feature by feature, and adds up in another order
@@ -152,12 +158,13 @@ def packed_row_maxima(c: Cut, argmax: bool, arch: Architecture) -> RowMaxima | N
 
 
 def packed(
-    c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture
+    c: Cut, Lq: int, wide: int, few: bool, described: bool, normalize: bool, argmax: bool, arch: Architecture
 ) -> tuple[Launch, int]:
     """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
 
     Longer queries take several steps, so that the host need not know the longest. Of the sizes in `c` this reads the
-    number of queries only: `PackedPlan` keeps the result by that, `Lq`, `wide` and `few`.
+    number of queries only: `PackedPlan` keeps the result by that and the four after it. `described`: a descriptor
+    reads D.
     """
     return forward_configs.forward_ragged(
         arch,
@@ -172,4 +179,5 @@ def packed(
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
         few=few,
+        described=described or not arch.has_descriptors,
     )

@@ -120,27 +120,34 @@ def rows_sum_of_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE: tl.co
 
 
 @triton.jit
-def _squares_from(pointers, ok, c0, d, stride_d, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Sums of WIDTH squares from feature c0 on, as one tree; 16 features are read at a time."""
+def square(x):
+    """In fp32, rounded: a product that the compiler fused with some of the additions would hang on the layout."""
+    x = x.to(tl.float32)
+    return tl.fma(x, x, tl.zeros_like(x))
+
+
+@triton.jit
+def squares_from(pointers, ok, c0, d, stride_d, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """Of rows, sums of WIDTH squares from feature c0 on, as one tree whatever the layout; 16 are read at a time."""
     if WIDTH > 16:
         HALF: tl.constexpr = WIDTH // 2
-        left = _squares_from(pointers, ok, c0, d, stride_d, HALF, WIDE)
-        squares = left + _squares_from(pointers, ok, c0 + HALF, d, stride_d, HALF, WIDE)
+        left = squares_from(pointers, ok, c0, d, stride_d, HALF, WIDE)
+        squares = left + squares_from(pointers, ok, c0 + HALF, d, stride_d, HALF, WIDE)
     else:
-        x = load_rows(pointers, ok, c0 + tl.arange(0, WIDTH), d, stride_d, WIDE).to(tl.float32)
+        x = square(load_rows(pointers, ok, c0 + tl.arange(0, WIDTH), d, stride_d, WIDE))
         if stride_d == 1:
-            squares = ordered_sum(x * x, x.shape[0], WIDTH)
+            squares = ordered_sum(x, x.shape[0], WIDTH)
         else:
-            squares = split_sum(x * x, x.shape[0], WIDTH)
+            squares = split_sum(x, x.shape[0], WIDTH)
     return squares
 
 
 @triton.jit
 def ordered_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE: tl.constexpr):
-    """`rows_sum_of_squares`, but for each chunk as one tree, whatever the layout and the tile."""
+    """`rows_sum_of_squares`, but each chunk is summed as one tree."""
     total = tl.zeros(ok.shape, tl.float32)
     for c0 in range(0, d, BD):
-        total += _squares_from(pointers, ok, c0, d, stride_d, BD, WIDE)
+        total += squares_from(pointers, ok, c0, d, stride_d, BD, WIDE)
     return total
 
 

@@ -93,7 +93,7 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
         tile = document_tile(x, document, document.row + t0, t, c0, C)
         S = add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
         if C.NORMALIZE:
-            squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(x, tile)
+            squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(x, document, tile, t, c0, C)
         if c0 + C.BD >= x.d:
             similarity = S
             if C.NORMALIZE:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, load_rows, load_tokens, ordered_sum
+from .common import inverse_norm, load_rows, load_tokens, ordered_sum, square, squares_from
 from .fp32 import nearest_tf32, split, split_product
 from .maxima import per_token
 
@@ -37,17 +37,19 @@ def add_product(S, q, x, C: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(x, tile):
-    """Of each token of a tile in fp32.
+def sum_of_squares(x, document, tile, t, c0, C: tl.constexpr):
+    """Of features from c0 on of tokens `t`, which are `tile`, in fp32.
 
-    Of what a descriptor reads, whose tokens no two warps share, as one tree whatever the layout: `forward_specialized`
-    has the same. Where warps share a token, Triton 3.6 gets such a tree wrong: without descriptors all tiles that a
-    call may take have one layout.
+    On sm_90 as one tree, however they lie: `forward_specialized` has the same. No two warps share a token that a
+    descriptor reads. Elsewhere all tiles have one layout.
     """
-    y = tile.to(tl.float32)
     if x.tiles is not None:
-        squares = ordered_sum(y * y, y.shape[0], y.shape[1])
+        squares = ordered_sum(square(tile), tile.shape[0], tile.shape[1])
+    elif C.LANES > 1:
+        pointers = document.ptr + t.to(tl.int64) * x.D.stride_l
+        squares = squares_from(pointers, t >= 0, c0, x.d, x.D.stride_d, C.BD, C.WIDE)
     else:
+        y = tile.to(tl.float32)
         squares = tl.sum(y * y, axis=1)
     return squares
 
@@ -82,14 +84,14 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
         tile = document_tile(x, document, row, t, 0, C)
         S = add_product(S, q, tile, C)
         if C.NORMALIZE:
-            squares = sum_of_squares(x, tile)
+            squares = sum_of_squares(x, document, tile, t, 0, C)
     else:
         for c0 in range(0, x.d, C.BD):
             y = query_tile(x, rows, c0 + tl.arange(0, C.BD), C)
             tile = document_tile(x, document, row, t, c0, C)
             S = add_product(S, y, tile, C)
             if C.NORMALIZE:
-                squares += sum_of_squares(x, tile)
+                squares += sum_of_squares(x, document, tile, t, c0, C)
     if C.SPLIT:
         S = S * per_token(scale, C)
     if C.NORMALIZE:

@@ -65,11 +65,10 @@ def dense(
     return found or plain(Q, D, normalize, argmax, arch)
 
 
-def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture, *, aligned: bool = True) -> Plain:
-    """How the plain kernel computes a call, if D begins at a multiple of 16 bytes, or (not `aligned`) if not."""
+def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Plain:
+    """How the plain kernel computes a call."""
     candidates = D.dim() == 4
     Nq, K, Lq, Ld = sizes(Q, D)
-    reads_tiles = arch.has_descriptors and aligned and describable(D)
     launch = forward_configs.forward(
         arch,
         Q.dtype,
@@ -82,11 +81,11 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
         tf32=allow_tf32(),
         documents=K * (Nq if candidates else 1),
         argmax=argmax,
-        described=reads_tiles or not arch.has_descriptors,
     )
+    reads_tiles = arch.has_descriptors and describable(D)
     if argmax or not reads_tiles:
         launch = launch.visiting()
-    if reads_tiles and Ld < launch.config.BN:
+    if Ld < launch.config.BN:
         launch = replace(launch, config=launch.config._replace(PACKED=True))
     return Plain(launch, arch, reads_tiles)
 
@@ -158,13 +157,12 @@ def packed_row_maxima(c: Cut, argmax: bool, arch: Architecture) -> RowMaxima | N
 
 
 def packed(
-    c: Cut, Lq: int, wide: int, few: bool, described: bool, normalize: bool, argmax: bool, arch: Architecture
+    c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture
 ) -> tuple[Launch, int]:
     """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
 
     Longer queries take several steps, so that the host need not know the longest. Of the sizes in `c` this reads the
-    number of queries only: `PackedPlan` keeps the result by that and the four after it. `described`: a descriptor
-    reads D.
+    number of queries only: `PackedPlan` keeps the result by that, `Lq`, `wide` and `few`.
     """
     return forward_configs.forward_ragged(
         arch,
@@ -179,5 +177,4 @@ def packed(
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
         few=few,
-        described=described or not arch.has_descriptors,
     )

@@ -21,14 +21,10 @@ RESIDENT = 8 * _PROCESSORS
 
 
 def forward_tiles(
-    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int, described: bool = True
+    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
 ) -> tuple[Tile, ...]:
-    """The tiles of the rule that covers a call. Rows that are loaded feature by feature take those of wide offsets.
-
-    So do documents to be normalised that a descriptor could read but for how they lie (not `described`): pointers add
-    up squares in the order of a layout, and such a rule has but one.
-    """
-    if not loads_vectors(d, wide) or (normalize and not described):
+    """The tiles of the rule that covers a call. Rows that are loaded feature by feature take those of wide offsets."""
+    if not loads_vectors(d, wide):
         wide = 2
     for rule in (*arch.measured, *FORWARD):
         if rule.unit == arch.unit and rule.covers(dtype, max(Lq, 1), d, normalize, wide):
@@ -61,13 +57,12 @@ def forward(
     tf32: bool,
     documents: int = ANY,
     argmax: bool = False,
-    described: bool = True,
 ) -> Launch:
     """The tile of a forward: it holds whole queries, each in a slot of the next power of two, or a part of one.
 
     `documents` are all that are scored: Nd, or Nq * K candidates.
     """
-    tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide, described)
+    tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide)
     tile, slot = forward_tile(tiles, Nq, Lq, candidates, documents)
     BD = min(max(next_power_of_2(d), 16), tile.features)
     splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and d <= BD
@@ -113,7 +108,6 @@ def forward_ragged(
     argmax: bool,
     longest: int | None = None,
     few: bool = False,
-    described: bool = True,
 ) -> tuple[Launch, int]:
     """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
 
@@ -121,17 +115,7 @@ def forward_ragged(
     that are read take registers: fewer rows than elsewhere. `few`: at most `RESIDENT` documents are scored.
     """
     launch = forward(
-        arch,
-        dtype,
-        Nq,
-        Lq,
-        d,
-        candidates=candidates,
-        normalize=normalize,
-        wide=wide,
-        tf32=tf32,
-        argmax=argmax,
-        described=described,
+        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32, argmax=argmax
     ).visiting()
     config = launch.config
     rows = min(config.BM, 128)
@@ -148,5 +132,5 @@ def forward_ragged(
     # Where it changes nothing it is set as in `forward`.
     long = longest is None or longest > slot or arch.unit == "mma" or config.SPLIT
     config = config._replace(BM=rows, BN=tokens, SLOT=slot, PACKED=True, LONG=long)
-    most = forward_tiles(arch, dtype, Lq, d, normalize, wide, described)[-1].rows
+    most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1

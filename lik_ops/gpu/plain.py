@@ -44,7 +44,7 @@ class PlainPlan(DensePlan):
         self.direct: Callable | None = None
         if self.is_trivial:
             return
-        self.arch, self.reads_tiles, candidates = choice.arch, choice.reads_tiles, D.dim() == 4
+        self.launch, self.reads_tiles, candidates = choice.launch, choice.reads_tiles, D.dim() == 4
         self.config, self.options = choice.launch.config, choice.launch.options(choice.arch)
         self.grid = (*checked_grid(choice.launch.programs(Nq, K)), 1, 1)
         self.query_strides = Q.stride(), strides_of(q_mask), strides_of(q_weight)
@@ -103,15 +103,13 @@ class PlainPlan(DensePlan):
         queries, documents = self._grouped(Q, D, q_mask, d_mask, q_weight)
         groups = Queries._make(queries), Documents._make(documents)
         tiles = descriptor(D, self.config) if self.reads_tiles else None
-        grid, config, options = self.grid, self.config, self.options
-        if self.reads_tiles and tiles is None:  # D begins where no descriptor can
-            argmax_too = self.argmax_dtype is not None
-            launch = choose.plain(Q, D, config.NORMALIZE, argmax_too, self.arch, aligned=False).launch
+        grid, config = self.grid, self.config
+        if tiles is None and config.WALK:  # D begins where no descriptor can
+            launch = self.launch.visiting()
             grid, config = (*checked_grid(launch.programs(*self.scores_shape)), 1, 1), launch.config
-            options = launch.options(self.arch)
         args = (*groups, tiles, Output(scores, argmax), None, self.sizes, self.d, config)
         with on_device(self.device):
-            bound = launcher.launch(self.kernel, grid, args, options)
+            bound = launcher.launch(self.kernel, grid, args, self.options)
         aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (Q, D, q_mask, d_mask, q_weight, argmax))
         if aligned and bound is not None and bound.direct is not None:
             self.bound, self.direct = bound, bound.direct

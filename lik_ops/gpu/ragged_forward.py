@@ -110,13 +110,13 @@ class PackedPlan(Plan):
     def _row_maxima(self, c: Cut) -> gluon_configs.RowMaxima | None:
         return choose.packed_row_maxima(c, self.argmax_dtype is not None, self.arch)
 
-    def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool, described: bool) -> _Tile:
+    def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
         if len(self.tiles) >= _MOST_TILES:
             self.tiles.clear()
         argmax = self.argmax_dtype is not None
-        launch, levels = choose.packed(c, Lq, wide, few, described, self.normalize, argmax, self.arch)
+        launch, levels = choose.packed(c, Lq, wide, few, self.normalize, argmax, self.arch)
         _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
-        tile = self.tiles[c.queries, Lq, wide, few, described] = _Tile(launch, levels, self.d, self.arch)
+        tile = self.tiles[c.queries, Lq, wide, few] = _Tile(launch, levels, self.d, self.arch)
         return tile
 
     def _scores(self, c: Cut, argmax: Tensor | None) -> Tensor:
@@ -126,11 +126,7 @@ class PackedPlan(Plan):
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
         few = documents <= forward_configs.RESIDENT
-        pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
-        Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
-        described = self.reads_tiles and not D & 15
-        kind = Lq, wide, few, described
-        tile = self.tiles.get((queries, *kind)) or self._tile_of(c, *kind)
+        tile = self.tiles.get((queries, Lq, wide, few)) or self._tile_of(c, Lq, wide, few)
         shape: tuple[int, ...]
         strides: tuple[int, ...]
         if self.pairs:
@@ -139,6 +135,8 @@ class PackedPlan(Plan):
         else:
             shape, strides = (queries, columns), (columns, 1)
             programs = documents if self.single else configs.cdiv(queries, tile.groups) * columns
+        pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
+        Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight
         odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
         bound = tile.bound.get(odd)
@@ -152,7 +150,7 @@ class PackedPlan(Plan):
             return self._scores_by_launcher(c, argmax, tile, programs, odd)
         scores = self.new_scores(shape, strides)
         descriptor: tuple = (None,)
-        if described:
+        if self.reads_tiles and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
         groups = self._grouped(c, pointers)
         winners = None if argmax is None else argmax.data_ptr()

@@ -17,6 +17,7 @@ from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.warmup import warmup
 from .arguments import Backward as Backward
+from .formats import Quantized, quantize
 from .retrieval import Corpus, maxsim_streamed, retrieve
 from .scorer import MaxSimScorer
 from .settings import checks, use_backend
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Corpus",
     "MaxSimScorer",
+    "Quantized",
     "__version__",
     "checks",
     "export",
@@ -45,6 +47,7 @@ __all__ = [
     "maxsim_with_argmax",
     "pack",
     "pack_padded",
+    "quantize",
     "reference",
     "retrieve",
     "similarity_map",

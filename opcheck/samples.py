@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
-from lik_ops.opcheck import ragged
+from lik_ops.opcheck import quantized, ragged
 
 try:
     import lik_ops.ops.packaged  # registers what only packages hold; needs Triton
@@ -222,6 +222,10 @@ def maxsim_ragged_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
     return (Sample(name, args, {}) for name, args in ragged.backward_samples(dtype, device))
 
 
+def maxsim_quantized_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (Sample(name, args, {}) for name, args in quantized.samples(dtype, device))
+
+
 def _topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
     if cu_seqlens_d is not None:
         ends = cu_seqlens_d.tolist()
@@ -250,6 +254,7 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_bwd_unified": _BWD,
     "maxsim_ragged_fwd": Operator(maxsim_ragged_fwd, ragged.forward_reference, ragged.sized_forward),
     "maxsim_ragged_bwd": Operator(maxsim_ragged_bwd, ragged.backward_reference, ragged.sized_backward),
+    "maxsim_quantized_fwd": Operator(maxsim_quantized_fwd, quantized.reference, quantized.sized),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
 }
 

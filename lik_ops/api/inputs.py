@@ -20,15 +20,21 @@ from ..arguments import (
     check_options,
     check_per_token,
     check_tokens,
+    kind_of,
+    same_size,
     score_dtype,
+    shape_of,
 )
+from ..formats import FORMATS, Quantized
 from ..ops import eager, values
+from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
 from ..segments import Ragged
 from .packing import Sequences, is_sequences, packed
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
+Documents: TypeAlias = Tokens | Quantized
 Winners: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
 
 
@@ -48,6 +54,8 @@ class Given(NamedTuple):
     recompute: bool = False
     with_argmax: bool = False
     queries: Sequences | None = None  # where they came as such
+    quantized: Quantized | None = None  # what D, a stand-in without memory, stands for
+    own: bool = False  # each query has its own documents, which follow one another
     q_flat: bool = False  # it came without its first axis, which the results have to lose
     d_flat: bool = False
     refused: bool = False  # by `eager.maxsim_ragged`
@@ -88,6 +96,16 @@ def given(
         refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
+    quantized, own = D if isinstance(D, Quantized) else None, False
+    if quantized is not None:
+        Q, q_weight, D = _beside(op, Q, q_weight, quantized)
+        own = D.dim() == 4
+        if own:
+            count = len(Q) if isinstance(Q, (list, tuple)) else Q.shape[0] if Q.dim() == 3 else None
+            if count is None:
+                raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
+            same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
+            D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten(0, 1)
     as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
     q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)
     d_flat = "D" in lifts and cu_seqlens_d is None and _is_single(D)
@@ -103,7 +121,8 @@ def given(
     if is_sequences(D) and d_shape is None:
         documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    if quantized is None:
+        Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
     check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
@@ -116,8 +135,27 @@ def given(
             if values.looks(cu_seqlens):
                 values.check_cu_seqlens(op, name, cu_seqlens, of_name, of)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
-    refused = torch.compiler.is_dynamo_compiling() or (refused and all(map(operator.is_, tensors, as_given)))
-    return Given(op, *tensors, normalize, backward, recompute, with_argmax, queries, q_flat, d_flat, refused)
+    refused = (
+        quantized is not None
+        or torch.compiler.is_dynamo_compiling()
+        or (refused and all(map(operator.is_, tensors, as_given)))
+    )
+    return Given(
+        op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, own, q_flat, d_flat, refused
+    )
+
+
+def _beside(op: str, Q: Any, q_weight: Any, quantized: Quantized) -> tuple[Any, Any, Tensor]:
+    """Queries and weights in the dtype of the region, and a stand-in for the documents beside them."""
+    like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
+    if not isinstance(like, Tensor):
+        raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {kind_of(Q)}")
+    if quantized.device != like.device:
+        raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
+    if isinstance(Q, Tensor) and not Q.is_nested:
+        Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
+        like = Q
+    return Q, q_weight, tokens_like(like, quantized.shape)
 
 
 def _is_single(x: Any) -> bool:
@@ -201,7 +239,15 @@ def _short(
 
 
 def varlen(g: Given) -> tuple[Tensor, Winners | None]:
-    """Every query against every document: scores ``[Nq, Nd]`` and, if asked, winners as the queries came."""
+    """Every query against every document: scores ``[Nq, Nd]`` and, if asked, winners as the queries came.
+
+    Of quantised documents ``[Nq, K, Ld, d]`` those of each query.
+    """
+    if g.own:
+        r = g.ragged(None)
+        shape = (r.queries, -1)
+        r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
+        return _as_given(g, *_run(g, r, g.most))
     found = _short(g, g.cu_seqlens_d)
     return _as_given(g, *(_run(g, g.ragged(g.cu_seqlens_d), g.most) if found is None else found))
 
@@ -270,7 +316,21 @@ def _longest(g: Given, cu_seqlens_q: Tensor) -> int:
 
 
 def _run(g: Given, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+    if g.quantized is not None:
+        return _run_quantized(g, g.quantized, r, max_seqlen_q)
     return run(r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=g.with_argmax)
+
+
+def _run_quantized(g: Given, D: Quantized, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+    if wants_gradients(r.Q, r.q_weight):
+        raise NotImplementedError(
+            f"{g.op}: scores of quantised documents have no gradient: call it under torch.no_grad, or score"
+            " D.dequantize()"
+        )
+    dtype = argmax_dtype_for(r.D.shape[0]) if g.with_argmax else None
+    stored = D.data.flatten(0, -2).view(FORMATS[D.format].bytes), *D.per_token(), D.format
+    scores, argmax = lik.maxsim_quantized_fwd(r.Q, *stored, *r[2:], g.normalize, dtype, max_seqlen_q)
+    return scores, argmax if g.with_argmax else None
 
 
 def run(

@@ -11,12 +11,15 @@ from ..arguments import (
     Backward,
     check_indices,
     check_options,
+    check_tensor,
     check_tokens,
     check_weight,
     same_size,
     shape_of,
 )
+from ..formats import Quantized
 from ..ops import eager, values
+from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional
 from ..ops.watchers import is_memory
 from ..segments import Ragged, starts
@@ -230,7 +233,12 @@ def padded(
     backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    quantized = D if isinstance(D, Quantized) else None
+    if quantized is not None:
+        check_tensor(op, "Q", Q)
+        D = tokens_like(Q, quantized.shape)
+    else:
+        Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check_tokens(op, Q, D, ("[B, Lq, d]",), ("[B, C, Ld, d]",))
     same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
     check_weight(op, q_weight, Q)
@@ -241,16 +249,17 @@ def padded(
         values.check_lengths(op, "query_lengths", query_lengths, Q.shape[1])
         values.check_lengths(op, "doc_lengths", doc_lengths, D.shape[2])
     valid = _fits(query_lengths, Q.shape[1])[:, None] & _fits(doc_lengths, D.shape[2])
-    if not with_argmax and _reads_lengths(Q, D, q_weight):
+    if quantized is None and not with_argmax and _reads_lengths(Q, D, q_weight):
         scores = _padded_scores(Q, D, query_lengths, torch.where(valid, doc_lengths, -1), q_weight, normalize)
         return scores.masked_fill_(~valid, float("nan")), None
     # What is not valid keeps no document token, so that nothing flows back from it and nothing wins.
     masks = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(torch.where(valid, doc_lengths, 0), D.shape[2])
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
+    documents: Any = D if quantized is None else quantized
     if with_argmax:
-        scores, argmax = maxsim_with_argmax(Q, D, *masks, **options)
+        scores, argmax = maxsim_with_argmax(Q, documents, *masks, **options)
     else:
-        scores, argmax = maxsim(Q, D, *masks, **options), None
+        scores, argmax = maxsim(Q, documents, *masks, **options), None
     return torch.where(valid, scores, float("nan")), argmax
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import Backward, check, check_options, check_types
+from ..formats import Quantized
 from ..ops import eager
 from ..ops import maxsim as operators
 from ..ops.stack import autocast, functional
@@ -70,7 +71,7 @@ def maxsim(
     scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
-    if is_sequences(Q) or is_sequences(D):
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
         return inputs.varlen(g)[0]
@@ -112,7 +113,7 @@ def maxsim_pairs(
         >>> lik_ops.maxsim_pairs(torch.randn(4, 32, 128), torch.randn(4, 300, 128)).shape
         torch.Size([4])
     """
-    if is_sequences(Q) or is_sequences(D):
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = given("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
         return inputs.pairs(g)
@@ -189,7 +190,7 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
-    if is_sequences(Q) or is_sequences(D):
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
         return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))

@@ -4,6 +4,7 @@ from .backward import backward_lowmem, backward_unified
 from .forward import forward
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
+from .quantized import forward_quantized
 from .topk import best, best_of_parts
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "best",
     "best_of_parts",
     "forward",
+    "forward_quantized",
     "forward_ragged",
 ]

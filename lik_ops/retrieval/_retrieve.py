@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch.torch_version import TorchVersion
 
 from ..api.packing import is_sequences
 from ..arguments import check_flag, lift
+from ..formats import Quantized
 from ..ops import topk
 from ..ops.stack import autocast, sharding
 from ..ops.topk import Best, Search
 from . import _streamed, sources
+from .two_stage import TwoStage, of_quantized, two_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +31,10 @@ _OP = "retrieve"
 _READS_FLAG = TorchVersion(torch.__version__) < TorchVersion("2.13") and hasattr(torch.compiler, "_is_exporting_flag")
 
 
+@overload
 def retrieve(
     Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -43,7 +46,48 @@ def retrieve(
     progress: bool | None = None,
     largest: bool = True,
     sorted: bool = True,
-) -> tuple[Tensor, Tensor]:
+    coarse: None = None,
+    n_candidates: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def retrieve(
+    Q: Tensor,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized,
+    top_k: int,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+    largest: bool = True,
+    sorted: bool = True,
+    coarse: Quantized,
+    n_candidates: int | None = None,
+) -> TwoStage: ...
+
+
+def retrieve(
+    Q: Tensor,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized,
+    top_k: int,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+    largest: bool = True,
+    sorted: bool = True,
+    coarse: Quantized | None = None,
+    n_candidates: int | None = None,
+) -> tuple[Tensor, Tensor] | TwoStage:
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
     Documents are scored in chunks, and only the best so far are kept. Neither scores nor indices depend on `chunk`, to
@@ -59,7 +103,8 @@ def retrieve(
         D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; a
             tensor on the device of Q or on the CPU, or a ``numpy`` array, memory-mapped ones included; a list of
             ``[L_i, d]`` tensors or a jagged nested tensor, which are packed; or a `lik_ops.Corpus`. What is not on the
-            device of Q is copied there chunk by chunk, while the chunk before is scored.
+            device of Q is copied there chunk by chunk, while the chunk before is scored. Also a `Quantized`, on the
+            device of Q.
         top_k: how many documents to return of each query; all of them if the corpus has fewer.
         chunk: documents scored at a time; None chooses from the memory that is free.
         q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
@@ -73,10 +118,18 @@ def retrieve(
         largest: False for the lowest scores in place of the highest: NaN first, then from the lowest, those of
             documents without tokens, to the highest. Not in compiled code.
         sorted: as of `torch.topk`. False allows any order; it is the same.
+        coarse: the same documents as `lik_ops.quantize` makes them, on the device of Q. They say which documents can be
+            among the best, and only those are scored in full: what is returned is the same, to the last bit. D is then
+            a tensor, on the device of Q or on the CPU, or a `Corpus`, and of either only these documents are read.
+            Tokens have to be normalised before they are quantised. For a `Corpus`, quantise its packed tokens.
+        n_candidates: beside `coarse`, how many documents of each query to score in full, the best of `coarse`: faster
+            where the documents that can be among the best are many, and not exact.
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
-        int64 document indices. A 2-D Q drops the first axis.
+        int64 document indices. A 2-D Q drops the first axis. With `coarse` a named tuple that goes on with `rescored`,
+        how many documents were scored in full, and `proven`, how many of those returned are certain to be among the
+        best of all: int64 ``[Nq]``.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -88,12 +141,23 @@ def retrieve(
         >>> scores, indices = lik_ops.retrieve(Q, D, top_k=10, normalize=True)
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
+        >>> found = lik_ops.retrieve(Q, D, top_k=10, coarse=lik_ops.quantize(D, "int8"))
+        >>> found.proven.tolist()
+        [10, 10]
     """
     topk.reject_derivatives(_OP, Q, D, q_weight)
     if progress is not None:
         check_flag(_OP, "progress", progress)
     check_flag(_OP, "largest", largest)
     check_flag(_OP, "sorted", sorted)
+    if n_candidates is not None and coarse is None:
+        raise ValueError(f"{_OP}: n_candidates: expected None without coarse, got {n_candidates}")
+    if coarse is not None or isinstance(D, Quantized):
+        if not largest:
+            raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")
+        search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+        with torch.no_grad():
+            return of_quantized(search) if coarse is None else two_stage(search, coarse, n_candidates)
     if not largest:
         search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
         return _streamed.lowest(_OP, search, progress)

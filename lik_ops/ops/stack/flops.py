@@ -90,10 +90,16 @@ def _ragged_backward_flops(grad_scores, *args, out_val=None, **kwargs):
     return _products(needs) * 2 * _ragged_token_pairs(tensors, argmax.shape[1])[0] * tensors.Q.shape[-1]
 
 
+def _quantized_flops(Q, data, scale, minimum, format, *args, out_val=None, **kwargs):
+    tensors, longest = Ragged(Q, data, *args[:7]), args[9]
+    return 2 * _ragged_token_pairs(tensors, longest)[1] * Q.shape[-1]
+
+
 def register() -> None:
     """Tell torch's counter."""
     register_flop_formula([lik.maxsim_fwd])(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
+    register_flop_formula([lik.maxsim_quantized_fwd], get_raw=True)(_quantized_flops)
     register_flop_formula([lik.maxsim_ragged_bwd], get_raw=True)(_ragged_backward_flops)

@@ -1,0 +1,238 @@
+"""`retrieve` in two stages: quantised documents say which may be among the best, and those are scored in full.
+
+A maximum changes by no more than its arguments: if no token of a document is off by more than `error` in the L2 norm,
+``|max_t <q, x_t> - max_t <q, x'_t>| <= ||q|| * error``, and a score is off by no more than the sum of that over the
+query's tokens. To that comes what rounding may add to either score. So a coarse score gives an interval, and a document
+whose upper end is below the lower ends of k others is not among the k best.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import inputs
+from ..arguments import as_bool, check, check_count, lift, score_dtype
+from ..formats import Quantized
+from ..ops import topk
+from ..ops.topk import Best, Search
+from . import _rerank, sources
+
+_OP = "retrieve"
+_COARSE_BYTES = 64 << 20  # of coarse scores, and of the ends of their intervals
+
+
+class TwoStage(NamedTuple):
+    """What two-stage `lik_ops.retrieve` returns."""
+
+    scores: Tensor  # [Nq, k]
+    indices: Tensor  # [Nq, k]
+    rescored: Tensor  # [Nq], int64: how many documents were scored in full
+    proven: Tensor  # [Nq], int64: how many of the results are certain to be among the k best of all
+
+
+class _Coarse(NamedTuple):
+    """Coarse scores of some queries ``[n, Nd]``, and the lower and upper ends of where the full ones lie, in fp64."""
+
+    scores: Tensor
+    lower: Tensor
+    upper: Tensor
+
+
+def of_quantized(s: Search) -> Best:
+    """`retrieve` among quantised documents, by their own scores."""
+    D: Quantized = s.D
+    flat = isinstance(s.Q, Tensor) and s.Q.dim() == 2
+    topk.check_counts(_OP, s.top_k, s.chunk)
+    Q = s.Q.unsqueeze(0) if flat else s.Q
+    q_mask, q_weight = lift(s.q_mask, flat), lift(s.q_weight, flat)
+    count = _documents(D, s.cu_seqlens_d)
+    step, best = s.chunk or max(1, _COARSE_BYTES // (4 * max(len(Q), 1))), []
+    for begin in range(0, max(count, 1), step):
+        end = min(begin + step, count)
+        scores = _scores(Q, D, begin, end, s._replace(q_mask=q_mask, q_weight=q_weight))
+        values, indices = topk.first(scores, s.top_k)
+        best.append((values, indices + begin))
+    values, indices = topk.merge(best, s.top_k)
+    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
+
+
+def of_both(s: Search, coarse: Quantized, n_candidates: int | None) -> TwoStage:
+    """`retrieve` with ``coarse=``."""
+    Q, q_weight, flat = _checked(s, coarse, n_candidates)
+    q_mask, q_weight = (lift(x, flat) for x in (as_bool(s.q_mask), q_weight))
+    s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
+    count = _documents(coarse, s.cu_seqlens_d)
+    step = max(1, _COARSE_BYTES // (20 * max(count, 1)))
+    found = []
+    for begin in range(0, max(len(s.Q), 1), step):
+        some = slice(begin, begin + step)
+        masked, weighted = (None if x is None else x[some] for x in (s.q_mask, s.q_weight))
+        found.append(_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, count, n_candidates))
+    joined = TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
+    return TwoStage(*(x.squeeze(0) for x in joined)) if flat else joined
+
+
+def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -> TwoStage:
+    """The best of some queries."""
+    k = min(s.top_k, count)
+    rough = _intervals(s, coarse, _scores(s.Q, coarse, 0, count, s))
+    chosen = _certain(rough, k) if n_candidates is None else _best(rough, max(n_candidates, k))
+    numbers = torch.arange(count, device=chosen.device).expand_as(chosen)
+    rescored = chosen.sum(1)
+    width = int(rescored.max()) if rescored.numel() else 0
+    order = torch.where(chosen, numbers, count).sort(1).values[:, :width]
+    documents = torch.where(order < count, order, -1)
+    scores = _full(s, documents).masked_fill_(documents < 0, -torch.inf)
+    values, indices = topk.of_candidates(scores, documents, k)
+    proven = torch.full_like(rescored, k)
+    if n_candidates is not None and k < count:
+        rest = rough.upper.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
+        sure = (values > rest) | values.isnan() | (rest == -torch.inf)
+        proven = sure.sum(1)
+    return TwoStage(values, indices, rescored, proven)
+
+
+def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None, bool]:
+    """Queries and weights in the dtype of the region, and whether they are of one query."""
+    if not isinstance(coarse, Quantized):
+        raise TypeError(f"{_OP}: coarse: expected a Quantized, got {type(coarse).__name__}")
+    if n_candidates is not None:
+        check_count(_OP, "n_candidates", n_candidates, 1)
+    topk.check_counts(_OP, s.top_k, s.chunk)
+    if s.normalize:
+        raise ValueError(f"{_OP}: normalize: expected False beside coarse (normalise what is quantised), got True")
+    shape, dtype = _shape_of(s.D)
+    Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
+    if Q.dtype != dtype:
+        raise TypeError(f"{_OP}: D: expected {Q.dtype}, that of the autocast region, beside coarse, got {dtype}")
+    check(_OP, Q, like, s.q_mask, None, q_weight)
+    if coarse.device != Q.device:
+        raise ValueError(f"{_OP}: coarse: expected the device of Q, {Q.device}, got {coarse.device}")
+    count, expected = _documents(coarse, s.cu_seqlens_d), _documents(s.D, s.cu_seqlens_d)
+    if coarse.d != shape[-1] or count != expected or coarse.dim() == 4:
+        raise ValueError(
+            f"{_OP}: coarse: expected {expected} documents of d = {shape[-1]} as in D, got {count} of d = {coarse.d}"
+        )
+    if coarse.error is None or coarse.norm is None or coarse.error.shape != (count,):
+        raise ValueError(f"{_OP}: coarse: expected the errors of {count} documents, as `quantize` finds them")
+    return Q, q_weight, Q.dim() == 2
+
+
+def _shape_of(D: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(D, Tensor):
+        return tuple(D.shape), D.dtype
+    manifest = D._snapshot.manifest
+    return (int(D.cu_seqlens[-1]), manifest.d), manifest.dtype
+
+
+def _documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
+    return len(D) if cu_seqlens_d is None else len(cu_seqlens_d) - 1
+
+
+def _scores(Q: Tensor, D: Quantized, begin: int, end: int, s: Search) -> Tensor:
+    """Scores ``[Nq, end - begin]`` of quantised documents."""
+    if s.cu_seqlens_d is None:
+        D = D if (begin, end) == (0, len(D)) else D[begin:end]
+        g = inputs.given(
+            _OP,
+            Q,
+            D,
+            q_mask=s.q_mask,
+            d_mask=None if s.d_mask is None else s.d_mask[begin:end],
+            q_weight=s.q_weight,
+            normalize=s.normalize,
+        )
+    else:
+        bounds = s.cu_seqlens_d[begin : end + 1].to(Q.device)
+        g = inputs.given(_OP, Q, D, cu_seqlens_d=bounds, q_mask=s.q_mask, q_weight=s.q_weight, normalize=s.normalize)
+    return inputs.varlen(g)[0]
+
+
+def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
+    """Where full scores lie; anywhere, for documents or queries with NaN or infinities."""
+    assert coarse.error is not None and coarse.norm is not None
+    lengths = torch.linalg.vector_norm(s.Q.double(), dim=-1)
+    if s.q_weight is not None:
+        lengths = lengths * s.q_weight.abs()
+    if s.q_mask is not None:
+        lengths = lengths.masked_fill(~s.q_mask, 0)
+    error, norm = coarse.error.double(), coarse.norm.double()
+    _, Lq, d = s.Q.shape
+    rounding = 2 * (d + Lq + 16) * _roundoff(s.Q)
+    reach = lengths.sum(1, keepdim=True) * (error + rounding * (norm + error))
+    rough = scores.double()
+    known = reach.isfinite() & (rough.isfinite() | (rough == -torch.inf))
+    lower, upper = (torch.where(known, x, end) for x, end in ((rough - reach, -torch.inf), (rough + reach, torch.inf)))
+    return _Coarse(scores, lower, upper)
+
+
+def _roundoff(Q: Tensor) -> float:
+    """What one operation of a score may be off by, relative to its terms, with room for other orders of a sum."""
+    if Q.dtype == torch.float64:
+        return 2.0**-51
+    if Q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 2.0**-8
+    return 2.0**-21
+
+
+def _certain(rough: _Coarse, k: int) -> Tensor:
+    """Which documents ``[n, Nd]`` may be among the `k` best."""
+    if k == 0:
+        return torch.zeros_like(rough.upper, dtype=torch.bool)
+    return rough.upper >= rough.lower.topk(k, dim=1).values[:, -1:]
+
+
+def _best(rough: _Coarse, n: int) -> Tensor:
+    """The `n` documents ``[n, Nd]`` with the best coarse scores."""
+    chosen = torch.zeros_like(rough.upper, dtype=torch.bool)
+    return chosen.scatter_(1, topk.first(rough.scores, n)[1], True)
+
+
+def _full(s: Search, documents: Tensor) -> Tensor:
+    """Full scores ``[n, K]`` of documents by their index, -1 for none."""
+    D, Q, there = s.D, s.Q, documents >= 0
+    at = documents.clamp(min=0)
+    if not isinstance(D, Tensor):
+        g = inputs.Given(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
+        scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
+        return _rerank._scored(g, D._snapshot, documents.cpu(), scores)
+    cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
+    if D.device != Q.device:  # only what is needed comes to the device
+        chosen, inverse = at.cpu().unique(return_inverse=True)
+        D, cu_seqlens = _gathered(D, cu_seqlens, chosen)
+        D = D.to(Q.device)
+        d_mask = None if d_mask is None else d_mask[chosen].to(Q.device)
+        at = inverse.to(Q.device)
+    if cu_seqlens is None:
+        offsets, lengths = at * D.shape[1], torch.where(there, D.shape[1], 0)
+        D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten()
+    else:
+        bounds = cu_seqlens.to(Q.device).long()
+        offsets, lengths = bounds[at], torch.where(there, bounds.diff()[at], 0)
+    g = inputs.Given(_OP, Q, D, q_mask=s.q_mask, d_mask=as_bool(d_mask), q_weight=s.q_weight)
+    return inputs.candidates(g, offsets, lengths)[0]
+
+
+def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Some documents of a tensor on the CPU, ascending."""
+    if cu_seqlens is None:
+        return D[chosen], None
+    bounds = cu_seqlens.cpu().long()
+    lengths = bounds.diff()[chosen]
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    rows = torch.arange(int(starts[-1])) + (bounds[chosen] - starts[:-1]).repeat_interleave(lengths)
+    return D[rows], starts
+
+
+def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
+    """`of_both`, of what `retrieve` was given: a tensor of documents or a corpus."""
+    from .corpus import Corpus
+
+    if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
+        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {type(s.D).__name__}")
+    if isinstance(s.D, Corpus):
+        s = s._replace(cu_seqlens_d=s.D.cu_seqlens)
+    return of_both(s, coarse, n_candidates)

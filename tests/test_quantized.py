@@ -1,0 +1,324 @@
+"""`lik_ops.quantize` and scores of what it returns: the formulas, all layouts, what is off by how much, bad input."""
+
+import pickle
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import Quantized, quantize, reference
+from lik_ops.formats import FORMATS
+from lik_ops.portable import quantized as portable
+
+SCALES = ("token", "document", "tensor")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+every_format = pytest.mark.parametrize("format", FORMATS)
+every_scale = pytest.mark.parametrize("scale", SCALES)
+
+
+def tokens(*shape, dtype=torch.float32):
+    return torch.nn.functional.normalize(torch.randn(*shape), dim=-1).to(dtype)
+
+
+def by_hand(D, format, scale):
+    """Tokens as they count, as the formulas are written."""
+    axes = {"token": (-1,), "document": (-2, -1), "tensor": tuple(range(D.dim()))}[scale]
+    x = D.double()
+    if format == "binary":
+        s = x.abs().mean(-1, keepdim=True)
+        s = s if scale == "token" else s.amax(axes[:-1], keepdim=True)
+        return torch.where(x > 0, s, -s)
+    if format == "uint8":
+        low, high = x.amin(axes, keepdim=True), x.amax(axes, keepdim=True)
+        s = (high - low) / 255
+        return ((x - low) / s).round().clamp(0, 255) * s + low
+    s = x.abs().amax(axes, keepdim=True) / FORMATS[format].largest
+    if format == "int8":
+        return (x / s).round().clamp(-127, 127) * s
+    return (x / s).float().to(FORMATS[format].dtype).double() * s
+
+
+@every_format
+@every_scale
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_tokens_count_as_the_formulas_say(format, scale, dtype):
+    D = tokens(7, 9, 20, dtype=dtype)
+    found = quantize(D, format, scale)
+    assert found.shape == D.shape and found.dtype == dtype and found.data.dtype == FORMATS[format].dtype
+    # Where a quotient lies at the edge of two numbers, fp32 may take the other: one step.
+    step = found.scale.double().unsqueeze(-1) * (32 if format.startswith("fp8") else 1.001)
+    off = (found.dequantize(torch.float64) - by_hand(D, format, scale)).abs()
+    assert (off <= step).all() and (off > 1e-6).float().mean() < 0.01
+
+
+@every_format
+@every_scale
+def test_the_error_is_that_of_the_furthest_token(format, scale):
+    D = tokens(7, 9, 20) * torch.rand(7, 9, 1)
+    found = quantize(D, format, scale)
+    off = (found.dequantize(torch.float64) - D.double()).norm(dim=-1).amax(-1)
+    for bound, exact in ((found.error, off), (found.norm, D.double().norm(dim=-1).amax(-1))):
+        assert (bound.double() >= exact).all()
+        torch.testing.assert_close(bound.double(), exact, rtol=1e-6, atol=0)
+
+
+@every_format
+@every_scale
+def test_tokens_that_are_unlike_others(format, scale):
+    D = tokens(6, 3, 16)
+    D[1] = 0
+    D[2, 0] = 0.25
+    D[3] *= 1e-41  # no fp32 scale has an inverse for these
+    D[4, 1, 2], D[5, 2, 7] = torch.nan, torch.inf
+    found = quantize(D, format, scale)
+    x = found.dequantize()
+    spread = {"token": [(4, 1), (5, 2)], "document": [(4,), (5,)], "tensor": [...]}[scale]
+    expected = torch.zeros(6, 3, dtype=torch.bool)
+    for at in spread:
+        expected[at] = True
+    assert torch.equal(x.isnan().all(-1), expected) and torch.equal(x.isnan().any(-1), expected)
+    if scale != "tensor":
+        assert not x[1].any() and not x[3].abs().max() > 1e-40
+        torch.testing.assert_close(x[2, 0], D[2, 0], rtol=0.2 if scale == "document" else 1e-2, atol=0.1)
+        scores = lik_ops.maxsim(tokens(2, 4, 16), found)
+        assert scores[:, 4:].isnan().all() and scores[:, :4].isfinite().all()
+
+
+@every_format
+@every_scale
+def test_masked_tokens_never_matter(format, scale):
+    D, mask = tokens(5, 8, 12), torch.rand(5, 8) > 0.4
+    poisoned = torch.where(mask[..., None], D, torch.nan)
+    a = quantize(poisoned, format, scale, d_mask=mask)
+    b = quantize(D * mask[..., None], format, scale, d_mask=mask.int())
+    assert all(torch.equal(x.view(torch.uint8), b.tensors()[name].view(torch.uint8)) for name, x in a.tensors().items())
+    Q = tokens(2, 3, 12)
+    torch.testing.assert_close(
+        lik_ops.maxsim(Q, a, d_mask=mask), reference.maxsim(Q, a.dequantize(), d_mask=mask), rtol=0, atol=1e-5
+    )
+
+
+@every_format
+def test_packed_documents_have_the_scales_of_dense_ones(format):
+    D = tokens(4, 6, 20)
+    cu_seqlens = torch.tensor([0, 6, 12, 12, 18, 24], dtype=torch.int32)
+    for scale in SCALES:
+        packed, dense = quantize(D.flatten(0, 1), format, scale, cu_seqlens_d=cu_seqlens), quantize(D, format, scale)
+        assert torch.equal(packed.data.view(torch.uint8), dense.data.flatten(0, 1).view(torch.uint8))
+        some = [0, 1, 3, 4]
+        assert torch.equal(packed.error[some], dense.error) and torch.equal(packed.norm[some], dense.norm)
+        assert packed.error[2] == packed.norm[2] == 0
+
+
+def _layouts(Q, D, format):
+    """Calls with quantised documents, and the same with the tokens as they count."""
+    made = quantize(D, format)
+    x, flat = made.dequantize(Q.dtype), quantize(D.flatten(0, 1), format)
+    rows, cu = flat.dequantize(Q.dtype), torch.arange(0, D.shape[0] * D.shape[1] + 1, D.shape[1])
+    q_mask, d_mask = torch.rand(Q.shape[:2]) > 0.3, torch.rand(D.shape[:2]) > 0.3
+    q_mask[0] = d_mask[1] = False
+    kept = {
+        "q_mask": q_mask,
+        "d_mask": d_mask,
+        "q_weight": torch.randn(Q.shape[:2], dtype=torch.promote_types(Q.dtype, torch.float32)),
+    }
+    own = quantize(D.expand(len(Q), *D.shape), format)
+    lengths, listed = torch.tensor([3, 0, 1]), torch.randint(0, len(D), (len(Q), 4))
+    pairs = torch.tensor([[0, 1], [2, 4], [1, 0]])
+    for f in (lik_ops.maxsim, lik_ops.maxsim_with_argmax):
+        yield (lambda D, f=f: f(Q, D)), made, x
+        yield (lambda D, f=f: f(Q, D, **kept)), made, x
+        yield (lambda D, f=f: f(Q, D, normalize=True)), made, x
+        yield (lambda D, f=f: f(Q[0], D)), made, x
+        yield (lambda D, f=f: f(Q, D)), quantize(D[0], format), quantize(D[0], format).dequantize(Q.dtype)
+        yield (lambda D, f=f: f(list(Q), D)), made, x
+        yield (lambda D, f=f: f(Q, D, d_mask=d_mask.expand(len(Q), *d_mask.shape))), own, own.dequantize(Q.dtype)
+    yield (lambda D: lik_ops.maxsim_pairs(Q, D)), made[: len(Q)], x[: len(Q)]
+    for f in (lik_ops.maxsim_varlen, lik_ops.maxsim_varlen_with_argmax):
+        yield (lambda D, f=f: f(Q, D, None, cu)), flat, rows
+        yield (lambda D, f=f: f(Q, D, q_weight=kept["q_weight"])), made, x
+    for f in (lik_ops.maxsim_candidates_varlen, lik_ops.maxsim_candidates_varlen_with_argmax):
+        yield (lambda D, f=f: f(Q, D, cu[:-1][listed], cu.diff()[listed])), flat, rows
+    for f in (lik_ops.maxsim_pair_list, lik_ops.maxsim_pair_list_with_argmax):
+        yield (lambda D, f=f: f(Q, D, pairs)), made, x
+        yield (lambda D, f=f: f(Q, D, pairs, cu_seqlens_d=cu)), flat, rows
+    for f in (lik_ops.maxsim_padded, lik_ops.maxsim_padded_with_argmax):
+        doc_lengths = torch.randint(0, D.shape[1] + 1, (len(Q), len(D)))
+        yield (lambda D, f=f, n=doc_lengths: f(Q, D, lengths, n)), own, own.dequantize(Q.dtype)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_scores_are_those_of_the_tokens_as_they_count(format, dtype):
+    Q, D = tokens(3, 4, 20).to(dtype), tokens(5, 6, 20)
+    for n, (call, made, x) in enumerate(_layouts(Q, D, format)):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        found, expected = call(made), call(x)
+        if not isinstance(found, tuple):
+            found, expected = (found,), (expected,)
+        assert found[0].dtype == wide, n
+        # A bf16 D is the tokens rounded; what they count as is not.
+        tolerance = 1e-5 if dtype != torch.bfloat16 else 0.1
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=tolerance, msg=lambda m, n=n: f"{n}: {m}")
+        if len(found) > 1 and dtype != torch.bfloat16:
+            for a, b in zip(found[1], expected[1], strict=True):
+                assert a.dtype == torch.int64 and torch.equal(a, b), n
+
+
+@every_format
+def test_scores_and_winners_are_those_of_the_reference(format):
+    Q, D = tokens(3, 4, 20), tokens(50, 6, 20)
+    made = quantize(D, format)
+    scores, winners = lik_ops.maxsim_with_argmax(Q, made)
+    expected, won = reference.maxsim_with_argmax(Q.double(), made.dequantize(torch.float64))
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
+    at = reference.maxsim_at(Q.double(), made.dequantize(torch.float64), winners)
+    torch.testing.assert_close(at, expected, rtol=0, atol=1e-6)  # of equal similarities, the first in fp32
+    assert (winners == won).float().mean() > 0.9
+
+
+def test_bits_hang_on_no_batch(monkeypatch):
+    Q, D = tokens(4, 5, 20), tokens(60, 7, 20)
+    made = quantize(D)
+    whole, winners = lik_ops.maxsim_with_argmax(Q, made)
+    chosen = [3, 59, 0, 17]
+    assert torch.equal(lik_ops.maxsim(Q, made[chosen]), whole[:, chosen])
+    assert torch.equal(lik_ops.maxsim(Q[1:2], made[10:20]), whole[1:2, 10:20])
+    listed = torch.tensor([chosen] * 4)
+    offsets, lengths = listed * 7, torch.full_like(listed, 7)
+    flat = quantize(D.flatten(0, 1))
+    assert torch.equal(lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths), whole[:, chosen])
+    for size in (1, 40, 1000):
+        monkeypatch.setattr(portable, "TOKENS", size)
+        for a, b in zip(lik_ops.maxsim_with_argmax(Q, made), (whole, winners), strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths), whole[:, chosen])
+
+
+def test_bounds_outside_the_tokens_are_nan():
+    Q, flat = tokens(2, 3, 8), quantize(tokens(10, 8))
+    offsets, lengths = torch.tensor([[0, -1, 8], [10, 3, 2]]), torch.tensor([[3, 2, 5], [0, -1, 8]])
+    x = flat.dequantize()
+    assert torch.equal(
+        lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths).isnan(),
+        torch.tensor([[False, True, True], [False, True, False]]),
+    )
+    torch.testing.assert_close(
+        lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths),
+        lik_ops.maxsim_candidates_varlen(Q, x, offsets, lengths),
+        equal_nan=True,
+    )
+
+
+@pytest.mark.gpu
+@every_format
+def test_a_gpu_has_the_scores_of_a_cpu(format):
+    Q, D = tokens(3, 32, 128), tokens(40, 30, 128)
+    made = quantize(D, format)
+    there = quantize(D.cuda(), format)
+    assert torch.equal(there.data.cpu().view(torch.uint8), made.data.view(torch.uint8))
+    found = lik_ops.maxsim(Q.cuda(), made.to("cuda"))
+    torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, made), rtol=0, atol=1e-4)
+
+
+@every_format
+def test_kept_and_read_again(format, tmp_path):
+    pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
+    made = quantize(tokens(5, 6, 20, dtype=torch.float16), format)
+    made.save(tmp_path / "documents.safetensors")
+    for found in (Quantized.load(tmp_path / "documents.safetensors"), pickle.loads(pickle.dumps(made)), made.to("cpu")):
+        assert (found.format, found.d, found.dtype, found.shape) == (format, 20, torch.float16, made.shape)
+        assert found.tensors().keys() == made.tensors().keys()
+        assert torch.equal(found.dequantize(), made.dequantize()) and torch.equal(found.error, made.error)
+    assert repr(made) == f"Quantized([5, 6, 20], format='{format}', device='cpu')" and len(made) == 5
+    bytes_each = 20 // FORMATS[format].each + (20 % FORMATS[format].each > 0) + 4 * (1 + (format == "uint8"))
+    assert made.nbytes == 30 * bytes_each + 5 * 8
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
+    safetensors.save_file({"data": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"path: expected a file that Quantized\.save wrote, got .*x\.safetensors"):
+        Quantized.load(tmp_path / "x.safetensors")
+
+
+def test_indexing_takes_documents():
+    made = quantize(tokens(5, 6, 20), "uint8", "document")
+    for index in (slice(1, 4), [4, 0], torch.tensor([2]), torch.tensor([True, False, True, False, False])):
+        part = made[index]
+        assert torch.equal(part.dequantize(), made.dequantize()[index])
+        assert torch.equal(part.error, made.error[index]) and torch.equal(part.norm, made.norm[index])
+    assert quantize(tokens(5, 20))[1:3].error is None
+    for index in (1, (0, 1), None, ...):
+        with pytest.raises(TypeError, match="Quantized: index: expected a slice, a list or a tensor"):
+            made[index]
+
+
+def test_what_another_library_quantised():
+    """Affine numbers with a scale and a minimum for each token."""
+    D = tokens(3, 4, 8)
+    low, high = D.amin(-1), D.amax(-1)
+    scale = (high - low) / 255
+    data = ((D - low[..., None]) / scale[..., None]).round().to(torch.uint8)
+    made = Quantized(data, scale, "uint8", 8, torch.float32, minimum=low)
+    Q = tokens(2, 5, 8)
+    torch.testing.assert_close(lik_ops.maxsim(Q, made), reference.maxsim(Q, D), rtol=0, atol=0.05)
+    assert made.error is None
+
+
+def test_there_is_no_gradient_and_that_is_said():
+    Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8))
+    with pytest.raises(NotImplementedError, match=r"maxsim: scores of quantised documents have no gradient"):
+        lik_ops.maxsim(Q, made)
+    with torch.no_grad():
+        assert not lik_ops.maxsim(Q, made).requires_grad
+    args = made.data.flatten(0, 1), *made.per_token(), "int8"
+    bounds = torch.arange(0, 7, 3), torch.arange(0, 20, 5), torch.full((4,), 5)
+    scores, _ = torch.ops.lik.maxsim_quantized_fwd(Q.flatten(0, 1), *args, *bounds, *[None] * 4, False, None, 3)
+    with pytest.raises(NotImplementedError, match="lik::maxsim_quantized_fwd has no gradient"):
+        scores.sum().backward()
+
+
+def test_compiled():
+    Q, made = tokens(2, 3, 8), quantize(tokens(4, 5, 8))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def score(Q, data, scale):
+        return lik_ops.maxsim(Q, Quantized(data, scale, "int8", 8, torch.float32))
+
+    torch.testing.assert_close(score(Q, made.data, made.scale), lik_ops.maxsim(Q, made))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda D: quantize(None), TypeError, "quantize: D: expected a Tensor, got NoneType"),
+        (lambda D: quantize(D.int()), TypeError, "quantize: D: expected float16, .*, got torch.int32"),
+        (lambda D: quantize(D, "int4"), ValueError, "quantize: format: expected one of int8, uint8, .*, got 'int4'"),
+        (lambda D: quantize(D, scale="row"), ValueError, "quantize: scale: expected one of token, .*, got 'row'"),
+        (lambda D: quantize(D[0, 0]), ValueError, r"quantize: D: expected \[Ld, d\], .*, got \[8\]"),
+        (lambda D: quantize(D, cu_seqlens_d=torch.tensor([0, 4])), ValueError, r"quantize: D: expected \[Td, d\], got"),
+        (lambda D: quantize(D[0], cu_seqlens_d=torch.tensor([0, 9])), ValueError, "ascending bounds from 0 to 5"),
+        (lambda D: quantize(D, d_mask=torch.ones(4)), ValueError, r"quantize: d_mask: expected shape \[4, 5\]"),
+        (lambda D: Quantized(D, D[..., 0], "int8", 8, D.dtype), TypeError, "data: expected torch.int8 for int8, got"),
+        (lambda D: Quantized(D.char(), D, "int8", 8, D.dtype), ValueError, r"scale: expected \[4, 5\], or 1 for any"),
+        (lambda D: Quantized(D.byte(), D[..., 0], "uint8", 8, D.dtype), TypeError, "minimum: expected a Tensor, got"),
+        (lambda D: Quantized(D.byte(), D[..., 0], "binary", 8, D.dtype), ValueError, r"data: expected \[..., L, 1\]"),
+        (lambda D: lik_ops.maxsim(D[0, :, :7], quantize(D)), ValueError, r"maxsim: D: expected d = 7 as in Q"),
+        (lambda D: lik_ops.maxsim(None, quantize(D)), TypeError, "maxsim: Q: expected a Tensor or a list of tensors"),
+        (lambda D: lik_ops.maxsim(D, quantize(D[None])), ValueError, "maxsim: D: expected Nq = 4 candidate lists"),
+        (lambda D: lik_ops.maxsim(D, quantize(D), d_mask=torch.ones(2)), ValueError, "maxsim: d_mask: expected shape"),
+        (lambda D: lik_ops.similarity_map(D[0], quantize(D[0])), TypeError, "D: expected a Tensor"),
+    ],
+)
+def test_bad_input_names_the_argument(call, error, message):
+    with pytest.raises(error, match=message):
+        call(tokens(4, 5, 8))
+
+
+def test_no_documents_and_no_tokens():
+    Q = tokens(2, 3, 8)
+    for format in FORMATS:
+        for scale in SCALES:
+            assert lik_ops.maxsim(Q, quantize(torch.empty(0, 5, 8), format, scale)).shape == (2, 0)
+            assert (lik_ops.maxsim(Q, quantize(torch.empty(3, 0, 8), format, scale)) == -torch.inf).all()

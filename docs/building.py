@@ -26,6 +26,7 @@ OPERATORS = {
     "maxsim.maxsim_bwd_unified": "maxsim_bwd_unified",
     "ragged.maxsim_ragged_fwd": "maxsim_ragged_fwd",
     "ragged.maxsim_ragged_bwd": "maxsim_ragged_bwd",
+    "quantized.maxsim_quantized_fwd": "maxsim_quantized_fwd",
     "topk.maxsim_topk": "maxsim_topk",
     "packaged.maxsim_packaged": "maxsim_packaged",
 }

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from .arguments import DTYPES, check_choice, check_cu_seqlens, check_mask, check_strided, check_tensor, shape_of
+from .arguments import (
+    DTYPES,
+    check_choice,
+    check_count,
+    check_cu_seqlens,
+    check_mask,
+    check_strided,
+    check_tensor,
+    kind_of,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     import os
@@ -69,6 +79,13 @@ class Quantized:
     Raises:
         TypeError: a dtype or type is wrong.
         ValueError: a shape or device is wrong.
+
+    Example:
+        >>> data = torch.randint(0, 256, (5, 300, 128), dtype=torch.uint8)  # as another library quantised them
+        >>> scale, minimum = torch.rand(5, 300) / 100, -torch.rand(5, 300)
+        >>> D = lik_ops.Quantized(data, scale, "uint8", 128, torch.float16, minimum=minimum)
+        >>> lik_ops.maxsim(torch.randn(2, 32, 128), D).shape
+        torch.Size([2, 5])
     """
 
     data: Tensor
@@ -88,29 +105,41 @@ class Quantized:
         check_strided(op, "data", self.data)
         if self.data.dtype != kept.dtype:
             raise TypeError(f"{op}: data: expected {kept.dtype} for {self.format}, got {self.data.dtype}")
-        if self.dtype not in DTYPES:
-            raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {self.dtype}")
+        check_count(op, "d", self.d, 1)
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
+            found = self.dtype if isinstance(self.dtype, torch.dtype) else kind_of(self.dtype)
+            raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
         if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
             raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {shape_of(self.data)}")
         tokens = self.data.shape[:-1]
         self._check("scale", self.scale, tokens, required=True)
         self._check("minimum", self.minimum, tokens, required=self.format == "uint8")
         for name in ("error", "norm"):
-            found = getattr(self, name)
-            if found is not None:
-                check_tensor(op, name, found)
+            x = getattr(self, name)
+            check_tensor(op, name, x, or_none=True)
+            if x is None:
+                continue
+            check_strided(op, name, x)
+            if x.dtype != torch.float32:
+                raise TypeError(f"{op}: {name}: expected torch.float32, got {x.dtype}")
+            if x.dim() > 2 or (len(tokens) > 1 and x.shape != tokens[:-1]) or x.device != self.data.device:
+                expected = f"{list(tokens[:-1])}" if len(tokens) > 1 else "[] or [Nd]"
+                raise ValueError(
+                    f"{op}: {name}: expected {expected} on {self.data.device}, got {shape_of(x)} on {x.device}"
+                )
 
     def _check(self, name: str, x: Any, tokens: torch.Size, required: bool) -> None:
         check_tensor("Quantized", name, x, or_none=not required)
         if x is None:
             return
+        check_strided("Quantized", name, x)
         if x.dtype != torch.float32:
             raise TypeError(f"Quantized: {name}: expected torch.float32, got {x.dtype}")
         fits = x.dim() == len(tokens) and all(n in (1, size) for n, size in zip(x.shape, tokens, strict=True))
         if not fits or x.device != self.data.device:
             raise ValueError(
-                f"Quantized: {name}: expected {list(tokens)}, or 1 for any size, on {self.data.device}, got"
-                f" {shape_of(x)} on {x.device}"
+                f"Quantized: {name}: expected {list(tokens)}, or 1 for any size, on the device of data,"
+                f" {self.data.device}, got {shape_of(x)} on {x.device}"
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,10 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
         yield f"{format}-{label}", (Q.detach(), *stored, *detached, normalize, argmax_dtype, longest)
 
 
-def reference(Q, data, scale, minimum, format, *rest) -> tuple:
+def reference(Q, data, scale, minimum, format, *rest: Any) -> tuple:
     D = _counting(data, scale, minimum, format, Q.shape[-1]).to(Q.dtype)
-    return ragged.forward_reference(Q, D, *rest, "auto")
+    arguments: Any = (Q, D, *rest, "auto")
+    return ragged.forward_reference(*arguments)
 
 
 def sized(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:

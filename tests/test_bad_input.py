@@ -52,6 +52,17 @@ CALLS: dict[str, list[dict]] = {
         {"Q": Q3, "D": D3.flatten(0, 1), "cu_seqlens_d": CU_D, **SEARCH},
         {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **SEARCH},
+        {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH, "coarse": lik_ops.quantize(D3), "n_candidates": 2},
+    ],
+    "quantize": [
+        {"D": D3, "format": "int8", "scale": "token", "d_mask": MASKS["d_mask"]},
+        {"D": D3.flatten(0, 1), "format": "binary", "scale": "document", "cu_seqlens_d": CU_D},
+    ],
+    "Quantized": [
+        {
+            **{"data": D3.byte(), "scale": D3[..., 0], "format": "uint8", "d": D3.shape[-1], "dtype": torch.float32},
+            **{"minimum": D3[..., 0], "error": D3[:, 0, 0], "norm": D3[:, 0, 0]},
+        }
     ],
     "maxsim_streamed": [
         {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **STREAM},
@@ -120,6 +131,9 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{name: FLAG for name in ("normalize", "recompute", "enabled", "largest", "sorted")},
     **{("warmup", name): FLAG for name in FLAGS},
     ("MaxSimScorer", "pad_id"): OPTIONAL,
+    **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
+    **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates")},
+    ("quantize", "D"): {"meta"},
     **{(name, "progress"): FLAG | OPTIONAL for name in ("retrieve", "maxsim_streamed")},
     **{(name, "D"): {"array"} for name in ("retrieve", "maxsim_streamed")},
     **{(name, "Q"): {"meta"} for name in ("retrieve", "maxsim_streamed")},

@@ -72,6 +72,9 @@ CALLS = {
     "lengths_to_mask": lambda: lik_ops.lengths_to_mask(n_q, 3),
     "pack_padded": lambda: lik_ops.pack_padded(Q, C, n_q, n_d)[0],
     "unpack": lambda: lik_ops.unpack(PD, cu_d)[0],
+    "quantize": lambda: lik_ops.maxsim(Q.detach(), lik_ops.quantize(D)),
+    "Quantized": lambda: lik_ops.Quantized(D.detach().char(), D[..., 0].detach(), "int8", 8, D.dtype).dequantize(),
+    "retrieve, two stages": lambda: lik_ops.retrieve(Q.detach(), D.detach(), 2, coarse=lik_ops.quantize(D))[0],
     "reference": lambda: lik_ops.reference.maxsim(Q, D),
 }
 for name, call in CALLS.items():

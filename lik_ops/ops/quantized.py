@@ -58,7 +58,7 @@ def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> N
             raise ValueError(f"{_FWD}: {name}: expected the device of Q, {r.Q.device}, got {x.device}")
 
 
-@custom_op(_FWD, _SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_quantized_fwd"), _SCHEMA)
 def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Scores and winners of quantised documents: of ``data * scale``, with `minimum` added where the format has one.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import as_bool, check, check_count, lift, score_dtype
+from ..arguments import DTYPES, as_bool, check, check_count, check_strided, check_tensor, lift, score_dtype
 from ..formats import Quantized
 from ..ops import topk
 from ..ops.topk import Best, Search
@@ -101,14 +101,21 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
         raise TypeError(f"{_OP}: coarse: expected a Quantized, got {type(coarse).__name__}")
     if n_candidates is not None:
         check_count(_OP, "n_candidates", n_candidates, 1)
-    topk.check_counts(_OP, s.top_k, s.chunk)
+    shape, dtype, device = _about(s.D)
+    check_tensor(_OP, "Q", s.Q)
+    for name, found in (("Q", s.Q.dtype), ("D", dtype)):
+        if found not in DTYPES:
+            raise TypeError(f"{_OP}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+    Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
+    # Queries and documents may lie on two devices: each side is checked beside a stand-in for the other.
+    beside = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
+    D = s.D if isinstance(s.D, Tensor) else torch.empty((), dtype=dtype, device=device).expand(shape)
+    topk.check_arguments(_OP, s._replace(Q=beside, D=D, q_mask=None, q_weight=None))
+    check(_OP, Q, like if s.cu_seqlens_d is None else like.unsqueeze(0), s.q_mask, None, q_weight)
+    if device.type == "meta" or Q.is_meta:
+        raise ValueError(f"{_OP}: {'Q' if Q.is_meta else 'D'}: expected values, got a meta tensor")
     if s.normalize:
         raise ValueError(f"{_OP}: normalize: expected False beside coarse (normalise what is quantised), got True")
-    shape, dtype = _shape_of(s.D)
-    Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
-    if Q.dtype != dtype:
-        raise TypeError(f"{_OP}: D: expected {Q.dtype}, that of the autocast region, beside coarse, got {dtype}")
-    check(_OP, Q, like, s.q_mask, None, q_weight)
     if coarse.device != Q.device:
         raise ValueError(f"{_OP}: coarse: expected the device of Q, {Q.device}, got {coarse.device}")
     count, expected = _documents(coarse, s.cu_seqlens_d), _documents(s.D, s.cu_seqlens_d)
@@ -121,11 +128,13 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     return Q, q_weight, Q.dim() == 2
 
 
-def _shape_of(D: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def _about(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """The shape, dtype and device of documents."""
     if isinstance(D, Tensor):
-        return tuple(D.shape), D.dtype
+        check_strided(_OP, "D", D)
+        return tuple(D.shape), D.dtype, D.device
     manifest = D._snapshot.manifest
-    return (int(D.cu_seqlens[-1]), manifest.d), manifest.dtype
+    return (int(D.cu_seqlens[-1]), manifest.d), manifest.dtype, torch.device("cpu")
 
 
 def _documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
@@ -134,21 +143,14 @@ def _documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
 
 def _scores(Q: Tensor, D: Quantized, begin: int, end: int, s: Search) -> Tensor:
     """Scores ``[Nq, end - begin]`` of quantised documents."""
-    if s.cu_seqlens_d is None:
-        D = D if (begin, end) == (0, len(D)) else D[begin:end]
-        g = inputs.given(
-            _OP,
-            Q,
-            D,
-            q_mask=s.q_mask,
-            d_mask=None if s.d_mask is None else s.d_mask[begin:end],
-            q_weight=s.q_weight,
-            normalize=s.normalize,
-        )
-    else:
-        bounds = s.cu_seqlens_d[begin : end + 1].to(Q.device)
-        g = inputs.given(_OP, Q, D, cu_seqlens_d=bounds, q_mask=s.q_mask, q_weight=s.q_weight, normalize=s.normalize)
-    return inputs.varlen(g)[0]
+    given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize}
+    if s.cu_seqlens_d is not None:
+        given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device)
+    elif (begin, end) != (0, len(D)):
+        D = D[begin:end]
+    if s.d_mask is not None:
+        given["d_mask"] = s.d_mask[begin:end].to(Q.device)
+    return inputs.varlen(inputs.given(_OP, Q, D, **given))[0]
 
 
 def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:

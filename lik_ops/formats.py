@@ -342,7 +342,7 @@ def decoded(data: Tensor, scale: Tensor, minimum: Tensor | None, format: str, d:
         x = bits.flatten(-2)[..., :d].float().mul_(2).sub_(1)
     else:
         x = data.view(FORMATS[format].dtype).float()
-    x = x * scale.unsqueeze(-1)
+    x = x.mul_(scale.unsqueeze(-1))
     return x if minimum is None else x.add_(minimum.unsqueeze(-1))
 
 

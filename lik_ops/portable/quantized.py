@@ -42,9 +42,9 @@ def scored_decoded(
     argmax = r.Q.new_empty(0, dtype=torch.int32)
     if argmax_dtype is not None:
         argmax = r.Q.new_full(r.argmax_shape(max_seqlen_q), -1, dtype=argmax_dtype)
-    for part, rows, winners in _parts(r):
-        D = _tokens(stored, rows, r.Q)
-        found = score(part.of(r, D, rows), normalize, argmax_dtype, max_seqlen_q)
+    for part, winners in _parts(r):
+        D = _tokens(stored, part.rows, r.Q)
+        found = score(part.of(r, D), normalize, argmax_dtype, max_seqlen_q)
         scores[part.scores] = found[0]
         if argmax_dtype is not None:
             argmax[winners] = found[1][winners] if r.candidates else found[1]
@@ -68,18 +68,25 @@ class _Part:
         self.part, self.valid, self.length = part, valid, length
         self.candidates, self.pairs = r.candidates, r.pairs is not None
         self.begin = torch.cat([length.new_zeros(1), length.cumsum(0)])
-        shift = (start - self.begin[:-1]).repeat_interleave(length)
-        self.rows = torch.arange(int(self.begin[-1]), device=start.device) + shift
+        self.rows = self._rows(start)
+
+    def _rows(self, start: Tensor) -> Tensor | slice:
+        """Where its tokens lie: a slice, which is a view, of documents that follow one another."""
+        first, total = int(start[0]), int(self.begin[-1])
+        if torch.equal(start, self.begin[:-1] + first):
+            return slice(first, first + total)
+        shift = (start - self.begin[:-1]).repeat_interleave(self.length)
+        return torch.arange(total, device=start.device) + shift
 
     @property
     def scores(self) -> tuple[slice, ...]:
         """Where its scores are among all."""
         return (self.part,) if self.candidates or self.pairs else (slice(None), self.part)
 
-    def of(self, r: Ragged, D: Tensor, rows: Tensor) -> Ragged:
+    def of(self, r: Ragged, D: Tensor) -> Ragged:
         """The call for it alone. What is not valid keeps a length that is none."""
         offsets, lengths = self.begin[:-1], torch.where(self.valid, self.length, -1)
-        part = r._replace(D=D, d_mask=None if r.d_mask is None else r.d_mask[rows])
+        part = r._replace(D=D, d_mask=None if r.d_mask is None else r.d_mask[self.rows])
         if self.pairs:
             assert r.pairs is not None
             own = torch.arange(len(lengths), device=D.device)
@@ -94,8 +101,8 @@ class _Part:
         )
 
 
-def _parts(r: Ragged) -> Iterator[tuple[_Part, Tensor, tuple]]:
-    """Parts of about `TOKENS` document tokens, with their rows, and where their winners are among all."""
+def _parts(r: Ragged) -> Iterator[tuple[_Part, tuple]]:
+    """Parts of about `TOKENS` document tokens, and where their winners are among all."""
     start, length = r.d_offsets.long(), r.d_lengths.long()
     valid = (start >= 0) & (length >= 0) & (start + length <= len(r.D)) & (start + length >= start)
     if r.pairs is not None:
@@ -113,7 +120,7 @@ def _parts(r: Ragged) -> Iterator[tuple[_Part, Tensor, tuple]]:
         last = int(torch.searchsorted(before, before[begin] + TOKENS, right=True)) - 1
         some = slice(begin, min(max(last, begin + 1), count))
         part = _Part(r, some, start[some].flatten(), length[some].flatten(), valid[some].flatten())
-        yield part, part.rows, _winners_of(r, some)
+        yield part, _winners_of(r, some)
         begin = some.stop
 
 

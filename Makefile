@@ -20,12 +20,13 @@ COMPILED := $(addprefix tests/test_,aot.py aot_rows.py aot_specialized.py fallba
 INTERPRETED := tests/test_interpreter.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench figures clean
+.PHONY: help demo test test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
 	@echo "make test      tests and operator checks that need no GPU (PYTEST_ARGS=... in place of -n 2 --dist worksteal)"
 	@echo "make test-all  make test with the slow ones"
+	@echo "make test-gpu  the tests that need a GPU, by GPU_PYTHON (PART=1/2: those of half the files)"
 	@echo "make test-oldest    make test with the oldest torch and Triton, in an environment of its own"
 	@echo "make test-newest    make test with the newest of everything that pip finds, likewise"
 	@echo "make test-triton    what hangs on Triton alone, with each Triton: $(TRITONS)"
@@ -78,6 +79,12 @@ test: $(VENV)/.stamp
 
 test-oldest: $(OLDEST)/.stamp
 	@$(OLDEST)/bin/python -m pytest -q $(TEST) $(PYTEST_ARGS)
+
+# What a GPU's torch and Triton run: with the Python that is there. Compiling is most of it. PART=1/2 takes half the files.
+GPU_PYTHON ?= python3
+PART ?= 1/1
+test-gpu:
+	@$(GPU_PYTHON) -m pytest -rfs --tb=short -n auto --dist worksteal -m "gpu and not slow" --part $(PART) tests opcheck $(PYTEST_ARGS)
 
 test-newest:
 	@rm -rf $(NEWEST)

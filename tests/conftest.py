@@ -119,7 +119,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     _reduced_slices()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", help="1/2: the tests of every other file, 2/2: those of the rest")
+
+
+def part_of(names, part):
+    """Of names, those of one of several parts: ``part_of(names, "2/3")`` is every third from the second on."""
+    number, count = map(int, part.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"--part: expected 1/{count} to {count}/{count}, got {part}")
+    return sorted(set(names))[number - 1 :: count]
+
+
 def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("--part"):
+        chosen = set(part_of((str(item.path) for item in items), part))
+        config.hook.pytest_deselected(items=[item for item in items if str(item.path) not in chosen])
+        items[:] = [item for item in items if str(item.path) in chosen]
     items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each: none may be the last to begin
     if torch.cuda.is_available():
         return

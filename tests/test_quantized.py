@@ -322,3 +322,5 @@ def test_no_documents_and_no_tokens():
         for scale in SCALES:
             assert lik_ops.maxsim(Q, quantize(torch.empty(0, 5, 8), format, scale)).shape == (2, 0)
             assert (lik_ops.maxsim(Q, quantize(torch.empty(3, 0, 8), format, scale)) == -torch.inf).all()
+    none = torch.empty(2, 0, dtype=torch.long)
+    assert lik_ops.maxsim_candidates_varlen(Q, quantize(tokens(5, 8)), none, none).shape == (2, 0)

@@ -72,7 +72,7 @@ class _Part:
 
     def _rows(self, start: Tensor) -> Tensor | slice:
         """Where its tokens lie: a slice, which is a view, of documents that follow one another."""
-        first, total = int(start[0]), int(self.begin[-1])
+        first, total = int(start[0]) if len(start) else 0, int(self.begin[-1])
         if torch.equal(start, self.begin[:-1] + first):
             return slice(first, first + total)
         shift = (start - self.begin[:-1]).repeat_interleave(self.length)

@@ -52,6 +52,7 @@ CALLS: dict[str, list[dict]] = {
         {"Q": Q3, "D": D3.flatten(0, 1), "cu_seqlens_d": CU_D, **SEARCH},
         {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **SEARCH},
+        {"Q": Q3, "D": lik_ops.quantize(D3), **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH, "coarse": lik_ops.quantize(D3), "n_candidates": 2},
     ],
     "quantize": [

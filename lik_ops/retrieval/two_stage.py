@@ -17,6 +17,7 @@ from ..api import inputs
 from ..arguments import DTYPES, as_bool, check, check_count, check_strided, check_tensor, lift, score_dtype
 from ..formats import Quantized
 from ..ops import topk
+from ..ops.quantized import tokens_like
 from ..ops.topk import Best, Search
 from . import _rerank, sources
 
@@ -44,8 +45,13 @@ class _Coarse(NamedTuple):
 def of_quantized(s: Search) -> Best:
     """`retrieve` among quantised documents, by their own scores."""
     D: Quantized = s.D
-    flat = isinstance(s.Q, Tensor) and s.Q.dim() == 2
-    topk.check_counts(_OP, s.top_k, s.chunk)
+    _check_queries(s.Q)
+    like = torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)
+    beside = like.new_empty(()).expand(1, 1, D.d)
+    topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
+    own = tokens_like(s.Q, D.shape)
+    check(_OP, s.Q, own if s.cu_seqlens_d is None else own.unsqueeze(0), None, None, None)
+    flat = s.Q.dim() == 2
     Q = s.Q.unsqueeze(0) if flat else s.Q
     q_mask, q_weight = lift(s.q_mask, flat), lift(s.q_weight, flat)
     count = _documents(D, s.cu_seqlens_d)
@@ -102,10 +108,9 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     if n_candidates is not None:
         check_count(_OP, "n_candidates", n_candidates, 1)
     shape, dtype, device = _about(s.D)
-    check_tensor(_OP, "Q", s.Q)
-    for name, found in (("Q", s.Q.dtype), ("D", dtype)):
-        if found not in DTYPES:
-            raise TypeError(f"{_OP}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+    _check_queries(s.Q)
+    if dtype not in DTYPES:
+        raise TypeError(f"{_OP}: D: expected float16, bfloat16, float32 or float64, got {dtype}")
     Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
     # Queries and documents may lie on two devices: each side is checked beside a stand-in for the other.
     beside = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
@@ -126,6 +131,14 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     if coarse.error is None or coarse.norm is None or coarse.error.shape != (count,):
         raise ValueError(f"{_OP}: coarse: expected the errors of {count} documents, as `quantize` finds them")
     return Q, q_weight, Q.dim() == 2
+
+
+def _check_queries(Q: Any) -> None:
+    """Before a stand-in is made of them: torch makes none of some dtypes."""
+    check_tensor(_OP, "Q", Q)
+    check_strided(_OP, "Q", Q)
+    if Q.dtype not in DTYPES:
+        raise TypeError(f"{_OP}: Q: expected float16, bfloat16, float32 or float64, got {Q.dtype}")
 
 
 def _about(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

@@ -128,6 +128,15 @@ def test_a_fixed_number_of_candidates():
         assert torch.equal(everything.indices, expected) and (everything.proven == expected.shape[1]).all()
 
 
+def test_what_is_not_known_of_others_proves_nothing():
+    """Scores of documents 1 and 3 are NaN, of which one is scored in full: the other could come first."""
+    Q, D = torch.randn(1, 3, 8), tokens(5, 4, 8)
+    D[[1, 3], 0, 0] = torch.nan
+    found = lik_ops.retrieve(Q, D, 1, coarse=quantize(D), n_candidates=1)
+    assert found.scores.isnan().all() and found.indices.tolist() == [[1]] and found.proven.tolist() == [0]
+    assert lik_ops.retrieve(Q, D, 1, coarse=quantize(D), n_candidates=2).proven.tolist() == [1]
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantised_documents_alone(format, chunk):

@@ -96,7 +96,7 @@ def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -
     proven = torch.full_like(rescored, k)
     if n_candidates is not None and k < count:
         rest = rough.upper.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
-        sure = (values > rest) | values.isnan() | (rest == -torch.inf)
+        sure = (values > rest) | (values.isnan() & (rest < torch.inf)) | (rest == -torch.inf)
         proven = sure.sum(1)
     return TwoStage(values, indices, rescored, proven)
 

@@ -17,7 +17,7 @@ from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.warmup import warmup
 from .arguments import Backward as Backward
-from .formats import Quantized, quantize
+from .quantized import Quantized, quantize
 from .retrieval import Corpus, maxsim_streamed, retrieve
 from .scorer import MaxSimScorer
 from .settings import checks, use_backend

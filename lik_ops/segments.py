@@ -223,6 +223,13 @@ class Cut(NamedTuple):
         return _ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
 
 
+def rows_of(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of some segments behind one another, and where each of them begins there ``[n + 1]``; int64."""
+    bounds = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    shift = (start - bounds[:-1]).repeat_interleave(length)
+    return torch.arange(shift.shape[0], device=start.device) + shift, bounds
+
+
 def starts(count, length, device: torch.device) -> Tensor:
     """Where dense sequences begin once they are packed, and where the last ends: ``[count + 1]``."""
     if isinstance(count, int) and isinstance(length, int) and length > 0:

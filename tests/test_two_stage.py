@@ -69,6 +69,23 @@ def test_full_scores_lie_in_their_intervals():
         assert (rough.upper[full.isnan()] == torch.inf).all(), trial
 
 
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_coarser_products_widen_the_intervals(backend):
+    """Also where torch's setting for all backends cannot be asked any more."""
+    Q, D, _, _ = draw(1)
+    s, coarse = Search(Q, D, None, None, None, None, False, 1, None), quantize(D)
+    scores = two_stage._scores(Q, coarse, 0, len(D), s)
+    exact = two_stage._intervals(s, coarse, scores)
+    matmul = getattr(torch.backends, backend).matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        rough = two_stage._intervals(s, coarse, scores)
+    finally:
+        matmul.fp32_precision = before
+    assert (rough.upper > exact.upper).all() and (rough.lower < exact.lower).all()
+
+
 def test_a_bound_that_is_too_small_is_found():
     """The draws can tell: with a hundredth of the error some of them would be wrong."""
     wrong = 0

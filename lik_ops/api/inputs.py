@@ -25,11 +25,12 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
-from ..formats import FORMATS, Quantized
+from ..formats import FORMATS
 from ..ops import eager, values
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
+from ..quantized import Quantized
 from ..segments import Ragged
 from .packing import Sequences, is_sequences, packed
 

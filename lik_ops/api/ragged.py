@@ -17,11 +17,11 @@ from ..arguments import (
     same_size,
     shape_of,
 )
-from ..formats import Quantized
 from ..ops import eager, values
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional
 from ..ops.watchers import is_memory
+from ..quantized import Quantized
 from ..segments import Ragged, starts
 from . import inputs
 from .inputs import Tokens, given

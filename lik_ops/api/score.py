@@ -8,10 +8,10 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import Backward, check, check_options, check_types
-from ..formats import Quantized
 from ..ops import eager
 from ..ops import maxsim as operators
 from ..ops.stack import autocast, functional
+from ..quantized import Quantized
 from . import inputs
 from .inputs import Tokens, Winners, given
 from .packing import is_sequences

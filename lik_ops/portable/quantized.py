@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import score_dtype
-from ..formats import decoded
-from ..segments import Ragged, Stored
+from ..formats import decoded, part_of
+from ..segments import Ragged, Stored, rows_of
 from .blocks import may_look
+from .layout import Cells
 from .packed import forward_ragged
 
 TOKENS = 1 << 15
@@ -42,7 +43,7 @@ def scored_decoded(
     argmax = r.Q.new_empty(0, dtype=torch.int32)
     if argmax_dtype is not None:
         argmax = r.Q.new_full(r.argmax_shape(max_seqlen_q), -1, dtype=argmax_dtype)
-    for part, winners in _parts(r):
+    for part, winners in _parts(r, max_seqlen_q):
         D = _tokens(stored, part.rows, r.Q)
         found = score(part.of(r, D), normalize, argmax_dtype, max_seqlen_q)
         scores[part.scores] = found[0]
@@ -53,30 +54,21 @@ def scored_decoded(
 
 def _tokens(stored: Stored, rows: Tensor | slice, like: Tensor) -> Tensor:
     """Some tokens as they count, in the dtype of scores."""
-
-    def of(x: Tensor) -> Tensor:
-        return x if x.shape[0] == 1 else x[rows]
-
-    minimum = None if stored.minimum is None else of(stored.minimum)
-    return decoded(stored.data[rows], of(stored.scale), minimum, stored.format, like.shape[-1]).to(like.dtype)
+    scale, minimum = part_of(stored.scale, rows), part_of(stored.minimum, rows)
+    return decoded(stored.data[rows], scale, minimum, stored.format, like.shape[-1]).to(like.dtype)
 
 
 class _Part:
     """Some documents of a cross product, the candidates of some queries, or some pairs."""
 
     def __init__(self, r: Ragged, part: slice, start: Tensor, length: Tensor, valid: Tensor) -> None:
-        self.part, self.valid, self.length = part, valid, length
-        self.candidates, self.pairs = r.candidates, r.pairs is not None
-        self.begin = torch.cat([length.new_zeros(1), length.cumsum(0)])
-        self.rows = self._rows(start)
-
-    def _rows(self, start: Tensor) -> Tensor | slice:
-        """Where its tokens lie: a slice, which is a view, of documents that follow one another."""
-        first, total = int(start[0]) if len(start) else 0, int(self.begin[-1])
-        if torch.equal(start, self.begin[:-1] + first):
-            return slice(first, first + total)
-        shift = (start - self.begin[:-1]).repeat_interleave(self.length)
-        return torch.arange(total, device=start.device) + shift
+        self.part, self.candidates, self.pairs = part, r.candidates, r.pairs is not None
+        rows, bounds = rows_of(start, length)
+        self.offsets, self.lengths = bounds[:-1], torch.where(valid, length, -1)
+        # Documents that follow one another are a view.
+        first = int(rows[0]) if len(rows) else 0
+        follow = torch.equal(start, self.offsets + first)
+        self.rows: Tensor | slice = slice(first, first + len(rows)) if follow else rows
 
     @property
     def scores(self) -> tuple[slice, ...]:
@@ -85,7 +77,7 @@ class _Part:
 
     def of(self, r: Ragged, D: Tensor) -> Ragged:
         """The call for it alone. What is not valid keeps a length that is none."""
-        offsets, lengths = self.begin[:-1], torch.where(self.valid, self.length, -1)
+        offsets, lengths = self.offsets, self.lengths
         part = r._replace(D=D, d_mask=None if r.d_mask is None else r.d_mask[self.rows])
         if self.pairs:
             assert r.pairs is not None
@@ -101,26 +93,19 @@ class _Part:
         )
 
 
-def _parts(r: Ragged) -> Iterator[tuple[_Part, tuple]]:
+def _parts(r: Ragged, max_seqlen_q: int) -> Iterator[tuple[_Part, tuple]]:
     """Parts of about `TOKENS` document tokens, and where their winners are among all."""
-    start, length = r.d_offsets.long(), r.d_lengths.long()
-    valid = (start >= 0) & (length >= 0) & (start + length <= len(r.D)) & (start + length >= start)
-    if r.pairs is not None:
-        document = r.pairs[:, 1].long()
-        exists = (document >= 0) & (document < len(start))
-        safe = torch.where(exists, document, 0)
-        known = len(start) > 0
-        start, length, valid = (x[safe] if known else torch.zeros_like(safe) for x in (start, length, valid))
-        valid = exists & valid.bool()
-    length, start = torch.where(valid, length, 0), torch.where(valid, start, 0)
-    each = length.sum(1) if r.candidates else length
+    cells = Cells(r, max_seqlen_q)
+    items = cells.start, cells.length, cells.valid
+    if r.candidates and r.pairs is None:
+        items = tuple(x.view(r.d_offsets.shape) for x in items)  # type: ignore[assignment]
+    each = items[1].sum(1) if items[1].dim() == 2 else items[1]
     before = torch.cat([each.new_zeros(1), each.cumsum(0)])
     begin, count = 0, len(each)
     while begin < count:
         last = int(torch.searchsorted(before, before[begin] + TOKENS, right=True)) - 1
         some = slice(begin, min(max(last, begin + 1), count))
-        part = _Part(r, some, start[some].flatten(), length[some].flatten(), valid[some].flatten())
-        yield part, _winners_of(r, some)
+        yield _Part(r, some, *(x[some].flatten() for x in items)), _winners_of(r, some)
         begin = some.stop
 
 

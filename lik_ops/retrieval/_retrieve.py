@@ -11,10 +11,10 @@ from torch.torch_version import TorchVersion
 
 from ..api.packing import is_sequences
 from ..arguments import check_flag, lift
-from ..formats import Quantized
 from ..ops import topk
 from ..ops.stack import autocast, sharding
 from ..ops.topk import Best, Search
+from ..quantized import Quantized
 from . import _streamed, sources
 from .two_stage import TwoStage, of_quantized, two_stage
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..segments import rows_of
 from .manifest import Manifest
 from .storage import Opened, open_shard
 
@@ -93,11 +94,8 @@ class Snapshot:
 
     def gathered(self, chosen: Tensor, pinned: bool = False) -> tuple[Tensor, Tensor]:
         """The tokens of the documents ``chosen [n]``, ascending, behind one another; where each begins ``[n + 1]``."""
-        cu_seqlens = offsets(self.lengths[chosen])
-        tokens = int(cu_seqlens[-1])
-        packed = self._rows(tokens, pinned)
-        shift = self.cu_seqlens[chosen] - cu_seqlens[:-1]
-        rows = torch.arange(tokens, device="cpu") + shift.repeat_interleave(cu_seqlens.diff())
+        rows, cu_seqlens = rows_of(self.cu_seqlens[chosen], self.lengths[chosen])
+        packed = self._rows(len(rows), pinned)
         starts = torch.tensor(self.starts, device="cpu")
         bounds = cu_seqlens[torch.searchsorted(chosen, starts)].tolist()
         origins = self.cu_seqlens[starts].tolist()

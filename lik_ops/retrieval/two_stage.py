@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..api import inputs
 from ..arguments import DTYPES, as_bool, check, check_count, check_strided, check_tensor, lift, score_dtype
-from ..formats import Quantized
 from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.topk import Best, Search
+from ..quantized import Quantized
+from ..segments import rows_of
 from . import _rerank, sources
 
 _OP = "retrieve"
@@ -188,7 +189,10 @@ def _roundoff(Q: Tensor) -> float:
     """What one operation of a score may be off by, relative to its terms, with room for other orders of a sum."""
     if Q.dtype == torch.float64:
         return 2.0**-51
-    if Q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    # Of each backend: the setting for all of them raises once a newer one was used.
+    backends: Any = torch.backends  # its stubs lack some
+    matmul = backends.cuda.matmul, backends.mkldnn.matmul
+    if Q.dtype == torch.float32 and any(x.fp32_precision not in ("ieee", "none") for x in matmul):
         return 2.0**-8
     return 2.0**-21
 
@@ -236,9 +240,7 @@ def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Ten
     if cu_seqlens is None:
         return D[chosen], None
     bounds = cu_seqlens.cpu().long()
-    lengths = bounds.diff()[chosen]
-    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    rows = torch.arange(int(starts[-1])) + (bounds[chosen] - starts[:-1]).repeat_interleave(lengths)
+    rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
     return D[rows], starts
 
 

@@ -264,7 +264,8 @@ def quantize(
         return reduce(x.view(shape), -1, keepdim=True) if shape[-1] else x.new_zeros((*shape[:-1], 1))
 
     low, high = joined(low, False), joined(high, True)
-    scales = ((high - low) if format == "uint8" else high) / kept.largest
+    # By a tensor: a GPU multiplies by the inverse of a number, and every device has the same scales.
+    scales = ((high - low) if format == "uint8" else high) / torch.full((), kept.largest, device=D.device)
     # A scale that is too small for its inverse to be a number keeps nothing.
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     minimum = low if format == "uint8" else None

@@ -289,6 +289,40 @@ def test_compiled():
     torch.testing.assert_close(score(Q, made.data, made.scale), lik_ops.maxsim(Q, made))
 
 
+class _Index(torch.nn.Module):
+    def __init__(self, D):
+        super().__init__()
+        self.D = D
+
+    def forward(self, Q):
+        return lik_ops.maxsim(Q, self.D)
+
+
+@every_format
+def test_exported(format, tmp_path):
+    """Documents that a module holds become constants of the graph, whatever kept them."""
+    index, Q = _Index(quantize(tokens(5, 9, 16), format)), tokens(2, 4, 16)
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(index, (Q,), dynamic_shapes={"Q": {0: batch}})
+    assert [n.target for n in program.graph.nodes if "lik" in str(n.target)] == [
+        torch.ops.lik.maxsim_quantized_fwd.default
+    ]
+    torch.export.save(program, tmp_path / "index.pt2")
+    loaded = torch.export.load(tmp_path / "index.pt2").module()
+    for x in (Q, tokens(7, 4, 16)):
+        assert torch.equal(loaded(x), index(x))
+
+
+def test_exported_with_documents_as_arguments():
+    class Scores(torch.nn.Module):
+        def forward(self, Q, data, scale):
+            return lik_ops.maxsim(Q, Quantized(data, scale, "int8", 16, torch.float32))
+
+    D, Q = quantize(tokens(5, 9, 16)), tokens(2, 4, 16)
+    program = torch.export.export(Scores(), (Q, D.data, D.scale))
+    assert torch.equal(program.module()(Q, D.data, D.scale), lik_ops.maxsim(Q, D))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -81,6 +81,26 @@ def test_vmap_over_any_tensors_is_one_call_with_the_same_bits(kind, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_quantised_documents_has_the_same_bits(kind, device):
+    """In one call where the samples share the documents' tokens; else sample by sample."""
+
+    def call(*tensors):
+        return torch.ops.lik.maxsim_quantized_fwd(*tensors[:4], "uint8", *tensors[4:], True, torch.int32, LONGEST)
+
+    for batched in subsets(kind, 3):
+        args, in_dims = arguments(kind, batched, device)
+        D = lik_ops.quantize(args[1], "uint8")
+        args, in_dims = (args[0], D.data, D.scale, D.minimum, *args[2:]), (in_dims[0], *in_dims[1:2] * 3, *in_dims[2:])
+        with Calls() as calls:
+            actual = torch.vmap(call, in_dims)(*args)
+        shares = not {"D", "d_mask"} & {NAMES[i] for i in batched}
+        assert len(calls.names) == (1 if shares else B), [NAMES[i] for i in batched]
+        for a, e in zip(actual, one_by_one(call, args, in_dims), strict=True):
+            same_bits(a, e)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_vmapped_backwards(kind, device):
     """Of each sample's own upstream gradients, and of one that all share."""
     for batched in subsets(kind, 10):

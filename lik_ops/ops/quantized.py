@@ -14,7 +14,7 @@ from . import values
 from .custom import custom_op
 from .documented import document_bodies
 from .family import check_forward, fake_forward
-from .stack import functional
+from .stack import batching_ragged, functional
 
 _SCHEMA = (
     "(Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor cu_seqlens_q, Tensor d_offsets,"
@@ -85,4 +85,5 @@ def _no_backward(ctx, *grads):
 
 
 maxsim_quantized_fwd.register_autograd(_no_backward)
+maxsim_quantized_fwd.register_vmap(batching_ragged.quantized)
 document_bodies(maxsim_quantized_fwd)

@@ -48,7 +48,10 @@ def scored_decoded(
         found = score(part.of(r, D), normalize, argmax_dtype, max_seqlen_q)
         scores[part.scores] = found[0]
         if argmax_dtype is not None:
-            argmax[winners] = found[1][winners] if r.candidates else found[1]
+            if r.candidates:  # queries may share rows
+                argmax[winners] = torch.where(found[1][winners] < 0, argmax[winners], found[1][winners])
+            else:
+                argmax[winners] = found[1]
     return scores, argmax
 
 
@@ -113,5 +116,8 @@ def _winners_of(r: Ragged, some: slice) -> tuple:
     """Where the winners of a part are among all."""
     if not r.candidates or r.pairs is not None:
         return (some,)
-    first, last = int(r.cu_seqlens_q[some.start]), int(r.cu_seqlens_q[some.stop])
-    return slice(None), slice(max(first, 0), max(last, 0))
+    ends = r.cu_seqlens_q[some.start : some.stop + 1]
+    inside = (ends[:-1] >= 0) & (ends[:-1] <= ends[1:]) & (ends[1:] <= r.Q.shape[0])
+    if not bool(inside.any()):
+        return slice(None), slice(0, 0)
+    return slice(None), slice(int(ends[:-1][inside].min()), int(ends[1:][inside].max()))

@@ -144,7 +144,25 @@ def forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     packed = _Packed(batch, 0, (False, False, False))
     if packed.copies_too_much:
         return batch.one_by_one(op, *constants)
-    scores, argmax = op(*packed.tensors(), *constants)
+    return _of_samples(packed, *op(*packed.tensors(), *constants))
+
+
+def quantized(info: Any, in_dims: tuple, Q, data, scale, minimum, format: str, *args: Any) -> Outputs:
+    """`lik::maxsim_quantized_fwd` of a batch: of samples that share the documents' tokens in one call."""
+    op, tensors, constants = lik.maxsim_quantized_fwd, args[:7], args[7:]
+    dims = in_dims[0], None, *in_dims[5:12]
+    if not any(dim is not None for dim in in_dims[1:4]):
+        packed = _Packed(_Batch(info.batch_size, dims, (Q, data, *tensors)), 0, (False, False, False))
+        if not (packed.layout.documents or packed.copies_too_much):
+            x = packed.tensors()
+            return _of_samples(packed, *op(x.Q, data, scale, minimum, format, *x[2:], *constants))
+    of_samples = _Batch(info.batch_size, (*in_dims[:4], *in_dims[5:12]), (Q, data, scale, minimum, *tensors))
+    return of_samples.one_by_one(lambda *x: op(*x[:4], format, *x[4:], *constants))
+
+
+def _of_samples(packed: _Packed, scores: Tensor, argmax: Tensor) -> Outputs:
+    """The results of the one call as those of the samples."""
+    batch = packed.batch
     scores, dim = packed.scores_of_samples(scores)
     if argmax.dim() == 1:
         return (scores, argmax), (dim, None)

@@ -32,6 +32,7 @@ from .similarities import (
     tile_from,
     tokens_from,
 )
+from .stored import counted, row_sums
 
 
 @triton.jit
@@ -48,7 +49,8 @@ def _search(best, where, q, x, rows, document, C: tl.constexpr):
 
 @triton.jit
 def _query_rows(x, rows, C: tl.constexpr):
-    """Query rows as the products take them; with C.SPLIT also their scales, which are plain, and which are unscaled."""
+    """Query rows as the products take them; with C.SPLIT or C.TERMS also their scales, which are plain, and which are
+    unscaled."""
     plain = rows.ok
     unscaled = rows.ok
     scale = tl.full((C.BM,), 1, tl.float32)
@@ -84,6 +86,7 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
     steps = tl.cdiv(x.d, C.BD)
     S = no_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
+    sums = tl.full((C.BM,), 0, tl.float32)
     for n in range(0, tl.cdiv(document.length, C.BN) * steps):
         c0 = n % steps * C.BD
         t0 = n // steps * C.BN
@@ -92,11 +95,15 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
         q = query_tile(x, rows, columns, C)
         tile = document_tile(x, document, document.row + t0, t, c0, C)
         S = add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
-        if C.NORMALIZE:
+        if C.STORED != "":
+            sums = row_sums(q, tl.where(c0 == 0, 0.0, sums), x.counts)
+        if C.NORMALIZE and C.STORED == "":
             squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(x, document, tile, t, c0, C)
         if c0 + C.BD >= x.d:
             similarity = S
-            if C.NORMALIZE:
+            if C.STORED != "":
+                similarity = counted(similarity, sums, x.counts, document, t, C)
+            elif C.NORMALIZE:
                 similarity = similarity * per_token(inverse_norm(squares), C)
             keep = kept_tokens(x, document, t, C)
             if x.D.mask is not None or (C.PACKED and x.tiles is not None):
@@ -157,6 +164,10 @@ def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
         lost = rows.ok & (row_where == NO_TOKEN)
         if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
             row_where = _search(row_best, row_where, q, x, rows, document, C)
+    if C.TERMS > 0:
+        row_best = row_best * scale
+        if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
+            row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
     return _normalized(row_best, x, rows, C), row_where, any_kept
 
 
@@ -288,7 +299,7 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
     None: then they are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
     """
     tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
-    x = Operands(Q, D, tiles, terms, d)
+    x = Operands(Q, D, tiles, terms, None, d)
     if C.WALK:
         _walk(x, out.scores, sizes, C)
     else:

@@ -28,7 +28,7 @@ from lik_ops.csrc_triton import (
     fp32,
     list_items,
 )
-from lik_ops.csrc_triton.arguments import Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
+from lik_ops.csrc_triton.arguments import Counts, Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
 from lik_ops.csrc_triton.backward_arguments import (
     Bounds,
     Lists,
@@ -44,6 +44,8 @@ from lik_ops.gpu.configs import Architecture, Launch
 from lik_ops.gpu.triton_versions import compile_options
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+# Of quantised documents: `Config.STORED`.
+_STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "number", "*fp8e5": "number"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ class Case:
     short: bool = False  # forward: documents of fewer tokens than a tile
     chunks: bool = False  # of lists of winners
     int32: bool = False  # backward: winners of 4 bytes, not of 2
+    stored: str = ""  # ragged forward: `Config.STORED` of quantised documents, or the type of their numbers
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
         named += ("bounds", "padded", "chunks", "short")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
+        flags += [self.stored.removeprefix("*")] if self.stored else []
         flags += [] if self.lists else ["unlisted"]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
         return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
@@ -107,8 +111,14 @@ def _queries(case: Case) -> tuple[Queries, dict]:
     return Queries(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
 
 
+def _document_pointer(case: Case) -> str:
+    if case.stored:
+        return case.stored if case.stored in _STORED else "*u8"
+    return _POINTER[case.dtype]
+
+
 def _documents(case: Case) -> tuple[Documents, dict]:
-    pointer, owner = _POINTER[case.dtype], "i32" if case.candidates else "constexpr"
+    pointer, owner = _document_pointer(case), "i32" if case.candidates else "constexpr"
     constants = {4: 1} if case.candidates else {1: 0, 4: 1}
     if case.options:
         if not case.candidates:
@@ -122,7 +132,8 @@ def _documents(case: Case) -> tuple[Documents, dict]:
 
 
 def _reads_tiles(case: Case, arch: Architecture) -> bool:
-    return arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0
+    size = 1 if case.stored else case.dtype.itemsize
+    return arch.has_descriptors and case.stored != "bits" and case.d * size % 16 == 0
 
 
 def _launch(case: Case, arch: Architecture) -> Launch:
@@ -131,7 +142,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         sizes = case.Nq, case.Lq, case.d
         if case.ragged:
             return forward_configs.forward_ragged(
-                arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, **shared
+                arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, stored=_stored(case), **shared
             )[0]
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
         launch = forward_configs.forward(arch, case.dtype, *sizes, **choices)
@@ -180,10 +191,15 @@ def _listed(case: Case) -> bool:
     return case.lists and case.kernel != "maxsim_grad_shared_tiles" and not (case.candidates or case.pairs)
 
 
+def _stored(case: Case) -> str:
+    return _STORED.get(case.stored, case.stored)
+
+
 def _levels(case: Case, arch: Architecture) -> int:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
     sizes = case.Nq, case.Lq, case.d
-    return forward_configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, **shared)[1]
+    stored = _stored(case)
+    return forward_configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, stored=stored, **shared)[1]
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
@@ -195,7 +211,7 @@ ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # th
 def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
     tiles = "constexpr"
     if _reads_tiles(case, arch):
-        element = _POINTER[case.dtype].removeprefix("*")
+        element = _document_pointer(case).removeprefix("*")
         tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
     terms: object = "constexpr"
     if case.split:
@@ -205,8 +221,17 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     out = Output("*fp32", "*i16" if case.argmax else "constexpr")
     if case.ragged:
         sizes: tuple = PackedSizes(*["i32"] * 5)
+        terms = Terms("*i8", "*fp32", "*fp32", "i32", "i32")
+        found |= {"terms": terms if launch.config.TERMS else "constexpr", "counts": _counts(case)}
         return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
     return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
+
+
+def _counts(case: Case) -> object:
+    if not case.stored:
+        return "constexpr"
+    minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
+    return Counts("*fp32", "i32", *minimum)
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:

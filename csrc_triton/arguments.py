@@ -52,8 +52,7 @@ class Counts(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads tokens from: Q and D, and of D a tensor descriptor, `Terms` and the document's `Counts`, or
-    None."""
+    """What a program reads tokens from: Q and D; of D a tensor descriptor and `Counts`, of either `Terms`, or None."""
 
     Q: Any
     D: Any
@@ -64,11 +63,13 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of a tile: where each begins, its number in the terms of Q, and whether it counts."""
+    """Query rows of a tile: where each begins, its number in the terms of Q, whether it counts, and the sum of its
+    features, where `Counts` have a minimum, else None."""
 
     ptr: Any
     number: Any
     ok: Any
+    sums: Any
 
 
 class Document(NamedTuple):

@@ -86,7 +86,6 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
     steps = tl.cdiv(x.d, C.BD)
     S = no_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
-    sums = tl.full((C.BM,), 0, tl.float32)
     for n in range(0, tl.cdiv(document.length, C.BN) * steps):
         c0 = n % steps * C.BD
         t0 = n // steps * C.BN
@@ -95,14 +94,12 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
         q = query_tile(x, rows, columns, C)
         tile = document_tile(x, document, document.row + t0, t, c0, C)
         S = add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
-        if C.STORED != "":
-            sums = row_sums(q, tl.where(c0 == 0, 0.0, sums), x.counts)
         if C.NORMALIZE and C.STORED == "":
             squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(x, document, tile, t, c0, C)
         if c0 + C.BD >= x.d:
             similarity = S
             if C.STORED != "":
-                similarity = counted(similarity, sums, x.counts, document, t, C)
+                similarity = counted(similarity, rows, x.counts, document, t, C)
             elif C.NORMALIZE:
                 similarity = similarity * per_token(inverse_norm(squares), C)
             keep = kept_tokens(x, document, t, C)
@@ -200,7 +197,12 @@ def _score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constex
     GROUPS: tl.constexpr = C.BM // C.SLOT
     Rows: tl.constexpr = group("Rows")
     keep = query_keep(x.Q, i, s, ok)
-    rows = Rows(row_pointers(x.Q, i, s), number, keep)
+    pointers = row_pointers(x.Q, i, s)
+    row_sum = None
+    if C.STORED != "":
+        if x.counts.minimum is not None:
+            row_sum = row_sums(pointers, keep, x, C)
+    rows = Rows(pointers, number, keep, row_sum)
     best, where, any_kept = _row_maxima(x, rows, document, argmax is not None, C)
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
@@ -267,7 +269,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
     keep = query_keep(x.Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     keeps = _any_row(keep, C)
     weight = query_weight(x.Q, i, s, keep)
-    rows = Rows(row_pointers(x.Q, i, s), i, keep)
+    rows = Rows(row_pointers(x.Q, i, s), i, keep, None)
     q = query_tile(x, rows, tl.arange(0, C.BD), C)
     best = per_lane(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)

@@ -89,9 +89,10 @@ def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, L
     """Scores [Nq, K] or, with pairs, [P]; a program takes one document and one query or BM // SLOT of them.
 
     Q and D are the packed rows, with strides of 0 between queries and documents; `tiles` is a descriptor of the rows of
-    D in blocks [BN, BD], or None; `counts` are the `Counts` of quantised tokens, `terms` those of query rows, or None. Winners are [K, Tq], or
-    [P, most] with pairs, or None; -1 already where no query has a row. K documents are there, or candidates of each query. A query's rows are summed as trees of
-    ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more than SLOT.
+    D in blocks [BN, BD], `terms` those of query rows, `counts` the `Counts` of quantised tokens, or None. Winners are
+    [K, Tq], or [P, most] with pairs, or None; -1 already where no query has a row. K documents are there, or candidates
+    of each query. A query's rows are summed as trees of ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more
+    than SLOT.
     """
     GROUPS: tl.constexpr = C.BM // C.SLOT
     first, queries, document, k, ok = _place(segments, sizes.Nq, sizes.K, C)

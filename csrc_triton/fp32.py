@@ -97,19 +97,23 @@ def _fp32_similarities(x, rows, document, t, C: tl.constexpr):
     """Similarities of a tile as fp32 instructions give them, feature after feature."""
     S = tl.full((C.BM, _STEP), 0, tl.float32)
     tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
+    if C.TERMS > 0:
+        scale = token_scales(x.counts, document.row + t)
     for k in tl.range(0, x.d, num_stages=1):
         q = tl.load(rows.ptr + wide(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
         y = tl.load(tokens + wide(k) * x.D.stride_d)
-        S += q[:, None].to(tl.float32) * y[None, :].to(tl.float32)
-    if C.TERMS > 0:
-        S = S * token_scales(x.counts, document.row + t)[None, :]
+        if C.TERMS > 0:
+            # Scales first: numbers alone, times queries near the largest fp32 number, would be infinite.
+            q = q.to(tl.float32)
+            y = y.to(tl.float32) * scale
+        S += q[:, None] * y[None, :]
     return S
 
 
 @triton.jit
 def odd_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
-    """Maxima and winners with what `split_product` leaves out, rows that are not `plain`, and such tokens; or
-    `terms_product`, such rows."""
+    """Maxima and winners with what `split_product` leaves out: rows that are not `plain`, and such tokens; or with
+    what `terms_product` does: such rows."""
     odd_rows = rows.ok & (plain == 0)
     best = tl.where(odd_rows, float("-inf"), best)
     where = tl.where(odd_rows, NO_TOKEN, where)

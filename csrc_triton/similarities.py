@@ -6,7 +6,7 @@ import triton.language as tl
 from .common import inverse_norm, load_rows, load_tokens, ordered_sum, square, squares_from
 from .fp32 import nearest_tf32, split, split_product
 from .maxima import per_token
-from .stored import counted, load_bits, numbers, row_sums, terms_product
+from .stored import counted, load_bits, numbers, terms_product
 
 
 @triton.jit
@@ -78,7 +78,6 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
     plain = t >= 0
     S = no_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
-    sums = tl.full((C.BM,), 0, tl.float32)
     if C.TERMS > 0:
         S = terms_product(q, document_tile(x, document, row, t, 0, C), C)
     elif x.terms is not None:
@@ -91,8 +90,6 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
     elif C.ONE_CHUNK:
         tile = document_tile(x, document, row, t, 0, C)
         S = add_product(S, q, tile, C)
-        if C.STORED != "":
-            sums = row_sums(q, sums, x.counts)
         if C.NORMALIZE and C.STORED == "":
             squares = sum_of_squares(x, document, tile, t, 0, C)
     else:
@@ -100,14 +97,12 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
             y = query_tile(x, rows, c0 + tl.arange(0, C.BD), C)
             tile = document_tile(x, document, row, t, c0, C)
             S = add_product(S, y, tile, C)
-            if C.STORED != "":
-                sums = row_sums(y, sums, x.counts)
             if C.NORMALIZE and C.STORED == "":
                 squares += sum_of_squares(x, document, tile, t, c0, C)
     if C.SPLIT:
         S = S * per_token(scale, C)
     if C.STORED != "":
-        S = counted(S, sums, x.counts, document, t, C)
+        S = counted(S, rows, x.counts, document, t, C)
     elif C.NORMALIZE:
         S = S * per_token(inverse_norm(squares), C)
     return S, plain

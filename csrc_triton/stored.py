@@ -16,7 +16,7 @@ other rows, those with NaN or an infinity included, are multiplied feature by fe
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, load_rows, load_tokens, row_pointers
+from .common import inverse_norm, load_rows, load_tokens, row_pointers, split_sum
 from .maxima import per_row, per_token
 
 _LOW = tl.constexpr(254)
@@ -60,7 +60,7 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     most = tl.max(tl.abs(q), axis=1)
     finite = tl.min((tl.abs(q) < 1e30).to(tl.int32), axis=1) > 0
     plain = finite & ((most > 1e-30) | (most == 0))
-    x = q * tl.where(plain & (most > 0), 127.0 / most, 0.0)[:, None]
+    x = tl.where(plain[:, None], q, 0.0) * (127.0 / tl.where(plain & (most > 0), most, 1.0))[:, None]
     hi = _nearest(x)
     lo = _nearest((x - hi) * _LOW)
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
@@ -86,11 +86,13 @@ def terms_product(q, x, C: tl.constexpr):
 
 
 @triton.jit
-def row_sums(q, sums, counts):
-    """`sums` with those of query rows added, which the minimum of a token is multiplied by."""
-    if counts.minimum is not None:
-        sums += tl.sum(q.to(tl.float32), axis=1)
-    return sums
+def row_sums(pointers, ok, x, C: tl.constexpr):
+    """Sums of query rows, which the minimum of a token is multiplied by; in one order, whatever the tile."""
+    total = tl.zeros(ok.shape, tl.float32)
+    for c0 in range(0, x.d, 16):
+        q = load_rows(pointers, ok, c0 + tl.arange(0, 16), x.d, x.Q.stride_d, C.WIDE)
+        total += split_sum(q.to(tl.float32), C.BM, 16)
+    return total
 
 
 @triton.jit
@@ -105,23 +107,25 @@ def token_scales(counts, t):
 
 
 @triton.jit
-def counted(S, sums, counts, document, t, C: tl.constexpr):
+def counted(S, rows, counts, document, t, C: tl.constexpr):
     """Similarities to the numbers of tokens t, as those to what they count as."""
     t = document.row + tl.minimum(t, document.length - 1)
     S = S * per_token(token_scales(counts, t), C)
     if counts.minimum is not None:
-        S += per_row(sums, C) * per_token(_values(counts.minimum, counts.minimum_each, t), C)
+        # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
+        sums = tl.broadcast_to(per_row(rows.sums, C), S.shape)
+        S = tl.fma(sums, tl.broadcast_to(per_token(_values(counts.minimum, counts.minimum_each, t), C), S.shape), S)
     return S
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Td"])
 def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     """Over the norms of what tokens count as: `scale` and, where there is one, `minimum`, fp32 ``[Td]``."""
     t = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
     ok = t < Td
     t = tl.minimum(t, Td - 1)
     s = token_scales(counts, t)
-    m = s * 0
+    m = tl.zeros_like(s)
     if counts.minimum is not None:
         m = _values(counts.minimum, counts.minimum_each, t)
     squares = tl.zeros((C.BN,), tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Config, Counts, Documents
+from ..csrc_triton.arguments import Config, Counts
 from ..csrc_triton.stored import maxsim_unit_counts
 from ..formats import FORMATS
 from ..segments import Cut, Ragged, Stored
@@ -28,7 +28,8 @@ def forward_quantized(
     counts = _counts(stored)
     if normalize:
         counts = _unit_counts(c, counts, kept)
-    scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept).forward(c, counts)
+    affine = counts.minimum is not None
+    scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept, affine).forward(c, counts)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
@@ -45,9 +46,9 @@ def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, str]:
 
 
 def _counts(stored: Stored) -> Counts:
-    minimum = stored.minimum
-    each = None if minimum is None else int(minimum.shape[0] != 1)
-    return Counts(stored.scale, int(stored.scale.shape[0] != 1), minimum, each)
+    """Kernels take them one behind another."""
+    scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
+    return Counts(scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1))
 
 
 def _unit_counts(c: Cut, counts: Counts, kept: str) -> Counts:

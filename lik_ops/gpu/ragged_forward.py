@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Counts, Documents, Output, PackedSizes, Queries, Segments, Terms
+from ..csrc_triton.arguments import Config, Counts, Documents, Output, PackedSizes, Queries, Segments, Terms
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
@@ -183,12 +183,11 @@ class PackedPlan(Plan):
         scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
         if scores.numel() == 0:
             return scores
-        if c.Tq > _INT32_MAX:
-            raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
+        _check_rows(c)
         queries, documents, segments = self._grouped(c, c.tensors)
-        groups = Queries._make(queries), Documents._make(documents), Segments._make(segments)
         sizes = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
-        args = (*groups[:2], self._tiles(c, tile), terms, counts, groups[2], Output(scores, argmax), sizes, *tile.constants)
+        tokens = Queries._make(queries), Documents._make(documents), self._tiles(c, tile)
+        args = (*tokens, terms, counts, Segments._make(segments), Output(scores, argmax), sizes, *tile.constants)
         with on_device(self.device):
             bound = launcher.launch(maxsim_forward_ragged, checked_grid(programs), args, tile.options)
         if bound is not None and bound.direct is not None and _fits(c):
@@ -197,13 +196,16 @@ class PackedPlan(Plan):
 
     def _terms(self, c: Cut, tile: _Tile) -> Terms:
         """Query rows as int8 terms."""
-        config = tile.config._replace(BM=_TERM_ROWS)
+        _check_rows(c)
+        # What it does not hang on is always the same: it is compiled once.
+        wide = 2 if self.features > _INT32_MAX else 1
+        config = Config(_TERM_ROWS, 16, tile.config.BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
-        queries, _, _ = self._grouped(c, c.tensors)
-        args = (Queries._make(queries), out, scales, c.Tq, self.d, config)
-        with on_device(self.device):
-            launcher.launch(maxsim_query_terms, (configs.cdiv(c.Tq, _TERM_ROWS),), args, {"num_warps": 4})
+        args = (Queries._make((c.Q, *self.query_strides[0], *(None,) * 6)), out, scales, c.Tq, self.d, config)
+        if c.Tq:
+            with on_device(self.device):
+                launcher.launch(maxsim_query_terms, (configs.cdiv(c.Tq, _TERM_ROWS),), args, {"num_warps": 4})
         return Terms(out, scales, scales, c.Tq, 0)  # of documents nothing is read
 
     def _grouped(self, c: Cut, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
@@ -232,6 +234,11 @@ def _pointers(group: tuple) -> tuple:
     return tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in group])
 
 
+def _check_rows(c: Cut) -> None:
+    if c.Tq > _INT32_MAX:
+        raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
+
+
 def _fits(c: Cut) -> bool:
     """Whether D has rows for a descriptor, and sizes take 32 bits: other kernels are compiled else."""
     return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q | c.Tq) <= _INT32_MAX
@@ -240,13 +247,15 @@ def _fits(c: Cut) -> bool:
 _plans: dict[tuple, PackedPlan] = {}
 
 
-def ragged_plan(c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str = "") -> PackedPlan:
-    """The plan for validated arguments like these."""
+def ragged_plan(
+    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str = "", affine: bool = False
+) -> PackedPlan:
+    """The plan for validated arguments like these; `affine`: of `Counts` with a minimum, which other kernels take."""
     tf32 = c.Q.dtype == torch.float32 and allow_tf32()
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
-    options = c.candidates, normalize, argmax_dtype, tf32, stored
+    options = c.candidates, normalize, argmax_dtype, tf32, stored, affine
     key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
     plan = _plans.get(key)
     if plan is None:

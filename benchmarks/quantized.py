@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import common
@@ -76,9 +77,8 @@ def _peers(x: Inputs) -> dict[str, Callable[[], object]]:
         for name in ("tensor", "token"):
             quantize = getattr(fp8, f"quantize_fp8_per_{name}")
             (Q8, scale_Q), (D8, scale_D) = quantize(x.Q), quantize(x.D)
-            call = fp8.maxsim_inference_fp8
-            found[f"late-interaction-kernels fp8 {name}"] = lambda Q8=Q8, D8=D8, a=scale_Q, b=scale_D: call(
-                Q8, D8, scale_Q=a, scale_D=b
+            found[f"late-interaction-kernels fp8 {name}"] = partial(
+                fp8.maxsim_inference_fp8, Q8, D8, scale_Q=scale_Q, scale_D=scale_D
             )
     except ImportError:
         pass

@@ -200,8 +200,7 @@ def _score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constex
     pointers = row_pointers(x.Q, i, s)
     row_sum = None
     if C.STORED != "":
-        if x.counts.minimum is not None:
-            row_sum = row_sums(pointers, keep, x, C)
+        row_sum = row_sums(pointers, keep, x, C)
     rows = Rows(pointers, number, keep, row_sum)
     best, where, any_kept = _row_maxima(x, rows, document, argmax is not None, C)
     if argmax is not None:

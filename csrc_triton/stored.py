@@ -87,11 +87,14 @@ def terms_product(q, x, C: tl.constexpr):
 
 @triton.jit
 def row_sums(pointers, ok, x, C: tl.constexpr):
-    """Sums of query rows, which the minimum of a token is multiplied by; in one order, whatever the tile."""
-    total = tl.zeros(ok.shape, tl.float32)
-    for c0 in range(0, x.d, 16):
-        q = load_rows(pointers, ok, c0 + tl.arange(0, 16), x.d, x.Q.stride_d, C.WIDE)
-        total += split_sum(q.to(tl.float32), C.BM, 16)
+    """Sums of query rows, in one order whatever the tile, which the minimum of a token is multiplied by; or None."""
+    if x.counts.minimum is not None:
+        total = tl.zeros(ok.shape, tl.float32)
+        for c0 in range(0, x.d, 16):
+            q = load_rows(pointers, ok, c0 + tl.arange(0, 16), x.d, x.Q.stride_d, C.WIDE)
+            total += split_sum(q.to(tl.float32), C.BM, 16)
+    else:
+        total = None
     return total
 
 

@@ -27,6 +27,7 @@ from lik_ops.csrc_triton import (
     forward_ragged,
     fp32,
     list_items,
+    stored,
 )
 from lik_ops.csrc_triton.arguments import Counts, Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
 from lik_ops.csrc_triton.backward_arguments import (
@@ -39,8 +40,8 @@ from lik_ops.csrc_triton.backward_arguments import (
     Upstream,
     Zeros,
 )
-from lik_ops.gpu import backward_configs, forward_configs
-from lik_ops.gpu.configs import Architecture, Launch
+from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward
+from lik_ops.gpu.configs import Architecture, Launch, next_power_of_2
 from lik_ops.gpu.triton_versions import compile_options
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -111,6 +112,12 @@ def _queries(case: Case) -> tuple[Queries, dict]:
     return Queries(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
 
 
+def knows(case: Case, arch: Architecture) -> bool:
+    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes."""
+    as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
+    return not (as_bytes if arch.name in quantized.KNOWS_FP8 else as_fp8)
+
+
 def _document_pointer(case: Case) -> str:
     if case.stored:
         return case.stored if case.stored in _STORED else "*u8"
@@ -175,6 +182,10 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return packed
     if case.kernel in ITEMS:
         return backward_configs.lookup(arch)
+    if case.kernel == UNIT_COUNTS:
+        return Launch(quantized.unit_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3)
+    if case.kernel == QUERY_TERMS:
+        return Launch(ragged_forward.terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_scatter":
         return backward_configs.scatter(arch, case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_sparse_documents":
@@ -205,6 +216,7 @@ def _levels(case: Case, arch: Architecture) -> int:
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
 PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
+UNIT_COUNTS, QUERY_TERMS = "maxsim_unit_counts", "maxsim_query_terms"
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -222,14 +234,15 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     if case.ragged:
         sizes: tuple = PackedSizes(*["i32"] * 5)
         terms = Terms("*i8", "*fp32", "*fp32", "i32", "i32")
-        found |= {"terms": terms if launch.config.TERMS else "constexpr", "counts": _counts(case)}
+        found |= {
+            "terms": terms if launch.config.TERMS else "constexpr",
+            "counts": _counts(case) if case.stored else "constexpr",
+        }
         return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
     return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
 
 
-def _counts(case: Case) -> object:
-    if not case.stored:
-        return "constexpr"
+def _counts(case: Case) -> Counts:
     minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
     return Counts("*fp32", "i32", *minimum)
 
@@ -333,6 +346,12 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "split_tokens":
         found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
         return fp32.split_tokens, found
+    if case.kernel == UNIT_COUNTS:
+        counts = _counts(case)
+        found = {"D": None, "counts": counts, "scale": "*fp32", "minimum": counts.minimum, "Td": "i32", "d": "i32"}
+        return stored.maxsim_unit_counts, found
+    if case.kernel == QUERY_TERMS:
+        return stored.maxsim_query_terms, {"Q": None, "out": "*i8", "scales": "*fp32", "rows": "i32", "d": "i32"}
     if case.kernel == "maxsim_scatter":
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}

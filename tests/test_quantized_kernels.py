@@ -9,7 +9,9 @@ import torch
 import lik_ops
 from lik_ops import Quantized, quantize, reference
 from lik_ops.formats import FORMATS, decoded
+from lik_ops.ops.topk import Search
 from lik_ops.portable import backend as portable
+from lik_ops.retrieval import two_stage
 from lik_ops.segments import Ragged, Stored
 
 from .support import CUDA, INTERPRETER, INTERPRETING
@@ -213,7 +215,10 @@ def test_int8_is_multiplied_by_terms_up_to_256_features(place):
                 launch, _ = forward_configs.forward_ragged(
                     arch, dtype, 3, 32, d, candidates=candidates, normalize=False, stored=stored, **shared
                 )
-                assert launch.config.TERMS == expected and (not expected or launch.config.ONE_CHUNK)
+                assert (launch.config.TERMS, launch.config.ONE_CHUNK) == (
+                    expected,
+                    bool(expected) or d <= launch.config.BD,
+                )
 
 
 def test_sums_of_the_largest_integers_fit(place):
@@ -350,9 +355,7 @@ def test_calls_of_other_scales_by_turns(place):
     for _ in range(1 if INTERPRETING else 3):  # from the second on without Triton's launcher
         for format, kind, y, expected in calls:
             found, _ = y.forward(argmax_dtype=None)
-            torch.testing.assert_close(
-                found.cpu(), expected, rtol=1e-4, atol=1e-3, msg=lambda m: f"{format} {kind}: {m}"
-            )
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3, msg=f"{format} {kind}")
 
 
 def test_plans_tell_tensors_apart(place):
@@ -391,6 +394,20 @@ def test_lengths_beyond_the_tokens_are_nan(place):
         found, winners = dataclasses.replace(p, r=bad).forward(normalize=False)
         assert found[0, :2].isnan().all() and found[0, 2] == scores[0, 2]
         assert (winners[:2] == -1).all() and torch.equal(winners[2], argmax[2])
+
+
+def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place):
+    """A query whose every feature but one is nearly half a step, and documents that int8 keeps exactly."""
+    Q, D = torch.full((1, 1, 128), 0.49 * 2 * TERMS), torch.ones(2, 3, 128)
+    Q[0, 0, 5] = 1
+    made = quantize(D.to(place.device))
+    assert not made.error.any()
+    s = Search(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
+    with place.use():
+        rough = two_stage._intervals(s, made, two_stage._scores(s.Q, made, 0, 2, s))
+    full = Q.double().sum()
+    assert ((rough.lower <= full) & (full <= rough.upper)).all()
+    assert ((rough.scores.double() - full).abs() > 120 * TERMS).all()  # else this shows nothing
 
 
 @every_format

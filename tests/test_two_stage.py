@@ -69,6 +69,22 @@ def test_full_scores_lie_in_their_intervals():
         assert (rough.upper[full.isnan()] == torch.inf).all(), trial
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_numbers_and_minima_apart_widen_the_intervals(scale):
+    """Of "uint8", whose products with either are larger than those with tokens."""
+    D, cu_seqlens = tokens(24, 12), torch.tensor([0, 6, 6, 24])
+    packed, dense = quantize(D, "uint8", scale, cu_seqlens_d=cu_seqlens), quantize(D.view(4, 6, 12), "uint8", scale)
+    s = Search(tokens(1, 2, 12), D, None, None, None, None, False, 1, None)
+    for made, bounds in ((packed, cu_seqlens), (dense, torch.arange(0, 25, 6))):
+        each, least = (x.expand(24) for x in made.per_token())
+        found = two_stage._apart(s._replace(cu_seqlens_d=None if made is dense else bounds), made)
+        largest = 12**0.5 * (255 * each + least.abs()).double()
+        for n, part in enumerate(largest[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)):
+            if len(part):
+                torch.testing.assert_close(found.expand(len(bounds) - 1)[n], part.max(), rtol=1e-6, atol=0)
+    assert two_stage._apart(s, quantize(D)) == 0
+
+
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
 def test_coarser_products_widen_the_intervals(backend):
     """Also where torch's setting for all backends cannot be asked any more."""

@@ -141,6 +141,10 @@ def forward_ragged(
     narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
     converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
     tokens = min(config.BN, 32) if narrow or converts else config.BN
+    if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill
+        launch = replace(launch, num_warps=8)
+    elif converts and arch.unit == "mma" and (argmax or stored == "bits"):
+        tokens = 16
     if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:

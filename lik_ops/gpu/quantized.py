@@ -1,4 +1,4 @@
-"""Quantised documents on a GPU: the kernel of packed tokens reads their numbers and multiplies scores by their scales."""
+"""Quantised documents on a GPU: the kernel of packed tokens reads numbers, and multiplies similarities by scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ragged_forward import documents_of, ragged_plan
 
 _INT32_MAX = 2**31 - 1
 _TOKENS, _FEATURES = 64, 64  # of a tile of `maxsim_unit_counts`
-_KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
+KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def forward_quantized(
@@ -40,7 +40,7 @@ def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, str]:
     dtype = FORMATS[stored.format].dtype
     if not dtype.is_floating_point:
         return stored.data, "int8" if dtype == torch.int8 else "number"
-    if arch.name in _KNOWS_FP8:
+    if arch.name in KNOWS_FP8:
         return stored.data.view(dtype), "number"
     return stored.data, stored.format.removeprefix("fp8_")
 
@@ -51,13 +51,18 @@ def _counts(stored: Stored) -> Counts:
     return Counts(scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1))
 
 
+def unit_config(d: int, wide: int, kept: str) -> Config:
+    """Of `maxsim_unit_counts`."""
+    BD = min(max(next_power_of_2(d), 16), _FEATURES)
+    return Config(16, _TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", STORED=kept)
+
+
 def _unit_counts(c: Cut, counts: Counts, kept: str) -> Counts:
     """What numbers count as over the norms of their tokens."""
     found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
     wide = 2 if features_span(c.Q, c.D) > _INT32_MAX else 1
     d = c.Q.shape[-1]
-    BD = min(max(next_power_of_2(d), 16), _FEATURES)
-    config = Config(16, _TOKENS, BD, 16, 1, False, False, True, wide, "ieee", STORED=kept)
+    config = unit_config(d, wide, kept)
     if c.Td:
         with on_device(c.Q.device):
             grid = checked_grid(cdiv(c.Td, _TOKENS))

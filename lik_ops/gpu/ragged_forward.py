@@ -197,9 +197,7 @@ class PackedPlan(Plan):
     def _terms(self, c: Cut, tile: _Tile) -> Terms:
         """Query rows as int8 terms."""
         _check_rows(c)
-        # What it does not hang on is always the same: it is compiled once.
-        wide = 2 if self.features > _INT32_MAX else 1
-        config = Config(_TERM_ROWS, 16, tile.config.BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
+        config = terms_config(tile.config.BD, 2 if self.features > _INT32_MAX else 1)
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
         args = (Queries._make((c.Q, *self.query_strides[0], *(None,) * 6)), out, scales, c.Tq, self.d, config)
@@ -228,6 +226,11 @@ class PackedPlan(Plan):
             self.descriptors.clear()
         found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, self._tiles(c, tile))
         return found
+
+
+def terms_config(BD: int, wide: int) -> Config:
+    """Of `maxsim_query_terms`: what it does not hang on is always the same, so that it is compiled once."""
+    return Config(_TERM_ROWS, 16, BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
 
 
 def _pointers(group: tuple) -> tuple:

@@ -131,7 +131,7 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     m = tl.zeros_like(s)
     if counts.minimum is not None:
         m = _values(counts.minimum, counts.minimum_each, t)
-    squares = tl.zeros((C.BN,), tl.float32)
+    squares = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         if C.STORED == "bits":
             x = load_bits(D.ptr, t, c0, d, D, C)

@@ -215,7 +215,8 @@ def test_int8_is_multiplied_by_terms_up_to_256_features(place):
                 launch, _ = forward_configs.forward_ragged(
                     arch, dtype, 3, 32, d, candidates=candidates, normalize=False, stored=stored, **shared
                 )
-                assert (launch.config.TERMS, launch.config.ONE_CHUNK) == (
+                found = launch.config.TERMS, launch.config.ONE_CHUNK
+                assert found == (
                     expected,
                     bool(expected) or d <= launch.config.BD,
                 )

@@ -1,6 +1,7 @@
 """`retrieve` with ``coarse=``: what the full search finds, to the last bit, whatever the documents and the format."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -79,7 +80,8 @@ def test_numbers_and_minima_apart_widen_the_intervals(scale):
         each, least = (x.expand(24) for x in made.per_token())
         found = two_stage._apart(s._replace(cu_seqlens_d=None if made is dense else bounds), made)
         largest = 12**0.5 * (255 * each + least.abs()).double()
-        for n, part in enumerate(largest[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
+            part = largest[a:b]
             if len(part):
                 torch.testing.assert_close(found.expand(len(bounds) - 1)[n], part.max(), rtol=1e-6, atol=0)
     assert two_stage._apart(s, quantize(D)) == 0

@@ -15,7 +15,7 @@ from .configs import Architecture, cdiv, next_power_of_2
 from .ragged_forward import documents_of, ragged_plan
 
 _INT32_MAX = 2**31 - 1
-_TOKENS, _FEATURES = 64, 64  # of a tile of `maxsim_unit_counts`
+_TOKENS, _FEATURES = 32, 64  # of a tile of `maxsim_unit_counts`
 KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 

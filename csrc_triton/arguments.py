@@ -39,22 +39,37 @@ class Documents(NamedTuple):
     mask_stride_l: Any
 
 
+class Counts(NamedTuple):
+    """What the numbers of quantised documents count as: times `scale`, and `minimum` added where it is not None; fp32.
+
+    `scale_each` and `minimum_each` are 1 where each token has its own, 0 where there is one for all.
+    """
+
+    scale: Any
+    scale_each: Any
+    minimum: Any
+    minimum_each: Any
+
+
 class Operands(NamedTuple):
-    """What a program reads tokens from: Q and D, and of D a tensor descriptor and `Terms`, or None."""
+    """What a program reads tokens from: Q and D; of D a tensor descriptor and `Counts`, of either `Terms`, or None."""
 
     Q: Any
     D: Any
     tiles: Any
     terms: Any
+    counts: Any
     d: Any
 
 
 class Rows(NamedTuple):
-    """Query rows of a tile: where each begins, its number in the terms of Q, and whether it counts."""
+    """Query rows of a tile: where each begins, its number in the terms of Q, whether it counts, and the sum of its
+    features, where `Counts` have a minimum, else None."""
 
     ptr: Any
     number: Any
     ok: Any
+    sums: Any
 
 
 class Document(NamedTuple):
@@ -158,6 +173,8 @@ class Config(NamedTuple):
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
     SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
     PACKED: bool = False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
+    STORED: str = ""  # ragged forward: how the features of documents are kept, see `stored`; "" as those of queries
+    TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
 
 
 class Specialization(NamedTuple):

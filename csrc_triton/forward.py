@@ -32,6 +32,7 @@ from .similarities import (
     tile_from,
     tokens_from,
 )
+from .stored import counted, row_sums
 
 
 @triton.jit
@@ -48,7 +49,8 @@ def _search(best, where, q, x, rows, document, C: tl.constexpr):
 
 @triton.jit
 def _query_rows(x, rows, C: tl.constexpr):
-    """Query rows as the products take them; with C.SPLIT also their scales, which are plain, and which are unscaled."""
+    """Query rows as the products take them; with C.SPLIT or C.TERMS also their scales, which are plain, and which are
+    unscaled."""
     plain = rows.ok
     unscaled = rows.ok
     scale = tl.full((C.BM,), 1, tl.float32)
@@ -92,11 +94,13 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
         q = query_tile(x, rows, columns, C)
         tile = document_tile(x, document, document.row + t0, t, c0, C)
         S = add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
-        if C.NORMALIZE:
+        if C.NORMALIZE and C.STORED == "":
             squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(x, document, tile, t, c0, C)
         if c0 + C.BD >= x.d:
             similarity = S
-            if C.NORMALIZE:
+            if C.STORED != "":
+                similarity = counted(similarity, rows, x.counts, document, t, C)
+            elif C.NORMALIZE:
                 similarity = similarity * per_token(inverse_norm(squares), C)
             keep = kept_tokens(x, document, t, C)
             if x.D.mask is not None or (C.PACKED and x.tiles is not None):
@@ -157,6 +161,10 @@ def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
         lost = rows.ok & (row_where == NO_TOKEN)
         if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
             row_where = _search(row_best, row_where, q, x, rows, document, C)
+    if C.TERMS > 0:
+        row_best = row_best * scale
+        if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
+            row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
     return _normalized(row_best, x, rows, C), row_where, any_kept
 
 
@@ -189,7 +197,11 @@ def _score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constex
     GROUPS: tl.constexpr = C.BM // C.SLOT
     Rows: tl.constexpr = group("Rows")
     keep = query_keep(x.Q, i, s, ok)
-    rows = Rows(row_pointers(x.Q, i, s), number, keep)
+    pointers = row_pointers(x.Q, i, s)
+    row_sum = None
+    if C.STORED != "":
+        row_sum = row_sums(pointers, keep, x, C)
+    rows = Rows(pointers, number, keep, row_sum)
     best, where, any_kept = _row_maxima(x, rows, document, argmax is not None, C)
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
@@ -256,7 +268,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
     keep = query_keep(x.Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     keeps = _any_row(keep, C)
     weight = query_weight(x.Q, i, s, keep)
-    rows = Rows(row_pointers(x.Q, i, s), i, keep)
+    rows = Rows(row_pointers(x.Q, i, s), i, keep, None)
     q = query_tile(x, rows, tl.arange(0, C.BD), C)
     best = per_lane(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
@@ -288,7 +300,7 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
     None: then they are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
     """
     tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
-    x = Operands(Q, D, tiles, terms, d)
+    x = Operands(Q, D, tiles, terms, None, d)
     if C.WALK:
         _walk(x, out.scores, sizes, C)
     else:

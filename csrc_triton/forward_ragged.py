@@ -85,13 +85,14 @@ def _queries(segments, i, ok, Tq, most):
 
 
 @triton.jit
-def maxsim_forward_ragged(Q, D, tiles, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
+def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
     """Scores [Nq, K] or, with pairs, [P]; a program takes one document and one query or BM // SLOT of them.
 
     Q and D are the packed rows, with strides of 0 between queries and documents; `tiles` is a descriptor of the rows of
-    D in blocks [BN, BD], or None. Winners are [K, Tq], or [P, most] with pairs, or None; -1 already where no query
-    has a row. K documents are there, or candidates of each query. A query's rows are summed as trees of
-    ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more than SLOT.
+    D in blocks [BN, BD], `terms` those of query rows, `counts` the `Counts` of quantised tokens, or None. Winners are
+    [K, Tq], or [P, most] with pairs, or None; -1 already where no query has a row. K documents are there, or candidates
+    of each query. A query's rows are summed as trees of ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more
+    than SLOT.
     """
     GROUPS: tl.constexpr = C.BM // C.SLOT
     first, queries, document, k, ok = _place(segments, sizes.Nq, sizes.K, C)
@@ -103,9 +104,10 @@ def maxsim_forward_ragged(Q, D, tiles, segments, out, sizes, d, LEVELS: tl.const
     mask = base
     if D.mask is not None:
         mask = D.mask + d_begin * D.mask_stride_l
-    # A descriptor has no more rows than take 32 bits.
-    found = Document(base, mask, d_begin.to(tl.int32), Ld)
-    x = Operands(Q, D, tiles, None, d)
+    if C.STORED == "":  # a descriptor has no more rows than take 32 bits
+        d_begin = d_begin.to(tl.int32)
+    found = Document(base, mask, d_begin, Ld)
+    x = Operands(Q, D, tiles, terms, counts, d)
     argmax_row = k * sizes.Tq
     if segments.pairs is not None:
         argmax_row = k * sizes.most - tl.max(begin, axis=0)

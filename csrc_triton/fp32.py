@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .common import NO_TOKEN, load_rows, load_tokens, nan_max, wide
+from .stored import token_scales
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _EXPONENT = tl.constexpr(0x7F800000)
@@ -96,16 +97,23 @@ def _fp32_similarities(x, rows, document, t, C: tl.constexpr):
     """Similarities of a tile as fp32 instructions give them, feature after feature."""
     S = tl.full((C.BM, _STEP), 0, tl.float32)
     tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
+    if C.TERMS > 0:
+        scale = token_scales(x.counts, document.row + t)
     for k in tl.range(0, x.d, num_stages=1):
         q = tl.load(rows.ptr + wide(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
         y = tl.load(tokens + wide(k) * x.D.stride_d)
+        if C.TERMS > 0:
+            # Scales first: numbers alone, times queries near the largest fp32 number, would be infinite.
+            q = q.to(tl.float32)
+            y = y.to(tl.float32) * scale
         S += q[:, None] * y[None, :]
     return S
 
 
 @triton.jit
 def odd_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
-    """Maxima and winners with what `split_product` leaves out: rows that are not `plain`, and such tokens."""
+    """Maxima and winners with what `split_product` leaves out: rows that are not `plain`, and such tokens; or with
+    what `terms_product` does: such rows."""
     odd_rows = rows.ok & (plain == 0)
     best = tl.where(odd_rows, float("-inf"), best)
     where = tl.where(odd_rows, NO_TOKEN, where)
@@ -115,8 +123,10 @@ def odd_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
         keep = t >= 0
         if x.D.mask is not None:
             keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
-        tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE)
-        odd = keep & (plain_rows(tile) == 0)
+        odd = keep & (t < 0)
+        if C.TERMS == 0:
+            tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE)
+            odd = keep & (plain_rows(tile) == 0)
         if (any_odd_row > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0):
             S = _fp32_similarities(x, rows, document, t, C)
             use = (odd_rows[:, None] & keep[None, :]) | odd[None, :]

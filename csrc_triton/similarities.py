@@ -6,15 +6,20 @@ import triton.language as tl
 from .common import inverse_norm, load_rows, load_tokens, ordered_sum, square, squares_from
 from .fp32 import nearest_tf32, split, split_product
 from .maxima import per_token
+from .stored import counted, load_bits, numbers, terms_product
 
 
 @triton.jit
 def document_tile(x, document, row, t, c0, C: tl.constexpr):
     """Features from c0 on of tokens `t`, which are `row` of a descriptor and those after it if there is one."""
     if x.tiles is not None:
-        tile = x.tiles.load([row, c0])
+        tile = x.tiles.load([row.to(tl.int32) if C.STORED != "" else row, c0])
+    elif C.STORED == "bits":
+        tile = load_bits(document.ptr, t, c0, x.d, x.D, C)
     else:
         tile = load_tokens(document.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), x.d, x.D, C.WIDE)
+    if C.STORED != "" and C.TERMS == 0:
+        tile = numbers(tile, x.Q.ptr.dtype.element_ty, C)
     return tile
 
 
@@ -73,7 +78,9 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
     plain = t >= 0
     S = no_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
-    if x.terms is not None:
+    if C.TERMS > 0:
+        S = terms_product(q, document_tile(x, document, row, t, 0, C), C)
+    elif x.terms is not None:
         scale = tl.load(x.terms.document_scales + row + tl.arange(0, C.BN))
         plain = scale > 0
         S = split_product(q, (x.tiles.load([row, 0]), x.tiles.load([row + x.terms.document_room, 0])), C)
@@ -83,18 +90,20 @@ def _similarities(q, x, rows, document, row, t, C: tl.constexpr):
     elif C.ONE_CHUNK:
         tile = document_tile(x, document, row, t, 0, C)
         S = add_product(S, q, tile, C)
-        if C.NORMALIZE:
+        if C.NORMALIZE and C.STORED == "":
             squares = sum_of_squares(x, document, tile, t, 0, C)
     else:
         for c0 in range(0, x.d, C.BD):
             y = query_tile(x, rows, c0 + tl.arange(0, C.BD), C)
             tile = document_tile(x, document, row, t, c0, C)
             S = add_product(S, y, tile, C)
-            if C.NORMALIZE:
+            if C.NORMALIZE and C.STORED == "":
                 squares += sum_of_squares(x, document, tile, t, c0, C)
     if C.SPLIT:
         S = S * per_token(scale, C)
-    if C.NORMALIZE:
+    if C.STORED != "":
+        S = counted(S, rows, x.counts, document, t, C)
+    elif C.NORMALIZE:
         S = S * per_token(inverse_norm(squares), C)
     return S, plain
 

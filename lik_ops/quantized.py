@@ -84,6 +84,8 @@ class Quantized:
         if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
             raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {shape_of(self.data)}")
         tokens = self.data.shape[:-1]
+        if self.minimum is not None and self.format != "uint8":
+            raise TypeError(f"{op}: minimum: expected None for {self.format}, got {kind_of(self.minimum)}")
         for name, required in (("scale", True), ("minimum", self.format == "uint8")):
             x = getattr(self, name)
             fits = _has_sizes(x, tokens)

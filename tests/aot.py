@@ -27,8 +27,9 @@ from lik_ops.csrc_triton import (
     forward_ragged,
     fp32,
     list_items,
+    stored,
 )
-from lik_ops.csrc_triton.arguments import Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
+from lik_ops.csrc_triton.arguments import Counts, Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
 from lik_ops.csrc_triton.backward_arguments import (
     Bounds,
     Lists,
@@ -39,11 +40,13 @@ from lik_ops.csrc_triton.backward_arguments import (
     Upstream,
     Zeros,
 )
-from lik_ops.gpu import backward_configs, forward_configs
-from lik_ops.gpu.configs import Architecture, Launch
+from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward
+from lik_ops.gpu.configs import Architecture, Launch, next_power_of_2
 from lik_ops.gpu.triton_versions import compile_options
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+# Of quantised documents: `Config.STORED`.
+_STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "number", "*fp8e5": "number"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class Case:
     short: bool = False  # forward: documents of fewer tokens than a tile
     chunks: bool = False  # of lists of winners
     int32: bool = False  # backward: winners of 4 bytes, not of 2
+    stored: str = ""  # ragged forward: `Config.STORED` of quantised documents, or the type of their numbers
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
         named += ("bounds", "padded", "chunks", "short")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
+        flags += [self.stored.removeprefix("*")] if self.stored else []
         flags += [] if self.lists else ["unlisted"]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
         return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
@@ -107,8 +112,20 @@ def _queries(case: Case) -> tuple[Queries, dict]:
     return Queries(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
 
 
+def knows(case: Case, arch: Architecture) -> bool:
+    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes."""
+    as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
+    return not (as_bytes if arch.name in quantized.KNOWS_FP8 else as_fp8)
+
+
+def _document_pointer(case: Case) -> str:
+    if case.stored:
+        return case.stored if case.stored in _STORED else "*u8"
+    return _POINTER[case.dtype]
+
+
 def _documents(case: Case) -> tuple[Documents, dict]:
-    pointer, owner = _POINTER[case.dtype], "i32" if case.candidates else "constexpr"
+    pointer, owner = _document_pointer(case), "i32" if case.candidates else "constexpr"
     constants = {4: 1} if case.candidates else {1: 0, 4: 1}
     if case.options:
         if not case.candidates:
@@ -122,7 +139,8 @@ def _documents(case: Case) -> tuple[Documents, dict]:
 
 
 def _reads_tiles(case: Case, arch: Architecture) -> bool:
-    return arch.has_descriptors and case.d * case.dtype.itemsize % 16 == 0
+    size = 1 if case.stored else case.dtype.itemsize
+    return arch.has_descriptors and case.stored != "bits" and case.d * size % 16 == 0
 
 
 def _launch(case: Case, arch: Architecture) -> Launch:
@@ -131,7 +149,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         sizes = case.Nq, case.Lq, case.d
         if case.ragged:
             return forward_configs.forward_ragged(
-                arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, **shared
+                arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, stored=_stored(case), **shared
             )[0]
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
         launch = forward_configs.forward(arch, case.dtype, *sizes, **choices)
@@ -164,6 +182,10 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return packed
     if case.kernel in ITEMS:
         return backward_configs.lookup(arch)
+    if case.kernel == UNIT_COUNTS:
+        return Launch(quantized.unit_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3)
+    if case.kernel == QUERY_TERMS:
+        return Launch(ragged_forward.terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_scatter":
         return backward_configs.scatter(arch, case.dtype, case.d, ragged=case.ragged, **shared)
     if case.kernel == "maxsim_grad_sparse_documents":
@@ -180,22 +202,28 @@ def _listed(case: Case) -> bool:
     return case.lists and case.kernel != "maxsim_grad_shared_tiles" and not (case.candidates or case.pairs)
 
 
+def _stored(case: Case) -> str:
+    return _STORED.get(case.stored, case.stored)
+
+
 def _levels(case: Case, arch: Architecture) -> int:
     shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
     sizes = case.Nq, case.Lq, case.d
-    return forward_configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, **shared)[1]
+    stored = _stored(case)
+    return forward_configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, stored=stored, **shared)[1]
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
 PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
+UNIT_COUNTS, QUERY_TERMS = "maxsim_unit_counts", "maxsim_query_terms"
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
 def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
     tiles = "constexpr"
     if _reads_tiles(case, arch):
-        element = _POINTER[case.dtype].removeprefix("*")
+        element = _document_pointer(case).removeprefix("*")
         tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
     terms: object = "constexpr"
     if case.split:
@@ -205,8 +233,18 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     out = Output("*fp32", "*i16" if case.argmax else "constexpr")
     if case.ragged:
         sizes: tuple = PackedSizes(*["i32"] * 5)
+        terms = Terms("*i8", "*fp32", "*fp32", "i32", "i32")
+        found |= {
+            "terms": terms if launch.config.TERMS else "constexpr",
+            "counts": _counts(case) if case.stored else "constexpr",
+        }
         return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
     return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
+
+
+def _counts(case: Case) -> Counts:
+    minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
+    return Counts("*fp32", "i32", *minimum)
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:
@@ -308,6 +346,12 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "split_tokens":
         found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
         return fp32.split_tokens, found
+    if case.kernel == UNIT_COUNTS:
+        counts = _counts(case)
+        found = {"D": None, "counts": counts, "scale": "*fp32", "minimum": counts.minimum, "Td": "i32", "d": "i32"}
+        return stored.maxsim_unit_counts, found
+    if case.kernel == QUERY_TERMS:
+        return stored.maxsim_query_terms, {"Q": None, "out": "*i8", "scales": "*fp32", "rows": "i32", "d": "i32"}
     if case.kernel == "maxsim_scatter":
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}

@@ -15,7 +15,7 @@ from lik_ops.gpu import forward_configs, forward_table
 from lik_ops.gpu.configs import ARCHITECTURES, Architecture
 from lik_ops.gpu.forward_table import Rule, Tile
 
-from .aot import Case, fingerprint
+from .aot import QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
 SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
@@ -145,6 +145,31 @@ MORE_TERMS = [
     *(Case(FORWARD, _FP32, 64, Nq, Lq, candidates=True, wide=1) for Nq, Lq in ((1, 1), (64, 128), (64, 300))),
     *(Case(FORWARD, _FP32, d, 64, Lq, split=True, **_EVERYTHING) for d in (16, 64) for Lq in (32, 300)),
     Case(FORWARD, _FP32, 128, 64, 128, split=True, **_EVERYTHING),
+]
+
+# Quantised documents: numbers that are multiplied by terms or converted, FP8 as such and as bytes, bits.
+_KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits")
+STORED = [
+    Case(FORWARD, ragged=True, stored="*i8"),
+    Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
+    Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
+    Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
+    *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
+    *(Case(FORWARD, _FP32, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
+    *(
+        Case(UNIT_COUNTS, stored=stored, d=d)
+        for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300), strict=True)
+    ),
+    *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
+]
+MORE_STORED = [
+    *(
+        Case(FORWARD, dtype, d, Nq, ragged=True, stored=stored, **fields)
+        for stored in _KEPT
+        for dtype, d in itertools.product((_BF16, _FP32), (96, 128, 300))
+        for Nq, fields in ((256, {}), (256, _EVERYTHING), *([(1, {}), (1, _EVERYTHING)] if d == 128 else []))
+    ),
+    *(Case(FORWARD, _FP16, d, ragged=True, stored="*i8", wide=2, **_ALL_OPTIONS) for d in (16, 100, 256)),
 ]
 
 _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]

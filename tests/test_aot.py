@@ -6,16 +6,18 @@ import torch
 from lik_ops.gpu.configs import ARCHITECTURES
 from lik_ops.gpu.triton_versions import release
 
-from .aot import Case, Compiled, compile_for
+from .aot import Case, Compiled, compile_for, knows
 from .aot_cases import (
     DOCUMENTS,
     FORWARD,
     MORE_RAGGED,
+    MORE_STORED,
     MORE_TERMS,
     PACKED,
     RAGGED,
     SHARED,
     SPARSE,
+    STORED,
     TERMS,
     common_and_others,
 )
@@ -88,6 +90,26 @@ def test_every_configuration(case, arch):
     _check(case, arch)
 
 
+def _check_stored(case: Case, name: str) -> None:
+    if not knows(case, ARCHITECTURES[name]):
+        pytest.skip("documents come otherwise there")
+    text = _check(case, name).text
+    if case.kernel == FORWARD and case.stored == "*i8" and case.d <= 256 and not name.startswith("gfx"):
+        assert "s32.s8.s8" in text or "kind::i8" in text, f"{case} on {name}: not by int8 terms"
+
+
+@pytest.mark.parametrize("case", STORED, ids=str)
+def test_kernels_of_quantised_documents(case):
+    _check_stored(case, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", STORED + MORE_STORED, ids=str)
+def test_every_kernel_of_quantised_documents(case, arch):
+    _check_stored(case, arch)
+
+
 def _check_terms(case: Case) -> None:
     text = _check(case, "sm_90").text
     assert "f32.f16.f16" in text and "tf32" not in text
@@ -107,6 +129,10 @@ def test_every_tile_of_fp16_terms(case):
 SAME_BITS = [
     [Case(FORWARD, dtype, 64, options=options, ragged=ragged) for options in (False, True) for ragged in (False, True)]
     for dtype in (torch.bfloat16, torch.float32)
+]
+SAME_BITS += [
+    [Case(FORWARD, dtype, 64, ragged=True, stored=stored, options=options, argmax=options) for options in (False, True)]
+    for dtype, stored in ((torch.bfloat16, "*u8"), (torch.float32, "*u8"), (torch.bfloat16, "bits"))
 ]
 SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
 

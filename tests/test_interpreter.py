@@ -15,6 +15,7 @@ MODULES = [
     "test_ragged_kernels",
     "test_ragged_lists",
     "test_ragged_few",
+    "test_quantized_kernels",
     "test_masked_kernels",
     "test_eager_ragged",
     "test_eager_keys",

@@ -337,6 +337,11 @@ def test_exported_with_documents_as_arguments():
         (lambda D: Quantized(D, D[..., 0], "int8", 8, D.dtype), TypeError, "data: expected torch.int8 for int8, got"),
         (lambda D: Quantized(D.char(), D, "int8", 8, D.dtype), ValueError, r"scale: expected \[4, 5\], or 1 for any"),
         (lambda D: Quantized(D.byte(), D[..., 0], "uint8", 8, D.dtype), TypeError, "minimum: expected a Tensor, got"),
+        (
+            lambda D: Quantized(D.char(), D[..., 0], "int8", 8, D.dtype, D[..., 0]),
+            TypeError,
+            "minimum: expected None for",
+        ),
         (lambda D: Quantized(D.byte(), D[..., 0], "binary", 8, D.dtype), ValueError, r"data: expected \[..., L, 1\]"),
         (lambda D: lik_ops.maxsim(D[0, :, :7], quantize(D)), ValueError, r"maxsim: D: expected d = 7 as in Q"),
         (lambda D: lik_ops.maxsim(None, quantize(D)), TypeError, "maxsim: Q: expected a Tensor or a list of tensors"),

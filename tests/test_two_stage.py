@@ -1,6 +1,7 @@
 """`retrieve` with ``coarse=``: what the full search finds, to the last bit, whatever the documents and the format."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -67,6 +68,23 @@ def test_full_scores_lie_in_their_intervals():
         inside = (rough.lower <= full) & (full <= rough.upper)
         assert (inside | full.isnan()).all(), trial
         assert (rough.upper[full.isnan()] == torch.inf).all(), trial
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_numbers_and_minima_apart_widen_the_intervals(scale):
+    """Of "uint8", whose products with either are larger than those with tokens."""
+    D, cu_seqlens = tokens(24, 12), torch.tensor([0, 6, 6, 24])
+    packed, dense = quantize(D, "uint8", scale, cu_seqlens_d=cu_seqlens), quantize(D.view(4, 6, 12), "uint8", scale)
+    s = Search(tokens(1, 2, 12), D, None, None, None, None, False, 1, None)
+    for made, bounds in ((packed, cu_seqlens), (dense, torch.arange(0, 25, 6))):
+        each, least = (x.expand(24) for x in made.per_token())
+        found = two_stage._apart(s._replace(cu_seqlens_d=None if made is dense else bounds), made)
+        largest = 12**0.5 * (255 * each + least.abs()).double()
+        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
+            part = largest[a:b]
+            if len(part):
+                torch.testing.assert_close(found.expand(len(bounds) - 1)[n], part.max(), rtol=1e-6, atol=0)
+    assert two_stage._apart(s, quantize(D)) == 0
 
 
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])

@@ -157,7 +157,7 @@ def packed_row_maxima(c: Cut, argmax: bool, arch: Architecture) -> RowMaxima | N
 
 
 def packed(
-    c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture
+    c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: str = ""
 ) -> tuple[Launch, int]:
     """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
 
@@ -177,4 +177,5 @@ def packed(
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
         few=few,
+        stored=stored,
     )

@@ -18,6 +18,7 @@ SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16
 _PROCESSORS = 132  # of an H100 or H200
 # Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
 RESIDENT = 8 * _PROCESSORS
+_MOST_INT8 = 256  # features whose products of int8 terms are sums of 32 bits
 
 
 def forward_tiles(
@@ -94,6 +95,15 @@ def forward_split(launch: Launch, Lq: int) -> Launch:
     return replace(launch, config=config._replace(BM=2 * config.BM, LONG=False), num_stages=3)
 
 
+def _by_terms(launch: Launch, arch: Architecture, d: int) -> Launch:
+    """The forward of int8 documents, by two int8 terms of each query row: as many registers as for twice the rows."""
+    config = launch.config._replace(BD=max(launch.config.BD, next_power_of_2(d)), ONE_CHUNK=True, TERMS=2)
+    if arch.unit == "wgmma" and config.BM > 32:
+        config = config._replace(BM=64, BN=128, SLOT=min(config.SLOT, 64), TOKENS_FIRST=False)
+        return replace(launch, config=config, num_warps=4, num_stages=3, max_registers=None)
+    return replace(launch, config=config)
+
+
 def forward_ragged(
     arch: Architecture,
     dtype: torch.dtype,
@@ -108,22 +118,33 @@ def forward_ragged(
     argmax: bool,
     longest: int | None = None,
     few: bool = False,
+    stored: str = "",
 ) -> tuple[Launch, int]:
     """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
 
     No query has more tokens than `longest`, if it is known. One takes as many steps of the slot as it needs. Bounds
     that are read take registers: fewer rows than elsewhere. `few`: at most `RESIDENT` documents are scored.
+    `stored`: `Config.STORED`. The norms of such documents are in what their numbers count as.
     """
+    sums_squares = (normalize and not stored) or (bool(stored) and dtype == torch.float32)  # the latter: nothing splits
     launch = forward(
-        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32, argmax=argmax
+        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=sums_squares, wide=wide, tf32=tf32, argmax=argmax
     ).visiting()
+    launch = replace(launch, config=launch.config._replace(NORMALIZE=normalize, STORED=stored))
+    if stored == "int8" and d <= _MOST_INT8:
+        launch = _by_terms(launch, arch, d)
     config = launch.config
     rows = min(config.BM, 128)
     if rows < config.BM:
         stages = min(launch.num_stages, 3)
-        launch = replace(launch, num_warps=8 if normalize else 4, num_stages=stages, max_registers=arch.registers)
+        launch = replace(launch, num_warps=8 if sums_squares else 4, num_stages=stages, max_registers=arch.registers)
     narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
-    tokens = min(config.BN, 32) if narrow else config.BN
+    converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
+    tokens = min(config.BN, 32) if narrow or converts else config.BN
+    if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill
+        launch = replace(launch, num_warps=8)
+    elif converts and arch.unit == "mma" and (argmax or stored == "bits"):
+        tokens = 16
     if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
@@ -132,5 +153,5 @@ def forward_ragged(
     # Where it changes nothing it is set as in `forward`.
     long = longest is None or longest > slot or arch.unit == "mma" or config.SPLIT
     config = config._replace(BM=rows, BN=tokens, SLOT=slot, PACKED=True, LONG=long)
-    most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+    most = forward_tiles(arch, dtype, Lq, d, sums_squares, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1

@@ -1,22 +1,71 @@
-"""Quantised documents on a GPU: decoded to fp32, then scored by the kernels of packed tokens."""
+"""Quantised documents on a GPU: the kernel of packed tokens reads numbers, and multiplies similarities by scales."""
 
 from __future__ import annotations
-
-import logging
 
 import torch
 from torch import Tensor
 
-from ..portable.quantized import scored_decoded
-from ..segments import Ragged, Stored
-from .ragged_forward import forward_ragged
+from ..csrc_triton.arguments import Config, Counts
+from ..csrc_triton.stored import maxsim_unit_counts
+from ..formats import FORMATS
+from ..segments import Cut, Ragged, Stored
+from . import launcher
+from .arguments import architecture, checked_grid, features_span, on_device
+from .configs import Architecture, cdiv, next_power_of_2
+from .ragged_forward import documents_of, ragged_plan
 
-_log = logging.getLogger("lik_ops")
+_INT32_MAX = 2**31 - 1
+_TOKENS, _FEATURES = 32, 64  # of a tile of `maxsim_unit_counts`
+KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def forward_quantized(
     r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
-    _log.debug("no kernel reads %s yet: %d tokens are decoded to fp32 first", stored.format, len(stored.data))
-    return scored_decoded(forward_ragged, r, stored, normalize, argmax_dtype, max_seqlen_q)
+    data, kept = _as_read(stored, architecture(r.Q.device))
+    c = Cut.of(r._replace(D=data), max_seqlen_q)
+    counts = _counts(stored)
+    if normalize:
+        counts = _unit_counts(c, counts, kept)
+    affine = counts.minimum is not None
+    scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept, affine).forward(c, counts)
+    return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+
+
+def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, str]:
+    """The numbers as the kernel reads them, and `Config.STORED`."""
+    if stored.format == "binary":
+        return stored.data, "bits"
+    dtype = FORMATS[stored.format].dtype
+    if not dtype.is_floating_point:
+        return stored.data, "int8" if dtype == torch.int8 else "number"
+    if arch.name in KNOWS_FP8:
+        return stored.data.view(dtype), "number"
+    return stored.data, stored.format.removeprefix("fp8_")
+
+
+def _counts(stored: Stored) -> Counts:
+    """Kernels take them one behind another."""
+    scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
+    return Counts(scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1))
+
+
+def unit_config(d: int, wide: int, kept: str) -> Config:
+    """Of `maxsim_unit_counts`."""
+    BD = min(max(next_power_of_2(d), 16), _FEATURES)
+    return Config(16, _TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", STORED=kept)
+
+
+def _unit_counts(c: Cut, counts: Counts, kept: str) -> Counts:
+    """What numbers count as over the norms of their tokens."""
+    found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
+    wide = 2 if features_span(c.Q, c.D) > _INT32_MAX else 1
+    d = c.Q.shape[-1]
+    config = unit_config(d, wide, kept)
+    if c.Td:
+        with on_device(c.Q.device):
+            grid = checked_grid(cdiv(c.Td, _TOKENS))
+            args = (documents_of(c), counts, *found, c.Td, d, config)
+            launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
+    return Counts(found[0], 1, found[1], None if found[1] is None else 1)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Documents, Output, PackedSizes, Queries, Segments
+from ..csrc_triton.arguments import Config, Counts, Documents, Output, PackedSizes, Queries, Segments, Terms
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
+from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
 from . import choose, configs, forward_configs, gluon_configs, launcher, rows
 from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
@@ -23,6 +24,7 @@ _LEAST_SLOT = 16
 _INT32_MAX = 2**31 - 1
 _MOST_PLANS = _MOST_TILES = 4096
 _MOST_DESCRIPTORS = 64  # that a plan keeps
+_TERM_ROWS = 16  # of a program of `maxsim_query_terms`
 
 
 def _per_row(x: Tensor | None) -> tuple:
@@ -58,15 +60,17 @@ class _Tile:
 class PackedPlan(Plan):
     """A forward of tensors of one description, whatever their rows: what follows from it is worked out once.
 
+    `stored` is `Config.STORED`: how documents keep their features, "" as queries do. Else calls have `Counts`.
+
     Ragged calls seldom have the same rows twice. So tiles are kept by what they hang on, and the descriptor of D by
     where D was and how many rows it had.
     """
 
     instead = "maxsim_forward_ragged"
 
-    def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str) -> None:
         super().__init__(c.Q, argmax_dtype)
-        self.arch, self.normalize = architecture(c.Q.device), normalize
+        self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
         self.query_strides = (0, *c.Q.stride()[-2:]), _per_row(c.q_mask)[1:], _per_row(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
@@ -74,15 +78,16 @@ class PackedPlan(Plan):
         self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
         # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        self.reads_tiles = choose.reads_packed_tiles(c, self.arch)
-        self.by_rows = self.reads_tiles and not (self.single or normalize) and c.d_mask is None and c.q_lengths is None
+        self.reads_tiles = stored != "bits" and choose.reads_packed_tiles(c, self.arch)
+        plain = not (stored or self.single or normalize)
+        self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
         self.calls = Calls()
 
-    def forward(self, c: Cut) -> tuple[Tensor, Tensor | None]:
+    def forward(self, c: Cut, counts: Counts | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
-        return self._tried(c) if self.by_rows else self._plain(c)
+        return self._tried(c) if self.by_rows else self._plain(c, counts)
 
     def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
         """The same by way of row maxima, where these are chosen."""
@@ -97,9 +102,9 @@ class PackedPlan(Plan):
         scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
         return scores, argmax[0] if argmax else None
 
-    def _plain(self, c: Cut) -> tuple[Tensor, Tensor | None]:
+    def _plain(self, c: Cut, counts: Counts | None = None) -> tuple[Tensor, Tensor | None]:
         argmax = None if self.argmax_dtype is None else self._new_winners(c)
-        return self._scores(c, argmax), argmax
+        return self._scores(c, argmax, counts), argmax
 
     def _new_winners(self, c: Cut) -> Tensor:
         """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
@@ -114,12 +119,12 @@ class PackedPlan(Plan):
         if len(self.tiles) >= _MOST_TILES:
             self.tiles.clear()
         argmax = self.argmax_dtype is not None
-        launch, levels = choose.packed(c, Lq, wide, few, self.normalize, argmax, self.arch)
+        launch, levels = choose.packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
         _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
         tile = self.tiles[c.queries, Lq, wide, few] = _Tile(launch, levels, self.d, self.arch)
         return tile
 
-    def _scores(self, c: Cut, argmax: Tensor | None) -> Tensor:
+    def _scores(self, c: Cut, argmax: Tensor | None, counts: Counts | None) -> Tensor:
         """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
@@ -138,6 +143,12 @@ class PackedPlan(Plan):
         pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight
+        terms = self._terms(c, tile) if tile.config.TERMS and queries and documents else None
+        found: list = [None, None]
+        if counts is not None:
+            found = [None if group is None else _pointers(group) for group in (terms, counts)]
+            pointers += found[1][0], found[1][2] or 0
+            merged |= pointers[10] | pointers[11]
         odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
         bound = tile.bound.get(odd)
         if (
@@ -147,35 +158,53 @@ class PackedPlan(Plan):
             or current_device() != self.index
             or launcher.hooks_set()
         ):
-            return self._scores_by_launcher(c, argmax, tile, programs, odd)
+            return self._scores_by_launcher(c, argmax, counts, terms, tile, programs, odd)
         scores = self.new_scores(shape, strides)
         descriptor: tuple = (None,)
         if self.reads_tiles and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
-        groups = self._grouped(c, pointers)
+        groups = self._grouped(c, pointers[:10])
         winners = None if argmax is None else argmax.data_ptr()
         out, sizes = (scores.data_ptr(), winners), (queries, columns, Tq, Td, most)
-        args = (*groups[:2], *descriptor, groups[2], out, sizes, *tile.constants)
+        args = (*groups[:2], *descriptor, *found, groups[2], out, sizes, *tile.constants)
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 
     def _scores_by_launcher(
-        self, c: Cut, argmax: Tensor | None, tile: _Tile, programs: int, odd: tuple[bool, ...]
+        self,
+        c: Cut,
+        argmax: Tensor | None,
+        counts: Counts | None,
+        terms: Terms | None,
+        tile: _Tile,
+        programs: int,
+        odd: tuple[bool, ...],
     ) -> Tensor:
         scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
         if scores.numel() == 0:
             return scores
-        if c.Tq > _INT32_MAX:
-            raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
+        _check_rows(c)
         queries, documents, segments = self._grouped(c, c.tensors)
-        groups = Queries._make(queries), Documents._make(documents), Segments._make(segments)
         sizes = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
-        args = (*groups[:2], self._tiles(c, tile), groups[2], Output(scores, argmax), sizes, *tile.constants)
+        tokens = Queries._make(queries), Documents._make(documents), self._tiles(c, tile)
+        args = (*tokens, terms, counts, Segments._make(segments), Output(scores, argmax), sizes, *tile.constants)
         with on_device(self.device):
             bound = launcher.launch(maxsim_forward_ragged, checked_grid(programs), args, tile.options)
         if bound is not None and bound.direct is not None and _fits(c):
             tile.bound[odd] = bound
         return scores
+
+    def _terms(self, c: Cut, tile: _Tile) -> Terms:
+        """Query rows as int8 terms."""
+        _check_rows(c)
+        config = terms_config(tile.config.BD, 2 if self.features > _INT32_MAX else 1)
+        out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
+        scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
+        args = (Queries._make((c.Q, *self.query_strides[0], *(None,) * 6)), out, scales, c.Tq, self.d, config)
+        if c.Tq:
+            with on_device(self.device):
+                launcher.launch(maxsim_query_terms, (configs.cdiv(c.Tq, _TERM_ROWS),), args, {"num_warps": 4})
+        return Terms(out, scales, scales, c.Tq, 0)  # of documents nothing is read
 
     def _grouped(self, c: Cut, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
         """Tensors or pointers, in the order of `Cut`, in that of `Queries`, `Documents` and `Segments`."""
@@ -199,6 +228,20 @@ class PackedPlan(Plan):
         return found
 
 
+def terms_config(BD: int, wide: int) -> Config:
+    """Of `maxsim_query_terms`: what it does not hang on is always the same, so that it is compiled once."""
+    return Config(_TERM_ROWS, 16, BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
+
+
+def _pointers(group: tuple) -> tuple:
+    return tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in group])
+
+
+def _check_rows(c: Cut) -> None:
+    if c.Tq > _INT32_MAX:
+        raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
+
+
 def _fits(c: Cut) -> bool:
     """Whether D has rows for a descriptor, and sizes take 32 bits: other kernels are compiled else."""
     return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q | c.Tq) <= _INT32_MAX
@@ -207,18 +250,21 @@ def _fits(c: Cut) -> bool:
 _plans: dict[tuple, PackedPlan] = {}
 
 
-def ragged_plan(c: Cut, normalize: bool, argmax_dtype: torch.dtype | None) -> PackedPlan:
-    """The plan for validated arguments like these."""
+def ragged_plan(
+    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str = "", affine: bool = False
+) -> PackedPlan:
+    """The plan for validated arguments like these; `affine`: of `Counts` with a minimum, which other kernels take."""
     tf32 = c.Q.dtype == torch.float32 and allow_tf32()
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
-    key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], c.candidates, normalize, argmax_dtype, tf32)
+    options = c.candidates, normalize, argmax_dtype, tf32, stored, affine
+    key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = PackedPlan(c, normalize, argmax_dtype)
+        plan = _plans[key] = PackedPlan(c, normalize, argmax_dtype, stored)
     return plan
 
 

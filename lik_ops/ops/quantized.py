@@ -50,6 +50,8 @@ def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> N
         check_tensor(_FWD, name, x, or_none=name == "minimum" and stored.format != "uint8")
         if x is None:
             continue
+        if name == "minimum" and stored.format != "uint8":
+            raise TypeError(f"{_FWD}: minimum: expected None for {stored.format}, got a Tensor")
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
         if x.dtype != torch.float32 or not fits:
             raise ValueError(f"{_FWD}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")

@@ -6,7 +6,7 @@ knows the lengths: all documents are decoded at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,32 +20,23 @@ from .packed import forward_ragged
 
 TOKENS = 1 << 15
 
-Scorer = Callable[[Ragged, bool, torch.dtype | None, int], tuple[Tensor, Tensor]]
-
 
 def forward_quantized(
     r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
-    return scored_decoded(forward_ragged, r, stored, normalize, argmax_dtype, max_seqlen_q)
-
-
-def scored_decoded(
-    score: Scorer, r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
-) -> tuple[Tensor, Tensor]:
-    """The same by way of a backend's forward of packed tokens."""
     dtype = score_dtype(r.Q.dtype)
     r = r._replace(Q=r.Q.to(dtype))
     if not may_look(r.Q):
         D = _tokens(stored, slice(None), r.Q)
-        return score(r._replace(D=D), normalize, argmax_dtype, max_seqlen_q)
+        return forward_ragged(r._replace(D=D), normalize, argmax_dtype, max_seqlen_q)
     scores = r.Q.new_empty(r.scores_shape())
     argmax = r.Q.new_empty(0, dtype=torch.int32)
     if argmax_dtype is not None:
         argmax = r.Q.new_full(r.argmax_shape(max_seqlen_q), -1, dtype=argmax_dtype)
     for part, winners in _parts(r, max_seqlen_q):
         D = _tokens(stored, part.rows, r.Q)
-        found = score(part.of(r, D), normalize, argmax_dtype, max_seqlen_q)
+        found = forward_ragged(part.of(r, D), normalize, argmax_dtype, max_seqlen_q)
         scores[part.scores] = found[0]
         if argmax_dtype is not None:
             if r.candidates:  # queries may share rows

@@ -178,11 +178,28 @@ def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
     error, norm = coarse.error.double(), coarse.norm.double()
     _, Lq, d = s.Q.shape
     rounding = 2 * (d + Lq + 16) * _roundoff(s.Q)
-    reach = lengths.sum(1, keepdim=True) * (error + rounding * (norm + error))
+    # A GPU keeps query rows beside int8 to a 64,516th of their largest feature, and |x|_1 <= sqrt(d) |x|_2.
+    held = d**0.5 / 64_000 if coarse.format == "int8" else 0.0
+    reach = lengths.sum(1, keepdim=True) * (error + (rounding + held) * (norm + error) + rounding * _apart(s, coarse))
     rough = scores.double()
     known = reach.isfinite() & (rough.isfinite() | (rough == -torch.inf))
     lower, upper = (torch.where(known, x, end) for x, end in ((rough - reach, -torch.inf), (rough + reach, torch.inf)))
     return _Coarse(scores, lower, upper)
+
+
+def _apart(s: Search, coarse: Quantized) -> Tensor | float:
+    """Bounds on the L2 norms of what "uint8" may be multiplied as: numbers and minima apart, whose sums cancel."""
+    if coarse.minimum is None:
+        return 0.0
+    each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
+    each = each.nan_to_num(0)  # their scores are NaN
+    if each.numel() == 1:
+        return each.reshape(())
+    if s.cu_seqlens_d is not None:
+        bounds = s.cu_seqlens_d.to(each.device).long()
+        owner = torch.repeat_interleave(bounds.diff(), output_size=each.shape[0])
+        return each.new_zeros(len(bounds) - 1).scatter_reduce_(0, owner, each, "amax")
+    return each.amax(1) if each.shape[1] else each.new_zeros(len(each))
 
 
 def _roundoff(Q: Tensor) -> float:

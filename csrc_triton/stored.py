@@ -1,0 +1,146 @@
+"""Features of quantised documents: the numbers that a product takes, and what they count as.
+
+`Config.STORED` says how a feature is kept: "int8"; "number", of another type that Triton converts; "e4m3" and "e5m2",
+FP8 as bytes, for units that know none; "bits", eight to a byte, 1 where set and -1 else. Every number is exact in fp16
+and bf16.
+
+Converting takes longer than multiplying. So where documents are int8, query rows become sums of int8 terms, hi and lo:
+
+    q = scale (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
+
+to ``scale / 2``, a 64,000th of the largest feature. Integers are summed exactly, in 32 bits for d <= 256. One term
+keeps q to ``127 scale``. What is so held is "plain": zeros, and rows whose largest feature is between 1e-30 and 1e30;
+other rows, those with NaN or an infinity included, are multiplied feature by feature, as in `fp32`.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import inverse_norm, load_rows, load_tokens, row_pointers, split_sum
+from .maxima import per_row, per_token
+
+_LOW = tl.constexpr(254)
+
+
+@triton.jit
+def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
+    """Features from c0 on of tokens `t`, kept as bits."""
+    columns = c0 // 8 + tl.arange(0, C.BD // 8)
+    x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, 8), D, C.WIDE)
+    x = (x[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)) & 1
+    return tl.reshape(x, (C.BN, C.BD)).to(tl.int8) * 2 - 1
+
+
+@triton.jit
+def numbers(tile, dtype: tl.constexpr, C: tl.constexpr):
+    """What features are kept as, in a dtype."""
+    if C.STORED == "e4m3":
+        magnitude = tile & 0x7F
+        bits = (magnitude.to(tl.uint16) << 7) | ((tile & 0x80).to(tl.uint16) << 8)
+        x = bits.to(tl.float16, bitcast=True) * 256.0  # the exponent of fp16 is biased by 8 more
+        tile = tl.where(magnitude == 0x7F, float("nan"), x)
+    elif C.STORED == "e5m2":
+        tile = (tile.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return tile.to(dtype)
+
+
+@triton.jit
+def _nearest(x):
+    """`x` rounded to an integer, halves to even, where it is below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit(do_not_specialize=["rows"])
+def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
+    """Query rows as int8, hi ``[rows, BD]`` with lo below it; and their scales, negative if not plain."""
+    row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
+    ok = row < rows
+    columns = tl.arange(0, C.BD)
+    q = load_rows(row_pointers(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
+    most = tl.max(tl.abs(q), axis=1)
+    finite = tl.min((tl.abs(q) < 1e30).to(tl.int32), axis=1) > 0
+    plain = finite & ((most > 1e-30) | (most == 0))
+    x = tl.where(plain[:, None], q, 0.0) * (127.0 / tl.where(plain & (most > 0), most, 1.0))[:, None]
+    hi = _nearest(x)
+    lo = _nearest((x - hi) * _LOW)
+    places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
+    tl.store(places, hi.to(tl.int8), mask=ok[:, None])
+    tl.store(places + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])
+    scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * _LOW)))
+    tl.store(scales + row, tl.where(plain, scale, -1.0), mask=ok)
+
+
+@triton.jit
+def terms_product(q, x, C: tl.constexpr):
+    """``q . x^T`` of terms but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
+    hi, lo = q
+    if C.TOKENS_FIRST:
+        S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32) * _LOW
+        if C.TERMS == 2:
+            S += tl.dot(x, tl.trans(lo), out_dtype=tl.int32)
+    else:
+        S = tl.dot(hi, tl.trans(x), out_dtype=tl.int32) * _LOW
+        if C.TERMS == 2:
+            S += tl.dot(lo, tl.trans(x), out_dtype=tl.int32)
+    return S.to(tl.float32)
+
+
+@triton.jit
+def row_sums(pointers, ok, x, C: tl.constexpr):
+    """Sums of query rows, in one order whatever the tile, which the minimum of a token is multiplied by; or None."""
+    if x.counts.minimum is not None:
+        total = tl.zeros(ok.shape, tl.float32)
+        for c0 in range(0, x.d, 16):
+            q = load_rows(pointers, ok, c0 + tl.arange(0, 16), x.d, x.Q.stride_d, C.WIDE)
+            total += split_sum(q.to(tl.float32), C.BM, 16)
+    else:
+        total = None
+    return total
+
+
+@triton.jit
+def _values(ptr, each, t):
+    return tl.load(ptr + t.to(tl.int64) * each)
+
+
+@triton.jit
+def token_scales(counts, t):
+    """Of tokens t of all documents."""
+    return _values(counts.scale, counts.scale_each, t)
+
+
+@triton.jit
+def counted(S, rows, counts, document, t, C: tl.constexpr):
+    """Similarities to the numbers of tokens t, as those to what they count as."""
+    t = document.row + tl.minimum(t, document.length - 1)
+    S = S * per_token(token_scales(counts, t), C)
+    if counts.minimum is not None:
+        # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
+        sums = tl.broadcast_to(per_row(rows.sums, C), S.shape)
+        S = tl.fma(sums, tl.broadcast_to(per_token(_values(counts.minimum, counts.minimum_each, t), C), S.shape), S)
+    return S
+
+
+@triton.jit(do_not_specialize=["Td"])
+def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
+    """Over the norms of what tokens count as: `scale` and, where there is one, `minimum`, fp32 ``[Td]``."""
+    t = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
+    ok = t < Td
+    t = tl.minimum(t, Td - 1)
+    s = token_scales(counts, t)
+    m = tl.zeros_like(s)
+    if counts.minimum is not None:
+        m = _values(counts.minimum, counts.minimum_each, t)
+    squares = tl.full((C.BN,), 0, tl.float32)
+    for c0 in range(0, d, C.BD):
+        if C.STORED == "bits":
+            x = load_bits(D.ptr, t, c0, d, D, C)
+        else:
+            x = load_tokens(D.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), d, D, C.WIDE)
+        x = numbers(x, tl.float32, C) * s[:, None] + m[:, None]
+        x = tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
+        squares += tl.sum(x * x, axis=1)
+    inverse = inverse_norm(squares)
+    tl.store(scale + t, s * inverse, mask=ok)
+    if counts.minimum is not None:
+        tl.store(minimum + t, m * inverse, mask=ok)

@@ -1,0 +1,432 @@
+"""The kernels that read quantised documents: beside fp64 sums of the tokens as they count, and the portable backend."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import Quantized, quantize, reference
+from lik_ops.formats import FORMATS, decoded
+from lik_ops.ops.topk import Search
+from lik_ops.portable import backend as portable
+from lik_ops.retrieval import two_stage
+from lik_ops.segments import Ragged, Stored
+
+from .support import CUDA, INTERPRETER, INTERPRETING
+
+pytest.importorskip("triton", reason="these are kernels in Triton")
+from lik_ops.gpu import backend, forward_configs
+from lik_ops.gpu import ragged_forward as cuda_ragged
+
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
+every_format = pytest.mark.parametrize("format", FORMATS)
+
+MODES = ("cross", "candidates", "pairs")
+SCALES = ("token", "document", "tensor")
+FEATURES = (20, 96, 128, 160, 300)
+# The interpreter finds winners one element at a time.
+QUERIES, DOCUMENTS = ((3, 0, 18), (5, 0, 9, 20)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
+ROUNDING = 1e-6
+TERMS = 1 / (2 * 127 * 254)  # of the largest feature of a query row: half a step of its terms, see `stored`
+
+
+def dtypes(place):
+    return [dtype for dtype in place.dtypes if dtype != torch.float64]
+
+
+@dataclasses.dataclass
+class Problem:
+    r: Ragged
+    stored: Stored
+    meetings: list  # (query, document, place among the scores)
+
+    def forward(self, of=backend, normalize=False, argmax_dtype=torch.int32):
+        most = int(self.r.cu_seqlens_q.diff().max()) if self.r.pairs is not None else 0
+        return of.forward_quantized(self.r, self.stored, normalize, argmax_dtype, most)
+
+    def to(self, device):
+        r, stored = ([x.to(device) if isinstance(x, torch.Tensor) else x for x in y] for y in (self.r, self.stored))
+        return Problem(Ragged(*r), Stored(*stored), self.meetings)
+
+    def numbers(self):
+        """What the features of all tokens are kept as, fp64."""
+        one = torch.ones(1, device=self.stored.data.device)
+        return decoded(self.stored.data, one, None, self.stored.format, self.r.Q.shape[1]).double()
+
+    def tokens(self):
+        """As they count, fp64."""
+        s = self.stored
+        x = self.numbers() * s.scale.double()[:, None]
+        return x if s.minimum is None else x + s.minimum.double()[:, None]
+
+    def part(self, i, j):
+        """Where a query and a document lie."""
+        first, last = (int(n) for n in self.r.cu_seqlens_q[i : i + 2])
+        begin, length = int(self.r.d_offsets.view(-1)[j]), int(self.r.d_lengths.view(-1)[j])
+        return slice(first, last), slice(begin, begin + length)
+
+    def winners(self, argmax, i, at):
+        rows, _ = self.part(i, 0)
+        return argmax[at, : rows.stop - rows.start] if self.r.pairs is not None else argmax[at[1], rows]
+
+
+def as_stored(made):
+    return Stored(made.data.view(FORMATS[made.format].bytes), *made.per_token(), made.format)
+
+
+def spread(packed, rows, total):
+    """What tokens have, at `rows` of more; in between what makes scores NaN or wrong where it is counted."""
+    if packed is None or (packed.shape[0] == 1 and packed.dim() == 1 and len(rows) != 1):
+        return packed
+    fill = float("nan") if packed.dtype.is_floating_point else 127
+    out = torch.full((total, *packed.shape[1:]), fill, dtype=packed.dtype, device=packed.device)
+    out[rows] = packed
+    return out
+
+
+def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIES, documents=DOCUMENTS):
+    Q, D = torch.randn(sum(queries), d), torch.randn(sum(documents), d) * (0.2 + torch.rand(sum(documents), 1))
+    q_mask, d_mask = (torch.rand(len(x)) > 0.3 if options else None for x in (Q, D))
+    cu = torch.tensor([0, *documents]).cumsum(0)
+    s = as_stored(quantize(D, format, scale, d_mask=d_mask, cu_seqlens_d=cu))
+    # Two tokens before each document and after the last are nobody's.
+    gap = torch.cat([torch.arange(2, n + 2) + int(cu[j]) + 2 * j for j, n in enumerate(documents)])
+    total = sum(documents) + 2 * (len(documents) + 1)
+    offsets, lengths = cu[:-1] + 2 * torch.arange(1, len(documents) + 1), cu.diff()
+    if options:
+        Q[~q_mask] = float("nan")
+        data, one = s.data.clone(), s.scale.numel() == 1
+        data[~d_mask] = 127
+        per_token = [x if x is None or one else x.masked_fill(~d_mask, torch.nan) for x in (s.scale, s.minimum)]
+        d_mask = spread(d_mask.to(torch.uint8), gap, total) != 0  # what is nobody's is not masked
+        s = s._replace(data=data, scale=per_token[0], minimum=per_token[1])
+    stored = Stored(spread(s.data, gap, total), spread(s.scale, gap, total), spread(s.minimum, gap, total), format)
+    weight, pairs = torch.randn(len(Q)) if options else None, None
+    if mode == "cross":
+        meetings = [(i, j, (i, j)) for i in range(len(queries)) for j in range(len(documents))]
+    elif mode == "candidates":
+        chosen = torch.randint(len(documents), (len(queries), 3))
+        offsets, lengths = offsets[chosen], lengths[chosen]
+        meetings = [(i, 3 * i + k, (i, k)) for i in range(len(queries)) for k in range(3)]
+    else:
+        pairs = torch.stack([torch.randint(len(n), (9,)) for n in (queries, documents)], 1)
+        meetings = [(i, j, n) for n, (i, j) in enumerate(pairs.tolist())]
+    bounds, D = torch.tensor([0, *queries]).cumsum(0), torch.empty(()).to(dtype).expand(total, d)
+    r = Ragged(Q.to(dtype), D, bounds, offsets, lengths, pairs, q_mask, d_mask, weight)
+    return Problem(r, stored, meetings)
+
+
+def by_terms(p):
+    return p.stored.format == "int8" and p.r.Q.shape[1] <= 256
+
+
+def bounds_of(p, q, x, tokens, normalize):
+    """Of each row and token, how far their similarity may be off."""
+    s = p.stored
+    scale, minimum = (None if y is None else y.double().expand(len(p.r.D))[tokens] for y in (s.scale, s.minimum))
+    n = p.numbers()[tokens].abs()
+    sizes = q.abs() @ (n * scale[:, None]).T
+    if minimum is not None:
+        sizes = sizes + q.abs().sum(1)[:, None] * minimum.abs()
+    bound = ROUNDING * sizes
+    if by_terms(p):
+        bound = bound + TERMS * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
+    if normalize:
+        bound = bound / q.norm(dim=1).clamp_min(1e-12)[:, None] / x.norm(dim=1).clamp_min(1e-12)
+    return bound
+
+
+def assert_right(p, scores, argmax, normalize):
+    """Scores are within the rounding of the formula, and winners within that of the best."""
+    tokens, r, nothing = p.tokens(), p.r, torch.zeros(())
+    for i, j, at in p.meetings:
+        rows, part = p.part(i, j)
+        q, x = r.Q[rows].double(), tokens[part]
+        q_keep, x_keep = (None if m is None else m[n] for m, n in ((r.q_mask, rows), (r.d_mask, part)))
+        q, x = (y if m is None else torch.where(m[:, None], y, 0) for y, m in ((q, q_keep), (x, x_keep)))
+        weight = None if r.q_weight is None else r.q_weight[rows].double()
+        score, won = reference.maxsim_with_argmax(q, x, q_keep, x_keep, q_weight=weight, normalize=normalize)
+        if not score.isfinite() or not len(q):
+            assert scores[at].item() == score.item(), (i, j)
+            continue
+        off = bounds_of(p, q, x, part, normalize)
+        if x_keep is not None:
+            off = off.where(x_keep, 0)
+        off = off.amax(1)
+        counted = off if weight is None else off * weight.abs()
+        allowed = counted.where(q_keep, nothing.to(off)).sum() if q_keep is not None else counted.sum()
+        error = (scores[at].double() - score).abs() / (allowed + ROUNDING * score.abs() + 1e-30)
+        assert error <= 1, (i, j, float(scores[at]), float(score), float(error))
+        if argmax is None:
+            continue
+        found = p.winners(argmax, i, at).long()
+        assert torch.equal(found < 0, won < 0), (i, j)
+        if normalize:
+            q, x = (y / y.norm(dim=1, keepdim=True).clamp_min(1e-12) for y in (q, x))
+        S, kept = q @ x.T, won >= 0
+        gap = S.gather(1, won.clamp(min=0)[:, None]) - S.gather(1, found.clamp(min=0)[:, None])
+        assert (gap[kept, 0] <= 2 * off[kept]).all(), (i, j)
+
+
+def assert_near_portable(p, scores, normalize):
+    """NaN and infinities alike, else as near as rounding twice allows."""
+    expected, _ = p.to("cpu").forward(portable, normalize)
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=2e-3, equal_nan=True)
+
+
+CASES = [
+    (format, mode, FEATURES[n % 5], SCALES[n // 2 % 3], n % 2 == 0, n % 3 > 0, n % 4 == 1)
+    for n, (format, mode) in enumerate(itertools.product(FORMATS, MODES))
+]
+CASES += [("int8", "cross", d, "token", False, True, d == 128) for d in FEATURES]
+
+
+@pytest.mark.parametrize(("format", "mode", "d", "scale", "options", "winners", "normalize"), CASES)
+def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, scale, options, winners, normalize):
+    for n, dtype in enumerate(dtypes(place)):
+        p = problem(mode, dtype, d, format, SCALES[(SCALES.index(scale) + n) % 3], options).to(place.device)
+        scores, argmax = p.forward(normalize=normalize, argmax_dtype=torch.int32 if winners else None)
+        assert_right(p, scores, argmax if winners else None, normalize)
+        assert_near_portable(p, scores, normalize)
+
+
+def test_a_wrong_scale_would_be_seen(place):
+    p = problem("cross", torch.float16, 96, "int8", queries=(3,), documents=(5,)).to(place.device)
+    scores, argmax = p.forward()
+    assert_right(p, scores, argmax, False)
+    with pytest.raises(AssertionError):
+        assert_right(p, scores * (1 + 1e-3), argmax, False)
+    one_term = p.r.Q / 127 / p.r.Q.abs().amax(1, keepdim=True)
+    coarse = dataclasses.replace(
+        p, r=p.r._replace(Q=p.r.Q + 0.5 * one_term.sign() * p.r.Q.abs().amax(1)[:, None] / 127)
+    )
+    with pytest.raises(AssertionError):
+        assert_right(p, coarse.forward()[0], argmax, False)
+
+
+def test_int8_is_multiplied_by_terms_up_to_256_features(place):
+    arch, shared = backend.architecture(torch.device(place.device)), {"wide": 0, "tf32": False, "argmax": False}
+    for d, terms in ((20, 2), (256, 2), (257, 0)):
+        for stored, expected in (("int8", terms), ("number", 0)):
+            for candidates, dtype in itertools.product((False, True), (torch.float16, torch.float32)):
+                launch, _ = forward_configs.forward_ragged(
+                    arch, dtype, 3, 32, d, candidates=candidates, normalize=False, stored=stored, **shared
+                )
+                found = launch.config.TERMS, launch.config.ONE_CHUNK
+                assert found == (
+                    expected,
+                    bool(expected) or d <= launch.config.BD,
+                )
+
+
+def test_sums_of_the_largest_integers_fit(place):
+    p = problem("cross", torch.float32, 256, "int8", "tensor", queries=(2,), documents=(3,)).to(place.device)
+    p.r.Q.fill_(0.3)[1] *= -1
+    for number in (-128, 127):
+        p.stored.data.fill_(number)
+        scores, _ = p.forward(argmax_dtype=None)
+        assert_right(p, scores, None, False)
+
+
+ODD = (0.0, float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31, 5e36)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "binary"])
+def test_queries_that_terms_cannot_hold(place, format):
+    """Each row is a query of its own; beside plain ones, whose bits they leave alone."""
+    d, rows = 20, 3 + len(ODD)
+    p = problem("cross", torch.float32, d, format, queries=(1,) * rows, documents=(5, 0, 9))
+    plain = p.to(place.device).forward()[0]
+    for n, value in enumerate(ODD):
+        row = p.r.Q[n]
+        if value == 0:
+            row.zero_()
+        elif 0 < abs(value) < 1e-20 or value == 5e36:
+            row.mul_(value)
+        else:
+            row[n] = value
+    if format != "int8":  # numbers times such features are infinite before they are scaled
+        p.r.Q[[4, 8]] /= 1e5
+    scores, argmax = p.to(place.device).forward()
+    assert torch.equal(scores[len(ODD) :], plain[len(ODD) :])
+    expected, winners = p.forward(portable)
+    # An infinity beside numbers that are 0 is NaN in either.
+    assert torch.equal(scores.cpu().isnan(), expected.isnan())
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=1e-43, equal_nan=True)
+    for j, n in ((0, 5), (2, 9)):
+        finite = expected[:, j].isfinite() & (torch.arange(rows) < len(ODD)) & (expected[:, j].abs() > 1e-37)
+        assert torch.equal(argmax.cpu()[j, finite], winners[j, finite]) and (argmax[j] < n).all()
+        assert torch.equal(argmax.cpu()[j, 1:4], winners[j, 1:4])
+    assert (argmax[1] == -1).all()
+
+
+def test_odd_queries_of_half_precision(place):
+    for dtype in dtypes(place)[-2:]:
+        p = problem("cross", dtype, 96, "int8", options=True, queries=(1, 1, 1, 1), documents=(5, 9))
+        for n, value in enumerate((float("nan"), float("inf"), -float("inf"), 6e4)):
+            p.r.q_mask[n], p.r.Q[n] = True, torch.randn(96).to(dtype)
+            p.r.Q[n, 7] = value
+        scores, _ = p.to(place.device).forward()
+        torch.testing.assert_close(scores.cpu(), p.forward(portable)[0], rtol=1e-4, atol=1e-3, equal_nan=True)
+
+
+@every_format
+def test_bits_hang_on_nothing_else_in_the_call(place, format):
+    dtype = torch.float16
+    for d, normalize in ((96, False), (300, True)) if format == "uint8" or not INTERPRETING else ((96, True),):
+        p = problem("cross", dtype, d, format, options=True).to(place.device)
+        whole, argmax = p.forward(normalize=normalize)
+        cu, last = p.r.cu_seqlens_q, len(QUERIES) - 1
+        one = p.r._replace(cu_seqlens_q=cu[-2:])
+        chosen = torch.tensor([2, 0], device=cu.device)
+        few = one._replace(d_offsets=p.r.d_offsets[chosen], d_lengths=p.r.d_lengths[chosen])
+        assert torch.equal(dataclasses.replace(p, r=one).forward(normalize=normalize)[0][0], whole[last])
+        scores, winners = dataclasses.replace(p, r=few).forward(normalize=normalize)
+        assert torch.equal(scores[0], whole[last, chosen])
+        assert torch.equal(winners[:, cu[-2] :], argmax[chosen][:, cu[-2] :])
+        pairs = torch.tensor([[last, 2], [0, 0]], device=cu.device)
+        listed, _ = dataclasses.replace(p, r=p.r._replace(pairs=pairs)).forward(normalize=normalize, argmax_dtype=None)
+        assert torch.equal(listed, whole[pairs[:, 0], pairs[:, 1]])
+
+
+@every_format
+def test_the_first_of_equal_tokens_wins(place, format):
+    """Tokens repeat, and numbers are small integers whose similarities are exact."""
+    for dtype in dtypes(place)[:1] if INTERPRETING else dtypes(place):
+        p = problem("cross", dtype, 20, format, "tensor", queries=(3, 5), documents=(5, 20, 7))
+        data = torch.randint(0, 3, p.stored.data.shape)
+        if format.startswith("fp8"):
+            stored = data.to(FORMATS[format].dtype).view(torch.uint8)
+        else:
+            stored = data.to(p.stored.data.dtype)
+        minimum = None if p.stored.minimum is None else torch.tensor([-1.0])
+        p.stored = Stored(stored, torch.tensor([0.5]), minimum, format)
+        p.r = p.r._replace(Q=torch.randint(-2, 3, p.r.Q.shape).to(dtype))
+        tokens = p.tokens()
+        p = p.to(place.device)
+        scores, argmax = p.forward()
+        for i, j, at in p.meetings:
+            rows, part = p.part(i, j)
+            S = p.r.Q[rows].cpu().double() @ tokens[part].T
+            assert torch.equal(p.winners(argmax, i, at).cpu().long(), S.argmax(1)), (i, j)
+            assert scores[at].item() == S.amax(1).sum().item()
+
+
+@pytest.mark.parametrize("format", ["int8", "uint8", "fp8_e5m2"])
+def test_data_that_begins_anywhere(place, format):
+    """No descriptor reads it: its rows are odd, or it begins between two multiples of 16 bytes."""
+    for d in (33, 96):
+        p = problem("cross", torch.float16, d, format, queries=(3,), documents=(5, 0, 9)).to(place.device)
+        expected = p.forward()
+        data = p.stored.data
+        memory = torch.full((data.numel() + 1,), 127, dtype=data.dtype, device=data.device)
+        moved = memory[1:].view(data.shape).copy_(data)
+        assert moved.data_ptr() % 16
+        wide = data.repeat_interleave(2, 1)[:, ::2]
+        for other in (moved, wide):
+            found = dataclasses.replace(p, stored=p.stored._replace(data=other)).forward()
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_calls_of_other_scales_by_turns(place):
+    """Scales for each token or one for all, that begin anywhere or lie apart, of formats whose data look alike."""
+    p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in FORMATS}
+    calls = []
+    for (format, x), kind in itertools.product(p.items(), ("each", "one", "moved", "apart", "both moved")):
+        s = x.stored
+        per_token = [s.scale, s.minimum]
+        if kind == "one":
+            per_token = [None if y is None else y.nanmean().view(1) for y in per_token]
+        moved = [None if y is None else torch.cat([y.new_full((1,), 7), y]) for y in per_token]
+        apart = [None if y is None else torch.stack([y, y + 7], 1) for y in per_token]
+        stored = s._replace(scale=per_token[0], minimum=per_token[1])
+        y = dataclasses.replace(x, stored=stored).to(place.device)
+        if kind.endswith("moved"):
+            y.stored = y.stored._replace(scale=moved[0].to(place.device)[1:])
+        if kind == "both moved" and s.minimum is not None:
+            y.stored = y.stored._replace(minimum=moved[1].to(place.device)[1:])
+        if kind == "apart":
+            a, b = (None if t is None else t.to(place.device)[:, 0] for t in apart)
+            y.stored = y.stored._replace(scale=a, minimum=b)
+        calls.append((format, kind, y, dataclasses.replace(x, stored=stored).forward(portable)[0]))
+    for _ in range(1 if INTERPRETING else 3):  # from the second on without Triton's launcher
+        for format, kind, y, expected in calls:
+            found, _ = y.forward(argmax_dtype=None)
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3, msg=f"{format} {kind}")
+
+
+def test_plans_tell_tensors_apart(place):
+    """What decides which kernel is compiled is in the key of a plan."""
+    cuda_ragged.forget()
+    for format in FORMATS:
+        problem("cross", torch.float16, 96, format, queries=(3,), documents=(5,)).to(place.device).forward()
+    assert len(cuda_ragged._plans) == len(FORMATS)
+    assert len({(key[1][0], key[-2], key[-1]) for key in cuda_ragged._plans}) == len(FORMATS)
+
+
+@every_format
+def test_nothing_to_score(place, format):
+    p = problem("cross", torch.float16, 20, format, queries=(3,), documents=(5,)).to(place.device)
+    r, s = p.r, p.stored
+    for other in (
+        r._replace(d_offsets=r.d_offsets[:0], d_lengths=r.d_lengths[:0]),
+        r._replace(cu_seqlens_q=r.cu_seqlens_q[:1]),
+    ):
+        assert dataclasses.replace(p, r=other).forward(normalize=True)[0].numel() == 0
+    no_rows = r._replace(Q=r.Q[:0], cu_seqlens_q=r.cu_seqlens_q * 0)
+    assert (dataclasses.replace(p, r=no_rows).forward()[0] == 0).all()
+    none = Stored(s.data[:0], s.scale[:0], None if s.minimum is None else s.minimum[:0], format)
+    no_tokens = r._replace(D=r.D[:0], d_offsets=r.d_offsets * 0, d_lengths=r.d_lengths * 0)
+    for normalize in (False, True):
+        assert (Problem(no_tokens, none, []).forward(normalize=normalize)[0] == -torch.inf).all()
+
+
+def test_lengths_beyond_the_tokens_are_nan(place):
+    for format in FORMATS:
+        p = problem("cross", torch.float16, 20, format, queries=(3,), documents=(5, 7, 9)).to(place.device)
+        scores, argmax = p.forward()
+        offsets, lengths = p.r.d_offsets.clone(), p.r.d_lengths.clone()
+        lengths[0], offsets[1] = 10**6, -1
+        bad = p.r._replace(d_offsets=offsets, d_lengths=lengths)
+        found, winners = dataclasses.replace(p, r=bad).forward(normalize=False)
+        assert found[0, :2].isnan().all() and found[0, 2] == scores[0, 2]
+        assert (winners[:2] == -1).all() and torch.equal(winners[2], argmax[2])
+
+
+def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place):
+    """A query whose every feature but one is nearly half a step, and documents that int8 keeps exactly."""
+    Q, D = torch.full((1, 1, 128), 0.49 * 2 * TERMS), torch.ones(2, 3, 128)
+    Q[0, 0, 5] = 1
+    made = quantize(D.to(place.device))
+    assert not made.error.any()
+    s = Search(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
+    with place.use():
+        rough = two_stage._intervals(s, made, two_stage._scores(s.Q, made, 0, 2, s))
+    full = Q.double().sum()
+    assert ((rough.lower <= full) & (full <= rough.upper)).all()
+    assert ((rough.scores.double() - full).abs() > 120 * TERMS).all()  # else this shows nothing
+
+
+@every_format
+def test_public_functions_come_here(place, format):
+    Q, D = torch.randn(2, 3, 20), torch.randn(3, 5, 20)
+    made = quantize(D, format)
+    expected = lik_ops.maxsim(Q, made)
+    with place.use():
+        found = lik_ops.maxsim(Q.to(place.device), made.to(place.device))
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=2e-3)
+    one = Quantized(
+        made.data,
+        made.scale[:1, :1],
+        format,
+        20,
+        torch.float32,
+        minimum=None if made.minimum is None else made.minimum[:1, :1],
+    )
+    with place.use():
+        found = lik_ops.maxsim(Q.to(place.device), one.to(place.device))
+    torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, one), rtol=0, atol=2e-3)

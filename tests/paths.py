@@ -78,6 +78,8 @@ def ways() -> Iterator[tuple[str, list[str]]]:
     compiled = torch.compile(lik_ops.maxsim, fullgraph=True, backend="aot_eager")
     yield "maxsim", recorded(lambda: lik_ops.maxsim(Q, D))
     yield "maxsim_varlen", recorded(lambda: lik_ops.maxsim_varlen(Q, packed, None, cu_seqlens))
+    small = lik_ops.quantize(D, "int8")
+    yield "quantised maxsim", recorded(lambda: lik_ops.maxsim(Q, small))
     yield "compiled maxsim", recorded(lambda: compiled(Q, D))
     yield "retrieve", recorded(lambda: lik_ops.retrieve(Q, D, 2))
     leaf = Q.clone().requires_grad_()

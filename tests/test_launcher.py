@@ -18,7 +18,7 @@ from lik_ops.csrc_triton import (
     forward,
     forward_ragged,
 )
-from lik_ops.csrc_triton.arguments import Config, Output, PackedSizes, Segments, Sizes
+from lik_ops.csrc_triton.arguments import Config, Counts, Output, PackedSizes, Segments, Sizes, Terms
 from lik_ops.csrc_triton.backward_arguments import Pieces, RowSums, TileLists, Upstream
 
 from .support import INTERPRETING
@@ -58,7 +58,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
         lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
         segments = Segments(None, None, next(lengths), None, next(lengths), Lq, Ld)
         packed = PackedSizes(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
-        return (*groups, None, segments, Output(up.grad_scores, None), packed, d, 0, CONFIG)
+        return (*groups, None, None, None, segments, Output(up.grad_scores, None), packed, d, 0, CONFIG)
     if kernel is backward_unified.maxsim_finish:
         return (groups[1], groups[0], RowSums(up.grad_scores, K, Lq), Q, None, d, CONFIG)
     starts = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
@@ -86,6 +86,31 @@ def description(kernel, args):
 
 
 several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+
+
+def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
+    kernel = forward_ragged.maxsim_forward_ragged
+    args, scale = arguments(kernel), torch.empty(64)
+    terms = Terms(torch.empty(2, 4, 64, dtype=torch.int8), scale, scale, 4, 0)
+
+    def described(*counts, terms=terms):
+        return description(kernel, (*args[:3], terms, Counts(*counts), *args[5:]))
+
+    plain = described(scale, 1, None, None)
+    assert (
+        described(scale[:1], 0, None, None)
+        == plain
+        == described(scale, 1, None, None, terms=terms._replace(query_room=16))
+    )
+    different = [
+        described(scale[1:], 1, None, None),
+        described(scale, 1, scale, 1),
+        described(scale, 1, scale[1:], 1),
+        described(scale, 1, None, None, terms=None),
+        description(kernel, args),
+    ]
+    assert described(scale, 1, scale, 1) == described(scale, 0, scale, 0)
+    assert len({plain, *different}) == 1 + len(different)
 
 
 def test_lists_know_of_rows_only_whether_16_divides_them():

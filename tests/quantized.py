@@ -1,0 +1,119 @@
+"""Problems with quantised documents, and what their scores may be off by: for the tests of kernels that read them."""
+
+import dataclasses
+
+import torch
+
+from lik_ops import quantize
+from lik_ops.formats import FORMATS, decoded
+from lik_ops.gpu import backend
+from lik_ops.segments import Ragged, Stored
+
+from .support import INTERPRETING
+
+# The interpreter finds winners one element at a time.
+QUERIES, DOCUMENTS = ((3, 0, 18), (5, 0, 9, 20)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
+ROUNDING = 1e-6
+TERMS = 1 / (2 * 127 * 254)  # of the largest feature of a query row: half a step of its terms, see `stored`
+
+
+@dataclasses.dataclass
+class Problem:
+    r: Ragged
+    stored: Stored
+    meetings: list  # (query, document, place among the scores)
+
+    def forward(self, of=backend, normalize=False, argmax_dtype=torch.int32):
+        most = int(self.r.cu_seqlens_q.diff().max()) if self.r.pairs is not None else 0
+        return of.forward_quantized(self.r, self.stored, normalize, argmax_dtype, most)
+
+    def to(self, device):
+        r, stored = ([x.to(device) if isinstance(x, torch.Tensor) else x for x in y] for y in (self.r, self.stored))
+        return Problem(Ragged(*r), Stored(*stored), self.meetings)
+
+    def numbers(self):
+        """What the features of all tokens are kept as, fp64."""
+        one = torch.ones(1, device=self.stored.data.device)
+        return decoded(self.stored.data, one, None, self.stored.format, self.r.Q.shape[1]).double()
+
+    def tokens(self):
+        """As they count, fp64."""
+        s = self.stored
+        x = self.numbers() * s.scale.double()[:, None]
+        return x if s.minimum is None else x + s.minimum.double()[:, None]
+
+    def part(self, i, j):
+        """Where a query and a document lie."""
+        first, last = (int(n) for n in self.r.cu_seqlens_q[i : i + 2])
+        begin, length = int(self.r.d_offsets.view(-1)[j]), int(self.r.d_lengths.view(-1)[j])
+        return slice(first, last), slice(begin, begin + length)
+
+    def winners(self, argmax, i, at):
+        rows, _ = self.part(i, 0)
+        return argmax[at, : rows.stop - rows.start] if self.r.pairs is not None else argmax[at[1], rows]
+
+
+def as_stored(made):
+    return Stored(made.data.view(FORMATS[made.format].bytes), *made.per_token(), made.format)
+
+
+def spread(packed, rows, total):
+    """What tokens have, at `rows` of more; in between what makes scores NaN or wrong where it is counted."""
+    if packed is None or (packed.shape[0] == 1 and packed.dim() == 1 and len(rows) != 1):
+        return packed
+    fill = float("nan") if packed.dtype.is_floating_point else 127
+    out = torch.full((total, *packed.shape[1:]), fill, dtype=packed.dtype, device=packed.device)
+    out[rows] = packed
+    return out
+
+
+def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIES, documents=DOCUMENTS):
+    Q, D = torch.randn(sum(queries), d), torch.randn(sum(documents), d) * (0.2 + torch.rand(sum(documents), 1))
+    q_mask, d_mask = (torch.rand(len(x)) > 0.3 if options else None for x in (Q, D))
+    cu = torch.tensor([0, *documents]).cumsum(0)
+    s = as_stored(quantize(D, format, scale, d_mask=d_mask, cu_seqlens_d=cu))
+    # Two tokens before each document and after the last are nobody's.
+    gap = torch.cat([torch.arange(2, n + 2) + int(cu[j]) + 2 * j for j, n in enumerate(documents)])
+    total = sum(documents) + 2 * (len(documents) + 1)
+    offsets, lengths = cu[:-1] + 2 * torch.arange(1, len(documents) + 1), cu.diff()
+    if options:
+        Q[~q_mask] = float("nan")
+        data, one = s.data.clone(), s.scale.numel() == 1
+        data[~d_mask] = 127
+        per_token = [x if x is None or one else x.masked_fill(~d_mask, torch.nan) for x in (s.scale, s.minimum)]
+        d_mask = spread(d_mask.to(torch.uint8), gap, total) != 0  # what is nobody's is not masked
+        s = s._replace(data=data, scale=per_token[0], minimum=per_token[1])
+    stored = Stored(spread(s.data, gap, total), spread(s.scale, gap, total), spread(s.minimum, gap, total), format)
+    weight, pairs = torch.randn(len(Q)) if options else None, None
+    if mode == "cross":
+        meetings = [(i, j, (i, j)) for i in range(len(queries)) for j in range(len(documents))]
+    elif mode == "candidates":
+        chosen = torch.randint(len(documents), (len(queries), 3))
+        offsets, lengths = offsets[chosen], lengths[chosen]
+        meetings = [(i, 3 * i + k, (i, k)) for i in range(len(queries)) for k in range(3)]
+    else:
+        pairs = torch.stack([torch.randint(len(n), (9,)) for n in (queries, documents)], 1)
+        meetings = [(i, j, n) for n, (i, j) in enumerate(pairs.tolist())]
+    bounds, D = torch.tensor([0, *queries]).cumsum(0), torch.empty(()).to(dtype).expand(total, d)
+    r = Ragged(Q.to(dtype), D, bounds, offsets, lengths, pairs, q_mask, d_mask, weight)
+    return Problem(r, stored, meetings)
+
+
+def by_terms(p):
+    return p.stored.format == "int8" and p.r.Q.shape[1] <= 256
+
+
+def bounds_of(p, q, x, tokens, normalize):
+    """Of each row and token, how far their similarity may be off."""
+    s = p.stored
+    scale, minimum = (None if y is None else y.double().expand(len(p.r.D))[tokens] for y in (s.scale, s.minimum))
+    n = p.numbers()[tokens].abs()
+    sizes = q.abs() @ (n * scale[:, None]).T
+    if minimum is not None:
+        sizes = sizes + q.abs().sum(1)[:, None] * minimum.abs()
+    bound = ROUNDING * sizes
+    if by_terms(p):
+        bound = bound + TERMS * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
+    if normalize:
+        bound = bound / q.norm(dim=1).clamp_min(1e-12)[:, None] / x.norm(dim=1).clamp_min(1e-12)
+    return bound

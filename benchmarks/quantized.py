@@ -105,6 +105,7 @@ def measure(row: Row, timer: gpu.Timer) -> dict:
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
     functions |= {name: (lambda D=D: lik_ops.maxsim(x.Q, D)) for name, D in made.items()}
     functions |= _peers(x)
+    contenders.forget_tuning()  # that of another shape
     failed: dict[str, str] = {}
     for name, function in list(functions.items()):
         try:
@@ -127,7 +128,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/quantized.json)")
     args = parser.parse_args()
-    contenders.forget_tuning()
     timer, records = gpu.Timer(args.rounds), []
     ceiling = gpu.ceilings(timer)
     for row in ROWS:

@@ -247,7 +247,7 @@ def quantize(
     """
     op = "quantize"
     _check(op, D, format, scale, d_mask, cu_seqlens_d)
-    rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else _Bounds(cu_seqlens_d, D.shape[0])
+    rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else Bounds(cu_seqlens_d, D.shape[0])
     keep = None if d_mask is None else (d_mask != 0).flatten()
     shape, kept = D.shape[:-1], FORMATS[format]
     low, high = (torch.empty(len(rows), device=D.device) for _ in range(2))
@@ -324,7 +324,7 @@ def _has_sizes(x: Any, sizes: torch.Size) -> bool:
     return all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
 
 
-class _Bounds:
+class Bounds:
     """The documents of packed tokens."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:

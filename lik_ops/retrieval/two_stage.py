@@ -18,7 +18,7 @@ from ..arguments import DTYPES, as_bool, check, check_count, check_strided, chec
 from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.topk import Best, Search
-from ..quantized import Quantized
+from ..quantized import Bounds, Quantized
 from ..segments import rows_of
 from . import _rerank, sources
 
@@ -196,9 +196,7 @@ def _apart(s: Search, coarse: Quantized) -> Tensor | float:
     if each.numel() == 1:
         return each.reshape(())
     if s.cu_seqlens_d is not None:
-        bounds = s.cu_seqlens_d.to(each.device).long()
-        owner = torch.repeat_interleave(bounds.diff(), output_size=each.shape[0])
-        return each.new_zeros(len(bounds) - 1).scatter_reduce_(0, owner, each, "amax")
+        return Bounds(s.cu_seqlens_d.to(each.device), len(each)).reduced(each, "amax")
     return each.amax(1) if each.shape[1] else each.new_zeros(len(each))
 
 

@@ -152,6 +152,7 @@ _KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits")
 STORED = [
     Case(FORWARD, ragged=True, stored="*i8"),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
+    Case(FORWARD, d=8, Nq=1, ragged=True, stored="*i8"),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
     Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
     *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),

@@ -35,6 +35,8 @@ def _matrix_unit(case: Case, name: str) -> str:
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
         return "mma.sync"  # tokens are the rows, 16 of them
+    if case.stored == "*i8" and case.d <= 256 and name == "sm_100" and release() < (3, 8):
+        return "mma.sync"  # products of int8 go to tcgen05 since 3.8
     return MATRIX_UNIT.get(name, "mma.sync")
 
 

@@ -18,6 +18,7 @@ SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16
 _PROCESSORS = 132  # of an H100 or H200
 # Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
 RESIDENT = 8 * _PROCESSORS
+_INT8_STEP = 32  # features of one instruction of the matrix unit
 _MOST_INT8 = 256  # features whose products of int8 terms are sums of 32 bits
 
 
@@ -97,7 +98,7 @@ def forward_split(launch: Launch, Lq: int) -> Launch:
 
 def _by_terms(launch: Launch, arch: Architecture, d: int) -> Launch:
     """The forward of int8 documents, by two int8 terms of each query row: as many registers as for twice the rows."""
-    config = launch.config._replace(BD=max(launch.config.BD, next_power_of_2(d)), ONE_CHUNK=True, TERMS=2)
+    config = launch.config._replace(BD=max(launch.config.BD, next_power_of_2(d), _INT8_STEP), ONE_CHUNK=True, TERMS=2)
     if arch.unit == "wgmma" and config.BM > 32:
         config = config._replace(BM=64, BN=128, SLOT=min(config.SLOT, 64), TOKENS_FIRST=False)
         return replace(launch, config=config, num_warps=4, num_stages=3, max_registers=None)

@@ -144,7 +144,7 @@ def forward_ragged(
     tokens = min(config.BN, 32) if narrow or converts else config.BN
     if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill
         launch = replace(launch, num_warps=8)
-    elif converts and arch.unit == "mma" and (argmax or stored == "bits"):
+    elif converts and arch.unit == "mma":
         tokens = 16
     if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)

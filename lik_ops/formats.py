@@ -51,15 +51,35 @@ def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Te
     return x.round().clamp(0 if format == "uint8" else -kept.largest, kept.largest).to(kept.dtype)
 
 
-def decoded(data: Tensor, scale: Tensor, minimum: Tensor | None, format: str, d: int) -> Tensor:
-    """Tokens ``[n, d]`` in fp32 as they count, of scales ``[n]`` or ``[1]``; numbers of 8 bits may come as bytes."""
+def decoded(
+    data: Tensor, scale: Tensor, minimum: Tensor | None, format: str, d: int, out: Tensor | None = None
+) -> Tensor:
+    """Tokens ``[n, d]`` in fp32 as they count, of scales ``[n]`` or ``[1]``; numbers of 8 bits may come as bytes.
+
+    They are written to `out`, if there is one.
+    """
     if format == "binary":
         bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
-        x = bits.flatten(-2)[..., :d].float().mul_(2).sub_(1)
+        numbers = bits.flatten(-2)[..., :d]
+    elif format.startswith("fp8") and data.device.type == "cpu":
+        numbers = fp8_numbers(data, format)
     else:
-        x = data.view(FORMATS[format].dtype).float()
+        numbers = data.view(FORMATS[format].dtype)
+    x = numbers.float() if out is None else out.copy_(numbers)
+    if format == "binary":
+        x = x.mul_(2).sub_(1)
     x = x.mul_(scale.unsqueeze(-1))
     return x if minimum is None else x.add_(minimum.unsqueeze(-1))
+
+
+def fp8_numbers(data: Tensor, format: str) -> Tensor:
+    """FP8 numbers in fp16 or fp32, by way of the bits of fp16: a CPU converts them one by one."""
+    bits = data.view(torch.int8).to(torch.int16)
+    if format == "fp8_e5m2":  # the upper half of fp16
+        return (bits << 8).view(torch.float16)
+    # Sign, exponent and mantissa where fp16 has them, but for what exponents begin with: 2^8.
+    x = ((bits << 7) & ~0x4000).view(torch.float16).float().mul_(256)
+    return x.masked_fill_(x.abs() == 480, torch.nan)  # the largest bits are NaN
 
 
 def _packed_bits(x: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ import torch
 
 import lik_ops
 from lik_ops import Quantized, quantize, reference
-from lik_ops.formats import FORMATS
-from lik_ops.portable import quantized as portable
+from lik_ops.formats import FORMATS, fp8_numbers
 
 SCALES = ("token", "document", "tensor")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -177,7 +176,13 @@ def test_scores_and_winners_are_those_of_the_reference(format):
     assert (winners == won).float().mean() > 0.9
 
 
-def test_bits_hang_on_no_batch(monkeypatch):
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_fp8_number_is_that_of_torch(format):
+    data = torch.arange(256).to(torch.uint8).view(FORMATS[format].dtype)
+    torch.testing.assert_close(fp8_numbers(data, format).float(), data.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_bits_hang_on_no_batch():
     Q, D = tokens(4, 5, 20), tokens(60, 7, 20)
     made = quantize(D)
     whole, winners = lik_ops.maxsim_with_argmax(Q, made)
@@ -188,11 +193,14 @@ def test_bits_hang_on_no_batch(monkeypatch):
     offsets, lengths = listed * 7, torch.full_like(listed, 7)
     flat = quantize(D.flatten(0, 1))
     assert torch.equal(lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths), whole[:, chosen])
-    for size in (1, 40, 1000):
-        monkeypatch.setattr(portable, "TOKENS", size)
-        for a, b in zip(lik_ops.maxsim_with_argmax(Q, made), (whole, winners), strict=True):
-            assert torch.equal(a, b)
-        assert torch.equal(lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths), whole[:, chosen])
+    # Of documents that follow one another a view is decoded, of others gathered rows.
+    apart, bounds = torch.arange(60).flip(0), torch.arange(61) * 7
+    found = lik_ops.maxsim_with_argmax(Q, made[apart])
+    for a, b in zip(found, (whole[:, apart], winners[:, apart]), strict=True):
+        assert torch.equal(a, b)
+    listed = torch.stack([torch.arange(4).repeat_interleave(60), apart.repeat(4)], 1)
+    pairs = lik_ops.maxsim_pair_list(Q, flat, listed, cu_seqlens_d=bounds)
+    assert torch.equal(pairs, whole[listed[:, 0], listed[:, 1]])
 
 
 def test_bounds_outside_the_tokens_are_nan():

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..segments import Ragged
+from ..formats import decoded, part_of
+from ..segments import Ragged, Stored
 from .blocks import copy_grouped, may_look
 
 
@@ -83,22 +84,77 @@ class Padded:
         else:
             copy_grouped(target, self[part])
 
+    def each(self, part: tuple[slice, slice, slice]) -> list[Tensor]:
+        """The rows one by one, where they lie."""
+        return [self.source[i] for i in self.rows(*part).flatten().tolist()]
+
     def simplest(self) -> Tensor:
         """A view where items are all of one length and follow one another at one distance, else this itself."""
-        first = self.start.reshape(-1)[:2].tolist() if self._is_regular() else None
-        if first is None:
+        steps = self._steps()
+        if steps is None:
             return cast(Tensor, self)
+        first, rows = steps
         row, column = self.source.stride()
-        step = (first[-1] - first[0]) * row
-        return self.source.as_strided(
-            self.shape, (step, step, row, column), self.source.storage_offset() + first[0] * row
-        )
+        strides = rows * row, rows * row, row, column
+        return self.source.as_strided(self.shape, strides, self.source.storage_offset() + first * row)
 
-    def _is_regular(self) -> bool:
+    def _steps(self) -> tuple[int, int] | None:
+        """The first row of the first item, and how many are between two, where items are all of one length and follow
+        one another at one distance."""
         if not may_look(self.source) or 1 not in self.start.shape or not bool((self.length == self.shape[2]).all()):
-            return False
+            return None
         steps = self.start.reshape(-1).diff()
-        return bool((steps == steps[:1]).all() & (steps >= 0).all())
+        if not bool((steps == steps[:1]).all() & (steps >= 0).all()):
+            return None
+        first = self.start.reshape(-1)[:2].tolist()
+        return first[0], first[-1] - first[0]
+
+
+class Decoded(Padded):
+    """The same of rows that are quantised, and are decoded where they are read: ``[B, X, L, d]`` of a dtype."""
+
+    def __init__(self, stored: Stored, dtype: torch.dtype, start: Tensor, length: Tensor, L: int, d: int) -> None:
+        super().__init__(stored.data, start, length, L)
+        self.stored, self.dtype, self.d = stored, dtype, d
+        self.shape = torch.Size((*start.shape, L, d))
+        self.first = self._first()
+
+    def _first(self) -> int | None:
+        """The row where the items begin, if they are of one length and follow one another."""
+        steps = self._steps()
+        return steps[0] if steps is not None and steps[1] == self.shape[2] else None
+
+    def _index(self, part: tuple[slice, slice, slice]) -> tuple[Tensor | slice, tuple[int, ...]]:
+        """Which rows those of a part are, and its shape."""
+        sizes = [range(n)[some] for n, some in zip(self.shape[:3], part, strict=True)]
+        whole = len(sizes[2]) == self.shape[2] or len(sizes[0]) * len(sizes[1]) == 1
+        if self.first is None or not whole or not all(sizes):
+            index = self.rows(*part)
+            return index.reshape(-1), tuple(index.shape)
+        shape = tuple(map(len, sizes))
+        item = sizes[0].start + sizes[1].start  # there is one batch, or one item in each
+        first = self.first + item * self.shape[2] + sizes[2].start
+        return slice(first, first + shape[0] * shape[1] * shape[2]), shape
+
+    def __getitem__(self, part: tuple[slice, slice, slice]) -> Tensor:
+        rows, shape = self._index(part)
+        return self._decoded(rows).to(self.dtype).view(*shape, -1)
+
+    def _decoded(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
+        data, scale, minimum, format = self.stored
+        return decoded(data[rows], part_of(scale, rows), part_of(minimum, rows), format, self.d, out=out)
+
+    def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
+        if target.shape[2] == 1 and target.is_contiguous() and target.dtype == torch.float32:
+            self._decoded(self._index(part)[0], target.view(-1, self.d))
+        else:
+            copy_grouped(target, self[part])
+
+    def each(self, part: tuple[slice, slice, slice]) -> list[Tensor]:
+        return list(self[part].flatten(0, -2).unbind())
+
+    def simplest(self) -> Tensor:
+        return cast(Tensor, self)
 
 
 class Cells:

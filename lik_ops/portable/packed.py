@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import score_dtype
-from ..segments import Ragged
+from ..segments import Ragged, Stored
 from .forward import run
-from .layout import Cells, Layout, Padded
+from .layout import Cells, Decoded, Layout, Padded
 from .scores import NEG_INF
 
 DOCUMENT_TOKENS = 1 << 18  # of a block, padding included: they are gathered in small parts
@@ -30,9 +30,16 @@ WASTE = 8  # one token in so many of a block may be padding
 
 
 def forward_ragged(
-    r: Ragged, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    r: Ragged,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+    max_seqlen_q: int,
+    stored: Stored | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `Ragged` says; winners are ``[0]`` where `argmax_dtype` is None."""
+    """Scores and winners as `Ragged` says; winners are ``[0]`` where `argmax_dtype` is None.
+
+    Given `stored`, these are the documents: then D says nothing but how many tokens there are.
+    """
     cells = Cells(r, max_seqlen_q)
     scores = r.Q.new_zeros(r.scores_shape(), dtype=score_dtype(r.Q.dtype))
     if argmax_dtype is None:
@@ -42,7 +49,7 @@ def forward_ragged(
     if scores.numel() == 0:
         return scores, argmax
     if r.Q.shape[0] and r.D.shape[0]:
-        _Blocks(cells, normalize, scores, argmax, max_seqlen_q).run()
+        _Blocks(cells, normalize, scores, argmax, max_seqlen_q, stored).run()
     _settle(cells, scores)
     return scores, argmax
 
@@ -62,8 +69,16 @@ def _settle(cells: Cells, scores: Tensor) -> None:
 class _Blocks:
     """One call: how it is cut into blocks, queries ``[B, Y]`` against items ``[B, X]``, and what becomes of each."""
 
-    def __init__(self, cells: Cells, normalize: bool, scores: Tensor, argmax: Tensor, max_seqlen_q: int) -> None:
-        self.cells, self.normalize, self.scores = cells, normalize, scores
+    def __init__(
+        self,
+        cells: Cells,
+        normalize: bool,
+        scores: Tensor,
+        argmax: Tensor,
+        max_seqlen_q: int,
+        stored: Stored | None,
+    ) -> None:
+        self.cells, self.normalize, self.scores, self.stored = cells, normalize, scores, stored
         self.argmax = argmax if argmax.dim() == 2 else None
         self.ragged = cells.ragged
         self.d = self.ragged.Q.shape[-1]
@@ -133,7 +148,11 @@ class _Blocks:
         cells, r, (B, Y), X = self.cells, self.ragged, queries.shape, items.shape[1]
         q_length, length = cells.q_length[queries], cells.length[items]
         Lq, Ld = (int(q_length.max()), int(length.max())) if cells.may_look else (self.most_q, r.D.shape[0])
-        Q, D = Padded(r.Q, cells.q_start[queries], q_length, Lq), Padded(r.D, cells.start[items], length, Ld)
+        Q, start = Padded(r.Q, cells.q_start[queries], q_length, Lq), cells.start[items]
+        if self.stored is None:
+            D = Padded(r.D, start, length, Ld)
+        else:
+            D = Decoded(self.stored, self.scores.dtype, start, length, Ld, self.d)
         everything = slice(None), slice(None), slice(None)
         rows, token = Q.rows(*everything), torch.arange(Lq, device=queries.device)
         q_mask = None if r.q_mask is None else r.q_mask[rows]

@@ -98,5 +98,5 @@ class Wide(Forward):
 def _rows(x: Tensor, *part: slice) -> list[Tensor]:
     """Tokens of ``x [batches, items, tokens, d]`` as they lie."""
     if isinstance(x, Padded):
-        return [x.source[i] for i in x.rows(*part).flatten().tolist()]
+        return x.each((part[0], part[1], part[2]))
     return [row for item in x[part].unbind() for tokens in item.unbind() for row in tokens.unbind()]

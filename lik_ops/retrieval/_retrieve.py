@@ -16,7 +16,8 @@ from ..ops.stack import autocast, sharding
 from ..ops.topk import Best, Search
 from ..quantized import Quantized
 from . import _streamed, sources
-from .two_stage import TwoStage, of_quantized, two_stage
+from .layout import scorable
+from .two_stage import TwoStage, best_of_quantized, of_quantized, two_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -218,8 +219,9 @@ def of_source(
     _streamed.check_source(_OP, search, source)
     best: Any = None
     for at, part in _streamed.parts(source, begin, end, chunk, Q.device, progress):
-        D = part.D.to(like.dtype)
-        scores, indices = of_checked(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
+        D = scorable(part.D, like.dtype, part.cu_seqlens)
+        find = of_checked if isinstance(D, Tensor) else best_of_quantized
+        scores, indices = find(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
         found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
         best = found if best is None else topk.merge([best, found], top_k)
     return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))

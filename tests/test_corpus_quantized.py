@@ -413,7 +413,7 @@ def test_two_stages(tmp_path):
         found = lik_ops.retrieve(Q, corpus, 6, coarse=small.documents()[0])
         assert_same(found[:2], expected)
         assert (found.proven == 6).all()
-    message = "coarse: expected a Quantized, as `documents` of a Corpus with a format gives it, got Corpus"
+    message = "coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus"
     with pytest.raises(TypeError, match=message):
         lik_ops.retrieve(Q, corpus, 6, coarse=small)
     with pytest.raises(TypeError, match="D: expected tokens as they were beside coarse, got a Corpus in binary"):

@@ -121,8 +121,9 @@ def retrieve(
         sorted: as of `torch.topk`. False allows any order; it is the same.
         coarse: the same documents as `lik_ops.quantize` makes them, on the device of Q. They say which documents can be
             among the best, and only those are scored in full: what is returned is the same, to the last bit. D is then
-            a tensor, on the device of Q or on the CPU, or a `Corpus`, and of either only these documents are read.
-            Tokens have to be normalised before they are quantised. For a `Corpus`, quantise its packed tokens.
+            a tensor, on the device of Q or on the CPU, or a `Corpus` without a format, and of either only these
+            documents are read. Tokens have to be normalised before they are quantised. For a `Corpus` they are the
+            ``documents()[0]`` of what `Corpus.quantize` makes of it.
         n_candidates: beside `coarse`, how many documents of each query to score in full, the best of `coarse`: faster
             where the documents that can be among the best are many, and not exact.
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES, check_choice, check_flag
+from ..arguments import DTYPES, check_flag
 from ..formats import FormatName
 from ..quantized import Quantized
 from . import _rerank, appending, arguments, storage
 from .converting import convert
-from .layout import Scale
+from .layout import Scale, check_format
 from .manifest import MANIFEST, Manifest
 from .snapshot import Snapshot
 
@@ -95,10 +95,7 @@ class Corpus:
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             found = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
             raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
-        if format is not None:
-            _check_format(op, format, scale)
-        elif scale != "token":
-            raise ValueError(f"{op}: scale: expected 'token' without a format, got {scale!r:.80}")
+        check_format(op, format, scale, or_none=True)
         storage.safetensors()
         path.mkdir(parents=True, exist_ok=True)
         if not (path / storage.LOCK).exists():
@@ -363,7 +360,7 @@ class Corpus:
         """
         op, source = "Corpus.quantize", self._snapshot
         path = _path(op, path)
-        _check_format(op, format, scale)
+        check_format(op, format, scale)
         if self.format is not None:
             raise ValueError(f"{op}: expected a corpus of tokens as they were, got one in {self.format}: {self.path}")
         target = Manifest(self.d, self.dtype, format=format, scale=scale)
@@ -383,13 +380,6 @@ def _path(op: str, path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{op}: path: expected a str or os.PathLike, got {type(path).__name__}")
     return Path(path)
-
-
-def _check_format(op: str, format: Any, scale: Any) -> None:
-    check_choice(op, "format", format, get_args(FormatName))
-    if scale == "tensor":
-        raise ValueError(f"{op}: scale: expected 'token' or 'document', got 'tensor': shards have no scale in common")
-    check_choice(op, "scale", scale, get_args(Scale))
 
 
 def _check_empty(path: Path, writer: storage.Writer | None = None) -> None:

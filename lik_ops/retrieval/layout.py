@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from ..arguments import check_choice
 from ..formats import FORMATS, FormatName
 from ..quantized import Quantized, quantize
 
@@ -135,6 +136,17 @@ class Layout:
         if not torch.equal(first.repeat_interleave(lengths).view(torch.int32), x.contiguous().view(torch.int32)):
             raise ValueError(f"{op}: documents: expected one scale for each document, got others within one")
         return first
+
+
+def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless a corpus can keep tokens in this format."""
+    if format is not None or not or_none:
+        check_choice(op, "format", format, get_args(FormatName))
+    if isinstance(scale, str) and scale == "tensor":
+        raise ValueError(f"{op}: scale: expected 'token' or 'document', got 'tensor': shards have no scale in common")
+    check_choice(op, "scale", scale, get_args(Scale))
+    if format is None and scale != "token":
+        raise ValueError(f"{op}: scale: expected 'token' without a format, got {scale!r}")
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -111,8 +111,7 @@ def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -
 def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None, bool]:
     """Queries and weights in the dtype of the region, and whether they are of one query."""
     if not isinstance(coarse, Quantized):
-        made = ", as `documents` of a Corpus with a format gives it" if hasattr(coarse, "_snapshot") else ""
-        raise TypeError(f"{_OP}: coarse: expected a Quantized{made}, got {type(coarse).__name__}")
+        raise TypeError(f"{_OP}: coarse: expected a Quantized, got {type(coarse).__name__}")
     if n_candidates is not None:
         check_count(_OP, "n_candidates", n_candidates, 1)
     shape, dtype, device = _about(s.D)
@@ -272,6 +271,8 @@ def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
 
     if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
         raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {type(s.D).__name__}")
+    if isinstance(coarse, Corpus):
+        raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
     if isinstance(s.D, Corpus):
         if s.D.format is not None:  # `error` is how far `coarse` is from tokens as they were
             raise TypeError(f"{_OP}: D: expected tokens as they were beside coarse, got a Corpus in {s.D.format}")

@@ -114,6 +114,15 @@ def test_one_scale_for_all_is_one_for_each(tmp_path):
         assert_same_documents(corpus.documents()[0], Quantized(**{**vars(made), **per_token(made, 9)}))
 
 
+def test_tensors_that_are_not_contiguous_or_share_memory(tmp_path):
+    rows = torch.randint(0, 256, (5, 24), dtype=torch.uint8)
+    x, each = torch.rand(5), torch.rand(2)
+    made = Quantized(rows[:, :20], x, "uint8", 20, torch.float32, minimum=x, error=each, norm=each)
+    corpus = Corpus.create(tmp_path, 20, torch.float32, "uint8")
+    corpus.append(made, lengths=[2, 3])
+    assert_same_documents(Corpus.open(tmp_path, verify=True).documents()[0], made)
+
+
 def per_token(made, tokens):
     return {name: x.expand(tokens) for name, x in zip(("scale", "minimum"), made.per_token(), strict=True)}
 

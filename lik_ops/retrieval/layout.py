@@ -124,8 +124,9 @@ class Layout:
         for name, x in zip(_SCALES, packed.per_token(), strict=True):
             if x is not None:
                 found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
-        found["data"] = packed.data.view(self.scored["data"].dtype)
-        return {name: x.contiguous() for name, x in found.items()}
+        # Clones: safetensors writes no two tensors that share memory.
+        found = {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items() if name != "data"}
+        return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **found}
 
     def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
         """Of scales of all tokens those that are kept: all, or that of each document, 0 where it has no tokens."""

@@ -1,5 +1,6 @@
 """`lik_ops.Corpus` of quantised documents: what it holds, in how many bytes, and the bits of its scores."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import lik_ops
 from lik_ops import Corpus, Quantized, quantize
 from lik_ops.formats import FORMATS
+from lik_ops.ops import eager
 from lik_ops.retrieval import copying, sources, storage
 from lik_ops.retrieval.layout import Layout
 from lik_ops.retrieval.manifest import Manifest, Shard
@@ -330,6 +332,17 @@ def test_documents_by_their_index_have_the_bits_of_searches(device, format, scal
         assert torch.equal(corpus.score(Q[1], indices[1], q_weight=w[1]), expected[1])
 
 
+def test_the_short_way_of_full_documents_is_not_taken(tmp_path, monkeypatch):
+    """It would read the stand-in for their tokens."""
+    corpus, _ = written(tmp_path, "int8")
+    taken = []
+    monkeypatch.setattr(eager, "maxsim_ragged", lambda *args, **kwargs: taken.append(args))
+    Q = torch.randn(2, 3, 20)
+    for call in (lambda: lik_ops.retrieve(Q, corpus, 3), lambda: corpus.score(Q, [1]), lambda: corpus.rerank(Q, [1])):
+        call()
+    assert not taken
+
+
 def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     """To a device, with a CPU in its place: never joined before, and scales of documents as they are kept."""
     copied = []
@@ -531,6 +544,25 @@ def test_a_conversion_that_fails_goes_on_where_it_ended(committed, tmp_path, mon
         *written[:committed],
         *(x.file for x in whole._snapshot.manifest.shards[committed:]),
     ], "what was committed is not written again"
+
+
+def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, monkeypatch):
+    corpus, documents = plain(tmp_path / "corpus")
+    inner, waiting = storage.locked, []
+
+    @contextlib.contextmanager
+    def late(path):
+        """Another conversion takes the lock first, and comes to the end."""
+        if (path / "manifest.json").exists() and not waiting:
+            waiting.append(path)
+            corpus.quantize(path)
+        with inner(path) as writer:
+            yield writer
+
+    monkeypatch.setattr(storage, "locked", late)
+    small = corpus.quantize(tmp_path / "small")
+    assert waiting == [small.path]
+    assert_same_documents(small.documents()[0], in_memory(documents, "int8")[0])
 
 
 def test_only_a_shard_is_in_memory(tmp_path, monkeypatch):

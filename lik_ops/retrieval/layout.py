@@ -129,11 +129,10 @@ class Layout:
         return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **found}
 
     def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
-        """Of scales of all tokens those that are kept: all, or that of each document, 0 where it has no tokens."""
+        """Of scales of all tokens those that are kept: all, or that of each document, any where it has no tokens."""
         if self.scale == "token":
             return x
-        none = x.new_zeros(1)
-        first = torch.cat([x, none])[offsets(lengths)[:-1]].where(lengths > 0, none)
+        first = torch.cat([x, x.new_zeros(1)])[offsets(lengths)[:-1]]
         if not torch.equal(first.repeat_interleave(lengths).view(torch.int32), x.contiguous().view(torch.int32)):
             raise ValueError(f"{op}: documents: expected one scale for each document, got others within one")
         return first

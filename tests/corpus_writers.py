@@ -1,8 +1,8 @@
-"""Writers of a corpus that are killed: run as ``python -m tests.corpus_writers path rounds seed``.
+"""Writers of a corpus that are killed: run as ``python -m tests.corpus_writers path rounds seed [convert]``.
 
 Every round forks a process that appends small shards until it is killed, at a random moment. What it committed is
 written to a pipe after each append; the corpus has to hold that, whole, and at most one shard more. Forked, because
-importing torch takes longer than all rounds.
+importing torch takes longer than all rounds. With ``convert`` they go on with a quantised copy of a corpus.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from lik_ops import Corpus
+from lik_ops import Corpus, quantize
+from lik_ops.retrieval import storage
 
 D = 4
+SHARDS = 150  # of the corpus that is converted
 
 
 def documents(first: int, count: int) -> list[torch.Tensor]:
@@ -33,22 +37,39 @@ def append_for_ever(path: str, pipe: int) -> None:
         os.write(pipe, len(corpus).to_bytes(8, "little"))
 
 
-def kill_once(path: str, seconds: float) -> int:
+def convert(path: str, pipe: int) -> None:
+    """As far as it comes."""
+    inner = storage.write_manifest
+
+    def telling(directory: Path, manifest) -> None:
+        inner(directory, manifest)
+        os.write(pipe, sum(shard.documents for shard in manifest.shards).to_bytes(8, "little"))
+
+    storage.write_manifest = telling
+    Corpus.open(source_of(path)).quantize(path, "uint8", "document")
+    os.write(pipe, len(Corpus.open(path)).to_bytes(8, "little"))
+    time.sleep(60)
+
+
+def source_of(path: str) -> str:
+    return f"{path}-source"
+
+
+def kill_once(path: str, seconds: float, write: Callable[[str, int], None] = append_for_ever) -> int:
     """Fork a writer, kill it after a while; the number of documents that it said were committed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            append_for_ever(path, writing)
+            write(path, writing)
         finally:
             os._exit(1)
     os.close(writing)
-    os.read(reading, 8)  # it has begun to write
+    told = os.read(reading, 8)  # it has begun to write
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-    told = b""
     while block := os.read(reading, 1 << 16):
         told += block
     os.close(reading)
@@ -68,9 +89,49 @@ def check(path: str, least: int) -> int:
     return n
 
 
+def content(path: str) -> dict[str, bytes]:
+    return {x.name: x.read_bytes() for x in Path(path).iterdir()}
+
+
+def check_converted(path: str, least: int) -> int:
+    """The corpus is the beginning of what the other one is quantised to; how many documents it has."""
+    corpus = Corpus.open(path, verify=True)
+    n = len(corpus)
+    assert least <= n <= least + 3, (least, n)
+    expected = documents(0, n)
+    lengths = torch.tensor([0, *(len(x) for x in expected)])
+    made = quantize(torch.cat([torch.empty(0, D), *expected]), "uint8", "document", cu_seqlens_d=lengths.cumsum(0))
+    found, cu_seqlens = corpus.documents()
+    for name, x in made.tensors().items():
+        assert torch.equal(getattr(found, name), x), name
+    assert torch.equal(cu_seqlens, lengths.cumsum(0)) and corpus.ids == ([str(i) for i in range(n)] if n else None)
+    return n
+
+
+def killed_converters(path: str, rounds: int, choose: random.Random) -> None:
+    corpus, n = Corpus.create(source_of(path), D, torch.float32), 0
+    for i in range(SHARDS):
+        corpus.append(documents(n, 1 + i % 3), ids=[str(j) for j in range(n, n + 1 + i % 3)])
+        n = len(corpus)
+    before, seen = content(source_of(path)), [0]
+    for _ in range(rounds):
+        told = kill_once(path, choose.uniform(0, 0.02), convert)
+        seen.append(check_converted(path, max(told, seen[-1])))
+    assert len(set(seen)) > 3, seen
+    whole = corpus.quantize(path, "uint8", "document")
+    check_converted(path, n - 3)
+    assert len(whole) == n and content(source_of(path)) == before
+    kept = {shard.file for shard in whole._snapshot.manifest.shards}
+    assert set(os.listdir(path)) == kept | {"manifest.json", "append.lock"}, os.listdir(path)
+    print(f"{rounds} killed, at {sorted(set(seen))} of {n} documents", flush=True)
+
+
 def main() -> None:
     path, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     choose = random.Random(seed)
+    if sys.argv[4:] == ["convert"]:
+        killed_converters(f"{path}/corpus", rounds, choose)
+        return
     Corpus.create(path, D, torch.float32)
     n = leftovers = 0
     for _ in range(rounds):

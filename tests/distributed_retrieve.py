@@ -99,6 +99,15 @@ def check_retrieve(device: str, directory: Path) -> None:
                 alone["normalize"] = documents == 3
                 found = distributed.retrieve(Q if rank == 0 else None, corpus, 7, **alone, **more, device=device)
                 assert same(found, expected)
+            made = lik_ops.quantize(tokens, "uint8", "document", cu_seqlens_d=cu_seqlens).to(device)
+            small = directory / f"{dtype}-{documents}-uint8"
+            if rank == 0:
+                lik_ops.Corpus.open(path).quantize(small, "uint8", "document")
+            dist.barrier()
+            expected = lik_ops.retrieve(Q, made, 7, cu_seqlens_d=cu_seqlens.to(device), **options)
+            corpus = lik_ops.Corpus.open(small)
+            for queries, known in ((Q, options), (Q, options) if rank == 0 else (None, {"normalize": documents == 3})):
+                assert same(distributed.retrieve(queries, corpus, 7, **known, device=device), expected)
             D = torch.randint(-1, 2, (documents, 3, 8)).to(device, dtype)
             d_mask = (torch.rand(documents, 3) > 0.5).to(device)
             flat = distributed.retrieve(Q[0], D, 200, d_mask=d_mask)
@@ -146,7 +155,10 @@ def check_sharded(device: str, directory: Path) -> None:
     cuts = [0, 3, 3, 21] if world == 4 else [0, 37]  # a shard with fewer documents than are wanted, one with none
     begin, end = [*cuts, 40][rank : rank + 2]
     corpus.append(list(D[begin:end].cpu()))
+    small, made = corpus.quantize(directory / f"shard-{rank}-int8"), lik_ops.quantize(tokens)
     for k in (1, 6, 100):
+        quantized = lik_ops.retrieve(Q, made, k, cu_seqlens_d=cu_seqlens)
+        assert same(distributed.retrieve(Q, small, k, sharded=True), quantized)
         masked, whole = (
             lik_ops.retrieve(Q, D, k, d_mask=d_mask),
             lik_ops.retrieve(Q, tokens, k, cu_seqlens_d=cu_seqlens),

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops import Corpus
-from lik_ops.retrieval import corpus as corpora
-from lik_ops.retrieval import storage
+from lik_ops.retrieval import appending, storage
 
 from .test_corpus import ROOT, assert_holds, draw
 
@@ -236,7 +235,7 @@ def test_a_shard_that_is_corrupt_raises_nothing_else(tmp_path_factory, where, bi
 
 @pytest.mark.parametrize("ids", ["[1, 2", '["a"]', '["a", 1]', '{"a": 1}', "[[1], [2]]", "[" * 100_000])
 def test_ids_that_are_corrupt_are_named_with_their_path(ids, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "_encoded_ids", lambda *_: ids.encode())
+    monkeypatch.setattr(appending, "encoded_ids", lambda *_: ids.encode())
     Corpus.create(tmp_path, 8, torch.float32).append(draw([3, 4]))
     with pytest.raises(ValueError, match=r"shard-000000-\w+.safetensors: the shard is corrupt: ids: "):
         _ = Corpus.open(tmp_path).ids

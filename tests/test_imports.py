@@ -37,6 +37,7 @@ def searched():
         corpus = lik_ops.Corpus.create(directory + "/corpus", d=8, dtype=torch.float32)
         corpus.append([draw(n, 8) for n in (3, 0, 7)])
         lik_ops.retrieve(Q.detach(), corpus, 2)
+        lik_ops.retrieve(Q.detach(), corpus.quantize(directory + "/small"), 2)
 
 
 CALLS = {

@@ -213,6 +213,11 @@ def test_every_wrong_argument_of_retrieve_is_named(name, where, corpus):
 
 CALLS = {
     "create": ("Corpus.create", {"path": "unused", "d": 8, "dtype": torch.half}),
+    "create quantised": (
+        "Corpus.create",
+        {"path": "unused", "d": 8, "dtype": torch.half, "format": "int8", "scale": "token"},
+    ),
+    "quantize": ("Corpus.quantize", {"path": "unused", "format": "int8", "scale": "document"}),
     "open": ("Corpus.open", {"path": "unused", "verify": False}),
     "documents": ("Corpus.documents", {"begin": 0, "end": 1}),
     "append": ("Corpus.append", {"documents": [torch.zeros(3, 8)], "ids": [3]}),

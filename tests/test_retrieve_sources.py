@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops.retrieval import copying, shards, sources
+from lik_ops.retrieval.layout import Layout
 
 from .test_retrieve import DEVICES, assert_same, draw, packed, ranked
 
@@ -64,7 +65,7 @@ def test_nothing_to_read(kind):
 @given(lengths=st.lists(st.integers(0, 9), max_size=30), budget=st.integers(1, 400), parts=st.integers(1, 5))
 def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget, parts):
     offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    source = sources.Ragged(offsets, sum(lengths), 5, torch.float16)
+    source = sources.Ragged(offsets, sum(lengths), Layout(5, torch.float16))
     ranges = source.ranges(0, len(lengths), None, budget)
     assert [i for a, b in ranges for i in range(a, b)] == list(range(len(lengths)))
     assert all(source.nbytes(a, b) <= max(budget, 10) or b - a == 1 for a, b in ranges)
@@ -81,7 +82,7 @@ def test_what_is_resident_is_split_by_tokens_where_the_host_knows_them(offsets, 
     assert len(split) == parts
     assert [i for a, b in split for i in range(a, b)] == list(range(len(offsets) - 1)), "each document once, in order"
     if rising:
-        assert split == sources.Ragged(cu_seqlens.long(), 99, 5, torch.float16).split(parts)
+        assert split == sources.Ragged(cu_seqlens.long(), 99, Layout(5, torch.float16)).split(parts)
     by_number = shards.Resident("retrieve", torch.empty(7, 3, 8), None, None).split(2)
     assert by_number == [(0, 3), (3, 7)]
 

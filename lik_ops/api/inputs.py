@@ -146,6 +146,13 @@ def given(
     )
 
 
+def beside(g: Given, D: Tensor | Quantized) -> Given:
+    """The same beside other documents, of arguments that were checked."""
+    if isinstance(D, Tensor):
+        return g._replace(D=D)
+    return g._replace(D=tokens_like(g.Q, D.shape), quantized=D, refused=True)
+
+
 def _beside(op: str, Q: Any, q_weight: Any, quantized: Quantized) -> tuple[Any, Any, Tensor]:
     """Queries and weights in the dtype of the region, and a stand-in for the documents beside them."""
     like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q

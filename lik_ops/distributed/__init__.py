@@ -75,7 +75,7 @@ def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d:
     if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
     shard = shards.shard(op, corpus, d_mask, cu_seqlens_d)
-    D, d_mask, cu_seqlens_d, _ = shard.sample()
+    D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
     if isinstance(shard, shards.Read):
         D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)

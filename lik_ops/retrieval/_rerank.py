@@ -11,7 +11,8 @@ from ..api import inputs
 from ..arguments import as_bool, check, check_flag, lift, score_dtype
 from ..ops import topk
 from . import arguments, sources
-from .snapshot import Snapshot, offsets
+from .layout import joined, offsets, scorable
+from .snapshot import Snapshot
 
 
 def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any) -> Tensor:
@@ -47,19 +48,21 @@ def _chosen(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
 
 def _scored(g: inputs.Given, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
     """`scores` with those of the documents that there are; each is read once, in parts that fit the device."""
-    device, manifest = scores.device, snapshot.manifest
+    device = scores.device
     documents, inverse = chosen.unique(return_inverse=True)  # ascending
     none = int((documents < 0).sum())
     documents, inverse = documents[none:], (inverse - none).to(device)
     cu_seqlens = offsets(snapshot.lengths[documents])
-    wanted = sources.Ragged(cu_seqlens, int(cu_seqlens[-1]), manifest.d, manifest.dtype)
+    wanted = sources.Ragged(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
     for begin, end in wanted.ranges(0, len(documents), None, sources.part_bytes(device)):
         packed, cu_seqlens = snapshot.gathered(documents[begin:end], pinned=device.type == "cuda")
-        packed, cu_seqlens = (x.to(device, non_blocking=True) for x in (packed, cu_seqlens))
+        packed = joined([packed], lambda found: found[0].to(device, non_blocking=True))
+        cu_seqlens = cu_seqlens.to(device, non_blocking=True)
         inside = (inverse >= begin) & (inverse < end)
         at = (inverse - begin).clamp(0, end - begin - 1)
         lengths = cu_seqlens.diff()[at].where(inside, 0)
-        found = inputs.candidates(g._replace(D=packed.to(g.D.dtype)), cu_seqlens[at], lengths)[0]
+        given = inputs.beside(g, scorable(packed, g.D.dtype, cu_seqlens))
+        found = inputs.candidates(given, cu_seqlens[at], lengths)[0]
         scores = torch.where(inside, found, scores)
     return scores
 

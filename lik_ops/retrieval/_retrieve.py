@@ -16,7 +16,8 @@ from ..ops.stack import autocast, sharding
 from ..ops.topk import Best, Search
 from ..quantized import Quantized
 from . import _streamed, sources
-from .two_stage import TwoStage, of_quantized, two_stage
+from .layout import scorable
+from .two_stage import TwoStage, best_of_quantized, of_quantized, two_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,8 +121,9 @@ def retrieve(
         sorted: as of `torch.topk`. False allows any order; it is the same.
         coarse: the same documents as `lik_ops.quantize` makes them, on the device of Q. They say which documents can be
             among the best, and only those are scored in full: what is returned is the same, to the last bit. D is then
-            a tensor, on the device of Q or on the CPU, or a `Corpus`, and of either only these documents are read.
-            Tokens have to be normalised before they are quantised. For a `Corpus`, quantise its packed tokens.
+            a tensor, on the device of Q or on the CPU, or a `Corpus` without a format, and of either only these
+            documents are read. Tokens have to be normalised before they are quantised. For a `Corpus` they are the
+            ``documents()[0]`` of what `Corpus.quantize` makes of it.
         n_candidates: beside `coarse`, how many documents of each query to score in full, the best of `coarse`: faster
             where the documents that can be among the best are many, and not exact.
 
@@ -218,8 +220,9 @@ def of_source(
     _streamed.check_source(_OP, search, source)
     best: Any = None
     for at, part in _streamed.parts(source, begin, end, chunk, Q.device, progress):
-        D = part.D.to(like.dtype)
-        scores, indices = of_checked(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
+        D = scorable(part.D, like.dtype, part.cu_seqlens)
+        find = of_checked if isinstance(D, Tensor) else best_of_quantized
+        scores, indices = find(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
         found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
         best = found if best is None else topk.merge([best, found], top_k)
     return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))

@@ -17,6 +17,7 @@ from ..ops.stack import autocast
 from ..ops.topk import Best, Search
 from . import sources
 from .copying import on_device
+from .layout import scorable
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def scored(op: str, s: Search, progress: bool | None) -> Iterator[tuple[int, Ten
     s = s._replace(Q=Q, D=like, d_mask=None, cu_seqlens_d=source.offsets, q_weight=q_weight)
     check_source(op, s, source)
     for (begin, _), read in parts(source, 0, len(source), s.chunk, Q.device, progress):
-        D = read.D.to(like.dtype)
+        D = scorable(read.D, like.dtype, read.cu_seqlens)
         yield begin, _scores(op, s._replace(D=D, d_mask=read.d_mask, cu_seqlens_d=read.cu_seqlens))
 
 

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .layout import joined
 from .sources import Part
 
-_ALIGNMENT = 256  # bytes, of each tensor of a part
+_ALIGNMENT = 256  # bytes, of each tensor of a part, of which there are up to three
 
 
 class Lanes(Protocol):
@@ -129,19 +130,22 @@ class DoubleBuffer:
 
     def _start(self, slot: int, part: Part) -> Part:
         offset, pairs = 0, []
-        for pieces in ((part.D, *part.rest), () if part.d_mask is None else (part.d_mask,)):
-            if not pieces:
-                continue
+
+        def placed(pieces: list[Tensor]) -> Tensor:
+            nonlocal offset
             shape = (sum(len(x) for x in pieces), *pieces[0].shape[1:])
             place = slice(offset, offset + prod(shape) * pieces[0].element_size())
             target = self.slots[slot][place].view(pieces[0].dtype).view(shape)
             pairs.append((target, self._source(slot, place, shape, pieces)))
             offset = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
-        self.lanes.copy(slot, pairs)
-        D, *d_mask = (target for target, _ in pairs)
-        return Part(D, d_mask[0] if d_mask else None, part.cu_seqlens)
+            return target
 
-    def _source(self, slot: int, place: slice, shape: tuple[int, ...], pieces: tuple[Tensor, ...]) -> Tensor:
+        D = joined([part.D, *part.rest], placed)
+        d_mask = None if part.d_mask is None else placed([part.d_mask])
+        self.lanes.copy(slot, pairs)
+        return Part(D, d_mask, part.cu_seqlens)
+
+    def _source(self, slot: int, place: slice, shape: tuple[int, ...], pieces: list[Tensor]) -> Tensor:
         """All rows of `pieces` where the device can copy from without the host waiting."""
         x = pieces[0]
         if len(pieces) == 1 and (x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned())):

@@ -5,22 +5,23 @@ What a writer leaves behind when it is killed is not in the manifest, so no read
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES, check_flag, check_strided
-from . import _rerank, arguments, storage
+from ..arguments import DTYPES, check_flag
+from ..formats import FormatName
+from ..quantized import Quantized
+from . import _rerank, appending, arguments, storage
+from .converting import convert
+from .layout import Scale, check_format
 from .manifest import MANIFEST, Manifest
-from .snapshot import Snapshot, are_ids
+from .snapshot import Snapshot
 
-Ids = Sequence[str] | Sequence[int]
 _LARGEST_D = 1 << 31
 
 
@@ -39,7 +40,10 @@ class Corpus:
     Attributes:
         path: the directory.
         d: features of a token.
-        dtype: of the embeddings.
+        dtype: of the embeddings as they were appended.
+        format: in which they are kept, ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``; None is
+            as they are.
+        scale: what has a scale of its own in that format, each ``"token"`` or each ``"document"``; or None.
         lengths: int64 ``[N]``, the number of tokens of each document.
         cu_seqlens: int64 ``[N + 1]``, where each document begins in all tokens of the corpus, and their number.
 
@@ -60,14 +64,29 @@ class Corpus:
         self._snapshot = snapshot  # replaced as a whole: whoever reads takes it once
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], d: int, dtype: torch.dtype) -> Corpus:
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        d: int,
+        dtype: torch.dtype,
+        format: FormatName | None = None,
+        scale: Scale = "token",
+    ) -> Corpus:
         """Make an empty corpus in a directory that is empty, or does not exist and is made.
+
+        Args:
+            path: the directory.
+            d: features of a token.
+            dtype: of the tokens that are appended, and of the queries.
+            format: keep tokens as `lik_ops.quantize` does, in ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``
+                or ``"binary"``; None keeps them as they are.
+            scale: of a format, one for each ``"token"`` or each ``"document"``.
 
         Raises:
             FileExistsError: the directory is not empty.
             ModuleNotFoundError: safetensors or numpy is not installed.
             TypeError: `dtype` is not float16, bfloat16, float32 or float64, or an argument is of another type.
-            ValueError: `d` is below 1.
+            ValueError: `d` is below 1, or `format` or `scale` is not one of these.
         """
         op = "Corpus.create"
         path, d = _path(op, path), arguments.index(op, "d", d)
@@ -76,6 +95,7 @@ class Corpus:
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             found = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
             raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
+        check_format(op, format, scale, or_none=True)
         storage.safetensors()
         path.mkdir(parents=True, exist_ok=True)
         if not (path / storage.LOCK).exists():
@@ -83,7 +103,7 @@ class Corpus:
         with storage.locked(path) as writer:
             writer.remove_leftovers()  # of a call that was killed
             _check_empty(path, writer)
-            manifest = Manifest(d, dtype)
+            manifest = Manifest(d, dtype, format=format, scale=None if format is None else scale)
             with writer.writing(0) as (directory, _):
                 storage.write_manifest(directory, manifest)
         return cls(path, Snapshot(path, manifest))
@@ -112,6 +132,14 @@ class Corpus:
         return self._snapshot.manifest.dtype
 
     @property
+    def format(self) -> FormatName | None:
+        return self._snapshot.manifest.format
+
+    @property
+    def scale(self) -> Scale | None:
+        return self._snapshot.manifest.scale
+
+    @property
     def lengths(self) -> Tensor:
         return self._snapshot.for_callers[0]
 
@@ -129,15 +157,15 @@ class Corpus:
 
     def __repr__(self) -> str:
         tokens = sum(shard.tokens for shard in self._snapshot.manifest.shards)
-        return f"Corpus({str(self.path)!r}, {len(self)} documents, {tokens} tokens, d={self.d}, {self.dtype})"
+        return f"Corpus({str(self.path)!r}, {len(self)} documents, {tokens} tokens, {self._snapshot.manifest.layout})"
 
-    def documents(self, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
+    def documents(self, begin: int = 0, end: int | None = None) -> tuple[Tensor | Quantized, Tensor]:
         """The documents ``[begin, end)``, to the last one if `end` is None.
 
         Returns:
-            ``(packed, cu_seqlens)``: their tokens ``[T, d]`` on the CPU and int64 ``[end - begin + 1]``, where each of
-            them begins in `packed`. A range within one shard is a view of memory mapped for the caller alone, of which
-            pages are read when they are used.
+            ``(packed, cu_seqlens)``: their tokens ``[T, d]`` on the CPU, a `Quantized` if the corpus has a format, and
+            int64 ``[end - begin + 1]``, where each of them begins in `packed`. A range within one shard is a view of
+            memory mapped for the caller alone, of which pages are read when they are used.
 
         Raises:
             TypeError: `begin` or `end` is no integer.
@@ -159,7 +187,8 @@ class Corpus:
     def __getitem__(self, index: Any) -> Tensor | list[Tensor]:
         """The tokens ``[L, d]`` of a document, or a list of those of a slice or of several indices.
 
-        Copies, on the CPU. Indices below 0 count from the end.
+        Copies, on the CPU; of a corpus with a format tokens as they count, in its dtype. Indices below 0 count from
+        the end.
 
         Args:
             index: an integer, a slice, or ``[n]`` integers as a list, tensor or array.
@@ -187,7 +216,7 @@ class Corpus:
         return [snapshot.copy_of(i) for i in chosen]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """A copy of the tokens ``[L, d]`` of each document; no more than one of them is in memory."""
+        """What ``corpus[i]`` gives, of each document; no more than one of them is in memory."""
         snapshot = self._snapshot
         return (snapshot.copy_of(i) for i in range(len(snapshot)))
 
@@ -203,7 +232,7 @@ class Corpus:
         """The `lik_ops.maxsim` scores of queries and documents that are given by their index.
 
         Each document is read once, those of no query never; on a GPU they are there in parts of up to 256 MiB.
-        Differentiable in Q and `q_weight`, for which all parts are kept.
+        Differentiable in Q and `q_weight`, for which all parts are kept, unless the corpus has a format.
 
         Args:
             Q: query token embeddings ``[Nq, Lq, d]`` of the corpus's dtype, or ``[Lq, d]`` for one query.
@@ -217,6 +246,7 @@ class Corpus:
         Raises:
             TypeError: a dtype or type is wrong.
             ValueError: a rank, size or device is wrong, or an index is not that of a document.
+            NotImplementedError: Q or `q_weight` requires gradients and the corpus has a format.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
@@ -266,8 +296,8 @@ class Corpus:
 
     def append(
         self,
-        documents: Sequence[Tensor] | Tensor,
-        ids: Ids | None = None,
+        documents: Sequence[Tensor] | Tensor | Quantized,
+        ids: appending.Ids | None = None,
         *,
         lengths: Tensor | Sequence[int] | None = None,
     ) -> None:
@@ -275,7 +305,8 @@ class Corpus:
 
         Args:
             documents: a list of ``[L_i, d]`` tensors of the corpus's dtype, on any device; or all of them packed,
-                ``[T, d]``, with `lengths`.
+                ``[T, d]``, with `lengths`. A corpus with a format quantises them, each as `lik_ops.quantize` does on
+                the CPU, or takes a packed `Quantized` of its format, with `lengths`.
             ids: a string each, or an integer each; in all appends or in none. They are not compared with each other.
             lengths: integers ``[n]`` that add up to T, where `documents` is packed.
 
@@ -286,71 +317,56 @@ class Corpus:
             TypeError: a dtype or type is wrong.
             ValueError: a size is wrong, or ids are missing or unexpected; or the corpus is corrupt, see `open`.
         """
-        packed, counts = self._packed(documents, lengths)
-        encoded = _encoded_ids(ids, len(counts))
-        before = self._snapshot
+        op, before = "Corpus.append", self._snapshot
+        layout = before.manifest.layout
+        packed, counts = appending.packed(op, layout, documents, lengths)
+        encoded = appending.encoded_ids(op, ids, len(counts))
+        tensors = layout.encoded(op, packed, counts)
         with storage.locked(self.path) as writer:
             manifest = Manifest.read(self.path, before.manifest)  # another process may have appended since
-            if (manifest.d, manifest.dtype) != (self.d, self.dtype):
-                raise ValueError(f"{self.path}: expected a corpus of d={self.d}, {self.dtype}: it was made anew")
+            if manifest.layout != layout:
+                raise ValueError(f"{self.path}: expected a corpus of {layout}: it was made anew")
             if len(counts):
-                manifest = self._committed(writer, manifest, packed, counts, encoded)
+                manifest = appending.committed(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, before)
 
-    def _committed(
-        self, writer: storage.Writer, manifest: Manifest, packed: Tensor, counts: Tensor, encoded: bytes | None
-    ) -> Manifest:
-        """The manifest with one shard more, once both are on the disk."""
-        if manifest.shards and manifest.has_ids != (encoded is not None):
-            expected = f"{len(counts)} of them, as before" if manifest.has_ids else "None, as before"
-            found = "None" if encoded is None else "some"
-            raise ValueError(f"Corpus.append: ids: expected {expected}, got {found}")
-        tensors = {storage.TOKENS: packed, storage.LENGTHS: counts}
-        if encoded is not None:
-            tensors[storage.IDS] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        with writer.writing(len(manifest.shards)) as (directory, name):
-            shard = storage.write_shard(directory, name, tensors)
-            manifest = replace(manifest, has_ids=encoded is not None, shards=(*manifest.shards, shard))
-            storage.write_manifest(directory, manifest)
-        return manifest
+    def quantize(self, path: str | os.PathLike[str], format: FormatName = "int8", scale: Scale = "token") -> Corpus:
+        """The same documents in fewer bytes, in another directory: a shard is read, quantised and committed at a time.
 
-    def _packed(self, documents: Any, lengths: Any) -> tuple[Tensor, Tensor]:
-        """The documents' tokens ``[T, d]`` on the CPU, and the length of each."""
-        op = "Corpus.append"
-        if isinstance(documents, Tensor) and not documents.is_nested:
-            self._check_tokens("documents", documents)
-            if lengths is None:
-                raise ValueError(f"{op}: lengths: expected the length of each document in the packed tensor, got None")
-            counts = arguments.integers(op, "lengths", lengths)
-            if counts.dim() != 1 or not storage.add_up_to(counts, tokens := documents.shape[0]):
-                raise ValueError(
-                    f"{op}: lengths: expected [n], not negative, that add up to {tokens} tokens,"
-                    f" got {list(counts.shape)} that add up to {sum(counts.flatten().tolist())}"
-                )
-            return documents.detach().cpu().contiguous(), counts
-        if lengths is not None:
-            raise ValueError(f"{op}: lengths: expected None beside a list of documents")
-        if isinstance(documents, Tensor):
-            documents = documents.unbind()
-        documents = _listed(op, "documents", "tensors", documents)
-        for i, document in enumerate(documents):
-            self._check_tokens(f"documents[{i}]", document)
-        empty = torch.empty(0, self.d, dtype=self.dtype, device="cpu")
-        counts = torch.tensor([document.shape[0] for document in documents], dtype=torch.int64, device="cpu")
-        return torch.cat([empty, *(document.detach().cpu() for document in documents)]), counts
+        Called again with the same arguments it goes on where it was killed, or where this corpus ended then; what is
+        complete is opened as it is. Whether `path` has the first documents of this corpus is told by d, dtype, lengths
+        and ids, and by the numbers of the first and the last that has tokens. This corpus does not change.
 
-    def _check_tokens(self, name: str, x: Any) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"Corpus.append: {name}: expected a Tensor, got {type(x).__name__}")
-        check_strided("Corpus.append", name, x)
-        if x.dtype != self.dtype:
-            raise TypeError(
-                f"Corpus.append: {name}: expected {self.dtype}, got {x.dtype}: convert it with .to({self.dtype})"
-            )
-        if x.dim() != 2 or x.shape[1] != self.d:
-            raise ValueError(f"Corpus.append: {name}: expected [L, {self.d}], got {list(x.shape)}")
-        if x.is_meta:
-            raise ValueError(f"Corpus.append: {name}: expected embeddings, got a meta tensor")
+        Args:
+            path: a directory that is empty, or does not exist and is made, or has what an earlier call wrote.
+            format, scale: as in `create`; for the dtypes' sizes and what a score may be off by, see `lik_ops.quantize`.
+
+        Returns:
+            The corpus at `path`.
+
+        Raises:
+            FileExistsError: the directory has something else in it.
+            OSError: of the disk, with a path. What was committed stays.
+            RuntimeError: another process, or another thread, is writing there.
+            TypeError: an argument is of another type.
+            ValueError: `format` or `scale` is wrong, this corpus has a format, or that at `path` is no beginning of it.
+
+        Example:
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
+            >>> corpus.append([torch.randn(n, 128).half() for n in (3, 0, 7)], ids=["a", "b", "c"])
+            >>> small = corpus.quantize("small", "int8")
+            >>> small.format, small.ids, small.documents(0, 3)[0]
+            ('int8', ['a', 'b', 'c'], Quantized([10, 128], format='int8', device='cpu'))
+        """
+        op, source = "Corpus.quantize", self._snapshot
+        path = _path(op, path)
+        check_format(op, format, scale)
+        if self.format is not None:
+            raise ValueError(f"{op}: expected a corpus of tokens as they were, got one in {self.format}: {self.path}")
+        target = Manifest(self.d, self.dtype, format=format, scale=scale)
+        if not (path / MANIFEST).exists():
+            Corpus.create(path, self.d, self.dtype, format, scale)
+        return Corpus(path, convert(op, source, path, target))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "manifest": self._snapshot.manifest}
@@ -374,27 +390,3 @@ def _check_empty(path: Path, writer: storage.Writer | None = None) -> None:
     ours = {storage.LOCK} if writer is not None and not writer.has_entry() else set()
     if names := sorted(set(os.listdir(path)) - ours):
         raise FileExistsError(f"{op}: expected an empty directory, found {path / names[0]}")
-
-
-def _listed(op: str, name: str, of: str, x: Any) -> list:
-    """What an iterable gives, but for strings, which are one thing and not many, and what has no order."""
-    try:
-        if not isinstance(x, (str, bytes, Set, Mapping)):
-            x = iter(x)
-    except TypeError:
-        pass
-    if not isinstance(x, Iterator):
-        raise TypeError(f"{op}: {name}: expected a list of {of}, got {type(x).__name__}")
-    return list(x)
-
-
-def _encoded_ids(ids: Any, count: int) -> bytes | None:
-    if ids is None:
-        return None
-    ids = _listed("Corpus.append", "ids", "str or int", ids)
-    if len(ids) != count:
-        raise ValueError(f"Corpus.append: ids: expected {count}, one for each document, got {len(ids)}")
-    if not are_ids(ids):
-        kinds = sorted({type(x).__name__ for x in ids})
-        raise TypeError(f"Corpus.append: ids: expected str or int, all alike, got {', '.join(kinds)}")
-    return json.dumps(ids, ensure_ascii=False).encode("utf-8", "surrogatepass")

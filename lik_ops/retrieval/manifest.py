@@ -6,17 +6,19 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from ..arguments import DTYPES
+from ..formats import FORMATS
+from .layout import Layout, Scale
 
-FORMAT, VERSION = "lik_ops.corpus", 1
+FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # the latter of quantised corpora alone
 MANIFEST = "manifest.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _LARGEST = (1 << 63) - 1  # what a size of a tensor can be
@@ -41,13 +43,21 @@ class Manifest:
     dtype: torch.dtype
     has_ids: bool = False
     shards: tuple[Shard, ...] = ()
+    format: Any = None  # the last two of `Layout`
+    scale: Any = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(self.d, self.dtype, self.format, self.scale)
 
     @cached_property
     def text(self) -> bytes:
         """The file."""
+        quantized = {} if self.format is None else {"quantized": {"format": self.format, "scale": self.scale}}
         content = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": QUANTIZED_VERSION if quantized else VERSION,
+            **quantized,
             "d": self.d,
             "dtype": str(self.dtype).removeprefix("torch."),
             "documents": sum(shard.documents for shard in self.shards),
@@ -89,13 +99,13 @@ def _digest(body: str) -> str:
 def _parsed(content: Any) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"format: expected {FORMAT}")
-    if (version := _field(content, "version", int)) != VERSION:
-        raise ValueError(f"version: expected {VERSION}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
+    if (version := _field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION):
+        expected = f"{VERSION} or {QUANTIZED_VERSION}"
+        raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
     if content.pop("sha256", None) != _digest(_canonical(content)):
         raise ValueError("sha256: its checksum is not that of its content")
-    name = _field(content, "dtype", str)
-    if name not in _DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {reprlib.repr(name)}")
+    name = _choice(content, "dtype", _DTYPES)
+    format, scale = _quantized(content) if version == QUANTIZED_VERSION else (None, None)
     shards = tuple(_shard(x, f"shards[{i}]") for i, x in enumerate(_field(content, "shards", list)))
     if len({shard.file for shard in shards}) != len(shards):
         raise ValueError("shards: expected files of different names")
@@ -104,7 +114,14 @@ def _parsed(content: Any) -> Manifest:
         raise ValueError(f"documents: expected those of all shards, {documents}, got {content['documents']}")
     if tokens > _LARGEST:
         raise ValueError("shards: expected fewer than 2^63 tokens")
-    return Manifest(_count(content, "d", least=1), _DTYPES[name], _field(content, "has_ids", bool), shards)
+    d, has_ids = _count(content, "d", least=1), _field(content, "has_ids", bool)
+    return Manifest(d, _DTYPES[name], has_ids, shards, format, scale)
+
+
+def _quantized(content: Mapping[str, Any]) -> tuple[str, str]:
+    """The format and the kind of scale."""
+    found, at = _field(content, "quantized", dict), "quantized"
+    return _choice(found, "format", FORMATS, at), _choice(found, "scale", get_args(Scale), at)
 
 
 def _shard(content: Any, at: str) -> Shard:
@@ -115,6 +132,14 @@ def _shard(content: Any, at: str) -> Shard:
         raise ValueError(f"{at}.file: expected a .safetensors file in the corpus's directory, got {reprlib.repr(file)}")
     size, documents, tokens = (_count(content, name, at) for name in ("bytes", "documents", "tokens"))
     return Shard(file, size, _field(content, "sha256", str, at), documents, tokens)
+
+
+def _choice(content: Mapping[str, Any], name: str, choices: Iterable[str], at: str = "") -> str:
+    value = _field(content, name, str, at)
+    if value not in choices:
+        expected = f"expected one of {', '.join(choices)}"
+        raise ValueError(f"{at}{at and '.'}{name}: {expected}, got {reprlib.repr(value)}")
+    return value
 
 
 def _field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> Any:

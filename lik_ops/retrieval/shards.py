@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from ..ops import topk
 from ..ops.stack import autocast
 from . import _retrieve, sources
-from .sources import Part
+
+Sample: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # D, d_mask and cu_seqlens, to be checked
 
 
 @dataclass
@@ -34,8 +35,10 @@ class Read:
     def split(self, parts: int) -> list[tuple[int, int]]:
         return self.source.split(parts)
 
-    def sample(self) -> Part:
-        return self.source.read(0, 0)
+    def sample(self) -> Sample:
+        """No documents; of quantised ones the tokens as they were."""
+        part, shape = self.source.read(0, 0), (0, *self.source.shape[1:])
+        return torch.empty(shape, dtype=self.source.dtype, device="cpu"), part.d_mask, part.cu_seqlens
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
         Q, q_mask, q_weight = queries
@@ -63,8 +66,8 @@ class Resident:
             bounds = [self.size * i // parts for i in range(parts + 1)]
         return list(pairwise(bounds))
 
-    def sample(self) -> Part:
-        return Part(self.D, self.d_mask, self.cu_seqlens_d)
+    def sample(self) -> Sample:
+        return self.D, self.d_mask, self.cu_seqlens_d
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
         """Of arguments that were checked."""

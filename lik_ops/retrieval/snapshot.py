@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..quantized import Quantized
 from ..segments import rows_of
+from .layout import Kept, Tokens, offsets, scorable
 from .manifest import Manifest
 from .storage import Opened, open_shard
 
@@ -62,60 +64,72 @@ class Snapshot:
             found += _decoded(shard)
         return found
 
-    def _places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Where the documents ``[begin, end)`` lie: ``(shard, first row, last row + 1)``."""
+    def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
+        """Where the documents ``[begin, end)`` lie: in which shard, and its rows, of tokens (True) and of documents."""
         for i in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end) if begin < end else 0):
             first, last = self.starts[i : i + 2]
-            a, b = (int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (max(begin, first), min(end, last)))
-            yield i, a, b
+            a, b = max(begin, first), min(end, last)
+            of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
+            yield i, {True: of_tokens, False: slice(a - first, b - first)}
 
-    def pieces(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
+    def _cut(self, shard: Opened, rows: dict[bool, slice], of: dict[str, Kept]) -> dict[str, Tensor]:
+        """Rows of some tensors of a shard, where it has them mapped."""
+        return {name: shard.tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
+
+    def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
         """The tokens of the documents ``[begin, end)``, where shards have them mapped, and their offsets."""
-        parts = [self.shards[i].tokens[a:b] for i, a, b in self._places(begin, end)]
-        return parts or [self._rows(0)], self._offsets(begin, end)
+        layout = self.manifest.layout
+        parts = [self._cut(self.shards[i], rows, layout.scored) for i, rows in self._places(begin, end)]
+        parts = parts or [{name: _empty(kept, 0) for name, kept in layout.scored.items()}]
+        return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
-    def documents(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """`pieces` as one tensor, which is the caller's: mapped anew if it is of one shard, else copied."""
-        places = list(self._places(begin, end))
+    def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
+        """All that is kept of them as one, which is the caller's: mapped anew if it is of one shard, else copied."""
+        places, layout = list(self._places(begin, end)), self.manifest.layout
         if len(places) == 1:
-            ((i, a, b),) = places
-            return open_shard(self.path, self.manifest.shards[i], self.manifest).tokens[a:b], self._offsets(begin, end)
-        return torch.cat([self._rows(0), *(self.shards[i].tokens[a:b] for i, a, b in places)]), self._offsets(
-            begin, end
-        )
+            ((i, rows),) = places
+            found = self._cut(open_shard(self.path, self.manifest.shards[i], self.manifest), rows, layout.tensors)
+        else:
+            parts = [{name: _empty(kept, 0) for name, kept in layout.tensors.items()}]
+            parts += [self._cut(self.shards[i], rows, layout.tensors) for i, rows in places]
+            found = {name: torch.cat([part[name] for part in parts]) for name in layout.tensors}
+        cu_seqlens = self._offsets(begin, end)
+        return scorable(layout.tokens(found), layout.dtype, cu_seqlens), cu_seqlens
 
     def copy_of(self, index: int) -> Tensor:
-        """The tokens ``[L, d]`` of one document, counted from the end if below 0."""
+        """The tokens ``[L, d]`` of one document as they count, counted from the end if below 0."""
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError(f"Corpus: index: expected that of one of {len(self)} documents, got {index}")
-        ((i, a, b),) = self._places(at, at + 1)
-        return self.shards[i].tokens[a:b].clone()
+        (tokens,), cu_seqlens = self.pieces(at, at + 1)
+        return tokens.clone() if isinstance(tokens, Tensor) else tokens.quantized(cu_seqlens).dequantize()
 
-    def gathered(self, chosen: Tensor, pinned: bool = False) -> tuple[Tensor, Tensor]:
+    def gathered(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
         """The tokens of the documents ``chosen [n]``, ascending, behind one another; where each begins ``[n + 1]``."""
         rows, cu_seqlens = rows_of(self.cu_seqlens[chosen], self.lengths[chosen])
-        packed = self._rows(len(rows), pinned)
         starts = torch.tensor(self.starts, device="cpu")
-        bounds = cu_seqlens[torch.searchsorted(chosen, starts)].tolist()
-        origins = self.cu_seqlens[starts].tolist()
-        for i, shard in enumerate(self.shards):
-            part = slice(bounds[i], bounds[i + 1])
-            if part.start < part.stop:
-                torch.index_select(shard.tokens, 0, rows[part] - origins[i], out=packed[part])
-        return packed, cu_seqlens
-
-    def _rows(self, count: int, pinned: bool = False) -> Tensor:
-        shape, dtype = (count, self.manifest.d), self.manifest.dtype
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        first = torch.searchsorted(chosen, starts)
+        # What is wanted, where of it that of each shard begins, and where that begins in the corpus.
+        wanted = {
+            True: (rows, cu_seqlens[first].tolist(), self.cu_seqlens[starts].tolist()),
+            False: (chosen, first.tolist(), self.starts),
+        }
+        found = {}
+        for name, kept in self.manifest.layout.scored.items():
+            at, bounds, origins = wanted[kept.of_tokens]
+            found[name] = _empty(kept, len(at), pinned)
+            for i, shard in enumerate(self.shards):
+                part = slice(bounds[i], bounds[i + 1])
+                if part.start < part.stop:
+                    torch.index_select(shard.tensors[name], 0, at[part] - origins[i], out=found[name][part])
+        return self.manifest.layout.tokens(found), cu_seqlens
 
     def _offsets(self, begin: int, end: int) -> Tensor:
         return self.cu_seqlens[begin : end + 1] - self.cu_seqlens[begin]
 
 
-def offsets(lengths: Tensor) -> Tensor:
-    """Where each of packed documents begins and the last one ends, of their int64 lengths."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+def _empty(kept: Kept, rows: int, pinned: bool = False) -> Tensor:
+    return torch.empty((rows, *kept.sizes), dtype=kept.dtype, device="cpu", pin_memory=pinned)
 
 
 def _decoded(shard: Opened) -> list:

@@ -15,6 +15,7 @@ from ..arguments import DTYPES, check_mask, check_strided, check_tensor
 from ..ops import topk, values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
+from .layout import Layout, Tokens, joined
 from .snapshot import Snapshot
 
 _LARGEST_PART = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
@@ -24,14 +25,14 @@ _CPU_PART = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of 
 class Part(NamedTuple):
     """A range of documents."""
 
-    D: Tensor  # [n, Ld, d], or packed [T, d]
+    D: Tokens  # [n, Ld, d], or packed [T, d]
     d_mask: Tensor | None = None  # [n, Ld]
     cu_seqlens: Tensor | None = None  # [n + 1] of packed ones, on the CPU
-    rest: tuple[Tensor, ...] = ()  # of D, which lies in several files: what follows its rows
+    rest: tuple[Tokens, ...] = ()  # of D, which lies in several files: what follows its rows
 
     def whole(self) -> Part:
         """With D in one piece."""
-        return self._replace(D=torch.cat([self.D, *self.rest]), rest=()) if self.rest else self
+        return self._replace(D=joined([self.D, *self.rest], torch.cat), rest=()) if self.rest else self
 
 
 class Source(Protocol):
@@ -122,9 +123,9 @@ class Ragged:
 
     d_mask = None
 
-    def __init__(self, offsets: Tensor, tokens: int, d: int, dtype: torch.dtype) -> None:
-        self.offsets, self.shape, self.dtype = offsets, (tokens, d), dtype
-        self.token_bytes = d * dtype.itemsize
+    def __init__(self, offsets: Tensor, tokens: int, layout: Layout) -> None:
+        self.offsets, self.shape, self.dtype = offsets, (tokens, layout.d), layout.dtype
+        self.token_bytes, self.document_bytes = layout.nbytes(True), layout.nbytes(False)
 
     def __len__(self) -> int:
         return self.offsets.shape[0] - 1
@@ -132,9 +133,11 @@ class Ragged:
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
         if chunk is not None:
             return _by_count(begin, end, chunk)
-        ranges, tokens = [], max(budget // max(self.token_bytes, 1), 1)
+        ranges = []
+        ends = self.offsets * self.token_bytes
+        ends += torch.arange(len(ends), device="cpu") * self.document_bytes
         while begin < end:
-            last = int(torch.searchsorted(self.offsets, self.offsets[begin] + tokens, right=True)) - 1
+            last = int(torch.searchsorted(ends, ends[begin] + budget, right=True)) - 1
             at = (begin, min(max(last, begin + 1), end))
             ranges.append(at)
             begin = at[1]
@@ -144,7 +147,8 @@ class Ragged:
         return list(itertools.pairwise(token_bounds(self.offsets, parts)))
 
     def nbytes(self, begin: int, end: int) -> int:
-        return int(self.offsets[end] - self.offsets[begin]) * self.token_bytes
+        tokens = int(self.offsets[end] - self.offsets[begin])
+        return tokens * self.token_bytes + (end - begin) * self.document_bytes
 
 
 class _Packed(Ragged):
@@ -153,7 +157,7 @@ class _Packed(Ragged):
     def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
         topk.check_bounds(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
-        super().__init__(offsets, D.shape[0], D.shape[1], _rows(D, 0, 0).dtype)
+        super().__init__(offsets, D.shape[0], Layout(D.shape[1], _rows(D, 0, 0).dtype))
         values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)
 
     def read(self, begin: int, end: int) -> Part:
@@ -165,8 +169,8 @@ class _OnDisk(Ragged):
     """A `Corpus`, as it was when it was asked for this."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot, manifest = snapshot, snapshot.manifest
-        super().__init__(snapshot.cu_seqlens, int(snapshot.cu_seqlens[-1]), manifest.d, manifest.dtype)
+        self.snapshot = snapshot
+        super().__init__(snapshot.cu_seqlens, int(snapshot.cu_seqlens[-1]), snapshot.manifest.layout)
 
     def read(self, begin: int, end: int) -> Part:
         (D, *rest), cu_seqlens = self.snapshot.pieces(begin, end)

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .layout import Kept
 from .manifest import MANIFEST, Manifest, Shard
 
 LOCK = "append.lock"
 WRITING = "writing-"
-TOKENS, LENGTHS, IDS = "tokens", "lengths", "ids"  # tensors of a shard; ids are JSON in UTF-8
+LENGTHS, IDS = "lengths", "ids"  # tensors of every shard, beside those of its layout; ids are JSON in UTF-8
 _ENTRY = re.compile(rb"shard-\d{6,}-[0-9a-f]{16}\.safetensors\n")
 _TOKEN = slice(-len("0123456789abcdef.safetensors"), -len(".safetensors"))
 _BLOCK = 1 << 20
@@ -60,7 +61,7 @@ class Opened(NamedTuple):
     """A shard, its tensors mapped into memory: pages are read when they are used. What is written stays in memory."""
 
     at: Path
-    tokens: Tensor  # [T, d]
+    tensors: dict[str, Tensor]  # of the layout
     lengths: Tensor  # [n]
     ids: Tensor | None  # uint8
 
@@ -84,17 +85,17 @@ def open_shard(path: Path, shard: Shard, manifest: Manifest, verify: bool = Fals
         raise ValueError(f"{at}: the shard is missing") from None
     except (ValueError, package.SafetensorError) as error:
         raise _corrupt(at, error) from error
-    tokens, lengths = found.get(TOKENS), found.get(LENGTHS)
-    if tokens is None or tokens.dtype != manifest.dtype or tokens.shape != (shard.tokens, manifest.d):
-        raise _corrupt(at, f"expected {TOKENS} [{shard.tokens}, {manifest.d}] of {manifest.dtype}")
-    if lengths is None or lengths.dtype != torch.int64 or lengths.shape != (shard.documents,):
-        raise _corrupt(at, f"expected {LENGTHS} [{shard.documents}] of torch.int64")
+    for name, kept in {**manifest.layout.tensors, LENGTHS: Kept(False, (), torch.int64)}.items():
+        shape, x = (shard.tokens if kept.of_tokens else shard.documents, *kept.sizes), found.get(name)
+        if x is None or x.dtype != kept.dtype or x.shape != shape:
+            raise _corrupt(at, f"expected {name} {list(shape)} of {kept.dtype}")
+    lengths = found.pop(LENGTHS)
     if not add_up_to(lengths, shard.tokens):
         raise _corrupt(at, f"expected {LENGTHS} that add up to {shard.tokens} tokens")
-    ids = found.get(IDS)
+    ids = found.pop(IDS, None)
     if (ids is not None) != manifest.has_ids or (ids is not None and (ids.dtype != torch.uint8 or ids.dim() != 1)):
         raise _corrupt(at, f"expected {IDS} [bytes] of torch.uint8" if manifest.has_ids else f"expected no {IDS}")
-    return Opened(at, tokens, lengths, ids)
+    return Opened(at, {name: found[name] for name in manifest.layout.tensors}, lengths, ids)
 
 
 def _corrupt(at: Path, error: object) -> ValueError:
@@ -217,7 +218,7 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard
         written.append((temporary.stat().st_size, sha256_of(temporary)))
 
     _publish(directory, name, save)
-    return Shard(name, *written[0], len(tensors[LENGTHS]), len(tensors[TOKENS]))
+    return Shard(name, *written[0], len(tensors[LENGTHS]), int(tensors[LENGTHS].sum()))
 
 
 def _publish(directory: Path, name: str, save: Callable[[Path], object]) -> None:

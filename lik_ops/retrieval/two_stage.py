@@ -52,6 +52,12 @@ def of_quantized(s: Search) -> Best:
     topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
     own = tokens_like(s.Q, D.shape)
     check(_OP, s.Q, own if s.cu_seqlens_d is None else own.unsqueeze(0), None, None, None)
+    return best_of_quantized(s)
+
+
+def best_of_quantized(s: Search) -> Best:
+    """`of_quantized`, of arguments that were checked."""
+    D: Quantized = s.D
     flat = s.Q.dim() == 2
     Q = s.Q.unsqueeze(0) if flat else s.Q
     q_mask, q_weight = lift(s.q_mask, flat), lift(s.q_weight, flat)
@@ -159,7 +165,7 @@ def _scores(Q: Tensor, D: Quantized, begin: int, end: int, s: Search) -> Tensor:
     """Scores ``[Nq, end - begin]`` of quantised documents."""
     given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize}
     if s.cu_seqlens_d is not None:
-        given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device)
+        given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
     elif (begin, end) != (0, len(D)):
         D = D[begin:end]
     if s.d_mask is not None:
@@ -265,6 +271,10 @@ def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
 
     if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
         raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {type(s.D).__name__}")
+    if isinstance(coarse, Corpus):
+        raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
     if isinstance(s.D, Corpus):
+        if s.D.format is not None:  # `error` is how far `coarse` is from tokens as they were
+            raise TypeError(f"{_OP}: D: expected tokens as they were beside coarse, got a Corpus in {s.D.format}")
         s = s._replace(cu_seqlens_d=s.D.cu_seqlens)
     return of_both(s, coarse, n_candidates)

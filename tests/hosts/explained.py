@@ -1,6 +1,7 @@
 """What fails in the hosts' suites, and why: (adapter, how it is routed or "any", end of the test's name) -> reason."""
 
 _CPU = "asserts that a backend refuses the CPU; lik_ops scores there"
+_SHAPE = "asserts that features no multiple of 8 are refused; lik_ops scores them"
 _FP32 = "asserts scores in the input's half type; these are fp32, as from the host's own kernel backend"
 _CHUNKS = "watches the host's padded chunks; the adapter's callable makes none"
 _WORDS = "asserts the words of the host's message; the adapter raises the same type in its own"
@@ -13,6 +14,7 @@ _MODEL = "tests/multi_vector_encoder/test_model.py::"
 
 EXPLAINED = {
     ("pylate", "enabled", "::test_backend_lik_without_accelerator_raises"): _CPU,
+    ("pylate", "enabled", "::test_lik_unsupported_strict_propagates"): _SHAPE,
     **{
         ("colpali", "enabled", f"{_COLPALI}TestStrictLikModeOnCpu::test_maxsim_{name}_raises"): _CPU
         for name in ("inbatch", "kd")

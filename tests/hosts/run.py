@@ -40,6 +40,7 @@ class Host(NamedTuple):
     requirements: list[str]  # of the suite, besides torch
     tests: list[str]
     callables: list[str]  # tests of what the adapter's callables stand in for
+    kernels: tuple[str, ...] = ()  # tests of the host's kernel backend: on a GPU, with late-interaction-kernels
     modules: tuple[str, ...] = ()  # installed without what they require
     standins: bool = False
 
@@ -52,6 +53,7 @@ HOSTS = {
         ["sentence-transformers==5.3.0", "transformers==5.3.0", "datasets", "accelerate", "pandas", "ujson", "ninja"],
         [f"tests/test_{name}.py" for name in PYLATE],
         ["tests/test_colbert_scores.py", "tests/test_contrastive.py", "tests/test_cached_contrastive.py"],
+        ("tests/test_scores_lik.py", "tests/test_contrastive.py", "tests/test_cached_contrastive.py"),
         ("pylate==1.6.0",),  # fast-plaid and fastkmeans are for its indexes
         standins=True,
     ),
@@ -71,6 +73,7 @@ HOSTS = {
         ["transformers", "pillow", "requests", "peft", "scipy", "matplotlib", "seaborn", "fastcluster"],
         ["tests/loss", "tests/utils", "tests/compression", "tests/interpretability"],
         ["tests/loss", "tests/utils"],
+        ("tests/utils/test_maxsim_cuda.py",),
         ("colpali-engine==0.3.18",),  # torchvision is for its models
     ),
 }
@@ -129,6 +132,7 @@ def main() -> int:
     parser.add_argument("hosts", nargs="*", default=list(HOSTS), help=", ".join(HOSTS))
     parser.add_argument("--directory", type=Path, default=ROOT / ".hosts")
     parser.add_argument("--routed", nargs="+", default=["enabled", "callables"], help="no, enabled, callables")
+    parser.add_argument("--kernels", action="store_true", help="only tests of the hosts' kernel backends, on a GPU")
     parser.add_argument("--sentence-transformers-tests", type=Path, metavar="CHECKOUT")
     parser.add_argument("--python", type=Path, help="that has the hosts, in place of environments")
     parser.add_argument("--torch", default="torch>=2.11,<2.14", help="colpali-engine 0.3.18 wants less than 2.14")
@@ -143,8 +147,11 @@ def main() -> int:
                 continue
         python = options.python or environment(host, options.directory, options.torch)
         directory = folder(name, host, options.directory, python, checkout)
-        runs = [("no", OURS, ROOT)]
-        runs += [(how, host.callables if how == "callables" else host.tests, directory) for how in options.routed]
+        if options.kernels:
+            runs = [("enabled", ["-m", "slow or not slow", *host.kernels], directory)] if host.kernels else []
+        else:
+            runs = [("no", OURS, ROOT)]
+            runs += [(how, host.callables if how == "callables" else host.tests, directory) for how in options.routed]
         for routed, tests, cwd in runs:
             print(f"== {name} {host.version}, {'our own tests' if cwd == ROOT else routed}", flush=True)
             pytest = [python, "-m", "pytest", "-q", "-rxX", "-p", "no:cacheprovider", "-p", "routed", *tests]

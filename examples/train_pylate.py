@@ -29,6 +29,7 @@ from lik_ops.integrations import pylate as lik
 def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespace, with_lik_ops: bool) -> Run:
     torch.manual_seed(0)
     model = models.ColBERT(str(base), query_length=32, document_length=128, embedding_size=64, do_query_expansion=False)
+    model.to(model.device)  # PyLate leaves its projection on the CPU
     scored = {"score_metric": lik.ColBERTScores()} if with_lik_ops else {}
     loss = (losses.CachedContrastive if options.cached else losses.Contrastive)(model, temperature=0.5, **scored)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

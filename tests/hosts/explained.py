@@ -3,12 +3,14 @@
 _CPU = "asserts that a backend refuses the CPU; lik_ops scores there"
 _SHAPE = "asserts that features no multiple of 8 are refused; lik_ops scores them"
 _FP32 = "asserts scores in the input's half type; these are fp32, as from the host's own kernel backend"
+_BITS = "asserts the bits of the host's own scoring, which a callable cannot be switched to"
 _CHUNKS = "watches the host's padded chunks; the adapter's callable makes none"
 _WORDS = "asserts the words of the host's message; the adapter raises the same type in its own"
 _ALONE = "fails as the suite is"
 _HUB = "needs files of the hub; fails as the suite is"
 
 _COLPALI = "tests/utils/test_maxsim.py::"
+_COLPALI_GPU = "tests/utils/test_maxsim_cuda.py::"
 _SIMILARITY = "tests/util/test_similarity.py::"
 _MODEL = "tests/multi_vector_encoder/test_model.py::"
 
@@ -28,6 +30,12 @@ EXPLAINED = {
         for routed in ("enabled", "callables")
         for name in ("inbatch", "kd")
         for dtype in ("dtype1", "dtype2")
+    },
+    ("colpali", "callables", f"{_COLPALI_GPU}test_strict_lik_mode_runs_on_cuda"): _BITS,
+    **{
+        ("colpali", "callables", f"{_COLPALI_GPU}test_{name}_parity_cuda[{dtype}]"): _BITS
+        for name in ("forward", "maxsim_kd_forward")
+        for dtype in ("dtype0", "dtype1", "dtype2")
     },
     **{
         ("sentence_transformers", "callables", f"{_SIMILARITY}test_maxsim_{name}"): _CHUNKS

@@ -40,7 +40,6 @@ class Host(NamedTuple):
     requirements: list[str]  # of the suite, besides torch
     tests: list[str]
     callables: list[str]  # tests of what the adapter's callables stand in for
-    kernels: tuple[str, ...] = ()  # tests of the host's kernel backend: on a GPU, with late-interaction-kernels
     modules: tuple[str, ...] = ()  # installed without what they require
     standins: bool = False
 
@@ -53,7 +52,6 @@ HOSTS = {
         ["sentence-transformers==5.3.0", "transformers==5.3.0", "datasets", "accelerate", "pandas", "ujson", "ninja"],
         [f"tests/test_{name}.py" for name in PYLATE],
         ["tests/test_colbert_scores.py", "tests/test_contrastive.py", "tests/test_cached_contrastive.py"],
-        ("tests/test_scores_lik.py", "tests/test_contrastive.py", "tests/test_cached_contrastive.py"),
         ("pylate==1.6.0",),  # fast-plaid and fastkmeans are for its indexes
         standins=True,
     ),
@@ -73,7 +71,6 @@ HOSTS = {
         ["transformers", "pillow", "requests", "peft", "scipy", "matplotlib", "seaborn", "fastcluster"],
         ["tests/loss", "tests/utils", "tests/compression", "tests/interpretability"],
         ["tests/loss", "tests/utils"],
-        ("tests/utils/test_maxsim_cuda.py",),
         ("colpali-engine==0.3.18",),  # torchvision is for its models
     ),
 }
@@ -132,7 +129,6 @@ def main() -> int:
     parser.add_argument("hosts", nargs="*", default=list(HOSTS), help=", ".join(HOSTS))
     parser.add_argument("--directory", type=Path, default=ROOT / ".hosts")
     parser.add_argument("--routed", nargs="+", default=["enabled", "callables"], help="no, enabled, callables")
-    parser.add_argument("--kernels", action="store_true", help="only tests of the hosts' kernel backends, on a GPU")
     parser.add_argument("--sentence-transformers-tests", type=Path, metavar="CHECKOUT")
     parser.add_argument("--python", type=Path, help="that has the hosts, in place of environments")
     parser.add_argument("--torch", default="torch>=2.11,<2.14", help="colpali-engine 0.3.18 wants less than 2.14")
@@ -147,13 +143,8 @@ def main() -> int:
                 continue
         python = options.python or environment(host, options.directory, options.torch)
         directory = folder(name, host, options.directory, python, checkout)
-        if options.kernels:
-            runs = [("enabled", ["-m", "slow or not slow", *host.kernels], directory)] if host.kernels else []
-        else:
-            runs = [("no", OURS, ROOT)]
-            # Slow tests switch the host to its own scoring, and ask for its bits: a callable has no switch.
-            suites = {"callables": ["-m", "not slow", *host.callables]}
-            runs += [(how, suites.get(how, host.tests), directory) for how in options.routed]
+        runs = [("no", OURS, ROOT)]
+        runs += [(how, host.callables if how == "callables" else host.tests, directory) for how in options.routed]
         for routed, tests, cwd in runs:
             print(f"== {name} {host.version}, {'our own tests' if cwd == ROOT else routed}", flush=True)
             pytest = [python, "-m", "pytest", "-q", "-rxX", "-p", "no:cacheprovider", "-p", "routed", *tests]

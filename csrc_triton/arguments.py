@@ -189,6 +189,7 @@ class Specialization(NamedTuple):
     ARGMAX: bool
     SUMS: bool = False  # `maxsim_row_maxima`: scores, not maxima
     NORMALIZE: bool = False
+    GIVEN: bool = False  # inverse norms of document tokens are read beside each tile; else found in the kernel
 
 
 class Found(NamedTuple):
@@ -207,7 +208,7 @@ class WideSpecialization(NamedTuple):
     BN: int  # document tokens of a tile
     SLOT: int  # rows that one query takes, a power of two: 2 to 64
     STAGES: int  # steps of the ring
-    NORMALIZE: bool = False
+    NORMALIZE: bool = False  # over norms that are read
 
 
 class Candidates(NamedTuple):

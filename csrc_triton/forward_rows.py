@@ -211,7 +211,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         bounds = bounds_of(spans, begin_k + 1, sizes.K)
         before = begin_k  # of no document yet; not `length`, or Triton takes it for what never changes
         for k in range(begin_k, end_k):
-            S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+            S_a, S_b, _ = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
                 if k > begin_k:
                     unresolved = _stored(halves, Q, first, k - 1, before, spans, found, unresolved, sizes, C)
@@ -224,7 +224,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
                 S_a, S_b, ring, halves, 0, origin, length, stage, phase, turn, spans, C
             )
             for t0 in range(C.BN, here(length), C.BN):
-                S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+                S_a, S_b, _ = issued(q, ring, halves, stage, phase, turn, G, C)
                 halves, stage, phase, turn = _absorbed(
                     S_a, S_b, ring, halves, t0, origin, length, stage, phase, turn, spans, C
                 )

@@ -23,7 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import NO_TOKEN, nan_max, ordered_sum, query_keep, query_weight, row_pointers
 from .gluon_names import async_load
-from .norms import NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_WARPS, inverse_norms, measure, row_norms, scaled
+from .norms import (
+    NORM_CONSUMER_REGISTERS,
+    NORM_PRODUCER_REGISTERS,
+    NORM_REGISTERS,
+    NORM_WARPS,
+    inverse_norms,
+    inverse_of_tile,
+    measure,
+    row_norms,
+    scaled,
+    wait_for_tile,
+)
 from .ring import HALF_ROWS, advance, shared_ring
 
 ROWS = gl.constexpr(256)  # query rows of a program: 2 warp groups x 2 halves x 64
@@ -41,8 +52,9 @@ class Half(NamedTuple):
 
 
 @gluon.jit
-def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
+def _produce(D, norms, ring, begin, end, K, Ld, C: gl.constexpr):
     """Copy the tiles of every document into the ring; the last of a document is shifted back to end where it ends."""
+    tiles = gl.cdiv(Ld, C.BN)
     stage = 0
     phase = 1
     for task in range(begin, end):
@@ -50,7 +62,11 @@ def _produce(D, ring, begin, end, K, Ld, C: gl.constexpr):
         for t0 in range(0, Ld, C.BN):
             full = ring.full.index(stage)
             mbarrier.wait(ring.empty.index(stage), phase)
-            mbarrier.expect(full, D.block_type.nbytes)
+            if C.GIVEN:
+                mbarrier.expect(full, D.block_type.nbytes + norms.block_type.nbytes)
+                async_load(norms, [(task % K * tiles) * C.BN + t0], full, ring.norms.inverse.index(stage))
+            else:
+                mbarrier.expect(full, D.block_type.nbytes)
             async_load(D, [row + gl.minimum(t0, Ld - C.BN), 0], full, ring.tiles.index(stage))
             stage, phase = advance(stage, phase, C)
 
@@ -117,28 +133,50 @@ def _multiply(q, ring, stage, half):
 
 @gluon.jit
 def issued(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr):
-    """Both halves' products with the tile at `stage`, in flight."""
-    mbarrier.wait(ring.full.index(stage), phase)
+    """Both halves' products with the tile at `stage`, in flight; and the inverse norms of its tokens, asked for before
+    the other group is told, so that they arrive meanwhile."""
+    wait_for_tile(ring, stage, phase, C)
     mbarrier.wait(ring.turn.index(G), turn)
     S_a = _multiply(q[0], ring, stage, halves[0])
     S_b = _multiply(q[1], ring, stage, halves[1])
+    inverse = inverse_of_tile(ring, stage, phase, halves[0].S, C)
     mbarrier.arrive(ring.turn.index(1 - G), count=1)
-    return S_a, S_b
+    return S_a, S_b, inverse
 
 
 @gluon.jit
-def _absorbed(S_a, S_b, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexpr, C: gl.constexpr):
+def _taken(S, inverse, half, start, C: gl.constexpr):
+    """A half after a tile that begins with token `start`."""
+    best, where = reduced(scaled(S, inverse, C), half.best, half.where, start, C)
+    return Half(S, best, where)
+
+
+@gluon.jit
+def _settled_before(S_b, a, C: gl.constexpr):
+    """The other half's product once it is done, and half `a`, which is to be reduced before that is waited for."""
+    if C.ARGMAX:
+        S_b, best, where = warpgroup_mma_wait(0, [S_b, a.best, a.where])
+    else:
+        S_b, best = warpgroup_mma_wait(0, [S_b, a.best])
+        where = a.where
+    return S_b, Half(a.S, best, where)
+
+
+@gluon.jit
+def _absorbed(products, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexpr, C: gl.constexpr):
     """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
     start = gl.minimum(t0, Ld - C.BN)
+    S_a, S_b, inverse = products
     S = warpgroup_mma_wait(1, [S_a])
-    if C.NORMALIZE:
-        mbarrier.wait(ring.norms.ready.index(stage), phase)
-    best, where = reduced(scaled(S, ring, stage + phase * C.STAGES, C), halves[0].best, halves[0].where, start, C)
-    a = Half(S, best, where)
-    S = warpgroup_mma_wait(0, [S_b])
+    a = _taken(S, inverse, halves[0], start, C)
+    if C.NORMALIZE or C.ARGMAX:
+        # A wait that has long been over ends a block of instructions: else ptxas waits for both products, then reduces.
+        mbarrier.wait(ring.full.index(stage), phase)
+        S, a = _settled_before(S_b, a, C)
+    else:
+        S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    best, where = reduced(scaled(S, ring, stage + phase * C.STAGES, C), halves[1].best, halves[1].where, start, C)
-    b = Half(S, best, where)
+    b = _taken(S, inverse, halves[1], start, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
 
@@ -252,7 +290,7 @@ def fresh_halves(halves, C: gl.constexpr):
 
 
 @gluon.jit
-def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+def _consume(Q, D, norms, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 128 rows of each row tile against the tile's documents."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage = 0
@@ -273,22 +311,22 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
         for k in range(begin_k, end_k):
             if C.ARGMAX:
                 for t0 in range(0, sizes.Ld, C.BN):
-                    S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+                    products = issued(q, ring, halves, stage, phase, turn, G, C)
                     halves, stage, phase, turn = _absorbed(
-                        S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
+                        products, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
                 unresolved = _score(halves, inverse, Q, first, parts, k, scores, argmax, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             else:
-                S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+                products = issued(q, ring, halves, stage, phase, turn, G, C)
                 if k > begin_k:
                     _score(halves, inverse, Q, first, parts, k - 1, scores, argmax, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
-                halves, stage, phase, turn = _absorbed(S_a, S_b, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
+                halves, stage, phase, turn = _absorbed(products, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
                 for t0 in range(C.BN, sizes.Ld, C.BN):
-                    S_a, S_b = issued(q, ring, halves, stage, phase, turn, G, C)
+                    products = issued(q, ring, halves, stage, phase, turn, G, C)
                     halves, stage, phase, turn = _absorbed(
-                        S_a, S_b, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
+                        products, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C
                     )
         if not C.ARGMAX:
             _score(halves, inverse, Q, first, parts, end_k - 1, scores, argmax, unresolved, sizes, C)
@@ -296,16 +334,18 @@ def _consume(Q, D, ring, q_smem, scores, argmax, begin, end, parts, sizes, d, G:
     if C.ARGMAX:
         mbarrier.arrive(ring.search.index(2), count=1)
         if gl.max(unresolved, axis=0) > 0:
-            _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G, C)
+            _resolve(Q, D, norms, ring, q_smem, argmax, begin, end, parts, sizes, d, G, C)
 
 
 @gluon.jit
-def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
+def _first_nan(q, D, norms, ring, k, phase, Ld, G: gl.constexpr, C: gl.constexpr):
     """The first document token whose similarity to each of 64 query rows is NaN, else NO_TOKEN."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     tile = ring.tiles.index(G)
     column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
     found = gl.full([HALF_ROWS], 0, gl.int32, gl.SliceLayout(1, ACC)) + NO_TOKEN
+    row = k * Ld
+    first = k * gl.cdiv(Ld, C.BN) * C.BN
     for t0 in range(0, Ld, C.BN):
         start = gl.minimum(t0, Ld - C.BN)
         mbarrier.expect(ring.search.index(G), D.block_type.nbytes)
@@ -315,15 +355,21 @@ def _first_nan(q, D, ring, row, phase, Ld, G: gl.constexpr, C: gl.constexpr):
         S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
         S = warpgroup_mma(q, tile.permute((1, 0)), S)
         if C.NORMALIZE:
-            ring.norms.inverse.index(G).store(inverse_norms(tile, 4, C))
-        S = scaled(S, ring, G, C)
+            if C.GIVEN:
+                mbarrier.expect(ring.search.index(G), norms.block_type.nbytes)
+                async_load(norms, [first + t0], ring.search.index(G), ring.norms.inverse.index(G))
+                mbarrier.wait(ring.search.index(G), phase)
+                phase ^= 1
+            else:
+                ring.norms.inverse.index(G).store(inverse_norms(tile, 4, C))
+            S = scaled(S, ring.norms.inverse.index(G).load(gl.SliceLayout(0, ACC)), C)
         token = gl.where(S != S, start + column[None, :], NO_TOKEN)
         found = gl.minimum(found, gl.min(token, axis=1))
     return found, phase
 
 
 @gluon.jit
-def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+def _resolve(Q, D, norms, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Replace UNRESOLVED winners: the first NaN if the maximum is NaN, else (it is -inf) the first token."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
     phase = 0
@@ -333,7 +379,7 @@ def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.cons
         first = (task // sizes.K * 2 + G) * (2 * HALF_ROWS // C.SLOT)
         q, _ = _load_queries(Q, q_smem, first, parts, sizes, d, ROW, G, C)
         for H in gl.static_range(2):
-            found, phase = _first_nan(q[H], D, ring, k * sizes.Ld, phase, sizes.Ld, G, C)
+            found, phase = _first_nan(q[H], D, norms, ring, k, phase, sizes.Ld, G, C)
             i, s = slot_rows(first, H, parts, ROW, C)
             out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
             ok = (i < sizes.Nq) & (s < sizes.Lq)
@@ -343,34 +389,35 @@ def _resolve(Q, D, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.cons
 
 
 @gluon.jit(do_not_specialize=["parts"])
-def maxsim_forward_specialized(Q, D, out, sizes, d, parts, C: gl.constexpr):
+def maxsim_forward_specialized(Q, D, norms, out, sizes, d, parts, C: gl.constexpr):
     """Sums ``[groups, K]`` of each group of query rows over documents without mask, and winners: `out`, an `Output`.
 
     A group is a query, or the next 128 tokens of one that is longer (its `parts`). D is a tensor descriptor of all
-    document tokens as rows, in blocks [BN, BD]. Programs share the (row tile, document) pairs evenly, row tiles first.
+    document tokens as rows, in blocks [BN, BD]; with C.GIVEN, `norms` is one of what `maxsim_tile_norms` leaves.
+    Programs share the (row tile, document) pairs evenly, row tiles first.
     """
     row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, ROWS)
     pairs = row_tiles.to(gl.int64) * sizes.K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
-    ring, q_smem = shared_ring(D, C)
-    if C.NORMALIZE:
+    ring, q_smem = shared_ring(D, C, norms)
+    if C.NORMALIZE and not C.GIVEN:
         gl.warp_specialize(
             [
-                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
-                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
-                (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
+                (_consume, (Q, D, norms, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
+                (_consume, (Q, D, norms, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
+                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
                 (measure, (ring, begin, end, sizes.Ld, C)),
             ],
             [4, 1, NORM_WARPS],
-            [NORM_CONSUMER_REGISTERS, NORM_REGISTERS, NORM_REGISTERS],
+            [NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
-                (_consume, (Q, D, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
-                (_produce, (D, ring, begin, end, sizes.K, sizes.Ld, C)),
+                (_consume, (Q, D, norms, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 0, C)),
+                (_consume, (Q, D, norms, ring, q_smem, out.scores, out.argmax, begin, end, parts, sizes, d, 1, C)),
+                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -20,12 +20,16 @@ FEATURES = gl.constexpr(64)  # of a step: 128 bytes, the widest swizzle
 
 
 class Ring(NamedTuple):
-    """Steps of both operands in shared memory, and the barriers that say which are full or may be filled again."""
+    """Steps of both operands in shared memory, and the barriers that say which are full or may be filled again.
+
+    `norms`: room for the inverse norms of a tile's tokens, which arrive with its last step; 0 unless normalising.
+    """
 
     queries: Any
     documents: Any
     full: Any
     empty: Any
+    norms: Any
 
 
 @gluon.jit
@@ -35,11 +39,13 @@ def _previous(stage, C: gl.constexpr):
 
 
 @gluon.jit
-def _produce(Q, D, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
+def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
     """Copy every step. What does not exist arrives as zeros; the last tile of a document is shifted back."""
     GROUPS: gl.constexpr = HALF_ROWS // C.SLOT
     BLOCK: gl.constexpr = Q.block_type.shape
     LAYOUT: gl.constexpr = Q.layout
+    STEP: gl.constexpr = D.block_type.nbytes + 2 * Q.block_type.nbytes
+    tiles = gl.cdiv(Ld, C.BN)
     stage = 0
     phase = 1
     for task in range(begin, end):
@@ -50,7 +56,11 @@ def _produce(Q, D, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
             for c0 in range(0, d, FEATURES):
                 full = ring.full.index(stage)
                 mbarrier.wait(ring.empty.index(stage), phase)
-                mbarrier.expect(full, D.block_type.nbytes + 2 * Q.block_type.nbytes)
+                if C.NORMALIZE and c0 + FEATURES >= d:
+                    mbarrier.expect(full, STEP + norms.block_type.nbytes)
+                    async_load(norms, [task % K * tiles * C.BN + t0], full, ring.norms.index(stage))
+                else:
+                    mbarrier.expect(full, STEP)
                 async_load(D, [token, c0], full, ring.documents.index(stage))
                 for G in gl.static_range(2):
                     first = group + G * GROUPS
@@ -66,8 +76,8 @@ def _lane_maxima(S):
 
 
 @gluon.jit
-def _score(best, Q, first, parts, k, scores, sizes, C: gl.constexpr):
-    """Store the sums of a document's row maxima, [groups, K]."""
+def _score(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
+    """Store the sums of a document's row maxima, [groups, K]; `norms`: those of query tokens."""
     GROUPS: gl.constexpr = HALF_ROWS // C.SLOT
     row_best = gl.reduce(best, 1, nan_max)
     r = gl.arange(0, HALF_ROWS, layout=row_best.type.layout)
@@ -75,13 +85,15 @@ def _score(best, Q, first, parts, k, scores, sizes, C: gl.constexpr):
     i = group // parts
     s = group % parts * C.SLOT + r % C.SLOT
     keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    if C.NORMALIZE:
+        row_best *= gl.load(norms + i.to(gl.int64) * sizes.Lq + s, mask=keep, other=0.0)
     total = ordered_sum(gl.where(keep, query_weight(Q, i, s, keep) * row_best, 0.0), GROUPS, C.SLOT)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
 
 
 @gluon.jit
-def _consume(Q, ring, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 64 rows of each row tile against the tile's documents."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage = 0
@@ -98,18 +110,23 @@ def _consume(Q, ring, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: g
                 mbarrier.arrive(ring.empty.index(_previous(stage, C)), count=1, pred=c0 > 0)
                 stage, phase = advance(stage, phase, C)
             S = warpgroup_mma_wait(0, [S])
+            if C.NORMALIZE:
+                S = S * ring.norms.index(_previous(stage, C)).load(gl.SliceLayout(0, ACC))[None, :]
             mbarrier.arrive(ring.empty.index(_previous(stage, C)), count=1)
             best = nan_max(best, _lane_maxima(S))
-        _score(best, Q, (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT), parts, task % sizes.K, scores, sizes, C)
+        _score(
+            best, Q, norms, (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT), parts, task % sizes.K, scores, sizes, C
+        )
 
 
 @gluon.jit(do_not_specialize=["parts"])
-def maxsim_forward_wide(Q, rows, D, scores, sizes, d, parts, C: gl.constexpr):
+def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts, C: gl.constexpr):
     """Sums ``scores [groups, K]`` of each group of query rows over documents without mask.
 
     A group is a query, or the next 64 tokens of one that is longer (its `parts`). `rows` describes Q in blocks
-    [queries, tokens, FEATURES] of 64 rows, D all document tokens as rows in blocks [BN, FEATURES]. Programs share the
-    (row tile, document) pairs evenly, row tiles first.
+    [queries, tokens, FEATURES] of 64 rows, D all document tokens as rows in blocks [BN, FEATURES]. With C.NORMALIZE
+    `norms` describes what `maxsim_tile_norms` leaves of documents, and `query_norms` is what it leaves of queries.
+    Programs share the (row tile, document) pairs evenly, row tiles first.
     """
     row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, 2 * HALF_ROWS)
     pairs = row_tiles.to(gl.int64) * sizes.K
@@ -117,20 +134,24 @@ def maxsim_forward_wide(Q, rows, D, scores, sizes, d, parts, C: gl.constexpr):
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
+    room = 0
+    if C.NORMALIZE:
+        room = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
     ring = Ring(
         gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, HALF_ROWS, FEATURES], D.layout),
         gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, FEATURES], D.layout),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        room,
     )
     for n in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(n), count=1)
         mbarrier.init(ring.empty.index(n), count=2)
     gl.warp_specialize(
         [
-            (_consume, (Q, ring, scores, begin, end, parts, sizes, d, 0, C)),
-            (_consume, (Q, ring, scores, begin, end, parts, sizes, d, 1, C)),
-            (_produce, (rows, D, ring, begin, end, parts, sizes.K, sizes.Ld, d, C)),
+            (_consume, (Q, query_norms, ring, scores, begin, end, parts, sizes, d, 0, C)),
+            (_consume, (Q, query_norms, ring, scores, begin, end, parts, sizes, d, 1, C)),
+            (_produce, (rows, D, norms, ring, begin, end, parts, sizes.K, sizes.Ld, d, C)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

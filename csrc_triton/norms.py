@@ -9,9 +9,10 @@ from .gluon_names import reinterpret
 from .ring import advance
 
 # Where norms are found: of the warps that find them and of the producer, and of the others.
-NORM_REGISTERS = gl.constexpr(64)
-NORM_CONSUMER_REGISTERS = gl.constexpr(224)
-NORM_WARPS = gl.constexpr(2)
+NORM_REGISTERS = gl.constexpr(56)
+NORM_PRODUCER_REGISTERS = gl.constexpr(40)
+NORM_CONSUMER_REGISTERS = gl.constexpr(208)
+NORM_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -35,7 +36,7 @@ def inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
     """
     PANELS: gl.constexpr = C.BD // 64
     WORDS: gl.constexpr = tile.dtype == gl.bfloat16  # of two features
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4 if WORDS else 8], [32, 1], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16 if WORDS else 32], [16, 2], [WARPS, 1], [1, 0])
     if WORDS:
         panels = reinterpret(tile, gl.int32, [PANELS, C.BN, 32], gl.NVMMASharedLayout(128, 32, 2))
     else:
@@ -62,10 +63,29 @@ def measure(ring, begin, end, Ld, C: gl.constexpr):
 
 
 @gluon.jit
-def scaled(S, ring, n, C: gl.constexpr):
-    """Similarities over the norms of their document tokens, the n-th of the ring, if normalising."""
+def wait_for_tile(ring, stage, phase, C: gl.constexpr):
+    """Wait for the tile at `stage`, and for the inverse norms of its tokens if normalising."""
+    if C.NORMALIZE and not C.GIVEN:
+        mbarrier.wait(ring.norms.ready.index(stage), phase)
+    else:
+        mbarrier.wait(ring.full.index(stage), phase)
+
+
+@gluon.jit
+def inverse_of_tile(ring, stage, phase, S, C: gl.constexpr):
+    """The inverse norms of the tokens of the tile at `stage`, as columns of `S`; 0 unless normalising."""
+    inverse = 0
+    if C.GIVEN:
+        inverse = ring.norms.inverse.index(stage).load(gl.SliceLayout(0, S.type.layout))
+    elif C.NORMALIZE:
+        inverse = ring.norms.inverse.index(stage + phase * C.STAGES).load(gl.SliceLayout(0, S.type.layout))
+    return inverse
+
+
+@gluon.jit
+def scaled(S, inverse, C: gl.constexpr):
+    """Similarities over the norms of their document tokens, if normalising."""
     if C.NORMALIZE:
-        inverse = ring.norms.inverse.index(n).load(gl.SliceLayout(0, S.type.layout))
         S = S * inverse[None, :]
     return S
 

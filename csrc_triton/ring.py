@@ -12,8 +12,7 @@ HALF_ROWS = gl.constexpr(64)
 class Norms(NamedTuple):
     """Inverse norms of the tokens of the ring's tiles, and the barriers that say of which tiles they are known.
 
-    There is room for two rounds of the ring: the last half of a tile is multiplied by them when the tile may be filled
-    again.
+    Those that are read arrive with their tile. For those that are found there is room for two rounds of the ring.
     """
 
     inverse: Any
@@ -41,8 +40,10 @@ def tile_layout(block: list[int], dtype: str):
 
 
 @gluon.jit
-def _room_for_norms(C: gl.constexpr):
-    if C.NORMALIZE:
+def _room_for_norms(norms, C: gl.constexpr):
+    if C.GIVEN:
+        return Norms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout), 0)
+    elif C.NORMALIZE:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
         return Norms(inverse, gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout()))
@@ -51,7 +52,7 @@ def _room_for_norms(C: gl.constexpr):
 
 
 @gluon.jit
-def shared_ring(D, C: gl.constexpr):
+def shared_ring(D, C: gl.constexpr, norms=None):
     """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
@@ -61,13 +62,13 @@ def shared_ring(D, C: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
-        _room_for_norms(C),
+        _room_for_norms(norms, C),
     )
     q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
     for n in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(n), count=1)
         mbarrier.init(ring.empty.index(n), count=2)
-        if C.NORMALIZE:
+        if C.NORMALIZE and not C.GIVEN:
             mbarrier.init(ring.norms.ready.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(ring.turn.index(n), count=1)

@@ -20,28 +20,37 @@ from .aot import Case, _queries, compile_as_launched, repeated_spills
 SM_90 = configs.ARCHITECTURES["sm_90"]
 
 
-def source(dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool) -> GluonASTSource:
+def source(
+    dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool, given: bool = False
+) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax, "processors": 132}
     choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, **chosen)
     assert choice is not None
-    C = choice.config
+    C = choice.config._replace(GIVEN=given)
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     layout = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     signature = {
         "Q": Queries(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
+        "norms": described_norms(C.BN) if given else "constexpr",
         "out": Output("*fp32", "*i16" if argmax else "constexpr"),
         "sizes": Sizes(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C}
+    if not given:
+        values[(names.index("norms"),)] = None
     if not argmax:
         values[(names.index("out"), 1)] = None
     aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+def described_norms(BN: int) -> str:
+    return f"tensordesc<fp32[{BN}],{tile_layout([BN], 'float32')!r}>"
 
 
 def serialised(ptx: str, directory: Path) -> list[str]:
@@ -53,7 +62,7 @@ def serialised(ptx: str, directory: Path) -> list[str]:
     return [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("norms", ["", "found", "given"])
 @pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "d", "Lq", "options"),
@@ -65,10 +74,10 @@ def serialised(ptx: str, directory: Path) -> list[str]:
     ],
     ids=str,
 )
-def test_compiles_as_meant(dtype, d, Lq, options, argmax, normalize, tmp_path):
+def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(source(dtype, d, Lq, options, argmax, normalize), target)
-    check(compiled, tmp_path, products=normalize)
+    compiled = compile_as_launched(source(dtype, d, Lq, options, argmax, norms != "", norms == "given"), target)
+    check(compiled, tmp_path, products=norms != "")
 
 
 def check(compiled, tmp_path: Path, products: bool = False) -> None:
@@ -81,8 +90,9 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
     assert compiled.metadata.shared <= SM_90.shared_memory
 
 
-def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> GluonASTSource:
-    choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, normalize=False, argmax=False, processors=132)
+def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool) -> GluonASTSource:
+    chosen = {"normalize": normalize, "argmax": False, "processors": 132}
+    choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, **chosen)
     assert choice is not None
     C, features = choice.config, fw.FEATURES.value
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
@@ -96,23 +106,27 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool) -> 
         "Q": Queries(*queries),
         "rows": described(gluon_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
         "D": described(C.BN, features),
+        "norms": described_norms(C.BN) if normalize else "constexpr",
+        "query_norms": "*fp32" if normalize else "constexpr",
         "scores": "*fp32",
         "sizes": Sizes(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
-    aligned = [(0, 0), (0, 1), (0, 2), (3,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
+    values |= {} if normalize else {(3,): None, (4,): None}
+    aligned = [(0, 0), (0, 1), (0, 2), (5,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
     return GluonASTSource(
         fw.maxsim_forward_wide, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
     )
 
 
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "d", "Lq", "Ld", "options"),
     [(torch.bfloat16, 768, 128, 1024, False), (torch.float16, 208, 32, 300, True), (torch.bfloat16, 1024, 8, 64, True)],
     ids=str,
 )
-def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, tmp_path):
+def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options), target)
+    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize), target)
     check(compiled, tmp_path)

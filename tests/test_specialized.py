@@ -33,8 +33,27 @@ def test_when_it_is_chosen():
     assert choice(Ld=63) is None and choice(Lq=1) is None
     assert choice(Nq=1) is None and choice(Nq=1, Lq=300) is not None
     assert choice(Nq=8, K=8) is None
-    assert choice(Nq=5, normalize=True) is not None and choice(Nq=4, normalize=True) is None
-    assert choice(d=72, normalize=True) is None and choice(d=320, normalize=True) is None
+    assert choice(Nq=3, normalize=True) is not None and choice(Nq=2, normalize=True) is None
+    assert choice(Nq=4) is None
+    assert choice(d=72, normalize=True) is None
+    assert choice(Nq=5, d=320, normalize=True).is_wide and choice(d=320, normalize=True, argmax=True) is None
+    assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
+
+
+def test_many_row_tiles_pay_for_a_launch_that_finds_norms():
+    assert [choice(Nq=Nq, normalize=True).config.GIVEN for Nq in (4, 16, 40, 41, 64)] == [False] * 3 + [True] * 2
+    assert not choice(Nq=64).config.GIVEN
+
+
+@pytest.fixture(params=[0, 2**31], ids=["norms given", "norms found"])
+def norms(request, monkeypatch):
+    """Which way the norms of document tokens take, whatever the number of row tiles."""
+    from lik_ops.gpu import backend
+
+    backend.forget()
+    monkeypatch.setattr(gluon_configs, "_LEAST_GIVEN", request.param)
+    yield
+    backend.forget()
 
 
 @pytest.mark.parametrize("Lq", [2, 31, 32, 100, 128, 129, 1024])
@@ -116,7 +135,7 @@ def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("p", "strides"), list(cases(normalize=True)), ids=str)
-def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
+def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides, norms):
     """Tokens of any norm, some of zeros."""
     x = build(p, "cuda")
     x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
@@ -155,26 +174,31 @@ def wide_cases():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("p", list(wide_cases()), ids=str)
-def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p):
+def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, normalize):
     from lik_ops.gpu.forward import new_plan
     from lik_ops.gpu.specialized import WidePlan
 
+    p = dataclasses.replace(p, normalize=normalize)
     x = build(p, "cuda")
-    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, False, None)
+    if normalize:
+        x.D[2, 5] = 0
+    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, normalize, None)
     assert isinstance(plan, WidePlan)
     scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
-    assert torch.equal(scores, plain(x, None)[0])
+    assert torch.equal(scores, plain(x, None, normalize)[0])
     assert_scores(p, x, scores)
     # Rows of queries that lie apart, and ones that the memory access unit cannot read.
     apart = torch.cat([x.Q, x.Q], dim=2)[:, :, : p.d]
     odd = torch.empty(x.Q.numel() + 1, dtype=p.dtype, device="cuda")[1:].view_as(x.Q).copy_(x.Q)
     for Q in (apart, odd):
-        assert torch.equal(lik_ops.maxsim(Q, x.D, x.q_mask, q_weight=x.q_weight), scores)
+        assert torch.equal(lik_ops.maxsim(Q, x.D, x.q_mask, q_weight=x.q_weight, normalize=normalize), scores)
 
 
 @pytest.mark.gpu
-def test_wide_features_with_nan_and_infinities():
+@pytest.mark.parametrize("normalize", [False, True])
+def test_wide_features_with_nan_and_infinities(normalize):
     p = Problem(Nq=20, Nd=150, Lq=32, Ld=200, d=256, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
     x.D[3, 150] = float("nan")
@@ -182,15 +206,17 @@ def test_wide_features_with_nan_and_infinities():
     x.D[9, :, :] = float("-inf")
     x.Q[:, :, :] = x.Q.abs()
     x.Q[2, 4] = float("nan")
-    scores = lik_ops.maxsim(x.Q, x.D)
-    torch.testing.assert_close(scores, plain(x, None)[0], rtol=0, atol=0, equal_nan=True)
+    scores = lik_ops.maxsim(x.Q, x.D, normalize=normalize)
+    torch.testing.assert_close(scores, plain(x, None, normalize)[0], rtol=0, atol=0, equal_nan=True)
     rows = torch.arange(p.Nq, device="cuda") != 2
-    assert scores[:, 3].isnan().all() and scores[2].isnan().all() and (scores[rows][:, 9] == float("-inf")).all()
+    ninth = scores[rows][:, 9]
+    assert scores[:, 3].isnan().all() and scores[2].isnan().all()
+    assert ninth.isnan().all() if normalize else (ninth == float("-inf")).all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("Lq", [32, 300])
-def test_norms_that_are_no_numbers(Lq):
+def test_norms_that_are_no_numbers(Lq, norms):
     """Where a norm overflows its inverse is 0, and infinite similarities become NaN."""
     p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
@@ -276,16 +302,22 @@ def test_rows_that_are_summed_otherwise_are_left_to_the_plain_kernel(normalize, 
 
 
 @pytest.mark.gpu
-def test_long_queries_in_chunks_of_documents(monkeypatch):
+@pytest.mark.parametrize(("Lq", "normalize"), [(300, False), (300, True), (32, True)])
+def test_chunks_of_documents(Lq, normalize, monkeypatch):
     from lik_ops.gpu import backend as cuda
     from lik_ops.gpu import specialized as cuda_specialized
+    from lik_ops.gpu.forward import new_plan
 
-    p = Problem(Nq=3, Nd=200, Lq=300, Ld=150, d=128, dtype=torch.bfloat16, values="normal")
+    p = Problem(Nq=9, Nd=200, Lq=Lq, Ld=150, d=128, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
-    expected, winners = specialized(x, torch.int16)
+    expected, winners = specialized(x, torch.int16, normalize)
     cuda.forget()
-    monkeypatch.setattr(cuda_specialized, "_WORKSPACE", 3 * 3 * 4 * 90)
-    scores, argmax = specialized(x, torch.int16)
+    monkeypatch.setattr(gluon_configs, "_LEAST_GIVEN", 0)
+    monkeypatch.setattr(
+        cuda_specialized, "_WORKSPACE", 4 * (9 * configs.cdiv(Lq, 128) + (192 if normalize else 0)) * 90
+    )
+    assert new_plan(x.Q, x.D, None, None, None, normalize, None).chunk == 90
+    scores, argmax = specialized(x, torch.int16, normalize)
     assert torch.equal(scores, expected) and torch.equal(argmax, winners)
     cuda.forget()
 

@@ -14,6 +14,8 @@ from .forward_table import HALF
 SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
 _MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
 _MOST_SLOT = 128  # rows of a query that it sums itself
+_LEAST_GIVEN = 6  # row tiles that pay for a launch that finds the norms of document tokens
+MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
 
@@ -130,15 +132,20 @@ def specialized(
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
         config = Specialization(64, 64 if d <= 64 else 128, slot, 6, True, argmax, NORMALIZE=normalize)
-    elif normalize or argmax:  # with winners `maxsim_forward` sums the parts of a query in another order
-        return None
+    elif argmax or (normalize and Nq * Lq > MOST_QUERY_NORMS):
+        return None  # with winners `maxsim_forward` sums the parts of a query in another order
     else:
-        config, rows = _wide(Lq, Ld), WIDE_ROWS
+        config, rows = _wide(Lq, Ld)._replace(NORMALIZE=normalize), WIDE_ROWS
     parts = cdiv(Lq, config.SLOT)
     row_tiles = cdiv(Nq * parts * config.SLOT, rows)
+    if isinstance(config, Specialization):
+        config = config._replace(GIVEN=normalize and row_tiles >= _LEAST_GIVEN)
     pairs = row_tiles * K
     fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
-    worth = Nq * parts * config.SLOT > rows // 2 and pairs >= processors // 2
+    least = (
+        rows // 4 if normalize and d <= 128 else rows // 2
+    )  # norms are found beside the products here, between them elsewhere
+    worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
     # A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then all

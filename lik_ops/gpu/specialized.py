@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..csrc_triton import row_sums
+from ..csrc_triton import row_sums, tile_norms
 from ..csrc_triton.arguments import Output, Sizes, Specialization
 from . import configs, gluon, gluon_configs, launcher
-from .arguments import queries_of
+from .arguments import documents_of, queries_of
 from .plain import GluonPlan
 from .plans import Inputs
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes
 _SUM_BLOCK = 256
+_WIDE_FEATURES = 128  # whose squares `maxsim_forward` sums at a time, where there are more
 
 
 class SpecializedPlan(GluonPlan):
     """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens.
 
-    The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time.
+    The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time. So
+    do inverse norms that the kernel reads.
     """
 
     def __init__(
@@ -40,8 +42,13 @@ class SpecializedPlan(GluonPlan):
         self.tiles = gluon.tiles((C.BN, features), Q.dtype)
         if choice.is_wide:
             self.query_tiles = gluon.tiles((gluon_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features), Q.dtype)
-        fitting = max(1, _WORKSPACE // (4 * self.sizes.Nq * choice.parts))
-        self.chunk = self.sizes.K if choice.parts == 1 else min(fitting, self.sizes.K)  # documents
+        self.given = C.GIVEN if isinstance(C, Specialization) else C.NORMALIZE
+        self.norm_features = C.BD if isinstance(C, Specialization) else _WIDE_FEATURES
+        self.norms_of_document = configs.cdiv(self.sizes.Ld, C.BN) * C.BN if self.given else 0
+        sums_of_document = self.sizes.Nq * choice.parts if choice.parts > 1 or self.given else 0
+        room = _WORKSPACE // 4 - (gluon_configs.MOST_QUERY_NORMS if choice.is_wide and self.given else 0)
+        fitting = room // max(1, sums_of_document + self.norms_of_document)
+        self.chunk = min(max(fitting, 1), self.sizes.K)  # documents
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)
 
     def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
@@ -55,11 +62,12 @@ class SpecializedPlan(GluonPlan):
 
     def _launch(self, x: Inputs, scores: Tensor, argmax: Tensor | None, sizes: Sizes) -> None:
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
-        sums = scores if parts == 1 else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
+        direct = parts == 1 and K == self.sizes.K
+        sums = scores if direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
         queries = queries_of(x.Q, x.q_mask, x.q_weight)
         args = (
             queries,
-            *self._tensors(x, self._tokens(x.D, sizes), sums, argmax),
+            *self._tensors(x, self._tokens(x.D, sizes), self._norms(x, sizes), sums, argmax),
             sizes,
             self.d,
             parts,
@@ -67,7 +75,7 @@ class SpecializedPlan(GluonPlan):
         )
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
-        if parts > 1:
+        if not direct:
             args = (sums, scores, scores.stride(0), K, parts, _SUM_BLOCK)
             launcher.launch(row_sums.maxsim_sum_parts, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
 
@@ -79,9 +87,23 @@ class SpecializedPlan(GluonPlan):
         """All document tokens as rows."""
         return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
-    def _tensors(self, x: Inputs, tokens: Any, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _norms(self, x: Inputs, sizes: Sizes) -> tuple[Any, Tensor | None]:
+        """Inverse norms of document tokens and, for wide features, of query tokens, found by a launch of their own;
+        None where the kernel does not read them."""
+        if not self.given:
+            return None, None
+        wide, BN = self.choice.is_wide, self.choice.config.BN
+        documents = torch.empty(sizes.K * self.norms_of_document, dtype=torch.float32, device=self.device)
+        queries = torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if wide else None
+        tiles = len(documents) // BN + (sizes.Nq * configs.cdiv(sizes.Lq, BN) if wide else 0)
+        given = queries_of(x.Q, None, None), documents_of(x.D, None)
+        args = (*given, queries, documents, sizes, self.d, BN, self.norm_features)
+        launcher.launch(tile_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
+        return gluon.tiles((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
+
+    def _tensors(self, x: Inputs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         """What the kernel takes between the queries and the sizes."""
-        return tokens, Output(sums, argmax)
+        return tokens, norms[0], Output(sums, argmax)
 
 
 class WidePlan(SpecializedPlan):
@@ -90,6 +112,6 @@ class WidePlan(SpecializedPlan):
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
-    def _tensors(self, x: Inputs, tokens: Any, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tensors(self, x: Inputs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         rows = self.query_tiles.of(x.Q, list(x.Q.shape), list(x.Q.stride()))
-        return rows, tokens, sums
+        return rows, tokens, *norms, sums

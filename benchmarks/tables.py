@@ -288,8 +288,23 @@ def hosts(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table([*header, 'error of Q', 'error of D'], rows)}"
 
 
+def options(results: Path = RESULTS) -> str:
+    document, rows = load("options", results), []
+    for record in document["records"]:
+        ms, case = record["ms"], record["case"]
+        by_hand = number(ms.get("by hand"), 4)
+        shown = [case["name"], shape(case), number(ms["plain"], 4), number(ms["option"], 4), by_hand]
+        rows.append([*shown, f"{record['cost']:.2f}", f"{record['goal']:.2f}", f"`{record['kernel']}`"])
+    text = (
+        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache: the call without the"
+        " option, with it, and on tokens that torch normalises first."
+    )
+    return f"{text}\n\n{table(['case', 'shape', 'plain', 'with it', 'by hand', 'cost', 'goal', 'kernel'], rows)}"
+
+
 BLOCKS = {
     "forward": forward,
+    "options": options,
     "summary": summary,
     "training": training,
     "cpu": cpu,

@@ -4,8 +4,8 @@ Query rows (256 of them) stay resident while documents stream through a ring of 
 groups owns 128 rows as two halves of 64. While the matrix unit works on one half, the group reduces the other; what a
 half computes is waited for and reduced before the next product overwrites it, so no accumulator is ever copied.
 
-To normalise, two more warps find the inverse norms of each tile's tokens, by which similarities are multiplied as they
-are reduced.
+To normalise, similarities are multiplied by the inverse norms of their document tokens as they are reduced. These come
+with the tile, or four more warps find them in it.
 
 Written in Gluon: Triton's own warp specialisation is not available on Hopper. Scores have the bits of `maxsim_forward`.
 """

@@ -7,15 +7,17 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
+from lik_ops.csrc_triton import tile_norms
 from lik_ops.csrc_triton.arguments import Output, Queries, Sizes
 from lik_ops.csrc_triton.ring import tile_layout
 from lik_ops.gpu import configs, gluon_configs
 
-from .aot import Case, _queries, compile_as_launched, repeated_spills
+from .aot import Case, _documents, _queries, compile_as_launched, cuda_resources, repeated_spills
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 
@@ -130,3 +132,19 @@ def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, tm
     target = GPUTarget("cuda", 90, 32)
     compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize), target)
     check(compiled, tmp_path)
+
+
+@pytest.mark.parametrize(("d", "BD", "queries"), [(128, 128, False), (48, 64, False), (320, 128, True)])
+def test_norms_of_a_launch_compile_without_spills(d, BD, queries):
+    q, constants = _queries(Case("maxsim_forward", torch.bfloat16, d))
+    documents, more = _documents(Case("maxsim_forward", torch.bfloat16, d))
+    kind = "*fp32" if queries else "constexpr"
+    signature = {"Q": Queries(*q), "D": documents, "queries": kind, "documents": "*fp32", "sizes": Sizes(*["i32"] * 4)}
+    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr"}
+    values = {(0, k): v for k, v in constants.items()} | {(1, k): v for k, v in more.items()}
+    values |= {(6,): 64, (7,): BD} | ({} if queries else {(2,): None})
+    aligned = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (1, 3), (3,), (5,)]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = ASTSource(tile_norms.maxsim_tile_norms, signature, values, attributes)
+    cubin = compile_as_launched(source, GPUTarget("cuda", 90, 32)).asm["cubin"]
+    assert cuda_resources(cubin)[1] == 0

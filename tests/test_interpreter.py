@@ -25,6 +25,7 @@ MODULES = [
     "test_fp32",
     "test_tune",
     "test_topk",
+    "test_tile_norms",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Train a ColBERT with PyLate's contrastive loss, with its scoring and with lik_ops: equal losses.
+"""Train a ColBERT with PyLate's contrastive loss, with its torch scoring and with lik_ops: equal losses.
 
     python examples/train_pylate.py
     python examples/train_pylate.py --cached --batch-size 128 --steps 40
@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
-from pylate import losses, models
+from pylate import losses, models, scores
 from side_by_side import Run, chosen, report
 from small_bert import base_model
 
@@ -30,8 +31,10 @@ def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespa
     torch.manual_seed(0)
     model = models.ColBERT(str(base), query_length=32, document_length=128, embedding_size=64, do_query_expansion=False)
     model.to(model.device)  # PyLate leaves its projection on the CPU
-    scored = {"score_metric": lik.ColBERTScores()} if with_lik_ops else {}
-    loss = (losses.CachedContrastive if options.cached else losses.Contrastive)(model, temperature=0.5, **scored)
+    # PyLate would take late-interaction-kernels, where it is installed, which multiplies fp32 as fp16 (0.4.5).
+    score = lik.ColBERTScores() if with_lik_ops else partial(scores.ColBERTScores(), backend="torch")
+    loss_type = losses.CachedContrastive if options.cached else losses.Contrastive
+    loss = loss_type(model, temperature=0.5, score_metric=score)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history, seconds = [], 0.0
     if torch.cuda.is_available():

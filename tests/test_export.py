@@ -440,15 +440,39 @@ def test_the_example_scores_in_a_bare_process():
     run_example()
 
 
+TOOLKIT = {
+    "nvcc": ("bin/nvcc",),
+    "cuda_runtime.h": ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h"),
+    "libcudart.so": ("lib*/libcudart.so", "lib/*/libcudart.so", "targets/*/lib/libcudart.so"),
+}
+
+
+def missing_of_toolkit(home):
+    """What CMake looks for in a CUDA toolkit and `home`, as of pip's packages, does not have."""
+    return [name for name, places in TOOLKIT.items() if not any(any(home.glob(place)) for place in places)]
+
+
+def test_a_toolkit_without_its_runtime_is_none(tmp_path):
+    """pip's packages have libcudart.so.13 alone."""
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert missing_of_toolkit(tmp_path) == ["libcudart.so"]
+    (tmp_path / "lib" / "libcudart.so").touch()
+    assert missing_of_toolkit(tmp_path) == []
+
+
 def why_not_cpp():
     """Why CMake cannot build a program against this torch, or an empty string."""
     if shutil.which("cmake") is None:
         return "no cmake"
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name):
         return "no C++ compiler"
-    if torch.version.cuda and cpp_extension.CUDA_HOME is None:
-        return "find_package(Torch) of a CUDA build needs the CUDA toolkit"
-    return ""
+    if torch.version.cuda is None:
+        return ""
+    home = cpp_extension.CUDA_HOME
+    missing = list(TOOLKIT) if home is None else missing_of_toolkit(Path(home))
+    return f"find_package(Torch) of a CUDA build needs the CUDA toolkit's {', '.join(missing)}" if missing else ""
 
 
 @pytest.mark.slow

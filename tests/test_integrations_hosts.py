@@ -134,7 +134,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("options", [[], ["--cached"]], ids=["plain", "cached"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_training_in_the_host(name, options, monkeypatch, capsys):
-    """The example says by its exit whether the losses of every step are equal."""
+    """The example says by its exit whether the losses of every step are equal: to those of the host's torch code, also
+    where the host is told to take its kernels."""
     module, *size = EXAMPLES[name]
     if name == "colpali" and options:
         pytest.skip("colpali-engine has no loss that caches gradients")
@@ -144,6 +145,7 @@ def test_training_in_the_host(name, options, monkeypatch, capsys):
         pytest.importorskip("accelerate", reason="the trainer needs accelerate")
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv(f"{name.upper()}_SCORES_BACKEND", "lik")
     example = importlib.import_module(f"train_{name}")
     assert example.main(["--steps", "3", *size, *options]) == 0, capsys.readouterr().out
 

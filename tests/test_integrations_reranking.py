@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,40 @@ def test_slices_are_read_where_they_lie():
     rows, begins = reranking._store([batch[:4, :4], batch[4:6, :4]])
     assert rows.shape == (6, 4) and begins == [0, 4]
     close(rows, batch[:6, :4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_pairs_of_vllms_own_runner(device, dtype, monkeypatch):
+    """Two steps of its worker: queries are cached, then documents of both come as views of one buffer of tokens."""
+    late = pytest.importorskip("vllm.v1.pool.late_interaction", reason="vLLM is not installed")
+    of_runner = pytest.importorskip("vllm.v1.pool.late_interaction_runner", reason="vLLM is not installed")
+    queries, documents = (torch.randn(n, 16, device=device).to(dtype) for n in (9, 40))
+    calls = []
+
+    def scored(q_embs, d_embs):
+        calls.append(len(d_embs))
+        return reranking.compute_maxsim_score_batched(q_embs, d_embs)
+
+    def answers():
+        runner = of_runner.LateInteractionRunner(enable_flash=False)  # its kernel takes one query alone
+
+        def step(outputs, asked, finished):
+            params = [SimpleNamespace(late_interaction_params=of_request) for of_request in asked]
+            names = [f"request {i}" for i in range(len(asked))]
+            return runner.postprocess_pooler_output(list(outputs), params, names, finished)
+
+        cached = [late.build_late_interaction_query_params(key, 3) for key in "ab"]
+        step(queries.split([3, 6]), cached, [True, True])
+        a, b = (late.build_late_interaction_doc_params(key) for key in "ab")
+        sizes, finished = [5, 1, 7, 20, 4, 3], [True, True, True, False, True, True]
+        return step(documents.split(sizes), [a, b, a, a, None, b], finished)
+
+    expected = answers()
+    monkeypatch.setattr(of_runner, "compute_maxsim_score_batched", scored)
+    found = answers()
+    assert calls == [4] and [x.shape for x in found] == [x.shape for x in expected]
+    close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

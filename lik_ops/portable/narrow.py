@@ -115,11 +115,13 @@ class _Narrow(Forward):
         filled = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
         filled = filled.reshape(-1, self.columns, self.d)
         n = filled.shape[0]
+        single = b.stop - b.start == 1  # one slice meets all panels, and may be read where it lies
         if self.loaded is None or self.B > 1:  # a single batch meets all pieces
-            self.loaded = self._slices(self._narrow_side(b), self.group * self.tokens, self.rows, 2, narrow=True)
+            least = 1 if single else 2
+            self.loaded = self._slices(self._narrow_side(b), self.group * self.tokens, self.rows, least, narrow=True)
         few = self.loaded
-        if b.stop - b.start == 1:
-            few = few[:1].expand(n, -1, -1)
+        if single:
+            few = few.expand(n, -1, -1)
         elif panels > 1:
             few = few[: n // panels].repeat_interleave(panels, 0)
         S = self.similarities[: n * self.rows * self.columns].view(n, self.rows, self.columns)

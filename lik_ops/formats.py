@@ -38,6 +38,27 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Of each token what its minimum and its scale follow from, NaN where it has NaN or an infinity."""
+    if x.shape[-1] == 0 or not x.numel():
+        return x.new_zeros(len(x)), x.new_zeros(len(x))
+    if format == "uint8":
+        low, high = torch.aminmax(x, dim=-1)
+    else:
+        low, high = x.new_zeros(len(x)), x.abs().mean(-1) if format == "binary" else x.abs().amax(-1)
+    finite = low.isfinite() & high.isfinite()
+    return torch.where(finite, low, torch.nan).float(), torch.where(finite, high, torch.nan).float()
+
+
+def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
+    """The scales of tokens, or of what shares one, from their `extremes`."""
+    # By a tensor: a GPU multiplies by the inverse of a number, and every device has the same scales.
+    largest = torch.full((), FORMATS[format].largest, device=high.device)
+    scales = ((high - low) if format == "uint8" else high) / largest
+    # A scale that is too small for its inverse to be a number keeps nothing.
+    return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+
+
 def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
     """Tokens ``x [n, d]`` in fp32 or fp64 as `format` keeps them, with scales ``[n]`` or ``[1]``."""
     kept = FORMATS[format]

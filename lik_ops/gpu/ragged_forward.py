@@ -14,7 +14,7 @@ from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
 from . import choose, configs, forward_configs, gluon_configs, launcher, rows
-from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
+from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device, wide_rows
 from .memory import raw_stream
 from .plans import Plan
 from .replay import Calls
@@ -197,7 +197,7 @@ class PackedPlan(Plan):
     def _terms(self, c: Cut, tile: _Tile) -> Terms:
         """Query rows as int8 terms."""
         _check_rows(c)
-        config = terms_config(tile.config.BD, 2 if self.features > _INT32_MAX else 1)
+        config = terms_config(tile.config.BD, wide_rows(self.features))
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
         args = (Queries._make((c.Q, *self.query_strides[0], *(None,) * 6)), out, scales, c.Tq, self.d, config)

@@ -70,6 +70,21 @@ def _register() -> None:
             found.append((grads, [*_placed(args[:7], (scores, q, d, winners, q, d, q)), None, None]))
         return found
 
+    @register_sharding(lik.maxsim_fwd_int8.default)
+    def _(*args):
+        return [
+            ([scores, winners, d, d], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
+            for scores, winners, q, d, _, _ in dense(args[1])
+        ]
+
+    @register_sharding(lik.maxsim_bwd_int8.default)
+    def _(*args):
+        found = []
+        for scores, winners, q, d, grad_q, grad_d in dense(args[2]):
+            grads = [g if need else whole for g, need in zip((grad_q, grad_d, grad_q), args[9], strict=True)]
+            found.append((grads, [*_placed(args[:7], (scores, q, d, d, winners, q, q)), None, None, None]))
+        return found
+
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [

@@ -109,6 +109,14 @@ def _register() -> None:
             for scores, winners, tensors, _ in ragged(Ragged(*args[:9]))
         ]
 
+    @register_sharding(lik.maxsim_quantized_fwd.default)
+    def _(*args):
+        keeps, per_token = args[13] is not None, _placed(args[1:4], (whole,) * 3)
+        return [
+            ([scores, winners if keeps else whole], [tensors.Q, *per_token, None, *tensors[2:], None, None, None])
+            for scores, winners, tensors, _ in ragged(Ragged(*args[:2], *args[5:12]))
+        ]
+
     @register_sharding(lik.maxsim_ragged_bwd.default)
     def _(*args):
         return [

@@ -31,6 +31,8 @@ class MaxSimScorer(nn.Module):
         torch.Size([2, 5])
     """
 
+    save: Save | None = None  # of modules that were pickled before there was such a choice
+
     def __init__(
         self,
         *,

@@ -296,8 +296,8 @@ def options(results: Path = RESULTS) -> str:
         shown = [case["name"], shape(case), number(ms["plain"], 4), number(ms["option"], 4), by_hand]
         rows.append([*shown, f"{record['cost']:.2f}", f"{record['goal']:.2f}", f"`{record['kernel']}`"])
     text = (
-        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache: the call without the"
-        " option, with it, and on tokens that torch normalises first."
+        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache: the call without"
+        " the option, with it, and on tokens that torch normalises first."
     )
     return f"{text}\n\n{table(['case', 'shape', 'plain', 'with it', 'by hand', 'cost', 'goal', 'kernel'], rows)}"
 
@@ -307,7 +307,6 @@ SEARCHES = ("full", "int8", "both", "full on the host", "both, full on the host"
 
 
 def formats(results: Path = RESULTS) -> str:
-    """Formats beside full precision and peers; searches in two stages."""
     if not (results / "quantized.json").exists():
         return "Not measured yet (`benchmarks/quantized.py`)."
     document = load("quantized", results)
@@ -315,16 +314,14 @@ def formats(results: Path = RESULTS) -> str:
     for record in document["records"]:
         case, ms, found = record["case"], record.get("ms", {}), record.get("quality", {})
         if "rescored" in record:
-            row = [case["tokens"], f"{case['documents']:,}", *(f"{ms[n]:.2f}" if n in ms else "-" for n in SEARCHES)]
+            row = [case["tokens"], f"{case['documents']:,}", *(number(ms.get(n), 2) for n in SEARCHES)]
             searches.append([*row, f"{record['rescored']:.3%}", f"{record['recall']:.2f}"])
         elif ms:
             peer = min((name for name in ms if name not in FORMATS), key=ms.__getitem__, default="")
-            row = [shape(case), *(f"{ms[name]:.4f}" if name in ms else "-" for name in FORMATS)]
+            row = [shape(case), *(number(ms.get(name), 4) for name in FORMATS)]
             rows.append([*row, f"{ms[peer]:.4f} ({peer})" if peer else "-"])
-            off = (
-                f"{found[n]['error']:.0e}, {found[n]['spearman']:.4f}" if n in found else "-" for n in (*FORMATS, peer)
-            )
-            quality.append([shape(case), *off])
+            off = (found.get(name) for name in (*FORMATS, peer))
+            quality.append([shape(case), *(f"{q['error']:.0e}, {q['spearman']:.4f}" if q else "-" for q in off)])
     header = ["shape", *FORMATS, "fastest peer in 8 bits"]
     columns = ["tokens", "documents", "full", "int8", "two stages", "full, on the host", "two stages, on the host"]
     return (
@@ -338,14 +335,13 @@ def formats(results: Path = RESULTS) -> str:
 
 
 def fidelity(results: Path = RESULTS) -> str:
-    """What formats lose, on random tokens and on those of the examples' encoders."""
     if not (results / "fidelity.json").exists():
         return "Not measured yet (`benchmarks/fidelity.py`)."
     document = load("fidelity", results)
-    names = {"random": "random unit tokens", "hashed": "the demo's encoder", "trained": "`train_colbert.py`'s"}
+    of = {"random": "random unit tokens", "hashed": "the demo's encoder", "trained": "`train_colbert.py`'s"}
     columns = {"mrr": ".3f", "error": ".1e", "spearman": ".4f", "recall10": ".3f", "recall100": ".3f"}
     rows = [
-        [names[record["case"]["name"]], name, f"{r['bytes']:.0f}"]
+        [of[record["case"]["name"]], name, f"{r['bytes']:.0f}"]
         + [format(r[key], digits) if key in r else "-" for key, digits in columns.items()]
         for record in document["records"]
         for name, r in record["formats"].items()
@@ -353,10 +349,9 @@ def fidelity(results: Path = RESULTS) -> str:
     text = (
         f"{machine(document, 'torch')}. 1,000 documents; docstrings searched by their first paragraphs as in the demo"
         f" ({document['settings']['queries']} queries), scores of the CPU. Beside full precision: the largest error"
-        " beside the largest score, Spearman's correlation of all scores, the part of its best that is found. MRR"
-        " counts the known item."
+        " beside the largest score, Spearman's correlation of all scores, the part of its best that is found."
     )
-    header = ["tokens", "format", "bytes a token", "MRR@10", "error", "Spearman", "recall@10", "recall@100"]
+    header = ["tokens", "format", "bytes a token", "MRR@10", "error", "Spearman", *(f"recall@{k}" for k in (10, 100))]
     return f"{text}\n\n{table(header, rows)}"
 
 

@@ -1,23 +1,35 @@
 """How fast are scores of quantised documents on this GPU, and how far off: formats, full precision and peers.
 
-    python benchmarks/quantized.py [--only pages] [--rounds 30] [--out FILE]
+    python benchmarks/quantized.py [--only pages] [--rounds 30] [--seconds 400] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed. ``goal_ms`` are of ``int8``, ``int8 document`` and
-``fp8_e4m3``, where a row has them. `error` is the largest difference from fp64 scores of full precision, beside the
-largest score; `spearman` the rank correlation with them, both of one query's documents, at most `LOOKED_AT`.
+``quantized`` rows: median device times of calls that find the L2 cache flushed, peers tuned anew on each shape.
+`error` is the largest difference from fp64 scores of full precision, beside the largest score; `spearman` the rank
+correlation with them, ``recall`` the part of the best 10 or 100 that is found, all of one query's documents, at most
+`LOOKED_AT`. `fidelity.py` has the same of real tokens.
+
+``search`` rows: `lik_ops.retrieve` of the best 10 of a query, by the wall clock: of full precision, of int8 alone, and
+of both stages (``coarse=``), with the documents on the device and, pinned, on the host. `rescored` is the part of the
+documents that the second stage scores. Tokens are random, whose scores are all alike, or lean to their document's
+topic, as those of trained encoders do.
+
+Nothing starts after `--seconds`; the file is written anew after each row.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import common
 import contenders
+import fidelity
 import gpu
+import retrieve
 import torch
 from common import Case, Inputs
 from torch import Tensor
@@ -25,6 +37,9 @@ from torch import Tensor
 import lik_ops
 
 LOOKED_AT = 4096
+BEST = 10  # documents of a search
+TOPIC = 0.6  # of a token's square, what is its document's topic
+CALL_SECONDS = 60  # of a first call, which compiles and tunes
 PAGES = {"Lq": 1024, "Ld": 1024}
 FORMATS = {
     "int8": ("int8", "token"),
@@ -58,6 +73,21 @@ ROWS = (
 )
 
 
+@dataclass(frozen=True)
+class Found:
+    """A search of one query among documents of 180 tokens."""
+
+    tokens: str  # "random" or "topics"
+    documents: int
+
+    @property
+    def name(self) -> str:
+        return f"search {self.tokens} {self.documents}"
+
+
+SEARCHES = tuple(Found(tokens, n) for n in (100_000, 1_000_000) for tokens in ("topics", "random"))
+
+
 def _peers(x: Inputs) -> dict[str, Callable[[], object]]:
     """Documents quantised by each peer's own function; queries too, where its kernel takes them so."""
     found: dict[str, Callable[[], object]] = {}
@@ -85,22 +115,21 @@ def _peers(x: Inputs) -> dict[str, Callable[[], object]]:
     return found
 
 
-def _ranks(x: Tensor) -> Tensor:
-    return x.argsort().argsort().double()
-
-
-def fidelity(x: Inputs, scores: object) -> dict[str, float]:
-    """Of the first query's first documents: how far scores are off, and how well they rank."""
-    assert isinstance(scores, Tensor)
-    found = scores.reshape(-1)[:LOOKED_AT].double() if len(x.Q) == 1 else scores[0, :LOOKED_AT].double()
+def exact_scores(x: Inputs) -> Tensor:
+    """Of the first query and its first documents ``[1, n]``, in fp64."""
     parts = [lik_ops.reference.maxsim(x.Q[:1].double(), part.double())[0] for part in x.D[:LOOKED_AT].split(64)]
-    exact = torch.cat(parts)
-    ranks = torch.corrcoef(torch.stack([_ranks(found), _ranks(exact)]))[0, 1]
-    return {"error": float((found - exact).abs().max() / exact.abs().max()), "spearman": float(ranks)}
+    return torch.cat(parts)[None]
 
 
-def measure(row: Row, timer: gpu.Timer) -> dict:
-    x = Inputs(row.case, "cuda")
+def quality_of(scores: object, exact: Tensor) -> dict[str, float]:
+    """How far they are off, and how well they rank."""
+    assert isinstance(scores, Tensor)
+    first = scores.reshape(1, -1) if scores.dim() == 1 else scores[:1]
+    return fidelity.compared(first[:, :LOOKED_AT].double(), exact)
+
+
+def measure(row: Row, timer: gpu.Timer, device: str = "cuda") -> dict:
+    x = Inputs(row.case, device)
     made = {name: lik_ops.quantize(x.D, *how) for name, how in FORMATS.items()}
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
     functions |= {name: (lambda D=D: lik_ops.maxsim(x.Q, D)) for name, D in made.items()}
@@ -109,40 +138,117 @@ def measure(row: Row, timer: gpu.Timer) -> dict:
     failed: dict[str, str] = {}
     for name, function in list(functions.items()):
         try:
-            gpu.first_call(function, 60)
+            gpu.first_call(function, CALL_SECONDS)
         except (Exception, gpu.TooSlowError) as failure:
             if name in FORMATS or name == "full":
                 raise
             failed[name] = gpu.reason(failure)
             del functions[name]
     ms = timer.compare(functions)
-    quality = {name: fidelity(x, function()) for name, function in functions.items()}
+    exact = exact_scores(x)
+    quality = {name: quality_of(function(), exact) for name, function in functions.items()}
     bytes_each = {name: D.nbytes for name, D in made.items()} | {"full": x.D.numel() * x.D.element_size()}
     record = {"case": asdict(row.case), "goals": row.goals, "ms": ms, "quality": quality, "bytes": bytes_each}
     return record | {"failed": failed}
+
+
+def drawn(tokens: str, documents: int, device: str) -> tuple[Tensor, Tensor]:
+    """A query and documents of unit tokens."""
+    Q, D = retrieve.draw_queries(1, device), retrieve.draw(documents, device)
+    if tokens == "topics":
+        topics = retrieve.unit(documents, 1, retrieve.DIMENSION, generator=torch.Generator(device).manual_seed(3))
+        for x, topic in ((Q, topics[:1]), *zip(D.split(retrieve.PART), topics.split(retrieve.PART), strict=True)):
+            x.mul_((1 - TOPIC) ** 0.5).add_(topic, alpha=TOPIC**0.5)
+            x.div_(x.norm(dim=-1, keepdim=True))
+    return Q, D
+
+
+def on_host(D: Tensor) -> Tensor:
+    """A copy in pinned memory, where there is a device."""
+    host = torch.empty(D.shape, dtype=D.dtype, pin_memory=D.is_cuda)
+    return host.copy_(D)
+
+
+def search(of: Found, rounds: int, device: str, end: float) -> dict:
+    """Times of searches, which have to find the same, and what the second stage scored."""
+    Q, D = drawn(of.tokens, of.documents, device)
+    coarse = lik_ops.quantize(D, "int8")
+    exact = lik_ops.retrieve(Q, D, BEST)
+    calls: dict[str, Callable[[], object]] = {
+        "full": lambda: lik_ops.retrieve(Q, D, BEST),
+        "int8": lambda: lik_ops.retrieve(Q, coarse, BEST),
+        "both": lambda: lik_ops.retrieve(Q, D, BEST, coarse=coarse),
+    }
+    ms = _timed(calls, rounds, end)
+    two = lik_ops.retrieve(Q, D, BEST, coarse=coarse)
+    one = lik_ops.retrieve(Q, coarse, BEST)[1]
+    host, D = on_host(D), None  # type: ignore[assignment]
+    calls = {
+        "full on the host": lambda: lik_ops.retrieve(Q, host, BEST),
+        "both, full on the host": lambda: lik_ops.retrieve(Q, host, BEST, coarse=coarse),
+    }
+    ms |= _timed(calls, min(rounds, 3), end)
+    for found in (two, lik_ops.retrieve(Q, host, BEST, coarse=coarse)):
+        if not (torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])):
+            raise AssertionError(f"{of.name}: two stages found something else")
+    same = (one.unsqueeze(-1) == exact[1].unsqueeze(-2)).any(-1).double().mean()
+    rescored = float(two.rescored.double().mean()) / of.documents
+    return {"case": {"name": of.name, **asdict(of)}, "ms": ms, "rescored": rescored, "recall": float(same)}
+
+
+def _timed(calls: dict[str, Callable[[], object]], rounds: int, end: float) -> dict[str, float]:
+    for call in calls.values():
+        gpu.first_call(call, CALL_SECONDS)
+    times = retrieve.compare(calls, rounds, max(0.0, end - time.monotonic()))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def report(r: dict, goals: dict[str, float]) -> None:
+    print(r["case"]["name"], r.get("failed") or "")
+    for name, ms in r.get("ms", {}).items():
+        goal = f", goal {goals[name]:.3f}" if name in goals else ""
+        q = r.get("quality", {}).get(name)
+        text = f"; {q['error']:.1e}, {q['spearman']:.4f}, recall {q['recall10']:.2f} {q['recall100']:.2f}" if q else ""
+        print(f"  {name:36} {ms:.4f} ms{goal}{text}", flush=True)
+    if "rescored" in r:
+        print(f"  rescored {r['rescored']:.4%}, recall of int8 alone {r['recall']:.2f}", flush=True)
+
+
+def planned(only: str) -> Iterator[Row | Found]:
+    yield from (row for row in ROWS if only in row.case.name)
+    yield from (found for found in SEARCHES if only in found.name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--seconds", type=float, default=400, help="start nothing after this time (default 400)")
+    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/quantized.json)")
     args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
-    ceiling = gpu.ceilings(timer)
-    for row in ROWS:
-        if args.only not in row.case.name:
-            continue
-        r = measure(row, timer)
-        records.append(r)
-        print(row.case.name)
-        for name, ms in r["ms"].items():
-            goal = f", goal {row.goals[name]:.3f}" if name in row.goals else ""
-            quality = r["quality"][name]
-            print(f"  {name:36} {ms:.4f} ms{goal}; {quality['error']:.1e}, {quality['spearman']:.4f}", flush=True)
-        torch.cuda.empty_cache()
-    settings = {"rounds": args.rounds, "ceilings": ceiling}
-    print("wrote", common.write("quantized", records, *contenders.PEERS, path=args.out, **settings))
+    end, records, path = time.monotonic() + args.seconds, list[dict](), args.out
+    timer = gpu.Timer(args.rounds) if args.device == "cuda" else None
+    settings = {"rounds": args.rounds, "ceilings": gpu.ceilings(timer) if timer else None}
+    for row in planned(args.only):
+        name = row.name if isinstance(row, Found) else row.case.name
+        try:
+            if time.monotonic() > end:
+                raise TimeoutError("no time left")
+            with torch.no_grad():
+                if isinstance(row, Found):
+                    records.append(search(row, args.rounds, args.device, end))
+                elif timer is None:
+                    raise TimeoutError("kernels are timed on a GPU")
+                else:
+                    records.append(measure(row, timer))
+        except Exception as failure:
+            records.append({"case": {"name": name}, "failed": gpu.reason(failure)})
+        report(records[-1], {} if isinstance(row, Found) else row.goals)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        path = common.write("quantized", records, *contenders.PEERS, path=args.out, **settings)
+    print("wrote", path)
 
 
 if __name__ == "__main__":

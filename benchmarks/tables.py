@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/retrieval.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/quantized.md", "docs/retrieval.md")
 OURS = "lik_ops"
 COLUMNS = (OURS, "late-interaction-kernels", "flash-maxsim", "eager", "compiled eager")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -296,13 +296,68 @@ def options(results: Path = RESULTS) -> str:
         shown = [case["name"], shape(case), number(ms["plain"], 4), number(ms["option"], 4), by_hand]
         rows.append([*shown, f"{record['cost']:.2f}", f"{record['goal']:.2f}", f"`{record['kernel']}`"])
     text = (
-        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache: the call without the"
-        " option, with it, and on tokens that torch normalises first."
+        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache: the call without"
+        " the option, with it, and on tokens that torch normalises first."
     )
     return f"{text}\n\n{table(['case', 'shape', 'plain', 'with it', 'by hand', 'cost', 'goal', 'kernel'], rows)}"
 
 
+FORMATS = ("full", "int8", "int8 document", "uint8", "fp8_e4m3", "binary")
+SEARCHES = ("full", "int8", "both", "full on the host", "both, full on the host")
+
+
+def formats(results: Path = RESULTS) -> str:
+    if not (results / "quantized.json").exists():
+        return "Not measured yet (`benchmarks/quantized.py`)."
+    document = load("quantized", results)
+    rows, searches, quality = [], [], []
+    for record in document["records"]:
+        case, ms, found = record["case"], record.get("ms", {}), record.get("quality", {})
+        if "rescored" in record:
+            row = [case["tokens"], f"{case['documents']:,}", *(number(ms.get(n), 2) for n in SEARCHES)]
+            searches.append([*row, f"{record['rescored']:.3%}", f"{record['recall']:.2f}"])
+        elif ms:
+            peer = min((name for name in ms if name not in FORMATS), key=ms.__getitem__, default="")
+            row = [shape(case), *(number(ms.get(name), 4) for name in FORMATS)]
+            rows.append([*row, f"{ms[peer]:.4f} ({peer})" if peer else "-"])
+            off = (found.get(name) for name in (*FORMATS, peer))
+            quality.append([shape(case), *(f"{q['error']:.0e}, {q['spearman']:.4f}" if q else "-" for q in off)])
+    header = ["shape", *FORMATS, "fastest peer in 8 bits"]
+    columns = ["tokens", "documents", "full", "int8", "two stages", "full, on the host", "two stages, on the host"]
+    return (
+        f"{machine(document, 'torch', 'triton', 'flash-maxsim', 'late-interaction-kernels')}. Median device"
+        " milliseconds on a flushed L2 cache, random unit tokens; shapes are `Nq x Nd, Lq, Ld, d`; `full` is bf16.\n\n"
+        f"{table(header, rows)}\n\nLargest error beside the largest score, and Spearman's correlation, with fp64 scores"
+        f" of full precision:\n\n{table(header, quality)}\n\nMilliseconds of `retrieve` for the best 10 of one query"
+        " among bf16 documents of 180 tokens, by the wall clock. `rescored`: the part of the documents that the second"
+        f" stage scores; `recall`: that of int8 alone.\n\n{table([*columns, 'rescored', 'recall'], searches)}"
+    )
+
+
+def fidelity(results: Path = RESULTS) -> str:
+    if not (results / "fidelity.json").exists():
+        return "Not measured yet (`benchmarks/fidelity.py`)."
+    document = load("fidelity", results)
+    of = {"random": "random unit tokens", "hashed": "the demo's encoder", "trained": "`train_colbert.py`'s"}
+    columns = {"mrr": ".3f", "error": ".1e", "spearman": ".4f", "recall10": ".3f", "recall100": ".3f"}
+    rows = [
+        [of[record["case"]["name"]], name, f"{r['bytes']:.0f}"]
+        + [format(r[key], digits) if key in r else "-" for key, digits in columns.items()]
+        for record in document["records"]
+        for name, r in record["formats"].items()
+    ]
+    text = (
+        f"{machine(document, 'torch')}. 1,000 documents; docstrings searched by their first paragraphs as in the demo"
+        f" ({document['settings']['queries']} queries), scores of the CPU. Beside full precision: the largest error"
+        " beside the largest score, Spearman's correlation of all scores, the part of its best that is found."
+    )
+    header = ["tokens", "format", "bytes a token", "MRR@10", "error", "Spearman", *(f"recall@{k}" for k in (10, 100))]
+    return f"{text}\n\n{table(header, rows)}"
+
+
 BLOCKS = {
+    "formats": formats,
+    "fidelity": fidelity,
     "forward": forward,
     "options": options,
     "summary": summary,

@@ -35,6 +35,25 @@ def winners(up, owner, k, i, s, ok, C: tl.constexpr):
 
 
 @triton.jit
+def counted_rows(x, scale, rows, ok):
+    """Tokens in fp32, numbers that have a `scale` times that of their rows."""
+    x = x.to(tl.float32)
+    if scale is not None:
+        x *= tl.load(scale + rows, mask=ok, other=0.0)[:, None]
+    return x
+
+
+@triton.jit
+def _squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
+    """``sum_k x[k]^2`` of `counted_rows`."""
+    squares = rows_sum_of_squares(pointers, ok, d, stride_d, C.BD, C.WIDE)
+    if scale is not None:
+        s = tl.load(scale + rows, mask=ok, other=0.0)
+        squares *= s * s
+    return squares
+
+
+@triton.jit
 def _scatter_rows(targets, values, won, columns, d):
     mask = won[:, None] & (columns < d)[None, :]
     tl.atomic_add(targets[:, None] + columns[None, :], values, mask=mask, sem="relaxed")
@@ -75,14 +94,13 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.con
             values = tl.reshape(g, (C.BN, C.BM))[:, :, None] * rows[None, :, :]
             targets = sum_D + (document * up.Ld + token) * d
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
-        x = load_rows(pointers, won, columns, d, D.stride_d, C.WIDE).to(tl.float32)
+        at = document * up.Ld + token
+        x = counted_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE), up.scale, at, won)
         if C.NORMALIZE:
             if C.ONE_CHUNK:
                 g = tl.where(won, g * inverse_norm(tl.sum(x * x, axis=1)), 0.0)
             else:
-                g = tl.where(
-                    won, g * inverse_norm(rows_sum_of_squares(pointers, won, d, D.stride_d, C.BD, C.WIDE)), 0.0
-                )
+                g = tl.where(won, g * inverse_norm(_squares(pointers, up.scale, at, won, d, D.stride_d, C)), 0.0)
         # Both factors are zero where nothing won; a selection would keep products and sums from being fused.
         acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
         live = live | tl.max(tl.reshape(won.to(tl.int32), (C.BN, C.BM)), axis=0)
@@ -100,7 +118,7 @@ def through_normalize(G, x, squares, dot):
 @triton.jit
 def norm_sums(G, to, columns, D, d, C: tl.constexpr):
     """The target's tokens x, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here, over some features."""
-    x = load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE).to(tl.float32)
+    x = counted_rows(load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE), to.scale, to.rows, to.ok)
     live = tl.max((G != 0.0).to(tl.int32), axis=1)
     return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
 

@@ -10,6 +10,8 @@ class Upstream(NamedTuple):
     Packed layouts are one query of Lq rows, K documents (or candidates of each query) and Ld rows of D. They also have
     the query of each packed row (-1: none), `count` items as `maxsim_ragged_items` writes them, sorted as a kernel
     needs them, and for pairs, sorted by query, where each query's items begin.
+
+    `scale` ``[Ld]`` for each document, contiguous, is what the numbers of its tokens are multiplied by, or None.
     """
 
     grad_scores: Any
@@ -25,6 +27,7 @@ class Upstream(NamedTuple):
     items: Any = None
     count: Any = None
     starts: Any = None
+    scale: Any = None
 
 
 class Sum(NamedTuple):
@@ -62,13 +65,15 @@ class Tile(NamedTuple):
 
 class Target(NamedTuple):
     """Where the gradient of document tokens goes: token t of the document at `base`, where `ok`, to row ``rows`` of
-    `gradient`. Of a sum in pieces, those `left` are kept in rows `slots` of `partial`, in fp32. Either may be None."""
+    `gradient`. Of a sum in pieces, those `left` are kept in rows `slots` of `partial`, in fp32. Either may be None.
+    `scale` is that of `Upstream`, at the same rows."""
 
     base: Any
     t: Any
     ok: Any
     gradient: Any
     rows: Any
+    scale: Any = None
     partial: Any = None
     slots: Any = None
     left: Any = None
@@ -167,11 +172,13 @@ class Items(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """fp32 sums over the rows of a tensor ``[N, K, Lq, d]``, which their gradient is made of."""
+    """fp32 sums over the rows of a tensor ``[N, K, Lq, d]``, which their gradient is made of; `scale` is that of the
+    rows, as in `Upstream`."""
 
     ptr: Any
     K: Any
     Lq: Any
+    scale: Any = None
 
 
 class Zeros(NamedTuple):

@@ -133,13 +133,13 @@ def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.conste
     at = document.to(tl.int64) * up.Ld + t
     features = d
     if pieces.partial is None:
-        to = Target(base, t, t < up.Ld, grad_D, at)
+        to = Target(base, t, t < up.Ld, grad_D, at, up.scale)
     else:
         first = begin // pieces.rows
         p = first + tl.program_id(1)
         whole = tl.full((C.BN,), 1, tl.int1) & (end <= (first + 1) * pieces.rows)
         slots = _slots(pieces, rows, document - lists.first, begin, p, C)
-        to = Target(base, t, whole & (t < up.Ld), grad_D, at, pieces.partial, slots, whole == 0)
+        to = Target(base, t, whole & (t < up.Ld), grad_D, at, up.scale, pieces.partial, slots, whole == 0)
         begin = tl.maximum(begin, p * pieces.rows)
         end = tl.minimum(end, (p + 1) * pieces.rows)
         features = tl.where((begin < end) | (tl.program_id(1) == 0), d, 0)
@@ -163,7 +163,8 @@ def maxsim_join_pieces(D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
     """grad_D of the tiles whose lists `maxsim_grad_documents` took in several pieces."""
     document, owner, k, t0, begin, end = _tile_of(tl.program_id(0), lists, rows, up, C)
     t = t0 + tl.arange(0, C.BN)
-    to = Target(document_base(D, owner, k), t, t < up.Ld, grad_D, document.to(tl.int64) * up.Ld + t)
+    at = document.to(tl.int64) * up.Ld + t
+    to = Target(document_base(D, owner, k), t, t < up.Ld, grad_D, at, up.scale)
     features = tl.where(end > (begin // pieces.rows + 1) * pieces.rows, d, 0)
     of = (pieces, rows, document - lists.first, begin, end)
     write_gradient(_sum_of_pieces, of, to, features, D, d, C)

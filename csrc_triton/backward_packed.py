@@ -220,7 +220,7 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
         to = Target(base, tokens, t < up.Ld, grad_D, t)
     else:
         slots = _slots(tl.program_id(0), tl.program_id(1), tl.num_programs(1), C)
-        to = Target(base, tokens, t < up.Ld, None, t, partial, slots, tl.full((C.BN,), 1, tl.int1))
+        to = Target(base, tokens, t < up.Ld, None, t, None, partial, slots, tl.full((C.BN,), 1, tl.int1))
     write_gradient(sum_of_walk, (walk, up, Q), to, features, D, d, C)
 
 

@@ -105,6 +105,9 @@ def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.conste
         k = document % up.K
     base = document_base(D, owner, k)
     gradient = grad_D + document.to(tl.int64) * up.Ld * d
+    scale = up.scale
+    if scale is not None:
+        scale += document.to(tl.int64) * up.Ld
     token, g = _won(up, owner, k, tl.arange(0, C.BM), rows, t_begin, t_end, C)
     begins, coefficient = _met_rows(token, g, owner, up, Q, d, C)
     fill_with_zeros(gradient + t_begin.to(tl.int64) * d, (t_end - t_begin) * d, "")
@@ -115,5 +118,5 @@ def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.conste
         t = tl.max(tl.where(this, token[None, :], -1), axis=1)
         match = (token[None, :] == t[:, None]) & (t >= 0)[:, None]
         of = (x, match, coefficient, begins, token >= 0, Q)
-        to = Target(base, t, t >= 0, gradient, t.to(tl.int64))
+        to = Target(base, t, t >= 0, gradient, t.to(tl.int64), scale)
         write_gradient(_sum_of_matches, of, to, d, D, d, C)

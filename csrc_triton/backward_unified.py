@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .backward import gathered, query_tile, through_normalize
+from .backward import counted_rows, gathered, query_tile, through_normalize
 from .common import document_base, inverse_norm, load_rows, query_keep, query_weight, row_pointers, rows_sum_of_squares
 from .items import most_met
 
@@ -56,7 +56,7 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         G = load_rows(sums.ptr + row * d, ok, columns, d, 1, C.WIDE)
-        x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE).to(tl.float32)
+        x = counted_rows(load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE), sums.scale, row, live > 0)
         dot += tl.sum(x * G, axis=1)
         squares += tl.sum(x * x, axis=1)
     if C.NORMALIZE:
@@ -66,7 +66,8 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
             columns = c0 + tl.arange(0, C.BD)
             G = load_rows(sums.ptr + row * d, ok, columns, d, 1, C.WIDE) * w[:, None]
             if C.NORMALIZE:
-                x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE).to(tl.float32)
+                x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE)
+                x = counted_rows(x, sums.scale, row, live > 0)
                 G = through_normalize(G, x, squares, dot * w)
             G = tl.where((live > 0)[:, None], G, 0.0)
             mask = ok[:, None] & (columns < d)[None, :]

@@ -16,7 +16,7 @@ other rows, those with NaN or an infinity included, are multiplied feature by fe
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, load_rows, load_tokens, row_pointers, split_sum
+from .common import inverse_norm, load_rows, load_tokens, nan_max, row_pointers, split_sum
 from .maxima import per_row, per_token
 
 _LOW = tl.constexpr(254)
@@ -144,3 +144,29 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     tl.store(scale + t, s * inverse, mask=ok)
     if counts.minimum is not None:
         tl.store(minimum + t, m * inverse, mask=ok)
+
+
+@triton.jit(do_not_specialize=["documents", "K", "Ld"])
+def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
+    """Document tokens as int8 `data` and their `scale`, contiguous, as `lik_ops.quantize` has them: BN a program."""
+    row = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
+    document = row // Ld
+    ok = document < documents
+    owner = document // K
+    places = D.ptr + owner * D.stride_owner + (document - owner * K) * D.stride_doc
+    pointers = places + (row - document * Ld) * D.stride_l
+    most = tl.full((C.BN,), 0, tl.float32)
+    for c0 in range(0, d, C.BD):
+        x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, D.stride_d, C.WIDE).to(tl.float32)
+        most = nan_max(most, tl.reduce(tl.abs(x), 1, nan_max))
+    finite = most < float("inf")
+    s = tl.div_rn(tl.where(finite, most, 0.0), 127.0)
+    s = tl.where(s < 1.1754943508222875e-38, 0.0, s)  # too small for its inverse to be a number
+    inverse = tl.where(s > 0, tl.div_rn(1.0, tl.where(s > 0, s, 1.0)), 0.0)
+    for c0 in range(0, d, C.BD):
+        columns = c0 + tl.arange(0, C.BD)
+        x = load_rows(pointers, ok & finite, columns, d, D.stride_d, C.WIDE).to(tl.float32)
+        q = tl.minimum(tl.maximum(_nearest(x * inverse[:, None]), -127.0), 127.0)
+        mask = ok[:, None] & (columns < d)[None, :]
+        tl.store(data + row[:, None] * d + columns[None, :], q.to(tl.int8), mask=mask)
+    tl.store(scale + row, tl.where(finite, s, float("nan")), mask=ok)

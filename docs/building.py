@@ -27,6 +27,8 @@ OPERATORS = {
     "ragged.maxsim_ragged_fwd": "maxsim_ragged_fwd",
     "ragged.maxsim_ragged_bwd": "maxsim_ragged_bwd",
     "quantized.maxsim_quantized_fwd": "maxsim_quantized_fwd",
+    "saved.maxsim_fwd_int8": "maxsim_fwd_int8",
+    "saved.maxsim_bwd_int8": "maxsim_bwd_int8",
     "topk.maxsim_topk": "maxsim_topk",
     "packaged.maxsim_packaged": "maxsim_packaged",
 }

@@ -15,6 +15,8 @@ from ._ops import add_op_namespace_prefix
 
 Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
 """How gradients are summed: see `lik_ops.maxsim`."""
+Save: TypeAlias = Literal["int8"]
+"""What the backward keeps of documents: see `lik_ops.maxsim`."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
@@ -84,6 +86,13 @@ def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: An
     check_flag(op, "normalize", normalize)
     check_choice(op, "backward", backward, BACKWARDS)
     check_flag(op, "recompute", recompute)
+
+
+def check_save(op: str, save: Any, recompute: bool) -> None:
+    """Raise TypeError or ValueError unless documents can be saved so."""
+    check_choice(op, "save", save, get_args(Save))
+    if recompute:
+        raise ValueError(f"{op}: recompute: expected False beside save={save!r}, which keeps the winners, got True")
 
 
 def check_types(op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any) -> None:

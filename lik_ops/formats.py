@@ -38,6 +38,27 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Of each token what its minimum and its scale follow from, NaN where it has NaN or an infinity."""
+    if x.shape[-1] == 0 or not x.numel():
+        return x.new_zeros(len(x)), x.new_zeros(len(x))
+    if format == "uint8":
+        low, high = torch.aminmax(x, dim=-1)
+    else:
+        low, high = x.new_zeros(len(x)), x.abs().mean(-1) if format == "binary" else x.abs().amax(-1)
+    finite = low.isfinite() & high.isfinite()
+    return torch.where(finite, low, torch.nan).float(), torch.where(finite, high, torch.nan).float()
+
+
+def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
+    """The scales of tokens, or of what shares one, from their `extremes`."""
+    # By a tensor: a GPU multiplies by the inverse of a number, and every device has the same scales.
+    largest = torch.full((), FORMATS[format].largest, device=high.device)
+    scales = ((high - low) if format == "uint8" else high) / largest
+    # A scale that is too small for its inverse to be a number keeps nothing.
+    return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+
+
 def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
     """Tokens ``x [n, d]`` in fp32 or fp64 as `format` keeps them, with scales ``[n]`` or ``[1]``."""
     kept = FORMATS[format]
@@ -58,28 +79,32 @@ def decoded(
 
     They are written to `out`, if there is one.
     """
+    times = 1.0
     if format == "binary":
         bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
         numbers = bits.flatten(-2)[..., :d]
     elif format.startswith("fp8") and data.device.type == "cpu":
-        numbers = fp8_numbers(data, format)
+        numbers, times = fp8_numbers(data, format)
     else:
         numbers = data.view(FORMATS[format].dtype)
     x = numbers.float() if out is None else out.copy_(numbers)
     if format == "binary":
         x = x.mul_(2).sub_(1)
+    if times != 1:
+        x = x.mul_(times)
     x = x.mul_(scale.unsqueeze(-1))
     return x if minimum is None else x.add_(minimum.unsqueeze(-1))
 
 
-def fp8_numbers(data: Tensor, format: str) -> Tensor:
-    """FP8 numbers in fp16 or fp32, by way of the bits of fp16: a CPU converts them one by one."""
+def fp8_numbers(data: Tensor, format: str) -> tuple[Tensor, float]:
+    """FP8 numbers in fp16, and what they have to be multiplied by. Bits are moved: a CPU converts FP8 one by one."""
     bits = data.view(torch.int8).to(torch.int16)
     if format == "fp8_e5m2":  # the upper half of fp16
-        return (bits << 8).view(torch.float16)
+        return (bits << 8).view(torch.float16), 1.0
     # Sign, exponent and mantissa where fp16 has them, but for what exponents begin with: 2^8.
-    x = ((bits << 7) & ~0x4000).view(torch.float16).float().mul_(256)
-    return x.masked_fill_(x.abs() == 480, torch.nan)  # the largest bits are NaN
+    bits = (bits << 7).bitwise_and_(~0x4000)
+    nan = (bits + 0x80).bitwise_and_(0x4000)  # of the largest magnitude, which is NaN, the exponent's first bit
+    return bits.bitwise_or_(nan).view(torch.float16), 256.0
 
 
 def _packed_bits(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from .arguments import (
     kind_of,
     shape_of,
 )
-from .formats import FORMATS, FormatName, decoded, encoded, part_of
+from .formats import FORMATS, FormatName, decoded, encoded, extremes, part_of, scales_of
 
 if TYPE_CHECKING:
     import os
@@ -252,7 +252,7 @@ def quantize(
     shape, kept = D.shape[:-1], FORMATS[format]
     low, high = (torch.empty(len(rows), device=D.device) for _ in range(2))
     for part in _parts(len(rows), D.shape[-1]):
-        low[part], high[part] = _extremes(_widened(rows, keep, part), format)
+        low[part], high[part] = extremes(_widened(rows, keep, part), format)
 
     def joined(x: Tensor, largest: bool) -> Tensor:
         """Of each token that of what it shares a scale with, in the shape that scales have."""
@@ -266,10 +266,7 @@ def quantize(
         return reduce(x.view(shape), -1, keepdim=True) if shape[-1] else x.new_zeros((*shape[:-1], 1))
 
     low, high = joined(low, False), joined(high, True)
-    # By a tensor: a GPU multiplies by the inverse of a number, and every device has the same scales.
-    scales = ((high - low) if format == "uint8" else high) / torch.full((), kept.largest, device=D.device)
-    # A scale that is too small for its inverse to be a number keeps nothing.
-    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    scales = scales_of(low, high, format)
     minimum = low if format == "uint8" else None
     data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
     made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum)
@@ -286,18 +283,6 @@ def quantize(
     else:
         found = [bounds.reduced(x, "amax") for x in (error, norm)]
     return replace(made, error=found[0], norm=found[1])
-
-
-def _extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Of each token what its minimum and its scale follow from, NaN where it has NaN or an infinity."""
-    if x.shape[-1] == 0 or not x.numel():
-        return x.new_zeros(len(x)), x.new_zeros(len(x))
-    if format == "uint8":
-        low, high = torch.aminmax(x, dim=-1)
-    else:
-        low, high = x.new_zeros(len(x)), x.abs().mean(-1) if format == "binary" else x.abs().amax(-1)
-    finite = low.isfinite() & high.isfinite()
-    return torch.where(finite, low, torch.nan).float(), torch.where(finite, high, torch.nan).float()
 
 
 def _widened(rows: Tensor, keep: Tensor | None, part: slice) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .api.score import maxsim
-from .arguments import Backward, check_count, check_options, check_tensor
+from .arguments import Backward, Save, check_count, check_options, check_save, check_tensor
 from .retrieval import retrieve
 
 
@@ -19,10 +19,11 @@ class MaxSimScorer(nn.Module):
         normalize: L2-normalise every token first.
         backward: ``"auto"``, ``"lowmem"`` or ``"unified"``.
         recompute: find the winners again in the backward instead of keeping them.
+        save: ``"int8"`` to keep documents for the backward as int8, or None.
         pad_id: the token id of padding, for `forward_with_ids`.
 
     Raises:
-        TypeError, ValueError: `backward` is none of these, `pad_id` no int, or the others are no bools.
+        TypeError, ValueError: `backward` or `save` is none of these, `pad_id` no int, or the others are no bools.
 
     Example:
         >>> scorer = lik_ops.MaxSimScorer(normalize=True)
@@ -30,21 +31,27 @@ class MaxSimScorer(nn.Module):
         torch.Size([2, 5])
     """
 
+    save: Save | None = None  # of modules that were pickled before there was such a choice
+
     def __init__(
         self,
         *,
         normalize: bool = False,
         backward: Backward = "auto",
         recompute: bool = False,
+        save: Save | None = None,
         pad_id: int | None = None,
     ) -> None:
         super().__init__()
         check_options("MaxSimScorer", normalize, backward, recompute)
+        if save is not None:
+            check_save("MaxSimScorer", save, recompute)
         if pad_id is not None:
             check_count("MaxSimScorer", "pad_id", pad_id)
         self.normalize = normalize
         self.backward = backward
         self.recompute = recompute
+        self.save = save
         self.pad_id = pad_id
 
     def forward(
@@ -65,6 +72,7 @@ class MaxSimScorer(nn.Module):
             normalize=self.normalize,
             backward=self.backward,
             recompute=self.recompute,
+            save=self.save,
         )
 
     def forward_with_ids(self, Q: Tensor, D: Tensor, q_ids: Tensor, d_ids: Tensor) -> Tensor:
@@ -122,5 +130,5 @@ class MaxSimScorer(nn.Module):
         return retrieve(Q, D, top_k, q_mask=q_mask, d_mask=d_mask, normalize=self.normalize, **options)
 
     def extra_repr(self) -> str:
-        pad_id = "" if self.pad_id is None else f", pad_id={self.pad_id}"
-        return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}{pad_id}"
+        rest = [f", {name}={x!r}" for name, x in (("save", self.save), ("pad_id", self.pad_id)) if x is not None]
+        return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}{''.join(rest)}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
-from lik_ops.opcheck import quantized, ragged
+from lik_ops.opcheck import quantized, ragged, saved
 
 try:
     import lik_ops.ops.packaged  # registers what only packages hold; needs Triton
@@ -226,6 +226,20 @@ def maxsim_quantized_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
     return (Sample(name, args, {}) for name, args in quantized.samples(dtype, device))
 
 
+def maxsim_fwd_int8(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (s for s in maxsim_fwd(dtype, device) if s.args[6] is not None)
+
+
+def maxsim_bwd_int8(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (
+        Sample(s.name, saved.backward_arguments(s.args, n % 2 > 0), {}) for n, s in enumerate(maxsim_bwd(dtype, device))
+    )
+
+
+def _sized_bwd_int8(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return saved.backward_arguments(_sized_bwd(sizes, candidates, device), False)
+
+
 def _topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
     if cu_seqlens_d is not None:
         ends = cu_seqlens_d.tolist()
@@ -255,6 +269,8 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_ragged_fwd": Operator(maxsim_ragged_fwd, ragged.forward_reference, ragged.sized_forward),
     "maxsim_ragged_bwd": Operator(maxsim_ragged_bwd, ragged.backward_reference, ragged.sized_backward),
     "maxsim_quantized_fwd": Operator(maxsim_quantized_fwd, quantized.reference, quantized.sized),
+    "maxsim_fwd_int8": Operator(maxsim_fwd_int8, saved.forward_reference, _sized_fwd),
+    "maxsim_bwd_int8": Operator(maxsim_bwd_int8, saved.backward_reference, _sized_bwd_int8),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
 }
 

@@ -75,7 +75,8 @@ class Case:
     short: bool = False  # forward: documents of fewer tokens than a tile
     chunks: bool = False  # of lists of winners
     int32: bool = False  # backward: winners of 4 bytes, not of 2
-    stored: str = ""  # ragged forward: `Config.STORED` of quantised documents, or the type of their numbers
+    # Ragged forward: `Config.STORED` of quantised documents, or the type of their numbers; backward: the latter.
+    stored: str = ""
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
@@ -184,6 +185,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return backward_configs.lookup(arch)
     if case.kernel == UNIT_COUNTS:
         return Launch(quantized.unit_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3)
+    if case.kernel == KEEP:
+        return Launch(quantized.keep_config(case.d, case.wide), num_warps=4, num_stages=3)
     if case.kernel == QUERY_TERMS:
         return Launch(ragged_forward.terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_scatter":
@@ -216,7 +219,7 @@ def _levels(case: Case, arch: Architecture) -> int:
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
 PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
-UNIT_COUNTS, QUERY_TERMS = "maxsim_unit_counts", "maxsim_query_terms"
+UNIT_COUNTS, QUERY_TERMS, KEEP = "maxsim_unit_counts", "maxsim_query_terms", "maxsim_keep_int8"
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -265,6 +268,8 @@ def _upstream(case: Case) -> tuple[Upstream, dict]:
     kinds |= {"grad_scores": "*fp32", "argmax": "*i32" if case.int32 else "*i16"}
     if case.normalize and (case.kernel in PACKED or (case.kernel == "maxsim_grad_documents" and case.lists)):
         kinds["norms"] = "*fp32"
+    if case.stored:
+        kinds["scale"] = "*fp32"
     if case.ragged:
         kinds |= {"items": "*i64", "count": "i32"}
         # The gradient of documents takes the query of a row in the cross product alone.
@@ -350,12 +355,16 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         counts = _counts(case)
         found = {"D": None, "counts": counts, "scale": "*fp32", "minimum": counts.minimum, "Td": "i32", "d": "i32"}
         return stored.maxsim_unit_counts, found
+    if case.kernel == KEEP:
+        found = {"D": None, "data": "*i8", "scale": "*fp32"} | dict.fromkeys(("documents", "K", "Ld", "d"), "i32")
+        return stored.maxsim_keep_int8, found
     if case.kernel == QUERY_TERMS:
         return stored.maxsim_query_terms, {"Q": None, "out": "*i8", "scales": "*fp32", "rows": "i32", "d": "i32"}
     if case.kernel == "maxsim_scatter":
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
-    found = {"X": None, "Q": None, "sums": RowSums("*fp32", "i32", "i32"), "grad": gradient, "grad_weight": weight}
+    sums = RowSums("*fp32", "i32", "i32", "*fp32" if case.stored else "constexpr")
+    found = {"X": None, "Q": None, "sums": sums, "grad": gradient, "grad_weight": weight}
     return backward_unified.maxsim_finish, found | {"d": "i32"}
 
 

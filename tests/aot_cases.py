@@ -15,7 +15,7 @@ from lik_ops.gpu import forward_configs, forward_table
 from lik_ops.gpu.configs import ARCHITECTURES, Architecture
 from lik_ops.gpu.forward_table import Rule, Tile
 
-from .aot import QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
+from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
 SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
@@ -162,6 +162,11 @@ STORED = [
         for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300), strict=True)
     ),
     *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
+    *(Case(KEEP, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 300), (_FP16, 20))),
+    # Documents that a backward has as int8.
+    *(Case(kernel, stored="*i8", options=True) for kernel in (QUERIES, SCATTER)),
+    *(Case(kernel, stored="*i8", normalize=True) for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)),
+    Case(JOIN, stored="*i8", candidates=True, normalize=True),
 ]
 MORE_STORED = [
     *(
@@ -171,6 +176,11 @@ MORE_STORED = [
         for Nq, fields in ((256, {}), (256, _EVERYTHING), *([(1, {}), (1, _EVERYTHING)] if d == 128 else []))
     ),
     *(Case(FORWARD, _FP16, d, ragged=True, stored="*i8", wide=2, **_ALL_OPTIONS) for d in (16, 100, 256)),
+    *(
+        Case(kernel, dtype, d, stored="*i8", candidates=True, normalize=True, options=True)
+        for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)
+        for dtype, d in ((_BF16, 300), (_FP32, 128), (_FP16, 20))
+    ),
 ]
 
 _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lik_ops
+from lik_ops.formats import FORMATS
 
 Nq, K, Lq, Ld, d = 5, 7, 4, 6, 8  # neither number of queries nor of documents divides by two
 
@@ -119,6 +120,67 @@ def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
                 torch.testing.assert_close(x.full_tensor(), e, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def check_quantized(mesh, kind: str, format: str, device: str) -> None:
+    """Nothing, the lists, and what cannot be sharded: numbers and scales are gathered first."""
+    Q, D, cu_q, offsets, lengths, pairs, *_ = ragged(kind, False, device)
+    made = lik_ops.quantize(D, format)
+    stored = made.data.view(FORMATS[format].bytes), *made.per_token(), format
+    given = [Q, *stored, cu_q, offsets, lengths, pairs, None, None, None]
+
+    def scored(args: list) -> tuple:
+        return torch.ops.lik.maxsim_quantized_fwd(*args, False, torch.int32, 4)
+
+    expected, of_lists = scored(given), Shard(1) if kind == "candidates" else Shard(0)
+    lists = {"cross": (6, 7), "candidates": (6, 7), "pairs": (8,)}[kind]
+    for sharded in ((), lists, (0, 1, 2, 3)):
+        args = [
+            place(x, mesh, [Replicate() if i not in sharded else of_lists if i in lists else Shard(0)])
+            if isinstance(x, torch.Tensor)
+            else x
+            for i, x in enumerate(given)
+        ]
+        found, name = scored(args), f"{format} {kind}, sharded {sharded}"
+        if sharded == lists:
+            assert found[0].placements == (Shard(0) if kind == "pairs" else Shard(1),), name
+        for x, e in zip(found, expected, strict=True):
+            assert torch.equal(x.full_tensor(), e), f"{name}: other bits than one process"
+
+
+def check_quantized_functions(mesh, device: str) -> None:
+    """Documents whose numbers are DTensors; plain ones beside a DTensor raise."""
+    Q, D, cu_q, offsets, lengths, *_ = ragged("cross", False, device)
+    cu_d = torch.cat([offsets, offsets[-1:] + lengths[-1:]])
+    made = lik_ops.quantize(D, "int8")
+    try:
+        lik_ops.maxsim_varlen(place(Q, mesh, [Replicate()]), made, cu_q, cu_d)
+    except RuntimeError as error:
+        assert "mixed torch.Tensor and DTensor" in str(error)
+    else:
+        raise AssertionError("plain documents beside a DTensor: expected a RuntimeError")
+    whole = [place(x, mesh, [Replicate()]) for x in (Q, made.data, made.scale, cu_q, cu_d)]
+    sharded = lik_ops.Quantized(whole[1], whole[2], "int8", d, torch.float32)
+    found = lik_ops.maxsim_varlen(whole[0], sharded, *whole[3:])
+    assert torch.equal(found.full_tensor(), lik_ops.maxsim_varlen(Q, made, cu_q, cu_d))
+
+
+def check_saved(mesh, candidates: bool, device: str) -> None:
+    """Training with documents saved as int8."""
+
+    def step(Q, D):
+        Q, D = (t.detach().requires_grad_() for t in (Q, D))
+        scores = lik_ops.maxsim(Q, D, normalize=True, save="int8")
+        return scores.detach(), *torch.autograd.grad((scores * scores).sum() / 2, (Q, D))
+
+    Q, D, *_ = tensors(candidates, False, device)
+    expected = step(Q, D)
+    for case in ("replicated", "queries", "documents"):
+        q_placement, d_placement = placements(case, candidates)
+        found = step(place(Q, mesh, q_placement), place(D, mesh, d_placement))
+        assert torch.equal(found[0].full_tensor(), expected[0]), case
+        for g, e in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(g.full_tensor(), e, msg=lambda m, case=case: f"{case}: {m}")
+
+
 def check_ragged_functions(mesh, device: str) -> None:
     """The functions of packed tokens, with what they are given as DTensors; gradients too."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged("pairs", False, device)
@@ -173,6 +235,12 @@ def main() -> None:
         for kind in ("cross", "candidates", "pairs"):
             for options in (False, True):
                 check_ragged(mesh, kind, options, device)
+        for kind in ("cross", "candidates", "pairs"):
+            for format in ("int8", "uint8", "binary"):
+                check_quantized(mesh, kind, format, device)
+        check_quantized_functions(mesh, device)
+        for candidates in (False, True):
+            check_saved(mesh, candidates, device)
         Q, D, *_ = tensors(False, False, device)
         sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
         for shape in ((2, 1), (1, 2)):

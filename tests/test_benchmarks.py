@@ -25,9 +25,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import common  # noqa: E402
 import contenders  # noqa: E402
 import cpu  # noqa: E402
+import fidelity  # noqa: E402
 import forward  # noqa: E402
 import gpu  # noqa: E402
 import hosts  # noqa: E402
+import quantized  # noqa: E402
 import ragged  # noqa: E402
 import ragged_cases  # noqa: E402
 import ragged_contenders  # noqa: E402
@@ -529,6 +531,85 @@ def test_table_of_losses(tmp_path):
     assert tables.hosts(tmp_path).splitlines()[-2:] == [
         f"{row} 40.00 (900) | 10.00 (90) | - | 39.00 (800) | 9.50 (80) | 4.00x | 2e-01 / 1e-09 | 3e-01 / 0e+00 |",
         f"{row} - | - | - | - | - | - | - / - | - / - |",
+    ]
+
+
+# quantised documents
+
+
+def test_fidelity_of_scores():
+    exact = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
+    assert fidelity.compared(exact, exact) == {"error": 0, "spearman": 1, "recall10": 1, "recall100": 1}
+    assert fidelity.compared(-exact, exact)["spearman"] == pytest.approx(-1)
+    assert fidelity.compared(exact + torch.tensor([[0, 0, 0.5, 0, 0]]), exact)["error"] == 0.1
+    assert fidelity.recall(exact.flip(1), exact, 2) == 0
+    assert fidelity.recall(exact.roll(1, 1), exact, 2) == 0.5
+
+
+def test_a_record_of_fidelity(monkeypatch):
+    """Formats are told apart, and one query finds what it asks for."""
+    for name, size in (("LQ", 4), ("LD", 6), ("DIMENSION", 16), ("RANDOM_DOCUMENTS", 30), ("RANDOM_QUERIES", 5)):
+        monkeypatch.setattr(fidelity, name, size)
+    tokens = fidelity.random_tokens()
+    found = fidelity.measure("random", tokens)["formats"]
+    assert set(found) == {fidelity.FULL, *fidelity.FORMATS}
+    assert 0 < found["int8"]["error"] < 0.01 < found["binary"]["error"]
+    assert found["binary"]["spearman"] < found["fp8_e5m2"]["spearman"] <= found["int8"]["spearman"] <= 1
+    pytest.importorskip("bm25s", reason="the examples: pip install '.[demo]'")
+    asked = tokens._replace(Q=tokens.D.view(30, 6, 16)[:5, :4].contiguous(), known=True)
+    assert fidelity.measure("random", asked)["formats"]["int8"]["mrr"] == 1
+
+
+def test_a_record_of_formats():
+    row = quantized.Row(small(), {"int8": 1.0})
+    record = quantized.measure(row, Clock(), "cpu")
+    assert list(record["ms"])[: len(quantized.FORMATS) + 1] == ["full", *quantized.FORMATS]
+    assert record["quality"]["full"]["error"] < 1e-6 < record["quality"]["int8"]["error"] < 0.02
+    assert record["bytes"]["int8"] < record["bytes"]["full"]
+
+
+@pytest.mark.parametrize("tokens", ["topics", "random"])
+def test_a_record_of_two_stages(monkeypatch, tokens):
+    for name, size in (("LQ", 4), ("LD", 12), ("DIMENSION", 16), ("PART", 32)):
+        monkeypatch.setattr(retrieve, name, size)
+    record = quantized.search(quantized.Found(tokens, 100), 2, "cpu", time.monotonic() + 60)
+    assert set(record["ms"]) == {"full", "int8", "both", "full on the host", "both, full on the host"}
+    assert 0 < record["rescored"] <= 1 and 0 < record["recall"] <= 1
+    assert record["case"]["name"] == f"search {tokens} 100"
+
+
+def test_formats_without_a_gpu_or_time_still_write(monkeypatch, tmp_path):
+    for seconds in (0, 60):
+        out, command = tmp_path / f"{seconds}.json", ["quantized.py", "--device", "cpu", "--seconds", str(seconds)]
+        monkeypatch.setattr(sys, "argv", [*command, "--only", "quantized", "--out", str(out)])
+        quantized.main()
+        records = json.loads(out.read_text())["records"]
+        assert [r["case"]["name"] for r in records] == [row.case.name for row in quantized.ROWS]
+        assert all(r["failed"].startswith("TimeoutError") for r in records)
+
+
+def test_tables_of_formats(tmp_path):
+    assert tables.formats(tmp_path) == "Not measured yet (`benchmarks/quantized.py`)."
+    assert tables.fidelity(tmp_path) == "Not measured yet (`benchmarks/fidelity.py`)."
+    each = {"error": 1e-3, "spearman": 0.99986, "recall10": 1.0, "recall100": 0.99}
+    ms = {"full": 0.5, "int8": 0.25, "flash-maxsim int8 x int8": 0.75, "flash-maxsim int8 x half": 1.0}
+    whole = {"case": dataclasses.asdict(quantized.ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
+    found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
+    found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
+    written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
+    text = tables.formats(tmp_path).splitlines()
+    row = "| 1 x 1000, 32, 300, 128 |"
+    assert f"{row} 0.5000 | 0.2500 | - | - | - | - | 0.7500 (flash-maxsim int8 x int8) |" in text
+    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | - | - | - | - | 1e-03, 0.9999 |" in text
+    assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
+    record = {
+        "case": {"name": "hashed"},
+        "formats": {"full": {"bytes": 256, "mrr": 0.5}, "int8": {"bytes": 132, **each}},
+    }
+    written(tmp_path, "fidelity", [record], queries=300)
+    assert tables.fidelity(tmp_path).splitlines()[-2:] == [
+        "| the demo's encoder | full | 256 | 0.500 | - | - | - | - |",
+        "| the demo's encoder | int8 | 132 | - | 1.0e-03 | 0.9999 | 1.000 | 0.990 |",
     ]
 
 

@@ -290,6 +290,31 @@ def test_tensors_that_begin_anywhere_are_launched_with_kernels_of_their_own(laun
 
 
 @without_kernels
+@pytest.mark.parametrize("format", ["int8", "uint8"])
+@torch.no_grad()
+def test_quantised_documents_are_launched_directly_too(format, launches):
+    """Int8 by two kernels, of which the first makes terms of the query rows; both are given what they were before."""
+    x = inputs(dtype=torch.bfloat16)
+    made = lik_ops.quantize(x.D, format)
+    for _ in range(3):
+        lik_ops.maxsim_varlen(x.Q, made, x.cu_q, x.cu_d)
+    assert len(launches) == (2 if format == "int8" else 1)
+    for grid, args, bound in launches:
+        assert len(bound.launched) == 2
+        new = (1, 2) if len(args) == 6 else (3, 5, _OUT)  # memory of each call: of lengths too
+        for direct_grid, direct in bound.launched:
+            assert direct_grid == grid
+            kept = [list(flat([y for n, y in enumerate(values) if n not in new])) for values in (direct, args)]
+            kept[1] = [y for y in kept[1] if not hasattr(y, "block_shape")]
+            kept[0] = [y for y in kept[0] if not isinstance(y, tuple)]
+            assert kept[0] == kept[1]
+    if format == "int8":
+        (_, _, terms), (_, _, scores) = launches
+        for (_, made_by), (_, read_by) in zip(terms.launched, scores.launched, strict=True):
+            assert read_by[3][:2] == made_by[1:3] and read_by[3][3] == len(x.Q)
+
+
+@without_kernels
 @torch.no_grad()
 def test_nothing_to_score_launches_nothing(launches):
     x = inputs()

@@ -7,7 +7,11 @@ import torch
 
 import lik_ops
 from lik_ops import Quantized, quantize, reference
+from lik_ops.arguments import score_dtype
 from lik_ops.formats import FORMATS, fp8_numbers
+from lik_ops.portable import quantized as portable
+
+from .support import INTERPRETING
 
 SCALES = ("token", "document", "tensor")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -179,7 +183,42 @@ def test_scores_and_winners_are_those_of_the_reference(format):
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
 def test_every_fp8_number_is_that_of_torch(format):
     data = torch.arange(256).to(torch.uint8).view(FORMATS[format].dtype)
-    torch.testing.assert_close(fp8_numbers(data, format).float(), data.float(), rtol=0, atol=0, equal_nan=True)
+    numbers, times = fp8_numbers(data, format)
+    torch.testing.assert_close(numbers.float() * times, data.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
+def test_small_calls_have_the_bits_of_large_ones(format, dtype, monkeypatch):
+    """They are decoded at once, where documents are of one length and fill their tensor; others are not."""
+    Q, D = tokens(3, 5, 40, dtype=dtype), tokens(6, 7, 40, dtype=dtype)
+    q_mask, d_mask, weight = torch.rand(3, 5) > 0.3, torch.rand(6, 7) > 0.3, torch.rand(3, 5).to(score_dtype(dtype))
+    d_mask[2] = False
+    Q[~q_mask] = torch.nan
+    made, given = quantize(D, format), {"q_mask": q_mask, "d_mask": d_mask, "q_weight": weight}
+    decode, found = portable._dense, []
+
+    def noted(r, stored):
+        found.append(decode(r, stored))
+        return found[-1]
+
+    monkeypatch.setattr(portable, "_dense", noted)
+    for options in ({}, given, {**given, "normalize": True}):
+        results = []
+        for most in (4 << 20, 0):
+            found.clear()
+            monkeypatch.setattr(portable, "_KEPT_BYTES", most)
+            results.append((lik_ops.maxsim(Q, made, **options), *lik_ops.maxsim_with_argmax(Q, made, **options)))
+            assert [x is not None for x in found] == [most > 0] * 2
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(portable, "_KEPT_BYTES", 4 << 20)
+    flat = quantize(D.flatten(0, 1), format)
+    for cu, short in (([0, 21, 42], True), ([0, 7, 21], False), ([0, 20, 42], False), ([0, 21, 43], False)):
+        found.clear()
+        lik_ops.maxsim_varlen(Q, flat, None, torch.tensor(cu))
+        assert [x is not None for x in found] == [short], cu
 
 
 def test_bits_hang_on_no_batch():

@@ -188,6 +188,30 @@ def test_bits_hang_on_nothing_else_in_the_call(place, format):
 
 
 @every_format
+@pytest.mark.skipif(INTERPRETING, reason="more than 2^31 numbers")
+def test_the_last_of_more_than_int32_numbers(place, format):
+    kept, d, Ld = FORMATS[format], 128, 16
+    width = d // kept.each
+    count = (2**31 // width + 2**20) // Ld
+    last = torch.randn(2, Ld, d)
+    made = quantize(last, format)
+    data = torch.zeros(count, Ld, width, dtype=kept.bytes, device=place.device)
+    data[-2:] = made.data.view(kept.bytes)
+    scale, minimum = (None if x is None else torch.ones(count, Ld) for x in (made.scale, made.minimum))
+    for x, own in ((scale, made.scale), (minimum, made.minimum)):
+        if x is not None:
+            x[-2:] = own
+    scale, minimum = (None if x is None else x.to(place.device) for x in (scale, minimum))
+    D = Quantized(data.view(kept.dtype), scale, format, d, torch.float16, minimum)
+    Q = torch.randn(2, 5, d, dtype=torch.float16, device=place.device)
+    for normalize in (False, True):
+        scores, argmax = lik_ops.maxsim_with_argmax(Q, D, normalize=normalize)
+        few = lik_ops.maxsim_with_argmax(Q, made.to(place.device), normalize=normalize)
+        assert torch.equal(scores[:, -2:], few[0])
+        assert torch.equal(argmax[:, -2:], few[1])
+
+
+@every_format
 def test_the_first_of_equal_tokens_wins(place, format):
     """Tokens repeat, and numbers are small integers whose similarities are exact."""
     for dtype in dtypes(place)[:1] if INTERPRETING else dtypes(place):

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import lik_ops
+
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="only the Triton backend replays")
@@ -141,6 +143,28 @@ def test_a_replay_launches_what_a_full_backward_does(name, shape, candidates, pl
     assert all(general) and not any(still)
     kinds = [[(t.shape, t.stride(), t.dtype) for t in a[0]] for a in alive]
     assert kinds[0] == kinds[2]
+
+
+@without_kernels
+@pytest.mark.parametrize("name", ["lowmem", "unified"])
+@pytest.mark.parametrize("candidates", [False, True])
+def test_of_documents_as_int8_too(name, candidates, log):
+    """Their scale is told apart like the rest, and calls of documents as they are keep launches of their own."""
+    x = drawn(SHAPES[1], candidates, False, torch.bfloat16)
+    winners, found, kept, run = winners_of(x), [], [], getattr(cuda, f"backward_{name}")
+    for _ in range(3):
+        made = lik_ops.quantize(torch.randn(x[1].shape))
+        upstream = torch.randn(x[0].shape[0], x[1].shape[-3])
+        log.clear()
+        kept.append((run(upstream, x[0], made.data, winners, None, None, None, True, [True] * 3, made.scale), made))
+        found.append((comparable(log, (x[0], made.data, made.scale, winners, upstream)), [len(y) == 4 for y in log]))
+    (full, general), (recorded, _), (replayed, still) = found
+    assert full == recorded == replayed and len(full) > 0
+    assert all(general) and not any(still)
+    assert [g.dtype for g in kept[2][0]] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    log.clear()
+    gradients(x, name, winners, True, NEEDS[3])
+    assert all(len(launch) == 4 for launch in log)
 
 
 def packed(layout, device, dtype, seed=0):

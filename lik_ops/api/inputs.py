@@ -335,6 +335,7 @@ def _run_quantized(g: Given, D: Quantized, r: Ragged, max_seqlen_q: int) -> tupl
             f"{g.op}: scores of quantised documents have no gradient: call it under torch.no_grad, or score"
             " D.dequantize()"
         )
+    sharding.register_if_needed()
     dtype = argmax_dtype_for(r.D.shape[0]) if g.with_argmax else None
     stored = D.data.flatten(0, -2).view(FORMATS[D.format].bytes), *D.per_token(), D.format
     scores, argmax = lik.maxsim_quantized_fwd(r.Q, *stored, *r[2:], g.normalize, dtype, max_seqlen_q)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import Backward, check, check_options, check_types
-from ..ops import eager
+from ..arguments import Backward, Save, check, check_options, check_save, check_types
+from ..ops import eager, saved
 from ..ops import maxsim as operators
 from ..ops.stack import autocast, functional
 from ..quantized import Quantized
@@ -29,6 +29,7 @@ def maxsim(
     normalize: bool = False,
     backward: Backward = "auto",
     recompute: bool = False,
+    save: Save | None = None,
 ) -> Tensor:
     """Late-interaction scores: ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``.
 
@@ -51,6 +52,10 @@ def maxsim(
         normalize: L2-normalise every token first, as ``torch.nn.functional.normalize`` does, without a copy.
         backward: ``"lowmem"`` (reproducible, no atomics), ``"unified"`` (one pass, atomic adds on a GPU) or ``"auto"``.
         recompute: keep no winners for the backward, which then finds them again: less memory, more time.
+        save: None, or ``"int8"``: keep documents for the backward as int8 with a scale for each token, which takes half
+            the memory of fp16 and bf16 where nothing else keeps D. Scores are the same; the gradients of Q and
+            `q_weight` are those of the int8 tokens that won, that of D is exact but for the norms of `normalize`.
+            For tensors, without `recompute`.
 
     Returns:
         Scores in fp32 (fp64 for fp64): ``[Nq, Nd]`` or ``[Nq, K]``; a 2-D Q or D drops its axis. A document that
@@ -67,6 +72,8 @@ def maxsim(
         >>> lik_ops.maxsim(Q, [torch.randn(n, 128) for n in (300, 7, 40)]).shape
         torch.Size([2, 3])
     """
+    if save is not None:
+        return _saved(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute, save)
     # The dispatcher takes microseconds. An operator that has to be seen tries this too, for those who call it itself.
     scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
@@ -85,6 +92,31 @@ def maxsim(
     )
 
 
+def _check_saved(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> None:
+    check_save(op, save, recompute)
+    for name, x in (("Q", Q), ("D", D)):
+        if is_sequences(x) or isinstance(x, Quantized):
+            raise TypeError(f"{op}: {name}: expected a dense Tensor beside save={save!r}, got {type(x).__name__}")
+
+
+def _saved(
+    Q: Any,
+    D: Any,
+    q_mask: Any,
+    d_mask: Any,
+    q_weight: Any,
+    normalize: bool,
+    backward: str,
+    recompute: bool,
+    save: Any,
+) -> Tensor:
+    """`maxsim` of tensors, of which autograd keeps the documents as int8."""
+    _check_saved("maxsim", Q, D, recompute, save)
+    check_types("maxsim", Q, D, q_mask, d_mask, q_weight)
+    check_options("maxsim", normalize, backward, recompute)
+    return operators.watched("maxsim", saved.forward, (Q, D, q_mask, d_mask, q_weight), normalize, backward)[0]
+
+
 def maxsim_pairs(
     Q: Tokens,
     D: Tokens,
@@ -95,13 +127,14 @@ def maxsim_pairs(
     normalize: bool = False,
     backward: Backward = "auto",
     recompute: bool = False,
+    save: Save | None = None,
 ) -> Tensor:
     """MaxSim of query i against document i only.
 
     Args:
         Q: ``[B, Lq, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
         D: ``[B, Ld, d]``, or the same.
-        q_mask, d_mask, q_weight, normalize, backward, recompute: as in `maxsim`.
+        q_mask, d_mask, q_weight, normalize, backward, recompute, save: as in `maxsim`.
 
     Returns:
         Scores ``[B]``, fp32 (fp64 for fp64).
@@ -113,6 +146,8 @@ def maxsim_pairs(
         >>> lik_ops.maxsim_pairs(torch.randn(4, 32, 128), torch.randn(4, 300, 128)).shape
         torch.Size([4])
     """
+    if save is not None:
+        _check_saved("maxsim_pairs", Q, D, recompute, save)
     if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = given("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
@@ -127,7 +162,7 @@ def maxsim_pairs(
     if Q.shape[0] != D.shape[0]:
         raise ValueError(f"maxsim_pairs: D: expected B = {Q.shape[0]} documents, got {list(D.shape)}")
     d_mask = None if d_mask is None else d_mask.unsqueeze(1)
-    dense: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    dense: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute, "save": save}
     return maxsim(Q, D.unsqueeze(1), q_mask, d_mask, q_weight=q_weight, **dense).squeeze(1)
 
 

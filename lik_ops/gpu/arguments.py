@@ -95,9 +95,14 @@ def sizes(Q: Tensor, D: Tensor) -> Sizes:
 def wide_of(Q: Tensor, D: Tensor) -> int:
     """`Config.WIDE`: whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits."""
     features = features_span(Q, D)
-    if features > _INT32_MAX:
+    if wide_rows(features) == 2:
         return 2
     return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
+
+
+def wide_rows(features: int) -> int:
+    """`Config.WIDE` of a kernel that finds rows with 64 bits, of `features_span`."""
+    return 2 if features > _INT32_MAX else 1
 
 
 def features_span(Q: Tensor, D: Tensor) -> int:

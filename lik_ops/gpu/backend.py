@@ -8,7 +8,7 @@ from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import backward_lowmem, backward_unified
 from .forward import forward, forward_plan
-from .quantized import forward_quantized
+from .quantized import forward_quantized, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
 from .ragged_forward import forward_ragged, ragged_plan
 from .replay import Calls
@@ -28,6 +28,7 @@ __all__ = [
     "forward_plan",
     "forward_quantized",
     "forward_ragged",
+    "keep_int8",
     "ragged_plan",
     "unavailable",
 ]

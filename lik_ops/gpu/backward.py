@@ -32,7 +32,11 @@ def _output(x: Tensor, need: bool, shape: torch.Size | None = None, dtype: torch
 
 def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
     """A gradient for each of Q, D, q_weight: zeros where nothing can flow, [0] where not needed."""
-    outputs = [_output(Q, needs[0]), _output(D, needs[1]), _output(Q, needs[2], Q.shape[:2], torch.float32)]
+    outputs = [
+        _output(Q, needs[0]),
+        _output(D, needs[1], dtype=Q.dtype),
+        _output(Q, needs[2], Q.shape[:2], torch.float32),
+    ]
     if Q.numel() == 0 or D.numel() == 0:
         for x in outputs:
             x.zero_()
@@ -40,7 +44,8 @@ def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a backward; `argmax` is None where the winners are to be found again."""
+    """The arguments of a backward; `argmax` is None where the winners are to be found again. `scale` is that of int8
+    documents, which have winners."""
 
     grad_scores: Tensor
     Q: Tensor
@@ -51,6 +56,7 @@ class _Arguments(NamedTuple):
     q_weight: Tensor | None
     normalize: bool
     needs: list[bool]
+    scale: Tensor | None = None
 
     def part(self, queries: slice, documents: slice) -> _Arguments:
         """Of some queries, and of some documents of the cross product, with their winners."""
@@ -70,7 +76,8 @@ def _wanted(outputs: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
 def _call(a: _Arguments) -> Call:
     assert a.argmax is not None
     stride_q, stride_k = a.grad_scores.stride()
-    up = Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous(), *sizes_of(a.Q, a.D))
+    scale = None if a.scale is None else a.scale.contiguous()
+    up = Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous(), *sizes_of(a.Q, a.D), scale=scale)
     queries, documents = queries_of(a.Q, a.q_mask, a.q_weight), documents_of(a.D, None)  # masked tokens win nothing
     return Call(queries, documents, up, a.D.dim() == 4, a.normalize, wide_of(a.Q, a.D))
 
@@ -115,12 +122,14 @@ def backward_lowmem(
     q_weight: Tensor | None,
     normalize: bool,
     needs: list[bool],
+    scale: Tensor | None = None,
 ) -> Gradients:
     """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it.
 
-    Winners that are not given are found again, in parts that need no more memory than a constant.
+    Winners that are not given are found again, in parts that need no more memory than a constant. Documents may be int8
+    of a `scale` ``[..., Ld]``, with winners; their gradient has the dtype of Q.
     """
-    return _again(_lowmem, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs))
+    return _again(_lowmem, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, scale))
 
 
 def _again(function: Callable[[_Arguments], Gradients], a: _Arguments) -> Gradients:
@@ -132,7 +141,7 @@ def _again(function: Callable[[_Arguments], Gradients], a: _Arguments) -> Gradie
         winners = a.argmax.dtype, a.argmax.stride()
     found = metadata(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
     key = (function, *found, stride, *winners, a.normalize, *a.needs)
-    given = a.grad_scores, a.argmax, a.Q, a.D, a.q_mask, a.d_mask, a.q_weight
+    given = a.grad_scores, a.argmax, a.Q, a.D, a.q_mask, a.d_mask, a.q_weight, a.scale
     return calls.run(key, given, partial(function, a), a.Q.device)
 
 
@@ -159,7 +168,7 @@ def _found_winners(a: _Arguments) -> Gradients:
 def _known_winners(a: _Arguments) -> Gradients:
     """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
-    call, grad_D = _call(a), _output(D, of_D)
+    call, grad_D = _call(a), _output(D, of_D, dtype=Q.dtype)
     if of_D:
         into_documents(call, grad_D)
     grad_Q, grad_weight = _output(Q, of_Q), _output(Q, of_weight, Q.shape[:2], torch.float32)
@@ -209,6 +218,7 @@ def backward_unified(
     q_weight: Tensor | None,
     normalize: bool,
     needs: list[bool],
+    scale: Tensor | None = None,
 ) -> Gradients:
     """Gradients of Q, D and q_weight in one pass over the winners, through fp32 sums and atomic adds.
 
@@ -216,7 +226,7 @@ def backward_unified(
         RuntimeError: under `torch.use_deterministic_algorithms(True)`.
     """
     require_nondeterminism_allowed()
-    return _again(_unified, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs))
+    return _again(_unified, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, scale))
 
 
 def _unified(a: _Arguments) -> Gradients:

@@ -101,4 +101,5 @@ class Call(NamedTuple):
             queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
         launch = backward_configs.gather(self.dtype, d, candidates=False, normalize=self.normalize, wide=wide)
         grid = checked_grid(N * K * cdiv(L, launch.config.BM))
-        self.run(maxsim_finish, grid, (X, queries, RowSums(sums, K, L), grad, grad_weight, d), launch)
+        of_rows = RowSums(sums, K, L, None if weighted else self.up.scale)
+        self.run(maxsim_finish, grid, (X, queries, of_rows, grad, grad_weight, d), launch)

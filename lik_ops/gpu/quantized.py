@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ..csrc_triton.arguments import Config, Counts
-from ..csrc_triton.stored import maxsim_unit_counts
+from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
 from ..formats import FORMATS
 from ..segments import Cut, Ragged, Stored
 from . import launcher
-from .arguments import architecture, checked_grid, features_span, on_device
+from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
 from .configs import Architecture, cdiv, next_power_of_2
-from .ragged_forward import documents_of, ragged_plan
+from .ragged_forward import documents_of as packed_documents_of
+from .ragged_forward import ragged_plan
 
-_INT32_MAX = 2**31 - 1
-_TOKENS, _FEATURES = 32, 64  # of a tile of `maxsim_unit_counts`
+_TOKENS, _FEATURES = 32, 64  # of a tile
 KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -60,12 +60,29 @@ def unit_config(d: int, wide: int, kept: str) -> Config:
 def _unit_counts(c: Cut, counts: Counts, kept: str) -> Counts:
     """What numbers count as over the norms of their tokens."""
     found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
-    wide = 2 if features_span(c.Q, c.D) > _INT32_MAX else 1
     d = c.Q.shape[-1]
-    config = unit_config(d, wide, kept)
+    config = unit_config(d, wide_rows(features_span(c.Q, c.D)), kept)
     if c.Td:
         with on_device(c.Q.device):
             grid = checked_grid(cdiv(c.Td, _TOKENS))
-            args = (documents_of(c), counts, *found, c.Td, d, config)
+            args = (packed_documents_of(c), counts, *found, c.Td, d, config)
             launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
     return Counts(found[0], 1, found[1], None if found[1] is None else 1)
+
+
+def keep_config(d: int, wide: int) -> Config:
+    """Of `maxsim_keep_int8`."""
+    return unit_config(d, wide, "")._replace(NORMALIZE=False)
+
+
+def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
+    """Document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` as int8, and the scale of each."""
+    data = torch.empty(D.shape, dtype=torch.int8, device=D.device)
+    scale = torch.empty(D.shape[:-1], dtype=torch.float32, device=D.device)
+    if scale.numel():
+        K, Ld, d = D.shape[-3:]
+        config = keep_config(d, wide_rows(features_span(D, D)))
+        args = documents_of(D, None), data, scale, scale.numel() // Ld, K, Ld, d, config
+        with on_device(D.device):
+            launcher.launch(maxsim_keep_int8, checked_grid(cdiv(scale.numel(), _TOKENS)), args, {"num_warps": 4})
+    return data, scale

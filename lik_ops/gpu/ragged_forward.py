@@ -14,7 +14,7 @@ from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
 from . import choose, configs, forward_configs, gluon_configs, launcher, rows
-from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device
+from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device, wide_rows
 from .memory import raw_stream
 from .plans import Plan
 from .replay import Calls
@@ -48,13 +48,14 @@ def segments_of(c: Cut) -> Segments:
 class _Tile:
     """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
 
-    __slots__ = ("bound", "config", "constants", "groups", "options")
+    __slots__ = ("bound", "config", "constants", "groups", "options", "terms")
 
     def __init__(self, launch: configs.Launch, levels: int, d: int, arch: configs.Architecture) -> None:
         self.config, self.options = launch.config, launch.options(arch)
         self.groups = launch.config.BM // launch.config.SLOT  # queries side by side
         self.constants = d, levels, launch.config
         self.bound: dict[tuple[bool, ...], launcher.Bound] = {}
+        self.terms: dict[bool, launcher.Bound] = {}  # what makes terms, by whether Q begins so
 
 
 class PackedPlan(Plan):
@@ -143,11 +144,9 @@ class PackedPlan(Plan):
         pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight
-        terms = self._terms(c, tile) if tile.config.TERMS and queries and documents else None
-        found: list = [None, None]
-        if counts is not None:
-            found = [None if group is None else _pointers(group) for group in (terms, counts)]
-            pointers += found[1][0], found[1][2] or 0
+        of_counts = None if counts is None else _pointers(counts)
+        if of_counts is not None:
+            pointers += of_counts[0], of_counts[2] or 0
             merged |= pointers[10] | pointers[11]
         odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
         bound = tile.bound.get(odd)
@@ -158,7 +157,7 @@ class PackedPlan(Plan):
             or current_device() != self.index
             or launcher.hooks_set()
         ):
-            return self._scores_by_launcher(c, argmax, counts, terms, tile, programs, odd)
+            return self._scores_by_launcher(c, argmax, counts, tile, programs, odd)
         scores = self.new_scores(shape, strides)
         descriptor: tuple = (None,)
         if self.reads_tiles and not D & 15:
@@ -166,7 +165,9 @@ class PackedPlan(Plan):
         groups = self._grouped(c, pointers[:10])
         winners = None if argmax is None else argmax.data_ptr()
         out, sizes = (scores.data_ptr(), winners), (queries, columns, Tq, Td, most)
-        args = (*groups[:2], *descriptor, *found, groups[2], out, sizes, *tile.constants)
+        terms = self._terms(c, tile) if tile.config.TERMS else None
+        of_terms = None if terms is None else _pointers(terms)
+        args = (*groups[:2], *descriptor, of_terms, of_counts, groups[2], out, sizes, *tile.constants)
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 
@@ -175,7 +176,6 @@ class PackedPlan(Plan):
         c: Cut,
         argmax: Tensor | None,
         counts: Counts | None,
-        terms: Terms | None,
         tile: _Tile,
         programs: int,
         odd: tuple[bool, ...],
@@ -184,6 +184,7 @@ class PackedPlan(Plan):
         if scores.numel() == 0:
             return scores
         _check_rows(c)
+        terms = self._terms(c, tile) if tile.config.TERMS else None
         queries, documents, segments = self._grouped(c, c.tensors)
         sizes = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
         tokens = Queries._make(queries), Documents._make(documents), self._tiles(c, tile)
@@ -195,15 +196,22 @@ class PackedPlan(Plan):
         return scores
 
     def _terms(self, c: Cut, tile: _Tile) -> Terms:
-        """Query rows as int8 terms."""
-        _check_rows(c)
-        config = terms_config(tile.config.BD, 2 if self.features > _INT32_MAX else 1)
+        """Query rows as int8 terms, of no more rows than `_check_rows` allows."""
+        config = terms_config(tile.config.BD, wide_rows(self.features))
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
-        args = (Queries._make((c.Q, *self.query_strides[0], *(None,) * 6)), out, scales, c.Tq, self.d, config)
-        if c.Tq:
+        queries, programs = (c.Q, *self.query_strides[0], *(None,) * 6), configs.cdiv(c.Tq, _TERM_ROWS)
+        odd = c.Q.data_ptr() & 15 != 0
+        bound = tile.terms.get(odd)
+        if bound is not None and programs and current_device() == self.index and not launcher.hooks_set():
+            rest = out.data_ptr(), scales.data_ptr(), c.Tq, self.d, config
+            bound.direct(programs, 1, 1, raw_stream(self.index), (_pointers(queries), *rest))  # type: ignore[misc]
+        elif programs:
+            args = (Queries._make(queries), out, scales, c.Tq, self.d, config)
             with on_device(self.device):
-                launcher.launch(maxsim_query_terms, (configs.cdiv(c.Tq, _TERM_ROWS),), args, {"num_warps": 4})
+                bound = launcher.launch(maxsim_query_terms, (programs,), args, {"num_warps": 4})
+            if bound is not None and bound.direct is not None:
+                tile.terms[odd] = bound
         return Terms(out, scales, scales, c.Tq, 0)  # of documents nothing is read
 
     def _grouped(self, c: Cut, tensors: Sequence) -> tuple[tuple, tuple, tuple]:

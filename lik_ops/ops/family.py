@@ -95,14 +95,22 @@ def fake_gradient(tensors: Dense | Ragged, needs: Sequence[bool]) -> tuple[Tenso
     )
 
 
+def _everything(inputs: Sequence, output: Sequence) -> tuple:
+    return *inputs, output[1]
+
+
 def register_autograd(
-    forward: CustomOpDef, layout: type[Dense] | type[Ragged], gradients: Callable[..., Sequence[Tensor]]
+    forward: CustomOpDef,
+    layout: type[Dense] | type[Ragged],
+    gradients: Callable[..., Sequence[Tensor]],
+    kept: Callable[[Sequence, Sequence], tuple] = _everything,
 ) -> None:
     """Give `forward` its gradient. Its arguments begin with the tensors of `layout`; it returns scores and winners.
 
     Args:
         gradients: takes the gradient of the scores, the tensors, the winners, the other arguments of `forward`, and
             which gradients of Q, D and q_weight are needed; returns these three.
+        kept: the tensors and, last, the winners that `gradients` takes, from the tensors of a call and its results.
     """
     count = len(layout._fields)
     wanted = (0, 1, count - 1)  # the places of Q, D and q_weight
@@ -112,9 +120,10 @@ def register_autograd(
         ctx.options = inputs[count:]
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         ctx.backend = requested_backend()
-        ctx.save_for_backward(*inputs[:count], output[1])
+        ctx.save_for_backward(*kept(inputs[:count], output))
+        ctx.mark_non_differentiable(*output[1:])
 
-    def backward(ctx, grad_scores, grad_argmax):
+    def backward(ctx, grad_scores, *others):
         needs = [ctx.needs_input_grad[i] for i in wanted]
         results: list[Tensor | None] = [None] * (count + len(ctx.options))
         if grad_scores is None or not any(needs):

@@ -4,7 +4,7 @@ from .backward import backward_lowmem, backward_unified
 from .forward import forward
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
-from .quantized import forward_quantized
+from .quantized import forward_quantized, keep_int8
 from .topk import best, best_of_parts
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "forward",
     "forward_quantized",
     "forward_ragged",
+    "keep_int8",
 ]

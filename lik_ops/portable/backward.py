@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +38,17 @@ def _backward(
     q_weight: Tensor | None,
     normalize: bool,
     needs: list[bool],
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no."""
+    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no.
+
+    Documents may be int8 of a `scale` ``[..., Ld]``, with winners; their gradient has the dtype of Q.
+    """
     if argmax is None:
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
     layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
-    return Backward(layout, Q.shape, D.shape, normalize, needs).gradients(unified)
+    scale = scale.unsqueeze(0) if scale is not None and D.dim() == 3 else scale
+    return Backward(layout, Q.shape, D.shape, normalize, needs, scale).gradients(unified)
 
 
 backward_lowmem = partial(_backward, False)  # bitwise reproducible
@@ -67,16 +73,23 @@ class Backward:
     """One call: the arguments in one layout, the gradients, and the passes that fill them."""
 
     def __init__(
-        self, layout: Layout, shape_Q: torch.Size, shape_D: torch.Size, normalize: bool, needs: list[bool]
+        self,
+        layout: Layout,
+        shape_Q: torch.Size,
+        shape_D: torch.Size,
+        normalize: bool,
+        needs: list[bool],
+        scale: Tensor | None = None,
     ) -> None:
         self.layout, self.normalize, self.needs = layout, normalize, needs
+        self.scale = scale  # [B, X, Ld] of int8 documents
         Q, D = layout.Q, layout.D
         self.dtype, self.may_look = score_dtype(Q.dtype), may_look(Q)
         (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = Q.shape, D.shape[1:3]
         self.token_bytes = self.d * self.dtype.itemsize
         self.piece_tokens = max(1, PIECE_BYTES // self.token_bytes)
         self.grad_Q = Q.new_empty(shape_Q if needs[0] else (0,))
-        self.grad_D = D.new_empty(shape_D if needs[1] else (0,))
+        self.grad_D = Q.new_empty(shape_D if needs[1] else (0,))
         self.grad_q_weight = Q.new_empty(shape_Q[:-1] if needs[2] else (0,), dtype=self.dtype)
 
     def anything(self) -> bool:
@@ -115,6 +128,11 @@ class Backward:
         """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
         rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
         return rows / row_norms(rows) if self.normalize else rows
+
+    def _tokens(self, part: Any) -> Tensor:
+        """Document tokens ``[n, d]`` in the computing dtype."""
+        rows = self.layout.D[part].reshape(-1, self.d).contiguous().to(self.dtype)
+        return rows if self.scale is None else rows.mul_(self.scale[part].reshape(-1, 1))
 
     def _rows(self, gathered: Tensor, exists: Tensor) -> Tensor:
         """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
@@ -159,15 +177,15 @@ class Backward:
         self, query: Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
     ) -> Tensor:
         """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
-        D = self.layout.D[query.batches, documents][:, part]
+        batches = winner.shape[0]
         # As [x, b * y * s].
         winner, exists, g = (t[:, part].movedim(1, 0).flatten(1) for t in (winner, exists, g))
         count, tokens = g.shape
-        batch = torch.arange(D.shape[0], device=g.device).repeat_interleave(tokens // D.shape[0])
-        place = torch.arange(count, device=g.device).unsqueeze(1)
+        batch = torch.arange(batches, device=g.device).repeat_interleave(tokens // batches) + query.batches.start
+        place = torch.arange(count, device=g.device).unsqueeze(1) + (documents.start + part.start)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
         for some in slices_of(0, tokens, max(1, self.piece_tokens // count)):
-            rows = self._rows(D[batch[some], place, winner[:, some].clamp_min(0)], exists[:, some])
+            rows = self._rows(self._tokens((batch[some], place, winner[:, some].clamp_min(0))), exists[:, some])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
             total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
         return total
@@ -250,7 +268,7 @@ class Backward:
         b, x, y, s = (places(i, p) for i, p in enumerate((query.batches, documents, query.items, query.tokens)))
         winner.clamp_min_(0)
         if query_sum is not None:
-            rows = self._rows(self.layout.D[b, x, winner], exists).mul_(g.reshape(-1, 1))
+            rows = self._rows(self._tokens((b, x, winner)), exists).mul_(g.reshape(-1, 1))
             index = ((b * self.Y + y) * self.Lq + s).expand(winner.shape).reshape(-1)
             query_sum.view(-1, self.d).index_add_(0, index, rows)
         if document_sum is not None:
@@ -268,7 +286,8 @@ class Backward:
         if needs_weight or self.normalize or q_weight is not None:
             # Rows that receive nothing may hold NaN, and so may their weights.
             live = (total != 0).any(-1, keepdim=True)
-            rows = torch.where(live, tokens[part].reshape(-1, self.d).contiguous().to(self.dtype), 0)
+            rows = tokens[part].reshape(-1, self.d).contiguous().to(self.dtype) if of_queries else self._tokens(part)
+            rows = torch.where(live, rows, 0)
             if needs_weight:
                 unit = rows / row_norms(rows) if self.normalize else rows
                 target = self.grad_q_weight.view(tokens.shape[:-1])[part]

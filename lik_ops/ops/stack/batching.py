@@ -87,6 +87,16 @@ def forward(
     return (scores, argmax if candidates else argmax.transpose(1, 2)), (0, 0)
 
 
+def forward_int8(info: Any, in_dims: tuple, *args: Any) -> Outputs:
+    """`lik::maxsim_fwd_int8` of a batch."""
+    return _Batch(info.batch_size, in_dims, args[:5]).one_by_one(lik.maxsim_fwd_int8, *args[5:])
+
+
+def backward_int8(info: Any, in_dims: tuple, *args: Any) -> Outputs:
+    """`lik::maxsim_bwd_int8` of a batch."""
+    return _Batch(info.batch_size, in_dims, args[:7]).one_by_one(lik.maxsim_bwd_int8, *args[7:])
+
+
 def topk(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize: bool, top_k: int, chunk
 ) -> Outputs:

@@ -38,6 +38,10 @@ def _backward_flops(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normali
     return again + _products(needs) * 2 * rows * Q[-1]
 
 
+def _int8_backward_flops(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs, **kwargs):
+    return _products(needs) * 2 * _token_pairs(Q, data)[0] * Q[-1]
+
+
 def _products(needs) -> int:
     """For each winner. The gradient of the weights comes from the same sums of documents as that of Q."""
     return int(needs[0] or needs[2]) + int(needs[1])
@@ -97,7 +101,8 @@ def _quantized_flops(Q, data, scale, minimum, format, *args, out_val=None, **kwa
 
 def register() -> None:
     """Tell torch's counter."""
-    register_flop_formula([lik.maxsim_fwd])(_forward_flops)
+    register_flop_formula([lik.maxsim_fwd, lik.maxsim_fwd_int8])(_forward_flops)
+    register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)

@@ -70,6 +70,21 @@ def _register() -> None:
             found.append((grads, [*_placed(args[:7], (scores, q, d, winners, q, d, q)), None, None]))
         return found
 
+    @register_sharding(lik.maxsim_fwd_int8.default)
+    def _(*args):
+        return [
+            ([scores, winners, d, d], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
+            for scores, winners, q, d, _, _ in dense(args[1])
+        ]
+
+    @register_sharding(lik.maxsim_bwd_int8.default)
+    def _(*args):
+        found = []
+        for scores, winners, q, d, grad_q, grad_d in dense(args[2]):
+            grads = [g if need else whole for g, need in zip((grad_q, grad_d, grad_q), args[9], strict=True)]
+            found.append((grads, [*_placed(args[:7], (scores, q, d, d, winners, q, q)), None, None, None]))
+        return found
+
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [
@@ -92,6 +107,14 @@ def _register() -> None:
         return [
             ([scores, winners if keeps else whole], [*tensors, None, None, None, None])
             for scores, winners, tensors, _ in ragged(Ragged(*args[:9]))
+        ]
+
+    @register_sharding(lik.maxsim_quantized_fwd.default)
+    def _(*args):
+        keeps, per_token = args[13] is not None, _placed(args[1:4], (whole,) * 3)
+        return [
+            ([scores, winners if keeps else whole], [tensors.Q, *per_token, None, *tensors[2:], None, None, None])
+            for scores, winners, tensors, _ in ragged(Ragged(*args[:2], *args[5:12]))
         ]
 
     @register_sharding(lik.maxsim_ragged_bwd.default)

@@ -1,0 +1,135 @@
+"""Training with documents saved as int8: ``lik::maxsim_fwd_int8``, ``lik::maxsim_bwd_int8``.
+
+The forward is that of ``lik::maxsim_fwd``, of documents as they are. In their place autograd keeps int8 numbers and a
+scale for each token: with fp16 and bf16 documents half the bytes, once nothing else holds the documents. The gradient
+of Q sums the tokens that won as int8 has them. That of D is made of Q and the winners alone, so it is exact; with
+`normalize`, but for its way through the norms, which are those of the int8 tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as lik
+from ..segments import Dense
+from .custom import custom_op
+from .documented import document_bodies
+from .family import (
+    check_forward,
+    check_gradient,
+    check_once,
+    fake_forward,
+    fake_gradient,
+    no_double_backward,
+    register_autograd,
+)
+from .gradients import is_unified
+from .quantized import tokens_like
+from .stack import batching, functional
+
+_FWD_SCHEMA = (
+    "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType argmax_dtype,"
+    " str backward) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_BWD_SCHEMA = (
+    "(Tensor grad_scores, Tensor Q, Tensor data, Tensor scale, Tensor argmax, Tensor? q_mask, Tensor? q_weight,"
+    " bool normalize, bool unified, bool[3] needs) -> (Tensor, Tensor, Tensor)"
+)
+_FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_fwd_int8", "maxsim_bwd_int8"))
+
+
+@custom_op(add_op_namespace_prefix("maxsim_fwd_int8"), _FWD_SCHEMA)
+def maxsim_fwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores and winners of `maxsim_fwd`; D as int8, and the scale of each token: what the backward needs of it."""
+    tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
+    options = argmax_dtype, backward
+    check_once(_FWD, tensors, options, lambda: check_forward(_FWD, tensors, argmax_dtype, backward))
+    functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
+    backend = backends.select(tensors.Q.device, tensors.Q.dtype)
+    return *backend.forward(*tensors, normalize, argmax_dtype), *backend.keep_int8(tensors.D)
+
+
+@maxsim_fwd_int8.register_fake
+def _(*args):
+    tensors, (_, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
+    check_forward(_FWD, tensors, argmax_dtype, backward)
+    data, scale = (
+        tensors.Q.new_empty(shape, dtype=dtype)
+        for shape, dtype in ((tensors.D.shape, torch.int8), (tensors.D.shape[:-1], torch.float32))
+    )
+    return *fake_forward(tensors, tensors.argmax_shape(), argmax_dtype), data, scale
+
+
+def _taken(args: tuple) -> Dense:
+    """The tensors of a call, with a stand-in for D; raises unless a backward takes them."""
+    grad_scores, Q, data, scale, argmax, q_mask, q_weight, _, _, needs = args
+    if data.dtype != torch.int8:
+        raise TypeError(f"{_BWD}: data: expected torch.int8, got {data.dtype}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{_BWD}: scale: expected torch.float32, got {scale.dtype}")
+    tensors = Dense(Q, tokens_like(Q, data.shape), q_mask, None, q_weight)
+    check_gradient(_BWD, grad_scores, tensors, argmax, tensors.argmax_shape(), needs)
+    same: Any = scale.dim() == data.dim() - 1
+    for found, size in zip(scale.shape, data.shape, strict=False):
+        same = same and found == size
+    torch._check_value(same, lambda: f"{_BWD}: scale: expected {list(data.shape[:-1])}, got {list(scale.shape)}")
+    for name, x in (("data", data), ("scale", scale)):
+        if x.device != Q.device:
+            raise ValueError(f"{_BWD}: {name}: expected the device of Q, {Q.device}, got {x.device}")
+    return tensors
+
+
+@custom_op(add_op_namespace_prefix("maxsim_bwd_int8"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
+def maxsim_bwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of Q, D and q_weight, D being given as `maxsim_fwd_int8` keeps it; [0] where not needed.
+
+    Without `unified` each is summed by its owner in a fixed order; with it a GPU adds atomically.
+    """
+    *tensors, normalize, unified, needs = args
+    check_once(_BWD, tuple(tensors), tuple(needs), lambda: _taken(args))
+    grad_scores, Q, data, scale, argmax, q_mask, q_weight = tensors
+    functional.reject_forward_ad(grad_scores, Q, q_weight)
+    backend = backends.select(Q.device, Q.dtype)
+    run = backend.backward_unified if unified else backend.backward_lowmem
+    return run(grad_scores, Q, data, argmax, q_mask, None, q_weight, normalize, list(needs), scale)
+
+
+@maxsim_bwd_int8.register_fake
+def _(*args):
+    return fake_gradient(_taken(args), args[-1])
+
+
+def _kept(inputs: Sequence, output: Sequence) -> tuple:
+    Q, _, q_mask, _, q_weight = inputs
+    return Q, *output[2:], q_mask, q_weight, output[1]
+
+
+def _gradients(grad_scores, tensors, argmax, options, needs):
+    Q, data, scale, q_mask, q_weight = tensors
+    normalize, _, backward = options
+    unified = is_unified(backward)
+    return lik.maxsim_bwd_int8(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs)
+
+
+register_autograd(maxsim_fwd_int8, Dense, _gradients, _kept)
+maxsim_bwd_int8.register_autograd(no_double_backward("maxsim_fwd_int8"))
+maxsim_fwd_int8.register_vmap(batching.forward_int8)
+maxsim_bwd_int8.register_vmap(batching.backward_int8)
+document_bodies(maxsim_fwd_int8, maxsim_bwd_int8)
+
+
+def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """`lik::maxsim_fwd`, of which autograd keeps the documents as int8.
+
+    Raises:
+        NotImplementedError: `torch.func` would differentiate it.
+    """
+    if args[6] is None:  # no gradient is wanted
+        return lik.maxsim_fwd(*args)
+    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
+        raise NotImplementedError("torch.func cannot differentiate MaxSim with save='int8': use torch.autograd")
+    return lik.maxsim_fwd_int8(*args)[:2]

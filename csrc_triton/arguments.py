@@ -51,6 +51,22 @@ class Counts(NamedTuple):
     minimum_each: Any
 
 
+class CodedCounts(NamedTuple):
+    """`Counts` of residual codes, and what they are decoded with: see `residual`.
+
+    Codes of all tokens, int32 or int64; centroids ``[centroids_count, d]``, contiguous; weights of buckets, fp32.
+    """
+
+    scale: Any
+    scale_each: Any
+    minimum: Any
+    minimum_each: Any
+    codes: Any
+    centroids: Any
+    centroids_count: Any
+    weights: Any
+
+
 class Operands(NamedTuple):
     """What a program reads tokens from: Q and D; of D a tensor descriptor and `Counts`, of either `Terms`, or None."""
 
@@ -173,7 +189,7 @@ class Config(NamedTuple):
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
     SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
     PACKED: bool = False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
-    STORED: str = ""  # ragged forward: how the features of documents are kept, see `stored`; "" as those of queries
+    STORED: str = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
     TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
 
 

@@ -2,7 +2,7 @@
 
 `Config.STORED` says how a feature is kept: "int8"; "number", of another type that Triton converts; "e4m3" and "e5m2",
 FP8 as bytes, for units that know none; "bits", eight to a byte, 1 where set and -1 else. Every number is exact in fp16
-and bf16.
+and bf16. Of residual codes, which `residual` decodes, numbers are the sums of centroids and weights.
 
 Converting takes longer than multiplying. So where documents are int8, query rows become sums of int8 terms, hi and lo:
 
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .common import inverse_norm, load_rows, load_tokens, nan_max, row_pointers, split_sum
 from .maxima import per_row, per_token
+from .residual import bucket_bits, coded_scales, load_coded
 
 _LOW = tl.constexpr(254)
 
@@ -113,7 +114,10 @@ def token_scales(counts, t):
 def counted(S, rows, counts, document, t, C: tl.constexpr):
     """Similarities to the numbers of tokens t, as those to what they count as."""
     t = document.row + tl.minimum(t, document.length - 1)
-    S = S * per_token(token_scales(counts, t), C)
+    scale = token_scales(counts, t)
+    if bucket_bits(C.STORED) > 0:
+        scale = coded_scales(scale, counts, t)
+    S = S * per_token(scale, C)
     if counts.minimum is not None:
         # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
         sums = tl.broadcast_to(per_row(rows.sums, C), S.shape)
@@ -135,6 +139,8 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     for c0 in range(0, d, C.BD):
         if C.STORED == "bits":
             x = load_bits(D.ptr, t, c0, d, D, C)
+        elif bucket_bits(C.STORED) > 0:
+            x = load_coded(D.ptr, t, t, c0, d, D, counts, C)
         else:
             x = load_tokens(D.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), d, D, C.WIDE)
         x = numbers(x, tl.float32, C) * s[:, None] + m[:, None]

@@ -17,7 +17,9 @@ from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.warmup import warmup
 from .arguments import Backward as Backward
-from .quantized import Quantized, quantize
+from .quantized import Quantized
+from .quantizing import quantize
+from .residual import ResidualCodec
 from .retrieval import Corpus, maxsim_streamed, retrieve
 from .scorer import MaxSimScorer
 from .settings import checks, use_backend
@@ -29,6 +31,7 @@ __all__ = [
     "Corpus",
     "MaxSimScorer",
     "Quantized",
+    "ResidualCodec",
     "__version__",
     "checks",
     "export",

@@ -3,25 +3,33 @@
 A format keeps each feature as a small number `q` and, for a token, a document or all of them, a `scale` in fp32: the
 token counts as ``q * scale`` (for ``"uint8"``, ``q * scale + minimum``). The formulas are those of symmetric and affine
 quantisation (Jacob et al., 2018, section 2), the extremes of the FP8 formats those of Micikevicius et al. (2022).
+
+Residual codes (ColBERTv2: Santhanam et al., 2022, section 3.3) keep a token as the number of a centroid and a bucket of
+1, 2, 4 or 8 bits for each feature: it counts as ``(centroids[code] + weights[bucket]) * scale``. The first feature of a
+byte is in its highest bits, and `weights` are in the order of what bits say: `residual` has the orders of the codecs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary"]
+Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
+_ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
 PerToken = TypeVar("PerToken", Tensor, "Tensor | None")
 
 
 class Format(NamedTuple):
-    """How features are kept: the dtype, the largest number, and how many features an element holds."""
+    """How features are kept: the dtype, the largest number, how many features an element holds, bits of a bucket."""
 
     dtype: torch.dtype
     largest: float
     each: int = 1
+    nbits: int = 0  # of residual codes
 
     @property
     def bytes(self) -> torch.dtype:
@@ -36,6 +44,32 @@ FORMATS: dict[str, Format] = {
     "fp8_e5m2": Format(torch.float8_e5m2, 57344),
     "binary": Format(torch.uint8, 1, 8),
 }
+RESIDUAL: dict[str, Format] = {f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n) for n in (1, 2, 4, 8)}
+ALL = FORMATS | RESIDUAL
+
+
+class Stored(NamedTuple):
+    """Document tokens as a format keeps them."""
+
+    data: Tensor  # [Td, ...]
+    scale: Tensor  # [Td] or [1], fp32
+    minimum: Tensor | None  # the same
+    format: str
+    codes: Tensor | None = None  # of residual codes: [Td], int32 or int64
+    centroids: Tensor | None = None  # [C, d]
+    weights: Tensor | None = None  # [2^nbits], fp32
+
+    def decoded(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
+        """Some tokens ``[n, d]`` in fp32 as they count, NaN of a code that is no centroid's; in `out` if given."""
+        data, scale = self.data[rows], part_of(self.scale, rows)
+        if self.codes is None or self.centroids is None or self.weights is None:
+            return decoded(data, scale, part_of(self.minimum, rows), self.format, d, out=out)
+        codes, nbits = self.codes[rows], RESIDUAL[self.format].nbits
+        inside = (codes >= 0) & (codes < len(self.centroids))
+        x = bucket_weights(data, self.weights, nbits)[:, :d]
+        if len(self.centroids):
+            x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
+        return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
 
 
 def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -107,6 +141,18 @@ def fp8_numbers(data: Tensor, format: str) -> tuple[Tensor, float]:
     return bits.bitwise_or_(nan).view(torch.float16), 256.0
 
 
+def bucket_weights(data: Tensor, weights: Tensor, nbits: int) -> Tensor:
+    """Of bytes ``[n, b]`` the weights of their buckets ``[n, 8 / nbits * b]``."""
+    of_bytes = weights[slots(torch.arange(256, device=data.device), nbits)]  # [256, 8 / nbits]
+    return of_bytes.index_select(0, data.reshape(-1).int()).view(len(data), -1)
+
+
+def slots(numbers: Tensor, nbits: int) -> Tensor:
+    """What the slots of bytes ``[...]`` hold, from the highest bits on: ``[..., 8 / nbits]``."""
+    shifts = torch.arange(8 - nbits, -1, -nbits, dtype=numbers.dtype, device=numbers.device)
+    return (numbers.unsqueeze(-1) >> shifts) & (2**nbits - 1)
+
+
 def _packed_bits(x: Tensor) -> Tensor:
     """Bools ``[n, d]`` as bytes ``[n, ceil(d / 8)]``, the first feature in the lowest bit."""
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-(-x.shape[-1] // 8), 8))
@@ -117,3 +163,10 @@ def _packed_bits(x: Tensor) -> Tensor:
 def part_of(x: PerToken, rows: Tensor | slice) -> PerToken:
     """What has a value for each token, of some; all of what has one for all, and None of None."""
     return x if x is None or x.shape[0] == 1 else x[rows]
+
+
+def parts(rows: int, width: int) -> Iterator[slice]:
+    """Slices of rows, of which `width` numbers of 4 bytes take little memory."""
+    step = max(1, _ROWS_BYTES // max(4 * width, 1))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))

@@ -1,52 +1,46 @@
-"""`quantize`, and `Quantized`: documents in a format of `formats`, which scoring functions take in place of D."""
+"""`Quantized`: documents in a format of `formats`, which scoring functions take in place of D."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .arguments import (
-    DTYPES,
-    check_choice,
-    check_count,
-    check_cu_seqlens,
-    check_mask,
-    check_strided,
-    check_tensor,
-    kind_of,
-    shape_of,
-)
-from .formats import FORMATS, FormatName, decoded, encoded, extremes, part_of, scales_of
+from .arguments import DTYPES, INDEX_DTYPES, check_choice, check_count, check_strided, check_tensor, kind_of, shape_of
+from .formats import ALL, FormatName, Residual, Stored, parts
+from .residual import ResidualCodec
 
 if TYPE_CHECKING:
     import os
 
-Scale: TypeAlias = Literal["token", "document", "tensor"]
-_ROWS_BYTES = 32 << 20  # of tokens in fp32 that are quantised or decoded at a time
+_CODEC = "codec."  # what the names of its tensors begin with in a file
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Quantized:
-    """Documents as `quantize` makes them: what scoring functions and `retrieve` take in place of D.
+    """Documents as `quantize` makes them, or `of_codes`: what scoring functions and `retrieve` take in place of D.
 
     Indexing takes documents, along the first axis. ``torch.save``, pickle and ``copy`` take it as it is; `save` and
     `load` use safetensors.
 
     Args:
         data: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]`` or packed ``[Td, d]``, of the dtype of the format;
-            of ``"binary"`` ``[..., ceil(d / 8)]``, feature k in bit ``k % 8`` of byte ``k // 8``, set where it is > 0.
+            of ``"binary"`` ``[..., ceil(d / 8)]``, feature k in bit ``k % 8`` of byte ``k // 8``, set where it is > 0;
+            of residual codes ``[..., ceil(d nbits / 8)]``, the first features in the highest bits.
         scale: fp32, of the shape of `data` without its last axis, or with sizes of 1 where it is one for all.
-        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``.
+        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``; of residual codes
+            ``"residual1"``, ``"residual2"``, ``"residual4"`` or ``"residual8"``.
         d: features of a token.
         dtype: of the tokens as they were.
         minimum: of ``"uint8"`` what is added to each feature, like `scale`; else None.
         error: how far the furthest token of each document is off, in the L2 norm, rounded up: fp32 ``[Nd]``,
             ``[Nq, K]`` or ``[]``; None where it is not known. Two-stage `retrieve` needs it.
         norm: the largest L2 norm of a token of each document as it was, rounded up, likewise.
+        codes: of residual codes the centroid of each token, int32 or int64, of the shape of `data` without its last
+            axis; a document with one that is outside the codec scores NaN. Else None.
+        codec: of residual codes what they are read with, on the device of `data`. Else None.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -62,17 +56,19 @@ class Quantized:
 
     data: Tensor
     scale: Tensor
-    format: FormatName
+    format: FormatName | Residual
     d: int
     dtype: torch.dtype
     minimum: Tensor | None = None
     error: Tensor | None = None
     norm: Tensor | None = None
+    codes: Tensor | None = None
+    codec: ResidualCodec | None = None
 
     def __post_init__(self) -> None:
         op = "Quantized"
-        check_choice(op, "format", self.format, get_args(FormatName))
-        kept = FORMATS[self.format]
+        check_choice(op, "format", self.format, tuple(ALL))
+        kept = ALL[self.format]
         check_tensor(op, "data", self.data)
         check_strided(op, "data", self.data)
         if self.data.dtype != kept.dtype:
@@ -95,6 +91,26 @@ class Quantized:
             x = getattr(self, name)
             fits = isinstance(x, Tensor) and (x.dim() <= 2 if of_packed else x.shape == documents)
             self._check(name, x, False, fits, "[] or [Nd]" if of_packed else f"{list(documents)}")
+        self._check_codes(tokens, kept.nbits)
+
+    def _check_codes(self, tokens: torch.Size, nbits: int) -> None:
+        op, codes, codec = "Quantized", self.codes, self.codec
+        for name, x, kind in (("codes", codes, Tensor), ("codec", codec, ResidualCodec)):
+            if not isinstance(x, kind if nbits else type(None)):
+                raise TypeError(
+                    f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {kind_of(x)}"
+                )
+        if codes is None or codec is None:
+            return
+        check_strided(op, "codes", codes)
+        if codes.dtype not in INDEX_DTYPES:
+            raise TypeError(f"{op}: codes: expected int32 or int64, got {codes.dtype}")
+        if codes.shape != tokens or codes.device != self.device:
+            expected = f"{list(tokens)} on {self.device}"
+            raise ValueError(f"{op}: codes: expected {expected}, got {shape_of(codes)} on {codes.device}")
+        if (codec.nbits, codec.d, codec.centroids.device) != (nbits, self.d, self.device):
+            expected = f"nbits={nbits}, d={self.d} on {self.device}"
+            raise ValueError(f"{op}: codec: expected {expected}, got {codec} on {codec.centroids.device}")
 
     def _check(self, name: str, x: Any, required: bool, fits: bool, expected: str) -> None:
         check_tensor("Quantized", name, x, or_none=not required)
@@ -120,8 +136,8 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(x.numel() * x.element_size() for x in self.tensors().values())
+        """Of all tensors, those of the codec among them."""
+        return sum(x.nbytes for x in (*self.tensors().values(), *(self.codec.tensors().values() if self.codec else ())))
 
     def dim(self) -> int:
         return self.data.dim()
@@ -134,20 +150,20 @@ class Quantized:
 
     def __getstate__(self) -> dict[str, Any]:
         """With FP8 as bytes: torch does not read it again from a pickle."""
-        return {**self.__dict__, "data": self.data.view(FORMATS[self.format].bytes)}
+        return {**self.__dict__, "data": self.data.view(ALL[self.format].bytes)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, data=state["data"].view(FORMATS[state["format"]].dtype))
+        self.__dict__.update(state, data=state["data"].view(ALL[state["format"]].dtype))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by their names."""
+        """All tensors of the documents by their names."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
         """The same on another device."""
         moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
-        return replace(self, **moved)
+        return replace(self, **moved, codec=self.codec and self.codec.to(device, non_blocking))
 
     def __getitem__(self, documents: Any) -> Quantized:
         """Some documents, or of ``[Td, d]`` some tokens, by a slice, a list or a tensor of indices.
@@ -157,6 +173,7 @@ class Quantized:
         if isinstance(documents, (tuple, int)) or documents is None or documents is Ellipsis:
             raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
         found: dict[str, Any] = {"data": self.data[documents]}
+        found["codes"] = None if self.codes is None else self.codes[documents]
         for name in ("scale", "minimum"):
             x = getattr(self, name)
             found[name] = x if x is None or x.shape[0] != len(self) else x[documents]
@@ -167,12 +184,17 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tokens as they count, in `dtype` (None: that they had), rounded once."""
-        rows = self.data.flatten(0, -2)
-        out = torch.empty((len(rows), self.d), dtype=dtype or self.dtype, device=self.device)
-        scale, minimum = self.per_token()
-        for part in _parts(len(rows), self.d):
-            out[part] = decoded(rows[part], part_of(scale, part), part_of(minimum, part), self.format, self.d)
+        stored = self.stored()
+        out = torch.empty((len(stored.data), self.d), dtype=dtype or self.dtype, device=self.device)
+        for part in parts(len(out), self.d):
+            out[part] = stored.decoded(part, self.d)
         return out.view(self.shape)
+
+    def stored(self) -> Stored:
+        """The tokens of all documents, as operators take them."""
+        data, codes, codec = self.data.flatten(0, -2).view(ALL[self.format].bytes), self.codes, self.codec
+        coded = () if codes is None or codec is None else (codes.reshape(-1), codec.centroids, codec.table)
+        return Stored(data, *self.per_token(), self.format, *coded)
 
     def per_token(self) -> tuple[Tensor, Tensor | None]:
         """Scales and minima of all tokens ``[Td]``, ``[1]`` where there is one for all."""
@@ -185,12 +207,46 @@ class Quantized:
 
         return flat(self.scale), flat(self.minimum)
 
+    @classmethod
+    def of_codes(
+        cls, codes: Tensor, residuals: Tensor, codec: ResidualCodec, dtype: torch.dtype | None = None
+    ) -> Quantized:
+        """Documents of residual codes that exist, with the inverse norms of their tokens.
+
+        Args:
+            codes: ``[Ld]``, ``[Nd, Ld]``, ``[Nq, K, Ld]`` or packed ``[Td]``, int32 or int64. A document with one that
+                is outside the codec scores NaN.
+            residuals: uint8 ``[..., ceil(d nbits / 8)]``, in the bit order of the codec.
+            codec: what they are read with.
+            dtype: of the tokens as they were; None for that of the centroids.
+
+        Raises:
+            TypeError: a dtype or type is wrong.
+            ValueError: a shape or device is wrong.
+
+        Example:
+            >>> codec = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-0.1, 0.1]))
+            >>> D = Quantized.of_codes(torch.tensor([[0, 7]]), torch.tensor([[[255], [0]]]).byte(), codec)
+            >>> lik_ops.maxsim(torch.randn(2, 32, 8), D).shape
+            torch.Size([2, 1])
+        """
+        if not isinstance(codec, ResidualCodec):
+            raise TypeError(f"Quantized.of_codes: codec: expected a ResidualCodec, got {kind_of(codec)}")
+        codec.check_codes("Quantized.of_codes", codes, residuals)
+        scale = codec.scales(codes, residuals)
+        dtype = dtype or codec.centroids.dtype
+        return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
+
     def save(self, path: str | os.PathLike) -> None:
         """Write one safetensors file. Needs ``lik-ops[retrieval]``."""
         from safetensors.torch import save_file
 
-        tensors = {name: x.contiguous().cpu() for name, x in self.tensors().items()}
+        found, codec = self.tensors(), self.codec
         about = {"format": self.format, "d": str(self.d), "dtype": str(self.dtype).removeprefix("torch.")}
+        if codec is not None:
+            found |= {_CODEC + name: x for name, x in codec.tensors().items()}
+            about |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
+        tensors = {name: x.contiguous().cpu() for name, x in found.items()}
         save_file(tensors, path, {"lik_ops": "1", **about})
 
     @classmethod
@@ -205,101 +261,16 @@ class Quantized:
         with safe_open(path, framework="pt", device=str(device)) as file:
             about = file.metadata() or {}
             dtype = getattr(torch, about.get("dtype", ""), None)
-            if about.get("lik_ops") != "1" or about.get("format") not in FORMATS or dtype not in DTYPES:
+            if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:
                 raise ValueError(f"Quantized: path: expected a file that Quantized.save wrote, got {path}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        of_codec = {
+            name: tensors.pop(_CODEC + name) for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors
+        }
+        if of_codec:
+            options: Any = {"bit_order": about["bit_order"], "normalize": about["normalize"] == "True"}
+            tensors["codec"] = ResidualCodec(**of_codec, **options)
         return cls(**tensors, format=about["format"], d=int(about["d"]), dtype=dtype)
-
-
-def quantize(
-    D: Tensor,
-    format: FormatName = "int8",
-    scale: Scale = "token",
-    *,
-    d_mask: Tensor | None = None,
-    cu_seqlens_d: Tensor | None = None,
-) -> Quantized:
-    """Document tokens in fewer bytes, with how far they are off.
-
-    Args:
-        D: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; fp16, bf16, fp32
-            or fp64.
-        format: ``"int8"`` (symmetric, -127 to 127), ``"uint8"`` (affine: a minimum and a scale), ``"fp8_e4m3"``,
-            ``"fp8_e5m2"``, or ``"binary"`` (signs, for a first stage).
-        scale: one for each ``"token"``, each ``"document"``, or for the whole ``"tensor"``.
-        d_mask: tokens to keep, the shape of D without d. What masked tokens hold never matters; they become zeros.
-        cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends.
-
-    Returns:
-        A `Quantized`. A token of zeros stays one, whatever the format. Of a token with NaN or an infinity all features
-        become NaN; with one scale for a document or a tensor, so do its others.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a rank, size, device or option is wrong.
-
-    Example:
-        >>> D = lik_ops.quantize(torch.randn(1000, 300, 128), "int8")
-        >>> D.nbytes < 1000 * 300 * 133
-        True
-        >>> lik_ops.maxsim(torch.randn(2, 32, 128), D).shape
-        torch.Size([2, 1000])
-    """
-    op = "quantize"
-    _check(op, D, format, scale, d_mask, cu_seqlens_d)
-    rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else Bounds(cu_seqlens_d, D.shape[0])
-    keep = None if d_mask is None else (d_mask != 0).flatten()
-    shape, kept = D.shape[:-1], FORMATS[format]
-    low, high = (torch.empty(len(rows), device=D.device) for _ in range(2))
-    for part in _parts(len(rows), D.shape[-1]):
-        low[part], high[part] = extremes(_widened(rows, keep, part), format)
-
-    def joined(x: Tensor, largest: bool) -> Tensor:
-        """Of each token that of what it shares a scale with, in the shape that scales have."""
-        reduce = torch.amax if largest else torch.amin
-        if scale == "token":
-            return x.view(shape)
-        if scale == "tensor":
-            return reduce(x, 0).view((1,) * len(shape)) if x.numel() else x.new_zeros((1,) * len(shape))
-        if bounds is not None:
-            return bounds.reduced(x, "amax" if largest else "amin")[bounds.owner]
-        return reduce(x.view(shape), -1, keepdim=True) if shape[-1] else x.new_zeros((*shape[:-1], 1))
-
-    low, high = joined(low, False), joined(high, True)
-    scales = scales_of(low, high, format)
-    minimum = low if format == "uint8" else None
-    data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
-    made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum)
-    error, norm = (torch.empty(len(rows), device=D.device) for _ in range(2))
-    per_token, shift = made.per_token()
-    for part in _parts(len(rows), D.shape[-1]):
-        x, s, m = _widened(rows, keep, part), part_of(per_token, part), part_of(shift, part)
-        data[part] = encoded(x, s, m, format)
-        off = x.double() - decoded(data[part], s, m, format, D.shape[-1]).double()
-        error[part], norm[part] = (_rounded_up(torch.linalg.vector_norm(y.double(), dim=-1)) for y in (off, x))
-    if bounds is None:
-        empty = shape[-1] == 0
-        found = [x.new_zeros(shape[:-1]) if empty else x.view(shape).amax(-1) for x in (error, norm)]
-    else:
-        found = [bounds.reduced(x, "amax") for x in (error, norm)]
-    return replace(made, error=found[0], norm=found[1])
-
-
-def _widened(rows: Tensor, keep: Tensor | None, part: slice) -> Tensor:
-    """Some tokens in fp32 (fp64 for fp64), masked ones as zeros."""
-    x = rows[part].to(torch.promote_types(rows.dtype, torch.float32))
-    return x if keep is None else torch.where(keep[part].unsqueeze(-1), x, 0)
-
-
-def _rounded_up(x: Tensor) -> Tensor:
-    """fp64 as fp32 that is no smaller."""
-    return torch.nextafter(x.float(), x.new_tensor(torch.inf).float()).where(x > 0, x.float())
-
-
-def _parts(rows: int, d: int) -> Iterator[slice]:
-    step = max(1, _ROWS_BYTES // max(4 * d, 1))
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows))
 
 
 def _has_sizes(x: Any, sizes: torch.Size) -> bool:
@@ -307,36 +278,3 @@ def _has_sizes(x: Any, sizes: torch.Size) -> bool:
     if not isinstance(x, Tensor) or x.dim() != len(sizes):
         return False
     return all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
-
-
-class Bounds:
-    """The documents of packed tokens."""
-
-    def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
-        lengths = cu_seqlens.long().diff()
-        self.count = len(lengths)
-        # The document of each token.
-        self.owner = torch.repeat_interleave(lengths, output_size=tokens)
-
-    def reduced(self, x: Tensor, reduce: str) -> Tensor:
-        """The largest or smallest value of each document's tokens, 0 for one without."""
-        found = x.new_zeros(self.count)
-        return found.scatter_reduce_(0, self.owner, x, reduce, include_self=False)
-
-
-def _check(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: Any) -> None:
-    check_tensor(op, "D", D)
-    check_strided(op, "D", D)
-    if D.dtype not in DTYPES:
-        raise TypeError(f"{op}: D: expected float16, bfloat16, float32 or float64, got {D.dtype}")
-    check_choice(op, "format", format, get_args(FormatName))
-    check_choice(op, "scale", scale, get_args(Scale))
-    shapes = "[Td, d]" if cu_seqlens_d is not None else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
-    if D.dim() not in ((2,) if cu_seqlens_d is not None else (2, 3, 4)) or D.shape[-1] < 1:
-        raise ValueError(f"{op}: D: expected {shapes}, got {shape_of(D)}")
-    check_mask(op, "d_mask", d_mask, "D", D)
-    if cu_seqlens_d is not None:
-        check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, D.device, "[Nd + 1]")
-        ends = cu_seqlens_d[0] == 0, cu_seqlens_d[-1] == len(D)
-        if not (all(ends) and bool((cu_seqlens_d.diff() >= 0).all())):
-            raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}")

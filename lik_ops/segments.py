@@ -123,15 +123,6 @@ class Ragged(NamedTuple):
         return _ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, max_seqlen_q)[1]
 
 
-class Stored(NamedTuple):
-    """Document tokens as a format of `formats` keeps them."""
-
-    data: Tensor  # [Td, ...]
-    scale: Tensor  # [Td] or [1], fp32
-    minimum: Tensor | None  # the same
-    format: str
-
-
 class Cut(NamedTuple):
     """What a kernel takes: the tensors of a call as the caller has them, and their sizes. No operation made any of it.
 

@@ -29,7 +29,17 @@ from lik_ops.csrc_triton import (
     list_items,
     stored,
 )
-from lik_ops.csrc_triton.arguments import Counts, Documents, Output, PackedSizes, Queries, Segments, Sizes, Terms
+from lik_ops.csrc_triton.arguments import (
+    CodedCounts,
+    Counts,
+    Documents,
+    Output,
+    PackedSizes,
+    Queries,
+    Segments,
+    Sizes,
+    Terms,
+)
 from lik_ops.csrc_triton.backward_arguments import (
     Bounds,
     Lists,
@@ -141,7 +151,7 @@ def _documents(case: Case) -> tuple[Documents, dict]:
 
 def _reads_tiles(case: Case, arch: Architecture) -> bool:
     size = 1 if case.stored else case.dtype.itemsize
-    return arch.has_descriptors and case.stored != "bits" and case.d * size % 16 == 0
+    return arch.has_descriptors and not case.stored.startswith(("bits", "codes")) and case.d * size % 16 == 0
 
 
 def _launch(case: Case, arch: Architecture) -> Launch:
@@ -245,9 +255,10 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
 
 
-def _counts(case: Case) -> Counts:
+def _counts(case: Case) -> Counts | CodedCounts:
     minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
-    return Counts("*fp32", "i32", *minimum)
+    counts = Counts("*fp32", "i32", *minimum)
+    return CodedCounts(*counts, "*i32", "*fp16", "i32", "*fp32") if case.stored.startswith("codes") else counts
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:

@@ -147,8 +147,9 @@ MORE_TERMS = [
     Case(FORWARD, _FP32, 128, 64, 128, split=True, **_EVERYTHING),
 ]
 
-# Quantised documents: numbers that are multiplied by terms or converted, FP8 as such and as bytes, bits.
-_KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits")
+# Quantised documents: numbers that are multiplied by terms or converted, FP8 as such and as bytes, bits, codes.
+_CODES = ("codes1", "codes2", "codes4", "codes8")
+_KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits", *_CODES)
 STORED = [
     Case(FORWARD, ragged=True, stored="*i8"),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
@@ -159,8 +160,10 @@ STORED = [
     *(Case(FORWARD, _FP32, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
     *(
         Case(UNIT_COUNTS, stored=stored, d=d)
-        for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300), strict=True)
+        for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300, 128, 300, 96, 20), strict=True)
     ),
+    *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
+    Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
     *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
     *(Case(KEEP, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 300), (_FP16, 20))),
     # Documents that a backward has as int8.

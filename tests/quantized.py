@@ -4,16 +4,18 @@ import dataclasses
 
 import torch
 
-from lik_ops import quantize
-from lik_ops.formats import FORMATS, decoded
+from lik_ops.formats import ALL, RESIDUAL, Stored, bucket_weights, decoded
 from lik_ops.gpu import backend
-from lik_ops.segments import Ragged, Stored
+from lik_ops.segments import Ragged
 
+from .residual import quantize
 from .support import INTERPRETING
 
 # The interpreter finds winners one element at a time.
 QUERIES, DOCUMENTS = ((3, 0, 18), (5, 0, 9, 20)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
 ROUNDING = 1e-6
+# Sums of residual codes are rounded to the dtype of queries on a GPU.
+HALVES = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0, torch.float64: 0.0}
 TERMS = 1 / (2 * 127 * 254)  # of the largest feature of a query row: half a step of its terms, see `stored`
 
 
@@ -33,8 +35,12 @@ class Problem:
 
     def numbers(self):
         """What the features of all tokens are kept as, fp64."""
+        s, d = self.stored, self.r.Q.shape[1]
+        if s.codes is not None:
+            codes = torch.where((s.codes >= 0) & (s.codes < len(s.centroids)), s.codes, 0).long()
+            return s.centroids[codes].double() + bucket_weights(s.data, s.weights, RESIDUAL[s.format].nbits)[:, :d]
         one = torch.ones(1, device=self.stored.data.device)
-        return decoded(self.stored.data, one, None, self.stored.format, self.r.Q.shape[1]).double()
+        return decoded(s.data, one, None, s.format, d).double()
 
     def tokens(self):
         """As they count, fp64."""
@@ -54,7 +60,7 @@ class Problem:
 
 
 def as_stored(made):
-    return Stored(made.data.view(FORMATS[made.format].bytes), *made.per_token(), made.format)
+    return made.stored()._replace(data=made.data.view(ALL[made.format].bytes))
 
 
 def spread(packed, rows, total):
@@ -71,6 +77,7 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
     Q, D = torch.randn(sum(queries), d), torch.randn(sum(documents), d) * (0.2 + torch.rand(sum(documents), 1))
     q_mask, d_mask = (torch.rand(len(x)) > 0.3 if options else None for x in (Q, D))
     cu = torch.tensor([0, *documents]).cumsum(0)
+    scale = "token" if format in RESIDUAL else scale
     s = as_stored(quantize(D, format, scale, d_mask=d_mask, cu_seqlens_d=cu))
     # Two tokens before each document and after the last are nobody's.
     gap = torch.cat([torch.arange(2, n + 2) + int(cu[j]) + 2 * j for j, n in enumerate(documents)])
@@ -81,9 +88,11 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
         data, one = s.data.clone(), s.scale.numel() == 1
         data[~d_mask] = 127
         per_token = [x if x is None or one else x.masked_fill(~d_mask, torch.nan) for x in (s.scale, s.minimum)]
+        codes = None if s.codes is None else s.codes.masked_fill(~d_mask, -5)
         d_mask = spread(d_mask.to(torch.uint8), gap, total) != 0  # what is nobody's is not masked
-        s = s._replace(data=data, scale=per_token[0], minimum=per_token[1])
-    stored = Stored(spread(s.data, gap, total), spread(s.scale, gap, total), spread(s.minimum, gap, total), format)
+        s = s._replace(data=data, scale=per_token[0], minimum=per_token[1], codes=codes)
+    each = {name: spread(getattr(s, name), gap, total) for name in ("data", "scale", "minimum", "codes")}
+    stored = s._replace(**each)
     weight, pairs = torch.randn(len(Q)) if options else None, None
     if mode == "cross":
         meetings = [(i, j, (i, j)) for i in range(len(queries)) for j in range(len(documents))]
@@ -111,7 +120,7 @@ def bounds_of(p, q, x, tokens, normalize):
     sizes = q.abs() @ (n * scale[:, None]).T
     if minimum is not None:
         sizes = sizes + q.abs().sum(1)[:, None] * minimum.abs()
-    bound = ROUNDING * sizes
+    bound = (ROUNDING + (HALVES[p.r.Q.dtype] if s.codes is not None else 0)) * sizes
     if by_terms(p):
         bound = bound + TERMS * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
     if normalize:

@@ -1,21 +1,24 @@
 """`lik_ops.quantize` and scores of what it returns: the formulas, all layouts, what is off by how much, bad input."""
 
+import itertools
 import pickle
 
 import pytest
 import torch
 
 import lik_ops
-from lik_ops import Quantized, quantize, reference
+from lik_ops import Quantized, reference
 from lik_ops.arguments import score_dtype
-from lik_ops.formats import FORMATS, fp8_numbers
+from lik_ops.formats import ALL, FORMATS, RESIDUAL, fp8_numbers
 from lik_ops.portable import quantized as portable
 
+from .residual import quantize
 from .support import INTERPRETING
 
 SCALES = ("token", "document", "tensor")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_format = pytest.mark.parametrize("format", FORMATS)
+every_format_and_codes = pytest.mark.parametrize("format", ALL)
 every_scale = pytest.mark.parametrize("scale", SCALES)
 
 
@@ -87,8 +90,9 @@ def test_tokens_that_are_unlike_others(format, scale):
         assert scores[:, 4:].isnan().all() and scores[:, :4].isfinite().all()
 
 
-@every_format
-@every_scale
+@pytest.mark.parametrize(
+    ("format", "scale"), [*itertools.product(FORMATS, SCALES), *((format, "token") for format in RESIDUAL)]
+)
 def test_masked_tokens_never_matter(format, scale):
     D, mask = tokens(5, 8, 12), torch.rand(5, 8) > 0.4
     poisoned = torch.where(mask[..., None], D, torch.nan)
@@ -150,7 +154,7 @@ def _layouts(Q, D, format):
         yield (lambda D, f=f, n=doc_lengths: f(Q, D, lengths, n)), own, own.dequantize(Q.dtype)
 
 
-@every_format
+@every_format_and_codes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_scores_are_those_of_the_tokens_as_they_count(format, dtype):
     Q, D = tokens(3, 4, 20).to(dtype), tokens(5, 6, 20)
@@ -168,7 +172,7 @@ def test_scores_are_those_of_the_tokens_as_they_count(format, dtype):
                 assert a.dtype == torch.int64 and torch.equal(a, b), n
 
 
-@every_format
+@every_format_and_codes
 def test_scores_and_winners_are_those_of_the_reference(format):
     Q, D = tokens(3, 4, 20), tokens(50, 6, 20)
     made = quantize(D, format)
@@ -221,16 +225,17 @@ def test_small_calls_have_the_bits_of_large_ones(format, dtype, monkeypatch):
         assert [x is not None for x in found] == [short], cu
 
 
-def test_bits_hang_on_no_batch():
+@pytest.mark.parametrize("format", ["int8", "residual4"])
+def test_bits_hang_on_no_batch(format):
     Q, D = tokens(4, 5, 20), tokens(60, 7, 20)
-    made = quantize(D)
+    made = quantize(D, format)
     whole, winners = lik_ops.maxsim_with_argmax(Q, made)
     chosen = [3, 59, 0, 17]
     assert torch.equal(lik_ops.maxsim(Q, made[chosen]), whole[:, chosen])
     assert torch.equal(lik_ops.maxsim(Q[1:2], made[10:20]), whole[1:2, 10:20])
     listed = torch.tensor([chosen] * 4)
     offsets, lengths = listed * 7, torch.full_like(listed, 7)
-    flat = quantize(D.flatten(0, 1))
+    flat = quantize(D.flatten(0, 1), format)
     assert torch.equal(lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths), whole[:, chosen])
     # Of documents that follow one another a view is decoded, of others gathered rows.
     apart, bounds = torch.arange(60).flip(0), torch.arange(61) * 7
@@ -258,7 +263,7 @@ def test_bounds_outside_the_tokens_are_nan():
 
 
 @pytest.mark.gpu
-@every_format
+@every_format_and_codes
 def test_a_gpu_has_the_scores_of_a_cpu(format):
     Q, D = tokens(3, 32, 128), tokens(40, 30, 128)
     made = quantize(D, format)
@@ -268,7 +273,7 @@ def test_a_gpu_has_the_scores_of_a_cpu(format):
     torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, made), rtol=0, atol=1e-4)
 
 
-@every_format
+@every_format_and_codes
 def test_kept_and_read_again(format, tmp_path):
     pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
     made = quantize(tokens(5, 6, 20, dtype=torch.float16), format)
@@ -278,8 +283,10 @@ def test_kept_and_read_again(format, tmp_path):
         assert found.tensors().keys() == made.tensors().keys()
         assert torch.equal(found.dequantize(), made.dequantize()) and torch.equal(found.error, made.error)
     assert repr(made) == f"Quantized([5, 6, 20], format='{format}', device='cpu')" and len(made) == 5
-    bytes_each = 20 // FORMATS[format].each + (20 % FORMATS[format].each > 0) + 4 * (1 + (format == "uint8"))
-    assert made.nbytes == 30 * bytes_each + 5 * 8
+    kept = ALL[format]
+    bytes_each = -(-20 // kept.each) + 4 * (1 + (format == "uint8" or kept.nbits > 0))
+    of_codec = 4 * (7 * 20 + 2 * 2**kept.nbits - 1) if kept.nbits else 0
+    assert made.nbytes == 30 * bytes_each + 5 * 8 + of_codec
 
 
 def test_a_foreign_file_is_refused(tmp_path):
@@ -289,8 +296,9 @@ def test_a_foreign_file_is_refused(tmp_path):
         Quantized.load(tmp_path / "x.safetensors")
 
 
-def test_indexing_takes_documents():
-    made = quantize(tokens(5, 6, 20), "uint8", "document")
+@pytest.mark.parametrize(("format", "scale"), [("uint8", "document"), ("residual2", "token")])
+def test_indexing_takes_documents(format, scale):
+    made = quantize(tokens(5, 6, 20), format, scale)
     for index in (slice(1, 4), [4, 0], torch.tensor([2]), torch.tensor([True, False, True, False, False])):
         part = made[index]
         assert torch.equal(part.dequantize(), made.dequantize()[index])
@@ -313,15 +321,17 @@ def test_what_another_library_quantised():
     assert made.error is None
 
 
-def test_there_is_no_gradient_and_that_is_said():
-    Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8))
+@pytest.mark.parametrize("format", ["int8", "residual4"])
+def test_there_is_no_gradient_and_that_is_said(format):
+    Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8), format)
     with pytest.raises(NotImplementedError, match=r"maxsim: scores of quantised documents have no gradient"):
         lik_ops.maxsim(Q, made)
     with torch.no_grad():
         assert not lik_ops.maxsim(Q, made).requires_grad
-    args = made.data.flatten(0, 1), *made.per_token(), "int8"
     bounds = torch.arange(0, 7, 3), torch.arange(0, 20, 5), torch.full((4,), 5)
-    scores, _ = torch.ops.lik.maxsim_quantized_fwd(Q.flatten(0, 1), *args, *bounds, *[None] * 4, False, None, 3)
+    scores, _ = torch.ops.lik.maxsim_quantized_fwd(
+        Q.flatten(0, 1), *made.stored(), *bounds, *[None] * 4, False, None, 3
+    )
     with pytest.raises(NotImplementedError, match="lik::maxsim_quantized_fwd has no gradient"):
         scores.sum().backward()
 
@@ -336,6 +346,18 @@ def test_compiled():
     torch.testing.assert_close(score(Q, made.data, made.scale), lik_ops.maxsim(Q, made))
 
 
+def test_compiled_with_codes():
+    Q, made = tokens(2, 3, 8), quantize(tokens(4, 5, 8), "residual2")
+    codec = made.codec
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def score(Q, codes, residuals, centroids):
+        same = lik_ops.ResidualCodec(centroids, codec.weights)
+        return lik_ops.maxsim(Q, Quantized.of_codes(codes, residuals, same))
+
+    torch.testing.assert_close(score(Q, made.codes, made.data, codec.centroids), lik_ops.maxsim(Q, made))
+
+
 class _Index(torch.nn.Module):
     def __init__(self, D):
         super().__init__()
@@ -345,7 +367,7 @@ class _Index(torch.nn.Module):
         return lik_ops.maxsim(Q, self.D)
 
 
-@every_format
+@every_format_and_codes
 def test_exported(format, tmp_path):
     """Documents that a module holds become constants of the graph, whatever kept them."""
     index, Q = _Index(quantize(tokens(5, 9, 16), format)), tokens(2, 4, 16)

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import Quantized, quantize, reference
-from lik_ops.formats import FORMATS
+from lik_ops import Quantized, reference
+from lik_ops.formats import ALL, FORMATS, RESIDUAL, Stored
 from lik_ops.ops.topk import Search
 from lik_ops.portable import backend as portable
 from lik_ops.retrieval import two_stage
-from lik_ops.segments import Stored
 
 from .support import CUDA, INTERPRETER, INTERPRETING
 
@@ -21,10 +20,12 @@ from lik_ops.gpu import backend, forward_configs
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
 from .quantized import QUERIES, ROUNDING, TERMS, Problem, bounds_of, problem
+from .residual import quantize
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 every_format = pytest.mark.parametrize("format", FORMATS)
+every_format_and_codes = pytest.mark.parametrize("format", ALL)
 
 MODES = ("cross", "candidates", "pairs")
 SCALES = ("token", "document", "tensor")
@@ -75,7 +76,7 @@ def assert_near_portable(p, scores, normalize):
 
 CASES = [
     (format, mode, FEATURES[n % 5], SCALES[n // 2 % 3], n % 2 == 0, n % 3 > 0, n % 4 == 1)
-    for n, (format, mode) in enumerate(itertools.product(FORMATS, MODES))
+    for n, (format, mode) in enumerate(itertools.product(ALL, MODES))
 ]
 CASES += [("int8", "cross", d, "token", False, True, d == 128) for d in FEATURES]
 
@@ -168,7 +169,7 @@ def test_odd_queries_of_half_precision(place):
         torch.testing.assert_close(scores.cpu(), p.forward(portable)[0], rtol=1e-4, atol=1e-3, equal_nan=True)
 
 
-@every_format
+@every_format_and_codes
 def test_bits_hang_on_nothing_else_in_the_call(place, format):
     dtype = torch.float16
     for d, normalize in ((96, False), (300, True)) if format == "uint8" or not INTERPRETING else ((96, True),):
@@ -254,7 +255,7 @@ def test_data_that_begins_anywhere(place, format):
 
 def test_calls_of_other_scales_by_turns(place):
     """Scales for each token or one for all, that begin anywhere or lie apart, of formats whose data look alike."""
-    p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in FORMATS}
+    p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in ALL}
     calls = []
     for (format, x), kind in itertools.product(p.items(), ("each", "one", "moved", "apart", "both moved")):
         s = x.stored
@@ -282,13 +283,36 @@ def test_calls_of_other_scales_by_turns(place):
 def test_plans_tell_tensors_apart(place):
     """What decides which kernel is compiled is in the key of a plan."""
     cuda_ragged.forget()
-    for format in FORMATS:
+    for format in ALL:
         problem("cross", torch.float16, 96, format, queries=(3,), documents=(5,)).to(place.device).forward()
-    assert len(cuda_ragged._plans) == len(FORMATS)
-    assert len({(key[1][0], key[-2], key[-1]) for key in cuda_ragged._plans}) == len(FORMATS)
+    assert len(cuda_ragged._plans) == len(ALL)
+    assert len({(key[1][0], key[-2], key[-1]) for key in cuda_ragged._plans}) == len(ALL)
+    p = problem("cross", torch.float16, 96, "residual2", queries=(3,), documents=(5,))
+    for codes, centroids in itertools.product((torch.int32, torch.int64), (torch.float16, torch.float32)):
+        coded = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
+        dataclasses.replace(p, stored=coded).to(place.device).forward()
+    assert len(cuda_ragged._plans) == len(ALL) + 3  # one of these was there
 
 
-@every_format
+@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize("codes", [torch.int32, torch.int64])
+def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, codes):
+    for dtype, centroids in zip(dtypes(place), itertools.cycle((torch.float16, torch.float32))):
+        p = problem("cross", dtype, 20, format, queries=(3, 5), documents=(5, 20, 9, 7))
+        stored = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
+        p = dataclasses.replace(p, stored=stored)
+        whole, winners = p.to(place.device).forward()
+        assert_right(p, whole.cpu(), winners.cpu(), False)
+        for j, code in ((0, -1), (2, len(stored.centroids)), (3, torch.iinfo(codes).max)):
+            stored.codes[p.r.d_offsets[j] + 2] = code
+        for normalize in (False, True):
+            scores, found = p.to(place.device).forward(normalize=normalize)
+            assert scores[:, [0, 2, 3]].isnan().all() and scores[:, 1].isfinite().all()
+            if not normalize:
+                assert torch.equal(scores[:, 1], whole[:, 1]) and torch.equal(found[1], winners[1])
+
+
+@every_format_and_codes
 def test_nothing_to_score(place, format):
     p = problem("cross", torch.float16, 20, format, queries=(3,), documents=(5,)).to(place.device)
     r, s = p.r, p.stored
@@ -299,7 +323,8 @@ def test_nothing_to_score(place, format):
         assert dataclasses.replace(p, r=other).forward(normalize=True)[0].numel() == 0
     no_rows = r._replace(Q=r.Q[:0], cu_seqlens_q=r.cu_seqlens_q * 0)
     assert (dataclasses.replace(p, r=no_rows).forward()[0] == 0).all()
-    none = Stored(s.data[:0], s.scale[:0], None if s.minimum is None else s.minimum[:0], format)
+    each = {name: getattr(s, name) for name in ("data", "scale", "minimum", "codes")}
+    none = s._replace(**{name: x if x is None else x[:0] for name, x in each.items()})
     no_tokens = r._replace(D=r.D[:0], d_offsets=r.d_offsets * 0, d_lengths=r.d_lengths * 0)
     for normalize in (False, True):
         assert (Problem(no_tokens, none, []).forward(normalize=normalize)[0] == -torch.inf).all()

@@ -85,7 +85,9 @@ def test_vmap_over_quantised_documents_has_the_same_bits(kind, device):
     """In one call where the samples share the documents' tokens; else sample by sample."""
 
     def call(*tensors):
-        return torch.ops.lik.maxsim_quantized_fwd(*tensors[:4], "uint8", *tensors[4:], True, torch.int32, LONGEST)
+        return torch.ops.lik.maxsim_quantized_fwd(
+            *tensors[:4], "uint8", *(None,) * 3, *tensors[4:], True, torch.int32, LONGEST
+        )
 
     for batched in subsets(kind, 3):
         args, in_dims = arguments(kind, batched, device)

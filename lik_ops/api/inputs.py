@@ -25,7 +25,6 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
-from ..formats import FORMATS
 from ..ops import eager, values
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
@@ -337,8 +336,7 @@ def _run_quantized(g: Given, D: Quantized, r: Ragged, max_seqlen_q: int) -> tupl
         )
     sharding.register_if_needed()
     dtype = argmax_dtype_for(r.D.shape[0]) if g.with_argmax else None
-    stored = D.data.flatten(0, -2).view(FORMATS[D.format].bytes), *D.per_token(), D.format
-    scores, argmax = lik.maxsim_quantized_fwd(r.Q, *stored, *r[2:], g.normalize, dtype, max_seqlen_q)
+    scores, argmax = lik.maxsim_quantized_fwd(r.Q, *D.stored(), *r[2:], g.normalize, dtype, max_seqlen_q)
     return scores, argmax if g.with_argmax else None
 
 

@@ -139,7 +139,8 @@ def forward_ragged(
     if rows < config.BM:
         stages = min(launch.num_stages, 3)
         launch = replace(launch, num_warps=8 if sums_squares else 4, num_stages=stages, max_registers=arch.registers)
-    narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
+    coded = stored.startswith("codes")
+    narrow = (config.SPLIT and rows < 128) or ((arch.unit == "mma" or coded) and argmax)  # ptxas spills else
     converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
     tokens = min(config.BN, 32) if narrow or converts else config.BN
     if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill

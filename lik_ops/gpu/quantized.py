@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Config, Counts
+from ..csrc_triton.arguments import CodedCounts, Config, Counts
 from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
-from ..formats import FORMATS
-from ..segments import Cut, Ragged, Stored
+from ..formats import FORMATS, RESIDUAL, Stored
+from ..segments import Cut, Ragged
 from . import launcher
 from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
 from .configs import Architecture, cdiv, next_power_of_2
@@ -28,8 +28,7 @@ def forward_quantized(
     counts = _counts(stored)
     if normalize:
         counts = _unit_counts(c, counts, kept)
-    affine = counts.minimum is not None
-    scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept, affine).forward(c, counts)
+    scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
@@ -37,6 +36,8 @@ def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, str]:
     """The numbers as the kernel reads them, and `Config.STORED`."""
     if stored.format == "binary":
         return stored.data, "bits"
+    if stored.format in RESIDUAL:
+        return stored.data, f"codes{RESIDUAL[stored.format].nbits}"
     dtype = FORMATS[stored.format].dtype
     if not dtype.is_floating_point:
         return stored.data, "int8" if dtype == torch.int8 else "number"
@@ -45,10 +46,14 @@ def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, str]:
     return stored.data, stored.format.removeprefix("fp8_")
 
 
-def _counts(stored: Stored) -> Counts:
+def _counts(stored: Stored) -> Counts | CodedCounts:
     """Kernels take them one behind another."""
     scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
-    return Counts(scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1))
+    found = Counts(scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1))
+    if stored.codes is None or stored.centroids is None or stored.weights is None:
+        return found
+    codes, centroids, weights = (x.contiguous() for x in (stored.codes, stored.centroids, stored.weights))
+    return CodedCounts(*found, codes, centroids, len(centroids), weights)
 
 
 def unit_config(d: int, wide: int, kept: str) -> Config:
@@ -57,7 +62,7 @@ def unit_config(d: int, wide: int, kept: str) -> Config:
     return Config(16, _TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", STORED=kept)
 
 
-def _unit_counts(c: Cut, counts: Counts, kept: str) -> Counts:
+def _unit_counts(c: Cut, counts: Counts | CodedCounts, kept: str) -> Counts | CodedCounts:
     """What numbers count as over the norms of their tokens."""
     found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
@@ -67,7 +72,7 @@ def _unit_counts(c: Cut, counts: Counts, kept: str) -> Counts:
             grid = checked_grid(cdiv(c.Td, _TOKENS))
             args = (packed_documents_of(c), counts, *found, c.Td, d, config)
             launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
-    return Counts(found[0], 1, found[1], None if found[1] is None else 1)
+    return counts._replace(scale=found[0], scale_each=1, minimum=found[1], minimum_each=None if found[1] is None else 1)
 
 
 def keep_config(d: int, wide: int) -> Config:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Config, Counts, Documents, Output, PackedSizes, Queries, Segments, Terms
+from ..csrc_triton.arguments import (
+    CodedCounts,
+    Config,
+    Counts,
+    Documents,
+    Output,
+    PackedSizes,
+    Queries,
+    Segments,
+    Terms,
+)
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
@@ -19,6 +30,7 @@ from .memory import raw_stream
 from .plans import Plan
 from .replay import Calls
 
+AnyCounts: TypeAlias = Counts | CodedCounts
 _log = logging.getLogger("lik_ops")
 _LEAST_SLOT = 16
 _INT32_MAX = 2**31 - 1
@@ -79,14 +91,16 @@ class PackedPlan(Plan):
         self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
         # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        self.reads_tiles = stored != "bits" and choose.reads_packed_tiles(c, self.arch)
+        self.reads_tiles = not (stored == "bits" or stored.startswith("codes")) and choose.reads_packed_tiles(
+            c, self.arch
+        )
         plain = not (stored or self.single or normalize)
         self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
         self.calls = Calls()
 
-    def forward(self, c: Cut, counts: Counts | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
         return self._tried(c) if self.by_rows else self._plain(c, counts)
 
@@ -103,7 +117,7 @@ class PackedPlan(Plan):
         scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
         return scores, argmax[0] if argmax else None
 
-    def _plain(self, c: Cut, counts: Counts | None = None) -> tuple[Tensor, Tensor | None]:
+    def _plain(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
         argmax = None if self.argmax_dtype is None else self._new_winners(c)
         return self._scores(c, argmax, counts), argmax
 
@@ -125,7 +139,7 @@ class PackedPlan(Plan):
         tile = self.tiles[c.queries, Lq, wide, few] = _Tile(launch, levels, self.d, self.arch)
         return tile
 
-    def _scores(self, c: Cut, argmax: Tensor | None, counts: Counts | None) -> Tensor:
+    def _scores(self, c: Cut, argmax: Tensor | None, counts: AnyCounts | None) -> Tensor:
         """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
@@ -145,9 +159,10 @@ class PackedPlan(Plan):
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight
         of_counts = None if counts is None else _pointers(counts)
-        if of_counts is not None:
-            pointers += of_counts[0], of_counts[2] or 0
-            merged |= pointers[10] | pointers[11]
+        for x in counts or ():
+            if isinstance(x, Tensor):
+                pointers += (x.data_ptr(),)
+                merged |= pointers[-1]
         odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
         bound = tile.bound.get(odd)
         if (
@@ -175,7 +190,7 @@ class PackedPlan(Plan):
         self,
         c: Cut,
         argmax: Tensor | None,
-        counts: Counts | None,
+        counts: AnyCounts | None,
         tile: _Tile,
         programs: int,
         odd: tuple[bool, ...],
@@ -259,14 +274,15 @@ _plans: dict[tuple, PackedPlan] = {}
 
 
 def ragged_plan(
-    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str = "", affine: bool = False
+    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str = "", counts: AnyCounts | None = None
 ) -> PackedPlan:
-    """The plan for validated arguments like these; `affine`: of `Counts` with a minimum, which other kernels take."""
+    """The plan for validated arguments like these."""
     tf32 = c.Q.dtype == torch.float32 and allow_tf32()
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
-    options = c.candidates, normalize, argmax_dtype, tf32, stored, affine
+    counted = None if counts is None else tuple([x.dtype if isinstance(x, Tensor) else None for x in counts])
+    options = c.candidates, normalize, argmax_dtype, tf32, stored, counted
     key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
     plan = _plans.get(key)
     if plan is None:

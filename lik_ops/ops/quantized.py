@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .. import backends
 from .._ops import add_op_namespace_prefix
-from ..arguments import check_choice, check_tensor
-from ..formats import FORMATS
-from ..segments import Ragged, Stored
+from ..arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of
+from ..formats import ALL, Format, Stored
+from ..segments import Ragged
 from . import values
 from .custom import custom_op
 from .documented import document_bodies
@@ -17,10 +17,12 @@ from .family import check_forward, fake_forward
 from .stack import batching_ragged, functional
 
 _SCHEMA = (
-    "(Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor cu_seqlens_q, Tensor d_offsets,"
-    " Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize,"
-    " ScalarType? argmax_dtype, SymInt max_seqlen_q) -> (Tensor, Tensor)"
+    "(Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor? codes, Tensor? centroids,"
+    " Tensor? weights, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask,"
+    " Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q)"
+    " -> (Tensor, Tensor)"
 )
+_STORED, _OPTIONS = slice(1, 8), 15  # where the operands of documents are, and what is no tensor begins
 _FWD = add_op_namespace_prefix("maxsim_quantized_fwd")
 
 
@@ -31,14 +33,15 @@ def tokens_like(Q: Tensor, shape: Any) -> Tensor:
 
 def _taken(args: tuple) -> tuple[Ragged, Stored]:
     """The arguments before the options, with a stand-in for D."""
-    Q, data, scale, minimum, format = args[:5]
-    return Ragged(Q, tokens_like(Q, (data.shape[0], Q.shape[-1])), *args[5:12]), Stored(data, scale, minimum, format)
+    Q, stored = args[0], Stored(*args[_STORED])
+    D = tokens_like(Q, (stored.data.shape[0], Q.shape[-1]))
+    return Ragged(Q, D, *args[_STORED.stop : _OPTIONS]), stored
 
 
 def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> None:
     check_forward(_FWD, r, argmax_dtype, "auto")
-    check_choice(_FWD, "format", stored.format, tuple(FORMATS))
-    kept = FORMATS[stored.format]
+    check_choice(_FWD, "format", stored.format, tuple(ALL))
+    kept = ALL[stored.format]
     expected = -(-r.Q.shape[-1] // kept.each)
     if stored.data.dtype != kept.bytes:
         raise TypeError(f"{_FWD}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
@@ -55,19 +58,41 @@ def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> N
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
         if x.dtype != torch.float32 or not fits:
             raise ValueError(f"{_FWD}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")
-    for name, x in (("data", stored.data), ("scale", stored.scale), ("minimum", stored.minimum)):
-        if x is not None and x.device != r.Q.device:
+    _check_codes(stored, kept, r.Q.shape[-1])
+    for name, x in stored._asdict().items():
+        if isinstance(x, Tensor) and x.device != r.Q.device:
             raise ValueError(f"{_FWD}: {name}: expected the device of Q, {r.Q.device}, got {x.device}")
+
+
+def _check_codes(stored: Stored, kept: Format, d: Any) -> None:
+    """What residual codes alone have."""
+    dtypes = {"codes": INDEX_DTYPES, "centroids": DTYPES[:3], "weights": (torch.float32,)}
+    shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**kept.nbits,)}
+    for name, of in dtypes.items():
+        x = getattr(stored, name)
+        if not kept.nbits:
+            if x is not None:
+                raise TypeError(f"{_FWD}: {name}: expected None for {stored.format}, got {kind_of(x)}")
+            continue
+        check_tensor(_FWD, name, x)
+        expected = shapes[name]
+        if x.dtype not in of:
+            raise TypeError(f"{_FWD}: {name}: expected {' or '.join(map(str, of))}, got {x.dtype}")
+        fits = x.dim() == len(expected) and all(n is None or n == m for n, m in zip(expected, x.shape, strict=True))
+        if not fits:
+            raise ValueError(f"{_FWD}: {name}: expected {list(expected)}, got {list(x.shape)}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_quantized_fwd"), _SCHEMA)
 def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Scores and winners of quantised documents: of ``data * scale``, with `minimum` added where the format has one.
 
-    `data` is ``[Td, d]`` as `format` keeps it, FP8 as bytes; `scale` and `minimum` are fp32 ``[Td]`` or ``[1]``. All
-    else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
+    `data` is ``[Td, d]`` as `format` keeps it, FP8 as bytes; `scale` and `minimum` are fp32 ``[Td]`` or ``[1]``.
+    Residual codes count as ``(centroids[codes] + weights[data]) * scale``: int32 or int64 `codes` ``[Td]``, `centroids`
+    ``[C, d]`` in fp16, bf16 or fp32, fp32 `weights` by what the bits of a bucket say, the first feature of a byte in
+    its highest. Other formats have None of these. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
     """
-    (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[12:]
+    (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
     _check(r, stored, argmax_dtype, max_seqlen_q)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.q_weight)
@@ -77,7 +102,7 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 @maxsim_quantized_fwd.register_fake
 def _(*args):
-    (r, stored), (_, argmax_dtype, max_seqlen_q) = _taken(args), args[12:]
+    (r, stored), (_, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
     _check(r, stored, argmax_dtype, max_seqlen_q)
     return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import decoded, part_of
-from ..segments import Ragged, Stored
+from ..formats import Stored
+from ..segments import Ragged
 from .blocks import copy_grouped, may_look
 
 
@@ -141,8 +141,7 @@ class Decoded(Padded):
         return self._decoded(rows).to(self.dtype).view(*shape, -1)
 
     def _decoded(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
-        data, scale, minimum, format = self.stored
-        return decoded(data[rows], part_of(scale, rows), part_of(minimum, rows), format, self.d, out=out)
+        return self.stored.decoded(rows, self.d, out)
 
     def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
         if target.shape[2] == 1 and target.is_contiguous() and target.dtype == torch.float32:

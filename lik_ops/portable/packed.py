@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import score_dtype
-from ..segments import Ragged, Stored
+from ..formats import Stored
+from ..segments import Ragged
 from .forward import run
 from .layout import Cells, Decoded, Layout, Padded
 from .scores import NEG_INF

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import score_dtype
-from ..formats import decoded, encoded, extremes, scales_of
-from ..segments import Dense, Ragged, Stored
+from ..formats import Stored, encoded, extremes, scales_of
+from ..segments import Dense, Ragged
 from .blocks import MiB, may_look, pieces_of
 from .forward import forward
 from .packed import forward_ragged
@@ -42,7 +42,7 @@ def _dense(r: Ragged, stored: Stored) -> Dense | None:
         return None
     if not (torch.equal(r.d_offsets.long(), torch.arange(0, Td, Ld)) and bool((r.d_lengths == Ld).all())):
         return None
-    D = decoded(*stored[:3], stored.format, d).to(r.Q.dtype)
+    D = stored.decoded(slice(None), d).to(r.Q.dtype)
 
     def cut(x: Tensor | None, L: int) -> Any:
         return None if x is None else x.unflatten(0, (-1, L))

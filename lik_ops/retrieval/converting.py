@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..quantized import quantize
+from ..quantizing import quantize
 from . import storage
 from .appending import committed, encoded_ids
 from .manifest import Manifest

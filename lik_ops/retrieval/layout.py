@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..arguments import check_choice
 from ..formats import FORMATS, FormatName
-from ..quantized import Quantized, quantize
+from ..quantized import Quantized
+from ..quantizing import quantize
 
 Scale: TypeAlias = Literal["token", "document"]
 TOKENS = "tokens"
@@ -41,7 +42,7 @@ class Numbers(NamedTuple):
 
     def quantized(self, cu_seqlens: Tensor) -> Quantized:
         """What operators take, of documents with these bounds. Nothing waits for the device."""
-        layout, found = self.layout, dict(self.tensors)
+        layout, found = self.layout, dict[str, Any](self.tensors)
         assert layout.format is not None
         data = found["data"]
         if layout.scale == "document":

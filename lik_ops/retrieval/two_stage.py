@@ -18,7 +18,8 @@ from ..arguments import DTYPES, as_bool, check, check_count, check_strided, chec
 from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.topk import Best, Search
-from ..quantized import Bounds, Quantized
+from ..quantized import Quantized
+from ..quantizing import Bounds
 from ..segments import rows_of
 from . import _rerank, sources
 
@@ -184,13 +185,21 @@ def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
     error, norm = coarse.error.double(), coarse.norm.double()
     _, Lq, d = s.Q.shape
     rounding = 2 * (d + Lq + 16) * _roundoff(s.Q)
-    # A GPU keeps query rows beside int8 to a 64,516th of their largest feature, and |x|_1 <= sqrt(d) |x|_2.
-    held = d**0.5 / 64_000 if coarse.format == "int8" else 0.0
-    reach = lengths.sum(1, keepdim=True) * (error + (rounding + held) * (norm + error) + rounding * _apart(s, coarse))
+    reach = lengths.sum(1, keepdim=True) * (
+        error + (rounding + _held(s.Q, coarse)) * (norm + error) + rounding * _apart(s, coarse)
+    )
     rough = scores.double()
     known = reach.isfinite() & (rough.isfinite() | (rough == -torch.inf))
     lower, upper = (torch.where(known, x, end) for x, end in ((rough - reach, -torch.inf), (rough + reach, torch.inf)))
     return _Coarse(scores, lower, upper)
+
+
+def _held(Q: Tensor, coarse: Quantized) -> float:
+    """What one side of a product may be off by on a GPU, relative to its norm."""
+    if coarse.format == "int8":  # query rows to a 64,516th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
+        return coarse.d**0.5 / 64_000
+    halves = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # sums of residual codes are rounded to the dtype of Q
+    return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
 
 def _apart(s: Search, coarse: Quantized) -> Tensor | float:

@@ -18,6 +18,7 @@ from .batching import Outputs, _Batch
 
 _QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # tokens with their masks and weights, by their place in `Ragged`
 _ENDS, _OFFSETS, _LENGTHS, _PAIRS = 2, 3, 4, 5
+_FORMAT = 4  # among the arguments of the operator for quantised documents
 _GAP = 2  # queries between those of two samples, both invalid, so that neither takes tokens
 
 
@@ -147,17 +148,18 @@ def forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     return _of_samples(packed, *op(*packed.tensors(), *constants))
 
 
-def quantized(info: Any, in_dims: tuple, Q, data, scale, minimum, format: str, *args: Any) -> Outputs:
+def quantized(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """`lik::maxsim_quantized_fwd` of a batch: of samples that share the documents' tokens in one call."""
-    op, tensors, constants = lik.maxsim_quantized_fwd, args[:7], args[7:]
-    dims = in_dims[0], None, *in_dims[5:12]
-    if not any(dim is not None for dim in in_dims[1:4]):
-        packed = _Packed(_Batch(info.batch_size, dims, (Q, data, *tensors)), 0, (False, False, False))
+    op, stored, tensors, constants = lik.maxsim_quantized_fwd, args[1:8], args[8:15], args[15:]
+    dims = in_dims[0], None, *in_dims[8:15]
+    if not any(dim is not None for dim in in_dims[1:8]):
+        packed = _Packed(_Batch(info.batch_size, dims, (args[0], args[1], *tensors)), 0, (False, False, False))
         if not (packed.layout.documents or packed.copies_too_much):
             x = packed.tensors()
-            return _of_samples(packed, *op(x.Q, data, scale, minimum, format, *x[2:], *constants))
-    of_samples = _Batch(info.batch_size, (*in_dims[:4], *in_dims[5:12]), (Q, data, scale, minimum, *tensors))
-    return of_samples.one_by_one(lambda *x: op(*x[:4], format, *x[4:], *constants))
+            return _of_samples(packed, *op(x.Q, *stored, *x[2:], *constants))
+    of_tensors = [n for n in range(15) if n != _FORMAT]
+    of_samples = _Batch(info.batch_size, tuple(in_dims[n] for n in of_tensors), tuple(args[n] for n in of_tensors))
+    return of_samples.one_by_one(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
 
 
 def _of_samples(packed: _Packed, scores: Tensor, argmax: Tensor) -> Outputs:

@@ -94,8 +94,8 @@ def _ragged_backward_flops(grad_scores, *args, out_val=None, **kwargs):
     return _products(needs) * 2 * _ragged_token_pairs(tensors, argmax.shape[1])[0] * tensors.Q.shape[-1]
 
 
-def _quantized_flops(Q, data, scale, minimum, format, *args, out_val=None, **kwargs):
-    tensors, longest = Ragged(Q, data, *args[:7]), args[9]
+def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
+    tensors, longest = Ragged(Q, data, *args[6:13]), args[15]
     return 2 * _ragged_token_pairs(tensors, longest)[1] * Q.shape[-1]
 
 

@@ -1,0 +1,231 @@
+"""`lik_ops.ResidualCodec` and documents of residual codes: beside an encoder in numpy, and an index of fast-plaid."""
+
+import numpy as np
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import Quantized, ResidualCodec, reference
+
+from . import residual
+from .residual import NBITS, golden, random_codec
+
+ORDERS = ("plaid", "big", "little")
+every_nbits = pytest.mark.parametrize("nbits", NBITS)
+every_order = pytest.mark.parametrize("order", ORDERS)
+
+
+def tokens(*shape, dtype=torch.float32):
+    return torch.nn.functional.normalize(torch.randn(*shape), dim=-1).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("nbits", "buckets", "byte"),
+    [
+        (1, [1, 0, 0, 0, 0, 0, 0, 0], 0x80),
+        (2, [0, 1, 2, 3], 0x27),
+        (2, [3, 0, 0, 1], 0xC2),
+        (4, [2, 13], 0x4B),
+        (8, [6], 0x60),
+    ],
+)
+def test_bytes_are_those_of_fast_plaid(nbits, buckets, byte):
+    """Read from its files: see `residual.GOLDEN` for whole ones."""
+    d = len(buckets)
+    weights = torch.arange(2.0**nbits)
+    codec = ResidualCodec(torch.zeros(1, d), weights, weights[1:] - 0.5, normalize=False)
+    codes, residuals = codec.encode(torch.tensor([buckets], dtype=torch.float32))
+    assert codes.tolist() == [0] and residuals.tolist() == [[byte]]
+    assert codec.decode(codes, residuals).tolist() == [buckets]
+
+
+def test_tokens_and_scores_of_an_index_of_fast_plaid():
+    found, codec = golden()
+    assert codec.nbits == 4 and codec.d == 128
+    decoded = codec.decode(found["codes"], found["residuals"], torch.float32)
+    torch.testing.assert_close(decoded, found["decoded"], rtol=0, atol=1e-3)
+    D = Quantized.of_codes(found["codes"], found["residuals"], codec)
+    scores = lik_ops.maxsim_varlen(found["queries"], D, None, torch.tensor([0, *found["doclens"]]).cumsum(0))
+    torch.testing.assert_close(scores, found["scores"], rtol=0, atol=1e-3)
+    codes, residuals = codec.encode(found["tokens"])
+    assert torch.equal(codes.long(), found["codes"])
+    assert (residuals != found["residuals"]).float().mean() < 2e-3  # fast-plaid subtracts in half precision
+
+
+@pytest.mark.parametrize("order", ["big", "little"])
+def test_another_order_of_bits_would_be_seen(order):
+    found, codec = golden()
+    other = ResidualCodec(codec.centroids, codec.weights, codec.cutoffs, order)
+    decoded = other.decode(found["codes"], found["residuals"], torch.float32)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(decoded, found["decoded"], rtol=0, atol=1e-3)
+    assert (decoded * found["decoded"]).sum(-1).mean() < 0.9
+
+
+@every_nbits
+@every_order
+@pytest.mark.parametrize("d", [8, 20, 128])
+def test_codes_and_tokens_are_those_of_the_formulas(nbits, order, d):
+    codec, x = random_codec(d, nbits, bit_order=order), tokens(3, 7, d)
+    codes, residuals = codec.encode(x)
+    expected, buckets = residual.encoded(x.flatten(0, 1).double().numpy(), codec)
+    assert codes.dtype == torch.int32 and codes.shape == (3, 7) and residuals.shape == (3, 7, -(-d * nbits // 8))
+    assert np.array_equal(codes.flatten().numpy(), expected)
+    flat = residuals.flatten(0, 1).numpy()
+    found = residual.unpacked(flat, nbits, d, order)
+    assert (np.abs(found - buckets) <= 1).all() and (found != buckets).mean() < 1e-2  # at the edge of two
+    assert np.array_equal(residual.packed(found, nbits, order), flat)
+    decoded = torch.from_numpy(residual.decoded(expected, found, codec)).view(3, 7, d)
+    torch.testing.assert_close(codec.decode(codes, residuals).double(), decoded, rtol=0, atol=1e-6)
+    made = Quantized.of_codes(codes, residuals, codec)
+    torch.testing.assert_close(made.dequantize(torch.float64), decoded, rtol=0, atol=1e-6)
+    torch.testing.assert_close(made.dequantize(), lik_ops.quantize(x, codec).dequantize(), rtol=0, atol=0)
+    if 1 < nbits < 8:  # each order gives other bytes
+        others = [residual.packed(buckets, nbits, other) for other in ORDERS]
+        assert not any(np.array_equal(a, b) for a, b in ((others[0], others[1]), (others[0], others[2])))
+
+
+def test_a_residual_that_equals_a_cutoff_is_below_it():
+    codec = ResidualCodec(torch.zeros(1, 4), torch.arange(4.0), torch.tensor([-1.0, 0, 1]), normalize=False)
+    codes, residuals = codec.encode(torch.tensor([[-1.0, 0, 1, 1.5]]))
+    assert codec.decode(codes, residuals).tolist() == [[0, 1, 2, 3]]
+
+
+@every_nbits
+def test_a_codec_is_trained(nbits):
+    centers = tokens(16, 32)
+    x = torch.nn.functional.normalize(centers.repeat(200, 1) + 0.05 * torch.randn(3200, 32), dim=-1)
+    codec = ResidualCodec.train(x, nbits, 64)
+    assert codec.nbits == nbits and codec.centroids.shape == (64, 32) and codec.centroids.dtype == torch.float16
+    torch.testing.assert_close(codec.centroids.float().norm(dim=1), torch.ones(64), rtol=0, atol=1e-3)
+    codes, residuals = codec.encode(x)
+    cosines = (codec.decode(codes, residuals, torch.float32) * x).sum(-1)
+    assert cosines.mean() > {1: 0.9, 2: 0.98, 4: 0.999, 8: 0.9999}[nbits]
+    counts = np.bincount(residual.unpacked(residuals.numpy(), nbits, 32).ravel(), minlength=2**nbits)
+    assert counts.min() > 0.3 * counts.mean() and counts.max() < 3 * counts.mean()  # quantiles of held-out residuals
+    again = ResidualCodec.train(x, nbits, 64)
+    assert all(torch.equal(a, again.tensors()[name]) for name, a in codec.tensors().items())
+    assert (codec.cutoffs.diff() >= 0).all() and len(codec.weights) == 2**nbits
+    inside = codec.weights[:-1] <= codec.cutoffs, codec.cutoffs <= codec.weights[1:]
+    assert all(x.all() for x in inside)
+
+
+def test_training_leaves_out_what_is_not_finite():
+    x = tokens(100, 8)
+    poisoned = torch.cat([x, torch.full((3, 8), torch.nan), torch.full((2, 8), torch.inf)])
+    codec = ResidualCodec.train(poisoned, 2)
+    assert all(t.isfinite().all() for t in codec.tensors().values())
+    assert len(codec.centroids) <= 100
+    assert ResidualCodec.train(x[:1], 1).centroids.shape == (1, 8)
+
+
+@every_nbits
+def test_codes_that_are_no_centroids_are_nan_for_their_document(nbits):
+    codec = random_codec(20, nbits)
+    D, Q = lik_ops.quantize(tokens(6, 5, 20), codec), tokens(2, 3, 20)
+    whole, winners = lik_ops.maxsim_with_argmax(Q, D)
+    for dtype in (torch.int32, torch.int64):
+        codes = D.codes.to(dtype).clone()
+        codes[1, 2], codes[2, 0], codes[4, 4] = -1, len(codec.centroids), torch.iinfo(dtype).max
+        bad = Quantized(D.data, D.scale, D.format, 20, D.dtype, codes=codes, codec=codec)
+        scores, found = lik_ops.maxsim_with_argmax(Q, bad)
+        assert scores[:, [1, 2, 4]].isnan().all() and torch.equal(scores[:, [0, 3, 5]], whole[:, [0, 3, 5]])
+        assert torch.equal(found[:, [0, 3, 5]], winners[:, [0, 3, 5]])
+        assert torch.equal(bad.dequantize().isnan().all(-1), (codes < 0) | (codes >= 7))
+        kept = (codes >= 0) & (codes < 7)  # masked, they never matter
+        torch.testing.assert_close(
+            lik_ops.maxsim(Q, bad, d_mask=kept), reference.maxsim(Q, D.dequantize(), d_mask=kept), rtol=0, atol=1e-5
+        )
+    none = ResidualCodec(codec.centroids[:0], codec.weights, codec.cutoffs)
+    assert lik_ops.maxsim(Q, Quantized.of_codes(D.codes, codec.kept(D.data), none)).isnan().all()
+
+
+def test_tokens_of_zeros_stay_zeros_and_others_become_nan():
+    D = tokens(4, 3, 16)
+    D[1], D[2, 0, 3], D[3, 1, 2] = 0, torch.nan, torch.inf
+    x = lik_ops.quantize(D, random_codec(16, 2)).dequantize()
+    assert not x[1].any() and x[0].isfinite().all()
+    expected = torch.zeros(4, 3, dtype=torch.bool)
+    expected[2, 0] = expected[3, 1] = True
+    assert torch.equal(x.isnan().all(-1), expected) and torch.equal(x.isnan().any(-1), expected)
+
+
+def test_a_search_in_two_stages_is_exact():
+    Q, D = tokens(3, 4, 32), tokens(300, 6, 32)
+    coarse = lik_ops.quantize(D, ResidualCodec.train(D, 8, 64))
+    best, exact = lik_ops.retrieve(Q, D, 5, coarse=coarse), lik_ops.retrieve(Q, D, 5)
+    assert torch.equal(best.scores, exact[0]) and torch.equal(best.indices, exact[1])
+    assert (best.rescored < 300).any()
+    scores, indices = lik_ops.retrieve(Q, coarse, 5)
+    whole = lik_ops.maxsim(Q, coarse).topk(5)
+    assert torch.equal(scores, whole.values) and torch.equal(indices, whole.indices)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c, D: ResidualCodec(None, c.weights), TypeError, "centroids: expected a Tensor, got NoneType"),
+        (lambda c, D: ResidualCodec(c.centroids.int(), c.weights), TypeError, "centroids: expected torch.float16 or"),
+        (lambda c, D: ResidualCodec(c.centroids[0], c.weights), ValueError, r"centroids: expected \[C, d\], got \[8\]"),
+        (
+            lambda c, D: ResidualCodec(c.centroids, c.weights[:3]),
+            ValueError,
+            r"weights: expected \[2\], \[4\], .*got \[3\]",
+        ),
+        (
+            lambda c, D: ResidualCodec(c.centroids, c.weights, c.weights),
+            ValueError,
+            r"cutoffs: expected \[3\], got \[4\]",
+        ),
+        (
+            lambda c, D: ResidualCodec(c.centroids, c.weights, None, "bits"),
+            ValueError,
+            "bit_order: expected one of plaid",
+        ),
+        (lambda c, D: ResidualCodec(c.centroids, c.weights).encode(D), ValueError, "expected a codec with cutoffs"),
+        (lambda c, D: c.encode(D[..., :7]), ValueError, r"tokens: expected \[..., 8\], got \[4, 5, 7\]"),
+        (lambda c, D: c.encode(D.int()), TypeError, "tokens: expected float16, .*, got torch.int32"),
+        (lambda c, D: c.decode(D, D.byte()), TypeError, "codes: expected int32 or int64, got torch.float32"),
+        (
+            lambda c, D: c.decode(D[..., 0].int(), D.byte()),
+            ValueError,
+            r"residuals: expected \[4, 5, 2\], got \[4, 5, 8\]",
+        ),
+        (lambda c, D: ResidualCodec.train(D, 3), ValueError, "nbits: expected 1, 2, 4 or 8, got 3"),
+        (lambda c, D: ResidualCodec.train(D.int()), TypeError, "tokens: expected float16, .*, got torch.int32"),
+        (lambda c, D: ResidualCodec.train(D[:0]), ValueError, r"tokens: expected finite ones, got none of \[0, 5, 8\]"),
+        (lambda c, D: lik_ops.quantize(D[..., :7], c), ValueError, r"D: expected \[..., 8\] on cpu as the codec, got"),
+        (lambda c, D: lik_ops.quantize(D, c, "document"), ValueError, "scale: expected one of token, got 'document'"),
+        (
+            lambda c, D: lik_ops.quantize(D, "residual2"),
+            ValueError,
+            "format: expected one of int8, .*, got 'residual2'",
+        ),
+        (lambda c, D: Quantized.of_codes(D[0], D[0], None), TypeError, "codec: expected a ResidualCodec, got NoneType"),
+        (
+            lambda c, D: Quantized(D[..., :2].byte(), D[..., 0], "residual2", 8, D.dtype),
+            TypeError,
+            "codes: expected Tensor for residual2, got NoneType",
+        ),
+        (
+            lambda c, D: Quantized(D.char(), D[..., 0], "int8", 8, D.dtype, codec=c),
+            TypeError,
+            "codec: expected None for int8, got ResidualCodec",
+        ),
+        (
+            lambda c, D: Quantized(
+                D[..., :1].byte(), D[..., 0], "residual1", 8, D.dtype, codes=D[..., 0].int(), codec=c
+            ),
+            ValueError,
+            "codec: expected nbits=1, d=8 on cpu, got ResidualCodec",
+        ),
+        (
+            lambda c, D: Quantized(D[..., :2].byte(), D[..., 0], "residual2", 8, D.dtype, codes=D[0].int(), codec=c),
+            ValueError,
+            r"codes: expected \[4, 5\] on cpu, got \[5, 8\] on cpu",
+        ),
+    ],
+)
+def test_bad_input_names_the_argument(call, error, message):
+    with pytest.raises(error, match=message):
+        call(random_codec(8, 2), tokens(4, 5, 8))

@@ -17,10 +17,11 @@ from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.warmup import warmup
 from .arguments import Backward as Backward
+from .index import Index
 from .quantized import Quantized
 from .quantizing import quantize
 from .residual import ResidualCodec
-from .retrieval import Corpus, maxsim_streamed, retrieve
+from .retrieval import Corpus, maxsim_streamed, read_index, retrieve, write_index
 from .scorer import MaxSimScorer
 from .settings import checks, use_backend
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Corpus",
+    "Index",
     "MaxSimScorer",
     "Quantized",
     "ResidualCodec",
@@ -51,12 +53,14 @@ __all__ = [
     "pack",
     "pack_padded",
     "quantize",
+    "read_index",
     "reference",
     "retrieve",
     "similarity_map",
     "unpack",
     "use_backend",
     "warmup",
+    "write_index",
 ]
 
 

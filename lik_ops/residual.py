@@ -92,7 +92,7 @@ class ResidualCodec:
         check_flag(op, "normalize", self.normalize)
         order = torch.arange(len(weights), device=weights.device)
         if self.bit_order != "big":  # bytes of "little" are kept with their bits reversed, as those of "plaid"
-            order = _reversed_bits(order, self.nbits)
+            order = reversed_bits(order, self.nbits)
         object.__setattr__(self, "table", weights[order])
 
     @property
@@ -194,7 +194,7 @@ class ResidualCodec:
         """Residuals as `formats` reads them, those of ``"little"`` with the bits of each byte reversed."""
         if self.bit_order != "little":
             return residuals
-        return _reversed_bits(torch.arange(256, device=residuals.device), 8).to(torch.uint8)[residuals.int()]
+        return reversed_bits(torch.arange(256, device=residuals.device), 8).to(torch.uint8)[residuals.int()]
 
     def check_codes(self, op: str, codes: Any, residuals: Any) -> None:
         """Raise TypeError or ValueError, naming the argument, unless they are codes and residuals of this codec."""
@@ -233,7 +233,7 @@ class ResidualCodec:
         each = RESIDUAL[self.format].each
         buckets = F.pad(buckets, (0, -self.d % each)).unflatten(-1, (self.width, each))
         if self.bit_order == "plaid":
-            buckets = _reversed_bits(buckets, self.nbits)
+            buckets = reversed_bits(buckets, self.nbits)
         shifts = torch.arange(0, 8, self.nbits, device=buckets.device)
         shifts = shifts if self.bit_order == "little" else shifts.flip(0)
         return (buckets << shifts).sum(-1).to(torch.uint8)
@@ -304,7 +304,7 @@ def _inverse_norms(x: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(x, dim=-1).clamp_min(_EPS)
 
 
-def _reversed_bits(x: Tensor, nbits: int) -> Tensor:
+def reversed_bits(x: Tensor, nbits: int) -> Tensor:
     """Integers with their lowest `nbits` bits in the other order."""
     found = torch.zeros_like(x)
     for bit in range(nbits):

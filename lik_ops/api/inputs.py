@@ -25,6 +25,7 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
+from ..index import Index
 from ..ops import eager, values
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
@@ -34,7 +35,7 @@ from ..segments import Ragged
 from .packing import Sequences, is_sequences, packed
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
-Documents: TypeAlias = Tokens | Quantized
+Documents: TypeAlias = Tokens | Quantized | Index
 Winners: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
 
 
@@ -96,6 +97,8 @@ def given(
         refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
+    if isinstance(D, Index):
+        D, cu_seqlens_d = unpacked(op, D, cu_seqlens_d)
     quantized, own = D if isinstance(D, Quantized) else None, False
     if quantized is not None:
         Q, q_weight, D = _beside(op, Q, q_weight, quantized)
@@ -143,6 +146,13 @@ def given(
     return Given(
         op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, own, q_flat, d_flat, refused
     )
+
+
+def unpacked(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
+    """The documents of an index, and their bounds."""
+    if cu_seqlens_d is not None:
+        raise ValueError(f"{op}: cu_seqlens_d: expected None beside an Index, got {kind_of(cu_seqlens_d)}")
+    return D.documents, D.cu_seqlens
 
 
 def beside(g: Given, D: Tensor | Quantized) -> Given:

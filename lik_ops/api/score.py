@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import Backward, Save, check, check_options, check_save, check_types
+from ..index import Index
 from ..ops import eager, saved
 from ..ops import maxsim as operators
 from ..ops.stack import autocast, functional
@@ -78,7 +79,7 @@ def maxsim(
     scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
-    if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
         return inputs.varlen(g)[0]
@@ -148,7 +149,7 @@ def maxsim_pairs(
     """
     if save is not None:
         _check_saved("maxsim_pairs", Q, D, recompute, save)
-    if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = given("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
         return inputs.pairs(g)
@@ -225,7 +226,7 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
-    if is_sequences(Q) or is_sequences(D) or isinstance(D, Quantized):
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
         return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))

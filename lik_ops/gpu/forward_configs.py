@@ -147,6 +147,8 @@ def forward_ragged(
         launch = replace(launch, num_warps=8)
     elif converts and arch.unit == "mma":
         tokens = 16
+    if coded and argmax:  # what decodes them takes registers
+        launch = replace(launch, max_registers=255)
     if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from ..api import inputs
 from ..api.packing import is_sequences
 from ..arguments import check_flag, lift
+from ..index import Index
 from ..ops import topk
 from ..ops.stack import autocast, sharding
 from ..ops.topk import Best, Search
@@ -35,7 +37,7 @@ _READS_FLAG = TorchVersion(torch.__version__) < TorchVersion("2.13") and hasattr
 @overload
 def retrieve(
     Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -55,7 +57,7 @@ def retrieve(
 @overload
 def retrieve(
     Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -74,7 +76,7 @@ def retrieve(
 
 def retrieve(
     Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -104,8 +106,8 @@ def retrieve(
         D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; a
             tensor on the device of Q or on the CPU, or a ``numpy`` array, memory-mapped ones included; a list of
             ``[L_i, d]`` tensors or a jagged nested tensor, which are packed; or a `lik_ops.Corpus`. What is not on the
-            device of Q is copied there chunk by chunk, while the chunk before is scored. Also a `Quantized`, on the
-            device of Q.
+            device of Q is copied there chunk by chunk, while the chunk before is scored. Also a `Quantized`, or
+            an `Index` that `read_index` found, on the device of Q.
         top_k: how many documents to return of each query; all of them if the corpus has fewer.
         chunk: documents scored at a time; None chooses from the memory that is free.
         q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
@@ -154,6 +156,8 @@ def retrieve(
     check_flag(_OP, "sorted", sorted)
     if n_candidates is not None and coarse is None:
         raise ValueError(f"{_OP}: n_candidates: expected None without coarse, got {n_candidates}")
+    if isinstance(D, Index):
+        D, cu_seqlens_d = inputs.unpacked(_OP, D, cu_seqlens_d)
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")

@@ -1,0 +1,204 @@
+"""`read_index` and `write_index`: documents of residual codes in the files of fast-plaid, next-plaid and ColBERTv2.
+
+All keep `centroids`, cutoffs and weights of buckets, the length of each document by chunk (``doclens.N.json``), and
+codes and residuals, by chunk (``N.codes``, ``N.residuals``) or, as fast-plaid since 1.7, of all chunks in one file
+whose last rows are padding. fast-plaid and next-plaid write ``.npy`` files, ColBERT ``.pt``. Nothing that a file says
+is believed: whatever does not fit the rest is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..index import Index
+from ..quantized import Quantized
+from ..residual import ResidualCodec
+
+if TYPE_CHECKING:
+    import os
+
+_OP = "read_index"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_CODES = (torch.int32, torch.int64)
+
+
+def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Index:
+    """Documents of an index that fast-plaid, next-plaid or ColBERTv2 wrote; the files say which.
+
+    Their tokens count as the library that wrote them decodes them, to rounding. Files are read as data alone: pickled
+    objects other than tensors are refused. ``.npy`` files need numpy.
+
+    Args:
+        path: the directory.
+        device: where the documents shall be.
+
+    Returns:
+        An `Index`: ``lik_ops.maxsim(Q, index)``, ``lik_ops.retrieve(Q, index, top_k)``, ``index.decode()``.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or its sizes do not fit the others; the message names it.
+
+    Example:
+        >>> import tempfile
+        >>> tokens = torch.nn.functional.normalize(torch.randn(1000, 64), dim=-1)
+        >>> codes = lik_ops.quantize(tokens, lik_ops.ResidualCodec.train(tokens, nbits=2))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     lik_ops.write_index(path, lik_ops.Index(codes, torch.arange(0, 1001, 10)))
+        ...     index = lik_ops.read_index(path)
+        >>> lik_ops.maxsim(torch.randn(2, 32, 64), index).shape
+        torch.Size([2, 100])
+    """
+    files = _Files(Path(path))
+    about, nbits = files.about()
+    lengths = [files.lengths(n) for n in range(_count(files.metadata, about, "num_chunks"))]
+    total = [int(x.sum()) for x in lengths]
+    for name, found in (("num_embeddings", sum(total)), ("num_documents", sum(map(len, lengths)))):
+        if name in about and about[name] != found:
+            raise _wrong(files.metadata, f"{name} {found}, as doclens say", about[name])
+    codec = files.codec(nbits)
+    if files.has("merged_codes"):
+        longest = max((int(x.max()) for x in lengths if len(x)), default=0)
+        parts = [files.tokens("merged_codes", "merged_residuals", codec, sum(total), longest)]
+    else:
+        parts = [files.tokens(f"{n}.codes", f"{n}.residuals", codec, count) for n, count in enumerate(total)]
+    none = torch.empty(0, dtype=torch.int32), torch.empty((0, codec.width), dtype=torch.uint8)
+    codes, residuals = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*(parts or [none]), strict=True))
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
+    documents = Quantized.of_codes(codes.to(device), residuals.to(device), codec.to(device))
+    return Index(documents, bounds.to(device))
+
+
+class _Files:
+    """The files of an index, and of which kind they are."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.metadata = root, root / "metadata.json"
+        self.suffix = ".npy" if (root / "centroids.npy").exists() else ".pt"
+        if not (root / f"centroids{self.suffix}").exists():
+            raise FileNotFoundError(f"{_OP}: path: expected a directory with centroids.npy or centroids.pt, got {root}")
+
+    def has(self, name: str) -> bool:
+        return (self.root / f"{name}{self.suffix}").exists()
+
+    def about(self) -> tuple[dict[str, Any], int]:
+        """The metadata, and bits of a bucket."""
+        about = _json(self.metadata)
+        if not isinstance(about, dict):
+            raise _wrong(self.metadata, "an object", type(about).__name__)
+        of = about.get("config", about)  # ColBERT's has its settings apart
+        nbits = _count(self.metadata, of if isinstance(of, dict) else {}, "nbits")
+        if nbits not in (1, 2, 4, 8):
+            raise _wrong(self.metadata, "nbits of 1, 2, 4 or 8", nbits)
+        return about, nbits
+
+    def lengths(self, chunk: int) -> Tensor:
+        """Of the documents of a chunk."""
+        file = self.root / f"doclens.{chunk}.json"
+        found = _json(file)
+        if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**31 for n in found):
+            raise _wrong(file, "a list of lengths", "something else")
+        return torch.tensor(found, dtype=torch.int64)
+
+    def codec(self, nbits: int) -> ResidualCodec:
+        file, centroids = self._tensor("centroids", _FLOATS)
+        if centroids.dim() != 2 or centroids.shape[1] < 1:
+            raise _wrong(file, "[C, d]", list(centroids.shape))
+        pair: list[Tensor] = []
+        if self.suffix == ".pt":
+            file = self.root / "buckets.pt"
+            found = _load(file)
+            pair = list(found) if isinstance(found, (tuple, list)) else []
+        else:
+            pair = [self._tensor(name, _FLOATS)[1] for name in ("bucket_cutoffs", "bucket_weights")]
+            file = self.root / "bucket_weights.npy"
+        expected = [(2**nbits - 1,), (2**nbits,)]
+        if [tuple(x.shape) if isinstance(x, Tensor) else None for x in pair] != expected:
+            raise _wrong(file, f"{2**nbits - 1} cutoffs and {2**nbits} weights for {nbits} bits", "others")
+        cutoffs, weights = (x.float() for x in pair)
+        return ResidualCodec(centroids, weights, cutoffs)
+
+    def tokens(
+        self, codes_name: str, residuals_name: str, codec: ResidualCodec, count: int, padding: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and residuals of so many tokens, after which up to `padding` rows may follow."""
+        found = []
+        for name, dtypes, width in ((codes_name, _CODES, ()), (residuals_name, (torch.uint8,), (codec.width,))):
+            file, x = self._tensor(name, dtypes, count)
+            if tuple(x.shape[1:]) != width or not count <= self.rows <= count + padding:
+                expected = f"[{count}{f' to {count + padding}' if padding else ''}{''.join(f', {n}' for n in width)}]"
+                raise _wrong(file, f"{expected}, as doclens and centroids say", [self.rows, *x.shape[1:]])
+            found.append((file, x, self.rows))
+        (file, codes, rows), (other, residuals, others) = found
+        if rows != others:
+            raise _wrong(other, f"{rows} rows as {file.name}", others)
+        if count and not (int(codes.min()) >= 0 and int(codes.max()) < len(codec.centroids)):
+            raise _wrong(
+                file, f"codes of {len(codec.centroids)} centroids", f"{int(codes.min())} to {int(codes.max())}"
+            )
+        return codes.to(torch.int32), residuals
+
+    def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], most: int | None = None) -> tuple[Path, Tensor]:
+        """A tensor, of which the first `most` rows are read; `rows` says how many there are."""
+        file = self.root / f"{name}{self.suffix}"
+        x = _load(file) if self.suffix == ".pt" else _numpy(file, most)
+        self.rows = 0
+        if isinstance(x, tuple):
+            x, self.rows = x
+        elif isinstance(x, Tensor) and x.dim():
+            self.rows, x = len(x), x if most is None else x[:most]
+        if not isinstance(x, Tensor) or x.dtype not in dtypes or x.layout != torch.strided or not x.dim():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise _wrong(file, " or ".join(map(str, dtypes)), kind)
+        return file, x
+
+
+def _numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
+    """The first rows of an array, and how many it has. No more memory is taken than the file is long."""
+    import numpy as np
+
+    if not file.exists():
+        raise FileNotFoundError(f"{_OP}: {file}: no such file")
+    try:
+        x = np.load(file, mmap_mode="r", allow_pickle=False)
+        if not isinstance(x, np.ndarray) or x.ndim == 0:
+            raise ValueError("not an array with rows")
+        return torch.from_numpy(np.array(x[:most], dtype=x.dtype.newbyteorder("="), order="C")), len(x)
+    except (ValueError, TypeError, EOFError, OSError, OverflowError, SyntaxError) as error:
+        raise ValueError(f"{_OP}: {file}: not a whole .npy file: {error}") from error
+
+
+def _load(file: Path) -> Any:
+    """What `torch.save` wrote, if it is of tensors."""
+    if not file.exists():
+        raise FileNotFoundError(f"{_OP}: {file}: no such file")
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+        raise ValueError(f"{_OP}: {file}: not a whole file of tensors: {error}") from error
+
+
+def _json(file: Path) -> Any:
+    if not file.exists():
+        raise FileNotFoundError(f"{_OP}: {file}: no such file")
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{_OP}: {file}: not JSON: {error}") from error
+
+
+def _count(file: Path, content: dict[str, Any], name: str) -> int:
+    value = content.get(name)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise _wrong(file, f"{name}, a count", value)
+    return value
+
+
+def _wrong(file: Path, expected: str, found: Any) -> ValueError:
+    return ValueError(f"{_OP}: {file}: expected {expected}, got {found}")

@@ -226,7 +226,7 @@ class Quantized:
 
         Example:
             >>> codec = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-0.1, 0.1]))
-            >>> D = Quantized.of_codes(torch.tensor([[0, 7]]), torch.tensor([[[255], [0]]]).byte(), codec)
+            >>> D = lik_ops.Quantized.of_codes(torch.tensor([[0, 7]]), torch.tensor([[[255], [0]]]).byte(), codec)
             >>> lik_ops.maxsim(torch.randn(2, 32, 8), D).shape
             torch.Size([2, 1])
         """

@@ -40,6 +40,13 @@ def searched():
         lik_ops.retrieve(Q.detach(), corpus.quantize(directory + "/small"), 2)
 
 
+def indexed():
+    codes = lik_ops.quantize(PD.detach(), lik_ops.ResidualCodec.train(PD.detach(), 2))
+    with tempfile.TemporaryDirectory() as directory:
+        lik_ops.write_index(directory, lik_ops.Index(codes, cu_d))
+        return lik_ops.retrieve(Q.detach(), lik_ops.read_index(directory), 2)[0]
+
+
 CALLS = {
     "maxsim": lambda: lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=w),
     "maxsim, recompute": lambda: lik_ops.maxsim(Q, D, recompute=True, backward="unified"),
@@ -75,6 +82,7 @@ CALLS = {
     "unpack": lambda: lik_ops.unpack(PD, cu_d)[0],
     "quantize": lambda: lik_ops.maxsim(Q.detach(), lik_ops.quantize(D)),
     "Quantized": lambda: lik_ops.Quantized(D.detach().char(), D[..., 0].detach(), "int8", 8, D.dtype).dequantize(),
+    "indexes": indexed,
     "retrieve, two stages": lambda: lik_ops.retrieve(Q.detach(), D.detach(), 2, coarse=lik_ops.quantize(D))[0],
     "reference": lambda: lik_ops.reference.maxsim(Q, D),
 }

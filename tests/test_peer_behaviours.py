@@ -14,8 +14,8 @@ Tests called ``test_defect_*`` hold defects that peers have. Those of serving ar
 | the last document of a dense tensor beyond 2^31 elements | `test_semantics` |
 
 Peers differ where the contract of docs/semantics.md does: a NaN among kept similarities is NaN here (there -inf), empty
-documents score -inf (there 0 or an error), winners are int64 and -1 for padding (there int32 and 0). Residual and fp8
-formats are not part of lik_ops.
+documents score -inf (there 0 or an error), winners are int64 and -1 for padding (there int32 and 0). Formats of
+documents are looked at in `test_quantized` and `test_residual`.
 """
 
 from __future__ import annotations

@@ -38,9 +38,11 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
             files.
 
     Example:
+        >>> import tempfile
         >>> tokens = torch.nn.functional.normalize(torch.randn(100, 64), dim=-1)
         >>> codes = lik_ops.quantize(tokens, lik_ops.ResidualCodec.train(tokens))
-        >>> lik_ops.write_index(path, lik_ops.Index(codes, torch.tensor([0, 60, 100])))  # doctest: +SKIP
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     lik_ops.write_index(path, lik_ops.Index(codes, torch.tensor([0, 60, 100])))
     """
     codec, lengths, codes = _checked(index)
     root = Path(path)

@@ -134,7 +134,12 @@ SAME_BITS = [
 ]
 SAME_BITS += [
     [Case(FORWARD, dtype, 64, ragged=True, stored=stored, options=options, argmax=options) for options in (False, True)]
-    for dtype, stored in ((torch.bfloat16, "*u8"), (torch.float32, "*u8"), (torch.bfloat16, "bits"))
+    for dtype, stored in (
+        (torch.bfloat16, "*u8"),
+        (torch.float32, "*u8"),
+        (torch.bfloat16, "bits"),
+        (torch.bfloat16, "codes4"),
+    )
 ]
 SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
 

@@ -145,7 +145,7 @@ def forward_ragged(
     tokens = min(config.BN, 32) if narrow or converts else config.BN
     if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill
         launch = replace(launch, num_warps=8)
-    elif converts and arch.unit == "mma":
+    elif arch.unit == "mma" and (converts or (coded and argmax)):
         tokens = 16
     if coded and argmax:  # what decodes them takes registers
         launch = replace(launch, max_registers=255)

@@ -139,16 +139,17 @@ def forward_ragged(
     if rows < config.BM:
         stages = min(launch.num_stages, 3)
         launch = replace(launch, num_warps=8 if sums_squares else 4, num_stages=stages, max_registers=arch.registers)
-    coded = stored.startswith("codes")
-    narrow = (config.SPLIT and rows < 128) or ((arch.unit == "mma" or coded) and argmax)  # ptxas spills else
+    coded = argmax and stored.startswith("codes")  # what decodes them takes registers too
+    narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
+    narrow = narrow or (coded and not config.TOKENS_FIRST)
     converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
     tokens = min(config.BN, 32) if narrow or converts else config.BN
     if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill
         launch = replace(launch, num_warps=8)
-    elif arch.unit == "mma" and (converts or (coded and argmax)):
+    elif arch.unit == "mma" and (converts or coded):
         tokens = 16
-    if coded and argmax:  # what decodes them takes registers
-        launch = replace(launch, max_registers=255)
+    if coded:
+        launch = replace(launch, num_warps=8 if rows == 128 else launch.num_warps, max_registers=255)
     if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)
     if config.TOKENS_FIRST and arch.unit == "wgmma" and few:

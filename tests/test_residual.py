@@ -161,6 +161,58 @@ def test_a_search_in_two_stages_is_exact():
     assert torch.equal(scores, whole.values) and torch.equal(indices, whole.indices)
 
 
+def _operator(Q, D, **other):
+    stored = D.stored()._replace(**other)
+    bounds = torch.arange(0, 7, 3), torch.arange(0, 20, 5), torch.full((4,), 5)
+    return torch.ops.lik.maxsim_quantized_fwd(Q, *stored, *bounds, *[None] * 4, False, torch.int32, 3)
+
+
+def test_samples_that_share_documents_are_one_call():
+    Q, D = tokens(2, 6, 8), lik_ops.quantize(tokens(20, 8), random_codec(8, 2))
+    found, other_codes = torch.vmap(lambda q: _operator(q, D))(Q), D.codes.flip(0)
+    several = torch.stack([D.codes, other_codes])
+    of_codes = torch.vmap(lambda q, codes: _operator(q, D, codes=codes))(Q, several)
+    for n in range(2):
+        for a, b in zip(found, _operator(Q[n], D), strict=True):
+            assert torch.equal(a[n], b)
+        for a, b in zip(of_codes, _operator(Q[n], D, codes=several[n]), strict=True):
+            assert torch.equal(a[n], b)
+
+
+def test_products_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    D = lik_ops.quantize(tokens(20, 8), random_codec(8, 4))
+    with FlopCounterMode(display=False) as counter:
+        _operator(tokens(6, 8), D)
+    assert counter.get_total_flops() == 2 * 6 * 20 * 8
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "message"),
+    [
+        ({"codes": None}, TypeError, "codes: expected a Tensor, got NoneType"),
+        ({"codes": torch.zeros(20)}, TypeError, "codes: expected torch.int32 or torch.int64, got torch.float32"),
+        ({"codes": torch.zeros(19).int()}, ValueError, r"codes: expected \[20\], got \[19\]"),
+        ({"centroids": torch.zeros(7, 9)}, ValueError, r"centroids: expected \[None, 8\], got \[7, 9\]"),
+        ({"centroids": torch.zeros(7, 8).double()}, TypeError, "centroids: expected torch.float16 or"),
+        ({"weights": torch.zeros(8)}, ValueError, r"weights: expected \[4\], got \[8\]"),
+        ({"weights": torch.zeros(4).half()}, TypeError, "weights: expected torch.float32, got torch.float16"),
+        ({"codes": torch.zeros(20, device="meta").int()}, ValueError, "codes: expected the device of Q, cpu, got meta"),
+        (
+            {"format": "uint8", "data": torch.zeros(20, 8).byte(), "minimum": torch.zeros(20)},
+            TypeError,
+            "codes: expected None",
+        ),
+        ({"data": torch.zeros(20, 3).byte()}, ValueError, r"data: expected \[Td, 2\] for d = 8, got \[20, 3\]"),
+    ],
+)
+def test_the_operator_names_what_is_wrong(other, error, message):
+    D = lik_ops.quantize(tokens(20, 8), random_codec(8, 2))
+    with pytest.raises(error, match=f"lik::maxsim_quantized_fwd: {message}"):
+        _operator(tokens(6, 8), D, **other)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

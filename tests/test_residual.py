@@ -281,3 +281,46 @@ def test_the_operator_names_what_is_wrong(other, error, message):
 def test_bad_input_names_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call(random_codec(8, 2), tokens(4, 5, 8))
+
+
+def test_a_codec_that_does_not_normalise():
+    codec = random_codec(16, 4, normalize=False)
+    D, Q = 3 * tokens(5, 4, 16), tokens(2, 3, 16)
+    made = lik_ops.quantize(D, codec)
+    codes, residuals = codec.encode(D)
+    buckets = residual.unpacked(residuals.flatten(0, 1).numpy(), 4, 16)
+    x = torch.from_numpy(residual.decoded(codes.flatten().numpy(), buckets, codec)).view(D.shape)
+    torch.testing.assert_close(made.dequantize(torch.float64), x, rtol=0, atol=1e-6)
+    same = Quantized.of_codes(codes, residuals, codec)
+    assert same.scale.numel() == 1
+    for other in (made, same):
+        torch.testing.assert_close(
+            lik_ops.maxsim(Q.double(), other), reference.maxsim(Q.double(), x), rtol=0, atol=1e-5
+        )
+    normalised = lik_ops.maxsim(Q, same, normalize=True)
+    torch.testing.assert_close(normalised.double(), reference.maxsim(Q.double(), x, normalize=True), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_an_index_of_fast_plaid_on_a_gpu():
+    found, codec = golden()
+    D = Quantized.of_codes(found["codes"].cuda(), found["residuals"].cuda(), codec.to("cuda"))
+    torch.testing.assert_close(D.dequantize(torch.float32).cpu(), found["decoded"], rtol=0, atol=1e-3)
+    bounds = torch.tensor([0, *found["doclens"]]).cumsum(0).cuda()
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+        scores = lik_ops.maxsim_varlen(found["queries"].cuda().to(dtype), D, None, bounds)
+        torch.testing.assert_close(scores.cpu(), found["scores"], rtol=0, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_documents_beyond_2_31_bytes_of_residuals():
+    codec = random_codec(128, 8).to("cuda")
+    total = 2**31 // 128 + 5000
+    codes = torch.randint(7, (total,), dtype=torch.int32, device="cuda")
+    residuals = torch.randint(256, (total, 128), dtype=torch.uint8, device="cuda")
+    D, Q = Quantized.of_codes(codes, residuals, codec), tokens(3, 32, 128).cuda().half()
+    offsets = torch.tensor([[0, 2**24 - 90, total - 180]] * 3, device="cuda")
+    scores = lik_ops.maxsim_candidates_varlen(Q, D, offsets, torch.full_like(offsets, 180))
+    for n, begin in enumerate(offsets[0].tolist()):
+        assert torch.equal(lik_ops.maxsim(Q, D[begin : begin + 180]), scores[:, n])

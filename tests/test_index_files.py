@@ -8,6 +8,7 @@ import torch
 
 import lik_ops
 from lik_ops import Index, Quantized, ResidualCodec
+from lik_ops.retrieval import index_writing
 
 from .residual import GOLDEN, NBITS, golden, random_codec, unpacked
 
@@ -149,6 +150,23 @@ def test_files_are_those_of_fast_plaid(tmp_path):
     }
     assert [str(x.dtype) for x in kinds.values()] == ["int64", "int32", "float32", "float32"]
     assert kinds["avg_residual"].shape == (128,) and kinds["cluster_threshold"].shape == (1,)
+
+
+def test_a_write_that_was_cut_off_is_no_index(tmp_path, monkeypatch):
+    written = []
+
+    def full(file, content):
+        if len(written) == 5:
+            raise OSError("No space left on device")
+        written.append(file.write_text(json.dumps(content)))
+
+    monkeypatch.setattr(index_writing, "_write", full)
+    index = Index(lik_ops.quantize(tokens(14, 16), random_codec(16, 2)), torch.tensor([0, 3, 14]))
+    with pytest.raises(OSError, match="No space left"):
+        lik_ops.write_index(tmp_path / "index", index)
+    assert len(list((tmp_path / "index").iterdir())) == 14  # all but the metadata
+    with pytest.raises(FileNotFoundError, match=r"metadata\.json: no such file"):
+        lik_ops.read_index(tmp_path / "index")
 
 
 def test_an_index_without_documents(tmp_path):

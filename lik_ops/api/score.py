@@ -96,7 +96,7 @@ def maxsim(
 def _check_saved(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> None:
     check_save(op, save, recompute)
     for name, x in (("Q", Q), ("D", D)):
-        if is_sequences(x) or isinstance(x, Quantized):
+        if is_sequences(x) or isinstance(x, (Quantized, Index)):
             raise TypeError(f"{op}: {name}: expected a dense Tensor beside save={save!r}, got {type(x).__name__}")
 
 

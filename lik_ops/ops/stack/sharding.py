@@ -111,10 +111,11 @@ def _register() -> None:
 
     @register_sharding(lik.maxsim_quantized_fwd.default)
     def _(*args):
-        keeps, per_token = args[13] is not None, _placed(args[1:4], (whole,) * 3)
+        keeps, stored = args[16] is not None, [None if x is None else whole for x in args[1:8]]
+        stored[3] = None  # the format is no tensor
         return [
-            ([scores, winners if keeps else whole], [tensors.Q, *per_token, None, *tensors[2:], None, None, None])
-            for scores, winners, tensors, _ in ragged(Ragged(*args[:2], *args[5:12]))
+            ([scores, winners if keeps else whole], [tensors.Q, *stored, *tensors[2:], None, None, None])
+            for scores, winners, tensors, _ in ragged(Ragged(*args[:2], *args[8:15]))
         ]
 
     @register_sharding(lik.maxsim_ragged_bwd.default)

@@ -178,6 +178,11 @@ MORE_STORED = [
         for dtype, d in itertools.product((_BF16, _FP32), (96, 128, 300))
         for Nq, fields in ((256, {}), (256, _EVERYTHING), *([(1, {}), (1, _EVERYTHING)] if d == 128 else []))
     ),
+    *(
+        Case(FORWARD, Nq=Nq, ragged=True, stored=stored, wide=1, **fields)
+        for stored in _CODES
+        for Nq, fields in ((1, {}), (256, {}), (256, _EVERYTHING))
+    ),
     *(Case(FORWARD, _FP16, d, ragged=True, stored="*i8", wide=2, **_ALL_OPTIONS) for d in (16, 100, 256)),
     *(
         Case(kernel, dtype, d, stored="*i8", candidates=True, normalize=True, options=True)

@@ -139,9 +139,10 @@ def forward_ragged(
     if rows < config.BM:
         stages = min(launch.num_stages, 3)
         launch = replace(launch, num_warps=8 if sums_squares else 4, num_stages=stages, max_registers=arch.registers)
-    coded = argmax and stored.startswith("codes")  # what decodes them takes registers too
+    # What decodes codes takes registers, and so do winners and offsets of 64 bits.
+    coded = stored.startswith("codes") and (argmax or wide > 0)
     narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
-    narrow = narrow or (coded and not config.TOKENS_FIRST)
+    narrow = narrow or (coded and argmax and not config.TOKENS_FIRST)
     converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
     tokens = min(config.BN, 32) if narrow or converts else config.BN
     if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lik_ops
-from lik_ops.formats import FORMATS
+from tests.residual import quantize
 
 Nq, K, Lq, Ld, d = 5, 7, 4, 6, 8  # neither number of queries nor of documents divides by two
 
@@ -123,15 +123,13 @@ def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
 def check_quantized(mesh, kind: str, format: str, device: str) -> None:
     """Nothing, the lists, and what cannot be sharded: numbers and scales are gathered first."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged(kind, False, device)
-    made = lik_ops.quantize(D, format)
-    stored = made.data.view(FORMATS[format].bytes), *made.per_token(), format
-    given = [Q, *stored, cu_q, offsets, lengths, pairs, None, None, None]
+    given = [Q, *quantize(D, format).stored(), cu_q, offsets, lengths, pairs, None, None, None]
 
     def scored(args: list) -> tuple:
         return torch.ops.lik.maxsim_quantized_fwd(*args, False, torch.int32, 4)
 
     expected, of_lists = scored(given), Shard(1) if kind == "candidates" else Shard(0)
-    lists = {"cross": (6, 7), "candidates": (6, 7), "pairs": (8,)}[kind]
+    lists = {"cross": (9, 10), "candidates": (9, 10), "pairs": (11,)}[kind]
     for sharded in ((), lists, (0, 1, 2, 3)):
         args = [
             place(x, mesh, [Replicate() if i not in sharded else of_lists if i in lists else Shard(0)])
@@ -236,7 +234,7 @@ def main() -> None:
             for options in (False, True):
                 check_ragged(mesh, kind, options, device)
         for kind in ("cross", "candidates", "pairs"):
-            for format in ("int8", "uint8", "binary"):
+            for format in ("int8", "uint8", "binary", "residual2"):
                 check_quantized(mesh, kind, format, device)
         check_quantized_functions(mesh, device)
         for candidates in (False, True):

@@ -172,7 +172,9 @@ def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         x = load_rows(pointers, ok & finite, columns, d, D.stride_d, C.WIDE).to(tl.float32)
-        q = tl.minimum(tl.maximum(_nearest(x * inverse[:, None]), -127.0), 127.0)
+        # Rounded before `_nearest` adds to it: fused with that sum it would be rounded once, and halves otherwise.
+        x = tl.fma(x, tl.broadcast_to(inverse[:, None], x.shape), tl.zeros_like(x))
+        q = tl.minimum(tl.maximum(_nearest(x), -127.0), 127.0)
         mask = ok[:, None] & (columns < d)[None, :]
         tl.store(data + row[:, None] * d + columns[None, :], q.to(tl.int8), mask=mask)
     tl.store(scale + row, tl.where(finite, s, float("nan")), mask=ok)

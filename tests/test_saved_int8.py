@@ -183,19 +183,20 @@ def test_documents_are_freed(dtype, normalized, compiled):
 def test_a_step_takes_less_memory(normalized, backward):
     """Where documents are in between, as those of an encoder: the peak of several calls before one backward."""
     Q = torch.randn(32, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weights = torch.randn(4, 256, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(4, 256, 300, 128, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     peaks = {}
     for save in (None, "int8", None, "int8"):
-        weights.grad = Q.grad = None
+        weight.grad = Q.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        scores = [lik_ops.maxsim(Q, part * 2, normalize=normalized, save=save, backward=backward) for part in weights]
+        scores = [lik_ops.maxsim(Q, x * weight, normalize=normalized, save=save, backward=backward) for x in hidden]
         kept = torch.cuda.memory_allocated() - before
         torch.cat(scores, 1).sum().backward()
         peaks[save] = torch.cuda.max_memory_allocated() - before, kept
         del scores
-    tokens = weights.numel()
+    tokens = hidden.numel()
     assert peaks["int8"][1] <= peaks[None][1] - 0.9 * tokens
     assert peaks["int8"][0] <= peaks[None][0] - 0.7 * tokens
 

@@ -16,22 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .arguments import Sizes
 from .common import NO_TOKEN, nan_max, query_keep, query_weight, row_pointers
-from .forward_specialized import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    ROWS,
-    UNRESOLVED,
-    Half,
-    fresh,
-    fresh_halves,
-    issued,
-    reduced,
-    settle,
-    slot_rows,
-    sums_of,
-    winners_of,
-)
+from .forward_specialized import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, issued, slot_rows, sums_of
 from .gluon_names import async_load
+from .halves import UNRESOLVED, Half, fresh, fresh_halves, reduced, settle, winners_of
 from .patches import counted, patch
 from .ring import HALF_ROWS, Ring, advance, shared_ring
 from .spans import Spans, block, bounds_of, costs_of, here, length_of, shares, span_of

@@ -12,8 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .common import nan_max, ordered_sum, query_keep, query_weight
-from .forward_specialized import CONSUMER_REGISTERS, PRODUCER_REGISTERS, lanes
+from .forward_specialized import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
+from .halves import lanes
 from .ring import HALF_ROWS, advance
 
 FEATURES = gl.constexpr(64)  # of a step: 128 bytes, the widest swizzle

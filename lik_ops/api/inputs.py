@@ -22,7 +22,6 @@ from ..arguments import (
     check_tokens,
     kind_of,
     same_size,
-    score_dtype,
     shape_of,
 )
 from ..index import Index
@@ -32,7 +31,7 @@ from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
 from ..quantized import Quantized
 from ..segments import Ragged
-from .packing import Sequences, is_sequences, packed
+from .packing import Sequences, is_sequences, sequences, weights_of
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
 Documents: TypeAlias = Tokens | Quantized | Index
@@ -120,7 +119,7 @@ def given(
     if is_sequences(Q):
         queries = sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q, D)
         Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
-        q_weight = _weights(op, q_weight, queries)
+        q_weight = weights_of(op, q_weight, queries)
     if is_sequences(D) and d_shape is None:
         documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
@@ -181,54 +180,6 @@ def _is_single(x: Any) -> bool:
 
 def _lifted(x: Any) -> Any:
     return x.unsqueeze(0) if isinstance(x, Tensor) and not x.is_nested else x
-
-
-def _no_tokens(beside: Any) -> Tensor | None:
-    """What an empty list is packed to: the other side says d, dtype and device. None where it has no tokens either."""
-    if is_sequences(beside):
-        is_jagged = isinstance(beside, Tensor) and beside.layout == torch.jagged
-        beside = beside.values() if is_jagged else next(iter(beside), None)
-    is_tokens = isinstance(beside, Tensor) and beside.layout == torch.strided and beside.dim() > 0
-    return beside.new_empty((0, beside.shape[-1])) if is_tokens else None
-
-
-def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any) -> Sequences:
-    is_empty = isinstance(x, (list, tuple)) and not x
-    found = packed(op, name, x, _no_tokens(beside) if is_empty else None)
-    if found.tokens.dim() != 2:
-        shape = ", ".join(map(str, ("L", *found.tokens.shape[1:])))
-        raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
-    if given_cu is not None:
-        raise ValueError(
-            f"{op}: {cu}: expected None beside a list or nested tensor {name}, got {type(given_cu).__name__}"
-        )
-    if given_mask is not None:
-        raise ValueError(
-            f"{op}: {mask}: expected None beside a list or nested tensor {name} (leave out tokens that do not count),"
-            f" got {type(given_mask).__name__}"
-        )
-    return found
-
-
-def _weights(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
-    """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
-    if not is_sequences(q_weight):
-        return q_weight
-    nothing = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
-    weights = packed(op, "q_weight", q_weight, nothing)
-    if weights.lengths is not None and queries.lengths is not None:
-        same = weights.lengths == queries.lengths
-    else:  # only their tensors know the lengths: two jagged ones have to share their offsets
-        same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
-    if not same:
-        expected = "the offsets" if queries.lengths is None else f"the lengths {_shown(queries.lengths)}"
-        found = "others" if weights.lengths is None else f"a list of {_shown(weights.lengths)}"
-        raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
-    return weights.tokens
-
-
-def _shown(lengths: list[int]) -> str:
-    return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
 
 
 def _spelled(side: str, cu_seqlens: Tensor | None) -> str:

@@ -18,11 +18,22 @@ from ..arguments import (
     check_tensor,
     check_tokens,
     kind_of,
+    score_dtype,
     shape_of,
 )
 from ..ops import values
 
-__all__ = ["Sequences", "is_sequences", "lengths_to_mask", "pack", "pack_padded", "packed", "unpack"]
+__all__ = [
+    "Sequences",
+    "is_sequences",
+    "lengths_to_mask",
+    "pack",
+    "pack_padded",
+    "packed",
+    "sequences",
+    "unpack",
+    "weights_of",
+]
 
 
 def pack(sequences: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
@@ -225,3 +236,52 @@ def _moved(values: list, device: torch.device) -> Tensor:
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, device=device)
     return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+
+
+def _no_tokens(beside: Any) -> Tensor | None:
+    """What an empty list is packed to: the other side says d, dtype and device. None where it has no tokens either."""
+    if is_sequences(beside):
+        is_jagged = isinstance(beside, Tensor) and beside.layout == torch.jagged
+        beside = beside.values() if is_jagged else next(iter(beside), None)
+    is_tokens = isinstance(beside, Tensor) and beside.layout == torch.strided and beside.dim() > 0
+    return beside.new_empty((0, beside.shape[-1])) if is_tokens else None
+
+
+def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any) -> Sequences:
+    """A side that came as sequences, packed; raises where a mask or bounds came with it."""
+    is_empty = isinstance(x, (list, tuple)) and not x
+    found = packed(op, name, x, _no_tokens(beside) if is_empty else None)
+    if found.tokens.dim() != 2:
+        shape = ", ".join(map(str, ("L", *found.tokens.shape[1:])))
+        raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
+    if given_cu is not None:
+        raise ValueError(
+            f"{op}: {cu}: expected None beside a list or nested tensor {name}, got {type(given_cu).__name__}"
+        )
+    if given_mask is not None:
+        raise ValueError(
+            f"{op}: {mask}: expected None beside a list or nested tensor {name} (leave out tokens that do not count),"
+            f" got {type(given_mask).__name__}"
+        )
+    return found
+
+
+def weights_of(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
+    """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
+    if not is_sequences(q_weight):
+        return q_weight
+    nothing = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
+    weights = packed(op, "q_weight", q_weight, nothing)
+    if weights.lengths is not None and queries.lengths is not None:
+        same = weights.lengths == queries.lengths
+    else:  # only their tensors know the lengths: two jagged ones have to share their offsets
+        same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
+    if not same:
+        expected = "the offsets" if queries.lengths is None else f"the lengths {_shown(queries.lengths)}"
+        found = "others" if weights.lengths is None else f"a list of {_shown(weights.lengths)}"
+        raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
+    return weights.tokens
+
+
+def _shown(lengths: list[int]) -> str:
+    return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..api.inputs import sequences
-from ..api.packing import is_sequences
+from ..api.packing import is_sequences, sequences
 from ..arguments import DTYPES, check_mask, check_strided, check_tensor
 from ..ops import topk, values
 from ..ops.stack import autocast

@@ -140,7 +140,8 @@ def forward_ragged(
         stages = min(launch.num_stages, 3)
         launch = replace(launch, num_warps=8 if sums_squares else 4, num_stages=stages, max_registers=arch.registers)
     # What decodes codes takes registers, and so do winners and offsets of 64 bits.
-    coded = stored.startswith("codes") and (argmax or wide > 0)
+    codes = stored.startswith("codes")
+    coded = codes and (argmax or wide > 0)
     narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
     narrow = narrow or (coded and argmax and not config.TOKENS_FIRST)
     converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
@@ -149,7 +150,7 @@ def forward_ragged(
         launch = replace(launch, num_warps=8)
     elif arch.unit == "mma" and (converts or coded):
         tokens = 16
-    if coded:
+    if coded or (codes and arch.unit == "wgmma"):
         launch = replace(launch, num_warps=8 if rows == 128 else launch.num_warps, max_registers=255)
     if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
         launch = replace(launch, num_stages=2)

@@ -65,12 +65,13 @@ CANDIDATES |= {"cu_seqlens_q": "cu_q", "q_weight": "packed_w"}
 PAIRS = {**CUTS, "pairs": "pairs", "q_mask": "packed_q_mask", "d_mask": "packed_d_mask"}
 PADDED = {"Q": "Q", "D": "candidates", "query_lengths": "n_q", "doc_lengths": "n_d", "q_weight": "w"}
 RECOMPUTE = {**OPTIONS, "recompute": False}
+SAVE = {**RECOMPUTE, "save": None}
 # Of each function a valid call: arguments by the names in `values`, options, and the tensors that may be left out.
 VALID = {
-    "maxsim": (DENSE, RECOMPUTE),
-    "maxsim of candidates": ({**DENSE, "D": "candidates", "d_mask": "c_mask"}, RECOMPUTE),
+    "maxsim": (DENSE, SAVE),
+    "maxsim of candidates": ({**DENSE, "D": "candidates", "d_mask": "c_mask"}, SAVE),
     "maxsim_with_argmax": (DENSE, RECOMPUTE),
-    "maxsim_pairs": ({**DENSE, "D": "one_each", "d_mask": "one_mask"}, RECOMPUTE),
+    "maxsim_pairs": ({**DENSE, "D": "one_each", "d_mask": "one_mask"}, SAVE),
     "maxsim_varlen": (CUTS, OPTIONS),
     "maxsim_varlen_with_argmax": (CUTS, OPTIONS),
     "maxsim_candidates_varlen": (CANDIDATES, OPTIONS),

@@ -208,7 +208,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         return backward_configs.lists(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
-    return backward_configs.gather(case.dtype, case.d, ragged=case.ragged, **shared)
+    scaled = case.kernel == "maxsim_grad_queries" and bool(case.stored)
+    return backward_configs.gather(case.dtype, case.d, ragged=case.ragged, scaled=scaled, **shared)
 
 
 def _listed(case: Case) -> bool:

@@ -65,7 +65,8 @@ class Call(NamedTuple):
         return self.up.Nq * cdiv(self.up.Lq, launch.config.BM)
 
     def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        launch = backward_configs.gather(self.dtype, self.d, ragged=self.packed, **self.layout())
+        scaled = self.up.scale is not None
+        launch = backward_configs.gather(self.dtype, self.d, ragged=self.packed, scaled=scaled, **self.layout())
         args = (*self.groups, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
 

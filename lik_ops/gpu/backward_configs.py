@@ -15,8 +15,20 @@ _remembered = functools.lru_cache(maxsize=1024)  # the same few are asked for at
 
 
 @_remembered
-def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wide: int, ragged: bool = False) -> Launch:
-    """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time."""
+def gather(
+    dtype: torch.dtype,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    ragged: bool = False,
+    scaled: bool = False,
+) -> Launch:
+    """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time.
+
+    `scaled`: rows are int8 with a scale, which takes registers.
+    """
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
     rows = 128 if dtype != torch.float32 else 32 if normalize else 64
@@ -38,7 +50,7 @@ def gather(dtype: torch.dtype, d: int, *, candidates: bool, normalize: bool, wid
         WIDE=wide,
         PRECISION="ieee",
     )
-    spills = not short or (ragged and candidates and dtype == torch.float32)
+    spills = not short or (ragged and candidates and dtype == torch.float32) or (scaled and normalize)
     return Launch(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
 

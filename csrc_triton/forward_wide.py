@@ -115,9 +115,8 @@ def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexp
                 S = S * ring.norms.index(_previous(stage, C)).load(gl.SliceLayout(0, ACC))[None, :]
             mbarrier.arrive(ring.empty.index(_previous(stage, C)), count=1)
             best = nan_max(best, _lane_maxima(S))
-        _score(
-            best, Q, norms, (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT), parts, task % sizes.K, scores, sizes, C
-        )
+        first = (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT)
+        _score(best, Q, norms, first, parts, task % sizes.K, scores, sizes, C)
 
 
 @gluon.jit(do_not_specialize=["parts"])

@@ -142,9 +142,8 @@ def specialized(
         config = config._replace(GIVEN=normalize and row_tiles >= _LEAST_GIVEN)
     pairs = row_tiles * K
     fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
-    least = (
-        rows // 4 if normalize and d <= 128 else rows // 2
-    )  # norms are found beside the products here, between them elsewhere
+    # The plain kernel finds norms between its products, this one beside them.
+    least = rows // 4 if normalize and d <= 128 else rows // 2
     worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None

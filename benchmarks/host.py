@@ -26,6 +26,7 @@ import lik_ops
 from lik_ops.gpu import launcher
 
 BLOCK = 50
+_kept: list[torch.library.Library] = []  # whose operators would go with them
 RAGGED = (
     Case("cross", 8, 8, 32, 64, d=64, mean_q=0.6),
     Case("cross, dense queries", 8, 8, 32, 64, d=64),
@@ -116,12 +117,16 @@ def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def compiled(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward, step, and the step of a projection, F.normalize, scores and cross-entropy: in `torch.compile`."""
+    """Forward, step, and the step of a projection, F.normalize, scores and cross-entropy: in `torch.compile`.
+
+    "nothing" is what torch takes itself: operators with the arguments of ours, whose results lie ready. Steps are timed
+    with autograd in its own thread, as ever, and "one thread" without: a host may take long to wake another thread.
+    """
     upstream, labels = torch.ones(8, 8, device="cuda"), torch.arange(8, device="cuda")
     leaf_Q, leaf_D = Q.clone().requires_grad_(), D.clone().requires_grad_()
     weight = torch.randn(64, 64, device="cuda", dtype=Q.dtype).requires_grad_()
     found: dict[str, Callable[[], object]] = {}
-    for name, score in {"lik_ops.maxsim": lik_ops.maxsim, "einsum": einsum}.items():
+    for name, score in {"lik_ops.maxsim": lik_ops.maxsim, "einsum": einsum, "nothing": nothing(Q, D)}.items():
 
         def loss(weight: Tensor, score: Callable[[Tensor, Tensor], Tensor] = score) -> Tensor:
             tokens = (torch.nn.functional.normalize(x @ weight, dim=-1) for x in (Q, D))
@@ -137,7 +142,39 @@ def compiled(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         found[f"{name}, step"] = lambda f=forward: torch.autograd.grad(f(leaf_Q, leaf_D), (leaf_Q, leaf_D), upstream)
         found[f"{name}, step of an encoder"] = lambda f=whole: torch.autograd.grad(f(weight), weight)
         found[f"{name}, step of an encoder, eager"] = lambda f=loss: torch.autograd.grad(f(weight), weight)
+    for name, step in list(found.items()):
+        if "step" in name:
+            found[f"{name}, one thread"] = in_one_thread(step)
     return found
+
+
+def in_one_thread(step: Callable[[], object]) -> Callable[[], object]:
+    def alone() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step()
+
+    return alone
+
+
+def nothing(Q: Tensor, D: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Scores of an operator that computes nothing and makes nothing, but what autograd needs of it."""
+    ready = Q.new_zeros(8, 8, dtype=torch.float32), Q.new_zeros(8, 8, 32, dtype=torch.int16)
+    gradients = torch.zeros_like(Q), torch.zeros_like(D)
+    library = torch.library.Library("host_benchmark", "FRAGMENT")
+    library.define("nothing(Tensor Q, Tensor D) -> (Tensor, Tensor)")
+    library.define("nothing_backward(Tensor grad, Tensor Q, Tensor D, Tensor argmax) -> (Tensor, Tensor)")
+    library.impl("nothing", lambda Q, D: ready, "CUDA")
+    library.impl("nothing_backward", lambda *tensors: gradients, "CUDA")
+    ops = torch.ops.host_benchmark
+    torch.library.register_fake("host_benchmark::nothing", lambda Q, D: tuple(map(torch.empty_like, ready)))
+    torch.library.register_fake("host_benchmark::nothing_backward", lambda *t: tuple(map(torch.empty_like, gradients)))
+    torch.library.register_autograd(
+        "host_benchmark::nothing",
+        lambda ctx, grad, _: ops.nothing_backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1]),
+    )
+    _kept.append(library)
+    return lambda Q, D: ops.nothing(Q, D)[0]
 
 
 def ragged(what: str) -> dict[str, Callable[[], object]]:

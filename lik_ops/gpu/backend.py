@@ -6,7 +6,7 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 from . import forward as cuda_forward
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
-from .backward import backward_lowmem, backward_unified
+from .backward import GradientPlan, backward_lowmem, backward_unified
 from .forward import forward, forward_plan
 from .quantized import forward_quantized, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
@@ -15,6 +15,7 @@ from .replay import Calls
 from .topk import best, best_of_parts
 
 __all__ = [
+    "GradientPlan",
     "allow_tf32",
     "architecture",
     "backward_cut",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,9 @@ class _Arguments(NamedTuple):
     normalize: bool
     needs: list[bool]
     scale: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self[:7], self.scale
 
     def part(self, queries: slice, documents: slice) -> _Arguments:
         """Of some queries, and of some documents of the cross product, with their winners."""
@@ -141,8 +144,21 @@ def _again(function: Callable[[_Arguments], Gradients], a: _Arguments) -> Gradie
         winners = a.argmax.dtype, a.argmax.stride()
     found = metadata(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
     key = (function, *found, stride, *winners, a.normalize, *a.needs)
-    given = a.grad_scores, a.argmax, a.Q, a.D, a.q_mask, a.d_mask, a.q_weight, a.scale
-    return calls.run(key, given, partial(function, a), a.Q.device)
+    return calls.run(key, a.tensors(), partial(function, a), a.Q.device)
+
+
+class GradientPlan:
+    """`backward_lowmem` or `backward_unified` of calls whose tensors and options have one description."""
+
+    def __init__(self, unified: bool) -> None:
+        self.unified, self.calls = unified, Calls()
+
+    def __call__(self, *arguments: Any) -> Gradients:
+        if self.unified:
+            require_nondeterminism_allowed()
+        a = _Arguments(*arguments)
+        function = partial(_unified if self.unified else _lowmem, a)
+        return self.calls.run((), a.tensors(), function, a.Q.device)
 
 
 def _lowmem(a: _Arguments) -> Gradients:

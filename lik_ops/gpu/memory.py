@@ -27,6 +27,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor to be filled by a kernel."""
+    return maker(device)(shape, strides, dtype)
+
+
+def maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """`new_memory` on `device`, for as long as nothing that it looks at changes."""
     if (
         empty_cuda is None
         or device.index is None  # in the interpreter
@@ -34,5 +39,5 @@ def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dt
         or launcher.recording.by is not None  # which sees what torch allocates
         or current_device() != device.index
     ):
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return empty_cuda(shape, strides, dtype)
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return empty_cuda

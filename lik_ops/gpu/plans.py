@@ -71,7 +71,7 @@ class DensePlan(Plan):
     def new_argmax(self) -> Tensor:
         """Winners to be filled by `scores`, of size [0] if none are asked for."""
         if self.argmax_dtype is None:
-            return torch.empty(0, dtype=torch.int32, device=self.device)
+            return new_memory((0,), (1,), torch.int32, self.device)
         return new_memory(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
 
     def scores(

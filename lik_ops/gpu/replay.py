@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import launcher
 from .arguments import current_device
-from .memory import new_memory, raw_stream
+from .memory import maker, raw_stream
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 1024
@@ -47,9 +47,9 @@ class _Memory(NamedTuple):
     dtype: torch.dtype
     value: float | None = None
 
-    def make(self, device: torch.device, held: list) -> int:
+    def make(self, new: Callable[..., Tensor], held: list) -> int:
         """Add a new one to `held`, where nothing else keeps it beyond its last launch. Where it begins."""
-        found = new_memory(self.shape, self.strides, self.dtype, device)
+        found = new(self.shape, self.strides, self.dtype)
         held.append(found if self.value is None else found.fill_(self.value))
         return found.data_ptr()
 
@@ -249,7 +249,7 @@ class Replay:
             merged |= pointer
         if merged & 15 or current_device() != self.device.index or launcher.hooks_set():
             return None
-        held, stream, device = list(given), raw_stream(self.device.index), self.device
+        held, stream, new = list(given), raw_stream(self.device.index), maker(self.device)
         for step in self.steps:
             kind = step.__class__
             if kind is _Launch:
@@ -257,7 +257,7 @@ class Replay:
                 for slot in step.last:
                     held[slot] = None
             elif kind is _Memory:
-                pointers.append(step.make(device, held))
+                pointers.append(step.make(new, held))
             else:
                 held[step.slot].fill_(step.value)
         return tuple([held[slot] for slot in self.outputs])

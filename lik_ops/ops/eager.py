@@ -8,8 +8,6 @@ by a description of its arguments; later calls of the same description only look
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +17,13 @@ from .. import backends
 from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, score_dtype
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
+from . import family
 from .eager_calls import Call, CutCall, DenseCall
-from .watchers import described, described_but_rows, is_below_autograd, nobody_watches
+from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, nobody_watches
 
 _MOST_CALLS = 4096
 _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
 _fp32, _is_grad_enabled = torch.float32, torch.is_grad_enabled
-# The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
-fp32_precision: Callable[[], str] = (
-    partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
-    if hasattr(torch._C, "_get_fp32_precision_getter")
-    else lambda: torch.backends.cuda.matmul.fp32_precision
-)
 _SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
 
@@ -297,4 +290,5 @@ def maxsim_ragged(
 def forget() -> None:
     """Drop what was found out about calls, as when a table of configurations was changed."""
     _calls.clear()
+    family.forget()
     backends.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, as_bool, lifted
 from ..segments import Cut
 from ..settings import requested_backend
-from .gradients import gradient, is_unified
+from .gradients import gradient, is_unified, planned
 from .watchers import backward_is_short
 
 _log = logging.getLogger("lik_ops")
@@ -60,6 +61,7 @@ class DenseCall(Call):
         self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
         self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
         self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
+        self.planned: dict[tuple, Callable[..., tuple]] = {}  # gradients, by the strides of those of the scores
         if hasattr(self.backend, "forward_plan"):
             args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
@@ -75,6 +77,10 @@ class DenseCall(Call):
             if is_flat:
                 scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
         return scores, None if argmax_dtype is None else argmax
+
+    def no_winners(self, scores: Tensor) -> Tensor:
+        """What an operator returns in place of winners that are not asked for."""
+        return scores.new_empty(0, dtype=torch.int32) if self.plan is None else self.plan.new_argmax()
 
     def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
@@ -92,8 +98,17 @@ class DenseCall(Call):
         is_short = backward_is_short(grad_scores, *given[:2])
         if argmax is None and not is_short:
             argmax = Q.new_empty(0, dtype=torch.int32)
-        run = gradient(self.backward, self.backend if is_short else None)
+        run = self._gradient(grad_scores.stride(), needs, argmax) if is_short else gradient(self.backward)
         return run(grad_scores, Q, D, argmax, *options, self.normalize, needs)
+
+    def _gradient(self, stride: tuple, needs: list[bool], argmax: Tensor | None) -> Callable[..., tuple]:
+        if argmax is None:  # winners are found again by whatever a forward may use then
+            return gradient(self.backward, self.backend)
+        key = (stride, *needs)
+        found = self.planned.get(key)
+        if found is None:
+            found = self.planned[key] = planned(self.backward, self.backend)
+        return found
 
 
 class CutCall(Call):

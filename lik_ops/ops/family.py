@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,30 +13,37 @@ from .._ops import add_op_namespace_prefix
 from ..arguments import BACKWARDS, check_choice, score_dtype
 from ..segments import Dense, Ragged, Shape
 from ..settings import requested_backend, use_backend
-from .watchers import described
+from .watchers import described, fp32_precision
 
 _ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
-_MOST_CHECKED = 4096
-_checked: set[tuple] = set()  # operators and arguments that were found right, by their descriptions
+_MOST_FOUND = 4096
+_found: dict[tuple, Any] = {}  # by operators and descriptions of their arguments
+T = TypeVar("T")
 
 
-def check_once(op: str, given: tuple, options: tuple, check: Callable[[], Any]) -> None:
-    """Run `check` of an operator's arguments unless it passed for some of the same description.
+def found_once(op: str, given: Sequence, options: tuple, find: Callable[[], T]) -> T:
+    """What `find` returns, which checks the arguments of an operator and finds who computes: once a description.
 
     Args:
-        given: tensors and what else `described` knows; what it cannot describe is checked each time.
+        given: tensors and what else `described` knows; where it cannot describe one, `find` is called each time.
         options: values that the dispatcher has made sure are of one type.
     """
     description = described(given)
     if description is None:
-        check()
-        return
-    key = (op, options, *description)
-    if key not in _checked:
-        check()
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        _checked.add(key)
+        return find()
+    key = (op, options, requested_backend(), fp32_precision(), *description)
+    found = _found.get(key)
+    if found is None:
+        found = find()
+        if len(_found) >= _MOST_FOUND:
+            _found.clear()
+        _found[key] = found
+    return found
+
+
+def forget() -> None:
+    """Drop what was found out, as when a table of configurations was changed."""
+    _found.clear()
 
 
 def check_forward(op: str, tensors: Dense | Ragged, argmax_dtype: Any, backward: str) -> None:

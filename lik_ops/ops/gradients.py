@@ -21,3 +21,9 @@ def gradient(backward: str, backend: ModuleType | None = None) -> Callable[..., 
     if backend is not None:
         return getattr(backend, f"backward_{name}")
     return lik.maxsim_bwd_unified if name == "unified" else lik.maxsim_bwd_lowmem
+
+
+def planned(backward: str, backend: ModuleType) -> Callable[..., tuple]:
+    """`gradient` by `backend` for calls of one description, with what it keeps of them, if anything."""
+    plan = getattr(backend, "GradientPlan", None)
+    return gradient(backward, backend) if plan is None else plan(is_unified(backward))

@@ -20,16 +20,17 @@ from ..segments import Dense
 from . import eager
 from .custom import custom_op
 from .documented import document, document_bodies
+from .eager_calls import DenseCall
 from .family import (
     check_forward,
     check_gradient,
-    check_once,
     fake_forward,
     fake_gradient,
+    found_once,
     no_double_backward,
     register_autograd,
 )
-from .gradients import gradient
+from .gradients import gradient, planned
 from .stack import autocast, batching, functional, sharding
 
 _FWD_SCHEMA = (
@@ -54,11 +55,17 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     The winners are ``[Nd, Nq, Lq]`` (cross product) or ``[Nq, K, Lq]`` (candidates), relative to their document, -1
     where there is none. `backward` names the op that its gradient runs.
     """
+    call = found_once(_FWD, args, (), partial(_forward_call, args))
+    functional.reject_forward_ad(args[0], args[1], args[4])
+    scores, argmax = call.forward(args[:5])
+    return scores, call.no_winners(scores) if argmax is None else argmax
+
+
+def _forward_call(args: tuple) -> DenseCall:
     tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
-    options = argmax_dtype, backward
-    check_once(_FWD, tensors, options, lambda: check_forward(_FWD, tensors, argmax_dtype, backward))
-    functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
-    return backends.select(tensors.Q.device, tensors.Q.dtype).forward(*tensors, normalize, argmax_dtype)
+    check_forward(_FWD, tensors, argmax_dtype, backward)
+    backend = backends.select(tensors.Q.device, tensors.Q.dtype)
+    return DenseCall(tensors, backend, normalize, backward, argmax_dtype, False)
 
 
 @maxsim_fwd.register_fake
@@ -77,12 +84,16 @@ def _gradient_arguments(op: str, args: tuple) -> tuple[Dense, Sequence[bool]]:
 
 
 def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, normalize, needs = args
-    check_once(op, tuple(tensors), tuple(needs), lambda: _gradient_arguments(op, args))
-    grad_scores, Q, D, argmax, *options = tensors
-    functional.reject_forward_ad(grad_scores, Q, D, options[2])
-    run = gradient(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
-    return run(grad_scores, Q, D, argmax if argmax.dim() != 1 else None, *options, normalize, list(needs))
+    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
+
+    def checked() -> Callable:
+        _gradient_arguments(op, args)
+        return planned(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
+
+    run = found_once(op, args[:-1], tuple(needs), checked)
+    functional.reject_forward_ad(grad_scores, Q, D, q_weight)
+    winners = argmax if argmax.dim() != 1 else None
+    return run(grad_scores, Q, D, winners, q_mask, d_mask, q_weight, normalize, list(needs))
 
 
 @custom_op(add_op_namespace_prefix("maxsim_bwd_lowmem"), _BWD_SCHEMA)

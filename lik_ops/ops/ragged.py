@@ -4,6 +4,7 @@ One forward for three layouts: every query against every document, each query ag
 pairs. Opaque custom ops, whose bodies pick a backend at run time.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from .documented import document_bodies
 from .family import (
     check_forward,
     check_gradient,
-    check_once,
     fake_forward,
     fake_gradient,
+    found_once,
     no_double_backward,
     register_autograd,
 )
@@ -58,11 +59,15 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     without winners kept, it finds them again.
     """
     r, (normalize, argmax_dtype, max_seqlen_q, backward) = Ragged(*args[:9]), args[9:]
-    options = argmax_dtype, max_seqlen_q, backward
-    check_once(_FWD, r, options, lambda: _check_forward(r, argmax_dtype, max_seqlen_q, backward))
+
+    def checked() -> ModuleType:
+        _check_forward(r, argmax_dtype, max_seqlen_q, backward)
+        return backends.select(r.Q.device, r.Q.dtype)
+
+    backend = found_once(_FWD, r, args[9:], checked)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
-    return backends.select(r.Q.device, r.Q.dtype).forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
+    return backend.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
 
 
 @maxsim_ragged_fwd.register_fake
@@ -84,9 +89,13 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Without `unified` each is summed by its owner in a fixed order; with it a GPU may add atomically.
     """
     grad_scores, r, (argmax, normalize, unified, needs) = args[0], Ragged(*args[1:10]), args[10:]
-    check_once(_BWD, (grad_scores, *r, argmax), tuple(needs), lambda: _check_gradient(grad_scores, r, argmax, needs))
+
+    def checked() -> ModuleType:
+        _check_gradient(grad_scores, r, argmax, needs)
+        return backends.select(r.Q.device, r.Q.dtype)
+
+    backend = found_once(_BWD, args[:11], tuple(needs), checked)
     functional.reject_forward_ad(grad_scores, r.Q, r.D, r.q_weight)
-    backend = backends.select(r.Q.device, r.Q.dtype)
     return backend.backward_ragged(grad_scores, r, argmax, normalize, list(needs), unified)
 
 

@@ -6,7 +6,8 @@ of Q sums the tokens that won as int8 has them. That of D is made of Q and the w
 `normalize`, but for its way through the norms, which are those of the int8 tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from .documented import document_bodies
 from .family import (
     check_forward,
     check_gradient,
-    check_once,
     fake_forward,
     fake_gradient,
+    found_once,
     no_double_backward,
     register_autograd,
 )
-from .gradients import is_unified
+from .gradients import is_unified, planned
 from .quantized import tokens_like
 from .stack import batching, functional
 
@@ -46,10 +47,13 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_fwd_int8", "maxsim_bwd_int8")
 def maxsim_fwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and winners of `maxsim_fwd`; D as int8, and the scale of each token: what the backward needs of it."""
     tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
-    options = argmax_dtype, backward
-    check_once(_FWD, tensors, options, lambda: check_forward(_FWD, tensors, argmax_dtype, backward))
+
+    def checked() -> ModuleType:
+        check_forward(_FWD, tensors, argmax_dtype, backward)
+        return backends.select(tensors.Q.device, tensors.Q.dtype)
+
+    backend = found_once(_FWD, args, (), checked)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
-    backend = backends.select(tensors.Q.device, tensors.Q.dtype)
     return *backend.forward(*tensors, normalize, argmax_dtype), *backend.keep_int8(tensors.D)
 
 
@@ -90,11 +94,14 @@ def maxsim_bwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Without `unified` each is summed by its owner in a fixed order; with it a GPU adds atomically.
     """
     *tensors, normalize, unified, needs = args
-    check_once(_BWD, tuple(tensors), tuple(needs), lambda: _taken(args))
     grad_scores, Q, data, scale, argmax, q_mask, q_weight = tensors
+
+    def checked() -> Callable:
+        _taken(args)
+        return planned("unified" if unified else "lowmem", backends.select(Q.device, Q.dtype))
+
+    run = found_once(_BWD, args[:-1], tuple(needs), checked)
     functional.reject_forward_ad(grad_scores, Q, q_weight)
-    backend = backends.select(Q.device, Q.dtype)
-    run = backend.backward_unified if unified else backend.backward_lowmem
     return run(grad_scores, Q, data, argmax, q_mask, None, q_weight, normalize, list(needs), scale)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -11,10 +14,16 @@ from .stack import autocast
 _INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 # Names that every call looks up are bound here: a tiny call takes less time than fifty attributes.
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
 _function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _autocasting = autocast.is_anywhere
 _is_grad_enabled = torch.is_grad_enabled
+# The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
+fp32_precision: Callable[[], str] = (
+    partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+    if hasattr(torch._C, "_get_fp32_precision_getter")
+    else lambda: torch.backends.cuda.matmul.fp32_precision
+)
 
 # Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others.
 _USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.BackendSelect, _Key.ADInplaceOrView)]
@@ -67,15 +76,16 @@ def backward_is_short(*tensors: Tensor) -> bool:
     Not with a graph of the backward, whose operator raises for second derivatives.
     """
     short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
-    return short and nobody_watches() and all(is_memory(t) for t in tensors)
+    return short and nobody_watches() and all(map(is_memory, tensors))
 
 
-def described(arguments: tuple) -> list | None:
+def described(arguments: Sequence) -> list | None:
     """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
 
     Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether a gradient of it is
-    recorded, of None, True, False and a str itself. Values that are equal and not the same type, as 1 and True, are
-    told apart: there is no description of other types, subclasses included, nor of a tensor that is not `is_memory`.
+    recorded, of None, True, False, a str and a dtype itself. Values that are equal and not the same type, as 1 and
+    True, are told apart: there is no description of other types, subclasses included, nor of a tensor that is not
+    `is_memory`.
     """
     found: list = []
     records = _is_grad_enabled()
@@ -88,7 +98,7 @@ def described(arguments: tuple) -> list | None:
             if _KEYS(x).raw_repr() not in _usual_keys and not _is_newly_known(x):
                 return None
             found += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
-        elif kind is str:
+        elif kind is str or kind is _dtype:
             found.append(x)
         else:
             return None

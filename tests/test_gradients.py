@@ -138,9 +138,9 @@ def _cut_small(monkeypatch, **constants):
 # summed in pieces.
 WAYS = {
     "few": {},
-    "unlisted": {"SPARSE_ROWS": 0, "LIST_ROWS": 0},
-    "lists": {"SPARSE_ROWS": 0},
-    "pieces": {"SPARSE_ROWS": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
+    "unlisted": {"SPARSE_ROWS": 0},
+    "lists": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0},
+    "pieces": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
 }
 
 

@@ -73,7 +73,8 @@ def scatter(
 
 
 THREE_PROGRAMS = 168  # registers of a thread with which so many of four warps share a multiprocessor
-LIST_ROWS = 2**20  # query rows of a document beyond which the winners are not listed
+# Query rows of a document whose winners are listed: fewer are soon looked through, more take too much memory.
+LEAST_LISTED, MOST_LISTED = 1024, 2**20
 
 
 @_remembered

@@ -35,7 +35,7 @@ def into_documents(call: Call, grad_D: Tensor) -> None:
     table = partial(backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout())
     launch = table(pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
-    if rows > backward_configs.LIST_ROWS:
+    if not backward_configs.LEAST_LISTED <= rows <= backward_configs.MOST_LISTED:
         _sum_tiles(call, launch, TileLists(None, None, 0, 1, tiles), rows, Pieces(None, rows), count, grad_D)
         return
     listing = backward_configs.lists(call.arch, launch, rows)

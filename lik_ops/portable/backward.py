@@ -1,15 +1,14 @@
 """The portable backward: gradients gathered at the winners that the forward found.
 
-`backward_lowmem` lets each destination sum what it receives, in a fixed order, with nothing of the size of an input
-besides the gradients; `backward_unified` walks over the winners once and adds to both gradients. Both add in fp32 (fp64
-for fp64 inputs) and round once.
+Each destination sums what it receives, in a fixed order, in fp32 (fp64 for fp64 inputs), and rounds once; nothing is as
+large as an input besides the gradients. One pass over the winners that adds to both gradients takes longer: without
+atomic adds to save on, ``"unified"`` is the same function.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
 GROUP = 32  # documents whose winners are summed before they are added to those of others
 
 
-def _backward(
-    unified: bool,
+def backward_lowmem(
     grad_scores: Tensor,
     Q: Tensor,
     D: Tensor,
@@ -48,11 +46,10 @@ def _backward(
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
     layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
     scale = scale.unsqueeze(0) if scale is not None and D.dim() == 3 else scale
-    return Backward(layout, Q.shape, D.shape, normalize, needs, scale).gradients(unified)
+    return Backward(layout, Q.shape, D.shape, normalize, needs, scale).gradients()
 
 
-backward_lowmem = partial(_backward, False)  # bitwise reproducible
-backward_unified = partial(_backward, True)  # for half inputs it keeps fp32 sums as large as the gradients
+backward_unified = backward_lowmem
 
 
 def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -96,13 +93,11 @@ class Backward:
         """Whether anything can be sent."""
         return self.layout.argmax is not None and self.layout.argmax.numel() > 0 and self.Ld > 0
 
-    def gradients(self, unified: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         found = self.grad_Q, self.grad_D, self.grad_q_weight
         if not self.anything():
             for grad in found:
                 grad.zero_()
-        elif unified:
-            self.scatter()
         else:
             if self.needs[0] or self.needs[2]:
                 self.gather_into_queries()
@@ -232,51 +227,6 @@ class Backward:
         if batches > 1:
             source += order.div(items * sources, rounding_mode="floor").mul_(sources)
         return bags(self._query_rows(query), source, weight[order], bounds)[:rows]
-
-    def scatter(self) -> None:
-        """All gradients in one pass over the winners."""
-        sizes = (self.B, self.Y, self.Lq), (self.B, self.X, self.Ld)
-        outputs = self.grad_Q if self.needs[0] else None, self.grad_D
-        needed = self.needs[0] or self.needs[2], self.needs[1]
-        sums = [
-            self._zeros(output, size) if need else None
-            for need, output, size in zip(needed, outputs, sizes, strict=True)
-        ]
-        for query in pieces_of(sizes[0], self.piece_tokens):
-            batches, items, tokens = query.counts()
-            for documents in slices_of(0, self.X, max(1, self.piece_tokens // (batches * items * tokens))):
-                self._scatter_piece(query, documents, *sums)
-        for of_queries, total, size in zip((True, False), sums, sizes, strict=True):
-            if total is not None:
-                for piece in pieces_of(size, self.piece_tokens):
-                    self._finish(piece, total[tuple(piece)].reshape(-1, self.d), of_queries)
-
-    def _zeros(self, output: Tensor | None, sizes: tuple[int, int, int]) -> Tensor:
-        """Zeros to add to: the output itself if it has the computing dtype."""
-        if output is not None and output.dtype == self.dtype:
-            return output.zero_().view(*sizes, self.d)
-        return self.layout.Q.new_zeros((*sizes, self.d), dtype=self.dtype)
-
-    def _scatter_piece(
-        self, query: Piece, documents: slice, query_sum: Tensor | None, document_sum: Tensor | None
-    ) -> None:
-        winner, exists, g = self._winners(query, documents)
-
-        def places(axis: int, part: slice) -> Tensor:
-            return torch.arange(part.start, part.stop, device=g.device).view([-1 if i == axis else 1 for i in range(4)])
-
-        b, x, y, s = (places(i, p) for i, p in enumerate((query.batches, documents, query.items, query.tokens)))
-        winner.clamp_min_(0)
-        if query_sum is not None:
-            rows = self._rows(self._tokens((b, x, winner)), exists).mul_(g.reshape(-1, 1))
-            index = ((b * self.Y + y) * self.Lq + s).expand(winner.shape).reshape(-1)
-            query_sum.view(-1, self.d).index_add_(0, index, rows)
-        if document_sum is not None:
-            weight = self._weighted(g, query).unsqueeze(-1)
-            source = self._query_rows(query).view(winner.shape[0], 1, *winner.shape[2:], self.d)
-            rows = (source * weight).masked_fill_(~exists.unsqueeze(-1), 0).reshape(-1, self.d)
-            index = winner.add_((b * self.X + x) * self.Ld).reshape(-1)
-            document_sum.view(-1, self.d).index_add_(0, index, rows)
 
     def _finish(self, piece: Piece, total: Tensor, of_queries: bool) -> None:
         """Write the gradients of a piece of tokens, given what they receive before their weights and norms."""

@@ -1,7 +1,7 @@
 """The portable backward of packed tokens: each row of a gradient sums what its winners send, in a fixed order.
 
 Gradients are made a window of rows at a time. The cells that can send something into it are taken in order, a bounded
-number of winners at once, and their products are summed by destination. The flag `unified` changes nothing here.
+number of winners at once, and their products are summed by destination. `unified` changes nothing here either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def backward_ragged(
     unified: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
-    return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients(unified=False)
+    return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients()
 
 
 class _PackedBackward(Backward):

@@ -189,7 +189,7 @@ class Config(NamedTuple):
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
     SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
     PACKED: bool = False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
-    STORED: str = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
+    STORED: Any = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
     TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
 
 

@@ -14,7 +14,7 @@ from .common import load_rows, load_tokens
 @triton.constexpr_function
 def bucket_bits(stored):
     """Of `Config.STORED`: bits of a bucket, 0 of another format."""
-    return int(stored[5:]) if stored.startswith("codes") else 0
+    return int(stored[5:]) if isinstance(stored, str) and stored.startswith("codes") else 0
 
 
 @triton.jit

@@ -3,11 +3,10 @@
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, load_rows, load_tokens, ordered_sum, square, squares_from
+from .common import inverse_norm, load_rows, ordered_sum, square, squares_from
 from .fp32 import nearest_tf32, split, split_product
 from .maxima import per_token
-from .residual import bucket_bits, load_coded
-from .stored import counted, load_bits, numbers, terms_product
+from .stored import counted, numbers, stored_tile, terms_product
 
 
 @triton.jit
@@ -15,12 +14,8 @@ def document_tile(x, document, row, t, c0, C: tl.constexpr):
     """Features from c0 on of tokens `t`, which are `row` of a descriptor and those after it if there is one."""
     if x.tiles is not None:
         tile = x.tiles.load([row.to(tl.int32) if C.STORED != "" else row, c0])
-    elif C.STORED == "bits":
-        tile = load_bits(document.ptr, t, c0, x.d, x.D, C)
-    elif bucket_bits(C.STORED) > 0:
-        tile = load_coded(document.ptr, t, document.row + t, c0, x.d, x.D, x.counts, C)
     else:
-        tile = load_tokens(document.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), x.d, x.D, C.WIDE)
+        tile = stored_tile(document.ptr, t, document.row + t, c0, x.d, x.D, x.counts, C)
     if C.STORED != "" and C.TERMS == 0:
         tile = numbers(tile, x.Q.ptr.dtype.element_ty, C)
     return tile

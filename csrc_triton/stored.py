@@ -2,7 +2,8 @@
 
 `Config.STORED` says how a feature is kept: "int8"; "number", of another type that Triton converts; "e4m3" and "e5m2",
 FP8 as bytes, for units that know none; "bits", eight to a byte, 1 where set and -1 else. Every number is exact in fp16
-and bf16. Of residual codes, which `residual` decodes, numbers are the sums of centroids and weights.
+and bf16. Of residual codes, which `residual` decodes, numbers are the sums of centroids and weights. Formats of
+others bring a function in place of a name, which loads a tile of numbers as `load_bits` does.
 
 Converting takes longer than multiplying. So where documents are int8, query rows become sums of int8 terms, hi and lo:
 
@@ -43,6 +44,26 @@ def numbers(tile, dtype: tl.constexpr, C: tl.constexpr):
     elif C.STORED == "e5m2":
         tile = (tile.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return tile.to(dtype)
+
+
+@triton.constexpr_function
+def is_loader(stored):
+    """Whether `Config.STORED` is a function, ``load(ptr, t, c0, d, D, C)``, of a format that this package has not."""
+    return not isinstance(stored, str)
+
+
+@triton.jit
+def stored_tile(ptr, t, rows, c0, d, D, counts, C: tl.constexpr):
+    """Features from c0 on of tokens `t` from `ptr` on, which are `rows` among all, as they are kept."""
+    if C.STORED == "bits":
+        tile = load_bits(ptr, t, c0, d, D, C)
+    elif bucket_bits(C.STORED) > 0:
+        tile = load_coded(ptr, t, rows, c0, d, D, counts, C)
+    elif is_loader(C.STORED):
+        tile = C.STORED(ptr, t, c0, d, D, C)
+    else:
+        tile = load_tokens(ptr, t, t >= 0, c0 + tl.arange(0, C.BD), d, D, C.WIDE)
+    return tile
 
 
 @triton.jit
@@ -137,12 +158,7 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
         m = _values(counts.minimum, counts.minimum_each, t)
     squares = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
-        if C.STORED == "bits":
-            x = load_bits(D.ptr, t, c0, d, D, C)
-        elif bucket_bits(C.STORED) > 0:
-            x = load_coded(D.ptr, t, t, c0, d, D, counts, C)
-        else:
-            x = load_tokens(D.ptr, t, t >= 0, c0 + tl.arange(0, C.BD), d, D, C.WIDE)
+        x = stored_tile(D.ptr, t, t, c0, d, D, counts, C)
         x = numbers(x, tl.float32, C) * s[:, None] + m[:, None]
         x = tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
         squares += tl.sum(x * x, axis=1)

@@ -11,8 +11,10 @@ byte is in its highest bits, and `weights` are in the order of what bits say: `r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +25,57 @@ _ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
 PerToken = TypeVar("PerToken", Tensor, "Tensor | None")
 
 
+Numbers: TypeAlias = tuple[Tensor, float]  # numbers ``[n, d]`` of any dtype, and what they are multiplied by
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.abs().mean(-1)
+
+
+def _packed_bits(x: Tensor, inverse: Tensor) -> Tensor:
+    """Which features of ``[n, d]`` are above 0 as bytes ``[n, ceil(d / 8)]``, the first feature in the lowest bit."""
+    bits = torch.nn.functional.pad(x > 0, (0, -x.shape[-1] % 8)).unflatten(-1, (-(-x.shape[-1] // 8), 8))
+    weights = 1 << torch.arange(8, dtype=torch.int32, device=x.device)
+    return (bits * weights).sum(-1).to(torch.uint8)
+
+
+def _signs(data: Tensor, d: int) -> Numbers:
+    """Of `_packed_bits`."""
+    bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
+    return bits.flatten(-2)[..., :d].to(torch.int8).mul_(2).sub_(1), 1.0
+
+
+def fp8_numbers(data: Tensor, format: str) -> Numbers:
+    """FP8 numbers in fp16, and what they have to be multiplied by. Bits are moved: a CPU converts FP8 one by one."""
+    bits = data.view(torch.int8).to(torch.int16)
+    if format == "fp8_e5m2":  # the upper half of fp16
+        return (bits << 8).view(torch.float16), 1.0
+    # Sign, exponent and mantissa where fp16 has them, but for what exponents begin with: 2^8.
+    bits = (bits << 7).bitwise_and_(~0x4000)
+    nan = (bits + 0x80).bitwise_and_(0x4000)  # of the largest magnitude, which is NaN, the exponent's first bit
+    return bits.bitwise_or_(nan).view(torch.float16), 256.0
+
+
+def _decoded_fp8(format: str, data: Tensor, d: int) -> Numbers:
+    return fp8_numbers(data, format) if data.device.type == "cpu" else (data.view(FORMATS[format].dtype), 1.0)
+
+
 class Format(NamedTuple):
-    """How features are kept: the dtype, the largest number, how many features an element holds, bits of a bucket."""
+    """How features are kept: what a new format says of itself, all but the device code that `kernel` names."""
 
     dtype: torch.dtype
-    largest: float
-    each: int = 1
-    nbits: int = 0  # of residual codes
+    largest: float  # number
+    each: int = 1  # features that an element holds
+    nbits: int = 0  # of a bucket, of residual codes
+    affine: bool = False  # numbers count from the minimum of a token; else from 0, in both directions
+    kernel: Any = "number"  # `Config.STORED`: how kernels read it
+    size: Callable[[Tensor], Tensor] = _largest  # of tokens ``[n, d]``, which a scale makes `largest` of
+    encode: Callable[[Tensor, Tensor], Tensor] | None = None  # tokens, and scales' inverses, to elements; None: rounds
+    decode: Callable[[Tensor, int], Numbers] | None = None  # elements to `Numbers` of d features; None: as they are
 
     @property
     def bytes(self) -> torch.dtype:
@@ -38,14 +84,16 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[str, Format] = {
-    "int8": Format(torch.int8, 127),
-    "uint8": Format(torch.uint8, 255),
-    "fp8_e4m3": Format(torch.float8_e4m3fn, 448),
-    "fp8_e5m2": Format(torch.float8_e5m2, 57344),
-    "binary": Format(torch.uint8, 1, 8),
+    "int8": Format(torch.int8, 127, kernel="int8"),
+    "uint8": Format(torch.uint8, 255, affine=True),
+    "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decoded_fp8, "fp8_e4m3")),
+    "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decoded_fp8, "fp8_e5m2")),
+    "binary": Format(torch.uint8, 1, 8, kernel="bits", size=_mean, encode=_packed_bits, decode=_signs),
 }
-RESIDUAL: dict[str, Format] = {f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n) for n in (1, 2, 4, 8)}
-ALL = FORMATS | RESIDUAL
+RESIDUAL: dict[str, Format] = {
+    f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)
+}
+ALL: Mapping[str, Format] = ChainMap(RESIDUAL, FORMATS)  # in the order of `FORMATS`, then `RESIDUAL`
 
 
 class Stored(NamedTuple):
@@ -76,10 +124,8 @@ def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Of each token what its minimum and its scale follow from, NaN where it has NaN or an infinity."""
     if x.shape[-1] == 0 or not x.numel():
         return x.new_zeros(len(x)), x.new_zeros(len(x))
-    if format == "uint8":
-        low, high = torch.aminmax(x, dim=-1)
-    else:
-        low, high = x.new_zeros(len(x)), x.abs().mean(-1) if format == "binary" else x.abs().amax(-1)
+    kept = FORMATS[format]
+    low, high = torch.aminmax(x, dim=-1) if kept.affine else (x.new_zeros(len(x)), kept.size(x))
     finite = low.isfinite() & high.isfinite()
     return torch.where(finite, low, torch.nan).float(), torch.where(finite, high, torch.nan).float()
 
@@ -87,8 +133,7 @@ def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
     """The scales of tokens, or of what shares one, from their `extremes`."""
     # By a tensor: a GPU multiplies by the inverse of a number, and every device has the same scales.
-    largest = torch.full((), FORMATS[format].largest, device=high.device)
-    scales = ((high - low) if format == "uint8" else high) / largest
+    scales = (high - low) / torch.full((), FORMATS[format].largest, device=high.device)
     # A scale that is too small for its inverse to be a number keeps nothing.
     return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
 
@@ -96,14 +141,14 @@ def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
 def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
     """Tokens ``x [n, d]`` in fp32 or fp64 as `format` keeps them, with scales ``[n]`` or ``[1]``."""
     kept = FORMATS[format]
-    if format == "binary":
-        return _packed_bits(x > 0)
     inverse = torch.where(scale > 0, 1 / scale, 0).unsqueeze(-1)  # 0 for NaN: its scale says so
+    if kept.encode is not None:
+        return kept.encode(x, inverse)
     x = (x if minimum is None else x - minimum.unsqueeze(-1)) * inverse
     x = x.nan_to_num(0)
-    if kept.dtype.is_floating_point:
-        return x.clamp(-kept.largest, kept.largest).float().to(kept.dtype)
-    return x.round().clamp(0 if format == "uint8" else -kept.largest, kept.largest).to(kept.dtype)
+    x = x if kept.dtype.is_floating_point else x.round()
+    x = x.clamp(0 if kept.affine else -kept.largest, kept.largest)
+    return (x.float() if kept.dtype.is_floating_point else x).to(kept.dtype)
 
 
 def decoded(
@@ -113,32 +158,13 @@ def decoded(
 
     They are written to `out`, if there is one.
     """
-    times = 1.0
-    if format == "binary":
-        bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
-        numbers = bits.flatten(-2)[..., :d]
-    elif format.startswith("fp8") and data.device.type == "cpu":
-        numbers, times = fp8_numbers(data, format)
-    else:
-        numbers = data.view(FORMATS[format].dtype)
+    kept = FORMATS[format]
+    numbers, times = (data.view(kept.dtype), 1.0) if kept.decode is None else kept.decode(data, d)
     x = numbers.float() if out is None else out.copy_(numbers)
-    if format == "binary":
-        x = x.mul_(2).sub_(1)
     if times != 1:
         x = x.mul_(times)
     x = x.mul_(scale.unsqueeze(-1))
     return x if minimum is None else x.add_(minimum.unsqueeze(-1))
-
-
-def fp8_numbers(data: Tensor, format: str) -> tuple[Tensor, float]:
-    """FP8 numbers in fp16, and what they have to be multiplied by. Bits are moved: a CPU converts FP8 one by one."""
-    bits = data.view(torch.int8).to(torch.int16)
-    if format == "fp8_e5m2":  # the upper half of fp16
-        return (bits << 8).view(torch.float16), 1.0
-    # Sign, exponent and mantissa where fp16 has them, but for what exponents begin with: 2^8.
-    bits = (bits << 7).bitwise_and_(~0x4000)
-    nan = (bits + 0x80).bitwise_and_(0x4000)  # of the largest magnitude, which is NaN, the exponent's first bit
-    return bits.bitwise_or_(nan).view(torch.float16), 256.0
 
 
 def bucket_weights(data: Tensor, weights: Tensor, nbits: int) -> Tensor:
@@ -151,13 +177,6 @@ def slots(numbers: Tensor, nbits: int) -> Tensor:
     """What the slots of bytes ``[...]`` hold, from the highest bits on: ``[..., 8 / nbits]``."""
     shifts = torch.arange(8 - nbits, -1, -nbits, dtype=numbers.dtype, device=numbers.device)
     return (numbers.unsqueeze(-1) >> shifts) & (2**nbits - 1)
-
-
-def _packed_bits(x: Tensor) -> Tensor:
-    """Bools ``[n, d]`` as bytes ``[n, ceil(d / 8)]``, the first feature in the lowest bit."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-(-x.shape[-1] // 8), 8))
-    weights = 1 << torch.arange(8, dtype=torch.int32, device=x.device)
-    return (x * weights).sum(-1).to(torch.uint8)
 
 
 def part_of(x: PerToken, rows: Tensor | slice) -> PerToken:

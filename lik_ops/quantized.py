@@ -80,9 +80,9 @@ class Quantized:
         if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
             raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {shape_of(self.data)}")
         tokens = self.data.shape[:-1]
-        if self.minimum is not None and self.format != "uint8":
+        if self.minimum is not None and not kept.affine:
             raise TypeError(f"{op}: minimum: expected None for {self.format}, got {kind_of(self.minimum)}")
-        for name, required in (("scale", True), ("minimum", self.format == "uint8")):
+        for name, required in (("scale", True), ("minimum", kept.affine)):
             x = getattr(self, name)
             fits = _has_sizes(x, tokens)
             self._check(name, x, required, fits, f"{list(tokens)}, or 1 for any size,")

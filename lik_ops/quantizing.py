@@ -75,7 +75,7 @@ def quantize(
 
     low, high = joined(low, False), joined(high, True)
     scales = scales_of(low, high, format)
-    minimum = low if format == "uint8" else None
+    minimum = low if kept.affine else None
     data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
     made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum)
     per_token, shift = made.per_token()
@@ -154,7 +154,7 @@ def _check(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: 
             expected = f"[..., {format.d}] on {format.centroids.device}"
             raise ValueError(f"{op}: D: expected {expected} as the codec, got {shape_of(D)} on {D.device}")
     else:
-        check_choice(op, "format", format, get_args(FormatName))
+        check_choice(op, "format", format, tuple(FORMATS))
         check_choice(op, "scale", scale, get_args(Scale))
     shapes = "[Td, d]" if cu_seqlens_d is not None else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
     if D.dim() not in ((2,) if cu_seqlens_d is not None else (2, 3, 4)) or D.shape[-1] < 1:

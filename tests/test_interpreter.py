@@ -26,6 +26,7 @@ MODULES = [
     "test_tune",
     "test_topk",
     "test_tile_norms",
+    "test_toy_format",
 ]
 
 

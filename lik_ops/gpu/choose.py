@@ -6,7 +6,7 @@ Nothing of tensors is read but their metadata. An `arch` that is given stands fo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ def packed_row_maxima(c: Cut, argmax: bool, arch: Architecture) -> RowMaxima | N
 
 
 def packed(
-    c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: str = ""
+    c: Cut, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
 ) -> tuple[Launch, int]:
     """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
 

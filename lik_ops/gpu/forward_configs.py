@@ -6,10 +6,12 @@ The choice depends on Lq, d, dtype and architecture, so a score has the same bit
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ..csrc_triton.arguments import Config
+from ..csrc_triton.residual import bucket_bits
 from . import triton_versions
 from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 from .forward_table import ANY, FORWARD, Tile
@@ -18,6 +20,7 @@ SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16
 _PROCESSORS = 132  # of an H100 or H200
 # Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
 RESIDENT = 8 * _PROCESSORS
+_RAGGED_ROWS = 128  # query rows of a tile of ragged layouts, at most
 _INT8_STEP = 32  # features of one instruction of the matrix unit
 _MOST_INT8 = 256  # features whose products of int8 terms are sums of 32 bits
 
@@ -105,6 +108,54 @@ def _by_terms(launch: Launch, arch: Architecture, d: int) -> Launch:
     return replace(launch, config=config)
 
 
+class _Ragged(NamedTuple):
+    """What registers of the ragged kernel hang on, beside the dense tile that it begins with."""
+
+    unit: str
+    argmax: bool
+    sums_squares: bool
+    few: bool
+    converts: bool  # numbers to fp32
+    codes: bool  # are decoded
+    crowded: bool  # they are beside winners or offsets of 64 bits
+
+    def rows(self, launch: Launch, arch: Architecture) -> Launch:
+        """Bounds that are read take registers: fewer rows than elsewhere."""
+        if launch.config.BM <= _RAGGED_ROWS:
+            return launch
+        config = launch.config._replace(BM=_RAGGED_ROWS, SLOT=min(launch.config.SLOT, _RAGGED_ROWS))
+        warps, stages = 8 if self.sums_squares else 4, min(launch.num_stages, 3)
+        return replace(launch, config=config, num_warps=warps, num_stages=stages, max_registers=arch.registers)
+
+    def spills(self, config: Config) -> bool:
+        """Whether ptxas spills with as many tokens in a step as elsewhere, for what the rows alone take."""
+        split = config.SPLIT and config.BM < _RAGGED_ROWS
+        winners = self.argmax and (self.unit == "mma" or (self.crowded and not config.TOKENS_FIRST))
+        return split or winners
+
+    def tokens(self, config: Config) -> int:
+        """Of a step."""
+        if self.unit == "mma" and (self.converts or self.crowded):
+            return 16
+        return min(config.BN, 32) if self.converts or self.spills(config) else config.BN
+
+    def warps(self, launch: Launch, stored: Any) -> Launch:
+        """With as many as ptxas does not spill in."""
+        wgmma = self.unit == "wgmma"
+        if self.crowded or (self.codes and wgmma):
+            warps = 8 if launch.config.BM == _RAGGED_ROWS else launch.num_warps
+            return replace(launch, num_warps=warps, max_registers=255)
+        return replace(launch, num_warps=8) if self.converts and stored == "bits" and wgmma else launch
+
+    def stages(self, launch: Launch) -> Launch:
+        config = launch.config
+        if config.TOKENS_FIRST and self.unit == "wgmma" and self.few:
+            return replace(launch, num_stages=4)
+        if config.SPLIT and self.argmax and self.spills(config) and triton_versions.release() >= (3, 9):
+            return replace(launch, num_stages=2)  # one stage spills there, two before
+        return launch
+
+
 def forward_ragged(
     arch: Architecture,
     dtype: torch.dtype,
@@ -119,7 +170,7 @@ def forward_ragged(
     argmax: bool,
     longest: int | None = None,
     few: bool = False,
-    stored: str = "",
+    stored: Any = "",
 ) -> tuple[Launch, int]:
     """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
 
@@ -134,31 +185,13 @@ def forward_ragged(
     launch = replace(launch, config=launch.config._replace(NORMALIZE=normalize, STORED=stored))
     if stored == "int8" and d <= _MOST_INT8:
         launch = _by_terms(launch, arch, d)
+    codes = bucket_bits(stored) > 0
+    converts = bool(stored) and dtype == torch.float32 and not launch.config.TERMS
+    choice = _Ragged(arch.unit, argmax, sums_squares, few, converts, codes, codes and (argmax or wide > 0))
+    launch = choice.stages(choice.warps(choice.rows(launch, arch), stored))
     config = launch.config
-    rows = min(config.BM, 128)
-    if rows < config.BM:
-        stages = min(launch.num_stages, 3)
-        launch = replace(launch, num_warps=8 if sums_squares else 4, num_stages=stages, max_registers=arch.registers)
-    # What decodes codes takes registers, and so do winners and offsets of 64 bits.
-    codes = stored.startswith("codes")
-    coded = codes and (argmax or wide > 0)
-    narrow = (config.SPLIT and rows < 128) or (arch.unit == "mma" and argmax)  # ptxas spills else
-    narrow = narrow or (coded and argmax and not config.TOKENS_FIRST)
-    converts = bool(stored) and dtype == torch.float32 and not config.TERMS  # numbers to fp32
-    tokens = min(config.BN, 32) if narrow or converts else config.BN
-    if converts and stored == "bits" and arch.unit == "wgmma":  # four warps spill
-        launch = replace(launch, num_warps=8)
-    elif arch.unit == "mma" and (converts or coded):
-        tokens = 16
-    if coded or (codes and arch.unit == "wgmma"):
-        launch = replace(launch, num_warps=8 if rows == 128 else launch.num_warps, max_registers=255)
-    if narrow and config.SPLIT and argmax and triton_versions.release() >= (3, 9):  # one stage spills there, two before
-        launch = replace(launch, num_stages=2)
-    if config.TOKENS_FIRST and arch.unit == "wgmma" and few:
-        launch = replace(launch, num_stages=4)
-    slot = min(config.SLOT, rows)
     # Where it changes nothing it is set as in `forward`.
-    long = longest is None or longest > slot or arch.unit == "mma" or config.SPLIT
-    config = config._replace(BM=rows, BN=tokens, SLOT=slot, PACKED=True, LONG=long)
+    long = longest is None or longest > config.SLOT or arch.unit == "mma" or config.SPLIT
+    config = config._replace(BN=choice.tokens(config), PACKED=True, LONG=long)
     most = forward_tiles(arch, dtype, Lq, d, sums_squares, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1

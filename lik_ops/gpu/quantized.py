@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..csrc_triton.arguments import CodedCounts, Config, Counts
 from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
-from ..formats import FORMATS, RESIDUAL, Stored
+from ..formats import ALL, Stored
 from ..segments import Cut, Ragged
 from . import launcher
 from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
@@ -32,18 +34,12 @@ def forward_quantized(
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
-def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, str]:
+def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, Any]:
     """The numbers as the kernel reads them, and `Config.STORED`."""
-    if stored.format == "binary":
-        return stored.data, "bits"
-    if stored.format in RESIDUAL:
-        return stored.data, f"codes{RESIDUAL[stored.format].nbits}"
-    dtype = FORMATS[stored.format].dtype
-    if not dtype.is_floating_point:
-        return stored.data, "int8" if dtype == torch.int8 else "number"
-    if arch.name in KNOWS_FP8:
-        return stored.data.view(dtype), "number"
-    return stored.data, stored.format.removeprefix("fp8_")
+    kept = ALL[stored.format]
+    if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
+        return stored.data.view(kept.dtype), "number"
+    return stored.data, kept.kernel
 
 
 def _counts(stored: Stored) -> Counts | CodedCounts:
@@ -56,13 +52,13 @@ def _counts(stored: Stored) -> Counts | CodedCounts:
     return CodedCounts(*found, codes, centroids, len(centroids), weights)
 
 
-def unit_config(d: int, wide: int, kept: str) -> Config:
+def unit_config(d: int, wide: int, kept: Any) -> Config:
     """Of `maxsim_unit_counts`."""
     BD = min(max(next_power_of_2(d), 16), _FEATURES)
     return Config(16, _TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", STORED=kept)
 
 
-def _unit_counts(c: Cut, counts: Counts | CodedCounts, kept: str) -> Counts | CodedCounts:
+def _unit_counts(c: Cut, counts: Counts | CodedCounts, kept: Any) -> Counts | CodedCounts:
     """What numbers count as over the norms of their tokens."""
     found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ _LEAST_SLOT = 16
 _INT32_MAX = 2**31 - 1
 _MOST_PLANS = _MOST_TILES = 4096
 _MOST_DESCRIPTORS = 64  # that a plan keeps
+_A_FEATURE_AN_ELEMENT = ("", "int8", "number", "e4m3", "e5m2")  # `Config.STORED` that descriptors can read
 _TERM_ROWS = 16  # of a program of `maxsim_query_terms`
 
 
@@ -81,7 +82,7 @@ class PackedPlan(Plan):
 
     instead = "maxsim_forward_ragged"
 
-    def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str) -> None:
+    def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any) -> None:
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
@@ -91,9 +92,7 @@ class PackedPlan(Plan):
         self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
         # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        self.reads_tiles = not (stored == "bits" or stored.startswith("codes")) and choose.reads_packed_tiles(
-            c, self.arch
-        )
+        self.reads_tiles = stored in _A_FEATURE_AN_ELEMENT and choose.reads_packed_tiles(c, self.arch)
         plain = not (stored or self.single or normalize)
         self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
@@ -274,7 +273,7 @@ _plans: dict[tuple, PackedPlan] = {}
 
 
 def ragged_plan(
-    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: str = "", counts: AnyCounts | None = None
+    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any = "", counts: AnyCounts | None = None
 ) -> PackedPlan:
     """The plan for validated arguments like these."""
     tf32 = c.Q.dtype == torch.float32 and allow_tf32()

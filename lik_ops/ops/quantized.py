@@ -50,10 +50,10 @@ def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> N
         lambda: f"{_FWD}: data: expected [Td, {expected}] for d = {r.Q.shape[-1]}, got {list(stored.data.shape)}",
     )
     for name, x in (("scale", stored.scale), ("minimum", stored.minimum)):
-        check_tensor(_FWD, name, x, or_none=name == "minimum" and stored.format != "uint8")
+        check_tensor(_FWD, name, x, or_none=name == "minimum" and not kept.affine)
         if x is None:
             continue
-        if name == "minimum" and stored.format != "uint8":
+        if name == "minimum" and not kept.affine:
             raise TypeError(f"{_FWD}: minimum: expected None for {stored.format}, got a Tensor")
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
         if x.dtype != torch.float32 or not fits:

@@ -94,7 +94,7 @@ class Layout:
             return {TOKENS: Kept(True, (self.d,), self.dtype)}
         kept, scale = FORMATS[self.format], Kept(self.scale == "token", (), torch.float32)
         found = {"data": Kept(True, (-(-self.d // kept.each),), kept.bytes), "scale": scale}
-        return found | ({"minimum": scale} if self.format == "uint8" else {})
+        return found | ({"minimum": scale} if kept.affine else {})
 
     @cached_property
     def tensors(self) -> dict[str, Kept]:

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from .gpu import configs, forward_configs, forward_table, tables
 from .gpu.configs import Architecture
 from .gpu.forward_table import Rule, Tile
 from .gpu.plain import PlainPlan, plain_plan
+from .segments import Dense
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
 _ROWS = (32, 64, 128, 256)
@@ -78,19 +79,9 @@ class Regime:
         return max(1, rows // configs.next_power_of_2(self.Lq))
 
 
-class Inputs(NamedTuple):
-    """The arguments of a forward."""
-
-    Q: Tensor
-    D: Tensor
-    q_mask: Tensor | None = None
-    d_mask: Tensor | None = None
-    q_weight: Tensor | None = None
-
-
 def inputs(
     regime: Regime, Nq: int, Nd: int, device: torch.device, candidates: bool = False, masked: bool = False
-) -> Inputs:
+) -> Dense:
     """Tokens of unit norm, drawn from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
 
@@ -104,9 +95,9 @@ def inputs(
     if candidates:
         D = D.expand(*documents, regime.Ld, regime.d).contiguous()
     if not masked:
-        return Inputs(Q, D)
+        return Dense(Q, D, None, None, None)
     q_mask, d_mask = (torch.rand(x.shape[:-1], generator=generator).to(device) > 0.2 for x in (Q, D))
-    return Inputs(Q, D, q_mask, d_mask, torch.rand(Q.shape[:-1], generator=generator).to(device))
+    return Dense(Q, D, q_mask, d_mask, torch.rand(Q.shape[:-1], generator=generator).to(device))
 
 
 def rule_of(regime: Regime, arch: Architecture, tiles: Iterable[Tile]) -> Rule:
@@ -138,17 +129,17 @@ def candidates(arch: Architecture, regime: Regime, rows: int, processors: int, q
     return list(dict.fromkeys(tile._replace(documents=forward_table.ANY) for tile in found))
 
 
-def plan_of(arch: Architecture, x: Inputs, argmax: bool = False) -> PlainPlan:
+def plan_of(arch: Architecture, x: Dense, argmax: bool = False) -> PlainPlan:
     return plain_plan(*x, False, argmax_dtype_for(x.D.shape[-2]) if argmax else None, arch)
 
 
-def run(plan: PlainPlan, x: Inputs) -> tuple[Tensor, Tensor]:
+def run(plan: PlainPlan, x: Dense) -> tuple[Tensor, Tensor]:
     """Scores and winners, the latter of size [0] where the plan is for none."""
     argmax = plan.new_argmax()
     return plan.scores(plan.scores_shape, *x, argmax if plan.argmax_dtype is not None else None), argmax
 
 
-def close_to_reference(scores: Tensor, x: Inputs) -> bool:
+def close_to_reference(scores: Tensor, x: Dense) -> bool:
     """Whether scores of the first documents are those of the fp64 reference."""
     part = x._replace(D=x.D[:4], d_mask=None if x.d_mask is None else x.d_mask[:4])
     Q, D, *masks, weight = part
@@ -176,7 +167,7 @@ class Tuner:
     def with_tiles(self, regime: Regime, tiles: Iterable[Tile]) -> Architecture:
         return replace(self.arch, measured=(rule_of(regime, self.arch, tiles),))
 
-    def problem(self, regime: Regime, tile: Tile, x: Inputs) -> str | None:
+    def problem(self, regime: Regime, tile: Tile, x: Dense) -> str | None:
         """What is wrong with the scores of `tile`, None if nothing is."""
         expected = run(plan_of(self.arch, x), x)[0]
         try:

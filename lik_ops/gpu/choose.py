@@ -40,7 +40,7 @@ class Plain(NamedTuple):
         return self.launch.tile() + (", tokens split first" if self.splits_first else "")
 
 
-Dense = Plain | Specialized | RowMaxima
+Choice = Plain | Specialized | RowMaxima
 
 
 def dense(
@@ -50,10 +50,10 @@ def dense(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
     arch: Architecture | None = None,
-) -> Dense:
+) -> Choice:
     """The kernel of a call of dense tensors that have all their axes."""
     arch = arch or architecture(Q.device)
-    found: Dense | None = None
+    found: Choice | None = None
     argmax = argmax_dtype is not None
     if D.dim() == 3 and Q.numel() and D.numel():
         if d_mask is None:

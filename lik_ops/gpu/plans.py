@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arguments import lifted
+from ..segments import Dense
 from . import launcher
 from .arguments import on_device, sizes
 from .memory import contiguous_strides, new_memory
 from .replay import Calls
-
-
-class Inputs(NamedTuple):
-    """The tensors of a dense call, with all their axes."""
-
-    Q: Tensor
-    D: Tensor
-    q_mask: Tensor | None
-    d_mask: Tensor | None
-    q_weight: Tensor | None
 
 
 class Plan:
@@ -88,7 +79,7 @@ class DensePlan(Plan):
         scores = self.new_scores(shape, self.score_strides[len(shape)])
 
         def fill() -> tuple[Tensor, ...]:
-            x = Inputs._make(lifted(Q, D, q_mask, d_mask, q_weight))
+            x = Dense._make(lifted(Q, D, q_mask, d_mask, q_weight))
             with on_device(self.device):
                 # A view goes to the kernels: autograd would keep callers from writing to one.
                 self._score(x, scores.view(self.scores_shape), argmax)
@@ -97,6 +88,6 @@ class DensePlan(Plan):
         self.calls.run((), (Q, D, q_mask, d_mask, q_weight, scores, argmax), fill, self.device)
         return scores
 
-    def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
+    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
         """Fill scores ``[Nq, K]`` and, unless it is None, `argmax`."""
         raise NotImplementedError

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ..csrc_triton import row_sums
 from ..csrc_triton.arguments import Found, Patches, Queries, Segments
-from ..segments import Cut
+from ..segments import Cut, Dense
 from . import configs, gluon, gluon_configs, launcher
 from .arguments import on_device, queries_of
 from .gluon_configs import RowMaxima
 from .plain import GluonPlan
-from .plans import Inputs
 
 _log = logging.getLogger("lik_ops")
 # Of a workspace of 32 MiB: for maxima and what masks become, a bit a token; or documents without what masks leave out,
@@ -158,7 +157,7 @@ class MaskedPlan(GluonPlan):
             return self._by_copies, chunk
         return self._by_patches, max(1, _BITS_BYTES // (8 * self.tiles))
 
-    def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
+    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
         assert x.d_mask is not None
         queries = queries_of(x.Q, x.q_mask, x.q_weight)
         for k in range(0, self.sizes.K, self.chunk):

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..csrc_triton import row_sums, tile_norms
 from ..csrc_triton.arguments import Output, Sizes, Specialization
+from ..segments import Dense
 from . import configs, gluon, gluon_configs, launcher
 from .arguments import documents_of, queries_of
 from .plain import GluonPlan
-from .plans import Inputs
 
 _log = logging.getLogger("lik_ops")
 _WORKSPACE = 32 * 2**20  # bytes
@@ -51,7 +51,7 @@ class SpecializedPlan(GluonPlan):
         self.chunk = min(max(fitting, 1), self.sizes.K)  # documents
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)
 
-    def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
+    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
         if self.chunk == self.sizes.K:
             return self._launch(x, scores, argmax, self.sizes)
         for k in range(0, self.sizes.K, self.chunk):
@@ -60,7 +60,7 @@ class SpecializedPlan(GluonPlan):
             D = x.D[part]
             self._launch(x._replace(D=D), scores[:, part], winners, self.sizes._replace(K=len(D)))
 
-    def _launch(self, x: Inputs, scores: Tensor, argmax: Tensor | None, sizes: Sizes) -> None:
+    def _launch(self, x: Dense, scores: Tensor, argmax: Tensor | None, sizes: Sizes) -> None:
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
         direct = parts == 1 and K == self.sizes.K
         sums = scores if direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
@@ -87,7 +87,7 @@ class SpecializedPlan(GluonPlan):
         """All document tokens as rows."""
         return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
-    def _norms(self, x: Inputs, sizes: Sizes) -> tuple[Any, Tensor | None]:
+    def _norms(self, x: Dense, sizes: Sizes) -> tuple[Any, Tensor | None]:
         """Inverse norms of document tokens and, for wide features, of query tokens, found by a launch of their own;
         None where the kernel does not read them."""
         if not self.given:
@@ -101,7 +101,7 @@ class SpecializedPlan(GluonPlan):
         launcher.launch(tile_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
         return gluon.tiles((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
 
-    def _tensors(self, x: Inputs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tensors(self, x: Dense, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         """What the kernel takes between the queries and the sizes."""
         return tokens, norms[0], Output(sums, argmax)
 
@@ -112,6 +112,6 @@ class WidePlan(SpecializedPlan):
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
-    def _tensors(self, x: Inputs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tensors(self, x: Dense, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         rows = self.query_tiles.of(x.Q, list(x.Q.shape), list(x.Q.stride()))
         return rows, tokens, *norms, sums

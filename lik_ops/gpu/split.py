@@ -14,9 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..csrc_triton import forward as forward_kernels
 from ..csrc_triton import fp32 as fp32_kernels
 from ..csrc_triton.arguments import Output, Terms
+from ..segments import Dense
 from . import choose, configs, launcher
 from .arguments import checked_grid, documents_of, queries_of
-from .plans import DensePlan, Inputs
+from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
 _ROWS = 32  # of a program of `split_tokens`
@@ -35,7 +36,7 @@ class SplitPlan(DensePlan):
         checked_grid(self.launch.programs(Nq, min(self.chunk, K)))
         _log.debug("maxsim_forward on split tokens for %s: %s", self.sizes, self.launch)
 
-    def _score(self, x: Inputs, scores: Tensor, argmax: Tensor | None) -> None:
+    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
         Nq, K, Lq, Ld = self.sizes
         queries, query_scales = self._workspace(Nq * Lq)
         documents, document_scales = self._workspace(min(self.chunk, K) * Ld)

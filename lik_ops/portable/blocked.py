@@ -12,18 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..segments import Dense
 from .blocks import NORM_EPS
 
 QUERY_TOKENS, DOCUMENT_TOKENS = 128, 1024  # of a step at most
 NEG_INF, NO_TOKEN = float("-inf"), 2**62
-
-
-class _Arguments(NamedTuple):
-    Q: Tensor
-    D: Tensor
-    q_mask: Tensor | None
-    d_mask: Tensor | None
-    q_weight: Tensor | None
 
 
 class _Carried(NamedTuple):
@@ -88,7 +81,7 @@ def _rows(X: Tensor, index: tuple[Tensor, ...], normalize: bool, dtype: torch.dt
     return x
 
 
-def _step(carried: _Carried, x: _Arguments, normalize: bool) -> _Carried:
+def _step(carried: _Carried, x: Dense, normalize: bool) -> _Carried:
     """One block of query tokens against one of document tokens."""
     blocks, dtype = _Blocks(x.Q, x.D), carried.scores.dtype
     QB, SB, DB, TB = blocks.queries, blocks.query_tokens, blocks.documents, blocks.document_tokens
@@ -139,7 +132,7 @@ def _winners(S: Tensor, kept: Tensor | None, value: Tensor, before: Tensor, t: T
     return torch.where(is_new, first, where)
 
 
-def _initial(x: _Arguments, argmax_dtype: torch.dtype | None) -> _Carried:
+def _initial(x: Dense, argmax_dtype: torch.dtype | None) -> _Carried:
     blocks, device = _Blocks(x.Q, x.D), x.Q.device
     dtype = torch.float64 if x.Q.dtype == torch.float64 else torch.float32
     block = (blocks.queries, blocks.query_tokens, blocks.documents)
@@ -172,15 +165,15 @@ def forward(
     """
     from torch._higher_order_ops.while_loop import while_loop_op  # `torch.while_loop` would start a compiler of its own
 
-    given = _Arguments(Q, D, q_mask, d_mask, q_weight)
+    given = Dense(Q, D, q_mask, d_mask, q_weight)
     start = _initial(given, argmax_dtype)
     carried, present = [t for t in start if t is not None], [t for t in given if t is not None]
 
-    def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_Carried, _Arguments]:
+    def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_Carried, Dense]:
         found = iter(tensors)
         return (
             _Carried(*(None if t is None else next(found) for t in start)),  # type: ignore[arg-type]
-            _Arguments(*(None if t is None else next(found) for t in given)),  # type: ignore[arg-type]
+            Dense(*(None if t is None else next(found) for t in given)),  # type: ignore[arg-type]
         )
 
     def goes_on(*tensors: Tensor) -> Tensor:
@@ -205,7 +198,7 @@ def best(scores: Tensor, top_k: Any) -> tuple[Tensor, Tensor]:
     return values[:, kept], columns[:, kept]
 
 
-def _without_documents(end: _Carried, x: _Arguments) -> tuple[Tensor, Tensor | None]:
+def _without_documents(end: _Carried, x: Dense) -> tuple[Tensor, Tensor | None]:
     """``-inf`` for documents that keep no token, 0 where the query keeps none either."""
     device = x.Q.device
     queries = torch.ones(x.Q.shape[:2], dtype=torch.bool, device=device) if x.q_mask is None else x.q_mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,20 +30,17 @@ def _output(x: Tensor, need: bool, shape: torch.Size | None = None, dtype: torch
     return x.new_empty((x.shape if shape is None else shape) if need else (0,), dtype=dtype)
 
 
-def _outputs(Q: Tensor, D: Tensor, needs: list[bool]) -> list[Tensor]:
-    """A gradient for each of Q, D, q_weight: zeros where nothing can flow, [0] where not needed."""
-    outputs = [
+def outputs_of(Q: Tensor, D: Tensor, needs: list[bool], trivial: bool) -> Gradients:
+    """A gradient for each of Q, D, q_weight: zeros where the call is `trivial`, [0] where not needed."""
+    found = (
         _output(Q, needs[0]),
         _output(D, needs[1], dtype=Q.dtype),
-        _output(Q, needs[2], Q.shape[:2], torch.float32),
-    ]
-    if Q.numel() == 0 or D.numel() == 0:
-        for x in outputs:
-            x.zero_()
-    return outputs
+        _output(Q, needs[2], Q.shape[:-1], torch.float32),
+    )
+    return tuple(x.zero_() for x in found) if trivial else found  # type: ignore[return-value]
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of a backward; `argmax` is None where the winners are to be found again. `scale` is that of int8
     documents, which have winners."""
 
@@ -61,7 +58,15 @@ class _Arguments(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *self[:7], self.scale
 
-    def part(self, queries: slice, documents: slice) -> _Arguments:
+    @property
+    def trivial(self) -> bool:
+        """Whether nothing can flow."""
+        return self.Q.numel() == 0 or self.D.numel() == 0
+
+    def outputs(self) -> Gradients:
+        return outputs_of(self.Q, self.D, self.needs, self.trivial)
+
+    def part(self, queries: slice, documents: slice) -> Arguments:
         """Of some queries, and of some documents of the cross product, with their winners."""
         q_mask, q_weight = (None if t is None else t[queries] for t in (self.q_mask, self.q_weight))
         own = queries if self.D.dim() == 4 else documents
@@ -69,14 +74,14 @@ class _Arguments(NamedTuple):
         Q, dtype = self.Q[queries], argmax_dtype_for(D.shape[-2])
         argmax = forward(Q, D, q_mask, d_mask, q_weight, self.normalize, dtype)[1]
         grad_scores = self.grad_scores[queries, documents]
-        return _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, self.normalize, self.needs)
+        return Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, self.normalize, self.needs)
 
 
-def _wanted(outputs: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
+def _wanted(outputs: Sequence[Tensor], needs: list[bool]) -> list[Tensor | None]:
     return [g if need else None for g, need in zip(outputs, needs, strict=True)]
 
 
-def _call(a: _Arguments) -> Call:
+def _call(a: Arguments) -> Call:
     assert a.argmax is not None
     stride_q, stride_k = a.grad_scores.stride()
     scale = None if a.scale is None else a.scale.contiguous()
@@ -92,7 +97,7 @@ def _slices(total: int, bytes_each: int) -> Iterator[slice]:
         yield slice(first, min(first + step, total))
 
 
-def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, list[Tensor]]]:
+def _parts(a: Arguments, outputs: Gradients) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
     """The call in parts whose winners fit the workspace, with the gradients that each part completes.
 
     Candidates belong to their query. In the cross product a query needs all documents and a document all queries: the
@@ -115,27 +120,16 @@ def _parts(a: _Arguments, outputs: list[Tensor]) -> Iterator[tuple[_Arguments, l
             yield a.part(everything, part)._replace(needs=[False, True, False]), cut
 
 
-def backward_lowmem(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor | None,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: list[bool],
-    scale: Tensor | None = None,
-) -> Gradients:
+def backward_lowmem(*arguments: Any) -> Gradients:
     """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it.
 
-    Winners that are not given are found again, in parts that need no more memory than a constant. Documents may be int8
-    of a `scale` ``[..., Ld]``, with winners; their gradient has the dtype of Q.
+    Takes the fields of `Arguments`. Winners that are not given are found again, in parts that need no more memory than
+    a constant.
     """
-    return _again(_lowmem, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, scale))
+    return _again(_lowmem, Arguments(*arguments))
 
 
-def _again(function: Callable[[_Arguments], Gradients], a: _Arguments) -> Gradients:
+def _again(function: Callable[[Arguments], Gradients], a: Arguments) -> Gradients:
     """What `function` returns, replayed where a call like it was made before."""
     stride = a.grad_scores.stride()
     if a.argmax is None:  # to be found again, by whatever a forward may use now
@@ -156,32 +150,31 @@ class GradientPlan:
     def __call__(self, *arguments: Any) -> Gradients:
         if self.unified:
             require_nondeterminism_allowed()
-        a = _Arguments(*arguments)
+        a = Arguments(*arguments)
         function = partial(_unified if self.unified else _lowmem, a)
         return self.calls.run((), a.tensors(), function, a.Q.device)
 
 
-def _lowmem(a: _Arguments) -> Gradients:
-    if a.Q.numel() == 0 or a.D.numel() == 0:
-        grad_Q, grad_D, grad_weight = _outputs(a.Q, a.D, a.needs)
-        return grad_Q, grad_D, grad_weight
+def _lowmem(a: Arguments) -> Gradients:
+    if a.trivial:
+        return a.outputs()
     with on_device(a.Q.device):
         return _found_winners(a) if a.argmax is None else _known_winners(a)
 
 
-def _found_winners(a: _Arguments) -> Gradients:
+def _found_winners(a: Arguments) -> Gradients:
     """`backward_lowmem` where the winners are found again, in parts."""
-    grad_Q, grad_D, grad_weight = outputs = _outputs(a.Q, a.D, a.needs)
+    outputs = a.outputs()
     for part, targets in _parts(a, outputs):
         call, wanted = _call(part), _wanted(targets, part.needs)
         if part.needs[0] or part.needs[2]:
             call.into_queries(wanted[0], wanted[2])
         if part.needs[1]:
             into_documents(call, targets[1])
-    return grad_Q, grad_D, grad_weight
+    return outputs
 
 
-def _known_winners(a: _Arguments) -> Gradients:
+def _known_winners(a: Arguments) -> Gradients:
     """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
     call, grad_D = _call(a), _output(D, of_D, dtype=Q.dtype)
@@ -208,8 +201,8 @@ def require_nondeterminism_allowed() -> None:
 
 
 def _scattered_parts(
-    a: _Arguments, sum_Q: Tensor | None, sum_D: Tensor | None
-) -> Iterator[tuple[_Arguments, Tensor | None, Tensor | None]]:
+    a: Arguments, sum_Q: Tensor | None, sum_D: Tensor | None
+) -> Iterator[tuple[Arguments, Tensor | None, Tensor | None]]:
     """The call in parts whose winners fit the workspace, each with the sums that it adds to."""
     if a.argmax is not None:
         yield a, sum_Q, sum_D
@@ -224,32 +217,20 @@ def _scattered_parts(
             yield a.part(everything, own), sum_Q, part_D
 
 
-def backward_unified(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor | None,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    needs: list[bool],
-    scale: Tensor | None = None,
-) -> Gradients:
-    """Gradients of Q, D and q_weight in one pass over the winners, through fp32 sums and atomic adds.
+def backward_unified(*arguments: Any) -> Gradients:
+    """The same of `Arguments` in one pass over the winners, through fp32 sums and atomic adds.
 
     Raises:
         RuntimeError: under `torch.use_deterministic_algorithms(True)`.
     """
     require_nondeterminism_allowed()
-    return _again(_unified, _Arguments(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, scale))
+    return _again(_unified, Arguments(*arguments))
 
 
-def _unified(a: _Arguments) -> Gradients:
-    Q, D, needs = a.Q, a.D, a.needs
-    grad_Q, grad_D, grad_weight = outputs = _outputs(Q, D, needs)
-    if Q.numel() == 0 or D.numel() == 0:
-        return grad_Q, grad_D, grad_weight
+def _unified(a: Arguments) -> Gradients:
+    Q, D, needs, outputs = a.Q, a.D, a.needs, a.outputs()
+    if a.trivial:
+        return outputs
     sum_Q = torch.zeros(Q.shape, dtype=torch.float32, device=Q.device) if needs[0] or needs[2] else None
     sum_D = torch.zeros(D.shape, dtype=torch.float32, device=Q.device) if needs[1] else None
     with on_device(Q.device):
@@ -263,5 +244,5 @@ def _unified(a: _Arguments) -> Gradients:
             call.finish(X, sum_Q.unsqueeze(1), wanted[0], wanted[2], wide_of(Q, Q), True)
         if sum_D is not None:
             D, sum_D = (x if x.dim() == 4 else x.unsqueeze(0) for x in (D, sum_D))
-            call.finish(documents_of(D, None), sum_D, grad_D, None, wide_of(D, D), False)
-    return grad_Q, grad_D, grad_weight
+            call.finish(documents_of(D, None), sum_D, outputs[1], None, wide_of(D, D), False)
+    return outputs

@@ -20,7 +20,7 @@ from ..csrc_triton.backward_packed_lists import BUCKETS, OFFSETS, maxsim_list_pa
 from ..segments import Cut, Ragged
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid, on_device, wide_of
-from .backward import Gradients, require_nondeterminism_allowed
+from .backward import Gradients, outputs_of, require_nondeterminism_allowed
 from .backward_call import Call
 from .configs import Launch, cdiv
 from .ragged_forward import documents_of, queries_of, segments_of
@@ -266,15 +266,9 @@ def _backward(
     grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> Gradients:
     trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
-    new = torch.zeros_like if trivial else torch.empty_like
-    grad_Q, grad_D = (
-        new(x, memory_format=torch.contiguous_format) if need else x.new_empty(0)
-        for x, need in zip((c.Q, c.D), needs, strict=False)
-    )
-    weight_shape = c.Q.shape[:-1] if needs[2] else (0,)
-    grad_weight = (c.Q.new_zeros if trivial else c.Q.new_empty)(weight_shape, dtype=torch.float32)
+    outputs = grad_Q, grad_D, grad_weight = outputs_of(c.Q, c.D, needs, trivial)
     if trivial or not any(needs):
-        return grad_Q, grad_D, grad_weight
+        return outputs
     with on_device(c.Q.device):
         packed = _Call(grad_scores, c, argmax, normalize)
         if needs[0] or needs[2]:
@@ -286,7 +280,7 @@ def _backward(
             call.finish(call.documents, sum_D, grad_D, None, call.wide, False)
         elif needs[1]:
             packed.into_documents(grad_D)
-    return grad_Q, grad_D, grad_weight
+    return outputs
 
 
 def backward_ragged(

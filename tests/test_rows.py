@@ -59,7 +59,7 @@ def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch)
     monkeypatch.setattr(cuda_rows.launcher, "launch", lambda kernel, grid, args, options: found.append((grid, args)))
     tokens, bounds = torch.randn(40, 16), torch.tensor([0, 12, 40])
     r = Ragged(tokens, tokens, bounds, bounds[:-1], bounds.diff(), None, mask, None, None)
-    cuda_rows._covered(Cut.of(r, 0), cuda_ragged.queries_of(r))
+    cuda_rows._covered(Cut.of(r, 0), cuda_ragged.packed_queries(r))
     [(grid, (_, given, covered, rows, stride, _))] = found
     assert grid == (2,) and rows == covered.numel() == 40 and given is mask
     assert stride == (1 if mask is None else mask.stride(0))

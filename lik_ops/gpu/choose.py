@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Config, Specialization
+from ..csrc_triton.arguments import Config
 from ..segments import Cut
 from . import configs, forward_configs, gluon_configs
 from .arguments import allow_tf32, architecture, describable, describable_queries, sizes, wide_of
@@ -98,7 +98,7 @@ def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
         return None  # rows that `maxsim_forward` loads feature by feature, and adds up in another order
-    return found if isinstance(found.config, Specialization) or describable_queries(Q) else None
+    return found if not found.is_wide or describable_queries(Q) else None
 
 
 def row_maxima(

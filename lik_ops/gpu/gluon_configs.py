@@ -86,6 +86,11 @@ class Specialized(NamedTuple):
         return isinstance(self.config, WideSpecialization)
 
     @property
+    def reads_norms(self) -> bool:
+        """Whether inverse norms of document tokens, and of query tokens of wide features, are found before it."""
+        return self.config.NORMALIZE if isinstance(self.config, WideSpecialization) else self.config.GIVEN
+
+    @property
     def kernel(self) -> str:
         return "maxsim_forward_wide" if self.is_wide else "maxsim_forward_specialized"
 

@@ -14,8 +14,7 @@ from ..segments import Cut, Ragged
 from . import launcher
 from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
 from .configs import Architecture, cdiv, next_power_of_2
-from .ragged_forward import documents_of as packed_documents_of
-from .ragged_forward import ragged_plan
+from .ragged_forward import packed_documents, ragged_plan
 
 _TOKENS, _FEATURES = 32, 64  # of a tile
 KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
@@ -66,7 +65,7 @@ def _unit_counts(c: Cut, counts: Counts | CodedCounts, kept: Any) -> Counts | Co
     if c.Td:
         with on_device(c.Q.device):
             grid = checked_grid(cdiv(c.Td, _TOKENS))
-            args = (packed_documents_of(c), counts, *found, c.Td, d, config)
+            args = (packed_documents(c), counts, *found, c.Td, d, config)
             launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
     return counts._replace(scale=found[0], scale_each=1, minimum=found[1], minimum_each=None if found[1] is None else 1)
 

@@ -23,7 +23,7 @@ from .arguments import architecture, checked_grid, on_device, wide_of
 from .backward import Gradients, outputs_of, require_nondeterminism_allowed
 from .backward_call import Call
 from .configs import Launch, cdiv
-from .ragged_forward import documents_of, queries_of, segments_of
+from .ragged_forward import packed_documents, packed_queries, segments_of
 from .replay import Calls
 
 _FIELDS, _FIRST, _LENGTH, _QUERY = (x.value for x in (fields.FIELDS, fields.FIRST, fields.LENGTH, fields.QUERY))
@@ -138,7 +138,7 @@ class _Call:
         self.lookup = Lookup(c, argmax.shape[1], (stride_q, stride_k))
         up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous(), 1, c.columns, c.Tq, c.Td)
         wide = wide_of(c.Q, c.D.flatten(0, -2))
-        self.call = Call(queries_of(c), documents_of(c), up, c.candidates, normalize, wide, packed=True)
+        self.call = Call(packed_queries(c), packed_documents(c), up, c.candidates, normalize, wide, packed=True)
 
     def by_query(self) -> Call:
         """With the items of each query together."""

@@ -45,11 +45,11 @@ def _per_row(x: Tensor | None) -> tuple:
     return (None, None, None) if x is None else (x, 0, x.stride(-1))
 
 
-def queries_of(c: Cut) -> Queries:
+def packed_queries(c: Cut) -> Queries:
     return Queries._make((c.Q, 0, *c.Q.stride()[-2:], *_per_row(c.q_mask), *_per_row(c.q_weight)))
 
 
-def documents_of(c: Cut) -> Documents:
+def packed_documents(c: Cut) -> Documents:
     """Without their mask: masked tokens win nothing."""
     return Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *(None,) * 4))
 

@@ -42,11 +42,10 @@ class SpecializedPlan(GluonPlan):
         self.tiles = gluon.tiles((C.BN, features), Q.dtype)
         if choice.is_wide:
             self.query_tiles = gluon.tiles((gluon_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features), Q.dtype)
-        self.given = C.GIVEN if isinstance(C, Specialization) else C.NORMALIZE
-        self.norm_features = C.BD if isinstance(C, Specialization) else _WIDE_FEATURES
-        self.norms_of_document = configs.cdiv(self.sizes.Ld, C.BN) * C.BN if self.given else 0
-        sums_of_document = self.sizes.Nq * choice.parts if choice.parts > 1 or self.given else 0
-        room = _WORKSPACE // 4 - (gluon_configs.MOST_QUERY_NORMS if choice.is_wide and self.given else 0)
+        self.norm_features = _WIDE_FEATURES if choice.is_wide else features
+        self.norms_of_document = configs.cdiv(self.sizes.Ld, C.BN) * C.BN if choice.reads_norms else 0
+        sums_of_document = self.sizes.Nq * choice.parts if choice.parts > 1 or choice.reads_norms else 0
+        room = _WORKSPACE // 4 - (gluon_configs.MOST_QUERY_NORMS if choice.is_wide and choice.reads_norms else 0)
         fitting = room // max(1, sums_of_document + self.norms_of_document)
         self.chunk = min(max(fitting, 1), self.sizes.K)  # documents
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)
@@ -90,7 +89,7 @@ class SpecializedPlan(GluonPlan):
     def _norms(self, x: Dense, sizes: Sizes) -> tuple[Any, Tensor | None]:
         """Inverse norms of document tokens and, for wide features, of query tokens, found by a launch of their own;
         None where the kernel does not read them."""
-        if not self.given:
+        if not self.choice.reads_norms:
             return None, None
         wide, BN = self.choice.is_wide, self.choice.config.BN
         documents = torch.empty(sizes.K * self.norms_of_document, dtype=torch.float32, device=self.device)

@@ -172,20 +172,19 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "split_tokens":
         launch = forward_configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
-    documents = backward_configs.grad_documents(
-        arch, case.dtype, case.d, flat=case.wide == 0 and not case.ragged, pieces=case.pieces, **shared
-    )
+    kind = backward_configs.Kind(arch, case.dtype, case.d, **shared)
+    documents = backward_configs.grad_documents(kind, flat=case.wide == 0 and not case.ragged, pieces=case.pieces)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_grad_disjoint_documents":
-        return backward_configs.disjoint_documents(arch, case.dtype, case.Lq, case.d, flat=True, **shared)
+        return backward_configs.disjoint_documents(kind, case.Lq, flat=True)
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         shared_tiles = case.kernel == "maxsim_grad_shared_tiles"
-        choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case), **shared}
+        choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case)}
         if case.chunks:  # what lists do not serve is walked over by the same tiles
             choices["listed"] = True
-        packed = backward_configs.grad_packed_documents(arch, case.dtype, case.d, **choices)
+        packed = backward_configs.grad_packed_documents(kind, **choices)
         if case.chunks and not case.lists:
             packed = replace(packed, max_registers=255)
         if case.kernel == "maxsim_list_packed_winners":
@@ -200,16 +199,15 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == QUERY_TERMS:
         return Launch(ragged_forward.terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_scatter":
-        return backward_configs.scatter(arch, case.dtype, case.d, ragged=case.ragged, **shared)
+        return backward_configs.scatter(kind, ragged=case.ragged)
     if case.kernel == "maxsim_grad_sparse_documents":
-        rows = min(case.Lq, backward_configs.most_sparse_rows(case.dtype, case.d, case.wide))
-        return backward_configs.sparse_documents(arch, case.dtype, rows, case.d, **shared)
+        return backward_configs.sparse_documents(kind, min(case.Lq, backward_configs.most_sparse_rows(kind)))
     if case.kernel in LISTS:
         return backward_configs.lists(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
     scaled = case.kernel == "maxsim_grad_queries" and bool(case.stored)
-    return backward_configs.gather(case.dtype, case.d, ragged=case.ragged, scaled=scaled, **shared)
+    return backward_configs.gather(kind, ragged=case.ragged, scaled=scaled)
 
 
 def _listed(case: Case) -> bool:

@@ -156,9 +156,7 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     grad_scores = torch.zeros(p.r.scores_shape(), device=place.device)
     packed = cuda_ragged_backward._Call(grad_scores, Cut.of(p.r, Tq), argmax, False)
     call, lookup = packed.call, packed.lookup
-    launch = backward_configs.grad_packed_documents(
-        call.arch, torch.float32, 16, rows=None, flat=True, shared=False, listed=True, **call.layout()
-    )
+    launch = backward_configs.grad_packed_documents(call.kind, rows=None, flat=True, shared=False, listed=True)
     listing = packed._listing(launch)
     blocks, rows = listing.blocks, listing.rows
     assert blocks > 1 and rows <= BLOCK

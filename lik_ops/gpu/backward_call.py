@@ -36,10 +36,6 @@ class Call(NamedTuple):
         return self.queries.ptr.shape[-1]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.queries.ptr.dtype
-
-    @property
     def arch(self) -> Architecture:
         return architecture(self.queries.ptr.device)
 
@@ -55,8 +51,11 @@ class Call(NamedTuple):
         reach = rows * abs(Q.stride_l) + self.d * abs(Q.stride_d)
         return (self.up.Nq == 1 or Q.stride_n == self.up.Lq * Q.stride_l) and reach <= _INT32_MAX
 
-    def layout(self) -> dict:
-        return {"candidates": self.candidates, "normalize": self.normalize, "wide": self.wide}
+    @property
+    def kind(self) -> backward_configs.Kind:
+        Q = self.queries.ptr
+        arch = architecture(Q.device)
+        return backward_configs.Kind(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
 
     def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
         launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
@@ -66,7 +65,7 @@ class Call(NamedTuple):
 
     def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
         scaled = self.up.scale is not None
-        launch = backward_configs.gather(self.dtype, self.d, ragged=self.packed, scaled=scaled, **self.layout())
+        launch = backward_configs.gather(self.kind, ragged=self.packed, scaled=scaled)
         args = (*self.groups, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
 
@@ -76,14 +75,14 @@ class Call(NamedTuple):
             return self
         up = self.up
         norms = self.queries.ptr.new_empty((up.Nq, up.Lq), dtype=torch.float32)
-        launch = backward_configs.gather(self.dtype, self.d, **self.layout())
+        launch = backward_configs.gather(self.kind)
         args = self.queries, norms, up.Nq, up.Lq, self.d
         self.run(maxsim_row_norms, checked_grid(self.row_tiles(launch)), args, launch)
         return self._replace(up=up._replace(norms=norms))
 
     def scatter(self, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
         """Add to zeroed fp32 sums. A program takes a share of the documents; of packed ones, all that its rows meet."""
-        launch = backward_configs.scatter(self.arch, self.dtype, self.d, ragged=self.packed, **self.layout())
+        launch = backward_configs.scatter(self.kind, ragged=self.packed)
         tiles, K = self.row_tiles(launch), self.up.K
         most = max(cdiv(K * tiles, _SCATTER_PROGRAMS), min(K, launch.config.BN))
         grid = (*checked_grid(tiles), cdiv(K, most))
@@ -100,7 +99,7 @@ class Call(NamedTuple):
         queries = self.queries
         if not weighted:
             queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
-        launch = backward_configs.gather(self.dtype, d, candidates=False, normalize=self.normalize, wide=wide)
+        launch = backward_configs.gather(self.kind._replace(d=d, candidates=False, wide=wide))
         grid = checked_grid(N * K * cdiv(L, launch.config.BM))
         of_rows = RowSums(sums, K, L, None if weighted else self.up.scale)
         self.run(maxsim_finish, grid, (X, queries, of_rows, grad, grad_weight, d), launch)

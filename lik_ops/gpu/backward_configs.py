@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,62 +15,67 @@ from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, nex
 _remembered = functools.lru_cache(maxsize=1024)  # the same few are asked for at every step, for microseconds each
 
 
+class Kind(NamedTuple):
+    """What every choice hangs on."""
+
+    arch: Architecture
+    dtype: torch.dtype
+    d: int
+    candidates: bool
+    normalize: bool
+    wide: int
+
+    @property
+    def half(self) -> bool:
+        return self.dtype != torch.float32
+
+    @property
+    def vectors(self) -> bool:
+        return loads_vectors(self.d, self.wide)
+
+    def config(self, BM: int, BN: int, BD: int, **more: Any) -> Config:
+        return Config(
+            BM=BM,
+            BN=BN,
+            BD=BD,
+            SLOT=1,
+            LANES=more.pop("LANES", 1),
+            CANDIDATES=self.candidates,
+            ONE_CHUNK=self.d <= BD,
+            NORMALIZE=self.normalize,
+            WIDE=self.wide,
+            PRECISION=more.pop("PRECISION", precision(torch.float32, self.arch, False)),
+            **more,
+        )
+
+
 @_remembered
-def gather(
-    dtype: torch.dtype,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    ragged: bool = False,
-    scaled: bool = False,
-) -> Launch:
+def gather(kind: Kind, *, ragged: bool = False, scaled: bool = False) -> Launch:
     """Kernels that read whole rows: BM tokens of a query, and the winners of BN documents at a time.
 
     `scaled`: rows are int8 with a scale, which takes registers.
     """
+    d, half, normalize = kind.d, kind.half, kind.normalize
     BD = max(next_power_of_2(d), 16) if d <= 256 else 128
     # Every thread holds its share of the rows of a step: as many as registers allow, for the loads in flight.
-    rows = 128 if dtype != torch.float32 else 32 if normalize else 64
-    vectors = loads_vectors(d, wide)
-    if not vectors:
+    rows = 128 if half else 32 if normalize else 64
+    if not kind.vectors:
         rows = 8 if normalize else 32
-    short = vectors and d <= 128
-    if ragged and not (short and dtype != torch.float32 and not normalize):
+    short = kind.vectors and d <= 128
+    if ragged and not (short and half and not normalize):
         rows //= 2  # where their winners lie takes registers too
-    config = Config(
-        BM=8,
-        BN=max(rows * min(128, BD) // BD // 8, 1),
-        BD=BD,
-        SLOT=1,
-        LANES=1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION="ieee",
-    )
-    spills = not short or (ragged and candidates and dtype == torch.float32) or (scaled and normalize)
+    config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee")
+    spills = not short or (ragged and kind.candidates and not half) or (scaled and normalize)
     return Launch(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
 
 @_remembered
-def scatter(
-    arch: Architecture,
-    dtype: torch.dtype,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    ragged: bool = False,
-) -> Launch:
+def scatter(kind: Kind, *, ragged: bool = False) -> Launch:
     """`maxsim_scatter`, whose products are as large as a step's rows: fewer documents at a time."""
-    launch = gather(dtype, d, candidates=candidates, normalize=normalize, wide=wide, ragged=ragged)
+    launch = gather(kind, ragged=ragged)
     config = launch.config
     launch = replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
-    return replace(launch, max_registers=255) if ragged or arch.name.startswith("sm_8") else launch
+    return replace(launch, max_registers=255) if ragged or kind.arch.name.startswith("sm_8") else launch
 
 
 THREE_PROGRAMS = 168  # registers of a thread with which so many of four warps share a multiprocessor
@@ -78,42 +84,20 @@ LEAST_LISTED, MOST_LISTED = 1024, 2**20
 
 
 @_remembered
-def grad_documents(
-    arch: Architecture,
-    dtype: torch.dtype,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    flat: bool,
-    pieces: bool,
-) -> Launch:
+def grad_documents(kind: Kind, *, flat: bool, pieces: bool) -> Launch:
     """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
-    half = dtype != torch.float32
+    arch, d, half, vectors = kind.arch, kind.d, kind.half, kind.vectors
     BD = min(max(next_power_of_2(d), 16), 128)
-    wgmma, vectors = arch.name in ("sm_90", INTERPRETER.name), loads_vectors(d, wide)
+    wgmma = arch.name in ("sm_90", INTERPRETER.name)
     wide_unit = wgmma or arch.name == "sm_100"  # takes 64 features of half types or more
     if not vectors:
         BD = min(BD, 64 if half and wide_unit else 32)
     BM, BN = (64 if wgmma else 32, 16) if half else (32, 16) if wgmma else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
-    config = Config(
-        BM=BM,
-        BN=BN,
-        BD=BD,
-        SLOT=1,
-        LANES=4 if wgmma else 1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION=precision(torch.float32, arch, False),
-        FLAT=flat,
-    )
+    config = kind.config(BM, BN, BD, LANES=4 if wgmma else 1, FLAT=flat)
     if half:
-        plain = wgmma and dtype == torch.bfloat16 and flat and d <= BD and not (normalize or pieces)
+        plain = wgmma and kind.dtype == torch.bfloat16 and flat and d <= BD and not (kind.normalize or pieces)
         stages = 1 if arch.is_amd or not vectors else 3
         warps = 8 if wide_unit and not vectors else 4
         return Launch(config, num_warps=warps, num_stages=stages, max_registers=THREE_PROGRAMS if plain else 255)
@@ -124,9 +108,7 @@ def grad_documents(
 
 def lookup(arch: Architecture) -> Launch:
     """How the kernels run that find and sort items, which take no configuration."""
-    config = grad_documents(
-        arch, torch.float32, 128, candidates=False, normalize=False, wide=0, flat=True, pieces=True
-    ).config
+    config = grad_documents(Kind(arch, torch.float32, 128, False, False, 0), flat=True, pieces=True).config
     return Launch(config, num_warps=4, num_stages=1, max_registers=arch.registers)
 
 
@@ -136,19 +118,7 @@ def shared_tile(arch: Architecture) -> int:
 
 
 @_remembered
-def grad_packed_documents(
-    arch: Architecture,
-    dtype: torch.dtype,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    flat: bool,
-    rows: int | None,
-    shared: bool,
-    listed: bool = False,
-) -> Launch:
+def grad_packed_documents(kind: Kind, *, flat: bool, rows: int | None, shared: bool, listed: bool = False) -> Launch:
     """The one-hot product of BN rows of D and BM query rows a step.
 
     `shared`: of those BN of a larger tile that win. `listed`: rows that won in the tile are read from lists.
@@ -156,19 +126,17 @@ def grad_packed_documents(
     `rows` are those of the mean query where an item has one query. Such items are short, and several share a step. It
     is None in the cross product, where a document meets all rows: a program reads many winners, some steps ahead.
     """
-    launch = grad_documents(
-        arch, dtype, d, candidates=candidates, normalize=normalize, wide=wide, flat=flat, pieces=not listed
-    )
+    launch, arch = grad_documents(kind, flat=flat, pieces=not listed), kind.arch
     config, single = launch.config, rows is not None
     if listed:
         # Three programs hide what one waits for: long steps, with fewer barriers for each row, beat stages.
         three = launch.max_registers == THREE_PROGRAMS
         BM, stages = (128, 2) if three else (config.BM, launch.num_stages)
         return replace(launch, config=config._replace(BM=BM, SLOT=BM), num_stages=stages)
-    if dtype != torch.float32 and loads_vectors(d, wide) and arch != INTERPRETER:
+    if kind.half and kind.vectors and arch != INTERPRETER:
         # With as many rows in a step as there are threads, each thread computes one place; else they repeat them.
         BM = 128 if arch.name == "sm_90" and config.ONE_CHUNK and not single else config.BM
-        plain = dtype == torch.bfloat16 and not normalize  # else ptxas spills
+        plain = kind.dtype == torch.bfloat16 and not kind.normalize  # else ptxas spills
         config = config._replace(BM=BM, BN=16 if shared and not plain else 32)
         # On sm_120 ptxas spills two stages.
         launch = replace(launch, num_stages=1 if single or arch.is_amd or arch.name == "sm_120" else 2)
@@ -183,31 +151,18 @@ def grad_packed_documents(
 SPARSE_ROWS = 128  # query rows of a document that one program holds, at most
 
 
-def most_sparse_rows(dtype: torch.dtype, d: int, wide: int) -> int:
+def most_sparse_rows(kind: Kind) -> int:
     """Query rows of a document that one program holds; of more, ptxas spills."""
-    return SPARSE_ROWS if dtype != torch.float32 and d <= 128 and loads_vectors(d, wide) else SPARSE_ROWS // 2
+    return SPARSE_ROWS if kind.half and kind.d <= 128 and kind.vectors else SPARSE_ROWS // 2
 
 
 @_remembered
-def sparse_documents(
-    arch: Architecture, dtype: torch.dtype, rows: int, d: int, *, candidates: bool, normalize: bool, wide: int
-) -> Launch:
+def sparse_documents(kind: Kind, rows: int) -> Launch:
     """The sums of the few rows that a document meets, at BN of the tokens that they won at a time."""
-    BM, half = max(next_power_of_2(rows), 16), dtype != torch.float32
-    holds_features = BM <= 32 or (half and not arch.is_amd)
+    BM, d, half = max(next_power_of_2(rows), 16), kind.d, kind.half
+    holds_features = BM <= 32 or (half and not kind.arch.is_amd)
     BD = max(next_power_of_2(d), 16) if d <= (128 if holds_features else 64) else 32
-    config = Config(
-        BM=BM,
-        BN=min(BM, 32 if half and BM <= 64 else 16),
-        BD=BD,
-        SLOT=1,
-        LANES=1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION=precision(torch.float32, arch, False),
-    )
+    config = kind.config(BM, min(BM, 32 if half and BM <= 64 else 16), BD)
     # Without a limit ptxas takes 128 and spills.
     return Launch(config, num_warps=4 if rows <= 32 and half else 8, num_stages=1, max_registers=255)
 
@@ -216,24 +171,13 @@ MOST_DISJOINT_ROWS = 128  # of an item that one warp sums
 
 
 @_remembered
-def disjoint_documents(
-    arch: Architecture,
-    dtype: torch.dtype,
-    rows: int,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    flat: bool,
-) -> Launch:
+def disjoint_documents(kind: Kind, rows: int, *, flat: bool) -> Launch:
     """The sums of the few rows, at most BM of each query, that a packed document meets: one warp, row by row."""
-    BM = min(max(next_power_of_2(rows), 16 if arch == INTERPRETER else 32), MOST_DISJOINT_ROWS)
-    BD = min(max(next_power_of_2(d), 16), 256)
-    config = sparse_documents(arch, dtype, rows, d, candidates=candidates, normalize=normalize, wide=wide).config
-    config = config._replace(BM=BM, BN=4, BD=BD, ONE_CHUNK=d <= BD, FLAT=flat)
+    BM = min(max(next_power_of_2(rows), 16 if kind.arch == INTERPRETER else 32), MOST_DISJOINT_ROWS)
+    BD = min(max(next_power_of_2(kind.d), 16), 256)
+    config = kind.config(BM, 4, BD, FLAT=flat)
     # They wait most of the time: as many programs as a multiprocessor takes, 32, unless ptxas spills then.
-    small = BM <= 32 and BD <= 128 and loads_vectors(d, wide)
+    small = BM <= 32 and BD <= 128 and kind.vectors
     return Launch(config, num_warps=1, num_stages=1, max_registers=64 if small else 128)
 
 

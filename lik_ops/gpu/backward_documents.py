@@ -29,10 +29,10 @@ def into_documents(call: Call, grad_D: Tensor) -> None:
     up = call.up
     rows = up.Lq if call.candidates else up.Nq * up.Lq
     count = up.Nq * up.K if call.candidates else up.K
-    if rows <= backward_configs.most_sparse_rows(call.dtype, call.d, call.wide):
+    if rows <= backward_configs.most_sparse_rows(call.kind):
         _sum_sparse(call, rows, count, grad_D)
         return
-    table = partial(backward_configs.grad_documents, call.arch, call.dtype, call.d, flat=call.flat, **call.layout())
+    table = partial(backward_configs.grad_documents, call.kind, flat=call.flat)
     launch = table(pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
     if not backward_configs.LEAST_LISTED <= rows <= backward_configs.MOST_LISTED:
@@ -59,7 +59,7 @@ def into_documents(call: Call, grad_D: Tensor) -> None:
 
 
 def _sum_sparse(call: Call, rows: int, count: int, grad_D: Tensor) -> None:
-    launch = backward_configs.sparse_documents(call.arch, call.dtype, rows, call.d, **call.layout())
+    launch = backward_configs.sparse_documents(call.kind, rows)
     # Cut documents give the same bits: a token's rows all count in the part that holds it.
     parts = max(cdiv(call.up.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
     tokens = max(cdiv(call.up.Ld, parts), _LEAST_TOKENS)

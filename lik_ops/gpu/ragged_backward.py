@@ -185,15 +185,7 @@ class _Call:
     def into_documents(self, grad_D: Tensor) -> None:
         call = self.call.with_norms()
         rows = cdiv(self.c.Tq, self.c.queries) if self._single() else None
-        table = partial(
-            backward_configs.grad_packed_documents,
-            call.arch,
-            call.dtype,
-            call.d,
-            rows=rows,
-            flat=call.flat,
-            **call.layout(),
-        )
+        table = partial(backward_configs.grad_packed_documents, call.kind, rows=rows, flat=call.flat)
         (self._into_sparse if self._sparse() else self._into_all)(call, grad_D, table)
 
     def _into_sparse(self, call: Call, grad_D: Tensor, table: Callable[..., Launch]) -> None:
@@ -204,9 +196,7 @@ class _Call:
         zeros = Zeros(grad_D, grad_D.numel(), marks, tiles + 1)
         items, reach = sorted_items(self.lookup.items, _FIRST, True, zeros)
         given = *call.groups[:2], call.up._replace(items=items, count=count)
-        launch = backward_configs.disjoint_documents(
-            call.arch, call.dtype, self._most_rows(), call.d, flat=call.flat, **call.layout()
-        )
+        launch = backward_configs.disjoint_documents(call.kind, self._most_rows(), flat=call.flat)
         args = *given, SharedTiles(marks, starts, reach), grad_D, call.d, count.bit_length(), tile
         call.run(maxsim_grad_disjoint_documents, checked_grid(count + cdiv(tiles + 1, _BLOCK)), args, launch)
         shared = *given, SharedTiles(marks, starts), grad_D, call.d, tile

@@ -103,10 +103,7 @@ def given(
         Q, q_weight, D = _beside(op, Q, q_weight, quantized)
         own = D.dim() == 4
         if own:
-            count = len(Q) if isinstance(Q, (list, tuple)) else Q.shape[0] if Q.dim() == 3 else None
-            if count is None:
-                raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
-            same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
+            _check_lists(op, Q, D)
             D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten(0, 1)
     as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
     q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)
@@ -128,14 +125,8 @@ def given(
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
     check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
-    for name, cu_seqlens, of_name, of in (
-        ("cu_seqlens_q", cu_seqlens_q, "Q", Q),
-        ("cu_seqlens_d", cu_seqlens_d, "D", D),
-    ):
-        if cu_seqlens is not None:
-            check_cu_seqlens(op, name, cu_seqlens, Q.device)
-            if values.looks(cu_seqlens):
-                values.check_cu_seqlens(op, name, cu_seqlens, of_name, of)
+    _check_bounds(op, "q", cu_seqlens_q, Q)
+    _check_bounds(op, "d", cu_seqlens_d, D)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     refused = (
         quantized is not None
@@ -145,6 +136,22 @@ def given(
     return Given(
         op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, own, q_flat, d_flat, refused
     )
+
+
+def _check_lists(op: str, Q: Any, D: Tensor) -> None:
+    """Raise unless there are as many queries as lists of candidates."""
+    count = len(Q) if isinstance(Q, (list, tuple)) else Q.shape[0] if Q.dim() == 3 else None
+    if count is None:
+        raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
+    same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
+
+
+def _check_bounds(op: str, side: str, cu_seqlens: Tensor | None, of: Tensor) -> None:
+    if cu_seqlens is not None:
+        name = f"cu_seqlens_{side}"
+        check_cu_seqlens(op, name, cu_seqlens, of.device)
+        if values.looks(cu_seqlens):
+            values.check_cu_seqlens(op, name, cu_seqlens, side.upper(), of)
 
 
 def unpacked(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:

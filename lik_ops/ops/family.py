@@ -145,13 +145,16 @@ def register_autograd(
     forward.register_autograd(backward, setup_context=setup_context)
 
 
-def no_double_backward(name: str) -> Callable[..., NoReturn]:
-    """The derivative of the backwards of `name`."""
-    op = add_op_namespace_prefix(name)
+def no_gradient(name: str, instead: str, of: str = "gradient") -> Callable[..., NoReturn]:
+    """The derivative of an operator that has none; the error says what to do instead."""
+    message = f"{add_op_namespace_prefix(name)} has no {of}: {instead}"
 
     def raises(ctx, *grads):
-        raise NotImplementedError(
-            f"{op} has no double backward: compute second derivatives with lik_ops.reference.maxsim"
-        )
+        raise NotImplementedError(message)
 
     return raises
+
+
+def no_double_backward(name: str) -> Callable[..., NoReturn]:
+    """The derivative of the backwards of `name`."""
+    return no_gradient(name, "compute second derivatives with lik_ops.reference.maxsim", "double backward")

@@ -16,6 +16,7 @@ from ..arguments import check, check_lifted, score_dtype
 from ..csrc_triton.packaged import maxsim_packaged as _kernel
 from ..gpu.arguments import allow_tf32
 from .documented import document
+from .family import no_gradient
 
 _NAME = add_op_namespace_prefix("maxsim_packaged")
 _DOC = "Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."
@@ -75,9 +76,5 @@ def _(Q, D, q_mask, d_mask, q_weight, normalize):
     return Q.new_empty((Q.shape[0], D.shape[-3]), dtype=score_dtype(Q.dtype))
 
 
-def _no_gradient(ctx, grad):
-    raise NotImplementedError(f"{_NAME} has no gradient: {add_op_namespace_prefix('maxsim')} does")
-
-
-maxsim_packaged.register_autograd(_no_gradient)
+maxsim_packaged.register_autograd(no_gradient("maxsim_packaged", f"{add_op_namespace_prefix('maxsim')} does"))
 document("maxsim_packaged", _DOC)

@@ -13,7 +13,7 @@ from ..segments import Ragged
 from . import values
 from .custom import custom_op
 from .documented import document_bodies
-from .family import check_forward, fake_forward
+from .family import check_forward, fake_forward, no_gradient
 from .stack import batching_ragged, functional
 
 _SCHEMA = (
@@ -107,10 +107,8 @@ def _(*args):
     return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
 
 
-def _no_backward(ctx, *grads):
-    raise NotImplementedError(f"{_FWD} has no gradient: score the tokens of Quantized.dequantize()")
-
-
-maxsim_quantized_fwd.register_autograd(_no_backward)
+maxsim_quantized_fwd.register_autograd(
+    no_gradient("maxsim_quantized_fwd", "score the tokens of Quantized.dequantize()")
+)
 maxsim_quantized_fwd.register_vmap(batching_ragged.quantized)
 document_bodies(maxsim_quantized_fwd)

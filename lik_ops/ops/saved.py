@@ -7,6 +7,7 @@ of Q sums the tokens that won as int8 has them. That of D is made of Q and the w
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -124,8 +125,8 @@ def _gradients(grad_scores, tensors, argmax, options, needs):
 
 register_autograd(maxsim_fwd_int8, Dense, _gradients, _kept)
 maxsim_bwd_int8.register_autograd(no_double_backward("maxsim_fwd_int8"))
-maxsim_fwd_int8.register_vmap(batching.forward_int8)
-maxsim_bwd_int8.register_vmap(batching.backward_int8)
+maxsim_fwd_int8.register_vmap(partial(batching.one_by_one, maxsim_fwd_int8, 5))
+maxsim_bwd_int8.register_vmap(partial(batching.one_by_one, maxsim_bwd_int8, 7))
 document_bodies(maxsim_fwd_int8, maxsim_bwd_int8)
 
 

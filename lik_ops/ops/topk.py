@@ -31,6 +31,7 @@ from ..segments import Ragged, starts
 from . import values
 from .custom import custom_op
 from .documented import document_bodies
+from .family import no_gradient
 from .stack import batching, functional
 from .watchers import nobody_sees
 
@@ -262,11 +263,7 @@ def reject_derivatives(op: str, *given: Any) -> None:
         )
 
 
-def _no_backward(ctx, *grads):
-    raise NotImplementedError(f"{_NAME} has no gradient: score what it found with lik_ops.maxsim")
-
-
-maxsim_topk.register_autograd(_no_backward)
+maxsim_topk.register_autograd(no_gradient("maxsim_topk", "score what it found with lik_ops.maxsim"))
 maxsim_topk.register_vmap(batching.topk)
 document_bodies(maxsim_topk)
 

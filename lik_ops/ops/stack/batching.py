@@ -87,14 +87,9 @@ def forward(
     return (scores, argmax if candidates else argmax.transpose(1, 2)), (0, 0)
 
 
-def forward_int8(info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """`lik::maxsim_fwd_int8` of a batch."""
-    return _Batch(info.batch_size, in_dims, args[:5]).one_by_one(lik.maxsim_fwd_int8, *args[5:])
-
-
-def backward_int8(info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """`lik::maxsim_bwd_int8` of a batch."""
-    return _Batch(info.batch_size, in_dims, args[:7]).one_by_one(lik.maxsim_bwd_int8, *args[7:])
+def one_by_one(op: Any, tensors: int, info: Any, in_dims: tuple, *args: Any) -> Outputs:
+    """An operator of a batch, whose first arguments are so many tensors: for operators that fold nothing."""
+    return _Batch(info.batch_size, in_dims, args[:tensors]).one_by_one(op, *args[tensors:])
 
 
 def topk(

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
+from ..family import no_double_backward
 from ..gradients import gradient
 
 _OP = add_op_namespace_prefix("maxsim")
@@ -109,11 +110,7 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            f"{_OP} has no double backward: compute second derivatives with lik_ops.reference.maxsim"
-        )
+    backward = staticmethod(no_double_backward("maxsim"))
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,11 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     placements: Any = Replicate(), Shard(0), Shard(1), Partial()
-    whole, first, second, partial = placements
+    _register_dense(register_sharding, *placements)
+    _register_ragged(register_sharding, *placements)
 
+
+def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any, partial: Any) -> None:
     def dense(D):
         """Placements of scores, winners, queries, documents, and of the gradients of the last two."""
         if len(D.shape) == 4:
@@ -91,13 +94,15 @@ def _register() -> None:
             ([q, q], [*_placed(args[:6], (q, whole, q, whole, whole, q)), None, None, None]) for q in (whole, first)
         ]
 
+
+def _register_ragged(register_sharding: Any, whole: Any, first: Any, second: Any, partial: Any) -> None:
     def ragged(r):
         """Placements of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
         everything: Any = Ragged(*_placed(r, (whole,) * len(r)))
         if r.pairs is not None:
             scores, lists = first, everything._replace(pairs=first)
         else:
-            columns = Shard(len(r.d_offsets.shape) - 1)
+            columns = first if len(r.d_offsets.shape) == 1 else second
             scores, lists = second, everything._replace(d_offsets=columns, d_lengths=columns)
         return (whole, whole, everything, whole), (scores, first, lists, partial)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lik_ops
+from lik_ops.opcheck.gradients import gradients
 
 LENGTHS = {  # of queries, of documents; features
     "small": ((3, 1, 4), (5, 2, 7, 1), 8),
@@ -118,14 +119,11 @@ def forward_reference(
 def backward_reference(
     grad_scores, Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight, argmax, normalize, unified, needs
 ) -> tuple:
-    leaves = [t.detach().requires_grad_() for t in (Q, D, q_weight) if t is not None]
-    weight, size = leaves[2] if len(leaves) > 2 else None, argmax.shape[1]
-    with torch.enable_grad():
-        scores, _ = forward_reference(
-            leaves[0], leaves[1], cu_q, offsets, lengths, pairs, q_mask, d_mask, weight, normalize, None, size, "auto"
-        )
-        grads = torch.autograd.grad(scores, leaves, grad_scores.double(), materialize_grads=True)
-    return tuple(g if need else None for g, need in zip((*grads, None), needs, strict=False))
+    def scores(Q, D, weight):
+        options = q_mask, d_mask, weight, normalize, None, argmax.shape[1], "auto"
+        return forward_reference(Q, D, cu_q, offsets, lengths, pairs, *options)[0]
+
+    return gradients(scores, grad_scores, (Q, D, q_weight), needs)
 
 
 def sized_forward(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:

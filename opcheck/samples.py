@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
 from lik_ops.opcheck import quantized, ragged, saved
+from lik_ops.opcheck.gradients import gradients
 
 try:
     import lik_ops.ops.packaged  # registers what only packages hold; needs Triton
@@ -177,13 +178,10 @@ def _fwd_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, back
 
 
 def _bwd_reference(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs) -> tuple:
-    leaves = [t.detach().requires_grad_() for t in (Q, D, q_weight) if t is not None]
-    with torch.enable_grad():
-        (scores,) = _maxsim_reference(
-            leaves[0], leaves[1], q_mask, d_mask, q_weight=leaves[2] if len(leaves) > 2 else None, normalize=normalize
-        )
-        grads = torch.autograd.grad(scores, leaves, grad_scores.double(), materialize_grads=True)
-    return tuple(g if need else None for g, need in zip((*grads, None), needs, strict=False))
+    def scores(Q, D, weight):
+        return _maxsim_reference(Q, D, q_mask, d_mask, q_weight=weight, normalize=normalize)[0]
+
+    return gradients(scores, grad_scores, (Q, D, q_weight), needs)
 
 
 def _sized_maxsim(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
@@ -214,16 +212,9 @@ def _sized_packaged(sizes: tuple[int, int, int, int], candidates: bool, device: 
     return _sized_fwd(sizes, candidates, device)[:6]
 
 
-def maxsim_ragged_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    return (Sample(name, args, {}) for name, args in ragged.forward_samples(dtype, device))
-
-
-def maxsim_ragged_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    return (Sample(name, args, {}) for name, args in ragged.backward_samples(dtype, device))
-
-
-def maxsim_quantized_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    return (Sample(name, args, {}) for name, args in quantized.samples(dtype, device))
+def _named(samples: Callable[[torch.dtype, str], Iterator[tuple[str, tuple]]]) -> Callable[..., Iterator[Sample]]:
+    """Samples of positional arguments alone."""
+    return lambda dtype, device: (Sample(name, args, {}) for name, args in samples(dtype, device))
 
 
 def maxsim_fwd_int8(dtype: torch.dtype, device: str) -> Iterator[Sample]:
@@ -266,9 +257,9 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_fwd": Operator(maxsim_fwd, _fwd_reference, _sized_fwd),
     "maxsim_bwd_lowmem": _BWD,
     "maxsim_bwd_unified": _BWD,
-    "maxsim_ragged_fwd": Operator(maxsim_ragged_fwd, ragged.forward_reference, ragged.sized_forward),
-    "maxsim_ragged_bwd": Operator(maxsim_ragged_bwd, ragged.backward_reference, ragged.sized_backward),
-    "maxsim_quantized_fwd": Operator(maxsim_quantized_fwd, quantized.reference, quantized.sized),
+    "maxsim_ragged_fwd": Operator(_named(ragged.forward_samples), ragged.forward_reference, ragged.sized_forward),
+    "maxsim_ragged_bwd": Operator(_named(ragged.backward_samples), ragged.backward_reference, ragged.sized_backward),
+    "maxsim_quantized_fwd": Operator(_named(quantized.samples), quantized.reference, quantized.sized),
     "maxsim_fwd_int8": Operator(maxsim_fwd_int8, saved.forward_reference, _sized_fwd),
     "maxsim_bwd_int8": Operator(maxsim_bwd_int8, saved.backward_reference, _sized_bwd_int8),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lik_ops
+from lik_ops.opcheck.gradients import gradients
 
 
 def _counting(data: Tensor, scale: Tensor) -> Tensor:
@@ -47,21 +48,14 @@ def backward_arguments(args: tuple, unified: bool) -> tuple:
 
 
 def backward_reference(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs) -> tuple:
-    D = _counting(data, scale).to(Q.dtype).requires_grad_()
-    Q = Q.detach().requires_grad_()
-    weight = None if q_weight is None else q_weight.detach().requires_grad_()
-    with torch.enable_grad():
+    def scores(Q, D, weight):
         tokens = D.expand(Q.shape[0], *D.shape) if D.dim() == 3 else D
         winners = (argmax.transpose(0, 1) if D.dim() == 3 else argmax).long()
-        rows = F.normalize(Q, dim=-1) if normalize else Q
-        tokens = F.normalize(tokens, dim=-1) if normalize else tokens
-        leaves: list[Tensor] = [t for t in (Q, D, weight) if t is not None]
         if not tokens.numel():
-            return tuple(torch.zeros_like(t) if need else None for t, need in zip(leaves, needs, strict=False)) + (
-                (None,) * (3 - len(leaves))
-            )
+            return grad_scores.double() * 0 + 0 * (Q.sum() + D.sum())
+        rows, tokens = (F.normalize(x, dim=-1) if normalize else x for x in (Q, tokens))
         won = tokens.gather(2, winners.clamp_min(0).unsqueeze(-1).expand(*winners.shape, D.shape[-1]))
         maxima = torch.where(winners >= 0, (rows.unsqueeze(1) * won).sum(-1), 0)
-        scores = (maxima if weight is None else maxima * weight.unsqueeze(1)).sum(-1)
-        grads = torch.autograd.grad(scores, leaves, grad_scores, materialize_grads=True)
-    return tuple(g if need else None for g, need in zip((*grads, None), needs, strict=False))
+        return (maxima if weight is None else maxima * weight.unsqueeze(1)).sum(-1)
+
+    return gradients(scores, grad_scores, (Q, _counting(data, scale).to(Q.dtype), q_weight), needs)

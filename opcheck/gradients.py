@@ -1,0 +1,21 @@
+"""What the gradients of an operator should be: those that autograd has of the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradients(
+    formula: Callable[..., Tensor], grad_scores: Tensor, leaves: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of ``formula(*leaves)``, of what is wanted and there: Q, D and q_weight, which may be None."""
+    with torch.enable_grad():
+        leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
+        given = [t for t in leaves if t is not None]
+        found = torch.autograd.grad(formula(*leaves), given, grad_scores.double(), materialize_grads=True)
+    each = iter(found)
+    grads = [None if t is None else next(each) for t in leaves]
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))

@@ -25,7 +25,9 @@ from .maxima import first_token, lane_maxima, lane_winners, merged, merged_maxim
 from .similarities import (
     add_product,
     document_tile,
-    kept_tokens,
+    is_kept,
+    mask_ahead,
+    mask_from,
     no_similarities,
     query_tile,
     sum_of_squares,
@@ -40,7 +42,7 @@ def _search(best, where, q, x, rows, document, C: tl.constexpr):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     # Few get here: what is hoisted out of the loop saves nothing, and fills registers that are spilled.
     for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=C.ONE_CHUNK):
-        S, t, keep, _, _ = tile_from(q, x, rows, document, t0, C)
+        S, t, keep, _, _ = tile_from(q, x, rows, document, t0, mask_ahead(x, document, t0, C), C)
         hit = (S == per_row(best, C)) | (S != S)
         first = first_token(hit & per_token(keep, C), per_token(t, C), C)
         where = tl.where(where == NO_TOKEN, first, where)
@@ -102,7 +104,7 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
                 similarity = counted(similarity, rows, x.counts, document, t, C)
             elif C.NORMALIZE:
                 similarity = similarity * per_token(inverse_norm(squares), C)
-            keep = kept_tokens(x, document, t, C)
+            keep = is_kept(x, document, t, mask_from(x, document, n // steps * C.BN, C), C)
             if x.D.mask is not None or (C.PACKED and x.tiles is not None):
                 similarity = tl.where(per_token(keep, C), similarity, float("-inf"))
             if x.D.mask is not None:
@@ -138,8 +140,11 @@ def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
     odds = tl.full((C.BN,), 0, tl.int32)
     q, scale, plain, unscaled = _query_rows(x, rows, C)
     if C.ONE_CHUNK or C.LANES == 1:
+        mask = mask_ahead(x, document, 0, C)
         for t0 in range(0, document.length, C.BN):
-            S, t, keep, first, odd = tile_from(q, x, rows, document, t0, C)
+            ahead = mask_ahead(x, document, t0 + C.BN, C)
+            S, t, keep, first, odd = tile_from(q, x, rows, document, t0, mask, C)
+            mask = ahead
             if x.D.mask is not None:
                 kept = kept | keep.to(tl.int32)
             if C.SPLIT:
@@ -251,6 +256,14 @@ def visit(x, out, sizes, C: tl.constexpr):
 
 
 @triton.jit
+def _walked(x, n, k0, step, tiles_each, sizes):
+    """The document of the n-th tile of a walk."""
+    k = k0 + n // tiles_each * step
+    base = document_base(x.D, 0 * k, k)
+    return Document(base, _document_mask(x.D, base, 0 * k, k), k * sizes.Ld, sizes.Ld)
+
+
+@triton.jit
 def _walk(x, scores, sizes, C: tl.constexpr):
     """One row tile against every `step`-th document, without winners.
 
@@ -273,12 +286,16 @@ def _walk(x, scores, sizes, C: tl.constexpr):
     best = per_lane(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
     tiles_each = tl.cdiv(sizes.Ld, C.BN)
-    for n in range(0, tl.cdiv(sizes.K - k0, step) * tiles_each):
+    count = tl.cdiv(sizes.K - k0, step) * tiles_each
+    mask = mask_ahead(x, _walked(x, 0, k0, step, tiles_each, sizes), 0, C)
+    for n in range(0, count):
         k = k0 + n // tiles_each * step
         t0 = n % tiles_each * C.BN
-        base = document_base(x.D, 0 * k, k)
-        document = Document(base, _document_mask(x.D, base, 0 * k, k), k * sizes.Ld, sizes.Ld)
-        S, _, tokens, _, _ = tile_from(q, x, rows, document, t0, C)
+        document = _walked(x, n, k0, step, tiles_each, sizes)
+        last = tl.minimum(n + 1, count - 1)
+        ahead = mask_ahead(x, _walked(x, last, k0, step, tiles_each, sizes), last % tiles_each * C.BN, C)
+        S, _, tokens, _, _ = tile_from(q, x, rows, document, t0, mask, C)
+        mask = ahead
         if x.D.mask is not None:
             kept = kept | tokens.to(tl.int32)
         best = nan_max(best, lane_maxima(S, C))

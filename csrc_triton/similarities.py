@@ -112,7 +112,7 @@ def tokens_from(x, document, t0, C: tl.constexpr):
 
     The last tile is shifted back (descriptor) or repeats the last token (pointers). Either only reads tokens again:
     that changes no maximum, and a repeat loses every tie. With C.PACKED, which Ld < BN needs, a descriptor reads on
-    into what follows the document: `kept_tokens` leaves it out.
+    into what follows the document: `is_kept` leaves it out.
     """
     if x.tiles is None:
         t = tl.minimum(t0 + tl.arange(0, C.BN), document.length - 1)
@@ -124,28 +124,60 @@ def tokens_from(x, document, t0, C: tl.constexpr):
 
 
 @triton.jit
-def kept_tokens(x, document, t, C: tl.constexpr):
-    """Which tokens t are there and not masked."""
+def mask_from(x, document, t0, C: tl.constexpr):
+    """The mask of the tokens of a tile from t0 on, which may lie behind the document; zeros where there is none."""
+    mask = tl.full((C.BN,), 0, tl.int8)
+    if x.D.mask is not None:
+        _, t = tokens_from(x, document, t0, C)
+        # As bytes: a bool would be compared, and waited for, where it is loaded.
+        pointers = (document.mask + t.to(tl.int64) * x.D.mask_stride_l).to(tl.pointer_type(tl.int8), bitcast=True)
+        if C.PACKED and x.tiles is not None:
+            mask = tl.load(pointers, mask=t < document.length, other=0)
+        elif x.tiles is None:
+            mask = tl.load(pointers, mask=t >= 0, other=0)  # a document may have no token
+        else:
+            mask = tl.load(pointers)
+    return mask
+
+
+@triton.jit
+def mask_ahead(x, document, t0, C: tl.constexpr):
+    """`mask_from` of the next tile, before a tile is multiplied: no product hides what a load from memory takes.
+
+    Zeros where 256 rows leave no registers for it; `tile_from` loads there.
+    """
+    if C.BM < 256:
+        mask = mask_from(x, document, t0, C)
+    else:
+        mask = tl.full((C.BN,), 0, tl.int8)
+    return mask
+
+
+@triton.jit
+def is_kept(x, document, t, mask, C: tl.constexpr):
+    """Which tokens t are there and not masked, by what `mask_from` found."""
     if C.PACKED and x.tiles is not None:
         keep = t < document.length
-        if x.D.mask is not None:
-            keep = keep & (tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l, mask=keep, other=0) != 0)
     else:
         keep = t >= 0
-        if x.D.mask is not None:
-            keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
+    if x.D.mask is not None:
+        keep = keep & (mask != 0)
     return keep
 
 
 @triton.jit
-def tile_from(q, x, rows, document, t0, C: tl.constexpr):
+def tile_from(q, x, rows, document, t0, mask, C: tl.constexpr):
     """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
+
+    `mask` is what `mask_ahead` found.
 
     With C.SPLIT also ``-inf`` of tokens that are kept but not plain; last, which those are.
     """
     t0, t = tokens_from(x, document, t0, C)
     S, plain = _similarities(q, x, rows, document, document.row + t0, t, C)
-    keep = kept_tokens(x, document, t, C)
+    if C.BM >= 256:
+        mask = mask_from(x, document, t0, C)
+    keep = is_kept(x, document, t, mask, C)
     taken = keep
     if C.SPLIT:
         taken = keep & plain

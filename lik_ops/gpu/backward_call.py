@@ -20,7 +20,7 @@ _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _INT32_MAX = 2**31 - 1
 
 
-class Call(NamedTuple):
+class GradientCall(NamedTuple):
     """One backward as its kernels take it; packed layouts are one query of all rows."""
 
     queries: Queries
@@ -69,7 +69,7 @@ class Call(NamedTuple):
         args = (*self.groups, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
 
-    def with_norms(self) -> Call:
+    def with_norms(self) -> GradientCall:
         """With ``1 / ||q||`` of all query rows, where they are normalized."""
         if not self.normalize:
             return self

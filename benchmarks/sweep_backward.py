@@ -18,7 +18,7 @@ from unittest import mock
 
 import common
 import torch
-from forward import Timer
+from gpu import Timer
 from torch import Tensor
 
 from lik_ops.gpu import backward as cuda_backward

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..csrc_triton.arguments import Documents, Queries
 from ..csrc_triton.backward_arguments import RowSums, Upstream
-from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
+from ..csrc_triton.tile_norms import maxsim_row_norms
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid
 from .configs import Architecture, Launch, cdiv

@@ -259,7 +259,7 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "general launch": lambda: general(plan, Q, D, scores),
         "Triton's launch": lambda: general(plan, Q, D, scores, by_triton=True),
         "backend's backward lowmem": lambda: backward("lowmem"),
-        "its outputs": lambda: cuda_backward._outputs(Q, D, [True, True, False]),
+        "its outputs": lambda: cuda_backward.outputs_of(Q, D, [True, True, False], False),
         "backend's backward unified": lambda: backward("unified"),
         "torch.autograd.grad of a view": lambda: torch.autograd.grad(copied, leaf, scores, retain_graph=True),
     }

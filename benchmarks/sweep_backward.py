@@ -10,7 +10,7 @@ formulas on the last query and document.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,12 +18,12 @@ from unittest import mock
 
 import common
 import torch
-from forward import Timer
+from gpu import Timer
 from torch import Tensor
 
 from lik_ops.gpu import backward as cuda_backward
 from lik_ops.gpu import backward_configs, backward_documents
-from lik_ops.gpu.backward_call import Call
+from lik_ops.gpu.backward_call import GradientCall
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Inputs:
     up: Tensor
     argmax: Tensor
 
-    def call(self, needs: list[bool]) -> tuple[Call, list[Tensor]]:
-        outputs = cuda_backward._outputs(self.Q, self.D, needs)
+    def call(self, needs: list[bool]) -> tuple[GradientCall, Sequence[Tensor]]:
+        arguments = cuda_backward.Arguments(self.up, self.Q, self.D, self.argmax, None, None, None, False, needs)
+        outputs = arguments.outputs()
         for out in outputs:
             out.fill_(float("nan"))
-        arguments = cuda_backward._Arguments(self.up, self.Q, self.D, self.argmax, None, None, None, False, needs)
         return cuda_backward._call(arguments), outputs
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -141,15 +141,15 @@ def timed(timer: Timer, inputs: Inputs, run, needs: list[bool], expected: Tensor
     return {"ms": timer(lambda: run(call, outputs)), "error": wrong, "complete": complete}
 
 
-def into_queries(call: Call, outputs: list[Tensor]) -> None:
+def into_queries(call: GradientCall, outputs: Sequence[Tensor]) -> None:
     call.into_queries(outputs[0], None)
 
 
-def into_documents(call: Call, outputs: list[Tensor]) -> None:
+def into_documents(call: GradientCall, outputs: Sequence[Tensor]) -> None:
     backward_documents.into_documents(call, outputs[1])
 
 
-def lists_only(call: Call, outputs: list[Tensor]) -> None:
+def lists_only(call: GradientCall, outputs: Sequence[Tensor]) -> None:
     with mock.patch.object(backward_documents, "_sum_tiles", lambda *a: None):
         into_documents(call, outputs)
 

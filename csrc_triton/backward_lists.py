@@ -9,18 +9,7 @@ tile begin.
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, query_keep, row_pointers, rows_sum_of_squares, wide
-
-
-@triton.jit(do_not_specialize=["Nq", "Lq"])
-def maxsim_row_norms(Q, norms, Nq, Lq, d, C: tl.constexpr):
-    """1 / ||q|| of every query row, BM tokens of a query a program."""
-    tiles = tl.cdiv(Lq, C.BM)
-    i = tl.program_id(0) // tiles
-    s = (tl.program_id(0) % tiles) * C.BM + tl.arange(0, C.BM)
-    keep = query_keep(Q, i, s, s < Lq)
-    squares = rows_sum_of_squares(row_pointers(Q, i, s), keep, d, Q.stride_d, C.BD, C.WIDE)
-    tl.store(norms + i.to(tl.int64) * Lq + s, inverse_norm(squares), mask=s < Lq)
+from .common import wide
 
 
 @triton.jit

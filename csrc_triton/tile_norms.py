@@ -1,9 +1,21 @@
-"""Inverse norms of tokens, found by a launch of their own for kernels that read them."""
+"""Inverse norms of tokens, found by a launch of their own for kernels that read them.
+
+Of a forward each is summed as one tree, as the kernels that find norms themselves do; of a backward as its kernels do.
+"""
 
 import triton
 import triton.language as tl
 
-from .common import document_base, inverse_norm, load_rows, ordered_sum, row_pointers, square
+from .common import (
+    document_base,
+    inverse_norm,
+    load_rows,
+    ordered_sum,
+    query_keep,
+    row_pointers,
+    rows_sum_of_squares,
+    square,
+)
 
 
 @triton.jit
@@ -13,6 +25,14 @@ def _inverse(pointers, ok, d, BN: tl.constexpr, BD: tl.constexpr):
     for c0 in range(0, d, BD):
         squares += ordered_sum(square(load_rows(pointers, ok, c0 + tl.arange(0, BD), d, 1, 1)), BN, BD)
     return inverse_norm(squares)
+
+
+@triton.jit
+def _tokens_of(tile, Lq, TOKENS: tl.constexpr):
+    """The query that a tile of tokens is of, these, and which exist."""
+    tiles = tl.cdiv(Lq, TOKENS)
+    s = tile % tiles * TOKENS + tl.arange(0, TOKENS)
+    return tile // tiles, s, s < Lq
 
 
 @triton.jit
@@ -29,8 +49,14 @@ def maxsim_tile_norms(Q, D, queries, documents, sizes, d, BN: tl.constexpr, BD: 
         pointers = document_base(D, tile * 0, tile // tiles) + t * D.stride_l
         tl.store(documents + tile * BN + n, _inverse(pointers, n >= 0, d, BN, BD))
     elif queries is not None:
-        tile -= sizes.K * tiles
-        i = tile // tl.cdiv(sizes.Lq, BN)
-        s = tile % tl.cdiv(sizes.Lq, BN) * BN + n
-        ok = s < sizes.Lq
+        i, s, ok = _tokens_of(tile - sizes.K * tiles, sizes.Lq, BN)
         tl.store(queries + i * sizes.Lq + s, _inverse(row_pointers(Q, i, s), ok, d, BN, BD), mask=ok)
+
+
+@triton.jit(do_not_specialize=["Nq", "Lq"])
+def maxsim_row_norms(Q, norms, Nq, Lq, d, C: tl.constexpr):
+    """1 / ||q|| of every query row, BM tokens of a query a program."""
+    i, s, ok = _tokens_of(tl.program_id(0), Lq, C.BM)
+    keep = query_keep(Q, i, s, ok)
+    squares = rows_sum_of_squares(row_pointers(Q, i, s), keep, d, Q.stride_d, C.BD, C.WIDE)
+    tl.store(norms + i.to(tl.int64) * Lq + s, inverse_norm(squares), mask=ok)

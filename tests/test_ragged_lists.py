@@ -72,7 +72,7 @@ def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap
     """The rest, tiles that meet too many documents, is walked over."""
     monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", 4 * 5 * (sum(ONE_BLOCK) + BUCKETS.value + 1))
     monkeypatch.setattr(cuda_ragged_backward, "_LIST_OVERLAP", overlap)
-    monkeypatch.setattr(cuda_ragged_backward._Call, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(cuda_ragged_backward._PackedGradients, "_pieces", lambda *_: pieces)
     documents = [*OVERLAPPING, *((n, 9) for n in range(90, 180, 15)), (186, 13), (199, 1)]
     launched = kernels_launched(monkeypatch)
     check(cross(place, torch.float32, ONE_BLOCK, documents, 210), torch.float32)
@@ -122,7 +122,7 @@ def test_documents_longer_than_buckets_of_one_tile(place, length):
 def test_winners_that_no_forward_wrote_are_not_followed(place, path, pieces, monkeypatch):
     """Behind their document, in the next one, negative; and rows of no query."""
     monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", PATHS[path])
-    monkeypatch.setattr(cuda_ragged_backward._Call, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(cuda_ragged_backward._PackedGradients, "_pieces", lambda *_: pieces)
     p = cross(place, torch.float32, BLOCKS, [(0, 20), (20, 30), (47, 3), (4, 0)], 60, options=False)
     cu = p.r.cu_seqlens_q.clone()
     cu[0] = 2  # two rows of no query
@@ -154,7 +154,7 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     Tq = p.r.Q.shape[0]
     argmax = torch.stack([torch.randint(-1, max(n, 1), (Tq,), device=place.device) for _, n in documents]).int()
     grad_scores = torch.zeros(p.r.scores_shape(), device=place.device)
-    packed = cuda_ragged_backward._Call(grad_scores, Cut.of(p.r, Tq), argmax, False)
+    packed = cuda_ragged_backward._PackedGradients(grad_scores, Cut.of(p.r, Tq), argmax, False)
     call, lookup = packed.call, packed.lookup
     launch = backward_configs.grad_packed_documents(call.kind, rows=None, flat=True, shared=False, listed=True)
     listing = packed._listing(launch)

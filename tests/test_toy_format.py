@@ -9,6 +9,7 @@ from lik_ops import formats, reference
 from .support import PLACE_IDS, PLACES
 
 triton = pytest.importorskip("triton", reason="its device code is in Triton")
+pytest.importorskip("safetensors", reason="corpora are files of it")
 import triton.language as tl  # noqa: E402
 
 from lik_ops.csrc_triton.common import load_tokens  # noqa: E402
@@ -37,19 +38,22 @@ NIBBLES = formats.Format(torch.uint8, 7, each=2, kernel=load_nibbles, encode=enc
 
 @pytest.mark.parametrize("place", PLACES, ids=PLACE_IDS)
 @pytest.mark.parametrize(("d", "normalize"), [(24, False), (33, True), (144, False)])
-def test_every_layout_scores_a_format_that_is_one_entry_of_the_table(place, d, normalize, monkeypatch):
+def test_a_format_that_is_one_entry_of_the_table_is_scored_everywhere(place, d, normalize, monkeypatch, tmp_path):
     monkeypatch.setitem(formats.FORMATS, "nibbles", NIBBLES)
     Q, D = torch.randn(3, 5, d, device=place.device), torch.randn(4, 9, d, device=place.device)
     made = lik_ops.quantize(D, "nibbles")
     assert made.data.shape == (4, 9, (d + 1) // 2) and (made.dequantize() - D).abs().max() <= D.abs().max() / 13
-    tokens = made.dequantize(torch.float64)
-    expected, winners = reference.maxsim_with_argmax(Q.double(), tokens, normalize=normalize)
+    expected, winners = reference.maxsim_with_argmax(Q.double(), made.dequantize(torch.float64), normalize=normalize)
     ends = torch.arange(0, 37, 9, device=place.device)
+    corpus = lik_ops.Corpus.create(tmp_path / "corpus", d=d, dtype=torch.float32, format="nibbles")
+    corpus.append(list(D.cpu()))
     with place.use(), torch.no_grad():
         scores, argmax = lik_ops.maxsim_with_argmax(Q, made, normalize=normalize)
         packed = lik_ops.quantize(D.flatten(0, 1), "nibbles", cu_seqlens_d=ends)
         again = lik_ops.maxsim_varlen(Q, packed, None, ends, normalize=normalize)
-        best, indices = lik_ops.retrieve(Q, made, 2, normalize=normalize)
+        found = [lik_ops.retrieve(Q, documents, 2, normalize=normalize) for documents in (made, corpus)]
     torch.testing.assert_close(scores, expected.float())
     assert torch.equal(argmax, winners) and torch.equal(again, scores)
-    assert torch.equal(best, scores.gather(1, indices)) and torch.equal(best, scores.topk(2).values)
+    assert all(
+        torch.equal(best, scores.gather(1, at)) and torch.equal(best, scores.topk(2).values) for best, at in found
+    )

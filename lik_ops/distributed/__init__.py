@@ -39,7 +39,7 @@ _GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
 _have_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class _Call(NamedTuple):
+class _Rank(NamedTuple):
     """The arguments of a rank, found right."""
 
     shard: shards.Read | shards.Resident
@@ -66,7 +66,7 @@ def _kind(device: torch.device) -> int:
     return int(device.type != "cpu")
 
 
-def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d: Any, group: Any, device: Any) -> _Call:
+def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d: Any, group: Any, device: Any) -> _Rank:
     """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
     op, top_k = _RETRIEVE, alike["top_k"]
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
@@ -91,9 +91,9 @@ def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d:
         alike["documents"] = shard.size
     alike.update(dtype=D.dtype, d=D.shape[-1])
     if queries[0] is not None:
-        return _Call(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device)
+        return _Rank(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device)
     at = shard.device or torch.device(current_device(group) if device is None else device)
-    return _Call(shard, begin, end, None, at)
+    return _Rank(shard, begin, end, None, at)
 
 
 def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:
@@ -201,7 +201,7 @@ def retrieve(
     return _together(call, found, agreement, top_k, sharded, group, options)
 
 
-def _launched(call: _Call, top_k: int, group: Any, options: dict) -> shards.Found | None:
+def _launched(call: _Rank, top_k: int, group: Any, options: dict) -> shards.Found | None:
     """The search, where it can begin before it is known what the other ranks say: else None."""
     if call.queries is None or not call.is_launched():
         return None
@@ -211,7 +211,7 @@ def _launched(call: _Call, top_k: int, group: Any, options: dict) -> shards.Foun
 
 
 def _together(
-    call: _Call | None,
+    call: _Rank | None,
     found: shards.Found | None,
     agreement: Agreement,
     top_k: int,

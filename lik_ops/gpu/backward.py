@@ -15,7 +15,7 @@ from ..arguments import argmax_dtype_for, metadata
 from ..csrc_triton.backward_arguments import Upstream
 from .arguments import allow_tf32, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
-from .backward_call import Call
+from .backward_call import GradientCall
 from .backward_documents import into_documents
 from .forward import forward
 from .replay import Calls
@@ -81,13 +81,13 @@ def _wanted(outputs: Sequence[Tensor], needs: list[bool]) -> list[Tensor | None]
     return [g if need else None for g, need in zip(outputs, needs, strict=True)]
 
 
-def _call(a: Arguments) -> Call:
+def _call(a: Arguments) -> GradientCall:
     assert a.argmax is not None
     stride_q, stride_k = a.grad_scores.stride()
     scale = None if a.scale is None else a.scale.contiguous()
     up = Upstream(a.grad_scores, stride_q, stride_k, a.argmax.contiguous(), *sizes_of(a.Q, a.D), scale=scale)
     queries, documents = queries_of(a.Q, a.q_mask, a.q_weight), documents_of(a.D, None)  # masked tokens win nothing
-    return Call(queries, documents, up, a.D.dim() == 4, a.normalize, wide_of(a.Q, a.D))
+    return GradientCall(queries, documents, up, a.D.dim() == 4, a.normalize, wide_of(a.Q, a.D))
 
 
 def _slices(total: int, bytes_each: int) -> Iterator[slice]:

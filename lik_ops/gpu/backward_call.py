@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..csrc_triton.arguments import Documents, Queries
 from ..csrc_triton.backward_arguments import RowSums, Upstream
-from ..csrc_triton.backward_lists import maxsim_row_norms
 from ..csrc_triton.backward_queries import maxsim_grad_queries
 from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
+from ..csrc_triton.tile_norms import maxsim_row_norms
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid
 from .configs import Architecture, Launch, cdiv
@@ -20,7 +20,7 @@ _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _INT32_MAX = 2**31 - 1
 
 
-class Call(NamedTuple):
+class GradientCall(NamedTuple):
     """One backward as its kernels take it; packed layouts are one query of all rows."""
 
     queries: Queries
@@ -69,7 +69,7 @@ class Call(NamedTuple):
         args = (*self.groups, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
 
-    def with_norms(self) -> Call:
+    def with_norms(self) -> GradientCall:
         """With ``1 / ||q||`` of all query rows, where they are normalized."""
         if not self.normalize:
             return self

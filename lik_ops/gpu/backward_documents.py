@@ -13,7 +13,7 @@ from ..csrc_triton.backward_lists import maxsim_count_winners, maxsim_list_winne
 from ..csrc_triton.backward_sparse import maxsim_grad_sparse_documents
 from . import backward_configs, launcher
 from .arguments import checked_grid
-from .backward_call import Call
+from .backward_call import GradientCall
 from .configs import Launch, cdiv
 
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
@@ -24,7 +24,7 @@ _PIECE_ROWS = 2048  # at least, of a list that is cut
 _LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
-def into_documents(call: Call, grad_D: Tensor) -> None:
+def into_documents(call: GradientCall, grad_D: Tensor) -> None:
     """Write the gradient of all document tokens."""
     up = call.up
     rows = up.Lq if call.candidates else up.Nq * up.Lq
@@ -58,7 +58,7 @@ def into_documents(call: Call, grad_D: Tensor) -> None:
         _sum_tiles(call, launch, lists, rows, Pieces(sums, cdiv(rows, cut)), documents, grad_D)
 
 
-def _sum_sparse(call: Call, rows: int, count: int, grad_D: Tensor) -> None:
+def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
     launch = backward_configs.sparse_documents(call.kind, rows)
     # Cut documents give the same bits: a token's rows all count in the part that holds it.
     parts = max(cdiv(call.up.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
@@ -75,7 +75,7 @@ def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
     return max(1, most)
 
 
-def _list(call: Call, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:
+def _list(call: GradientCall, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:
     grid = checked_grid(documents * lists.blocks)
     if lists.blocks > 1:
         call.run(maxsim_count_winners, grid, (call.up, lists, rows), launch)
@@ -86,7 +86,7 @@ def _list(call: Call, launch: Launch, lists: TileLists, rows: int, documents: in
 
 
 def _sum_tiles(
-    call: Call, launch: Launch, lists: TileLists, rows: int, pieces: Pieces, documents: int, grad_D: Tensor
+    call: GradientCall, launch: Launch, lists: TileLists, rows: int, pieces: Pieces, documents: int, grad_D: Tensor
 ) -> None:
     (programs,) = checked_grid(documents * lists.tiles)
     args = lists, rows, pieces, grad_D, call.d

@@ -52,10 +52,9 @@ class DensePlan(Plan):
     def __init__(self, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, argmax_dtype)
         self.sizes = sizes(Q, D)
-        Nq, K, Lq, _ = self.sizes
-        self.scores_shape = (Nq, K)
-        self.argmax_shape = (Nq, K, Lq) if D.dim() == 4 else (K, Nq, Lq)
-        self.score_strides: tuple[tuple[int, ...], ...] = (), (1,), contiguous_strides((Nq, K))
+        x = Dense(Q, D, None, None, None)
+        self.scores_shape, self.argmax_shape = x.scores_shape(), x.argmax_shape()
+        self.score_strides: tuple[tuple[int, ...], ...] = (), (1,), contiguous_strides(self.scores_shape)
         self.argmax_strides = contiguous_strides(self.argmax_shape)
         self.calls = Calls()
 

@@ -21,7 +21,7 @@ from ..segments import Cut, Ragged
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid, on_device, wide_of
 from .backward import Gradients, outputs_of, require_nondeterminism_allowed
-from .backward_call import Call
+from .backward_call import GradientCall
 from .configs import Launch, cdiv
 from .ragged_forward import packed_documents, packed_queries, segments_of
 from .replay import Calls
@@ -129,7 +129,7 @@ class _Listing(NamedTuple):
         return Bounds(starts) if self.own >= count else Bounds(starts, first, self.own, self.room)
 
 
-class _Call:
+class _PackedGradients:
     """One backward of packed tokens: how they are cut, and what kernels take."""
 
     def __init__(self, grad_scores: Tensor, c: Cut, argmax: Tensor, normalize: bool) -> None:
@@ -138,9 +138,9 @@ class _Call:
         self.lookup = Lookup(c, argmax.shape[1], (stride_q, stride_k))
         up = Upstream(grad_scores, stride_q, stride_k, argmax.contiguous(), 1, c.columns, c.Tq, c.Td)
         wide = wide_of(c.Q, c.D.flatten(0, -2))
-        self.call = Call(packed_queries(c), packed_documents(c), up, c.candidates, normalize, wide, packed=True)
+        self.call = GradientCall(packed_queries(c), packed_documents(c), up, c.candidates, normalize, wide, packed=True)
 
-    def by_query(self) -> Call:
+    def by_query(self) -> GradientCall:
         """With the items of each query together."""
         items, starts = self.lookup.by_query()
         up = self.call.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
@@ -188,7 +188,7 @@ class _Call:
         table = partial(backward_configs.grad_packed_documents, call.kind, rows=rows, flat=call.flat)
         (self._into_sparse if self._sparse() else self._into_all)(call, grad_D, table)
 
-    def _into_sparse(self, call: Call, grad_D: Tensor, table: Callable[..., Launch]) -> None:
+    def _into_sparse(self, call: GradientCall, grad_D: Tensor, table: Callable[..., Launch]) -> None:
         """Disjoint documents one by one, and the tiles that others share."""
         tile, count, Td = backward_configs.shared_tile(call.arch), self.c.items, self.c.Td
         (tiles,) = checked_grid(cdiv(Td, tile))
@@ -202,7 +202,7 @@ class _Call:
         shared = *given, SharedTiles(marks, starts), grad_D, call.d, tile
         call.run(maxsim_grad_shared_tiles, (min(tiles, _PROGRAMS),), shared, table(shared=True))
 
-    def _into_all(self, call: Call, grad_D: Tensor, table: Callable[..., Launch]) -> None:
+    def _into_all(self, call: GradientCall, grad_D: Tensor, table: Callable[..., Launch]) -> None:
         launch = table(shared=False, listed=True)
         listing = self._listing(launch)
         if listing is None:
@@ -260,7 +260,7 @@ def _backward(
     if trivial or not any(needs):
         return outputs
     with on_device(c.Q.device):
-        packed = _Call(grad_scores, c, argmax, normalize)
+        packed = _PackedGradients(grad_scores, c, argmax, normalize)
         if needs[0] or needs[2]:
             packed.by_query().into_queries(grad_Q if needs[0] else None, grad_weight if needs[2] else None)
         if needs[1] and unified:

@@ -141,6 +141,8 @@ class PackedPlan(Plan):
     def _scores(self, c: Cut, argmax: Tensor | None, counts: AnyCounts | None) -> Tensor:
         """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
+        if Tq > _INT32_MAX:
+            raise ValueError(f"lik_ops: Q: {Tq} packed query tokens; at most 2^31 - 1 at a time")
         Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
@@ -163,6 +165,7 @@ class PackedPlan(Plan):
                 pointers += (x.data_ptr(),)
                 merged |= pointers[-1]
         odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
+        terms = self._terms(c, tile) if tile.config.TERMS and programs else None
         bound = tile.bound.get(odd)
         if (
             bound is None
@@ -171,7 +174,7 @@ class PackedPlan(Plan):
             or current_device() != self.index
             or launcher.hooks_set()
         ):
-            return self._scores_by_launcher(c, argmax, counts, tile, programs, odd)
+            return self._scores_by_launcher(c, argmax, counts, terms, tile, programs, odd)
         scores = self.new_scores(shape, strides)
         descriptor: tuple = (None,)
         if self.reads_tiles and not D & 15:
@@ -179,7 +182,6 @@ class PackedPlan(Plan):
         groups = self._grouped(c, pointers[:10])
         winners = None if argmax is None else argmax.data_ptr()
         out, sizes = (scores.data_ptr(), winners), (queries, columns, Tq, Td, most)
-        terms = self._terms(c, tile) if tile.config.TERMS else None
         of_terms = None if terms is None else _pointers(terms)
         args = (*groups[:2], *descriptor, of_terms, of_counts, groups[2], out, sizes, *tile.constants)
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
@@ -190,6 +192,7 @@ class PackedPlan(Plan):
         c: Cut,
         argmax: Tensor | None,
         counts: AnyCounts | None,
+        terms: Terms | None,
         tile: _Tile,
         programs: int,
         odd: tuple[bool, ...],
@@ -197,8 +200,6 @@ class PackedPlan(Plan):
         scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
         if scores.numel() == 0:
             return scores
-        _check_rows(c)
-        terms = self._terms(c, tile) if tile.config.TERMS else None
         queries, documents, segments = self._grouped(c, c.tensors)
         sizes = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
         tokens = Queries._make(queries), Documents._make(documents), self._tiles(c, tile)
@@ -210,7 +211,7 @@ class PackedPlan(Plan):
         return scores
 
     def _terms(self, c: Cut, tile: _Tile) -> Terms:
-        """Query rows as int8 terms, of no more rows than `_check_rows` allows."""
+        """Query rows as int8 terms."""
         config = terms_config(tile.config.BD, wide_rows(self.features))
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
@@ -259,14 +260,9 @@ def _pointers(group: tuple) -> tuple:
     return tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in group])
 
 
-def _check_rows(c: Cut) -> None:
-    if c.Tq > _INT32_MAX:
-        raise ValueError(f"lik_ops: Q: {c.Tq} packed query tokens; at most 2^31 - 1 at a time")
-
-
 def _fits(c: Cut) -> bool:
     """Whether D has rows for a descriptor, and sizes take 32 bits: other kernels are compiled else."""
-    return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q | c.Tq) <= _INT32_MAX
+    return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q) <= _INT32_MAX
 
 
 _plans: dict[tuple, PackedPlan] = {}

@@ -67,7 +67,8 @@ def fake_forward(
     return scores, tensors.Q.new_empty(argmax_shape, dtype=argmax_dtype)
 
 
-def _check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.device) -> None:
+def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.device) -> None:
+    """Raise ValueError, naming the argument, unless it has a shape and is on the device of Q."""
     same: Any = t.dim() == len(expected)
     for found, size in zip(t.shape, expected, strict=False):
         same = same and found == size
@@ -82,8 +83,8 @@ def check_gradient(
     """Raise ValueError or TypeError, naming the argument, unless a backward takes these."""
     tensors.check(op)
     Q = tensors.Q
-    _check_shape(op, "grad_scores", grad_scores, tensors.scores_shape(), Q.device)
-    _check_shape(op, "argmax", argmax, argmax_shape, Q.device)
+    check_shape(op, "grad_scores", grad_scores, tensors.scores_shape(), Q.device)
+    check_shape(op, "argmax", argmax, argmax_shape, Q.device)
     if grad_scores.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: grad_scores: expected {score_dtype(Q.dtype)}, got {grad_scores.dtype}")
     if argmax.dtype not in _ARGMAX_DTYPES:

@@ -23,6 +23,7 @@ from .documented import document_bodies
 from .family import (
     check_forward,
     check_gradient,
+    check_shape,
     fake_forward,
     fake_gradient,
     found_once,
@@ -78,13 +79,8 @@ def _taken(args: tuple) -> Dense:
         raise TypeError(f"{_BWD}: scale: expected torch.float32, got {scale.dtype}")
     tensors = Dense(Q, tokens_like(Q, data.shape), q_mask, None, q_weight)
     check_gradient(_BWD, grad_scores, tensors, argmax, tensors.argmax_shape(), needs)
-    same: Any = scale.dim() == data.dim() - 1
-    for found, size in zip(scale.shape, data.shape, strict=False):
-        same = same and found == size
-    torch._check_value(same, lambda: f"{_BWD}: scale: expected {list(data.shape[:-1])}, got {list(scale.shape)}")
-    for name, x in (("data", data), ("scale", scale)):
-        if x.device != Q.device:
-            raise ValueError(f"{_BWD}: {name}: expected the device of Q, {Q.device}, got {x.device}")
+    for name, x, shape in (("data", data, data.shape), ("scale", scale, data.shape[:-1])):
+        check_shape(_BWD, name, x, shape, Q.device)
     return tensors
 
 

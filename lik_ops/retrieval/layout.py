@@ -142,7 +142,7 @@ class Layout:
 def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> None:
     """Raise TypeError or ValueError, naming the argument, unless a corpus can keep tokens in this format."""
     if format is not None or not or_none:
-        check_choice(op, "format", format, get_args(FormatName))
+        check_choice(op, "format", format, tuple(FORMATS))
     if isinstance(scale, str) and scale == "tensor":
         raise ValueError(f"{op}: scale: expected 'token' or 'document', got 'tensor': shards have no scale in common")
     check_choice(op, "scale", scale, get_args(Scale))

@@ -30,6 +30,7 @@ OPERATORS = {
     "saved.maxsim_fwd_int8": "maxsim_fwd_int8",
     "saved.maxsim_bwd_int8": "maxsim_bwd_int8",
     "topk.maxsim_topk": "maxsim_topk",
+    "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
     "packaged.maxsim_packaged": "maxsim_packaged",
 }
 

@@ -16,6 +16,7 @@ from .api.ragged_argmax import (
 from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.warmup import warmup
+from .api.xtr import maxsim_xtr
 from .arguments import Backward as Backward
 from .index import Index
 from .quantized import Quantized
@@ -50,6 +51,7 @@ __all__ = [
     "maxsim_varlen",
     "maxsim_varlen_with_argmax",
     "maxsim_with_argmax",
+    "maxsim_xtr",
     "pack",
     "pack_padded",
     "quantize",

@@ -164,3 +164,35 @@ def maxsim_at(
     if q_weight is not None:
         terms = terms * torch.where(won.any(1), q_weight, 0)[:, None]
     return terms.sum(-1)
+
+
+def maxsim_xtr(
+    Q: Tensor,
+    D: Tensor,
+    top_k: int,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalizer: str = "retrieved",
+) -> Tensor:
+    """XTR scores ``[Nq, Nd]``: maxima over the tokens among the `top_k` best of the batch, over how many there are."""
+    _check(Q, D, q_mask, d_mask, q_weight, False)
+    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    (Qn, q_keep), (Dn, d_keep) = _prepared(Q3, q_mask, False), _prepared(D3, d_mask, False)
+    if Dn.shape[-2] == 0:
+        Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
+    S = similarities(Qn, Dn).masked_fill(~d_keep[None, :, None], float("-inf"))  # [Nq, Nd, Lq, Ld]
+    among = S.transpose(1, 2).flatten(2)
+    if not among.shape[2]:
+        return S.new_zeros(S.shape[:2])
+    least = among.topk(min(top_k, among.shape[2]), dim=2).values[..., -1]
+    best = S.amax(-1)
+    retrieved = (best >= least[:, None]) & (best > float("-inf")) & q_keep[:, None]
+    if normalizer == "positive":
+        retrieved = retrieved & (best > 0)
+    terms = torch.where(retrieved, best, 0)
+    if q_weight is not None:
+        terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
+    found = terms.sum(-1) / retrieved.sum(-1).clamp(min=1e-3 if normalizer == "positive" else 1)
+    return _dropped(found.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)

@@ -76,6 +76,7 @@ _SCHEMAS = {  # of operators that are registered: one of them needs Triton
     "maxsim_ragged_bwd": "lik::maxsim_ragged_bwd(Tensor grad_scores, Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor argmax, bool normalize, bool unified, bool[3] needs) -> (Tensor, Tensor, Tensor)",
     "maxsim_ragged_fwd": "lik::maxsim_ragged_fwd(Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q, str backward) -> (Tensor, Tensor)",
     "maxsim_topk": "lik::maxsim_topk(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, int? chunk) -> (Tensor, Tensor)",
+    "maxsim_xtr_fwd": "lik::maxsim_xtr_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, SymInt top_k, str normalizer) -> (Tensor, Tensor, Tensor)",
 }
 
 SNAPSHOTS: dict[str, tuple[Callable[[str], str], str]] = {

@@ -251,6 +251,24 @@ def _sized_topk(sizes: tuple[int, int, int, int], of_packed: bool, device: str) 
     return Q, D, q_mask, None, cu_seqlens, w, True, 2, None
 
 
+def maxsim_xtr(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    for shape, layout, candidates, options in _variants():
+        for n, top_k in enumerate((1, 5, 1000) if not candidates else ()):
+            inputs = _inputs(shape, layout, dtype, device, False, options, n != 2)
+            normalizer = ("retrieved", "positive")[(n + options) % 2]
+            name = _name(shape, layout, options and "options", top_k, normalizer, dtype)
+            yield Sample(name, (*inputs, top_k, normalizer), {})
+
+
+def _xtr_reference(Q, D, q_mask, d_mask, q_weight, top_k, normalizer) -> tuple:
+    given, options = (Q, D, top_k, q_mask, d_mask), {"q_weight": q_weight, "normalizer": normalizer}
+    return lik_ops.reference.maxsim_xtr(*given, **options), None, None
+
+
+def _sized_xtr(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return *tensors((*sizes, 8), "contiguous", torch.float32, device, False, True), 3, "retrieved"
+
+
 _BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
 OPERATORS: dict[str, Operator] = {
     "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
@@ -263,6 +281,7 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_fwd_int8": Operator(maxsim_fwd_int8, saved.forward_reference, _sized_fwd),
     "maxsim_bwd_int8": Operator(maxsim_bwd_int8, saved.backward_reference, _sized_bwd_int8),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
+    "maxsim_xtr_fwd": Operator(maxsim_xtr, _xtr_reference, _sized_xtr),
 }
 
 

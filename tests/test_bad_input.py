@@ -46,6 +46,7 @@ CALLS: dict[str, list[dict]] = {
     "unpack": [{"packed": Q3.flatten(0, 1), "cu_seqlens": CU_Q}],
     "pack_padded": [{name: PADDED[name] for name in ("Q", "D", "query_lengths", "doc_lengths")}],
     "lengths_to_mask": [{"lengths": CU_Q, "L": 3}],
+    "maxsim_xtr": [{"Q": Q3, "D": D3, "top_k": 2, **MASKS, **WEIGHT, "normalizer": "positive"}],
     "similarity_map": [
         {"Q": Q3[0], "D": D3, "q_mask": MASKS["q_mask"][0], "d_mask": MASKS["d_mask"], "normalize": False}
     ],

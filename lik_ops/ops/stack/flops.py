@@ -101,7 +101,7 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 
 def register() -> None:
     """Tell torch's counter."""
-    register_flop_formula([lik.maxsim_fwd, lik.maxsim_fwd_int8])(_forward_flops)
+    register_flop_formula([lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_xtr_fwd])(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)

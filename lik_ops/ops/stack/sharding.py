@@ -88,6 +88,13 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             found.append((grads, [*_placed(args[:7], (scores, q, d, d, winners, q, q)), None, None, None]))
         return found
 
+    @register_sharding(lik.maxsim_xtr_fwd.default)
+    def _(*args):
+        return [
+            ([q, winners, q], [*_placed(args[:5], (q, whole, q, whole, q)), None, None])
+            for q, winners in ((whole, whole), (first, second))
+        ]
+
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [

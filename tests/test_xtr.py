@@ -1,0 +1,206 @@
+"""XTR: scores and gradients against the formula, in blocks of any size, and beside what hosts compute."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lik_ops
+from lik_ops.portable import xtr
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def drawn(device="cpu", dtype=torch.float32, ties=False, options=True, shape=(3, 5, 4, 6, 8)):
+    Nq, Nd, Lq, Ld, d = shape
+    g = torch.Generator().manual_seed(0)
+
+    def values(*size):
+        found = torch.randint(-2, 3, size, generator=g).float() if ties else torch.randn(size, generator=g)
+        return found.to(device, dtype).requires_grad_()
+
+    Q, D = values(Nq, Lq, d), values(Nd, Ld, d)
+    if not options:
+        return Q, D, None, None, None
+    q_mask, d_mask = (torch.rand(n, generator=g) < 0.7 for n in ((Nq, Lq), (Nd, Ld)))
+    d_mask[1], q_mask[2] = False, False
+    weight = torch.rand(Nq, Lq, generator=g).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return Q, D, q_mask.to(device), d_mask.to(device), weight.to(device).requires_grad_()
+
+
+def scored(function, x, top_k, normalizer):
+    Q, D, q_mask, d_mask, weight = x
+    return function(Q, D, top_k, q_mask, d_mask, q_weight=weight, normalizer=normalizer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("normalizer", ["retrieved", "positive"])
+@pytest.mark.parametrize("top_k", [1, 7, 1000])
+@pytest.mark.parametrize(("ties", "options"), [(False, True), (True, True), (False, False)])
+def test_scores_and_gradients_are_those_of_the_formula(device, normalizer, top_k, ties, options):
+    x = drawn(device, torch.float64, ties, options)
+    expected = scored(lik_ops.reference.maxsim_xtr, x, top_k, normalizer)
+    actual = scored(lik_ops.maxsim_xtr, x, top_k, normalizer)
+    torch.testing.assert_close(actual, expected)
+    if ties:
+        return  # the formula shares a gradient among equal maxima
+    upstream = torch.randn(expected.shape, dtype=expected.dtype).to(device)
+    leaves = [t for t in (*x[:2], x[4]) if t is not None]
+    pairs = zip(*(torch.autograd.grad(s, leaves, upstream) for s in (actual, expected)), strict=True)
+    for found, right in pairs:
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_tokens_are_multiplied_exactly(device, dtype):
+    x = drawn(device, dtype, options=True, shape=(4, 6, 8, 30, 64))
+    exact = [None if t is None else t.double() if t.is_floating_point() else t for t in x]
+    expected = scored(lik_ops.reference.maxsim_xtr, exact, 20, "retrieved")
+    actual = scored(lik_ops.maxsim_xtr, x, 20, "retrieved")
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(actual.nan_to_num(neginf=0).sum(), x[:2])
+    assert [g.dtype for g in grads] == [dtype, dtype]
+
+
+@pytest.mark.parametrize("normalizer", ["retrieved", "positive"])
+def test_blocks_of_any_size_retrieve_the_same(normalizer, monkeypatch):
+    x = drawn(dtype=torch.float64)
+    whole = scored(lik_ops.maxsim_xtr, x, 7, normalizer)
+    for size in (1, 300, 2000):
+        monkeypatch.setattr(xtr, "_BLOCK_BYTES", size)
+        torch.testing.assert_close(scored(lik_ops.maxsim_xtr, x, 7, normalizer), whole)
+
+
+def test_masked_tokens_may_hold_anything():
+    x = drawn()
+    clean = scored(lik_ops.maxsim_xtr, x, 7, "retrieved")
+    Q, D, q_mask, d_mask, weight = [None if t is None else t.detach().clone() for t in x]
+    Q[~q_mask], D[~d_mask], weight[~q_mask] = float("nan"), float("nan"), float("inf")
+    leaves = [t.requires_grad_() for t in (Q, D, weight)]
+    scores = scored(lik_ops.maxsim_xtr, (Q, D, q_mask, d_mask, weight), 7, "retrieved")
+    assert torch.equal(scores, clean)
+    for g in torch.autograd.grad(scores[:2, [0, 2, 3, 4]].sum(), leaves):
+        assert g.isfinite().all()
+
+
+def test_nan_stays_with_its_pairs():
+    Q, D, *_ = (t.detach() if t is not None else None for t in drawn(options=False))
+    d_mask = torch.ones(D.shape[:2], dtype=torch.bool)
+    d_mask[2, 3] = False
+    expected = lik_ops.maxsim_xtr(Q, D, 8, None, d_mask)
+    D[2, 3] = float("nan")
+    scores = lik_ops.maxsim_xtr(Q, D, 9)  # the NaN takes a place
+    assert scores[:, 2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(scores[:, others], expected[:, others])
+
+
+def test_all_tokens_retrieved_is_the_mean_of_maxima():
+    Q, D, *_ = drawn(options=False)
+    torch.testing.assert_close(lik_ops.maxsim_xtr(Q, D, 10**6), lik_ops.maxsim(Q, D) / Q.shape[1])
+    assert lik_ops.maxsim_xtr(Q[0], D[0], 3).shape == ()
+    assert lik_ops.maxsim_xtr(Q[0], D, 3).shape == (5,)
+    assert lik_ops.maxsim_xtr(Q, D[0], 3).shape == (3,)
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product((0, 2), (0, 3), (0, 4))), ids=str)
+def test_empty_sets(sizes):
+    Nq, Nd, Ld = sizes
+    Q, D = torch.randn(Nq, 2, 8, requires_grad=True), torch.randn(Nd, Ld, 8, requires_grad=True)
+    scores = lik_ops.maxsim_xtr(Q, D, 3)
+    assert scores.shape == (Nq, Nd)
+    if Ld == 0:
+        assert (scores == -torch.inf).all()
+    for g, x in zip(torch.autograd.grad(scores.sum(), (Q, D)), (Q, D), strict=True):
+        assert g.shape == x.shape and not g.isnan().any()
+
+
+def test_a_step_keeps_no_similarities():
+    """Beside its gradients a step holds winners and blocks: a tenth of the similarities here."""
+    Q, D = torch.randn(8, 64, 16, requires_grad=True), torch.randn(300, 100, 16, requires_grad=True)
+    kept = []
+
+    def pack(t):
+        kept.append(t.numel() * t.element_size())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        scores = lik_ops.maxsim_xtr(Q, D, 256)
+    assert sum(kept) < 4 * 8 * 64 * 300 * 100 / 10
+    F.cross_entropy(scores, torch.arange(8)).backward()
+    assert Q.grad.isfinite().all() and D.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_steps_are_those_of_eager(dynamic):
+    compiled = torch.compile(lambda *x: scored(lik_ops.maxsim_xtr, x, 7, "retrieved"), fullgraph=True, dynamic=dynamic)
+    for seed, shape in enumerate(((3, 5, 4, 6, 8), (4, 7, 5, 9, 8))):
+        torch.manual_seed(seed)
+        x = drawn(shape=shape)
+        scores = compiled(*x)
+        expected = scored(lik_ops.maxsim_xtr, x, 7, "retrieved")
+        assert torch.equal(scores, expected)
+        leaves, upstream = (*x[:2], x[4]), torch.randn(expected.shape)
+        for a, b in zip(*(torch.autograd.grad(s, leaves, upstream) for s in (scores, expected)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_exported_it_is_its_operator():
+    class Model(torch.nn.Module):
+        def forward(self, Q, D):
+            return lik_ops.maxsim_xtr(Q, D, 7)
+
+    Q, D = (t.detach() for t in drawn(options=False)[:2])
+    sizes = torch.export.Dim.DYNAMIC
+    program = torch.export.export(Model(), (Q, D), dynamic_shapes=({0: sizes, 1: sizes}, {0: sizes, 1: sizes}))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert "lik.maxsim_xtr_fwd.default" in targets
+    more_Q, more_D = torch.randn(4, 9, 8), torch.randn(6, 11, 8)
+    assert torch.equal(program.module()(more_Q, more_D), lik_ops.maxsim_xtr(more_Q, more_D, 7))
+
+
+def test_training_steps_are_those_of_the_formula():
+    torch.manual_seed(0)
+    tokens, documents = torch.randn(6, 5, 16, dtype=torch.float64), torch.randn(6, 9, 16, dtype=torch.float64)
+    losses = []
+    for function in (lik_ops.maxsim_xtr, lik_ops.reference.maxsim_xtr):
+        weight = torch.eye(16, dtype=torch.float64, requires_grad=True)
+        optimizer, found = torch.optim.SGD([weight], lr=0.1), []
+        for _ in range(60):
+            scores = function(F.normalize(tokens @ weight, dim=-1), F.normalize(documents @ weight, dim=-1), 12)
+            loss = F.cross_entropy(scores * 10, torch.arange(6))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0][-1] < losses[0][0] / 2
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k: expected 1 or more"),
+        ({"top_k": 2.0}, TypeError, "top_k"),
+        ({"normalizer": "all"}, ValueError, "normalizer"),
+        ({"D": torch.randn(3, 2, 6, 8)}, ValueError, "D: expected"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, error, message):
+    Q, D, *_ = drawn(options=False)
+    given = {"Q": Q, "D": D, "top_k": 3, **change}
+    with pytest.raises(error, match=message):
+        lik_ops.maxsim_xtr(**given)
+
+
+def test_torch_func_is_refused_and_vmap_is_not():
+    Q, D = (t.detach() for t in drawn(options=False)[:2])
+    with pytest.raises(NotImplementedError, match=r"use torch\.autograd"):
+        torch.func.grad(lambda q: lik_ops.maxsim_xtr(q, D, 3).sum())(Q)
+    many = torch.stack([Q, Q + 1])
+    found = torch.vmap(lambda q: lik_ops.maxsim_xtr(q, D, 3))(many)
+    assert torch.equal(found, torch.stack([lik_ops.maxsim_xtr(q, D, 3) for q in many]))

@@ -184,8 +184,8 @@ def maxsim_xtr(
         Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
     S = similarities(Qn, Dn).masked_fill(~d_keep[None, :, None], float("-inf"))  # [Nq, Nd, Lq, Ld]
     among = S.transpose(1, 2).flatten(2)
-    if not among.shape[2]:
-        return S.new_zeros(S.shape[:2])
+    if not among.shape[2]:  # no documents
+        return _dropped(S.sum((-1, -2)), Q, D)
     least = among.topk(min(top_k, among.shape[2]), dim=2).values[..., -1]
     best = S.amax(-1)
     retrieved = (best >= least[:, None]) & (best > float("-inf")) & q_keep[:, None]

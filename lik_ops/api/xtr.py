@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import as_bool, check, check_count, lifted
+from ..arguments import as_bool, check, check_choice, check_count, lifted
 from ..ops.stack import autocast, functional
+from ..ops.xtr import NORMALIZERS
 
 _OP = "maxsim_xtr"
 
@@ -59,6 +60,7 @@ def maxsim_xtr(
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check(_OP, Q, D, q_mask, d_mask, q_weight)
     check_count(_OP, "top_k", top_k, 1)
+    check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
     if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
         raise NotImplementedError("torch.func cannot differentiate maxsim_xtr: use torch.autograd")
     tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)

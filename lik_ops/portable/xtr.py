@@ -27,7 +27,7 @@ def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, T
         retrieved = ((best >= least[:, None]) | best.isnan()) & (best > -torch.inf).logical_or(best.isnan())
         if positive:
             retrieved &= ~(best <= 0)
-        best, where, retrieved = (t.unflatten(0, (-1, Lq)) for t in (best, where, retrieved))
+        best, where, retrieved = (t.unflatten(0, (len(keep[i]), Lq)) for t in (best, where, retrieved))
         retrieved &= keep[i, :, None]
         argmax[:, i] = torch.where(retrieved, where, -1).permute(2, 0, 1).to(torch.int32)
         terms = torch.where(retrieved, best * torch.where(keep[i], weight[i], 0)[..., None], 0)

@@ -24,7 +24,7 @@ import lik_ops
 
 # Lq, Ld, d of dense calls; queries and documents of each size.
 SHAPES = ((1, 1, 1), (32, 45, 24), (7, 130, 64), (33, 16, 128), (150, 70, 40), (5, 3, 320))
-SMALL_SHAPES = ((3, 5, 8), (33, 16, 64))
+SMALL_SHAPES = ((3, 20, 16),)
 COUNTS = ((1, 9), (3, 4), (17, 2))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -133,9 +133,8 @@ def ragged_calls(g: torch.Generator, shape: tuple, counts: tuple, options: dict[
 def records(device: str, small: bool) -> Iterator[tuple[str, str]]:
     """Names of calls, and a digest of what they return and of their gradients."""
     dtypes = (torch.float32, torch.float16) if small else DTYPES
-    for ties, dtype, shape, counts in itertools.product(
-        (False, True), dtypes, SMALL_SHAPES if small else SHAPES, COUNTS[1:2] if small else COUNTS
-    ):
+    grid = ((False,), dtypes, SMALL_SHAPES, COUNTS[1:2]) if small else ((False, True), dtypes, SHAPES, COUNTS)
+    for ties, dtype, shape, counts in itertools.product(*grid):
         g = torch.Generator().manual_seed(sum(shape) + sum(counts))
         for calls in (dense_calls, ragged_calls):
             for name, leaves, call in calls(g, shape, counts, {"dtype": dtype, "device": device, "ties": ties}):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from .. import backends
 from .._ops import add_op_namespace_prefix
 from ..arguments import BACKWARDS, check_choice, score_dtype
 from ..segments import Dense, Ragged, Shape
@@ -39,6 +41,16 @@ def found_once(op: str, given: Sequence, options: tuple, find: Callable[[], T]) 
             _found.clear()
         _found[key] = found
     return found
+
+
+def backend_once(op: str, given: Sequence, options: tuple, Q: Tensor, check: Callable[[], Any]) -> ModuleType:
+    """Who computes for the device and dtype of Q, once `check` let the arguments pass: see `found_once`."""
+
+    def find() -> ModuleType:
+        check()
+        return backends.select(Q.device, Q.dtype)
+
+    return found_once(op, given, options, find)
 
 
 def forget() -> None:

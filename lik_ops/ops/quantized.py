@@ -1,11 +1,11 @@
 """The family of quantised documents: ``lik::maxsim_quantized_fwd``, the forward of the ragged family for them."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends
 from .._ops import add_op_namespace_prefix
 from ..arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of
 from ..formats import ALL, Format, Stored
@@ -13,7 +13,7 @@ from ..segments import Ragged
 from . import values
 from .custom import custom_op
 from .documented import document_bodies
-from .family import check_forward, fake_forward, no_gradient
+from .family import backend_once, check_forward, fake_forward, no_gradient
 from .stack import batching_ragged, functional
 
 _SCHEMA = (
@@ -93,10 +93,10 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     its highest. Other formats have None of these. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
     """
     (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
-    _check(r, stored, argmax_dtype, max_seqlen_q)
+    check = partial(_check, r, stored, argmax_dtype, max_seqlen_q)
+    backend = backend_once(_FWD, args[:_OPTIONS], args[_OPTIONS:], r.Q, check)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.q_weight)
-    backend = backends.select(r.Q.device, r.Q.dtype)
     return backend.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)
 
 

@@ -4,13 +4,12 @@ One forward for three layouts: every query against every document, each query ag
 pairs. Opaque custom ops, whose bodies pick a backend at run time.
 """
 
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import argmax_dtype_for
@@ -19,11 +18,11 @@ from . import values
 from .custom import custom_op
 from .documented import document_bodies
 from .family import (
+    backend_once,
     check_forward,
     check_gradient,
     fake_forward,
     fake_gradient,
-    found_once,
     no_double_backward,
     register_autograd,
 )
@@ -59,12 +58,8 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     without winners kept, it finds them again.
     """
     r, (normalize, argmax_dtype, max_seqlen_q, backward) = Ragged(*args[:9]), args[9:]
-
-    def checked() -> ModuleType:
-        _check_forward(r, argmax_dtype, max_seqlen_q, backward)
-        return backends.select(r.Q.device, r.Q.dtype)
-
-    backend = found_once(_FWD, r, args[9:], checked)
+    check = partial(_check_forward, r, argmax_dtype, max_seqlen_q, backward)
+    backend = backend_once(_FWD, r, args[9:], r.Q, check)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     return backend.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
@@ -89,12 +84,8 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Without `unified` each is summed by its owner in a fixed order; with it a GPU may add atomically.
     """
     grad_scores, r, (argmax, normalize, unified, needs) = args[0], Ragged(*args[1:10]), args[10:]
-
-    def checked() -> ModuleType:
-        _check_gradient(grad_scores, r, argmax, needs)
-        return backends.select(r.Q.device, r.Q.dtype)
-
-    backend = found_once(_BWD, args[:11], tuple(needs), checked)
+    check = partial(_check_gradient, grad_scores, r, argmax, needs)
+    backend = backend_once(_BWD, args[:11], tuple(needs), r.Q, check)
     functional.reject_forward_ad(grad_scores, r.Q, r.D, r.q_weight)
     return backend.backward_ragged(grad_scores, r, argmax, normalize, list(needs), unified)
 

@@ -8,7 +8,6 @@ of Q sums the tokens that won as int8 has them. That of D is made of Q and the w
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ..segments import Dense
 from .custom import custom_op
 from .documented import document_bodies
 from .family import (
+    backend_once,
     check_forward,
     check_gradient,
     check_shape,
@@ -49,12 +49,8 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_fwd_int8", "maxsim_bwd_int8")
 def maxsim_fwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and winners of `maxsim_fwd`; D as int8, and the scale of each token: what the backward needs of it."""
     tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
-
-    def checked() -> ModuleType:
-        check_forward(_FWD, tensors, argmax_dtype, backward)
-        return backends.select(tensors.Q.device, tensors.Q.dtype)
-
-    backend = found_once(_FWD, args, (), checked)
+    check = partial(check_forward, _FWD, tensors, argmax_dtype, backward)
+    backend = backend_once(_FWD, args, (), tensors.Q, check)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
     return *backend.forward(*tensors, normalize, argmax_dtype), *backend.keep_int8(tensors.D)
 

@@ -23,8 +23,6 @@ FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
 _ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
 PerToken = TypeVar("PerToken", Tensor, "Tensor | None")
-
-
 Numbers: TypeAlias = tuple[Tensor, float]  # numbers ``[n, d]`` of any dtype, and what they are multiplied by
 
 
@@ -65,14 +63,14 @@ def _decoded_fp8(format: str, data: Tensor, d: int) -> Numbers:
 
 
 class Format(NamedTuple):
-    """How features are kept: what a new format says of itself, all but the device code that `kernel` names."""
+    """How features are kept: all that a format says of itself, but the device code that `kernel` names."""
 
     dtype: torch.dtype
     largest: float  # number
     each: int = 1  # features that an element holds
     nbits: int = 0  # of a bucket, of residual codes
     affine: bool = False  # numbers count from the minimum of a token; else from 0, in both directions
-    kernel: Any = "number"  # `Config.STORED`: how kernels read it
+    kernel: Any = "number"  # `Config.STORED`, how kernels read it: a name, or a function that loads a tile of numbers
     size: Callable[[Tensor], Tensor] = _largest  # of tokens ``[n, d]``, which a scale makes `largest` of
     encode: Callable[[Tensor, Tensor], Tensor] | None = None  # tokens, and scales' inverses, to elements; None: rounds
     decode: Callable[[Tensor, int], Numbers] | None = None  # elements to `Numbers` of d features; None: as they are

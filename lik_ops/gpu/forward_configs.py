@@ -115,9 +115,9 @@ class _Ragged(NamedTuple):
     argmax: bool
     sums_squares: bool
     few: bool
-    converts: bool  # numbers to fp32
-    codes: bool  # are decoded
-    crowded: bool  # they are beside winners or offsets of 64 bits
+    converts: bool  # numbers of documents to fp32
+    codes: bool  # decodes residual codes
+    crowded: bool  # the same beside winners or offsets of 64 bits
 
     def rows(self, launch: Launch, arch: Architecture) -> Launch:
         """Bounds that are read take registers: fewer rows than elsewhere."""
@@ -128,7 +128,7 @@ class _Ragged(NamedTuple):
         return replace(launch, config=config, num_warps=warps, num_stages=stages, max_registers=arch.registers)
 
     def spills(self, config: Config) -> bool:
-        """Whether ptxas spills with as many tokens in a step as elsewhere, for what the rows alone take."""
+        """Whether ptxas spills with as many tokens in a step as elsewhere, whatever documents are kept as."""
         split = config.SPLIT and config.BM < _RAGGED_ROWS
         winners = self.argmax and (self.unit == "mma" or (self.crowded and not config.TOKENS_FIRST))
         return split or winners

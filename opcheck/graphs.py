@@ -75,6 +75,8 @@ _SCHEMAS = {  # of operators that are registered: one of them needs Triton
     "maxsim_quantized_fwd": "lik::maxsim_quantized_fwd(Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor? codes, Tensor? centroids, Tensor? weights, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q) -> (Tensor, Tensor)",
     "maxsim_ragged_bwd": "lik::maxsim_ragged_bwd(Tensor grad_scores, Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor argmax, bool normalize, bool unified, bool[3] needs) -> (Tensor, Tensor, Tensor)",
     "maxsim_ragged_fwd": "lik::maxsim_ragged_fwd(Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q, str backward) -> (Tensor, Tensor)",
+    "maxsim_soft_bwd": "lik::maxsim_soft_bwd(Tensor grad_scores, Tensor Q, Tensor D, Tensor lse, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor? tau, float temperature, bool normalize, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    "maxsim_soft_fwd": "lik::maxsim_soft_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor? tau, float temperature, bool normalize, bool keep) -> (Tensor, Tensor)",
     "maxsim_topk": "lik::maxsim_topk(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, int? chunk) -> (Tensor, Tensor)",
 }
 

@@ -68,7 +68,10 @@ class CodedCounts(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads tokens from: Q and D; of D a tensor descriptor and `Counts`, of either `Terms`, or None."""
+    """What a program reads tokens from: Q and D; of D a tensor descriptor and `Counts`, of either `Terms`, or None.
+
+    `tau` is the temperature of `Config.SOFT`, None without.
+    """
 
     Q: Any
     D: Any
@@ -76,16 +79,22 @@ class Operands(NamedTuple):
     terms: Any
     counts: Any
     d: Any
+    tau: Any
 
 
 class Rows(NamedTuple):
     """Query rows of a tile: where each begins, its number in the terms of Q, whether it counts, and the sum of its
-    features, where `Counts` have a minimum, else None."""
+    features, where `Counts` have a minimum, else None.
+
+    With `Config.SOFT` what similarities are multiplied by, and what exponents are; None without.
+    """
 
     ptr: Any
     number: Any
     ok: Any
     sums: Any
+    scale: Any
+    rate: Any
 
 
 class Document(NamedTuple):
@@ -98,7 +107,7 @@ class Document(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Scores, and winners or None."""
+    """Scores, and winners or None; with `Config.SOFT` soft maxima, in the place of winners."""
 
     scores: Any
     argmax: Any
@@ -183,13 +192,14 @@ class Config(NamedTuple):
     NORMALIZE: bool
     WIDE: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands
-    FLAT: bool = False  # backward: query rows are evenly spaced, and an element of Q is found with 32 bits
+    FLAT: bool = False  # backward: query rows are evenly spaced, and, but for SOFT, 32 bits find an element of Q
     TOKENS_FIRST: bool = False  # forward: a tile is [BN, BM], not [BM, BN]
     WALK: bool = False  # forward: a program scores many documents: with a descriptor, ONE_CHUNK, no winners, no LONG
     LONG: bool = False  # forward: a query may have more than SLOT tokens; then BM is SLOT
     SPLIT: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
     PACKED: bool = False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
     STORED: Any = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
+    SOFT: bool = False  # forward: soft maxima; with PACKED, no TOKENS_FIRST, no SPLIT, no WALK
     TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
 
 

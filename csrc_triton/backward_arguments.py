@@ -188,3 +188,30 @@ class Zeros(NamedTuple):
     elements: Any
     marks: Any
     places: Any
+
+
+class SoftUpstream(NamedTuple):
+    """What the backward of soft MaxSim starts from: the gradient of the scores ``[Nq, K]`` (any strides), the soft
+    maxima of query rows, those of a query or, in the cross product, of all queries behind one another; and sizes."""
+
+    grad_scores: Any
+    stride_q: Any
+    stride_k: Any
+    lse: Any
+    lse_stride_owner: Any
+    lse_stride_k: Any
+    Nq: Any
+    K: Any
+    Lq: Any
+    Ld: Any
+
+
+class Side(NamedTuple):
+    """Rows of a product: where they begin, which count, the distance of their features; and, of those that a program
+    owns, their features where one step covers them, and their inverse norms."""
+
+    ptr: Any
+    ok: Any
+    stride_d: Any
+    tile: Any
+    scale: Any

@@ -13,11 +13,11 @@ PACKAGE = __package__
 # Compilers that put a kernel into a package copy its source with the functions it calls and the strings they read, but
 # not the classes.
 @triton.constexpr_function
-def group(name):
-    """A class of `arguments`, fetched while a kernel is compiled."""
+def group(name, module="arguments"):
+    """A class of `arguments` or another module, fetched while a kernel is compiled."""
     from importlib import import_module
 
-    return getattr(import_module(f"{PACKAGE}.arguments"), name)
+    return getattr(import_module(f"{PACKAGE}.{module}"), name)
 
 
 @triton.jit

@@ -21,7 +21,17 @@ from .common import (
     row_pointers,
 )
 from .fp32 import load_terms, odd_maxima, split
-from .maxima import first_token, lane_maxima, lane_winners, merged, merged_maxima, per_lane, per_row, per_token
+from .maxima import (
+    first_token,
+    lane_maxima,
+    lane_winners,
+    merged,
+    merged_maxima,
+    nothing_found,
+    per_lane,
+    per_row,
+    per_token,
+)
 from .similarities import (
     add_product,
     document_tile,
@@ -34,6 +44,7 @@ from .similarities import (
     tile_from,
     tokens_from,
 )
+from .soft import rate_of, row_scales, soft_merged, soft_taken
 from .stored import counted, row_sums
 
 
@@ -68,14 +79,17 @@ def _query_rows(x, rows, C: tl.constexpr):
 
 
 @triton.jit
-def _taken(best, where, S, t, keep, t0, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """The lanes' maxima and their tokens after a tile that begins at t0."""
-    if ARGMAX:
+def _taken(best, where, S, t, keep, t0, rows, ARGMAX: tl.constexpr, C: tl.constexpr):
+    """The lanes' maxima, and their tokens or sums, after a tile that begins at t0."""
+    if C.SOFT:
+        best, where = soft_taken(best, where, S, rows.rate, C)
+    elif ARGMAX:
         m, tokens = lane_winners(S, t, keep, t0, C)
         where = tl.where(m > best, tokens, where)
+        best = nan_max(best, m)
     else:
-        m = lane_maxima(S, C)
-    return nan_max(best, m), where
+        best = nan_max(best, lane_maxima(S, C))
+    return best, where
 
 
 @triton.jit
@@ -104,12 +118,12 @@ def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr,
                 similarity = counted(similarity, rows, x.counts, document, t, C)
             elif C.NORMALIZE:
                 similarity = similarity * per_token(inverse_norm(squares), C)
-            keep = is_kept(x, document, t, mask_from(x, document, n // steps * C.BN, C), C)
-            if x.D.mask is not None or (C.PACKED and x.tiles is not None):
+            keep = is_kept(x, document, t0, t, mask_from(x, document, n // steps * C.BN, C), C)
+            if x.D.mask is not None or C.SOFT or (C.PACKED and x.tiles is not None):
                 similarity = tl.where(per_token(keep, C), similarity, float("-inf"))
             if x.D.mask is not None:
                 kept = kept | keep.to(tl.int32)
-            best, where = _taken(best, where, similarity, t, keep, t0, ARGMAX, C)
+            best, where = _taken(best, where, similarity, t, keep, t0, rows, ARGMAX, C)
     return best, where, kept
 
 
@@ -126,7 +140,7 @@ def _any_kept(x, document, kept):
 @triton.jit
 def _normalized(best, x, rows, C: tl.constexpr):
     """Maxima over the norms of their rows if normalising."""
-    if C.NORMALIZE:
+    if C.NORMALIZE and not C.SOFT:
         best = best * inverse_norm(ordered_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
     return best
 
@@ -135,7 +149,7 @@ def _normalized(best, x, rows, C: tl.constexpr):
 def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
     """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
     best = per_lane(float("-inf"), tl.float32, C)
-    where = per_lane(NO_TOKEN, tl.int32, C)
+    where = nothing_found(C)
     kept = tl.full((C.BN,), 0, tl.int32)
     odds = tl.full((C.BN,), 0, tl.int32)
     q, scale, plain, unscaled = _query_rows(x, rows, C)
@@ -149,20 +163,22 @@ def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
                 kept = kept | keep.to(tl.int32)
             if C.SPLIT:
                 odds = odds | odd.to(tl.int32)
-            best, where = _taken(best, where, S, t, keep, first, ARGMAX, C)
+            best, where = _taken(best, where, S, t, keep, first, rows, ARGMAX, C)
     else:
         best, where, kept = _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX, C)
     any_kept = _any_kept(x, document, kept)
-    if ARGMAX:
+    row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
+    if C.SOFT:
+        row_best = soft_merged(best, where, x, rows, C)
+    elif ARGMAX:
         row_best, row_where = merged(best, where, document.length, C)
     else:
         row_best = merged_maxima(best, C)
-        row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
     if C.SPLIT:
         row_best = tl.where(unscaled, row_best, row_best * scale)
         if (tl.max(odds, axis=0) > 0) | (tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0):
             row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
-    elif ARGMAX:
+    elif ARGMAX and not C.SOFT:
         lost = rows.ok & (row_where == NO_TOKEN)
         if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
             row_where = _search(row_best, row_where, q, x, rows, document, C)
@@ -206,10 +222,17 @@ def _score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constex
     row_sum = None
     if C.STORED != "":
         row_sum = row_sums(pointers, keep, x, C)
-    rows = Rows(pointers, number, keep, row_sum)
+    scale = None
+    rate = None
+    if C.SOFT:
+        scale = row_scales(x, pointers, keep, C)
+        rate = rate_of(x.tau, scale)
+    rows = Rows(pointers, number, keep, row_sum, scale, rate)
     best, where, any_kept = _row_maxima(x, rows, document, argmax is not None, C)
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
+        if C.SOFT:
+            where = tl.where(keep, best, float("-inf"))
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=ok)
     sums = ordered_sum(tl.where(keep, query_weight(x.Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
     return sums, _any_row(keep, C), any_kept
@@ -281,7 +304,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
     keep = query_keep(x.Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     keeps = _any_row(keep, C)
     weight = query_weight(x.Q, i, s, keep)
-    rows = Rows(row_pointers(x.Q, i, s), i, keep, None)
+    rows = Rows(row_pointers(x.Q, i, s), i, keep, None, None, None)
     q = query_tile(x, rows, tl.arange(0, C.BD), C)
     best = per_lane(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
@@ -317,7 +340,7 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
     None: then they are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
     """
     tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
-    x = Operands(Q, D, tiles, terms, None, d)
+    x = Operands(Q, D, tiles, terms, None, d, None)
     if C.WALK:
         _walk(x, out.scores, sizes, C)
     else:

@@ -107,7 +107,7 @@ def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, L
     if C.STORED == "":  # a descriptor has no more rows than take 32 bits
         d_begin = d_begin.to(tl.int32)
     found = Document(base, mask, d_begin, Ld)
-    x = Operands(Q, D, tiles, terms, counts, d)
+    x = Operands(Q, D, tiles, terms, counts, d, None)
     argmax_row = k * sizes.Tq
     if segments.pairs is not None:
         argmax_row = k * sizes.most - tl.max(begin, axis=0)

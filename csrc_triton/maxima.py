@@ -46,6 +46,16 @@ def per_lane(value, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def nothing_found(C: tl.constexpr):
+    """What goes with the maximum of each lane before the first tile: no token, or a sum of nothing."""
+    if C.SOFT:
+        x = per_lane(0, tl.float32, C)
+    else:
+        x = per_lane(NO_TOKEN, tl.int32, C)
+    return x
+
+
+@triton.jit
 def lanes_of(S, C: tl.constexpr):
     """[BM, BN] as [BM, BN // 8, 4, 2]: how wgmma spreads a row over the 4 lanes of a quad, so axes 1 and 3 stay in a
     thread."""

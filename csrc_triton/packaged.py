@@ -40,4 +40,4 @@ def maxsim_packaged(
     sizes = Sizes(
         tl.full((), Nq, tl.int32), tl.full((), K, tl.int32), tl.full((), Lq, tl.int32), tl.full((), Ld, tl.int32)
     )
-    visit(Operands(Q, D, None, None, None, d), Output(scores, None), sizes, C)
+    visit(Operands(Q, D, None, None, None, d, None), Output(scores, None), sizes, C)

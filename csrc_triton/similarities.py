@@ -144,9 +144,9 @@ def mask_from(x, document, t0, C: tl.constexpr):
 def mask_ahead(x, document, t0, C: tl.constexpr):
     """`mask_from` of the next tile, before a tile is multiplied: no product hides what a load from memory takes.
 
-    Zeros where 256 rows leave no registers for it; `tile_from` loads there.
+    Zeros where 256 rows or kept numbers leave no registers for it; `tile_from` loads there.
     """
-    if C.BM < 256:
+    if C.BM < 256 and C.STORED == "":
         mask = mask_from(x, document, t0, C)
     else:
         mask = tl.full((C.BN,), 0, tl.int8)
@@ -154,14 +154,16 @@ def mask_ahead(x, document, t0, C: tl.constexpr):
 
 
 @triton.jit
-def is_kept(x, document, t, mask, C: tl.constexpr):
-    """Which tokens t are there and not masked, by what `mask_from` found."""
+def is_kept(x, document, t0, t, mask, C: tl.constexpr):
+    """Which tokens t of the tile from t0 on are there and not masked, by what `mask_from` found."""
     if C.PACKED and x.tiles is not None:
         keep = t < document.length
     else:
         keep = t >= 0
     if x.D.mask is not None:
         keep = keep & (mask != 0)
+    if C.SOFT:  # the last token counts once
+        keep = keep & (t0 + tl.arange(0, C.BN) < document.length)
     return keep
 
 
@@ -175,13 +177,16 @@ def tile_from(q, x, rows, document, t0, mask, C: tl.constexpr):
     """
     t0, t = tokens_from(x, document, t0, C)
     S, plain = _similarities(q, x, rows, document, document.row + t0, t, C)
-    if C.BM >= 256:
+    if C.BM >= 256 or C.STORED != "":
         mask = mask_from(x, document, t0, C)
-    keep = is_kept(x, document, t, mask, C)
+    keep = is_kept(x, document, t0, t, mask, C)
     taken = keep
     if C.SPLIT:
         taken = keep & plain
-    if x.D.mask is not None or C.SPLIT or (C.PACKED and x.tiles is not None):
+    if x.D.mask is None and C.SOFT:
+        if t0 + C.BN > document.length:  # a selection takes as long as an exponential needs for half
+            S = tl.where(per_token(taken, C), S, float("-inf"))
+    elif x.D.mask is not None or C.SPLIT or (C.PACKED and x.tiles is not None):
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
         S = tl.where(per_token(taken, C), S, float("-inf"))
     return S, t, keep, t0, keep & (plain == 0)

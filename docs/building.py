@@ -29,6 +29,8 @@ OPERATORS = {
     "quantized.maxsim_quantized_fwd": "maxsim_quantized_fwd",
     "saved.maxsim_fwd_int8": "maxsim_fwd_int8",
     "saved.maxsim_bwd_int8": "maxsim_bwd_int8",
+    "soft.maxsim_soft_fwd": "maxsim_soft_fwd",
+    "soft.maxsim_soft_bwd": "maxsim_soft_bwd",
     "topk.maxsim_topk": "maxsim_topk",
     "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
     "packaged.maxsim_packaged": "maxsim_packaged",

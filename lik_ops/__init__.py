@@ -15,6 +15,7 @@ from .api.ragged_argmax import (
 )
 from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
+from .api.soft import maxsim_soft
 from .api.warmup import warmup
 from .api.xtr import maxsim_xtr
 from .arguments import Backward as Backward
@@ -47,6 +48,7 @@ __all__ = [
     "maxsim_pair_list",
     "maxsim_pair_list_with_argmax",
     "maxsim_pairs",
+    "maxsim_soft",
     "maxsim_streamed",
     "maxsim_varlen",
     "maxsim_varlen_with_argmax",

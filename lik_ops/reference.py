@@ -14,7 +14,7 @@ from torch import Tensor
 _WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-__all__ = ["maxsim", "maxsim_at", "maxsim_pairs", "maxsim_with_argmax", "similarities"]
+__all__ = ["maxsim", "maxsim_at", "maxsim_pairs", "maxsim_soft", "maxsim_with_argmax", "similarities"]
 
 
 def similarities(Q: Tensor, D: Tensor) -> Tensor:
@@ -111,6 +111,37 @@ def maxsim(
 ) -> Tensor:
     """The scores of `maxsim_with_argmax` alone."""
     return maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)[0]
+
+
+def maxsim_soft(
+    Q: Tensor,
+    D: Tensor,
+    temperature: float | Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """``score[i, j] = sum_s w[i, s] * tau * logsumexp_t(<Q[i, s], D[j, t]> / tau)`` over kept tokens, as `maxsim`."""
+    _check(Q, D, q_mask, d_mask, q_weight, normalize)
+    if isinstance(temperature, Tensor):
+        right = temperature.dim() == 0 and temperature.dtype in _WEIGHTS and temperature.device == Q.device
+    else:
+        right = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature > 0
+    if not right:
+        raise ValueError(f"reference: temperature: expected a number above 0 or a 0-dim Tensor, got {temperature}")
+    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    Qn, q_keep = _prepared(Q3, q_mask, normalize)
+    Dn, d_keep = _prepared(D3, d_mask, normalize)
+    d_any = d_keep.any(-1)
+    keep = d_keep | ~d_any[..., None]  # a sum over nothing has no gradient, not even 0
+    keep = keep[:, :, None] if D3.dim() == 4 else keep[None, :, None]
+    S = (similarities(Qn, Dn) / temperature).masked_fill(~keep, float("-inf"))
+    best = torch.logsumexp(S, -1) * temperature if S.shape[-1] else S.sum(-1)
+    d_any = d_any if D3.dim() == 4 else d_any[None]
+    there = d_any[:, :, None] & q_keep[:, None]
+    return _dropped(_scores(best, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
 
 
 def maxsim_pairs(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
-from lik_ops.opcheck import quantized, ragged, saved
+from lik_ops.opcheck import quantized, ragged, saved, soft
 from lik_ops.opcheck.gradients import gradients
 
 try:
@@ -231,6 +231,22 @@ def _sized_bwd_int8(sizes: tuple[int, int, int, int], candidates: bool, device: 
     return saved.backward_arguments(_sized_bwd(sizes, candidates, device), False)
 
 
+def maxsim_soft_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (Sample(s.name, soft.forward_arguments(s.args, n), {}) for n, s in enumerate(maxsim_fwd(dtype, device)))
+
+
+def maxsim_soft_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    return (Sample(s.name, soft.backward_arguments(s.args, n), {}) for n, s in enumerate(maxsim_bwd(dtype, device)))
+
+
+def _sized_soft_fwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return soft.forward_arguments(_sized_fwd(sizes, candidates, device), 1)
+
+
+def _sized_soft_bwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return soft.backward_arguments(_sized_bwd(sizes, candidates, device), 1)
+
+
 def _topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
     if cu_seqlens_d is not None:
         ends = cu_seqlens_d.tolist()
@@ -280,6 +296,8 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_quantized_fwd": Operator(_named(quantized.samples), quantized.reference, quantized.sized),
     "maxsim_fwd_int8": Operator(maxsim_fwd_int8, saved.forward_reference, _sized_fwd),
     "maxsim_bwd_int8": Operator(maxsim_bwd_int8, saved.backward_reference, _sized_bwd_int8),
+    "maxsim_soft_fwd": Operator(maxsim_soft_fwd, soft.forward_reference, _sized_soft_fwd),
+    "maxsim_soft_bwd": Operator(maxsim_soft_bwd, soft.backward_reference, _sized_soft_bwd),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
     "maxsim_xtr_fwd": Operator(maxsim_xtr, _xtr_reference, _sized_xtr),
 }

@@ -21,10 +21,12 @@ from lik_ops.csrc_triton import (
     backward_packed,
     backward_packed_lists,
     backward_queries,
+    backward_soft,
     backward_sparse,
     backward_unified,
     forward,
     forward_ragged,
+    forward_soft,
     fp32,
     list_items,
     stored,
@@ -47,11 +49,12 @@ from lik_ops.csrc_triton.backward_arguments import (
     Pieces,
     RowSums,
     SharedTiles,
+    SoftUpstream,
     TileLists,
     Upstream,
     Zeros,
 )
-from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward
+from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward, soft_configs
 from lik_ops.gpu.configs import Architecture, Launch, next_power_of_2
 from lik_ops.gpu.triton_versions import compile_options
 
@@ -173,7 +176,11 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "split_tokens":
         launch = forward_configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
+    if case.kernel == "maxsim_forward_soft":
+        return soft_configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, tf32=case.tf32, **shared)
     kind = backward_configs.Kind(arch, case.dtype, case.d, **shared)
+    if case.kernel in SOFT:
+        return soft_configs.backward(kind, tf32=case.tf32, flat=case.wide == 0)
     documents = backward_configs.grad_documents(kind, flat=case.wide == 0 and not case.ragged, pieces=case.pieces)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
@@ -230,6 +237,7 @@ LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
 PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
 UNIT_COUNTS, QUERY_TERMS, KEEP = "maxsim_unit_counts", "maxsim_query_terms", "maxsim_keep_int8"
+SOFT = ("maxsim_soft_queries", "maxsim_soft_documents")  # temperatures are tensors with options, else numbers
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -304,6 +312,28 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         return forward_ragged.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":
         return forward.maxsim_forward, _forward_arguments(case, launch, arch)
+    if case.kernel == "maxsim_forward_soft":
+        tau = "*fp32" if case.options else "fp32"
+        found = _forward_arguments(case, launch, arch) | {"tau": tau, "terms": "constexpr"}
+        out = Output("*fp32", "*fp32" if case.argmax else "constexpr")
+        names = "Q", "D", "tiles", "out", "tau", "sizes", "d"
+        return forward_soft.maxsim_forward_soft, {name: {**found, "out": out}[name] for name in names}
+    if case.kernel in SOFT:
+        sizes = "i32", "i32", "*fp32", *["i32"] * 6
+        tau, of_queries = "*fp32" if case.options else "fp32", case.kernel == "maxsim_soft_queries"
+        tiles, config = "constexpr", launch.config
+        alone = (
+            arch.has_descriptors and config.ONE_CHUNK and not case.options and case.d * case.dtype.itemsize % 16 == 0
+        )
+        if alone and (of_queries or not case.candidates):
+            block = [1] * of_queries + [config.BN, config.BD]
+            tiles = f"tensordesc<{gradient.removeprefix('*')}{block}>"
+        found = {"Q": None, "D": None, "tiles": tiles, "up": SoftUpstream("*fp32", *sizes), "tau": tau}
+        if of_queries:
+            found |= {"sums": "*fp32", "weights": weight, "each": "i32", "d": "i32"}
+            return backward_soft.maxsim_soft_queries, found
+        grad = "*fp32" if case.normalize else gradient
+        return backward_soft.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
     if case.kernel == "maxsim_grad_queries":
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found

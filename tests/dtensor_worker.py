@@ -161,12 +161,12 @@ def check_quantized_functions(mesh, device: str) -> None:
     assert torch.equal(found.full_tensor(), lik_ops.maxsim_varlen(Q, made, cu_q, cu_d))
 
 
-def check_saved(mesh, candidates: bool, device: str) -> None:
-    """Training with documents saved as int8."""
+def check_trained(mesh, candidates: bool, device: str, score) -> None:
+    """Scores and gradients of other functions of dense tokens."""
 
     def step(Q, D):
         Q, D = (t.detach().requires_grad_() for t in (Q, D))
-        scores = lik_ops.maxsim(Q, D, normalize=True, save="int8")
+        scores = score(Q, D)
         return scores.detach(), *torch.autograd.grad((scores * scores).sum() / 2, (Q, D))
 
     Q, D, *_ = tensors(candidates, False, device)
@@ -238,7 +238,8 @@ def main() -> None:
                 check_quantized(mesh, kind, format, device)
         check_quantized_functions(mesh, device)
         for candidates in (False, True):
-            check_saved(mesh, candidates, device)
+            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim(Q, D, normalize=True, save="int8"))
+            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3))
         Q, D, *_ = tensors(False, False, device)
         sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
         for shape in ((2, 1), (1, 2)):

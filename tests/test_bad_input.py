@@ -18,6 +18,7 @@ WEIGHT = {"q_weight": torch.ones(Nq, Lq)}
 OPTIONS = {"normalize": False, "backward": "auto"}
 DENSE = {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **OPTIONS, "recompute": False}
 SAVE = {**DENSE, "save": None}
+FORMULA = {name: value for name, value in DENSE.items() if name not in ("backward", "recompute")}
 PACKED = {"Q": Q3.flatten(0, 1), "D": D3.flatten(0, 1), "q_weight": torch.ones(Nq * Lq), **OPTIONS}
 BOUNDS = {"cu_seqlens_q": CU_Q, "cu_seqlens_d": CU_D}
 LISTED = {"doc_offsets": torch.zeros(Nq, K, dtype=torch.long), "doc_lengths": torch.ones(Nq, K, dtype=torch.long)}
@@ -35,6 +36,7 @@ CALLS: dict[str, list[dict]] = {
     "maxsim": [SAVE],
     "maxsim_pairs": [{**SAVE, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]}],
     "maxsim_with_argmax": [DENSE],
+    "maxsim_soft": [{**FORMULA, "temperature": 0.5}, {**FORMULA, "temperature": torch.tensor(0.5)}],
     "maxsim_varlen": [PACKED | BOUNDS],
     "maxsim_candidates_varlen": [{**PACKED, **LISTED, "cu_seqlens_q": CU_Q}],
     "maxsim_pair_list": [
@@ -133,6 +135,7 @@ FLAG, OPTIONAL = {"bool"}, {"None"}
 ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{name: {"None", "bool tensor"} for name in ("q_mask", "d_mask")},
     **{name: OPTIONAL for name in ("q_weight", "save", "cu_seqlens_q", "cu_seqlens_d", "chunk", "max_seqlen_q")},
+    "temperature": {"float", "huge", "0-dim"},
     **{name: FLAG for name in ("normalize", "recompute", "enabled", "largest", "sorted")},
     **{("warmup", name): FLAG for name in FLAGS},
     ("MaxSimScorer", "pad_id"): OPTIONAL,
@@ -209,11 +212,11 @@ BROADCAST = {
     "a column": lambda right: _tensor(right)[..., :1],
     "one less axis": lambda right: _tensor(right)[0],
 }
-FORMULA = {name: value for name, value in DENSE.items() if name not in ("backward", "recompute")}
 REFERENCE = {
     "maxsim": FORMULA,
     "maxsim_with_argmax": FORMULA,
     "maxsim_pairs": {**FORMULA, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]},
+    "maxsim_soft": {**FORMULA, "temperature": torch.tensor(0.5)},
     "maxsim_at": {
         "Q": Q3,
         "D": D3,

@@ -12,6 +12,7 @@ from .quantized import forward_quantized, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
 from .ragged_forward import forward_ragged, ragged_plan
 from .replay import Calls
+from .soft import backward_soft, forward_soft
 from .topk import best, best_of_parts
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "backward_cut",
     "backward_lowmem",
     "backward_ragged",
+    "backward_soft",
     "backward_unified",
     "best",
     "best_of_parts",
@@ -29,6 +31,7 @@ __all__ = [
     "forward_plan",
     "forward_quantized",
     "forward_ragged",
+    "forward_soft",
     "keep_int8",
     "ragged_plan",
     "unavailable",

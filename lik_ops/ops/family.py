@@ -121,19 +121,21 @@ def _everything(inputs: Sequence, output: Sequence) -> tuple:
 
 def register_autograd(
     forward: CustomOpDef,
-    layout: type[Dense] | type[Ragged],
+    layout: type,
     gradients: Callable[..., Sequence[Tensor]],
     kept: Callable[[Sequence, Sequence], tuple] = _everything,
+    wanted: Sequence[int] | None = None,
 ) -> None:
     """Give `forward` its gradient. Its arguments begin with the tensors of `layout`; it returns scores and winners.
 
     Args:
         gradients: takes the gradient of the scores, the tensors, the winners, the other arguments of `forward`, and
-            which gradients of Q, D and q_weight are needed; returns these three.
+            which gradients of what is `wanted` are needed; returns these.
         kept: the tensors and, last, the winners that `gradients` takes, from the tensors of a call and its results.
+        wanted: the places of what has a gradient; None: Q, D and q_weight, which is last.
     """
-    count = len(layout._fields)
-    wanted = (0, 1, count - 1)  # the places of Q, D and q_weight
+    count = len(layout._fields)  # type: ignore[attr-defined]
+    wanted = (0, 1, count - 1) if wanted is None else wanted
 
     def setup_context(ctx, inputs, output) -> None:
         ctx.set_materialize_grads(False)

@@ -5,16 +5,19 @@ from .forward import forward
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
 from .quantized import forward_quantized, keep_int8
+from .soft import backward_soft, forward_soft
 from .topk import best, best_of_parts
 
 __all__ = [
     "backward_lowmem",
     "backward_ragged",
+    "backward_soft",
     "backward_unified",
     "best",
     "best_of_parts",
     "forward",
     "forward_quantized",
     "forward_ragged",
+    "forward_soft",
     "keep_int8",
 ]

@@ -57,7 +57,7 @@ def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = 
     return F.embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weight)
 
 
-def _through_norm(grad: Tensor, rows: Tensor) -> Tensor:
+def through_norm(grad: Tensor, rows: Tensor) -> Tensor:
     """The gradient of rows from that of ``rows / max(||rows||, eps)``."""
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     clamped = norms.clamp_min(NORM_EPS)
@@ -245,7 +245,7 @@ class Backward:
             if q_weight is not None:
                 total = torch.where(live, total * q_weight[part].reshape(-1, 1), 0)
             if self.normalize:
-                total = _through_norm(total, rows)
+                total = through_norm(total, rows)
         if self.needs[0 if of_queries else 1]:
             target = gradient.view(tokens.shape)[part]
             if total.data_ptr() != target.data_ptr():  # unless the sums were made in it

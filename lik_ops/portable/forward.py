@@ -31,25 +31,32 @@ def forward(
     Arguments are validated and lifted already. Scores are fp32 (fp64 for fp64 inputs); winners are of `argmax_dtype`,
     and ``[0]`` where it is None.
     """
+    dtype = torch.int32 if argmax_dtype is None else argmax_dtype
+    scores, argmax, is_trivial = outputs(Q, D, q_mask, dtype, argmax_dtype is not None, -1)
+    if is_trivial:
+        return scores, argmax
+    run(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize)
+    return scores, argmax
+
+
+def outputs(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, dtype: torch.dtype, keep: bool, nothing: float
+) -> tuple[Tensor, Tensor, bool]:
+    """Scores, and what is kept of each query token and document (``[0]`` unless `keep`), of a dtype; and whether both
+    are filled already, as there is nothing to multiply: with `nothing`."""
     cross = D.dim() == 3
     (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
     columns = D.shape[0] if cross else D.shape[1]
     scores = Q.new_empty((Nq, columns), dtype=score_dtype(Q.dtype))
-    if argmax_dtype is None:
-        argmax = Q.new_empty((0,), dtype=torch.int32)
-    else:
-        argmax = Q.new_empty((columns, Nq, Lq) if cross else (Nq, columns, Lq), dtype=argmax_dtype)
-    if scores.numel() == 0:
-        return scores, argmax
+    kept = Q.new_empty(((columns, Nq, Lq) if cross else (Nq, columns, Lq)) if keep else (0,), dtype=dtype)
+    if scores.numel() and Lq and Ld:
+        return scores, kept, False
     if Lq == 0:
-        return scores.zero_(), argmax
-    if Ld == 0:
-        scores.fill_(NEG_INF)
-        if q_mask is not None:
-            scores.masked_fill_(~q_mask.any(-1)[:, None], 0)
-        return scores, argmax.fill_(-1)
-    run(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize)
-    return scores, argmax
+        return scores.zero_(), kept, True
+    scores.fill_(NEG_INF)
+    if q_mask is not None:
+        scores.masked_fill_(~q_mask.any(-1)[:, None], 0)
+    return scores, kept.fill_(nothing), True
 
 
 def run(layout: Layout, normalize: bool) -> None:

@@ -221,15 +221,7 @@ class Slices(Forward):
     ) -> None:
         """One bmm: update `best`, ``[documents, columns]``, and the winners."""
         shape, tokens = self.shape, self.tokens
-        S, n = views.similarities, views.similarities.shape[0]
-        torch.bmm(documents, panel.columns if n == self.slices else panel.columns[:n], out=S)
-        if n > views.used:
-            S = S[: views.used]
-        if self.layout.d_mask is not None:
-            if not self.may_look:
-                S.masked_fill_(self.masked_rows, NEG_INF)
-            elif self.masked_rows.numel():
-                S.view(-1, shape.columns).index_fill_(0, self.masked_rows, NEG_INF)
+        S = self._products(documents, views, panel)
         if self.layout.argmax is not None:
             self._keep_winners(b, x, start, panel, best, *winners(S, tokens))
             return
@@ -241,6 +233,19 @@ class Slices(Forward):
             torch.amax(S, -2, out=best)
         else:
             torch.maximum(best, S.amax(-2), out=best)
+
+    def _products(self, documents: Tensor, views: _Views, panel: Panel) -> Tensor:
+        """Similarities ``[used, rows, columns]``, -inf where masked."""
+        S, n = views.similarities, views.similarities.shape[0]
+        torch.bmm(documents, panel.columns if n == self.slices else panel.columns[:n], out=S)
+        if n > views.used:
+            S = S[: views.used]
+        if self.layout.d_mask is not None:
+            if not self.may_look:
+                S.masked_fill_(self.masked_rows, NEG_INF)
+            elif self.masked_rows.numel():
+                S.view(-1, self.shape.columns).index_fill_(0, self.masked_rows, NEG_INF)
+        return S
 
     def _keep_winners(
         self, b: slice, x: slice, start: int, panel: Panel, best: Tensor, value: Tensor, index: Tensor

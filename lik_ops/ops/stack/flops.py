@@ -42,6 +42,12 @@ def _int8_backward_flops(grad_scores, Q, data, scale, argmax, q_mask, q_weight, 
     return _products(needs) * 2 * _token_pairs(Q, data)[0] * Q[-1]
 
 
+def _soft_backward_flops(grad_scores, Q, D, *args, out_shape=None, **kwargs):
+    """The similarities again and one more product for Q (the weights, the temperature), and the same for D."""
+    needs = args[-1]
+    return 2 * (int(needs[0] or any(needs[2:])) + int(needs[1])) * _forward_flops(Q, D)
+
+
 def _products(needs) -> int:
     """For each winner. The gradient of the weights comes from the same sums of documents as that of Q."""
     return int(needs[0] or needs[2]) + int(needs[1])
@@ -101,9 +107,11 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 
 def register() -> None:
     """Tell torch's counter."""
-    register_flop_formula([lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_xtr_fwd])(_forward_flops)
+    dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd]
+    register_flop_formula(dense)(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
+    register_flop_formula([lik.maxsim_soft_bwd])(_soft_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
     register_flop_formula([lik.maxsim_quantized_fwd], get_raw=True)(_quantized_flops)

@@ -95,6 +95,23 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             for q, winners in ((whole, whole), (first, second))
         ]
 
+    @register_sharding(lik.maxsim_soft_fwd.default)
+    def _(*args):
+        return [
+            ([scores, kept if args[8] else whole], [*_placed(args[:6], (q, d, q, d, q, whole)), None, None, None])
+            for scores, kept, q, d, _, _ in dense(args[1])
+        ]
+
+    @register_sharding(lik.maxsim_soft_bwd.default)
+    def _(*args):
+        found = []
+        for scores, kept, q, d, grad_q, grad_d in dense(args[2]):
+            of_tau = whole if scores is whole else partial
+            each = zip((grad_q, grad_d, grad_q, of_tau), args[10], strict=True)
+            grads = [g if need else whole for g, need in each]
+            found.append((grads, [*_placed(args[:8], (scores, q, d, kept, q, d, q, whole)), None, None, None]))
+        return found
+
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [

@@ -1,0 +1,124 @@
+"""How fast is soft MaxSim on this GPU, beside the hard maximum and what one writes without a kernel?
+
+    python benchmarks/soft.py [--only step] [--rounds 30] [--no-compile] [--out FILE]
+
+Median device times of calls that find the L2 cache flushed. ``hard`` is `lik_ops.maxsim`; ``eager`` has all
+similarities in memory and takes their `logsumexp`; ``compiled`` is that by `torch.compile`. Each is checked against
+fp64 first.
+``peak_mb`` is what a call takes beyond its inputs, ``own_mb`` what no step can do without: gradients, scores, and one
+number for each query token and document.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import common
+import gpu
+import torch
+import training
+from common import Case, Inputs
+from contenders import EAGER_LIMIT
+from torch import Tensor
+
+import lik_ops
+from lik_ops import reference
+
+TAU = 0.1  # colpali-engine's
+TOLERANCE = 2e-2
+COMPILE_SECONDS = 60
+SHORT, PAGES = {"Lq": 32, "Ld": 300}, {"Lq": 1024, "Ld": 1024}
+CASES = (
+    Case("soft 64x64", 64, 64, 32, 180, goal_ms=0.06),
+    Case("soft 256x256", 256, 256, **SHORT, goal_ms=0.36),
+    Case("soft pages 32x32", 32, 32, **PAGES, goal_ms=0.50),
+    Case("soft step 256x256", 256, 256, **SHORT, what="step", goal_ms=1.3),
+    Case("soft step pages 32x32", 32, 32, **PAGES, what="step"),
+)
+Scorer = Callable[[Tensor, Tensor], Tensor]
+
+
+def eager(Q: Tensor, D: Tensor) -> Tensor:
+    """Every similarity in memory, in the inputs' dtype; sums of exponentials in fp32."""
+    S = torch.einsum("isd,jtd->ijst", Q, D)
+    return (torch.logsumexp(S.float() / TAU, -1) * TAU).sum(-1)
+
+
+def scorers(case: Case, compiles: bool) -> dict[str, Scorer]:
+    found: dict[str, Scorer] = {"lik_ops": lambda Q, D: lik_ops.maxsim_soft(Q, D, TAU), "hard": lik_ops.maxsim}
+    if 4 * case.similarities < EAGER_LIMIT:
+        found["eager"] = eager
+        if compiles:
+            torch._dynamo.reset()
+            found["compiled"] = torch.compile(eager, fullgraph=True, dynamic=False)
+    return found
+
+
+def errors_of(x: Inputs, score: Scorer) -> list[float]:
+    """Relative errors of scores and both gradients beside fp64, of the last queries and documents."""
+    n = training.SLICE_Q
+    upstream = torch.zeros_like(x.grad_scores)
+    upstream[-n:, -n:] = x.grad_scores[-n:, -n:]
+    Q, D = (t.detach().requires_grad_() for t in (x.Q, x.D))
+    scores = score(Q, D)
+    found = scores.detach()[-n:, -n:], *(g[-n:] for g in torch.autograd.grad(scores, (Q, D), upstream))
+    q, k = (t[-n:].detach().double().requires_grad_() for t in (x.Q, x.D))
+    expected = reference.maxsim_soft(q, k, TAU)
+    grads = torch.autograd.grad(expected, (q, k), upstream[-n:, -n:].double())
+    return [common.relative_error(a, e) for a, e in zip(found, (expected.detach(), *grads), strict=True)]
+
+
+def called(case: Case, x: Inputs, score: Scorer) -> Callable[[], object]:
+    if case.what == "step":
+        return lambda: training.step(score, x, x.grad_scores)
+    return lambda: score(x.Q, x.D)
+
+
+def measure(case: Case, timer: gpu.Timer, compiles: bool) -> dict:
+    x, functions, results = Inputs(case, "cuda"), {}, {}
+    own = (x.Q.numel() + x.D.numel()) * case.itemsize + 4 * case.Nq * case.Nd * (case.Lq + 1)
+    for name, score in scorers(case, compiles).items():
+        try:
+            call = called(case, x, score)
+            with torch.set_grad_enabled(case.what == "step"):
+                gpu.first_call(call, COMPILE_SECONDS)
+            errors = [0.0] if name == "hard" else errors_of(x, score)
+            if name == "lik_ops" and not max(errors) < TOLERANCE:
+                raise AssertionError(f"{case.name}: relative errors {errors}")
+            with torch.set_grad_enabled(case.what == "step"):
+                peak = gpu.peak_bytes(call) / 2**20
+            functions[name], results[name] = call, {"errors": errors, "peak_mb": peak}
+        except (gpu.TooSlowError, torch.cuda.OutOfMemoryError) as failure:
+            results[name] = {"failed": gpu.reason(failure)}
+    with torch.set_grad_enabled(case.what == "step"):
+        for name, ms in timer.compare(functions).items():
+            results[name]["ms"] = ms
+    return {"case": asdict(case), "goal_ms": case.goal_ms, "own_mb": own / 2**20, "results": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/soft.json)")
+    args = parser.parse_args()
+    timer, records = gpu.Timer(args.rounds), []
+    ceiling = gpu.ceilings(timer)
+    for case in CASES:
+        if args.only in case.name:
+            records.append(measure(case, timer, not args.no_compile))
+            r = records[-1]["results"]
+            times = ", ".join(f"{name} {found.get('ms', float('nan')):.4f}" for name, found in r.items())
+            goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
+            memory = f"{r['lik_ops']['peak_mb']:.0f} MiB of {records[-1]['own_mb']:.0f}"
+            print(f"{case.name:22} {times} ms{goal}; {memory}", flush=True)
+            torch.cuda.empty_cache()
+    print("wrote", common.write("soft", records, path=args.out, rounds=args.rounds, ceilings=ceiling))
+
+
+if __name__ == "__main__":
+    main()

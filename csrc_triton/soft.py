@@ -1,0 +1,84 @@
+"""The soft maximum ``tau log sum_t exp(s_t / tau)``: per lane while a document lasts, merged at its end.
+
+In base 2, of similarities as they are: a lane keeps its maximum m and the sum of ``2^(rate s - rate m)``, ``rate =
+log2(e) / tau``. The rounding of ``rate m`` is that of m times rate, so it moves no soft maximum by more than its own.
+Where ``rate m`` is beyond `_FAR` a sum is of no use, and the maximum is the soft maximum to the last bit.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import inverse_norm, nan_max, ordered_squares, ordered_sum
+from .maxima import lane_maxima, lanes_of, merged_maxima
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_FAR = tl.constexpr(2.0**30)
+_LEAST, _MOST = tl.constexpr(1.2e-38), tl.constexpr(3e38)
+
+
+@triton.jit
+def temperature(tau):
+    """`tau`, a number or where one lies; NaN unless it is above 0."""
+    if hasattr(tau, "dtype") and tau.dtype.is_ptr():  # in the interpreter a number is no tensor
+        tau = tl.load(tau)
+    tau = tl.full((), tau, tl.float32)
+    return tl.where(tau > 0, tl.maximum(tau, _LEAST), float("nan"))
+
+
+@triton.jit
+def rate_of(tau, inverse):
+    """What differences of similarities are multiplied by, those times `inverse` being what counts."""
+    return tl.minimum(_LOG2_E / tau * inverse, _MOST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_scales(x, pointers, ok, C: tl.constexpr):
+    """Of query rows: their inverse norms if normalising, else 1."""
+    scale = tl.full((C.BM,), 1, tl.float32)
+    if C.NORMALIZE:
+        scale = inverse_norm(ordered_squares(pointers, ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
+    return scale
+
+
+@triton.jit
+def _reference(m):
+    """What exponents are taken relative to: `m`, or 0 where it is infinite."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit
+def _rescaled(total, best, top, rate):
+    """Sums relative to `best` as ones relative to `top`: nothing, whatever they are, where the factor is 0."""
+    factor = tl.exp2((best - top) * rate)
+    return tl.where(factor > 0, total * factor, 0.0)
+
+
+@triton.jit
+def _terms(S, rate, top):
+    """Two of the shape of S, in one rounding."""
+    return tl.exp2(tl.fma(S, tl.broadcast_to(rate, S.shape), tl.broadcast_to(-top * rate, S.shape)))
+
+
+@triton.jit
+def soft_taken(best, total, S, rate, C: tl.constexpr):
+    """The lanes' maxima and sums after a tile."""
+    high = nan_max(best, lane_maxima(S, C))
+    top = _reference(high)
+    total = _rescaled(total, best, top, rate[:, None])
+    if C.LANES == 1:
+        total += tl.sum(_terms(S, rate[:, None], top), axis=1)[:, None]
+    else:
+        terms = _terms(lanes_of(S, C), rate[:, None, None, None], tl.reshape(top, (C.BM, 1, C.LANES, 1)))
+        total += tl.sum(tl.sum(terms, axis=3), axis=1)
+    return high, total
+
+
+@triton.jit
+def soft_merged(best, total, x, rows, C: tl.constexpr):
+    """Each row's soft maximum from what its lanes have."""
+    top = _reference(merged_maxima(best, C))
+    total = _rescaled(total, best, top[:, None], rows.rate[:, None])
+    total = ordered_sum(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)
+    more = tl.log2(total) * (x.tau * _LN_2)
+    return top * rows.scale + tl.where(tl.abs(top * rows.rate) > _FAR, 0.0, more)

@@ -1,0 +1,242 @@
+"""Soft MaxSim on plain torch: log-sum-exps of slices of similarities, and gradients block by block.
+
+Scores are those of `slices`, whose shapes do not depend on the batch. A gradient is summed by its owner: a piece of
+query tokens sums over all documents, a piece of document tokens over all queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import score_dtype
+from .backward import PIECE_BYTES, sum_tensors, through_norm
+from .blocks import MiB, Piece, pieces_of, row_norms, slices_of
+from .forward import outputs
+from .layout import Layout, unified_layout
+from .scores import NEG_INF
+from .slices import Panel, Slices, _Views
+
+Temperature = Tensor | float
+BLOCK_BYTES = 2 * MiB  # of similarities
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of Q, D, q_weight and tau
+
+
+def forward_soft(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    temperature: Temperature,
+    normalize: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, Nd]`` and soft maxima ``[Nd, Nq, Lq]``, or ``[Nq, K]`` and ``[Nq, K, Lq]`` for 4-D `D`.
+
+    Arguments are validated and lifted already. The soft maxima are ``[0]`` unless `keep`.
+    """
+    scores, lse, is_trivial = outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
+    if not is_trivial:
+        layout = unified_layout(Q, D, q_mask, d_mask, q_weight, scores, lse)
+        SoftMaxima(layout, normalize, _checked(temperature)).run()
+    return scores, lse
+
+
+def _checked(temperature: Temperature) -> Temperature:
+    """NaN in place of a tensor that is not above 0: nobody may look at one of a GPU."""
+    if isinstance(temperature, Tensor):
+        least = torch.finfo(temperature.dtype).tiny
+        return torch.where(temperature > 0, temperature.clamp_min(least), torch.nan)
+    return temperature
+
+
+def _finite(x: Tensor) -> Tensor:
+    """What exponents are taken relative to: `x`, or 0 where it is infinite."""
+    return x.masked_fill(x.isinf(), 0)
+
+
+class SoftMaxima(Slices):
+    """The forward by slices, with a log-sum-exp in the place of the maximum."""
+
+    def __init__(self, layout: Layout, normalize: bool, temperature: Temperature) -> None:
+        self.kept, self.temperature = layout.argmax, temperature
+        super().__init__(layout._replace(argmax=None), normalize)
+
+    def _score(
+        self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
+    ) -> None:
+        shape, tokens = self.shape, self.tokens
+        S = self._products(documents, views, panel)
+        repeated = shape.starts.index(start) * tokens - start  # the last slice overlaps the one before
+        if repeated > 0:
+            S[:, :repeated] = NEG_INF
+        if shape.documents * tokens < shape.rows:
+            S = S[:, : shape.documents * tokens]
+        if shape.documents > 1:
+            S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
+        top = _finite(S.amax(-2))
+        found = S.sub_(top.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(top)
+        best.copy_(found if start == 0 else self._joined(best, found))
+
+    def _joined(self, a: Tensor, b: Tensor) -> Tensor:
+        """The soft maximum of two parts of a document."""
+        high, low = torch.maximum(a, b), torch.minimum(a, b)
+        more = ((low - high) / self.temperature).exp_().log1p_().mul_(self.temperature).add_(high)
+        return torch.where(high.isinf() | (low == NEG_INF), high, more)
+
+    def _finish(self, b: slice, x: slice, u: slice) -> None:
+        if self.kept is not None:
+            q = self.queries
+            y = slice(u.start * q, min(u.stop * q, self.Y))
+            target = self.kept[b, x, y]
+            best = self.best[: b.stop - b.start, : x.stop - x.start, : u.stop - u.start, : q * self.Lq]
+            target.copy_(best.unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start])
+            if self.layout.q_mask is not None:
+                target.masked_fill_(~self.layout.q_mask[b, None, y], NEG_INF)
+        super()._finish(b, x, u)
+
+
+def backward_soft(
+    grad_scores: Tensor,
+    Q: Tensor,
+    D: Tensor,
+    lse: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    temperature: Temperature,
+    normalize: bool,
+    needs: list[bool],
+) -> Gradients:
+    """The gradients that `needs` names; `lse` are the soft maxima of the forward."""
+    layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
+    return SoftBackward(layout, Q, D, normalize, _checked(temperature), needs).gradients()
+
+
+class SoftBackward:
+    """One call. A block is a piece of query tokens and one of document tokens, as ``[batches, rows, tokens]``."""
+
+    def __init__(
+        self, layout: Layout, Q: Tensor, D: Tensor, normalize: bool, temperature: Temperature, needs: list[bool]
+    ) -> None:
+        self.layout, self.normalize, self.temperature, self.needs = layout, normalize, temperature, needs
+        self.dtype = dtype = score_dtype(Q.dtype)
+        self.grad_Q = Q.new_zeros(Q.shape if needs[0] else (0,))
+        self.grad_D = D.new_zeros(D.shape if needs[1] else (0,))
+        self.grad_weight = Q.new_zeros(Q.shape[:-1] if needs[2] else (0,), dtype=dtype)
+        self.grad_tau = Q.new_zeros(() if needs[3] else (0,), dtype=dtype)
+        (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = layout.Q.shape, layout.D.shape[1:3]
+
+    def gradients(self) -> Gradients:
+        if 0 not in (self.B, self.Y, self.Lq, self.X, self.Ld):
+            self._into_queries()
+            if self.needs[1]:
+                self._into_documents()
+        return self.grad_Q, self.grad_D, self.grad_weight, self.grad_tau
+
+    def _pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """Of queries and of documents: of the same batches, all of them or one."""
+        most = max(1, PIECE_BYTES // (self.d * self.dtype.itemsize))
+        rows = max(1, min(most, 512, self.Y * self.Lq))
+        tokens = max(1, min(most, BLOCK_BYTES // (rows * self.dtype.itemsize)))
+        batches = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), most // (self.Y * self.Lq)))
+        self.batches = list(slices_of(0, self.B, batches))
+        return list(pieces_of((1, self.Y, self.Lq), rows)), list(pieces_of((1, self.X, self.Ld), tokens))
+
+    def _tokens(self, piece: Piece, of_queries: bool) -> tuple[Tensor, Tensor | None]:
+        """Tokens ``[batches, n, d]``, zeros where masked, over their norms if normalising; and which are kept."""
+        layout = self.layout
+        tokens, mask = (layout.Q, layout.q_mask) if of_queries else (layout.D, layout.d_mask)
+        x = tokens[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
+        keep = None if mask is None else mask[tuple(piece)].flatten(1, 2)
+        if keep is not None:
+            x = torch.where(keep.unsqueeze(-1), x, 0)
+        return (x / row_norms(x) if self.normalize else x), keep
+
+    def _of_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
+        """Soft maxima and the gradients of their scores, ``[batches, items, rows]``; 0 where there is no maximum."""
+        kept = self.layout.argmax
+        assert kept is not None
+        lse = kept[query.batches, documents, query.items, query.tokens]
+        g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
+        exists = lse != NEG_INF
+        return tuple(torch.where(exists, x, 0).flatten(2).contiguous() for x in (lse, g))  # type: ignore[return-value]
+
+    def _block(self, query: Piece, document: Piece) -> tuple[Tensor, Tensor]:
+        """``g P`` of a block, and its document tokens."""
+        q, _ = self._tokens(query, True)
+        x, keep = self._tokens(document, False)
+        S = torch.bmm(q, x.mT)
+        lse, g = self._of_rows(query, document.items)
+        P = S.unflatten(2, (lse.shape[1], -1))  # [batches, rows, items, tokens]
+        P.sub_(lse.mT.unsqueeze(-1)).div_(self.temperature).clamp_max_(0).exp_()
+        if keep is not None:
+            P.masked_fill_(~keep.unflatten(1, (lse.shape[1], -1)).unsqueeze(1), 0)
+        g = g.mT.unsqueeze(-1)
+        P = torch.where(g == 0, 0, P.mul_(g))  # masked rows and documents without tokens have no P
+        return P.flatten(2), x
+
+    def _into_queries(self) -> None:
+        if not (self.needs[0] or self.needs[2] or self.needs[3]):
+            return
+        queries, documents = self._pieces()
+        for batches in self.batches:
+            for query in queries:
+                query = query._replace(batches=batches)
+                self._sum_into(query, [document._replace(batches=batches) for document in documents])
+
+    def _sum_into(self, query: Piece, documents: list[Piece]) -> None:
+        """The gradients of a piece of query tokens."""
+        total = sum_tensors(torch.bmm(*self._block(query, document)) for document in documents)
+        whole = (self._of_rows(query, document.items) for document in documents if document.tokens.start == 0)
+        of_maxima = sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
+        unit, keep = self._tokens(query, True)
+        w = self._weights(query, keep)
+        if self.needs[2]:
+            self._write(self.grad_weight, self.layout.Q.shape[:-1], query, of_maxima)
+        if self.needs[3]:
+            entropy = (of_maxima - (unit * total).sum(-1)) / self.temperature
+            self.grad_tau += (entropy if w is None else entropy * w).sum()
+        if self.needs[0]:
+            if w is not None:
+                total = total * w.unsqueeze(-1)
+            self._write(self.grad_Q, self.layout.Q.shape, query, self._through(total, query, True))
+
+    def _through(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
+        """`total` through the norms of its tokens; 0 where nothing arrives: such tokens may hold NaN."""
+        if not self.normalize:
+            return total
+        tokens = (
+            (self.layout.Q if of_queries else self.layout.D)[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
+        )
+        live = (total != 0).any(-1, keepdim=True)
+        return torch.where(live, through_norm(total, torch.where(live, tokens, 0)), 0)
+
+    @staticmethod
+    def _write(target: Tensor, shape: torch.Size, piece: Piece, found: Tensor) -> None:
+        part = target.view(shape)[tuple(piece)]
+        part.copy_(found.view(part.shape))
+
+    def _into_documents(self) -> None:
+        queries, documents = self._pieces()
+        for batches in self.batches:
+            for document in documents:
+                document = document._replace(batches=batches)
+                total = sum_tensors(self._of_queries(query._replace(batches=batches), document) for query in queries)
+                self._write(self.grad_D, self.layout.D.shape, document, self._through(total, document, False))
+
+    def _of_queries(self, query: Piece, document: Piece) -> Tensor:
+        """What a piece of document tokens receives from one of queries."""
+        P, _ = self._block(query, document)
+        q, keep = self._tokens(query, True)
+        w = self._weights(query, keep)
+        return torch.bmm(P.mT, q if w is None else q * w.unsqueeze(-1))
+
+    def _weights(self, query: Piece, keep: Tensor | None) -> Tensor | None:
+        """Of query tokens, 0 of masked ones; None without."""
+        weight = self.layout.q_weight
+        if weight is None:
+            return None
+        w = weight[tuple(query)].flatten(1).contiguous()
+        return w if keep is None else torch.where(keep, w, 0)

@@ -1,0 +1,364 @@
+"""Soft MaxSim against the formula in fp64: scores, gradients, what is masked, empty, huge or tiny; the same bits."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import reference
+from lik_ops.arguments import score_dtype
+
+from .support import INTERPRETING, PLACES, Problem, build
+
+at_places = pytest.mark.parametrize("place", PLACES, ids=str)
+SMALL = Problem(values="normal", Nq=3, Nd=3, Lq=5, Ld=9)
+EVERYTHING = {"q_mask": "holes", "d_mask": "empty_some", "weight": True}
+PROBLEMS = [
+    SMALL,
+    replace(SMALL, layout="candidates", normalize=True, **EVERYTHING),
+    replace(SMALL, Nq=2, Nd=2, Lq=40, Ld=50, d=20, **EVERYTHING),
+    replace(SMALL, layout="candidates", Nq=2, Ld=33, d=130, q_mask="empty_some", d_mask="integer"),
+    replace(SMALL, Nq=7, Nd=2, d=130, normalize=True, strides="sliced", weight=True),
+    replace(SMALL, Ld=16, strides="transposed", d_mask="prefix"),
+    replace(SMALL, layout="flat", normalize=True, weight=True),
+    replace(SMALL, layout="flat_q", d_mask="holes", strides="expanded"),
+    replace(SMALL, layout="flat_d", q_mask="holes", d=1, Ld=1),
+]
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+
+
+def score(function, x, temperature, normalize):
+    return function(x.Q, x.D, temperature, x.q_mask, x.d_mask, q_weight=x.q_weight, normalize=normalize)
+
+
+def step(function, x, temperature, normalize, upstream):
+    """Scores, and gradients of all leaves and the temperature."""
+    leaves = [t.detach().requires_grad_() for t in x.leaves()]
+    y = replace(x, Q=leaves[0], D=leaves[1], q_weight=leaves[2] if len(leaves) > 2 else None)
+    scores = score(function, y, temperature, normalize)
+    kept = torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+    wanted = [*leaves, temperature] if isinstance(temperature, torch.Tensor) else leaves
+    return scores.detach(), torch.autograd.grad(kept, wanted, upstream.to(scores))
+
+
+def check(p, found, expected, least=1.0):
+    """Of scores or a gradient: the same infinities, and close beside the largest number, `least` or more."""
+    found, expected = found.double(), expected.double()
+    assert found.shape == expected.shape
+    finite = expected.isfinite()
+    assert torch.equal(found[~finite], expected[~finite]), p
+    error = (found - expected)[finite].abs()
+    largest = max(least, float(expected[finite].abs().max())) if error.numel() else least
+    assert not error.numel() or float(error.max()) <= TOLERANCE[p.dtype] * largest, (p, float(error.max()), largest)
+
+
+@at_places
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_scores_and_gradients_are_those_of_the_formula(place, number):
+    for dtype in place.some_dtypes(number):
+        p = replace(PROBLEMS[number], dtype=dtype)
+        x = build(p, place.device)
+        tau = torch.tensor(0.7, dtype=score_dtype(dtype), device=place.device, requires_grad=True)
+        tau64 = tau.detach().double().requires_grad_()
+        upstream = torch.randn(score(reference.maxsim_soft, x.to64(), 0.7, p.normalize).shape, device=place.device)
+        with place.use():
+            scores, grads = step(lik_ops.maxsim_soft, x, tau, p.normalize, upstream)
+            same = score(lik_ops.maxsim_soft, x, 0.7, p.normalize)
+        expected, expected_grads = step(reference.maxsim_soft, x.to64(), tau64, p.normalize, upstream)
+        assert scores.dtype == score_dtype(dtype)
+        check(replace(p, dtype=score_dtype(dtype)), scores, expected)
+        check(replace(p, dtype=score_dtype(dtype)), same, expected)
+        # That of the temperature is a sum of differences of soft maxima and mean similarities.
+        terms = float((expected[expected.isfinite()] / 0.7).abs().sum())
+        for leaf, g, e in zip([*x.leaves(), tau], grads, expected_grads, strict=True):
+            assert g.dtype == leaf.dtype
+            check(p, g, e, terms if leaf is tau else 1.0)
+
+
+def test_the_formula_is_that_of_logsumexp():
+    Q, D = torch.randn(2, 3, 4).double(), torch.randn(5, 6, 4).double()
+    expected = 0.1 * torch.logsumexp(torch.einsum("isd,jtd->ijst", Q, D) / 0.1, -1)
+    torch.testing.assert_close(reference.maxsim_soft(Q, D, 0.1), expected.sum(-1))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_gradients_are_those_of_differences(layout, normalize):
+    p = replace(
+        SMALL, layout=layout, dtype=torch.float64, d=4, poison=False, q_mask="holes", d_mask="holes", weight=True
+    )
+    x = build(p, "cpu")
+    x.d_mask[..., 0] = True
+
+    def function(Q, D, w, tau):
+        return lik_ops.maxsim_soft(Q, D, tau, x.q_mask, x.d_mask, q_weight=w, normalize=normalize)
+
+    tau = torch.tensor(0.4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(function, [t.detach().requires_grad_() for t in (*x.leaves(), tau)])
+
+
+@at_places
+def test_it_tends_to_maxsim_as_the_temperature_falls(place):
+    for dtype in place.some_dtypes(0):
+        p = replace(SMALL, dtype=dtype, d=24, Ld=20)
+        x = build(p, place.device)
+        first, second = reference.similarities(x.to64().Q, x.to64().D).topk(2).values.unbind(-1)
+        small = float((first - second).min()) / 30  # no token beside a winner has a probability
+        upstream = torch.randn(3, 3, device=place.device)
+        leaves = [t.detach().requires_grad_() for t in x.leaves()]
+        with place.use():
+            hard = lik_ops.maxsim(*leaves)
+            expected = torch.autograd.grad(hard, leaves, upstream.to(hard))
+            for tau in (small, 1e-30, 1e-300):
+                found, grads = step(lik_ops.maxsim_soft, x, tau, False, upstream)
+                check(replace(p, dtype=score_dtype(dtype)), found, hard.detach())
+                # A probability is known to the rounding of similarities over the temperature.
+                error = TOLERANCE[dtype] + torch.finfo(score_dtype(dtype)).eps * float(first.abs().max()) / tau
+                for g, e in zip(grads, expected, strict=True):
+                    assert bool(g.isfinite().all())
+                    assert float((g - e).abs().max()) <= error * float(e.abs().max()), tau
+            warm = lik_ops.maxsim_soft(*x.leaves(), 0.5)
+        assert bool((warm >= hard).all()) and bool((warm <= hard + p.Lq * 0.5 * math.log(p.Ld) + 1e-4).all())
+
+
+@at_places
+@pytest.mark.parametrize("size", [1e-18, 1e18])
+def test_huge_and_tiny_similarities_are_safe(place, size):
+    x = build(replace(SMALL, Ld=20), place.device)
+    x.D = x.D * size
+    upstream = torch.ones(3, 3, device=place.device)
+    for tau in (1e-3, 1.0, 1e3):
+        with place.use():
+            found, grads = step(lik_ops.maxsim_soft, x, tau, False, upstream)
+        expected, expected_grads = step(reference.maxsim_soft, x.to64(), tau, False, upstream)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+        for g, e in zip(grads, expected_grads, strict=True):
+            assert bool(g.isfinite().all())
+            assert float((g.double() - e).abs().max()) <= 1e-4 * float(e.abs().max())
+
+
+@at_places
+def test_infinities_and_nan(place):
+    Q = torch.ones(1, 2, 16, device=place.device)
+    D = torch.zeros(5, 20, 16, device=place.device)
+    D[0, 17, 0] = torch.inf
+    D[1, 3, 0] = -torch.inf
+    D[2, :, 0] = -torch.inf
+    D[3, 11, 0] = torch.nan
+    with place.use():
+        scores = lik_ops.maxsim_soft(Q, D, 0.5)[0].cpu()
+        hard = lik_ops.maxsim(Q, D)[0].cpu()
+    expected = torch.tensor([torch.inf, math.log(19), -torch.inf, torch.nan, math.log(20)])
+    torch.testing.assert_close(scores, expected, equal_nan=True)
+    assert torch.equal(scores.isnan(), hard.isnan()) and torch.equal(scores.isinf(), hard.isinf())
+
+
+@at_places
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_nothing_to_score(place, layout):
+    """As `maxsim`: documents without tokens, queries without, no documents, no queries."""
+    for sizes in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5)):
+        Nq, K, Lq, Ld = sizes
+        Q = torch.randn(Nq, Lq, 8, device=place.device)
+        D = torch.randn(*((K,) if layout == "cross" else (Nq, K)), Ld, 8, device=place.device)
+        with place.use():
+            leaves = [t.requires_grad_() for t in (Q, D)]
+            scores = lik_ops.maxsim_soft(*leaves, 0.5)
+            assert torch.equal(scores, lik_ops.maxsim(*leaves)), sizes
+            grads = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
+        assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, leaves, strict=True))
+
+
+@at_places
+def test_what_masks_leave_is_all_there_is(place):
+    """A query that keeps nothing scores 0, a document -inf, and neither has a gradient, whatever is upstream."""
+    Q, D = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 16, device=place.device)
+    q_mask = torch.ones(3, 4, dtype=torch.bool, device=place.device)
+    d_mask = torch.ones(4, 18, dtype=torch.bool, device=place.device)
+    q_mask[1], d_mask[2] = False, False
+    Q[1], D[2] = torch.nan, torch.nan
+    weight = torch.ones(3, 4, device=place.device)
+    weight[1] = torch.nan
+    leaves = [t.requires_grad_() for t in (Q, D, weight)]
+    with place.use():
+        scores = lik_ops.maxsim_soft(Q, D, 0.5, q_mask, d_mask, q_weight=weight)
+        upstream = torch.ones_like(scores)
+        upstream[:, 2] = torch.nan
+        grads = torch.autograd.grad(scores, leaves, upstream)
+    assert torch.equal(scores[1], torch.zeros(4, device=place.device))
+    assert bool((scores[[0, 2], 2] == -torch.inf).all())
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert not grads[0][1].any() and not grads[1][2].any() and not grads[2][1].any()
+    assert bool(grads[0][0].any()) and bool(grads[1][0].any())
+
+
+@at_places
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_a_score_does_not_depend_on_its_batch(place, number):
+    for dtype in place.some_dtypes(number):
+        p = replace(PROBLEMS[number], dtype=dtype)
+        if p.layout.startswith("flat"):
+            continue
+        x = build(p, place.device)
+        with place.use():
+            whole = score(lik_ops.maxsim_soft, x, 0.3, p.normalize)
+            for i in range(p.Nq):
+                for j in range(p.Nd):
+                    document = (slice(i, i + 1), slice(j, j + 1)) if p.layout == "candidates" else slice(j, j + 1)
+                    q_mask, q_weight = (None if t is None else t[i : i + 1] for t in (x.q_mask, x.q_weight))
+                    d_mask = None if x.d_mask is None else x.d_mask[document]
+                    one = replace(x, Q=x.Q[i : i + 1], D=x.D[document], q_mask=q_mask, d_mask=d_mask, q_weight=q_weight)
+                    alone = score(lik_ops.maxsim_soft, one, 0.3, p.normalize)
+                    assert torch.equal(alone[0, 0], whole[i, j]), (p, i, j)
+
+
+@at_places
+def test_gradients_are_the_same_each_time_and_of_each_batch(place):
+    """That of a query is made of all documents, whatever other queries there are."""
+    for dtype in place.some_dtypes(1):
+        x = build(replace(SMALL, Nq=5, Nd=4, Ld=20, dtype=dtype), place.device)
+        upstream = torch.randn(5, 4)
+        with place.use():
+            _, (of_Q, of_D) = step(lik_ops.maxsim_soft, x, 0.3, False, upstream)
+            _, again = step(lik_ops.maxsim_soft, x, 0.3, False, upstream)
+            assert torch.equal(again[0], of_Q) and torch.equal(again[1], of_D)
+            for i in range(5) if place.backend != "portable" else ():
+                _, (own, _) = step(lik_ops.maxsim_soft, replace(x, Q=x.Q[i : i + 1]), 0.3, False, upstream[i : i + 1])
+                assert torch.equal(own[0], of_Q[i])
+
+
+@at_places
+def test_gradients_alone_are_those_of_all(place):
+    x = build(replace(SMALL, weight=True, normalize=True), place.device)
+    tau = torch.tensor(0.3, device=place.device)
+    with place.use():
+        scores, lse = torch.ops.lik.maxsim_soft_fwd(*x.leaves()[:2], None, None, x.q_weight, tau, 1.0, True, True)
+        args = torch.ones_like(scores), *x.leaves()[:2], lse, None, None, x.q_weight, tau, 1.0, True
+        everything = torch.ops.lik.maxsim_soft_bwd(*args, [True] * 4)
+        for n, e in enumerate(everything):
+            needs = [m == n for m in range(4)]
+            found = torch.ops.lik.maxsim_soft_bwd(*args, needs)
+            assert torch.equal(found[n], e)
+            assert all(g.shape == (0,) for m, g in enumerate(found) if m != n)
+
+
+def _times(size, Q, D, temperature, *_, **options):
+    return lik_ops.maxsim_soft(Q, D, temperature) * size
+
+
+@at_places
+def test_small_gradients_of_fp16_are_not_lost(place):
+    """Products are made in fp16: what they are multiplied by, often far below 1, is scaled before."""
+    x = build(replace(SMALL, dtype=torch.float16, Ld=20, d=32), place.device)
+    upstream = torch.randn(3, 3)
+    for size in (1e-6, 1e6):
+        with place.use():
+            scores, lse = torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, None, None, None, None, 2.0, False, True)
+            args = x.Q, x.D, lse, None, None, None, None, 2.0, False, [False, False, True, False]
+            w = torch.ones(3, 5, device=place.device)
+            of_w = torch.ops.lik.maxsim_soft_bwd(upstream.to(scores) * size, *args[:5], w, *args[6:])[2]
+            _, (of_Q, of_D) = step(partial(_times, size), x, 2.0, False, upstream)
+        _, (expected_Q, expected_D) = step(reference.maxsim_soft, x.to64(), 2.0, False, upstream)
+        assert bool(of_w.isfinite().all())
+        if size < 1:
+            for g, e in ((of_Q, expected_Q), (of_D, expected_D)):
+                assert float((g.double() / size - e).abs().max()) <= 0.06 * float(e.abs().max())  # fp16 below 2^-14
+
+
+@at_places
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, monkeypatch):
+    if place.backend == "portable":
+        pytest.skip("the portable backend sums in blocks whatever the workspace")
+    from lik_ops.gpu import soft
+
+    p = replace(SMALL, layout=layout, Nq=4, Nd=4, normalize=True, weight=True, q_mask="holes", d_mask="holes")
+    x = build(p, place.device)
+    tau = torch.tensor(0.5, device=place.device, requires_grad=True)
+    upstream = torch.randn(4, 4)
+    with place.use():
+        _, expected = step(lik_ops.maxsim_soft, x, tau, True, upstream)
+        monkeypatch.setattr(soft, "_SUM_BYTES", 1)
+        monkeypatch.setattr(soft, "_PART_TOKENS", 9)
+        _, found = step(lik_ops.maxsim_soft, x, tau, True, upstream)
+    for g, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
+def test_similarities_are_never_whole():
+    """Memory of a step on a CPU: what is kept and the gradients, and blocks of a few MiB."""
+    import resource
+
+    Q = torch.randn(64, 64, 64, requires_grad=True)
+    D = torch.randn(64, 256, 64, requires_grad=True)
+    lik_ops.maxsim_soft(Q[:2], D[:2], 0.1).sum().backward()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lik_ops.maxsim_soft(Q, D, 0.1).sum().backward()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 64 * 64 * 64 * 256 * 4 / 3  # of the similarities in fp32
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
+def test_kernels_multiply_where_they_are_tested():
+    """The interpreter runs the kernels, not the portable path."""
+    from lik_ops import backends
+
+    with lik_ops.use_backend("triton"):
+        assert backends.select(torch.device("cpu"), torch.float32).__name__ == "lik_ops.gpu.backend"
+
+
+WRONG = [
+    ({"temperature": 0.0}, ValueError, "temperature: expected a finite number above 0"),
+    ({"temperature": float("nan")}, ValueError, "temperature"),
+    ({"temperature": float("inf")}, ValueError, "temperature"),
+    ({"temperature": True}, TypeError, "temperature: expected a float or a 0-dim Tensor, got bool"),
+    ({"temperature": "0.1"}, TypeError, "temperature"),
+    ({"temperature": torch.ones(1)}, ValueError, "temperature: expected a float or a 0-dim Tensor, got \\[1\\]"),
+    ({"temperature": torch.tensor(1.0).double()}, TypeError, "temperature: expected torch.float32"),
+    ({"temperature": torch.tensor(1.0, device="meta")}, ValueError, "temperature: expected the device of Q"),
+    ({"D": [torch.randn(3, 8)]}, TypeError, "D: expected a dense Tensor, got list"),
+    ({"D": torch.randn(5, 3, 9)}, ValueError, "maxsim_soft: "),
+    ({"q_mask": torch.ones(2, 4)}, TypeError, "q_mask"),
+    ({"normalize": 1}, TypeError, "normalize"),
+    ({"q_weight": torch.ones(2, 4).half()}, TypeError, "q_weight"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=str)
+def test_bad_arguments_are_named(given, error, message):
+    arguments = {"Q": torch.randn(2, 4, 8), "D": torch.randn(5, 3, 8), "temperature": 0.1} | given
+    with pytest.raises(error, match=message):
+        lik_ops.maxsim_soft(**arguments)
+
+
+@at_places
+def test_a_temperature_tensor_that_is_none_gives_nan(place):
+    x = build(SMALL, place.device)
+    with place.use():
+        for wrong in (0.0, -1.0, torch.nan):
+            scores = lik_ops.maxsim_soft(x.Q, x.D, torch.tensor(wrong, device=place.device))
+            assert bool(scores.isnan().all()), wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_2_31_elements():
+    """The last of documents that lie behind 2^31 elements, and its gradient."""
+    Nd, Ld, d = 2**18 + 3, 64, 128
+    D = torch.zeros(Nd, Ld, d, dtype=torch.bfloat16, device="cuda")
+    D[-1] = torch.randn(Ld, d)
+    Q = torch.randn(1, 8, d, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    last = D[-1:].clone().requires_grad_()
+    D.requires_grad_()
+    scores = lik_ops.maxsim_soft(Q, D, 0.5)
+    alone = lik_ops.maxsim_soft(Q, last, 0.5)
+    assert torch.equal(scores[:, -1:], alone)
+    upstream = torch.zeros_like(scores)
+    upstream[:, -1] = 1
+    (of_D,) = torch.autograd.grad(scores, D, upstream)
+    (of_last,) = torch.autograd.grad(alone, last, upstream[:, -1:])
+    assert torch.equal(of_D[-1:], of_last)

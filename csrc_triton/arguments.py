@@ -191,6 +191,7 @@ class Config(NamedTuple):
     PACKED: bool = False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
     STORED: Any = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
     TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
+    WHOLE: bool = False  # of residual codes that come as words: BD divides d
 
 
 class Specialization(NamedTuple):

@@ -198,15 +198,21 @@ def _held(Q: Tensor, coarse: Quantized) -> float:
     """What one side of a product may be off by on a GPU, relative to its norm."""
     if coarse.format == "int8":  # query rows to a 64,516th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
         return coarse.d**0.5 / 64_000
-    halves = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # sums of residual codes are rounded to the dtype of Q
+    halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
 
 def _apart(s: Search, coarse: Quantized) -> Tensor | float:
-    """Bounds on the L2 norms of what "uint8" may be multiplied as: numbers and minima apart, whose sums cancel."""
-    if coarse.minimum is None:
+    """Bounds on the L2 norms of what documents may be multiplied as, apart from what they count as: of "uint8" numbers
+    and minima, whose sums cancel; of residual codes weights, which a GPU rounds to fp16 beside halves, over that."""
+    if coarse.codec is not None:
+        halves = s.Q.dtype in (torch.float16, torch.bfloat16)
+        largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _roundoff(s.Q)) if halves else 0.0)
+        each = coarse.d**0.5 * largest * coarse.scale.double().abs()
+    elif coarse.minimum is None:
         return 0.0
-    each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
+    else:
+        each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
     each = each.nan_to_num(0)  # their scores are NaN
     if each.numel() == 1:
         return each.reshape(())

@@ -126,7 +126,9 @@ def _queries(case: Case) -> tuple[Queries, dict]:
 
 
 def knows(case: Case, arch: Architecture) -> bool:
-    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes."""
+    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes, codes in words."""
+    if case.stored in _WORDS:
+        return not arch.is_amd
     as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
     return not (as_bytes if arch.name in quantized.KNOWS_FP8 else as_fp8)
 

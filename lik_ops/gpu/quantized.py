@@ -44,11 +44,16 @@ def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, Any]:
     return stored.data, kept.kernel
 
 
+def _permutes(device: torch.device) -> bool:
+    """Whether kernels may have `prmt` inline."""
+    return architecture(device).name.startswith("sm_")
+
+
 def _words(stored: Stored, Q: Tensor) -> Tensor | None:
     """Residuals as words of eight features each, where a kernel reads them so: see `residual`."""
     word = _WORDS.get(stored.format)
-    centroids, data, name = stored.centroids, stored.data, architecture(Q.device).name
-    if word is None or centroids is None or not len(centroids) or not len(data) or not name.startswith("sm_"):
+    centroids, data = stored.centroids, stored.data
+    if word is None or centroids is None or not len(centroids) or not len(data) or not _permutes(Q.device):
         return None
     half = Q.dtype in (torch.float16, torch.bfloat16) and centroids.dtype == torch.float16
     whole = Q.shape[-1] % 8 == 0 and data.is_contiguous() and data.data_ptr() % word.itemsize == 0

@@ -22,6 +22,7 @@ from ..quantized import Quantized
 from ..quantizing import Bounds
 from ..segments import rows_of
 from . import _rerank, sources
+from .staged import staged
 
 _OP = "retrieve"
 _COARSE_BYTES = 64 << 20  # of coarse scores, and of the ends of their intervals
@@ -44,8 +45,8 @@ class _Coarse(NamedTuple):
     upper: Tensor
 
 
-def of_quantized(s: Search) -> Best:
-    """`retrieve` among quantised documents, by their own scores."""
+def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Best:
+    """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages."""
     D: Quantized = s.D
     _check_queries(s.Q)
     like = torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)
@@ -53,7 +54,13 @@ def of_quantized(s: Search) -> Best:
     topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
     own = tokens_like(s.Q, D.shape)
     check(_OP, s.Q, own if s.cu_seqlens_d is None else own.unsqueeze(0), None, None, None)
-    return best_of_quantized(s)
+    if n_probe is None and n_candidates is None:
+        return best_of_quantized(s)
+    flat = s.Q.dim() == 2
+    q_mask, q_weight = (lift(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
+    lifted = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
+    values, indices = staged(_OP, lifted, n_probe, n_candidates)
+    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
 
 
 def best_of_quantized(s: Search) -> Best:

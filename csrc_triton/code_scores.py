@@ -14,9 +14,9 @@ def maxsim_code_scores(
     """Of queries and K documents ``sum_s weight[query, s] max_t table[query, code_t, s]``, fp32 ``[Nq, K]``; a pair a
     program.
 
-    `table` is fp32 ``[Nq, count, ROWS]``, `weight` ``[Nq, ROWS]``. Of documents without a code that `probed` ``[Nq, count]`` has the
-    score is -inf, if it is not None. Codes of -1 are passed over; others that are no centroid's make the score
-    infinite, and so do documents outside `codes`: what they score is told by who looks closer.
+    `table` is fp32 ``[Nq, count, ROWS]``, `weight` ``[Nq, ROWS]``. Of documents without a code that `probed`
+    ``[Nq, count]`` has the score is -inf, if it is not None. Codes of -1 are passed over; others that are no centroid's
+    make the score infinite, and so do documents outside `codes`: what they score is told by who looks closer.
     """
     pid = tl.program_id(0).to(tl.int64)
     query, k = pid % Nq, pid // Nq

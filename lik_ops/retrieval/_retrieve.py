@@ -164,11 +164,11 @@ def retrieve(
     check_flag(_OP, "sorted", sorted)
     if isinstance(D, Index):
         D, cu_seqlens_d = inputs.unpacked(_OP, D, cu_seqlens_d)
+    if n_probe is not None and coarse is not None:
+        raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {n_probe}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
-        if count is not None and (name == "n_probe" or coarse is None):
-            if not isinstance(D, Quantized) or coarse is not None:
-                wanted = "beside coarse" if coarse is not None else "without coarse or residual codes"
-                raise ValueError(f"{_OP}: {name}: expected None {wanted}, got {count}")
+        if count is not None and coarse is None and not isinstance(D, Quantized):
+            raise ValueError(f"{_OP}: {name}: expected None without coarse or residual codes, got {count}")
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")

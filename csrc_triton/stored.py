@@ -54,8 +54,8 @@ def is_loader(stored):
 
 @triton.jit
 def stored_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
-    """Features from c0 on of tokens `t` from `ptr` on, the first of which is `row` among all, as they are kept; residual
-    codes beside queries of `dtype` as they count."""
+    """Features from c0 on of tokens `t` from `ptr` on, the first of which is `row` among all, as they are kept; of
+    residual codes tokens as they count, beside queries of `dtype`."""
     if C.STORED == "bits":
         tile = load_bits(ptr, t, c0, d, D, C)
     elif bucket_bits(C.STORED) > 0:

@@ -201,6 +201,7 @@ class Config(NamedTuple):
     STORED: Any = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
     SOFT: bool = False  # forward: soft maxima; with PACKED, no TOKENS_FIRST, no SPLIT, no WALK
     TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
+    WHOLE: bool = False  # of residual codes that come as words: BD divides d
 
 
 class Specialization(NamedTuple):

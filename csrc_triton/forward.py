@@ -61,7 +61,7 @@ def _search(best, where, q, x, rows, document, C: tl.constexpr):
 
 
 @triton.jit
-def _query_rows(x, rows, C: tl.constexpr):
+def query_rows(x, rows, C: tl.constexpr):
     """Query rows as the products take them; with C.SPLIT or C.TERMS also their scales, which are plain, and which are
     unscaled."""
     plain = rows.ok
@@ -138,7 +138,7 @@ def _any_kept(x, document, kept):
 
 
 @triton.jit
-def _normalized(best, x, rows, C: tl.constexpr):
+def normalized(best, x, rows, C: tl.constexpr):
     """Maxima over the norms of their rows if normalising."""
     if C.NORMALIZE and not C.SOFT:
         best = best * inverse_norm(ordered_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
@@ -146,13 +146,14 @@ def _normalized(best, x, rows, C: tl.constexpr):
 
 
 @triton.jit
-def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept."""
+def row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
+    """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept; of
+    rows that are `query_rows`."""
+    q, scale, plain, unscaled = query
     best = per_lane(float("-inf"), tl.float32, C)
     where = nothing_found(C)
     kept = tl.full((C.BN,), 0, tl.int32)
     odds = tl.full((C.BN,), 0, tl.int32)
-    q, scale, plain, unscaled = _query_rows(x, rows, C)
     if C.ONE_CHUNK or C.LANES == 1:
         mask = mask_ahead(x, document, 0, C)
         for t0 in range(0, document.length, C.BN):
@@ -186,11 +187,11 @@ def _row_maxima(x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
         row_best = row_best * scale
         if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
             row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
-    return _normalized(row_best, x, rows, C), row_where, any_kept
+    return normalized(row_best, x, rows, C), row_where, any_kept
 
 
 @triton.jit
-def _any_row(keep, C: tl.constexpr):
+def any_row(keep, C: tl.constexpr):
     """Per query of the tile: whether it keeps a token."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     return tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
@@ -213,7 +214,7 @@ def _document_mask(D, base, owner, k):
 
 
 @triton.jit
-def _score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexpr):
+def score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexpr):
     """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
     GROUPS: tl.constexpr = C.BM // C.SLOT
     Rows: tl.constexpr = group("Rows")
@@ -228,14 +229,14 @@ def _score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constex
         scale = row_scales(x, pointers, keep, C)
         rate = rate_of(x.tau, scale)
     rows = Rows(pointers, number, keep, row_sum, scale, rate)
-    best, where, any_kept = _row_maxima(x, rows, document, argmax is not None, C)
+    best, where, any_kept = row_maxima(query_rows(x, rows, C), x, rows, document, argmax is not None, C)
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         if C.SOFT:
             where = tl.where(keep, best, float("-inf"))
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=ok)
     sums = ordered_sum(tl.where(keep, query_weight(x.Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
-    return sums, _any_row(keep, C), any_kept
+    return sums, any_row(keep, C), any_kept
 
 
 @triton.jit
@@ -267,12 +268,12 @@ def visit(x, out, sizes, C: tl.constexpr):
 
     s = lane % C.SLOT
     ok = i_ok & (s < sizes.Lq)
-    total, keeps, any_kept = _score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
+    total, keeps, any_kept = score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
     if C.LONG:
         for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
             s = s0 + lane
             ok = i_ok & (s < sizes.Lq)
-            more, keeps_more, any_kept = _score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
+            more, keeps_more, any_kept = score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
             total += more
             keeps = keeps | keeps_more
     _store_scores(out.scores, total, keeps, any_kept, first_query + tl.arange(0, GROUPS), queries, sizes.K, k)
@@ -302,7 +303,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
     i = first_query + lane // C.SLOT
     s = lane % C.SLOT
     keep = query_keep(x.Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
-    keeps = _any_row(keep, C)
+    keeps = any_row(keep, C)
     weight = query_weight(x.Q, i, s, keep)
     rows = Rows(row_pointers(x.Q, i, s), i, keep, None, None, None)
     q = query_tile(x, rows, tl.arange(0, C.BD), C)
@@ -324,7 +325,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
         best = nan_max(best, lane_maxima(S, C))
         if t0 + C.BN >= sizes.Ld:
             any_kept = _any_kept(x, document, kept)
-            row_best = _normalized(merged_maxima(best, C), x, rows, C)
+            row_best = normalized(merged_maxima(best, C), x, rows, C)
             sums = ordered_sum(tl.where(keep, weight * row_best, 0.0), GROUPS, C.SLOT)
             _store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
             best = per_lane(float("-inf"), tl.float32, C)

@@ -7,10 +7,13 @@ and pairs. Work stops at each length.
 import triton
 import triton.language as tl
 
-from .arguments import Document, Operands
-from .common import condition, wide
-from .forward import _score_rows
+from .arguments import CodedCounts, Operands
+from .common import condition, group, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
+from .forward import any_row, normalized, score_rows
+from .maxima import lane_maxima, merged_maxima, per_lane, per_token
 from .ragged import document_segment, pair, query_segment
+from .residual import coded_rows, in_words, load_words, lookup_tables, side_by_side, tokens_of
+from .similarities import add_product, no_similarities, query_tile
 
 
 @triton.jit
@@ -85,8 +88,186 @@ def _queries(segments, i, ok, Tq, most):
 
 
 @triton.jit
+def document_at(D, segments, k, ok, Td, C: tl.constexpr):
+    """A document, and whether it is inside D."""
+    Document: tl.constexpr = group("Document")
+    begin, length, valid = document_segment(segments, k, ok, Td)
+    base = D.ptr + begin * D.stride_l
+    mask = base
+    if D.mask is not None:
+        mask = D.mask + begin * D.mask_stride_l
+    if C.STORED == "":  # a descriptor has no more rows than take 32 bits
+        begin = begin.to(tl.int32)
+    return Document(base, mask, begin, length), valid
+
+
+@triton.jit
+def _all_rows(x, begin, length, document, out, argmax_row, LEVELS: tl.constexpr, C: tl.constexpr):
+    """Sums over all rows of queries, SLOT at a time; which queries keep a row, and whether the document keeps a token,
+    if there is a row."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    total = tl.full((GROUPS,), 0, tl.float32)
+    pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
+    keeps = tl.full((GROUPS,), 0, tl.int32)
+    any_kept = tl.full((), 0, tl.int32)
+    longest = tl.max(length, axis=0)
+    for s0 in range(0, longest, C.SLOT):
+        s = s0 + tl.arange(0, C.BM) % C.SLOT
+        row = begin + s
+        sums, keeps_more, any_kept = score_rows(x, row * 0, row, s < length, row, document, out.argmax, argmax_row, C)
+        total, pending = carried(total, pending, sums, s0 // C.SLOT, LEVELS)
+        keeps = keeps | keeps_more
+    return flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS), keeps, any_kept
+
+
+@triton.jit
+def _score(total, keeps, any_kept, fits):
+    score = tl.where(any_kept > 0, total, tl.where(keeps > 0, float("-inf"), 0.0))
+    return tl.where(fits, score, float("nan"))
+
+
+@triton.jit
+def _tile_after(n, t0, length, segments, sizes, step, C: tl.constexpr):
+    """The document and first token of the tile after one, the first row and length of that document, whether it is
+    inside D. Of what is empty or not there the first row is 0."""
+    last = t0 + C.BN >= length
+    n = tl.where(last, n + step, n)
+    begin, length, inside = document_segment(segments, wide(n), n < sizes.K, sizes.Td)
+    return n, tl.where(last, 0, t0 + C.BN), tl.where(length > 0, begin, 0), length, inside
+
+
+@triton.jit
+def _tokens(t0, length, C: tl.constexpr):
+    return tl.minimum(t0 + tl.arange(0, C.BN), tl.maximum(length - 1, 0))
+
+
+@triton.jit
+def _walk_codes(x, q, rows, weight, keeps, first, fits, segments, out, sizes, step, C: tl.constexpr):
+    """Rows q of some queries against every `step`-th document of residual codes in words.
+
+    One loop over the tiles of all of them. What a tile is decoded from was asked for when the one before was decoded,
+    its codes one tile earlier: they say where centroids are.
+    """
+    HALF: tl.constexpr = C.BD // 2
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    dtype: tl.constexpr = x.Q.ptr.dtype.element_ty
+    D = x.D
+    counts = x.counts
+    tables = counts.weights
+    n, t0, begin, length, inside = _tile_after(first - step, 0, 0, segments, sizes, step, C)
+    t = _tokens(t0, length, C)
+    code, scale = coded_rows(counts, begin, t)
+    base = D.ptr + begin * D.stride_l
+    words, some = load_words(base, t, code, 0, x.d, D, counts, HALF, C)
+    more_words, more = load_words(base, t, code, HALF, x.d, D, counts, HALF, C)
+    n1, t1, begin1, length1, inside1 = _tile_after(n, t0, length, segments, sizes, step, C)
+    code1, scale1 = coded_rows(counts, begin1, _tokens(t1, length1, C))
+    best = per_lane(float("-inf"), tl.float32, C)
+    kept = tl.full((C.BN,), 0, tl.int32)
+    while n < sizes.K:
+        left = tokens_of(words, some, scale, 0, x.d, tables, dtype, C)
+        tile = side_by_side(left, tokens_of(more_words, more, scale, HALF, x.d, tables, dtype, C))
+        t = _tokens(t1, length1, C)
+        base = D.ptr + begin1 * D.stride_l
+        words, some = load_words(base, t, code1, 0, x.d, D, counts, HALF, C)
+        more_words, more = load_words(base, t, code1, HALF, x.d, D, counts, HALF, C)
+        scale = scale1
+        n2, t2, begin2, length2, inside2 = _tile_after(n1, t1, length1, segments, sizes, step, C)
+        code1, scale1 = coded_rows(counts, begin2, _tokens(t2, length2, C))
+        S = add_product(no_similarities(C), q, tile, C)
+        if D.mask is not None:
+            at = D.mask + begin * D.mask_stride_l + _tokens(t0, length, C).to(tl.int64) * D.mask_stride_l
+            keep = tl.load(at) != 0
+            S = tl.where(per_token(keep, C), S, float("-inf"))
+            kept = kept | keep.to(tl.int32)
+        best = nan_max(best, lane_maxima(S, C))
+        if t0 + C.BN >= length:
+            any_kept = (length > 0).to(tl.int32)
+            if D.mask is not None:
+                any_kept = any_kept * tl.max(kept, axis=0)
+            row_best = normalized(merged_maxima(best, C), x, rows, C)
+            total = ordered_sum(tl.where(rows.ok, weight * row_best, 0.0), GROUPS, C.SLOT)
+            _store(out.scores, total, keeps, any_kept, fits & inside, n, sizes, C)
+            best = per_lane(float("-inf"), tl.float32, C)
+            kept = tl.full((C.BN,), 0, tl.int32)
+        n, t0, begin, length, inside = n1, t1, begin1, length1, inside1
+        n1, t1, begin1, length1, inside1 = n2, t2, begin2, length2, inside2
+
+
+@triton.jit
+def _first_query(sizes, C: tl.constexpr):
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    return (tl.program_id(0).to(tl.int64) % tl.cdiv(sizes.Nq, GROUPS)) * GROUPS
+
+
+@triton.jit
+def _store(scores, total, keeps, any_kept, fits, n, sizes, C: tl.constexpr):
+    """Scores of the queries of a walking program and document n."""
+    i = _first_query(sizes, C) + tl.arange(0, C.BM // C.SLOT)
+    tl.store(scores + i * sizes.K + n, _score(total, keeps, any_kept, fits), mask=i < sizes.Nq)
+
+
+@triton.jit
+def _walk(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constexpr):
+    """The queries of a tile against every `step`-th document, without winners. Rows are read once where one step of the
+    slot holds all of each query."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    Rows: tl.constexpr = group("Rows")
+    row_tiles = tl.cdiv(sizes.Nq, GROUPS)
+    step = tl.num_programs(0) // row_tiles
+    first = tl.program_id(0) // row_tiles
+    i = _first_query(sizes, C) + tl.arange(0, C.BM) // C.SLOT
+    begin, length, _valid = query_segment(segments, i, i < sizes.Nq, sizes.Tq)
+    i = _first_query(sizes, C) + tl.arange(0, GROUPS)
+    _start, _count, fits = query_segment(segments, i, i < sizes.Nq, sizes.Tq)
+    if tl.max(length, axis=0) <= C.SLOT:
+        s = tl.arange(0, C.BM) % C.SLOT
+        row = begin + s
+        keep = query_keep(x.Q, row * 0, row, s < length)
+        weight = query_weight(x.Q, row * 0, row, keep)
+        rows = Rows(row_pointers(x.Q, row * 0, row), row, keep, None, None, None)
+        q = query_tile(x, rows, tl.arange(0, C.BD), C)
+        _walk_codes(x, q, rows, weight, any_row(keep, C), first, fits, segments, out, sizes, step, C)
+    else:
+        for n in range(first, sizes.K, step):
+            document, inside = document_at(x.D, segments, wide(n), wide(n) >= 0, sizes.Td, C)
+            total, keeps, any_kept = _all_rows(x, begin, length, document, out, 0, LEVELS, C)
+            _store(out.scores, total, keeps, any_kept, fits & inside, n, sizes, C)
+
+
+@triton.jit
+def _visit(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constexpr):
+    """One document and one query or BM // SLOT of them."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    first, queries, document, k, ok = _place(segments, sizes.Nq, sizes.K, C)
+    lane = tl.arange(0, C.BM)
+    i = first + lane // C.SLOT
+    begin, length, fits = _queries(segments, i, ok & (i < queries), sizes.Tq, sizes.most)
+    found, valid = document_at(x.D, segments, document, ok, sizes.Td, C)
+    argmax_row = k * sizes.Tq
+    if segments.pairs is not None:
+        argmax_row = k * sizes.most - tl.max(begin, axis=0)
+
+    if C.LONG:
+        total, keeps, any_kept = _all_rows(x, begin, length, found, out, argmax_row, LEVELS, C)
+    else:
+        s = lane % C.SLOT
+        row = begin + s
+        total, keeps, any_kept = score_rows(x, row * 0, row, s < length, row, found, out.argmax, argmax_row, C)
+
+    i = first + tl.arange(0, GROUPS)
+    mine = i < queries
+    _, _, fits = _queries(segments, i, ok & mine, sizes.Tq, sizes.most)
+    score = _score(total, keeps, any_kept, fits & valid & ok)
+    if segments.pairs is not None:
+        tl.store(out.scores + k + 0 * i, score, mask=tl.arange(0, GROUPS) == 0)
+    else:
+        tl.store(out.scores + i * sizes.K + k, score, mask=mine)
+
+
+@triton.jit
 def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
-    """Scores [Nq, K] or, with pairs, [P]; a program takes one document and one query or BM // SLOT of them.
+    """Scores [Nq, K] or, with pairs, [P]; a program takes a document, or many (WALK), and one query or BM // SLOT.
 
     Q and D are the packed rows, with strides of 0 between queries and documents; `tiles` is a descriptor of the rows of
     D in blocks [BN, BD], `terms` those of query rows, `counts` the `Counts` of quantised tokens, or None. Winners are
@@ -94,48 +275,14 @@ def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, L
     of each query. A query's rows are summed as trees of ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more
     than SLOT.
     """
-    GROUPS: tl.constexpr = C.BM // C.SLOT
-    first, queries, document, k, ok = _place(segments, sizes.Nq, sizes.K, C)
-    lane = tl.arange(0, C.BM)
-    i = first + lane // C.SLOT
-    begin, length, fits = _queries(segments, i, ok & (i < queries), sizes.Tq, sizes.most)
-    d_begin, Ld, d_valid = document_segment(segments, document, ok, sizes.Td)
-    base = D.ptr + d_begin * D.stride_l
-    mask = base
-    if D.mask is not None:
-        mask = D.mask + d_begin * D.mask_stride_l
-    if C.STORED == "":  # a descriptor has no more rows than take 32 bits
-        d_begin = d_begin.to(tl.int32)
-    found = Document(base, mask, d_begin, Ld)
+    if in_words(C.STORED):
+        c = counts
+        tables = lookup_tables(c, C)
+        counts = CodedCounts(
+            c.scale, c.scale_each, c.minimum, c.minimum_each, c.codes, c.centroids, c.centroids_count, tables
+        )
     x = Operands(Q, D, tiles, terms, counts, d, None)
-    argmax_row = k * sizes.Tq
-    if segments.pairs is not None:
-        argmax_row = k * sizes.most - tl.max(begin, axis=0)
-
-    if C.LONG:
-        total = tl.full((GROUPS,), 0, tl.float32)
-        pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
-        keeps = tl.full((GROUPS,), 0, tl.int32)
-        any_kept = tl.full((), 0, tl.int32)
-        longest = tl.max(length, axis=0)
-        for s0 in range(0, longest, C.SLOT):
-            s = s0 + lane % C.SLOT
-            row = begin + s
-            sums, keeps_more, any_kept = _score_rows(x, row * 0, row, s < length, row, found, out.argmax, argmax_row, C)
-            total, pending = carried(total, pending, sums, s0 // C.SLOT, LEVELS)
-            keeps = keeps | keeps_more
-        total = flushed(total, pending, tl.cdiv(longest, C.SLOT), LEVELS)
+    if C.WALK:
+        _walk(x, segments, out, sizes, LEVELS, C)
     else:
-        s = lane % C.SLOT
-        row = begin + s
-        total, keeps, any_kept = _score_rows(x, row * 0, row, s < length, row, found, out.argmax, argmax_row, C)
-
-    i = first + tl.arange(0, GROUPS)
-    mine = i < queries
-    _, _, fits = _queries(segments, i, ok & mine, sizes.Tq, sizes.most)
-    score = tl.where(any_kept > 0, total, tl.where(keeps > 0, float("-inf"), 0.0))
-    score = tl.where(fits & d_valid & ok, score, float("nan"))
-    if segments.pairs is not None:
-        tl.store(out.scores + k + 0 * i, score, mask=tl.arange(0, GROUPS) == 0)
-    else:
-        tl.store(out.scores + i * sizes.K + k, score, mask=mine)
+        _visit(x, segments, out, sizes, LEVELS, C)

@@ -15,7 +15,7 @@ def document_tile(x, document, row, t, c0, C: tl.constexpr):
     if x.tiles is not None:
         tile = x.tiles.load([row.to(tl.int32) if C.STORED != "" else row, c0])
     else:
-        tile = stored_tile(document.ptr, t, document.row + t, c0, x.d, x.D, x.counts, C)
+        tile = stored_tile(document.ptr, t, document.row, c0, x.d, x.D, x.counts, x.Q.ptr.dtype.element_ty, C)
     if C.STORED != "" and C.TERMS == 0:
         tile = numbers(tile, x.Q.ptr.dtype.element_ty, C)
     return tile

@@ -2,7 +2,7 @@
 
 `Config.STORED` says how a feature is kept: "int8"; "number", of another type that Triton converts; "e4m3" and "e5m2",
 FP8 as bytes, for units that know none; "bits", eight to a byte, 1 where set and -1 else. Every number is exact in fp16
-and bf16. Of residual codes, which `residual` decodes, numbers are the sums of centroids and weights. Formats of
+and bf16. Of residual codes, which `residual` decodes, numbers are the tokens as they count. Formats of
 others bring a function in place of a name, which loads a tile of numbers as `load_bits` does.
 
 Converting takes longer than multiplying. So where documents are int8, query rows become sums of int8 terms, hi and lo:
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .common import inverse_norm, load_rows, load_tokens, nan_max, row_pointers, split_sum
 from .maxima import per_row, per_token
-from .residual import bucket_bits, coded_scales, load_coded
+from .residual import bucket_bits, load_coded
 
 _LOW = tl.constexpr(254)
 
@@ -53,12 +53,13 @@ def is_loader(stored):
 
 
 @triton.jit
-def stored_tile(ptr, t, rows, c0, d, D, counts, C: tl.constexpr):
-    """Features from c0 on of tokens `t` from `ptr` on, which are `rows` among all, as they are kept."""
+def stored_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
+    """Features from c0 on of tokens `t` from `ptr` on, the first of which is `row` among all, as they are kept; of
+    residual codes tokens as they count, beside queries of `dtype`."""
     if C.STORED == "bits":
         tile = load_bits(ptr, t, c0, d, D, C)
     elif bucket_bits(C.STORED) > 0:
-        tile = load_coded(ptr, t, rows, c0, d, D, counts, C)
+        tile = load_coded(ptr, t, row, c0, d, D, counts, dtype, C)
     elif is_loader(C.STORED):
         tile = C.STORED(ptr, t, c0, d, D, C)
     else:
@@ -133,16 +134,15 @@ def token_scales(counts, t):
 
 @triton.jit
 def counted(S, rows, counts, document, t, C: tl.constexpr):
-    """Similarities to the numbers of tokens t, as those to what they count as."""
-    t = document.row + tl.minimum(t, document.length - 1)
-    scale = token_scales(counts, t)
-    if bucket_bits(C.STORED) > 0:
-        scale = coded_scales(scale, counts, t)
-    S = S * per_token(scale, C)
-    if counts.minimum is not None:
-        # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
-        sums = tl.broadcast_to(per_row(rows.sums, C), S.shape)
-        S = tl.fma(sums, tl.broadcast_to(per_token(_values(counts.minimum, counts.minimum_each, t), C), S.shape), S)
+    """Similarities to the numbers of tokens t, as those to what they count as; those of residual codes do already."""
+    if bucket_bits(C.STORED) == 0:
+        t = document.row + tl.minimum(t, document.length - 1)
+        S = S * per_token(token_scales(counts, t), C)
+        if counts.minimum is not None:
+            # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
+            sums = tl.broadcast_to(per_row(rows.sums, C), S.shape)
+            minimum = per_token(_values(counts.minimum, counts.minimum_each, t), C)
+            S = tl.fma(sums, tl.broadcast_to(minimum, S.shape), S)
     return S
 
 
@@ -158,8 +158,9 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
         m = _values(counts.minimum, counts.minimum_each, t)
     squares = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
-        x = stored_tile(D.ptr, t, t, c0, d, D, counts, C)
-        x = numbers(x, tl.float32, C) * s[:, None] + m[:, None]
+        x = stored_tile(D.ptr, t, 0, c0, d, D, counts, tl.float32, C)
+        if bucket_bits(C.STORED) == 0:
+            x = numbers(x, tl.float32, C) * s[:, None] + m[:, None]
         x = tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
         squares += tl.sum(x * x, axis=1)
     inverse = inverse_norm(squares)

@@ -61,6 +61,7 @@ from lik_ops.gpu.triton_versions import compile_options
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 # Of quantised documents: `Config.STORED`.
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "number", "*fp8e5": "number"}
+_WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,16 @@ def _queries(case: Case) -> tuple[Queries, dict]:
 
 
 def knows(case: Case, arch: Architecture) -> bool:
-    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes."""
+    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes, codes in words."""
+    if case.stored in _WORDS:
+        return not arch.is_amd
     as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
     return not (as_bytes if arch.name in quantized.KNOWS_FP8 else as_fp8)
 
 
 def _document_pointer(case: Case) -> str:
     if case.stored:
-        return case.stored if case.stored in _STORED else "*u8"
+        return case.stored if case.stored in _STORED else _WORDS.get(case.stored, "*u8")
     return _POINTER[case.dtype]
 
 
@@ -155,7 +158,7 @@ def _documents(case: Case) -> tuple[Documents, dict]:
 
 def _reads_tiles(case: Case, arch: Architecture) -> bool:
     size = 1 if case.stored else case.dtype.itemsize
-    return arch.has_descriptors and not case.stored.startswith(("bits", "codes")) and case.d * size % 16 == 0
+    return arch.has_descriptors and not case.stored.startswith(("bits", "codes", "words")) and case.d * size % 16 == 0
 
 
 def _launch(case: Case, arch: Architecture) -> Launch:
@@ -266,7 +269,8 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
 def _counts(case: Case) -> Counts | CodedCounts:
     minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
     counts = Counts("*fp32", "i32", *minimum)
-    return CodedCounts(*counts, "*i32", "*fp16", "i32", "*fp32") if case.stored.startswith("codes") else counts
+    coded = case.stored.startswith(("codes", "words"))
+    return CodedCounts(*counts, "*i32", "*fp16", "i32", "*fp32") if coded else counts
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:

@@ -148,7 +148,7 @@ MORE_TERMS = [
 ]
 
 # Quantised documents: numbers that are multiplied by terms or converted, FP8 as such and as bytes, bits, codes.
-_CODES = ("codes1", "codes2", "codes4", "codes8")
+_CODES, _WORDS = ("codes1", "codes2", "codes4", "codes8"), ("words1", "words2", "words4")
 _KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits", *_CODES)
 STORED = [
     Case(FORWARD, ragged=True, stored="*i8"),
@@ -164,6 +164,16 @@ STORED = [
     ),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
+    # Each tile of codes in words, which walk; and what does not.
+    *(Case(FORWARD, Nq=Nq, ragged=True, padded=True, stored=w) for w in _WORDS for Nq in (1, 2, 4, 8, 16)),
+    *(Case(FORWARD, _FP16, Nq=Nq, ragged=True, stored=w, **_ALL_OPTIONS) for w in _WORDS for Nq in (1, 16)),
+    *(
+        Case(FORWARD, _FP16, d, Nq, ragged=True, stored="words4", normalize=True, options=True)
+        for d, Nq in ((64, 16), (96, 16), (128, 1), (128, 16))
+    ),
+    *(Case(FORWARD, Nq=16, ragged=True, stored=w, **_EVERYTHING) for w in _WORDS),
+    Case(FORWARD, Nq=16, ragged=True, candidates=True, stored="words2"),
+    Case(FORWARD, d=256, Nq=16, ragged=True, stored="words4"),
     *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
     *(Case(KEEP, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 300), (_FP16, 20))),
     # Documents that a backward has as int8.
@@ -180,7 +190,7 @@ MORE_STORED = [
     ),
     *(
         Case(FORWARD, Nq=Nq, ragged=True, stored=stored, wide=1, **fields)
-        for stored in _CODES
+        for stored in (*_CODES, *_WORDS)
         for Nq, fields in ((1, {}), (256, {}), (256, _EVERYTHING))
     ),
     *(Case(FORWARD, _FP16, d, ragged=True, stored="*i8", wide=2, **_ALL_OPTIONS) for d in (16, 100, 256)),

@@ -1,8 +1,9 @@
-"""Writers of a corpus that are killed: run as ``python -m tests.corpus_writers path rounds seed [convert]``.
+"""Writers of a corpus that are killed: run as ``python -m tests.corpus_writers path rounds seed [convert [codes]]``.
 
 Every round forks a process that appends small shards until it is killed, at a random moment. What it committed is
 written to a pipe after each append; the corpus has to hold that, whole, and at most one shard more. Forked, because
-importing torch takes longer than all rounds. With ``convert`` they go on with a quantised copy of a corpus.
+importing torch takes longer than all rounds. With ``convert`` they go on with a quantised copy of a corpus, of residual
+codes with ``codes``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 
 import torch
 
-from lik_ops import Corpus, quantize
+from lik_ops import Corpus, ResidualCodec, quantize
 from lik_ops.retrieval import storage
 
 D = 4
 SHARDS = 150  # of the corpus that is converted
+CODEC = ResidualCodec(torch.eye(D), torch.tensor([-1.0, 0, 1, 100]), torch.tensor([-1.0, 0, 50]), normalize=False)
+FORMAT: tuple = (CODEC, "token") if sys.argv[5:] == ["codes"] else ("uint8", "document")
 
 
 def documents(first: int, count: int) -> list[torch.Tensor]:
@@ -46,7 +49,7 @@ def convert(path: str, pipe: int) -> None:
         os.write(pipe, sum(shard.documents for shard in manifest.shards).to_bytes(8, "little"))
 
     storage.write_manifest = telling
-    Corpus.open(source_of(path)).quantize(path, "uint8", "document")
+    Corpus.open(source_of(path)).quantize(path, *FORMAT)
     os.write(pipe, len(Corpus.open(path)).to_bytes(8, "little"))
     time.sleep(60)
 
@@ -100,7 +103,7 @@ def check_converted(path: str, least: int) -> int:
     assert least <= n <= least + 3, (least, n)
     expected = documents(0, n)
     lengths = torch.tensor([0, *(len(x) for x in expected)])
-    made = quantize(torch.cat([torch.empty(0, D), *expected]), "uint8", "document", cu_seqlens_d=lengths.cumsum(0))
+    made = quantize(torch.cat([torch.empty(0, D), *expected]), *FORMAT, cu_seqlens_d=lengths.cumsum(0))
     found, cu_seqlens = corpus.documents()
     for name, x in made.tensors().items():
         assert torch.equal(getattr(found, name), x), name
@@ -118,18 +121,19 @@ def killed_converters(path: str, rounds: int, choose: random.Random) -> None:
         told = kill_once(path, choose.uniform(0, 0.02), convert)
         seen.append(check_converted(path, max(told, seen[-1])))
     assert len(set(seen)) > 3, seen
-    whole = corpus.quantize(path, "uint8", "document")
+    whole = corpus.quantize(path, *FORMAT)
     check_converted(path, n - 3)
     assert len(whole) == n and content(source_of(path)) == before
     kept = {shard.file for shard in whole._snapshot.manifest.shards}
-    assert set(os.listdir(path)) == kept | {"manifest.json", "append.lock"}, os.listdir(path)
+    codec = [whole._snapshot.manifest.codec.file] if sys.argv[5:] else []
+    assert set(os.listdir(path)) == kept | {"manifest.json", "append.lock", *codec}, os.listdir(path)
     print(f"{rounds} killed, at {sorted(set(seen))} of {n} documents", flush=True)
 
 
 def main() -> None:
     path, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     choose = random.Random(seed)
-    if sys.argv[4:] == ["convert"]:
+    if sys.argv[4:5] == ["convert"]:
         killed_converters(f"{path}/corpus", rounds, choose)
         return
     Corpus.create(path, D, torch.float32)

@@ -14,7 +14,7 @@ from .support import INTERPRETING
 # The interpreter finds winners one element at a time.
 QUERIES, DOCUMENTS = ((3, 0, 18), (5, 0, 9, 20)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
 ROUNDING = 1e-6
-# Sums of residual codes are rounded to the dtype of queries on a GPU.
+# Tokens of residual codes are rounded to the dtype of queries on a GPU; beside fp16 centroids sums and weights before.
 HALVES = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0, torch.float64: 0.0}
 TERMS = 1 / (2 * 127 * 254)  # of the largest feature of a query row: half a step of its terms, see `stored`
 
@@ -121,6 +121,9 @@ def bounds_of(p, q, x, tokens, normalize):
     if minimum is not None:
         sizes = sizes + q.abs().sum(1)[:, None] * minimum.abs()
     bound = (ROUNDING + (HALVES[p.r.Q.dtype] if s.codes is not None else 0)) * sizes
+    if s.codes is not None and s.centroids.dtype == torch.float16:
+        largest = s.weights.double().abs().amax()
+        bound = bound + 2.0**-11 * (q.abs() @ ((n + largest) * scale[:, None]).T)
     if by_terms(p):
         bound = bound + TERMS * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
     if normalize:

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from triton.compiler import ASTSource
 
+from lik_ops.csrc_triton.arguments import Segments
+from lik_ops.csrc_triton.code_scores import maxsim_code_scores
 from lik_ops.gpu.configs import ARCHITECTURES
 from lik_ops.gpu.triton_versions import release
 
-from .aot import Case, Compiled, compile_for, knows
+from .aot import Case, Compiled, compile_as_launched, compile_for, cuda_resources, knows, target
 from .aot_cases import (
     DOCUMENTS,
     FORWARD,
@@ -149,3 +152,16 @@ def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
     """Triton orders the terms of mma.sync by the narrowest type that its operands hang on: see `common.apart`."""
     orders = [_check(case, "sm_80").orders for case in cases]
     assert orders == [orders[0]] * len(orders) and orders[0], dict(zip(map(str, cases), orders, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128])
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942"])
+def test_scores_by_codes(name, rows):
+    pointers = {"table": "*fp32", "weight": "*fp32", "probed": "*i8", "codes": "*i32"}
+    segments = Segments(*(["constexpr"] + ["*i64"] * 2 + ["constexpr"] * 4))
+    signature = pointers | {"segments": segments, "scores": "*fp32", **dict.fromkeys(("Nq", "K", "Td", "count"), "i32")}
+    signature |= {"ROWS": "constexpr", "BN": "constexpr"}
+    constants = {(4, n): None for n, kind in enumerate(segments) if kind == "constexpr"} | {(10,): rows, (11,): 32}
+    source = ASTSource(fn=maxsim_code_scores, signature=signature, constexprs=constants)
+    compiled = compile_as_launched(source, target(ARCHITECTURES[name]))
+    assert name == "gfx942" or cuda_resources(compiled.asm["cubin"])[1] == 0

@@ -1,5 +1,6 @@
 """The kernels that read quantised documents: beside fp64 sums of the tokens as they count, and the portable backend."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -16,9 +17,13 @@ from lik_ops.retrieval import two_stage
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
+import triton
+
 from lik_ops.gpu import backend, forward_configs
+from lik_ops.gpu import quantized as quantized_calls
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
+from . import ptx
 from .quantized import QUERIES, ROUNDING, TERMS, Problem, bounds_of, problem
 from .residual import quantize
 
@@ -375,3 +380,71 @@ def test_public_functions_come_here(place, format):
     with place.use():
         found = lik_ops.maxsim(Q.to(place.device), one.to(place.device))
     torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, one), rtol=0, atol=2e-3)
+
+
+def halved(p):
+    """Beside fp16 centroids, as files have them."""
+    return dataclasses.replace(p, stored=p.stored._replace(centroids=p.stored.centroids.half()))
+
+
+@contextlib.contextmanager
+def in_words(monkeypatch):
+    """Residuals are read as words, in the interpreter too."""
+    with monkeypatch.context() as patch:
+        if INTERPRETING:
+            patch.setattr(quantized_calls, "_permutes", lambda device: True)
+            patch.setattr(triton.language, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+        yield
+
+
+WORDS = [
+    ("cross", 128, False, False, False),
+    ("cross", 96, True, False, False),
+    ("cross", 64, True, False, True),
+    ("cross", 16, False, False, False),
+    ("cross", 20, False, False, False),
+    ("cross", 160, True, False, False),
+    ("cross", 128, True, True, True),
+    ("candidates", 128, True, True, False),
+    ("pairs", 96, True, False, False),
+]
+
+
+@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
+def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, normalize, monkeypatch):
+    """Residuals that are read as words, where they can be, have the bits of those that are read as bytes."""
+    for dtype in dtypes(place)[:2]:
+        if dtype == torch.float32:
+            continue
+        p = halved(problem(mode, dtype, d, format, options=options)).to(place.device)
+        asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
+        with in_words(monkeypatch):
+            scores, argmax = p.forward(**asked)
+        assert_right(p, scores, argmax if winners else None, normalize)
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized_calls, "_WORDS", {})
+            again = p.forward(**asked)
+        assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
+
+
+@pytest.mark.parametrize("format", RESIDUAL)
+def test_bits_beside_fp16_centroids_hang_on_nothing_else(place, format, monkeypatch):
+    with in_words(monkeypatch):
+        _bits_hang_on_nothing_else(place, format)
+
+
+def _bits_hang_on_nothing_else(place, format):
+    many = (3, 0, 16, 5, 7) if INTERPRETING else (*[32] * 19, 300, 0, 5, 64)
+    p = halved(problem("cross", torch.float16, 128, format, queries=many)).to(place.device)
+    p.stored.codes[3] = 7  # no centroid: the document is NaN, and no other
+    whole, _ = p.forward(argmax_dtype=None)
+    assert whole[:, 0].isnan().sum() == sum(n > 0 for n in many) and not whole[:, 2:].isnan().any()
+    bounds = p.r.cu_seqlens_q
+    for i, n in enumerate(many):
+        rows = slice(int(bounds[i]), int(bounds[i + 1]))
+        one = p.r._replace(Q=p.r.Q[rows], cu_seqlens_q=bounds[i : i + 2] - bounds[i])
+        found = dataclasses.replace(p, r=one).forward(argmax_dtype=None)[0]
+        assert torch.equal(found[0].nan_to_num(7), whole[i].nan_to_num(7)), (i, n)
+    some = p.r._replace(d_offsets=p.r.d_offsets[2:3], d_lengths=p.r.d_lengths[2:3])
+    assert torch.equal(dataclasses.replace(p, r=some).forward(argmax_dtype=None)[0], whole[:, 2:3])

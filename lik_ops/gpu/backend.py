@@ -7,6 +7,7 @@ from . import forward as cuda_forward
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
+from .code_scores import code_scores
 from .forward import forward, forward_plan
 from .quantized import forward_quantized, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
@@ -26,6 +27,7 @@ __all__ = [
     "backward_unified",
     "best",
     "best_of_parts",
+    "code_scores",
     "forget",
     "forward",
     "forward_plan",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..csrc_triton.arguments import Config
-from ..csrc_triton.residual import bucket_bits
+from ..csrc_triton.residual import bucket_bits, in_words
 from . import triton_versions
 from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 from .forward_table import ANY, FORWARD, Tile
@@ -21,6 +21,7 @@ _PROCESSORS = 132  # of an H100 or H200
 # Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
 RESIDENT = 8 * _PROCESSORS
 _RAGGED_ROWS = 128  # query rows of a tile of ragged layouts, at most
+_MOST_CODED = 512  # that decoded codes meet
 _INT8_STEP = 32  # features of one instruction of the matrix unit
 _MOST_INT8 = 256  # features whose products of int8 terms are sums of 32 bits
 
@@ -137,7 +138,8 @@ class _Ragged(NamedTuple):
         """Of a step."""
         if self.unit == "mma" and (self.converts or self.crowded):
             return 16
-        return min(config.BN, 32) if self.converts or self.spills(config) else config.BN
+        most = 64 if self.codes and not config.ONE_CHUNK else config.BN
+        return min(config.BN, 32 if self.converts or self.spills(config) else most)
 
     def warps(self, launch: Launch, stored: Any) -> Launch:
         """With as many as ptxas does not spill in."""
@@ -149,11 +151,23 @@ class _Ragged(NamedTuple):
 
     def stages(self, launch: Launch) -> Launch:
         config = launch.config
-        if config.TOKENS_FIRST and self.unit == "wgmma" and self.few:
+        if config.TOKENS_FIRST and self.unit == "wgmma" and self.few and not self.codes:
             return replace(launch, num_stages=4)
         if config.SPLIT and self.argmax and self.spills(config) and triton_versions.release() >= (3, 9):
             return replace(launch, num_stages=2)  # one stage spills there, two before
         return launch
+
+
+def _walking(launch: Launch, arch: Architecture, Nq: int, normalize: bool) -> Launch:
+    """The forward of residual codes in words, without winners: what is decoded meets as many rows as fit."""
+    config = launch.config
+    if arch.unit != "wgmma":
+        walkers = 1 if arch.unit == "interpreter" else 8 * _PROCESSORS
+        return replace(launch, config=config._replace(WALK=True), walkers=walkers, max_registers=255)
+    rows = max(config.BM, min(next_power_of_2(Nq * config.SLOT), _MOST_CODED))
+    warps, each = (8, 1) if rows > 64 else (4, 2 if normalize else 3)
+    launch = replace(launch, config=config._replace(BM=rows, WALK=True), num_warps=warps, num_stages=1)
+    return replace(launch, max_registers=168 if each == 3 else 255, walkers=each * _PROCESSORS)
 
 
 def forward_ragged(
@@ -189,9 +203,12 @@ def forward_ragged(
     converts = bool(stored) and dtype == torch.float32 and not launch.config.TERMS
     choice = _Ragged(arch.unit, argmax, sums_squares, few, converts, codes, codes and (argmax or wide > 0))
     launch = choice.stages(choice.warps(choice.rows(launch, arch), stored))
+    words = in_words(stored)
+    if words and launch.config.ONE_CHUNK and not (argmax or candidates):
+        launch = _walking(launch, arch, Nq, normalize)
     config = launch.config
     # Where it changes nothing it is set as in `forward`.
     long = longest is None or longest > config.SLOT or arch.unit == "mma" or config.SPLIT
-    config = config._replace(BN=choice.tokens(config), PACKED=True, LONG=long)
+    config = config._replace(BN=choice.tokens(config), PACKED=True, LONG=long, WHOLE=words and d % config.BD == 0)
     most = forward_tiles(arch, dtype, Lq, d, sums_squares, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1

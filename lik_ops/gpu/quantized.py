@@ -17,6 +17,7 @@ from .configs import Architecture, cdiv, next_power_of_2
 from .ragged_forward import packed_documents, ragged_plan
 
 _TOKENS, _FEATURES = 32, 64  # of a tile
+_WORDS = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
 KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -25,10 +26,12 @@ def forward_quantized(
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
     data, kept = _as_read(stored, architecture(r.Q.device))
-    c = Cut.of(r._replace(D=data), max_seqlen_q)
     counts = _counts(stored)
     if normalize:
-        counts = _unit_counts(c, counts, kept)
+        counts = _unit_counts(Cut.of(r._replace(D=data), max_seqlen_q), counts, kept)
+    if (words := _words(stored, r.Q)) is not None:
+        data, kept = words, kept.replace("codes", "words")
+    c = Cut.of(r._replace(D=data), max_seqlen_q)
     scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
@@ -39,6 +42,22 @@ def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, Any]:
     if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
         return stored.data.view(kept.dtype), "number"
     return stored.data, kept.kernel
+
+
+def _permutes(device: torch.device) -> bool:
+    """Whether kernels may have `prmt` inline."""
+    return architecture(device).name.startswith("sm_")
+
+
+def _words(stored: Stored, Q: Tensor) -> Tensor | None:
+    """Residuals as words of eight features each, where a kernel reads them so: see `residual`."""
+    word = _WORDS.get(stored.format)
+    centroids, data = stored.centroids, stored.data
+    if word is None or centroids is None or not len(centroids) or not len(data) or not _permutes(Q.device):
+        return None
+    half = Q.dtype in (torch.float16, torch.bfloat16) and centroids.dtype == torch.float16
+    whole = Q.shape[-1] % 8 == 0 and data.is_contiguous() and data.data_ptr() % word.itemsize == 0
+    return data.view(word) if half and whole else None
 
 
 def _counts(stored: Stored) -> Counts | CodedCounts:

@@ -1,6 +1,7 @@
 """The portable backend: plain torch, for CPU and for any device or dtype without Triton kernels."""
 
 from .backward import backward_lowmem, backward_unified
+from .code_scores import code_scores
 from .forward import forward
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
@@ -15,6 +16,7 @@ __all__ = [
     "backward_unified",
     "best",
     "best_of_parts",
+    "code_scores",
     "forward",
     "forward_quantized",
     "forward_ragged",

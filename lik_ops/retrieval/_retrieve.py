@@ -51,6 +51,7 @@ def retrieve(
     sorted: bool = True,
     coarse: None = None,
     n_candidates: int | None = None,
+    n_probe: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -71,6 +72,7 @@ def retrieve(
     sorted: bool = True,
     coarse: Quantized,
     n_candidates: int | None = None,
+    n_probe: None = None,
 ) -> TwoStage: ...
 
 
@@ -90,6 +92,7 @@ def retrieve(
     sorted: bool = True,
     coarse: Quantized | None = None,
     n_candidates: int | None = None,
+    n_probe: int | None = None,
 ) -> tuple[Tensor, Tensor] | TwoStage:
     """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
 
@@ -127,7 +130,12 @@ def retrieve(
             documents are read. Tokens have to be normalised before they are quantised. For a `Corpus` they are the
             ``documents()[0]`` of what `Corpus.quantize` makes of it.
         n_candidates: beside `coarse`, how many documents of each query to score in full, the best of `coarse`: faster
-            where the documents that can be among the best are many, and not exact.
+            where the documents that can be among the best are many, and not exact. Of residual codes in the memory of
+            the device, how many to score by all that their codes say, the best by their centroids alone; None is all,
+            exhaustive and exact, unless `n_probe` is given, then ``4 * top_k``.
+        n_probe: of residual codes, how many centroids each query token probes, the nearest: documents without a token
+            of one of them are left out. Where fewer than `top_k` are left, the others are -1, with ``-inf``; by stages
+            documents without tokens are left out too.
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
@@ -154,16 +162,21 @@ def retrieve(
         check_flag(_OP, "progress", progress)
     check_flag(_OP, "largest", largest)
     check_flag(_OP, "sorted", sorted)
-    if n_candidates is not None and coarse is None:
-        raise ValueError(f"{_OP}: n_candidates: expected None without coarse, got {n_candidates}")
     if isinstance(D, Index):
         D, cu_seqlens_d = inputs.unpacked(_OP, D, cu_seqlens_d)
+    if n_probe is not None and coarse is not None:
+        raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {n_probe}")
+    for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
+        if count is not None and coarse is None and not isinstance(D, Quantized):
+            raise ValueError(f"{_OP}: {name}: expected None without coarse or residual codes, got {count}")
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")
         search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
         with torch.no_grad():
-            return of_quantized(search) if coarse is None else two_stage(search, coarse, n_candidates)
+            if coarse is not None:
+                return two_stage(search, coarse, n_candidates)
+            return of_quantized(search, n_probe, n_candidates)
     if not largest:
         search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
         return _streamed.lowest(_OP, search, progress)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..arguments import check_strided
 from ..quantized import Quantized
 from . import arguments, storage
+from .codecs import same
 from .layout import Layout
 from .manifest import Manifest
 from .snapshot import are_ids
@@ -102,6 +103,8 @@ def _check_quantized(op: str, layout: Layout, x: Quantized) -> None:
     if (x.format, x.dtype) != (layout.format, layout.dtype):
         expected = f"{layout.format} of {layout.dtype}"
         raise TypeError(f"{op}: documents: expected {expected}, as in the corpus, got {x.format} of {x.dtype}")
+    if layout.codec is not None and not (x.codec is not None and same(x.codec, layout.codec.codec)):
+        raise ValueError(f"{op}: documents: expected codes of the codec of the corpus, got those of another")
     if x.dim() != 2 or x.d != layout.d:
         raise ValueError(f"{op}: documents: expected packed ones [T, {layout.d}], got {list(x.shape)}")
     if x.device.type == "meta":

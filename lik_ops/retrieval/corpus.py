@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import DTYPES, check_flag
-from ..formats import FormatName
+from ..formats import FormatName, Residual
 from ..quantized import Quantized
+from ..residual import ResidualCodec
 from . import _rerank, appending, arguments, storage
+from .codecs import CodecFile
 from .converting import convert
 from .layout import Scale, check_format
 from .manifest import MANIFEST, Manifest
@@ -41,8 +44,8 @@ class Corpus:
         path: the directory.
         d: features of a token.
         dtype: of the embeddings as they were appended.
-        format: in which they are kept, ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``; None is
-            as they are.
+        format: in which they are kept, ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"binary"`` or, by
+            their bits, ``"residual1"`` to ``"residual8"``; None is as they are.
         scale: what has a scale of its own in that format, each ``"token"`` or each ``"document"``; or None.
         lengths: int64 ``[N]``, the number of tokens of each document.
         cu_seqlens: int64 ``[N + 1]``, where each document begins in all tokens of the corpus, and their number.
@@ -69,7 +72,7 @@ class Corpus:
         path: str | os.PathLike[str],
         d: int,
         dtype: torch.dtype,
-        format: FormatName | None = None,
+        format: FormatName | ResidualCodec | None = None,
         scale: Scale = "token",
     ) -> Corpus:
         """Make an empty corpus in a directory that is empty, or does not exist and is made.
@@ -79,14 +82,14 @@ class Corpus:
             d: features of a token.
             dtype: of the tokens that are appended, and of the queries.
             format: keep tokens as `lik_ops.quantize` does, in ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``
-                or ``"binary"``; None keeps them as they are.
-            scale: of a format, one for each ``"token"`` or each ``"document"``.
+                or ``"binary"``, or as the residual codes of a `ResidualCodec`; None keeps them as they are.
+            scale: of a format, one for each ``"token"`` or each ``"document"``; residual codes have one for each token.
 
         Raises:
             FileExistsError: the directory is not empty.
             ModuleNotFoundError: safetensors or numpy is not installed.
             TypeError: `dtype` is not float16, bfloat16, float32 or float64, or an argument is of another type.
-            ValueError: `d` is below 1, or `format` or `scale` is not one of these.
+            ValueError: `d` is below 1 or not that of the codec, or `format` or `scale` is not one of these.
         """
         op = "Corpus.create"
         path, d = _path(op, path), arguments.index(op, "d", d)
@@ -97,14 +100,16 @@ class Corpus:
             raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
         check_format(op, format, scale, or_none=True)
         storage.safetensors()
+        manifest = _manifest(op, d, dtype, format, scale)
         path.mkdir(parents=True, exist_ok=True)
         if not (path / storage.LOCK).exists():
             _check_empty(path)
         with storage.locked(path) as writer:
             writer.remove_leftovers()  # of a call that was killed
             _check_empty(path, writer)
-            manifest = Manifest(d, dtype, format=format, scale=None if format is None else scale)
-            with writer.writing(0) as (directory, _):
+            with writer.writing(0 if manifest.codec is None else None) as (directory, name):
+                if manifest.codec is not None:
+                    manifest = replace(manifest, codec=storage.write_codec(directory, name, manifest.codec))
                 storage.write_manifest(directory, manifest)
         return cls(path, Snapshot(path, manifest))
 
@@ -132,12 +137,18 @@ class Corpus:
         return self._snapshot.manifest.dtype
 
     @property
-    def format(self) -> FormatName | None:
+    def format(self) -> FormatName | Residual | None:
         return self._snapshot.manifest.format
 
     @property
     def scale(self) -> Scale | None:
         return self._snapshot.manifest.scale
+
+    @property
+    def codec(self) -> ResidualCodec | None:
+        """Of residual codes what they are read with, on the CPU."""
+        found = self._snapshot.manifest.codec
+        return None if found is None else found.codec
 
     @property
     def lengths(self) -> Tensor:
@@ -330,7 +341,9 @@ class Corpus:
                 manifest = appending.committed(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, before)
 
-    def quantize(self, path: str | os.PathLike[str], format: FormatName = "int8", scale: Scale = "token") -> Corpus:
+    def quantize(
+        self, path: str | os.PathLike[str], format: FormatName | ResidualCodec = "int8", scale: Scale = "token"
+    ) -> Corpus:
         """The same documents in fewer bytes, in another directory: a shard is read, quantised and committed at a time.
 
         Called again with the same arguments it goes on where it was killed, or where this corpus ended then; what is
@@ -363,7 +376,7 @@ class Corpus:
         check_format(op, format, scale)
         if self.format is not None:
             raise ValueError(f"{op}: expected a corpus of tokens as they were, got one in {self.format}: {self.path}")
-        target = Manifest(self.d, self.dtype, format=format, scale=scale)
+        target = _manifest(op, self.d, self.dtype, format, scale)
         if not (path / MANIFEST).exists():
             Corpus.create(path, self.d, self.dtype, format, scale)
         return Corpus(path, convert(op, source, path, target))
@@ -374,6 +387,15 @@ class Corpus:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.path = state["path"]
         self._snapshot = Snapshot(self.path, state["manifest"])
+
+
+def _manifest(op: str, d: int, dtype: torch.dtype, format: FormatName | ResidualCodec | None, scale: Scale) -> Manifest:
+    """Of a corpus without shards, whose codec is not written yet."""
+    if not isinstance(format, ResidualCodec):
+        return Manifest(d, dtype, format=format, scale=None if format is None else scale)
+    if format.d != d:
+        raise ValueError(f"{op}: format: expected a codec of d={d}, got {format}")
+    return Manifest(d, dtype, format=format.format, scale=scale, codec=CodecFile.of(format))
 
 
 def _path(op: str, path: Any) -> Path:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_choice
-from ..formats import FORMATS, FormatName
+from ..formats import ALL, FORMATS, FormatName, Residual
 from ..quantized import Quantized
 from ..quantizing import quantize
+from ..residual import ResidualCodec
+from .codecs import CodecFile
 
 Scale: TypeAlias = Literal["token", "document"]
 TOKENS = "tokens"
@@ -50,7 +52,9 @@ class Numbers(NamedTuple):
             for name in _SCALES:
                 if name in found:
                     found[name] = found[name].repeat_interleave(lengths, output_size=len(data))
-        found["data"] = data.view(FORMATS[layout.format].dtype)
+        found["data"] = data.view(ALL[layout.format].dtype)
+        if layout.codec is not None:
+            found["codec"] = layout.codec.on(data.device)
         return Quantized(**found, format=layout.format, d=layout.d, dtype=layout.dtype)
 
 
@@ -80,11 +84,14 @@ class Layout:
 
     d: int
     dtype: torch.dtype
-    format: FormatName | None = None
+    format: FormatName | Residual | None = None
     scale: Scale | None = None
+    codec: CodecFile | None = None  # of residual codes
 
     def __str__(self) -> str:
         kept = "" if self.format is None else f", {self.format} with a scale for each {self.scale}"
+        if self.codec is not None:
+            kept = f", {self.format} of {len(self.codec.codec.centroids)} centroids"
         return f"d={self.d}, {self.dtype}{kept}"
 
     @cached_property
@@ -92,8 +99,10 @@ class Layout:
         """The tensors that scores follow from."""
         if self.format is None:
             return {TOKENS: Kept(True, (self.d,), self.dtype)}
-        kept, scale = FORMATS[self.format], Kept(self.scale == "token", (), torch.float32)
+        kept, scale = ALL[self.format], Kept(self.scale == "token", (), torch.float32)
         found = {"data": Kept(True, (-(-self.d // kept.each),), kept.bytes), "scale": scale}
+        if self.codec is not None:
+            found["codes"] = Kept(True, (), torch.int32)
         return found | ({"minimum": scale} if kept.affine else {})
 
     @cached_property
@@ -119,15 +128,23 @@ class Layout:
         if isinstance(packed, Tensor):
             if self.format is None:
                 return {TOKENS: packed}
-            assert self.scale is not None
-            packed = quantize(packed, self.format, self.scale, cu_seqlens_d=offsets(lengths))
+            packed = self.quantized(packed, lengths)
         found = packed.tensors()
+        if self.codec is not None:
+            codes, count = found["codes"], len(self.codec.codec.centroids)
+            found["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
         for name, x in zip(_SCALES, packed.per_token(), strict=True):
             if x is not None:
                 found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
         # Clones: safetensors writes no two tensors that share memory.
         found = {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items() if name != "data"}
         return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **found}
+
+    def quantized(self, tokens: Tensor, lengths: Tensor) -> Quantized:
+        """Packed tokens on the CPU in the format of this layout."""
+        assert self.format is not None and self.scale is not None
+        format: Any = self.format if self.codec is None else self.codec.codec
+        return quantize(tokens, format, self.scale, cu_seqlens_d=offsets(lengths))
 
     def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
         """Of scales of all tokens those that are kept: all, or that of each document, any where it has no tokens."""
@@ -141,7 +158,9 @@ class Layout:
 
 def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> None:
     """Raise TypeError or ValueError, naming the argument, unless a corpus can keep tokens in this format."""
-    if format is not None or not or_none:
+    if isinstance(format, ResidualCodec):
+        check_choice(op, "scale", scale, ("token",))
+    elif format is not None or not or_none:
         check_choice(op, "format", format, tuple(FORMATS))
     if isinstance(scale, str) and scale == "tensor":
         raise ValueError(f"{op}: scale: expected 'token' or 'document', got 'tensor': shards have no scale in common")

@@ -15,12 +15,15 @@ from typing import Any, get_args
 import torch
 
 from ..arguments import DTYPES
-from ..formats import FORMATS
+from ..formats import FORMATS, RESIDUAL
+from .codecs import CodecFile
 from .layout import Layout, Scale
 
 FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # the latter of quantised corpora alone
+CODED_VERSION = 3  # of residual codes
 MANIFEST = "manifest.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_CODEC = "sha256", "bytes", "file"
 _LARGEST = (1 << 63) - 1  # what a size of a tensor can be
 
 
@@ -43,20 +46,27 @@ class Manifest:
     dtype: torch.dtype
     has_ids: bool = False
     shards: tuple[Shard, ...] = ()
-    format: Any = None  # the last two of `Layout`
+    format: Any = None  # the last three of `Layout`
     scale: Any = None
+    codec: CodecFile | None = None
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(self.d, self.dtype, self.format, self.scale)
+        return Layout(self.d, self.dtype, self.format, self.scale, self.codec)
 
     @cached_property
     def text(self) -> bytes:
         """The file."""
-        quantized = {} if self.format is None else {"quantized": {"format": self.format, "scale": self.scale}}
+        version, quantized = VERSION, {}
+        if self.format is not None:
+            about: dict[str, Any] = {"format": self.format, "scale": self.scale}
+            version, quantized = QUANTIZED_VERSION, {"quantized": about}
+        if self.codec is not None:
+            version = CODED_VERSION
+            about["codec"] = {name: getattr(self.codec, name) for name in _CODEC}
         content = {
             "format": FORMAT,
-            "version": QUANTIZED_VERSION if quantized else VERSION,
+            "version": version,
             **quantized,
             "d": self.d,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -83,7 +93,7 @@ class Manifest:
         if known is not None and text == known.text:
             return known
         try:
-            return _parsed(json.loads(text))
+            return _parsed(json.loads(text), path)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
 
@@ -96,16 +106,16 @@ def _digest(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def _parsed(content: Any) -> Manifest:
+def _parsed(content: Any, path: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"format: expected {FORMAT}")
-    if (version := _field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION):
-        expected = f"{VERSION} or {QUANTIZED_VERSION}"
+    if (version := _field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION, CODED_VERSION):
+        expected = f"{VERSION}, {QUANTIZED_VERSION} or {CODED_VERSION}"
         raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
     if content.pop("sha256", None) != _digest(_canonical(content)):
         raise ValueError("sha256: its checksum is not that of its content")
     name = _choice(content, "dtype", _DTYPES)
-    format, scale = _quantized(content) if version == QUANTIZED_VERSION else (None, None)
+    format, scale, codec = (None, None, None) if version == VERSION else _quantized(content, version, path)
     shards = tuple(_shard(x, f"shards[{i}]") for i, x in enumerate(_field(content, "shards", list)))
     if len({shard.file for shard in shards}) != len(shards):
         raise ValueError("shards: expected files of different names")
@@ -115,23 +125,34 @@ def _parsed(content: Any) -> Manifest:
     if tokens > _LARGEST:
         raise ValueError("shards: expected fewer than 2^63 tokens")
     d, has_ids = _count(content, "d", least=1), _field(content, "has_ids", bool)
-    return Manifest(d, _DTYPES[name], has_ids, shards, format, scale)
+    return Manifest(d, _DTYPES[name], has_ids, shards, format, scale, codec)
 
 
-def _quantized(content: Mapping[str, Any]) -> tuple[str, str]:
-    """The format and the kind of scale."""
+def _quantized(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
+    """The format, the kind of scale, and the codec of residual codes."""
     found, at = _field(content, "quantized", dict), "quantized"
-    return _choice(found, "format", FORMATS, at), _choice(found, "scale", get_args(Scale), at)
+    format = _choice(found, "format", RESIDUAL if version == CODED_VERSION else FORMATS, at)
+    scale = _choice(found, "scale", get_args(Scale) if version == QUANTIZED_VERSION else ("token",), at)
+    if version == QUANTIZED_VERSION:
+        return format, scale, None
+    codec, at = _field(found, "codec", dict, at), f"{at}.codec"
+    file = _file(codec, at)
+    return format, scale, CodecFile(_field(codec, "sha256", str, at), _count(codec, "bytes", at), file, path)
 
 
 def _shard(content: Any, at: str) -> Shard:
     if not isinstance(content, dict) or set(content) != set(Shard.__annotations__):
         raise ValueError(f"{at}: expected an object of {', '.join(Shard.__annotations__)}")
+    file = _file(content, at)
+    size, documents, tokens = (_count(content, name, at) for name in ("bytes", "documents", "tokens"))
+    return Shard(file, size, _field(content, "sha256", str, at), documents, tokens)
+
+
+def _file(content: Mapping[str, Any], at: str) -> str:
     file = _field(content, "file", str, at)
     if not re.fullmatch(r"[\w.-]+\.safetensors", file, re.ASCII):
         raise ValueError(f"{at}.file: expected a .safetensors file in the corpus's directory, got {reprlib.repr(file)}")
-    size, documents, tokens = (_count(content, name, at) for name in ("bytes", "documents", "tokens"))
-    return Shard(file, size, _field(content, "sha256", str, at), documents, tokens)
+    return file
 
 
 def _choice(content: Mapping[str, Any], name: str, choices: Iterable[str], at: str = "") -> str:

@@ -25,6 +25,8 @@ class Snapshot:
     def __init__(self, path: Path, manifest: Manifest, before: Snapshot | None = None, verify: bool = False) -> None:
         """Of the corpus at `path`. Shards that are in `before` as well are not opened, or looked at, again."""
         self.path, self.manifest = path, manifest
+        if manifest.codec is not None:
+            manifest.codec.check(manifest.format, manifest.d)
         kept = [] if before is None else before.shards
         if before is None or manifest.shards[: len(kept)] != before.manifest.shards:
             kept = []

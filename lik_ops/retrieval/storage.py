@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .codecs import CodecFile, serialized
 from .layout import Kept
 from .manifest import MANIFEST, Manifest, Shard
 
 LOCK = "append.lock"
 WRITING = "writing-"
 LENGTHS, IDS = "lengths", "ids"  # tensors of every shard, beside those of its layout; ids are JSON in UTF-8
-_ENTRY = re.compile(rb"shard-\d{6,}-[0-9a-f]{16}\.safetensors\n")
+_ENTRY = re.compile(rb"(shard-\d{6,}|codec)-[0-9a-f]{16}\.safetensors\n")
 _TOKEN = slice(-len("0123456789abcdef.safetensors"), -len(".safetensors"))
 _BLOCK = 1 << 20
 
@@ -135,12 +136,13 @@ class Writer:
         return os.pread(self.descriptor, 1 << 10, 0)
 
     @contextmanager
-    def writing(self, number: int) -> Iterator[tuple[Path, str]]:
-        """A directory to write in, and the name for shard `number`; neither is left behind, but a shard that counts."""
+    def writing(self, number: int | None) -> Iterator[tuple[Path, str]]:
+        """A directory to write in, and the name for shard `number`, or, None, for the codec of a new corpus; neither is
+        left behind, but a file that counts."""
         self.remove_leftovers()
         token = secrets.token_hex(8)
         # A name of its own: a reader may still have a shard open that was removed and is written anew.
-        name = f"shard-{number:06d}-{token}.safetensors"
+        name = f"{'codec' if number is None else f'shard-{number:06d}'}-{token}.safetensors"
         directory = self.path / f"{WRITING}{token}"
         try:
             with _naming(self.path / LOCK):
@@ -159,10 +161,14 @@ class Writer:
             os.pwrite(self.descriptor, entry, 0)
 
     def _remove(self, name: str) -> None:
-        """Remove what the writer of shard `name` made, but the shard only if there is a manifest, without it."""
+        """Remove what the writer of `name` made, but a shard only if there is a manifest, without it."""
         with suppress(OSError, ValueError):
-            if all(shard.file != name for shard in Manifest.read(self.path).shards):
-                (self.path / name).unlink(missing_ok=True)
+            if not (name.startswith("codec") and not (self.path / MANIFEST).exists()):
+                manifest = Manifest.read(self.path)
+                codec = None if manifest.codec is None else manifest.codec.file
+                if name == codec or any(shard.file == name for shard in manifest.shards):
+                    return self._tidy(name)
+            (self.path / name).unlink(missing_ok=True)
         self._tidy(name)
 
     def _tidy(self, name: str) -> None:
@@ -203,6 +209,12 @@ def locked(path: Path) -> Iterator[Writer]:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Replace the manifest in the parent of `directory`."""
     _publish(directory, MANIFEST, lambda at: at.write_bytes(manifest.text))
+
+
+def write_codec(directory: Path, name: str, codec: CodecFile) -> CodecFile:
+    """Write a codec into the parent of `directory`; where it is then."""
+    _publish(directory, name, lambda at: at.write_bytes(serialized(codec.codec)))
+    return CodecFile(codec.sha256, codec.bytes, name, directory.parent)
 
 
 def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard:

@@ -22,6 +22,7 @@ from ..quantized import Quantized
 from ..quantizing import Bounds
 from ..segments import rows_of
 from . import _rerank, sources
+from .staged import staged
 
 _OP = "retrieve"
 _COARSE_BYTES = 64 << 20  # of coarse scores, and of the ends of their intervals
@@ -44,8 +45,8 @@ class _Coarse(NamedTuple):
     upper: Tensor
 
 
-def of_quantized(s: Search) -> Best:
-    """`retrieve` among quantised documents, by their own scores."""
+def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Best:
+    """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages."""
     D: Quantized = s.D
     _check_queries(s.Q)
     like = torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)
@@ -53,7 +54,13 @@ def of_quantized(s: Search) -> Best:
     topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
     own = tokens_like(s.Q, D.shape)
     check(_OP, s.Q, own if s.cu_seqlens_d is None else own.unsqueeze(0), None, None, None)
-    return best_of_quantized(s)
+    if n_probe is None and n_candidates is None:
+        return best_of_quantized(s)
+    flat = s.Q.dim() == 2
+    q_mask, q_weight = (lift(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
+    lifted = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
+    values, indices = staged(_OP, lifted, n_probe, n_candidates)
+    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
 
 
 def best_of_quantized(s: Search) -> Best:
@@ -198,15 +205,21 @@ def _held(Q: Tensor, coarse: Quantized) -> float:
     """What one side of a product may be off by on a GPU, relative to its norm."""
     if coarse.format == "int8":  # query rows to a 64,516th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
         return coarse.d**0.5 / 64_000
-    halves = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # sums of residual codes are rounded to the dtype of Q
+    halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
 
 def _apart(s: Search, coarse: Quantized) -> Tensor | float:
-    """Bounds on the L2 norms of what "uint8" may be multiplied as: numbers and minima apart, whose sums cancel."""
-    if coarse.minimum is None:
+    """Bounds on the L2 norms of what documents may be multiplied as, apart from what they count as: of "uint8" numbers
+    and minima, whose sums cancel; of residual codes weights, which a GPU rounds to fp16 beside halves, over that."""
+    if coarse.codec is not None:
+        halves = s.Q.dtype in (torch.float16, torch.bfloat16)
+        largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _roundoff(s.Q)) if halves else 0.0)
+        each = coarse.d**0.5 * largest * coarse.scale.double().abs()
+    elif coarse.minimum is None:
         return 0.0
-    each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
+    else:
+        each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
     each = each.nan_to_num(0)  # their scores are NaN
     if each.numel() == 1:
         return each.reshape(())

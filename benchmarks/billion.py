@@ -1,0 +1,145 @@
+"""A billion tokens of residual codes searched exhaustively on one GPU; and from host memory, fewer.
+
+    python benchmarks/billion.py [--documents 8000000] [--host 400000] [--out FILE]
+
+Documents of 128 tokens, d 128, 2 bits, made on the device: codes drawn at random from 16,384 centroids, so that hardly
+two tokens of a tile share one, and random residuals. `floor` is the largest of what reading the codes, the centroids'
+rows and the products take: bytes over the bandwidth that this run measures, 256 bytes a token over that of the L2
+cache, operations over those of a bf16 matrix product. Wall-clock medians of whole calls that wait for their result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import gpu
+import torch
+from torch.nn.functional import normalize
+
+import lik_ops
+
+CENTROIDS, LENGTH, D, NBITS, TOP_K = 16_384, 128, 128, 2, 100
+L2_BYTES = 5.5e12  # a second: of an H100, by others' measurements; an H200 has the same cache
+GOALS = {1: 60.0, 16: 90.0}  # ms
+
+
+def documents(count: int) -> lik_ops.Quantized:
+    """On the device, without a copy of any of it."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    centroids = normalize(torch.randn(CENTROIDS, D, generator=generator, device="cuda"), dim=-1).half()
+    weights = torch.tensor([-0.08, -0.025, 0.025, 0.08], device="cuda")
+    codec = lik_ops.ResidualCodec(centroids, weights)
+    codes = torch.randint(CENTROIDS, (count, LENGTH), generator=generator, device="cuda", dtype=torch.int32)
+    shape = count, LENGTH, codec.width
+    residuals = torch.randint(256, shape, generator=generator, device="cuda", dtype=torch.uint8)
+    return lik_ops.Quantized.of_codes(codes, residuals, codec, torch.bfloat16)
+
+
+def seconds(function: Callable[[], object], rounds: int) -> float:
+    """The median, of calls that are waited for."""
+    times = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def floor(tokens: int, Nq: int, read: int, ceilings: dict[str, float]) -> dict[str, float]:
+    """Milliseconds that each part takes at best."""
+    return {
+        "bytes": read / ceilings["gbs"] / 1e6,
+        "centroids": tokens * 2 * D / L2_BYTES * 1e3,
+        "products": 2 * tokens * D * Nq * 32 / ceilings["tflops"] / 1e9,
+    }
+
+
+def resident(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]:
+    torch.cuda.reset_peak_memory_stats()
+    made = documents(count)
+    peak_made = torch.cuda.max_memory_allocated()
+    assert made.codes is not None
+    read = made.data.nbytes + made.codes.nbytes + made.scale.nbytes
+    records = []
+    for Nq, goal in GOALS.items():
+        Q = normalize(torch.randn(Nq, 32, D, device="cuda"), dim=-1).bfloat16()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        scores, indices = lik_ops.retrieve(Q, made, TOP_K)
+        peak = torch.cuda.max_memory_allocated() - before
+        some = made[indices[0, :8]]
+        again = lik_ops.maxsim(Q[:1].float(), some.dequantize(torch.float32))
+        error = float((again[0] - scores[0, :8]).abs().max())
+        ms = seconds(lambda Q=Q: lik_ops.retrieve(Q, made, TOP_K), rounds) * 1e3
+        parts = floor(count * LENGTH, Nq, read, ceilings)
+        record = {"where": "device", "Nq": Nq, "documents": count, "ms": ms, "goal": goal, "floor": parts}
+        record |= {"bytes": read, "peak_bytes": peak, "made_peak_bytes": peak_made, "error": error}
+        records.append(record)
+        report(record)
+    return records
+
+
+def from_host(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]:
+    """A `Corpus` on a disk that memory holds, copied chunk by chunk while the chunk before is scored."""
+    made = documents(count).to("cpu")
+    assert made.codes is not None and made.codec is not None
+    none = torch.zeros(count)
+    packed = lik_ops.Quantized(
+        made.data.flatten(0, 1), made.scale.flatten(), made.format, D, made.dtype, codes=made.codes.flatten(),
+        codec=made.codec, error=none, norm=none,
+    )  # fmt: skip
+    read = packed.data.nbytes + made.codes.nbytes + made.scale.nbytes
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(pinned, device="cuda")
+    rate = pinned.nbytes / seconds(lambda: target.copy_(pinned, non_blocking=True), 5)
+    records = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as path:
+        corpus = lik_ops.Corpus.create(path, D, torch.bfloat16, made.codec)
+        corpus.append(packed, lengths=[LENGTH] * count)
+        for Nq in GOALS:
+            Q = normalize(torch.randn(Nq, 32, D, device="cuda"), dim=-1).bfloat16()
+            ms = seconds(lambda Q=Q: lik_ops.retrieve(Q, corpus, TOP_K, progress=False), rounds) * 1e3
+            parts = floor(count * LENGTH, Nq, read, ceilings) | {"copies": read / rate * 1e3}
+            record = {"where": "host", "Nq": Nq, "documents": count, "ms": ms, "floor": parts, "bytes": read}
+            records.append(record)
+            report(record)
+    return records
+
+
+def report(record: dict) -> None:
+    best, goal = max(record["floor"].values()), record.get("goal")
+    print(
+        f"{record['where']}: {record['Nq']} queries, {record['documents']:,} documents: {record['ms']:.1f} ms,"
+        f" {record['bytes'] / record['ms'] / 1e6:.0f} GB/s, floor {best:.1f} ms"
+        + ("" if goal is None else f", goal {goal:.0f} ms"),
+        {k: v for k, v in record.items() if k.endswith("peak_bytes") or k in ("error", "floor")},
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=8_000_000, help="in the memory of the GPU (default 8,000,000)")
+    parser.add_argument("--host", type=int, default=400_000, help="on disk (default 400,000); 0 for none")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each (default 5)")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/billion.json)")
+    args = parser.parse_args()
+    ceilings = gpu.ceilings(gpu.Timer(5))
+    torch.cuda.empty_cache()
+    records = resident(args.documents, ceilings, args.rounds)
+    torch.cuda.empty_cache()
+    if args.host:
+        records += from_host(args.host, ceilings, args.rounds)
+    print("wrote", common.write("billion", records, path=args.out, ceilings=ceilings, rounds=args.rounds))
+
+
+if __name__ == "__main__":
+    main()

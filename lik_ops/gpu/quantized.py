@@ -56,8 +56,9 @@ def _words(stored: Stored, Q: Tensor) -> Tensor | None:
     if word is None or centroids is None or not len(centroids) or not len(data) or not _permutes(Q.device):
         return None
     half = Q.dtype in (torch.float16, torch.bfloat16) and centroids.dtype == torch.float16
-    whole = Q.shape[-1] % 8 == 0 and data.is_contiguous() and data.data_ptr() % word.itemsize == 0
-    return data.view(word) if half and whole else None
+    whole = Q.shape[-1] % 8 == 0 and data.is_contiguous()
+    aligned = data.data_ptr() % word.itemsize == 0 and centroids.data_ptr() % 4 == 0  # which are read as pairs
+    return data.view(word) if half and whole and aligned else None
 
 
 def _counts(stored: Stored) -> Counts | CodedCounts:

@@ -4,11 +4,12 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 """
 
 from . import forward as cuda_forward
+from . import int8
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
 from .forward import forward, forward_plan
-from .quantized import forward_quantized, keep_int8
+from .quantized import forward_quantized, forward_quantized_cut, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
 from .ragged_forward import forward_ragged, ragged_plan
 from .replay import Calls
@@ -28,6 +29,7 @@ __all__ = [
     "forward",
     "forward_plan",
     "forward_quantized",
+    "forward_quantized_cut",
     "forward_ragged",
     "keep_int8",
     "ragged_plan",
@@ -39,4 +41,5 @@ def forget() -> None:
     """Drop what was worked out from the table of configurations."""
     Calls.forget()
     cuda_forward.forget()
+    int8.forget()
     cuda_ragged.forget()

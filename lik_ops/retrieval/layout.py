@@ -122,7 +122,7 @@ class Layout:
             assert self.scale is not None
             packed = quantize(packed, self.format, self.scale, cu_seqlens_d=offsets(lengths))
         found = packed.tensors()
-        for name, x in zip(_SCALES, packed.per_token(), strict=True):
+        for name, x in zip(_SCALES, packed.stored()[1:3], strict=True):
             if x is not None:
                 found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
         # Clones: safetensors writes no two tensors that share memory.

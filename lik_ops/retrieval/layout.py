@@ -133,7 +133,7 @@ class Layout:
         if self.codec is not None:
             codes, count = found["codes"], len(self.codec.codec.centroids)
             found["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
-        for name, x in zip(_SCALES, packed.per_token(), strict=True):
+        for name, x in zip(_SCALES, packed.stored()[1:3], strict=True):
             if x is not None:
                 found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
         # Clones: safetensors writes no two tensors that share memory.

@@ -118,5 +118,5 @@ def _packed(D: Quantized) -> Quantized:
     if D.dim() == 2:
         return D
     assert D.codes is not None
-    scale = D.per_token()[0]
+    scale = D.stored().scale
     return Quantized(D.data.flatten(0, -2), scale, D.format, D.d, D.dtype, codes=D.codes.flatten(), codec=D.codec)

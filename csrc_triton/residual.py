@@ -156,8 +156,9 @@ def tokens_of(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C: tl
     unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
     word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
     args = (word,) + tables  # noqa: RUF005  # Triton unpacks no tuples
-    pairs_of_four: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-    w0, w1, w2, w3 = tl.inline_asm_elementwise(_lookups(NBITS), _registers(NBITS), args, pairs_of_four, True, 1)
+    w0, w1, w2, w3 = tl.inline_asm_elementwise(
+        _lookups(NBITS), _registers(NBITS), args, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+    )
     weights = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), centroids.shape)
     if not C.WHOLE:
         pairs = c0 // 2 + tl.arange(0, centroids.shape[1])

@@ -25,6 +25,8 @@ from lik_ops.retrieval import shards
 
 TIMEOUT = timedelta(seconds=60)
 
+CODEC = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-1.0, 0, 1, 2]), torch.tensor([-0.5, 0.5, 1.5]))
+
 
 def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     def bits(x: Tensor) -> Tensor:
@@ -99,15 +101,16 @@ def check_retrieve(device: str, directory: Path) -> None:
                 alone["normalize"] = documents == 3
                 found = distributed.retrieve(Q if rank == 0 else None, corpus, 7, **alone, **more, device=device)
                 assert same(found, expected)
-            made = lik_ops.quantize(tokens, "uint8", "document", cu_seqlens_d=cu_seqlens).to(device)
-            small = directory / f"{dtype}-{documents}-uint8"
-            if rank == 0:
-                lik_ops.Corpus.open(path).quantize(small, "uint8", "document")
-            dist.barrier()
-            expected = lik_ops.retrieve(Q, made, 7, cu_seqlens_d=cu_seqlens.to(device), **options)
-            corpus = lik_ops.Corpus.open(small)
-            for queries, known in ((Q, options), (Q, options) if rank == 0 else (None, {"normalize": documents == 3})):
-                assert same(distributed.retrieve(queries, corpus, 7, **known, device=device), expected)
+            for n, how in enumerate((("uint8", "document"), (CODEC, "token"))):
+                made = lik_ops.quantize(tokens, *how, cu_seqlens_d=cu_seqlens).to(device)
+                small = directory / f"{dtype}-{documents}-{n}"
+                if rank == 0:
+                    lik_ops.Corpus.open(path).quantize(small, *how)
+                dist.barrier()
+                expected = lik_ops.retrieve(Q, made, 7, cu_seqlens_d=cu_seqlens.to(device), **options)
+                corpus, alone = lik_ops.Corpus.open(small), {"normalize": documents == 3}
+                for queries, known in ((Q, options), (Q, options) if rank == 0 else (None, alone)):
+                    assert same(distributed.retrieve(queries, corpus, 7, **known, device=device), expected)
             D = torch.randint(-1, 2, (documents, 3, 8)).to(device, dtype)
             d_mask = (torch.rand(documents, 3) > 0.5).to(device)
             flat = distributed.retrieve(Q[0], D, 200, d_mask=d_mask)

@@ -163,7 +163,8 @@ def _walking(launch: Launch, arch: Architecture, Nq: int, normalize: bool) -> La
     config = launch.config
     if arch.unit != "wgmma":
         walkers = 1 if arch.unit == "interpreter" else 8 * _PROCESSORS
-        return replace(launch, config=config._replace(WALK=True), walkers=walkers, max_registers=255)
+        config = config._replace(WALK=True, BN=min(config.BN, 32) if arch.name == "sm_100" else config.BN)
+        return replace(launch, config=config, walkers=walkers, max_registers=255)
     rows = max(config.BM, min(next_power_of_2(Nq * config.SLOT), _MOST_CODED))
     warps, each = (8, 1) if rows > 64 else (4, 2 if normalize else 3)
     launch = replace(launch, config=config._replace(BM=rows, WALK=True), num_warps=warps, num_stages=1)

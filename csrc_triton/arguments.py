@@ -67,6 +67,19 @@ class CodedCounts(NamedTuple):
     weights: Any
 
 
+class Numbers(NamedTuple):
+    """int8 documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
+
+    What token t of document k counts as is times ``scale[k * stride_doc + t * stride_l]``; `stride_l` is 0 where a
+    document has one scale, `stride_doc` too where all have.
+    """
+
+    ptr: Any
+    scale: Any
+    stride_doc: Any
+    stride_l: Any
+
+
 class Operands(NamedTuple):
     """What a program reads tokens from: Q and D; of D a tensor descriptor and `Counts`, of either `Terms`, or None.
 
@@ -216,7 +229,9 @@ class Specialization(NamedTuple):
     ARGMAX: bool
     SUMS: bool = False  # `maxsim_row_maxima`: scores, not maxima
     NORMALIZE: bool = False
-    GIVEN: bool = False  # inverse norms of document tokens are read beside each tile; else found in the kernel
+    GIVEN: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
+    ROWS: int = 64  # query rows of a product of 64 rows: 32 where each is two int8 terms
+    FEW: bool = False  # int8 documents, at most ROWS query rows: each warp group has documents of its own
 
 
 class Found(NamedTuple):

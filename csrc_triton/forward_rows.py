@@ -16,11 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .arguments import Sizes
 from .common import NO_TOKEN, nan_max, query_keep, query_weight, row_pointers
-from .forward_specialized import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, issued, slot_rows, sums_of
+from .forward_specialized import CONSUMER_REGISTERS, HALVES, PRODUCER_REGISTERS, issued
 from .gluon_names import async_load
 from .halves import UNRESOLVED, Half, fresh, fresh_halves, reduced, settle, winners_of
 from .patches import counted, patch
 from .ring import HALF_ROWS, Ring, advance, shared_ring
+from .slots import slot_rows, sums_of
 from .spans import Spans, block, bounds_of, costs_of, here, length_of, shares, span_of
 
 
@@ -307,7 +308,7 @@ def maxsim_row_maxima(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C
     """
     sizes = Sizes(Nq, K, Lq, 0)
     spans = Spans(segments, patches, tiles)
-    row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), ROWS)
+    row_tiles = gl.cdiv(Nq * (C.SLOT if C.SUMS else Lq), HALVES * C.ROWS)
     k = block(0)
     bounds = bounds_of(spans, k, K)
     ring, q_smem = shared_ring(D, C)  # while these are on their way

@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .common import NO_TOKEN, nan_max
+from .norms import scaled
+from .stored import LOW
 
 UNRESOLVED = gl.constexpr(-2)  # the winner of a maximum that is NaN or -inf, until it is looked for
 
@@ -60,6 +62,27 @@ def reduced(S, best, where, t0, C: gl.constexpr):
 
 
 @gluon.jit
+def _together(hi, lo):
+    return hi * LOW + lo
+
+
+@gluon.jit
+def joined(S, C: gl.constexpr):
+    """Products as those of query rows: hi and lo of a row lie 8 rows apart, in one thread."""
+    if C.ROWS < S.shape[0]:
+        terms = gl.reduce(gl.reshape(S, (S.shape[0] // 16, 2, 8, S.shape[1])), 1, _together)
+        S = gl.reshape(terms, (C.ROWS, S.shape[1]))
+    return S
+
+
+@gluon.jit
+def taken(S, inverse, half, start, C: gl.constexpr):
+    """A half after a tile that begins with token `start`."""
+    best, where = reduced(scaled(joined(S, C), inverse, C), half.best, half.where, start, C)
+    return Half(S, best, where)
+
+
+@gluon.jit
 def settle(half, C: gl.constexpr):
     """Nothing: but as the compiler sees it, `half.S` is rewritten once `half.best` is known.
 
@@ -77,7 +100,11 @@ def settle(half, C: gl.constexpr):
 @gluon.jit
 def fresh(S, C: gl.constexpr):
     """A half that has seen no tile; `S` only lends its registers."""
-    none = gl.full_like(S, float("-inf"))
+    x = joined(S, C)
+    if x.dtype == gl.int32 and not C.GIVEN:
+        none = gl.full_like(x, -(2**31))
+    else:
+        none = gl.full_like(x.to(gl.float32), float("-inf"))
     best = gl.reduce(gl.reduce(lanes(none), 3, nan_max), 1, nan_max)
     where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
     return Half(S, best, where)

@@ -73,7 +73,7 @@ def wait_for_tile(ring, stage, phase, C: gl.constexpr):
 
 @gluon.jit
 def inverse_of_tile(ring, stage, phase, S, C: gl.constexpr):
-    """The inverse norms of the tokens of the tile at `stage`, as columns of `S`; 0 unless normalising."""
+    """The scales or inverse norms of the tokens of the tile at `stage`, as columns of `S`; 0 where there are none."""
     inverse = 0
     if C.GIVEN:
         inverse = ring.norms.inverse.index(stage).load(gl.SliceLayout(0, S.type.layout))
@@ -84,9 +84,9 @@ def inverse_of_tile(ring, stage, phase, S, C: gl.constexpr):
 
 @gluon.jit
 def scaled(S, inverse, C: gl.constexpr):
-    """Similarities over the norms of their document tokens, if normalising."""
-    if C.NORMALIZE:
-        S = S * inverse[None, :]
+    """Similarities over the norms of their document tokens if normalising, or times their scales."""
+    if C.NORMALIZE or C.GIVEN:
+        S = S.to(gl.float32) * inverse[None, :]
     return S
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -24,6 +25,7 @@ class Ring(NamedTuple):
 
     `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
     each group, and one that both pass when they have read their last tile. `norms` are 0 unless normalising.
+    With C.FEW each group has C.STAGES tiles of its own, the second behind the first.
     """
 
     tiles: Any
@@ -34,15 +36,27 @@ class Ring(NamedTuple):
     norms: Any
 
 
+@triton.constexpr_function
+def products(BN, dtype):
+    """The layout of 64 rows of products with a tile of BN tokens; one instruction takes 32 bytes of features."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // dtype.primitive_bitwidth])
+
+
 def tile_layout(block: list[int], dtype: str):
     """The shared-memory layout of a tile of documents, as the matrix unit wants it; `dtype` is "float16" or so."""
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
 
 
+@triton.constexpr_function
+def tiles_of(C):
+    """How many tiles the ring has."""
+    return 2 * C.STAGES if C.FEW else C.STAGES
+
+
 @gluon.jit
 def _room_for_norms(norms, C: gl.constexpr):
     if C.GIVEN:
-        return Norms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout), 0)
+        return Norms(gl.allocate_shared_memory(gl.float32, [tiles_of(C), C.BN], norms.layout), 0)
     elif C.NORMALIZE:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
@@ -55,19 +69,19 @@ def _room_for_norms(norms, C: gl.constexpr):
 def shared_ring(D, C: gl.constexpr, norms=None):
     """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = C.STAGES
+    TILES: gl.constexpr = tiles_of(C)
     ring = Ring(
-        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, C.BD], D.layout),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(D.dtype, [TILES, C.BN, C.BD], D.layout),
+        gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
         _room_for_norms(norms, C),
     )
     q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
-    for n in gl.static_range(STAGES):
+    for n in gl.static_range(TILES):
         mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
+        mbarrier.init(ring.empty.index(n), count=1 if C.FEW else 2)
         if C.NORMALIZE and not C.GIVEN:
             mbarrier.init(ring.norms.ready.index(n), count=1)
     for n in gl.static_range(2):

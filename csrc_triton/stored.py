@@ -21,7 +21,7 @@ from .common import inverse_norm, load_rows, load_tokens, nan_max, row_pointers,
 from .maxima import per_row, per_token
 from .residual import bucket_bits, load_coded
 
-_LOW = tl.constexpr(254)
+LOW = tl.constexpr(254)
 
 
 @triton.jit
@@ -73,6 +73,25 @@ def _nearest(x):
     return (x + 12582912.0) - 12582912.0
 
 
+@triton.jit
+def term_values(q):
+    """The terms hi and lo of fp32 rows, and their scales, negative if not plain.
+
+    Products are rounded before anything is added to them: fused, terms would hang on the kernel that makes them.
+    """
+    most = tl.max(tl.abs(q), axis=1)
+    finite = tl.min((tl.abs(q) < 1e30).to(tl.int32), axis=1) > 0
+    plain = finite & ((most > 1e-30) | (most == 0))
+    inverse = (127.0 / tl.where(plain & (most > 0), most, 1.0))[:, None]
+    x = tl.where(plain[:, None], q, 0.0)
+    zero = tl.where(x == x, 0.0, 0.0)  # in the layout of x, which Gluon's functions would ask for
+    x = tl.fma(x, zero + inverse, zero)
+    hi = _nearest(x)
+    lo = _nearest(tl.fma(x - hi, zero + LOW, zero))
+    scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * LOW)))
+    return hi, lo, tl.where(plain, scale, -1.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     """Query rows as int8, hi ``[rows, BD]`` with lo below it; and their scales, negative if not plain."""
@@ -80,17 +99,11 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     ok = row < rows
     columns = tl.arange(0, C.BD)
     q = load_rows(row_pointers(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
-    most = tl.max(tl.abs(q), axis=1)
-    finite = tl.min((tl.abs(q) < 1e30).to(tl.int32), axis=1) > 0
-    plain = finite & ((most > 1e-30) | (most == 0))
-    x = tl.where(plain[:, None], q, 0.0) * (127.0 / tl.where(plain & (most > 0), most, 1.0))[:, None]
-    hi = _nearest(x)
-    lo = _nearest((x - hi) * _LOW)
+    hi, lo, scale = term_values(q)
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi.to(tl.int8), mask=ok[:, None])
     tl.store(places + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])
-    scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * _LOW)))
-    tl.store(scales + row, tl.where(plain, scale, -1.0), mask=ok)
+    tl.store(scales + row, scale, mask=ok)
 
 
 @triton.jit
@@ -98,11 +111,11 @@ def terms_product(q, x, C: tl.constexpr):
     """``q . x^T`` of terms but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
     hi, lo = q
     if C.TOKENS_FIRST:
-        S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32) * _LOW
+        S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32) * LOW
         if C.TERMS == 2:
             S += tl.dot(x, tl.trans(lo), out_dtype=tl.int32)
     else:
-        S = tl.dot(hi, tl.trans(x), out_dtype=tl.int32) * _LOW
+        S = tl.dot(hi, tl.trans(x), out_dtype=tl.int32) * LOW
         if C.TERMS == 2:
             S += tl.dot(lo, tl.trans(x), out_dtype=tl.int32)
     return S.to(tl.float32)

@@ -97,13 +97,25 @@ ALL: Mapping[str, Format] = ChainMap(RESIDUAL, FORMATS)  # in the order of `FORM
 class Stored(NamedTuple):
     """Document tokens as a format keeps them."""
 
-    data: Tensor  # [Td, ...]
-    scale: Tensor  # [Td] or [1], fp32
+    data: Tensor  # [Td, ...], or with more axes before it is `flat`
+    scale: Tensor  # [Td] or [1], fp32; before, the shape of tokens, with sizes of 1 where it is one for all
     minimum: Tensor | None  # the same
     format: str
     codes: Tensor | None = None  # of residual codes: [Td], int32 or int64
     centroids: Tensor | None = None  # [C, d]
     weights: Tensor | None = None  # [2^nbits], fp32
+
+    def flat(self) -> Stored:
+        """As operators take it, with one axis for all tokens."""
+        tokens, codes = self.data.shape[:-1], self.codes
+
+        def per_token(x: Tensor | None) -> Any:
+            if x is None or x.numel() == 1:
+                return x if x is None else x.reshape(1)
+            return x.expand(tokens).reshape(-1)
+
+        flat = self.data.flatten(0, -2), per_token(self.scale), per_token(self.minimum)
+        return Stored(*flat, self.format, None if codes is None else codes.reshape(-1), *self[5:])
 
     def decoded(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
         """Some tokens ``[n, d]`` in fp32 as they count, NaN of a code that is no centroid's; in `out` if given."""

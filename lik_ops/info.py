@@ -39,8 +39,9 @@ def _devices() -> list[tuple[torch.device, str]]:
     return devices
 
 
-def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -> str:
-    """The backend, and for Triton the kernel with its tile, that scoring 1000 documents of 300 tokens would use."""
+def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, int8: bool = False) -> str:
+    """The backend, and for Triton the kernel with its tile, that scoring 1000 documents of 300 tokens would use; of
+    `int8` documents, if they are."""
     try:
         backend = backends.select(device, dtype)
     except RuntimeError as error:
@@ -52,7 +53,8 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -
     from .gpu import launcher
 
     arch, sizes = cuda.architecture(device), (Nq, _DOCUMENTS, Lq, _TOKENS, d)
-    return f"triton {kernel(arch, arch.processors, dtype, *sizes)}; launched {launcher.way()}"
+    of = int8_kernel if int8 else kernel
+    return f"triton {of(arch, arch.processors, dtype, *sizes)}; launched {launcher.way()}"
 
 
 def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
@@ -62,6 +64,18 @@ def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd:
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
     chosen = choose.dense(Q, D, None, False, None, replace(arch, processors=processors))
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
+
+
+def int8_kernel(
+    arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int
+) -> str:
+    """The kernel that scores contiguous int8 documents of these sizes with a scale for each token, likewise."""
+    from .gpu import choose
+
+    Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
+    data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
+    chosen = choose.int8(Q, data, scale, replace(arch, processors=processors))
+    return f"{chosen.kernel} on {arch.name}: {chosen.tile()}" if chosen else f"maxsim_forward_ragged on {arch.name}"
 
 
 def table() -> str:
@@ -123,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {str(dtype).removeprefix('torch.'):9} {choice(device, dtype, args.nq, args.lq, args.d)}")
             if args.compile:
                 _compile(device, dtype, args.nq, args.lq, args.d)
+        print(f"  {'int8':9} {choice(device, torch.bfloat16, args.nq, args.lq, args.d, int8=True)}")
     for said in fallen_back():
         print(f"fallback {said}")
 

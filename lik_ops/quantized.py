@@ -190,22 +190,15 @@ class Quantized:
             out[part] = stored.decoded(part, self.d)
         return out.view(self.shape)
 
+    def kept(self) -> Stored:
+        """The tokens with the axes that they have, FP8 as bytes."""
+        codes, codec = self.codes, self.codec
+        coded = () if codes is None or codec is None else (codes, codec.centroids, codec.table)
+        return Stored(self.data.view(ALL[self.format].bytes), self.scale, self.minimum, self.format, *coded)
+
     def stored(self) -> Stored:
         """The tokens of all documents, as operators take them."""
-        data, codes, codec = self.data.flatten(0, -2).view(ALL[self.format].bytes), self.codes, self.codec
-        coded = () if codes is None or codec is None else (codes.reshape(-1), codec.centroids, codec.table)
-        return Stored(data, *self.per_token(), self.format, *coded)
-
-    def per_token(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and minima of all tokens ``[Td]``, ``[1]`` where there is one for all."""
-        tokens = self.data.shape[:-1]
-
-        def flat(x: Tensor | None) -> Any:
-            if x is None or x.numel() == 1:
-                return x if x is None else x.reshape(1)
-            return x.expand(tokens).reshape(-1)
-
-        return flat(self.scale), flat(self.minimum)
+        return self.kept().flat()
 
     @classmethod
     def of_codes(

@@ -506,7 +506,7 @@ def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
     once = [at for at, text in code if "USETMAXREG" in text]
     loops = [(to, at) for to, at in jumps if to < at and not any(to <= n <= at for n in once)]
     if products:
-        multiply = [at for at, text in code if "HGMMA" in text]
+        multiply = [at for at, text in code if "GMMA" in text]
         loops = [(to, end) for to, end in loops if any(to <= at <= end for at in multiply)]
         loops = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     assert loops

@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lik_ops.csrc_triton import forward_specialized as fs
 from lik_ops.csrc_triton import forward_wide as fw
 from lik_ops.csrc_triton import tile_norms
-from lik_ops.csrc_triton.arguments import Output, Queries, Sizes
+from lik_ops.csrc_triton.arguments import Numbers, Output, Queries, Sizes
 from lik_ops.csrc_triton.ring import tile_layout
 from lik_ops.gpu import configs, gluon_configs
 
@@ -36,12 +36,13 @@ def source(
         "Q": Queries(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
         "norms": described_norms(C.BN) if given else "constexpr",
+        "numbers": "constexpr",
         "out": Output("*fp32", "*i16" if argmax else "constexpr"),
         "sizes": Sizes(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
-    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C}
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("numbers"),): None}
     if not given:
         values[(names.index("norms"),)] = None
     if not argmax:
@@ -49,6 +50,46 @@ def source(
     aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool):
+    choice = gluon_configs.int8(SM_90, Nq, 256, Lq, Ld, d, each_token=each_token, processors=132)
+    assert choice is not None
+    C = choice.config
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<i8[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], 'int8')!r}>",
+        "norms": described_norms(C.BN) if each_token else "constexpr",
+        "numbers": Numbers("*i8", "*fp32", "i32", "i32"),
+        "out": Output("*fp32", "constexpr"),
+        "sizes": Sizes(*["i32"] * 4),
+    }
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
+    values |= {} if each_token else {(names.index("norms"),): None}
+    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (names.index("out"), 0)]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+@pytest.mark.parametrize("each_token", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Nq", "Lq", "Ld", "options"),
+    [
+        (torch.bfloat16, 128, 1, 32, 1024, False),
+        (torch.float32, 64, 2, 16, 180, True),
+        (torch.bfloat16, 128, 256, 32, 300, False),
+        (torch.float32, 96, 256, 5, 300, True),
+    ],
+    ids=str,
+)
+def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, each_token, tmp_path):
+    target = GPUTarget("cuda", 90, 32)
+    compiled = compile_as_launched(int8_source(dtype, d, Nq, Lq, Ld, options, each_token), target)
+    assert "s32.s8.s8" in compiled.asm["ptx"]
+    check(compiled, tmp_path)
 
 
 def described_norms(BN: int) -> str:

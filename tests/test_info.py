@@ -14,7 +14,17 @@ pytest.importorskip("triton", reason="the plans are those of the Triton backend"
 from lik_ops.csrc_triton.arguments import Config, Specialization
 from lik_ops.gpu import arguments as cuda_arguments
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import choose, configs, forward_configs, gluon_configs, launcher, triton_versions
+from lik_ops.gpu import (
+    choose,
+    configs,
+    forward_configs,
+    gluon_configs,
+    int8,
+    launcher,
+    quantized,
+    ragged_forward,
+    triton_versions,
+)
 from lik_ops.gpu import plain as cuda_plain
 
 
@@ -52,7 +62,7 @@ def launched(monkeypatch):
     found = []
     arch = [None]
     monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
-    for module in (choose, cuda_arguments, cuda_plain):
+    for module in (choose, cuda_arguments, cuda_plain, int8, quantized, ragged_forward):
         monkeypatch.setattr(module, "architecture", lambda device: arch[0])
 
     def launch(kernel, grid, args, options):
@@ -86,7 +96,9 @@ def ran(name, grid, args, options):
         numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
         numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
         return name, numbers, any(type(x).__name__ == "Terms" for x in args)
-    rows = gluon_configs.SPECIALIZED_ROWS if isinstance(config, Specialization) else gluon_configs.WIDE_ROWS
+    rows = gluon_configs.WIDE_ROWS
+    if isinstance(config, Specialization):
+        rows = config.ROWS if config.FEW else 4 * config.ROWS
     return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, False
 
 
@@ -104,6 +116,17 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
     half, whole = dtype is not torch.float32, arch.unit in forward_configs.SPLITTING
     assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (half and arch.name == "sm_90")
     assert (("maxsim_forward", True) in kernels) == (not half and whole)
+
+
+@pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 64, 64), (3, 5, 20)])
+def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
+    sm_90, Q, D = configs.ARCHITECTURES["sm_90"], torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
+    expected = info.int8_kernel(sm_90, PROCESSORS, Q.dtype, Nq, len(D), Lq, Ld, 64)
+    kernels = [ran(*launch) for launch in launched(sm_90, Q, lik_ops.quantize(D))]
+    if Ld > 64:
+        assert kernels == [said(expected)]
+    else:
+        assert expected == "maxsim_forward_ragged on sm_90" and kernels[0][0] == "maxsim_forward_ragged"
 
 
 def test_info_names_the_split_plan_of_fp32():

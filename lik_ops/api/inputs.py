@@ -205,7 +205,12 @@ def _short(
     pairs: Tensor | None = None,
     max_seqlen_q: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """`eager.maxsim_ragged`: scores and winners, or None where the call has to take the operator."""
+    """`eager.maxsim_ragged` or `maxsim_quantized`: scores and winners, or None where the call has to take the
+    operator."""
+    if g.quantized is not None:
+        indices, per_token = (g.cu_seqlens_q, offsets, lengths, pairs, None), (g.q_mask, g.d_mask, g.q_weight)
+        chosen: dict[str, Any] = {"normalize": g.normalize, "max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
+        return eager.maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, **chosen)
     if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight

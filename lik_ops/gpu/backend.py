@@ -4,12 +4,13 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 """
 
 from . import forward as cuda_forward
+from . import int8
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
 from .code_scores import code_scores
 from .forward import forward, forward_plan
-from .quantized import forward_quantized, keep_int8
+from .quantized import forward_quantized, forward_quantized_cut, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
 from .ragged_forward import forward_ragged, ragged_plan
 from .replay import Calls
@@ -32,6 +33,7 @@ __all__ = [
     "forward",
     "forward_plan",
     "forward_quantized",
+    "forward_quantized_cut",
     "forward_ragged",
     "forward_soft",
     "keep_int8",
@@ -44,4 +46,5 @@ def forget() -> None:
     """Drop what was worked out from the table of configurations."""
     Calls.forget()
     cuda_forward.forget()
+    int8.forget()
     cuda_ragged.forget()

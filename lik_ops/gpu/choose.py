@@ -101,6 +101,22 @@ def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
     return found if not found.is_wide or describable_queries(Q) else None
 
 
+def int8(Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture) -> Specialized | None:
+    """The choice for int8 documents ``[Nd, Ld, d]`` without mask, normalising or winners; None where
+    `maxsim_forward_ragged` serves.
+
+    `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all.
+    """
+    if Q.dim() != 3 or data.dim() != 3 or not (Q.numel() and data.numel() and describable(data)):
+        return None
+    each_token = scale.shape[1] > 1
+    if each_token and not scale.is_contiguous():
+        return None
+    call = arch, *sizes(Q, data), Q.shape[-1]
+    found = gluon_configs.int8(*call, each_token=each_token, processors=arch.processors)
+    return None if found is None or kernels() is None else found
+
+
 def row_maxima(
     D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool, arch: Architecture
 ) -> RowMaxima | None:

@@ -11,12 +11,18 @@ from . import forward_configs
 from .configs import Architecture, cdiv, loads_vectors, next_power_of_2
 from .forward_table import HALF
 
-SPECIALIZED_ROWS, WIDE_ROWS = 256, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
+_PRODUCTS = 4  # of 64 rows, of a program of `maxsim_forward_specialized` unless rows are few
+SPECIALIZED_ROWS, WIDE_ROWS = 64 * _PRODUCTS, 128  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
 _MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
 _MOST_SLOT = 128  # rows of a query that it sums itself
 _LEAST_GIVEN = 6  # row tiles that pay for a launch that finds the norms of document tokens
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
+
+_TERM_ROWS = 32  # query rows of two int8 terms in a product
+# Of int8 documents: tokens of a tile and stages; for few query rows, with what a token costs beside the smaller tile.
+_INT8 = 64, 8
+_INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
 
 
 class RowMaxima(NamedTuple):
@@ -88,14 +94,17 @@ class Specialized(NamedTuple):
     @property
     def reads_norms(self) -> bool:
         """Whether inverse norms of document tokens, and of query tokens of wide features, are found before it."""
-        return self.config.NORMALIZE if isinstance(self.config, WideSpecialization) else self.config.GIVEN
+        given = isinstance(self.config, WideSpecialization) or self.config.GIVEN
+        return self.config.NORMALIZE and given
 
     @property
     def kernel(self) -> str:
         return "maxsim_forward_wide" if self.is_wide else "maxsim_forward_specialized"
 
     def tile(self) -> str:
-        return _streamed(WIDE_ROWS if self.is_wide else SPECIALIZED_ROWS, self)
+        if isinstance(self.config, WideSpecialization):
+            return _streamed(WIDE_ROWS, self)
+        return _streamed(self.config.ROWS * (1 if self.config.FEW else _PRODUCTS), self)
 
 
 def _streamed(rows: int, choice: Specialized | RowMaxima) -> str:
@@ -152,8 +161,52 @@ def specialized(
     worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
-    # A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then all
-    # of a document's programs read it at the same time.
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
+
+
+def _programs(processors: int, row_tiles: int, pairs: int) -> int:
+    """A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then
+    all of a document's programs read it at the same time."""
     aligned = processors // row_tiles * row_tiles
-    programs = aligned if aligned >= 0.95 * processors else processors
-    return Specialized(config, parts, row_tiles, min(programs, pairs))
+    return min(aligned if aligned >= 0.95 * processors else processors, pairs)
+
+
+def _int8_tile(Ld: int, few: bool) -> tuple[int, int]:
+    """Tokens and stages. Few rows wait for documents: there the tile whose last one of a document wastes least."""
+    if not few:
+        return _INT8
+    fitting = [tile for tile in _INT8_FEW if tile[0] <= Ld] or [_INT8_FEW[0]]
+    tokens, stages, _ = min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])
+    return tokens, stages
+
+
+def int8(
+    arch: Architecture,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    each_token: bool,
+    processors: int,
+) -> Specialized | None:
+    """The choice for dense int8 documents without mask, beside queries of up to 32 tokens, each two int8 terms; None
+    where the kernel of packed documents serves.
+
+    Nq and K may decide, as all give the same bits. `each_token`: tokens have scales of their own.
+    """
+    rows, slot = _TERM_ROWS, next_power_of_2(Lq)
+    few = Nq * slot <= rows
+    row_tiles = 1 if few else cdiv(Nq * slot, _PRODUCTS * rows)
+    tokens, stages = _int8_tile(Ld, few)
+    config = Specialization(
+        tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=each_token, ROWS=rows, FEW=few
+    )
+    pairs = row_tiles * K
+    fits = 2 <= Lq <= rows and Ld >= tokens and pairs < 2**31 and Nq * slot < 2**31 and K * Ld < 2**31
+    # The memory access unit begins at multiples of 16 bytes.
+    fits = fits and d <= 128 and d % 16 == 0 and not (each_token and Ld % 4)
+    if arch.name != "sm_90" or not fits or pairs < processors // 2:
+        return None
+    return Specialized(config, 1, row_tiles, _programs(processors, row_tiles, pairs))

@@ -11,7 +11,7 @@ from ..csrc_triton.arguments import CodedCounts, Config, Counts
 from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
 from ..formats import ALL, Stored
 from ..segments import Cut, Ragged
-from . import launcher
+from . import int8, launcher
 from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
 from .configs import Architecture, cdiv, next_power_of_2
 from .ragged_forward import packed_documents, ragged_plan
@@ -25,23 +25,39 @@ def forward_quantized(
     r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
-    data, kept = _as_read(stored, architecture(r.Q.device))
-    counts = _counts(stored)
-    if normalize:
-        counts = _unit_counts(Cut.of(r._replace(D=data), max_seqlen_q), counts, kept)
-    if (words := _words(stored, r.Q)) is not None:
-        data, kept = words, kept.replace("codes", "words")
-    c = Cut.of(r._replace(D=data), max_seqlen_q)
-    scores, argmax = ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
+    scores, argmax = _forward(Cut.of(r._replace(D=stored.data), max_seqlen_q), stored, normalize, argmax_dtype)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
-def _as_read(stored: Stored, arch: Architecture) -> tuple[Tensor, Any]:
+def forward_quantized_cut(
+    c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The same of a `Cut` and tokens with the axes that they have, whose numbers are its D."""
+    if stored.format == "int8" and not (c.candidates or normalize or argmax_dtype):
+        is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
+        scores = int8.forward(c, stored) if is_dense else None
+        if scores is not None:
+            return scores, None
+    return _forward(c, stored.flat(), normalize, argmax_dtype)
+
+
+def _forward(c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """By the kernel of packed documents."""
+    data, kept = _as_read(c.D, stored.format, architecture(c.Q.device))
+    c, counts = c._replace(D=data), _counts(stored)
+    if normalize:
+        counts = _unit_counts(c, counts, kept)
+    if (words := _words(stored._replace(data=data), c.Q)) is not None:
+        c, kept = c._replace(D=words), kept.replace("codes", "words")
+    return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
+
+
+def _as_read(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """The numbers as the kernel reads them, and `Config.STORED`."""
-    kept = ALL[stored.format]
+    kept = ALL[format]
     if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
-        return stored.data.view(kept.dtype), "number"
-    return stored.data, kept.kernel
+        return data.view(kept.dtype), "number"
+    return data, kept.kernel
 
 
 def _permutes(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..csrc_triton import row_sums, tile_norms
-from ..csrc_triton.arguments import Output, Sizes, Specialization
+from ..csrc_triton.arguments import Numbers, Output, Sizes, Specialization
 from ..segments import Dense
 from . import configs, gluon, gluon_configs, launcher
 from .arguments import documents_of, queries_of
@@ -39,7 +39,7 @@ class SpecializedPlan(GluonPlan):
         self.kernel = getattr(kernels.wide if choice.is_wide else kernels.specialized, choice.kernel)
         C = choice.config
         features = C.BD if isinstance(C, Specialization) else kernels.wide.FEATURES.value
-        self.tiles = gluon.tiles((C.BN, features), Q.dtype)
+        self.tiles = gluon.tiles((C.BN, features), D.dtype)
         if choice.is_wide:
             self.query_tiles = gluon.tiles((gluon_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features), Q.dtype)
         self.norm_features = _WIDE_FEATURES if choice.is_wide else features
@@ -102,7 +102,11 @@ class SpecializedPlan(GluonPlan):
 
     def _tensors(self, x: Dense, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         """What the kernel takes between the queries and the sizes."""
-        return tokens, norms[0], Output(sums, argmax)
+        return tokens, norms[0], self._numbers(x), Output(sums, argmax)
+
+    def _numbers(self, x: Any) -> Numbers | None:
+        """int8 documents beside their descriptor."""
+        return None
 
 
 class WidePlan(SpecializedPlan):

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from .. import backends
 from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, score_dtype
+from ..formats import Stored
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
 from . import family
 from .eager_calls import Call, CutCall, DenseCall
-from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, nobody_watches
+from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
 
 _MOST_CALLS = 4096
 _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
@@ -285,6 +286,41 @@ def maxsim_ragged(
         return call.plan.forward(c)
     found = _MaxSim.apply(Q, D, q_weight, call, c)
     return found if with_argmax else (found, None)
+
+
+def maxsim_quantized(
+    stored: Stored,
+    Q: Tensor,
+    indices: tuple,
+    per_token: tuple,
+    *,
+    normalize: bool,
+    max_seqlen_q: int | None,
+    with_argmax: bool,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Scores and, if asked, winners as of ``lik::maxsim_quantized_fwd``, of arguments that were checked; None where the
+    call has to take the operator.
+
+    `indices` and `per_token` are those of `Cut`. Without winners, also of pairs whose queries may have any length.
+    """
+    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+        return None
+    data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
+    sizes = _sizes(Q, data, indices, per_token, max_seqlen_q)
+    q_weight, bounded = per_token[2], max_seqlen_q is not None or indices[3] is None or indices[0] is None
+    if sizes is None or not (bounded or not with_argmax) or _wants_gradients(Q, q_weight):
+        return None
+    is_ordinary = (
+        all(is_memory(x) for x in tensors)
+        and all(x is None or x.is_contiguous() for x in indices)
+        and all(_is_even(x, 1) for x in (Q, data))
+        and all(x is None or _is_even(x, 0) for x in per_token)
+    )
+    backend = backends.select(Q.device, Q.dtype)
+    if not (is_ordinary and hasattr(backend, "forward_quantized_cut")):
+        return None
+    c = Cut(Q, data, *indices, *per_token, *sizes)
+    return backend.forward_quantized_cut(c, stored, normalize, argmax_dtype_for(c.Td) if with_argmax else None)
 
 
 def forget() -> None:

@@ -1,0 +1,86 @@
+"""Dense int8 documents on sm_90: `maxsim_forward_specialized` beside query rows of int8 terms."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import metadata
+from ..csrc_triton.arguments import Numbers
+from ..formats import Stored
+from ..segments import Cut
+from . import choose, gluon, gluon_configs, launcher
+from .arguments import architecture, on_device
+from .specialized import SpecializedPlan
+
+_MOST_PLANS = 4096
+_plans: dict[tuple, Int8Plan | None] = {}
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, with all their axes; `scale` expanded to ``[Nd, Ld]``."""
+
+    Q: Tensor
+    D: Tensor
+    q_mask: Tensor | None
+    q_weight: Tensor | None
+    scale: Tensor
+
+
+class Int8Plan(SpecializedPlan):
+    """Row tiles hold 128 query tokens, or 32 where there are no more, of whole queries: one launch scores all."""
+
+    instead = "maxsim_forward_ragged"
+
+    def __init__(self, choice: gluon_configs.Specialized, Q: Tensor, data: Tensor) -> None:
+        super().__init__(choice, Q, data, None)
+        self.each_token = choice.config.GIVEN  # type: ignore[union-attr]
+
+    def forward(self, x: Inputs) -> Tensor | None:
+        """The scores, or None where another kernel has to serve."""
+        if x.D.data_ptr() % 16 or (self.each_token and x.scale.data_ptr() % 16):
+            return None
+        scores = self.new_scores(self.scores_shape, self.score_strides[2])
+
+        def fill() -> tuple[Tensor, ...]:
+            with on_device(self.device):
+                self._launch(x, scores, None, self.sizes)  # type: ignore[arg-type]
+            return ()
+
+        try:
+            self.calls.run((), (*x, scores), fill, self.device)
+        except launcher.DoesNotCompile as error:
+            launcher.fall_back(error, self.instead)
+            return None
+        return scores
+
+    def _norms(self, x: Any, sizes: Any) -> tuple[Any, Tensor | None]:
+        if not self.each_token:
+            return None, None
+        return gluon.tiles((self.choice.config.BN,), torch.float32).of(x.scale, [x.scale.numel()], [1]), None
+
+    def _numbers(self, x: Any) -> Numbers:
+        return Numbers(x.D, x.scale, *x.scale.stride())
+
+
+def forward(c: Cut, stored: Stored) -> Tensor | None:
+    """The scores of the cross product of dense queries, and dense documents without mask; None where
+    `maxsim_forward_ragged` serves. `stored` has the axes of documents."""
+    data, scale = stored.data, stored.scale
+    key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride())
+    if key not in _plans:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        choice = choose.int8(c.Q, data, scale, architecture(c.Q.device))
+        _plans[key] = None if choice is None else Int8Plan(choice, c.Q, data)
+    plan = _plans[key]
+    if plan is None:
+        return None
+    return plan.forward(Inputs(c.Q, data, c.q_mask, c.q_weight, scale.expand(data.shape[:2])))
+
+
+def forget() -> None:
+    """Drop what was worked out from the table of configurations."""
+    _plans.clear()

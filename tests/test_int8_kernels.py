@@ -1,0 +1,224 @@
+"""Dense int8 documents on sm_90: bit for bit as the kernel of packed ones has them, within what terms may be off."""
+
+import itertools
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import reference
+from lik_ops.segments import Cut, Ragged
+
+from .quantized import ROUNDING, TERMS
+from .support import INTERPRETING
+
+if INTERPRETING:
+    pytest.skip("the interpreter has no Gluon", allow_module_level=True)
+
+from lik_ops.gpu import configs, gluon_configs
+
+SM_90 = configs.ARCHITECTURES["sm_90"]
+SCALES = ("token", "document", "tensor")
+
+
+def choice(Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False):
+    return gluon_configs.int8(arch, Nq, K, Lq, Ld, d, each_token=each_token, processors=132)
+
+
+def test_when_it_is_chosen():
+    assert choice() is not None
+    assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
+    assert choice(d=136) is None and choice(d=120) is None and choice(d=256) is None
+    assert choice(Ld=63) is None and choice(Lq=1) is None and choice(Lq=33) is None and choice(K=10, Nq=1) is None
+    assert choice(Ld=181) is not None and choice(Ld=181, each_token=True) is None
+    assert choice(K=2**24, Ld=128) is None
+    assert choice(Nq=1).config.FEW and choice(Nq=2, Lq=16).config.FEW and not choice(Nq=2).config.FEW
+    assert choice(Nq=4).row_tiles == 1 and choice(Nq=8).row_tiles == 2
+
+
+def test_tiles_of_the_length_that_wastes_least():
+    assert choice(Ld=1024).config.BN == 64
+    assert [choice(Nq=1, Ld=Ld).config.BN for Ld in (127, 128, 180, 300)] == [64, 128, 64, 128]
+
+
+@pytest.mark.parametrize("Lq", [2, 5, 31, 32])
+@pytest.mark.parametrize("Nq", [1, 7, 64])
+def test_row_tiles_hold_every_query_token(Nq, Lq):
+    found = choice(Nq=Nq, Lq=Lq)
+    C = found.config
+    assert found.parts == 1 and Lq <= C.SLOT
+    assert found.row_tiles * C.ROWS * (1 if C.FEW else 4) >= Nq * C.SLOT
+    assert str(C.ROWS * (1 if C.FEW else 4)) in found.tile()
+
+
+def documents(Nd, Ld, d, scale, seed=0):
+    torch.manual_seed(seed)
+    D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))
+    return lik_ops.quantize(D, "int8", scale).to("cuda")
+
+
+def fast(Q, D, q_mask=None, q_weight=None):
+    """The scores of the kernel that is tested, which it is an error to be without."""
+    from lik_ops.gpu import int8
+
+    (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
+    c = Cut(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
+    found = int8.forward(c, D.kept())
+    assert found is not None
+    return found
+
+
+def packed(Q, D, q_mask=None, q_weight=None):
+    """Those of the kernel of packed documents."""
+    from lik_ops.gpu import quantized
+
+    stand_in = torch.empty((), dtype=Q.dtype, device=Q.device).expand(D.shape)
+    r = Ragged.of(Q, stand_in, None, None, None, None, q_mask, None, q_weight)
+    return quantized.forward_quantized(r, D.stored(), False, None, 0)[0]
+
+
+def bound(Q, D, q_mask, q_weight):
+    """Scores of the tokens as they count, fp64, and how far those of kernels may be off."""
+    tokens, Q = D.dequantize(torch.float32).double(), Q.double()
+    sizes, rows = tokens.abs(), Q.abs()
+    if q_mask is not None:
+        Q, rows = (torch.where(q_mask[..., None], x, 0) for x in (Q, rows))
+    weight = torch.ones_like(Q[..., 0]) if q_weight is None else q_weight.double()
+    exact = torch.stack([reference.maxsim(Q, x[None], q_mask, q_weight=weight)[:, 0] for x in tokens], 1)
+    most, total = rows.amax(-1), sizes.sum(-1).amax(-1)
+    off = torch.einsum("is,j->ij", weight.abs() * most, total) * TERMS
+    products = torch.stack([(rows @ x.T).amax(-1) for x in sizes], 1)  # [Nq, Nd, Lq]
+    return exact, off + ROUNDING * torch.einsum("is,ijs->ij", weight.abs(), products)
+
+
+CASES = [
+    (1, 700, 32, 180, 128),
+    (1, 140, 20, 64, 96),
+    (2, 133, 16, 300, 128),
+    (5, 131, 5, 68, 16),
+    (3, 140, 32, 256, 128),
+    (9, 131, 31, 64, 64),
+    (70, 66, 3, 128, 48),
+    (7, 150, 24, 300, 112),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), CASES)
+def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scale):
+    D = documents(Nd, Ld, d, scale, seed=Lq)
+    for n, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
+        Q = torch.randn(Nq, Lq, d).to("cuda", dtype)
+        q_mask = torch.rand(Nq, Lq, device="cuda") > 0.3 if (n + Lq) % 3 else None
+        weight = torch.randn(Nq, Lq, device="cuda") if (n + Nd) % 2 else None
+        if q_mask is not None:
+            Q[~q_mask] = float("nan")
+        Q[0, 1] = 0
+        if n == 1:
+            Q = Q.transpose(1, 2).contiguous().transpose(1, 2)
+        scores = fast(Q, D, q_mask, weight)
+        assert torch.equal(scores, packed(Q, D, q_mask, weight))
+        exact, off = bound(Q, D, q_mask, weight)
+        assert ((scores.double() - exact).abs() <= off).all()
+        assert torch.equal(lik_ops.maxsim(Q, D, q_mask, q_weight=weight), scores)
+        assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES[:2])
+def test_bits_hang_on_nothing_else_in_the_call(scale):
+    D = documents(400, 132, 128, scale)
+    Q = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
+    whole = fast(Q, D)
+    for part in (slice(3, 4), slice(0, 2), slice(7, 20)):
+        assert torch.equal(fast(Q[part], D), whole[part])
+        assert torch.equal(fast(Q[part], D[100:300]), whole[part, 100:300])
+    for column in (0, 399):
+        few = D[torch.tensor([column] * 70)]
+        assert torch.equal(fast(Q, few), whole[:, column : column + 1].expand(-1, 70))
+
+
+@pytest.mark.gpu
+def test_negative_and_equal_similarities():
+    """Maxima below zero, which what lies beyond a document or a row would beat; the largest sums."""
+    for number, scale, Lq in itertools.product((-128, 127), SCALES[:2], (32, 11)):
+        D = documents(140, 68, 128, scale)
+        D.data.fill_(number)
+        D.scale.fill_(0.5)
+        Q = torch.full((3, Lq, 128), 0.3, device="cuda", dtype=torch.float16)
+        Q[1] *= -1
+        scores = fast(Q, D)
+        assert torch.equal(scores, packed(Q, D))
+        exact, off = bound(Q, D, None, None)
+        assert ((scores.double() - exact).abs() <= off).all()
+        assert (scores[1] > 0).all() == (number < 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_rows_that_terms_cannot_hold(Nq, scale):
+    """They are multiplied in fp32, and leave the bits of other queries alone."""
+    odd = (float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31)
+    D = documents(80, 132, 96, scale)
+    plain = torch.randn(Nq, 20, 96, device="cuda")
+    before = fast(plain, D)
+    for n, value in enumerate(odd):
+        Q = plain.clone()
+        if 0 < abs(value) < 1e-20:
+            Q[0, n] *= value
+        else:
+            Q[0, n, 5 + n] = value
+        scores, expected = fast(Q, D), packed(Q, D)
+        assert torch.equal(scores[1:], before[1:])
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert scores[0].isnan().all() if value != value else True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_documents_with_nan_and_zeros(Nq):
+    """A scale that is NaN, and one that is 0."""
+    for scale in SCALES[:2]:
+        D = documents(140, 132, 128, scale)
+        D.scale[3], D.scale[7, -1], D.scale[9] = 0, float("nan"), float("nan")
+        Q = torch.randn(Nq, 32, 128, device="cuda", dtype=torch.float16)
+        scores = fast(Q, D)
+        torch.testing.assert_close(scores, packed(Q, D), rtol=0, atol=0, equal_nan=True)
+        assert scores[:, [7, 9]].isnan().all() and (scores[:, 3] == 0).all()
+        assert scores.isnan().sum() == 2 * Nq
+
+
+@pytest.mark.gpu
+def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
+    """Scales or numbers that begin anywhere, masks of documents, winners: the same scores."""
+    Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
+    for scale in SCALES:
+        D = documents(140, 132, 128, scale)
+        expected = lik_ops.maxsim(Q, D)
+        assert torch.equal(expected, fast(Q, D))
+        assert torch.equal(lik_ops.maxsim_with_argmax(Q, D)[0], expected)
+        everything = torch.ones(140, 132, dtype=torch.bool, device="cuda")
+        assert torch.equal(lik_ops.maxsim(Q, D, d_mask=everything), expected)
+        for name in ("data", "scale"):
+            x = getattr(D, name)
+            memory = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+            fields = {"data": D.data, "scale": D.scale, name: memory}
+            moved = lik_ops.Quantized(fields["data"], fields["scale"], "int8", 128, torch.float16)
+            assert torch.equal(lik_ops.maxsim(Q, moved), expected)
+
+
+@pytest.mark.gpu
+def test_the_last_of_more_than_int32_numbers():
+    Ld, d = 64, 128
+    count = (2**31 // d + 2**20) // Ld
+    few = documents(70, Ld, d, "document")
+    data = torch.zeros(count, Ld, d, dtype=torch.int8, device="cuda")
+    data[-70:] = few.data
+    scale = torch.ones(count, 1, device="cuda")
+    scale[-70:] = few.scale
+    D = lik_ops.Quantized(data, scale, "int8", d, torch.float16)
+    for Nq in (1, 9):
+        Q = torch.randn(Nq, 32, d, dtype=torch.float16, device="cuda")
+        assert torch.equal(fast(Q, D)[:, -70:], fast(Q, few))

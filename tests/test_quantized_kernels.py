@@ -10,6 +10,7 @@ import torch
 import lik_ops
 from lik_ops import Quantized, reference
 from lik_ops.formats import ALL, FORMATS, RESIDUAL, Stored
+from lik_ops.ops import eager
 from lik_ops.ops.topk import Search
 from lik_ops.portable import backend as portable
 from lik_ops.retrieval import two_stage
@@ -191,6 +192,39 @@ def test_bits_hang_on_nothing_else_in_the_call(place, format):
         pairs = torch.tensor([[last, 2], [0, 0]], device=cu.device)
         listed, _ = dataclasses.replace(p, r=p.r._replace(pairs=pairs)).forward(normalize=normalize, argmax_dtype=None)
         assert torch.equal(listed, whole[pairs[:, 0], pairs[:, 1]])
+
+
+SHORT = {
+    "scales of documents": ("int8", "document", {}),
+    "normalised": ("uint8", "token", {"normalize": True}),
+    "masks": ("int8", "document", {"normalize": True, "d_mask": True}),
+    "one scale": ("fp8_e4m3", "tensor", {"q_mask": True}),
+    "weights": ("binary", "token", {"q_weight": True}),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_short_way_has_the_scores_of_the_operator(place, name, monkeypatch):
+    """Dense documents as they are, their scales not made one for each token; and packed ones."""
+    format, scale, options = SHORT[name]
+    Q, D = torch.randn(2, 3, 16, device=place.device), torch.randn(3, 5, 16, device=place.device)
+    made = {
+        "q_mask": torch.rand(2, 3, device=place.device) > 0.3,
+        "d_mask": torch.rand(3, 5, device=place.device) > 0.2,
+        "q_weight": torch.rand(2, 3, device=place.device),
+    }
+    given = {key: made.get(key, value) for key, value in options.items()}
+    packed, cu = lik_ops.pack(list(D))
+    documents, ragged = quantize(D, format, scale), quantize(packed, format, cu_seqlens_d=cu)
+    seen, real = [], eager.maxsim_quantized
+    monkeypatch.setattr(eager, "maxsim_quantized", lambda *x, **y: seen.append(real(*x, **y)) or seen[-1])
+    with lik_ops.use_backend("triton"):
+        short = [lik_ops.maxsim(Q, documents, **given), lik_ops.maxsim_varlen(Q, ragged, None, cu)]
+        assert len(seen) == 2 and None not in seen
+        monkeypatch.setattr(eager, "maxsim_quantized", lambda *x, **y: None)
+        long = [lik_ops.maxsim(Q, documents, **given), lik_ops.maxsim_varlen(Q, ragged, None, cu)]
+    for a, b in zip(short, long, strict=True):
+        assert torch.equal(a, b)
 
 
 @every_format

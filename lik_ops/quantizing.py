@@ -78,7 +78,7 @@ def quantize(
     minimum = low if kept.affine else None
     data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
     made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum)
-    _, per_token, shift, *_ = made.stored()
+    per_token, shift = made.per_token()
     for part in parts(len(rows), D.shape[-1]):
         x = _widened(rows, keep, part)
         data[part] = encoded(x, part_of(per_token, part), part_of(shift, part), format)

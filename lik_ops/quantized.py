@@ -200,6 +200,10 @@ class Quantized:
         """The tokens of all documents, as operators take them."""
         return self.kept().flat()
 
+    def per_token(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and minima of all tokens ``[Td]``, ``[1]`` where there is one for all."""
+        return self.stored()[1:3]
+
     @classmethod
     def of_codes(
         cls, codes: Tensor, residuals: Tensor, codec: ResidualCodec, dtype: torch.dtype | None = None

@@ -328,7 +328,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=str)
+@pytest.mark.parametrize(("given", "error", "message"), WRONG)
 def test_bad_arguments_are_named(given, error, message):
     arguments = {"Q": torch.randn(2, 4, 8), "D": torch.randn(5, 3, 8), "temperature": 0.1} | given
     with pytest.raises(error, match=message):

@@ -57,7 +57,7 @@ def assert_same_documents(found, expected):
     """The same tensors, but for the form that scales have."""
     assert (found.format, found.d, found.dtype) == (expected.format, expected.d, expected.dtype)
     pairs = [(found.data.view(torch.uint8), expected.data.view(torch.uint8))]
-    pairs += zip(found.stored()[1:3], expected.stored()[1:3], strict=True)
+    pairs += zip(found.per_token(), expected.per_token(), strict=True)
     pairs += [(found.error, expected.error), (found.norm, expected.norm)]
     for x, y in pairs:
         assert (x is None) == (y is None)
@@ -126,7 +126,7 @@ def test_tensors_that_are_not_contiguous_or_share_memory(tmp_path):
 
 
 def per_token(made, tokens):
-    return {name: x.expand(tokens) for name, x in zip(("scale", "minimum"), made.stored()[1:3], strict=True)}
+    return {name: x.expand(tokens) for name, x in zip(("scale", "minimum"), made.per_token(), strict=True)}
 
 
 @every_format

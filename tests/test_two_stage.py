@@ -77,7 +77,7 @@ def test_numbers_and_minima_apart_widen_the_intervals(scale):
     packed, dense = quantize(D, "uint8", scale, cu_seqlens_d=cu_seqlens), quantize(D.view(4, 6, 12), "uint8", scale)
     s = Search(tokens(1, 2, 12), D, None, None, None, None, False, 1, None)
     for made, bounds in ((packed, cu_seqlens), (dense, torch.arange(0, 25, 6))):
-        each, least = (x.expand(24) for x in made.stored()[1:3])
+        each, least = (x.expand(24) for x in made.per_token())
         found = two_stage._apart(s._replace(cu_seqlens_d=None if made is dense else bounds), made)
         largest = 12**0.5 * (255 * each + least.abs()).double()
         for n, (a, b) in enumerate(itertools.pairwise(bounds)):

@@ -140,13 +140,19 @@ def mask_from(x, document, t0, C: tl.constexpr):
     return mask
 
 
+@triton.constexpr_function
+def _asks_ahead(BM, stored, splits):
+    """Whether registers hold a mask beside a tile: not beside 256 rows, numbers as they are kept, or split fp32."""
+    return BM < 256 and stored == "" and not splits
+
+
 @triton.jit
 def mask_ahead(x, document, t0, C: tl.constexpr):
     """`mask_from` of the next tile, before a tile is multiplied: no product hides what a load from memory takes.
 
-    Zeros where 256 rows or kept numbers leave no registers for it; `tile_from` loads there.
+    Zeros where `tile_from` loads.
     """
-    if C.BM < 256 and C.STORED == "":
+    if _asks_ahead(C.BM, C.STORED, C.SPLIT):
         mask = mask_from(x, document, t0, C)
     else:
         mask = tl.full((C.BN,), 0, tl.int8)
@@ -177,7 +183,7 @@ def tile_from(q, x, rows, document, t0, mask, C: tl.constexpr):
     """
     t0, t = tokens_from(x, document, t0, C)
     S, plain = _similarities(q, x, rows, document, document.row + t0, t, C)
-    if C.BM >= 256 or C.STORED != "":
+    if not _asks_ahead(C.BM, C.STORED, C.SPLIT):
         mask = mask_from(x, document, t0, C)
     keep = is_kept(x, document, t0, t, mask, C)
     taken = keep

@@ -58,6 +58,7 @@ CALLS: dict[str, list[dict]] = {
         {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **SEARCH},
         {"Q": Q3, "D": lik_ops.quantize(D3), **MASKS, **WEIGHT, **SEARCH},
+        {"Q": Q3, "D": CODED, **WEIGHT, "top_k": 2, "n_probe": 1, "n_candidates": 2},
         {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH, "coarse": lik_ops.quantize(D3), "n_candidates": 2},
     ],
     "quantize": [
@@ -140,7 +141,7 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{("warmup", name): FLAG for name in FLAGS},
     ("MaxSimScorer", "pad_id"): OPTIONAL,
     **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
-    **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates")},
+    **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates", "n_probe")},
     ("quantize", "D"): {"meta"},
     **{(name, "progress"): FLAG | OPTIONAL for name in ("retrieve", "maxsim_streamed")},
     **{(name, "D"): {"array"} for name in ("retrieve", "maxsim_streamed")},

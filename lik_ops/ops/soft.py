@@ -72,7 +72,7 @@ def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
         raise ValueError(f"{op}: temperature: expected the device of Q, {Q.device}, got {temperature.device}")
 
 
-@custom_op(_FWD, _FWD_SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_soft_fwd"), _FWD_SCHEMA)
 def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` (``[Nq, K]``) and, if `keep`, the soft maximum of each query token in each document.
 
@@ -124,7 +124,7 @@ def _taken(args: tuple) -> Soft:
     return tensors
 
 
-@custom_op(_BWD, _BWD_SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_soft_bwd"), _BWD_SCHEMA)
 def maxsim_soft_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of Q, D, q_weight and tau, each summed by its owner: no atomics, bitwise reproducible.
 

@@ -36,7 +36,7 @@ def check_xtr(op: str, x: Dense, top_k: Any, normalizer: Any) -> None:
     torch._check_value(top_k >= 1, lambda: f"{op}: top_k: expected 1 or more, got {top_k}")
 
 
-@custom_op(_FWD, _SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_xtr_fwd"), _SCHEMA)
 def maxsim_xtr_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Scores ``[Nq, Nd]``, winners int32 ``[Nd, Nq, Lq]``, -1 where none was retrieved, and normalisers ``[Nq, Nd]``.
 

@@ -168,7 +168,7 @@ def retrieve(
         raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {n_probe}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
         if count is not None and coarse is None and not isinstance(D, Quantized):
-            raise ValueError(f"{_OP}: {name}: expected None without coarse or residual codes, got {count}")
+            raise ValueError(f"{_OP}: {name}: expected None unless coarse is given or D is residual codes, got {count}")
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")

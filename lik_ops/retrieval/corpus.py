@@ -19,7 +19,6 @@ from ..formats import FormatName, Residual
 from ..quantized import Quantized
 from ..residual import ResidualCodec
 from . import _rerank, appending, arguments, storage
-from .codecs import CodecFile
 from .converting import convert
 from .layout import Scale, check_format
 from .manifest import MANIFEST, Manifest
@@ -100,13 +99,13 @@ class Corpus:
             raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
         check_format(op, format, scale, or_none=True)
         storage.safetensors()
-        manifest = _manifest(op, d, dtype, format, scale)
+        manifest = Manifest.new(op, d, dtype, format, scale)
         path.mkdir(parents=True, exist_ok=True)
         if not (path / storage.LOCK).exists():
-            _check_empty(path)
+            storage.check_empty(path)
         with storage.locked(path) as writer:
             writer.remove_leftovers()  # of a call that was killed
-            _check_empty(path, writer)
+            storage.check_empty(path, writer)
             with writer.writing(0 if manifest.codec is None else None) as (directory, name):
                 if manifest.codec is not None:
                     manifest = replace(manifest, codec=storage.write_codec(directory, name, manifest.codec))
@@ -376,7 +375,7 @@ class Corpus:
         check_format(op, format, scale)
         if self.format is not None:
             raise ValueError(f"{op}: expected a corpus of tokens as they were, got one in {self.format}: {self.path}")
-        target = _manifest(op, self.d, self.dtype, format, scale)
+        target = Manifest.new(op, self.d, self.dtype, format, scale)
         if not (path / MANIFEST).exists():
             Corpus.create(path, self.d, self.dtype, format, scale)
         return Corpus(path, convert(op, source, path, target))
@@ -389,26 +388,7 @@ class Corpus:
         self._snapshot = Snapshot(self.path, state["manifest"])
 
 
-def _manifest(op: str, d: int, dtype: torch.dtype, format: FormatName | ResidualCodec | None, scale: Scale) -> Manifest:
-    """Of a corpus without shards, whose codec is not written yet."""
-    if not isinstance(format, ResidualCodec):
-        return Manifest(d, dtype, format=format, scale=None if format is None else scale)
-    if format.d != d:
-        raise ValueError(f"{op}: format: expected a codec of d={d}, got {format}")
-    return Manifest(d, dtype, format=format.format, scale=scale, codec=CodecFile.of(format))
-
-
 def _path(op: str, path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{op}: path: expected a str or os.PathLike, got {type(path).__name__}")
     return Path(path)
-
-
-def _check_empty(path: Path, writer: storage.Writer | None = None) -> None:
-    """Nothing is in the directory, or, for who holds the lock, its file alone, which nobody has written to."""
-    op = "Corpus.create: path"
-    if (path / MANIFEST).exists():
-        raise FileExistsError(f"{op}: expected no corpus there, found {path / MANIFEST}")
-    ours = {storage.LOCK} if writer is not None and not writer.has_entry() else set()
-    if names := sorted(set(os.listdir(path)) - ours):
-        raise FileExistsError(f"{op}: expected an empty directory, found {path / names[0]}")

@@ -16,6 +16,7 @@ import torch
 
 from ..arguments import DTYPES
 from ..formats import FORMATS, RESIDUAL
+from ..residual import ResidualCodec
 from .codecs import CodecFile
 from .layout import Layout, Scale
 
@@ -49,6 +50,15 @@ class Manifest:
     format: Any = None  # the last three of `Layout`
     scale: Any = None
     codec: CodecFile | None = None
+
+    @classmethod
+    def new(cls, op: str, d: int, dtype: torch.dtype, format: Any, scale: Scale) -> Manifest:
+        """Of a corpus without shards in a format of `Corpus.create`, whose codec is not written yet."""
+        if not isinstance(format, ResidualCodec):
+            return cls(d, dtype, format=format, scale=None if format is None else scale)
+        if format.d != d:
+            raise ValueError(f"{op}: format: expected a codec of d={d}, got {format}")
+        return cls(d, dtype, format=format.format, scale=scale, codec=CodecFile.of(format))
 
     @cached_property
     def layout(self) -> Layout:

@@ -259,6 +259,16 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def check_empty(path: Path, writer: Writer | None = None) -> None:
+    """Nothing is in the directory, or, for who holds the lock, its file alone, which nobody has written to."""
+    op = "Corpus.create: path"
+    if (path / MANIFEST).exists():
+        raise FileExistsError(f"{op}: expected no corpus there, found {path / MANIFEST}")
+    ours = {LOCK} if writer is not None and not writer.has_entry() else set()
+    if names := sorted(set(os.listdir(path)) - ours):
+        raise FileExistsError(f"{op}: expected an empty directory, found {path / names[0]}")
+
+
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():

@@ -53,9 +53,13 @@ def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Be
     beside = like.new_empty(()).expand(1, 1, D.d)
     topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
     own = tokens_like(s.Q, D.shape)
-    check(_OP, s.Q, own if s.cu_seqlens_d is None else own.unsqueeze(0), None, None, None)
+    own = own if s.cu_seqlens_d is None else own.unsqueeze(0)
     if n_probe is None and n_candidates is None:
+        check(_OP, s.Q, own, None, None, None)
         return best_of_quantized(s)
+    check(_OP, s.Q, own, s.q_mask, None, s.q_weight)
+    if s.Q.device != D.device:
+        raise ValueError(f"{_OP}: Q: expected the device of D, {D.device}, got {s.Q.device}")
     flat = s.Q.dim() == 2
     q_mask, q_weight = (lift(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
     lifted = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)

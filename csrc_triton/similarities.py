@@ -142,7 +142,8 @@ def mask_from(x, document, t0, C: tl.constexpr):
 
 @triton.constexpr_function
 def _asks_ahead(BM, stored, splits):
-    """Whether registers hold a mask beside a tile: not beside 256 rows, numbers as they are kept, or split fp32."""
+    """Whether registers hold a mask beside a tile that a descriptor reads: not beside 256 rows, numbers as they are
+    kept, or split fp32."""
     return BM < 256 and stored == "" and not splits
 
 
@@ -152,7 +153,7 @@ def mask_ahead(x, document, t0, C: tl.constexpr):
 
     Zeros where `tile_from` loads.
     """
-    if _asks_ahead(C.BM, C.STORED, C.SPLIT):
+    if x.tiles is not None and _asks_ahead(C.BM, C.STORED, C.SPLIT):
         mask = mask_from(x, document, t0, C)
     else:
         mask = tl.full((C.BN,), 0, tl.int8)
@@ -183,7 +184,7 @@ def tile_from(q, x, rows, document, t0, mask, C: tl.constexpr):
     """
     t0, t = tokens_from(x, document, t0, C)
     S, plain = _similarities(q, x, rows, document, document.row + t0, t, C)
-    if not _asks_ahead(C.BM, C.STORED, C.SPLIT):
+    if x.tiles is None or not _asks_ahead(C.BM, C.STORED, C.SPLIT):
         mask = mask_from(x, document, t0, C)
     keep = is_kept(x, document, t0, t, mask, C)
     taken = keep

@@ -155,7 +155,7 @@ def test_stages_need_codes():
     with pytest.raises(ValueError, match="D: expected residual codes beside n_probe and n_candidates, got int8"):
         lik_ops.retrieve(Q, quantize(D), 3, n_probe=2)
     for name in ("n_probe", "n_candidates"):
-        with pytest.raises(ValueError, match=f"{name}: expected None unless coarse is given or D is residual codes, got 4"):
+        with pytest.raises(ValueError, match=f"{name}: expected None unless coarse is given or D is res.*, got 4"):
             lik_ops.retrieve(Q, D, 3, **{name: 4})
     with pytest.raises(ValueError, match="n_probe: expected None beside coarse, got 4"):
         lik_ops.retrieve(Q, D, 3, coarse=quantize(D), n_probe=4)

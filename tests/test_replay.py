@@ -5,15 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import lik_ops
+from lik_ops import backends
+from lik_ops.ops import eager
 
 from .support import INTERPRETING
 
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import backward, launcher, memory, ragged_backward, replay
+from lik_ops.gpu import backward, launcher, memory, plain, ragged_backward, replay
 from lik_ops.gpu.plans import DensePlan
 from lik_ops.segments import Cut, Ragged
 
@@ -401,3 +404,27 @@ def test_memory_of_a_plan_has_the_strides_that_torch_gives(Nq, K, Lq, candidates
     plan = DensePlan(torch.zeros(Nq, Lq, 4), torch.zeros(*([Nq] if candidates else []), K, 6, 4), torch.int16)
     assert plan.score_strides[2] == torch.empty(plan.scores_shape).stride()
     assert plan.new_argmax().stride() == torch.empty(plan.argmax_shape).stride()
+
+
+@without_kernels
+def test_saved_tensors_of_other_strides_are_no_call_that_was_recorded(log, monkeypatch):
+    """A hook may hand a backward copies of what was saved, as `save_on_cpu` does: contiguous ones."""
+    monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
+    monkeypatch.setattr(plain, "current_device", lambda: None)
+    monkeypatch.setattr(plain, "raw_stream", lambda index: 0)
+    Q = torch.randn(32, 8, 64).half().transpose(0, 1).requires_grad_()
+    D = torch.randn(8, 64, 64).half().requires_grad_()
+    upstream = torch.ones(8, 8)
+
+    def strides_of_queries():
+        scores = lik_ops.maxsim(Q, D)
+        log.clear()
+        torch.autograd.grad(scores, (Q, D), upstream)
+        (values,) = (launch[2] for launch in log if launch[0] == "maxsim_grad_queries")
+        return list(values[0][1:3])
+
+    eager.forget()
+    assert all(strides_of_queries() == list(Q.stride()[:2]) for _ in range(4))
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, lambda t: t):
+        assert strides_of_queries() == [32 * 64, 64]
+    eager.forget()

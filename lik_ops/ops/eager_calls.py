@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,7 @@ from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, as_bool, lifted
 from ..segments import Cut
 from ..settings import requested_backend
-from .gradients import gradient, is_unified, planned
+from .gradients import gradient, is_unified
 from .watchers import backward_is_short
 
 _log = logging.getLogger("lik_ops")
@@ -61,7 +60,6 @@ class DenseCall(Call):
         self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
         self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
         self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
-        self.planned: dict[tuple, Callable[..., tuple]] = {}  # gradients, by the strides of those of the scores
         if hasattr(self.backend, "forward_plan"):
             args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
@@ -98,17 +96,8 @@ class DenseCall(Call):
         is_short = backward_is_short(grad_scores, *given[:2])
         if argmax is None and not is_short:
             argmax = Q.new_empty(0, dtype=torch.int32)
-        run = self._gradient(grad_scores.stride(), needs, argmax) if is_short else gradient(self.backward)
+        run = gradient(self.backward, self.backend if is_short else None)
         return run(grad_scores, Q, D, argmax, *options, self.normalize, needs)
-
-    def _gradient(self, stride: tuple, needs: list[bool], argmax: Tensor | None) -> Callable[..., tuple]:
-        if argmax is None:  # winners are found again by whatever a forward may use then
-            return gradient(self.backward, self.backend)
-        key = (stride, *needs)
-        found = self.planned.get(key)
-        if found is None:
-            found = self.planned[key] = planned(self.backward, self.backend)
-        return found
 
 
 class CutCall(Call):

@@ -204,7 +204,11 @@ def _bad(**options):
     ("call", "error", "message"),
     [
         (lambda: _bad(coarse=3), TypeError, "retrieve: coarse: expected a Quantized, got int"),
-        (lambda: _bad(coarse=None, n_candidates=3), ValueError, "retrieve: n_candidates: expected None without coarse"),
+        (
+            lambda: _bad(coarse=None, n_candidates=3),
+            ValueError,
+            "retrieve: n_candidates: expected None unless coarse is given or D is residual codes, got 3",
+        ),
         (lambda: _bad(n_candidates=0), ValueError, "retrieve: n_candidates: expected 1 or more, got 0"),
         (lambda: _bad(normalize=True), ValueError, "retrieve: normalize: expected False beside coarse"),
         (lambda: _bad(largest=False), ValueError, "retrieve: largest: expected True with quantised documents"),

@@ -274,14 +274,39 @@ class Best(NamedTuple):
     stride: Any
 
 
+class Points(NamedTuple):
+    """Clouds ``[B, count, d]``, of which the first `lengths` ``[B]`` points count; all where that is None."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_n: Any
+    stride_d: Any
+    count: Any
+    lengths: Any
+
+
+class Distances(NamedTuple):
+    """Compile-time choices of `chamfer_nearest` and `chamfer_winners`, each correct for every shape."""
+
+    BM: int  # points of P
+    BN: int  # points of the other cloud in a step
+    BD: int  # coordinates of a step; up to 4 are d, held in registers
+    METRIC: str  # "sqeuclidean" or "l1"
+    PRODUCTS: bool = False  # squared distances by inner products
+    PRECISION: str = "ieee"  # of these
+    WIDE: int = 1  # 2: offsets of coordinates may exceed 32 bits
+
+
 # The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
 # anew, but for two kinds. VECTOR: strides of which it knows whether all are multiples of 16, so that it can load
 # vectors; where tensors are contiguous that follows from d. UNIT: strides that become constants where they are 1.
 VECTOR: dict[type, tuple[str, ...]] = {
     Queries: ("stride_n", "stride_l"),
     Documents: ("stride_owner", "stride_doc", "stride_l"),
+    Points: ("stride_batch", "stride_n"),
 }
 UNIT: dict[type, tuple[str, ...]] = {
     Queries: ("stride_d", "mask_stride_l", "weight_stride_l"),
     Documents: ("stride_d", "mask_stride_l"),
+    Points: ("stride_d",),
 }

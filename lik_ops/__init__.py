@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import export, reference
 from ._version import __version__
+from .api.chamfer import chamfer_distance
 from .api.packing import lengths_to_mask, pack, pack_padded, unpack
 from .api.ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .api.ragged_argmax import (
@@ -37,6 +38,7 @@ __all__ = [
     "Quantized",
     "ResidualCodec",
     "__version__",
+    "chamfer_distance",
     "checks",
     "export",
     "lengths_to_mask",

@@ -14,7 +14,15 @@ from torch import Tensor
 _WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-__all__ = ["maxsim", "maxsim_at", "maxsim_pairs", "maxsim_soft", "maxsim_with_argmax", "similarities"]
+__all__ = [
+    "chamfer_distance",
+    "maxsim",
+    "maxsim_at",
+    "maxsim_pairs",
+    "maxsim_soft",
+    "maxsim_with_argmax",
+    "similarities",
+]
 
 
 def similarities(Q: Tensor, D: Tensor) -> Tensor:
@@ -227,3 +235,39 @@ def maxsim_xtr(
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
     found = terms.sum(-1) / retrieved.sum(-1).clamp(min=1e-3 if normalizer == "positive" else 1)
     return _dropped(found.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)
+
+
+def chamfer_distance(
+    P: Tensor,
+    R: Tensor,
+    *,
+    metric: str = "sqeuclidean",
+    p_lengths: Tensor | None = None,
+    r_lengths: Tensor | None = None,
+    p_weight: Tensor | None = None,
+    r_weight: Tensor | None = None,
+) -> Tensor:
+    """``mean_i min_j c(P[i], R[j]) + mean_j min_i c(P[i], R[j])`` of each cloud, as `lik_ops.chamfer_distance`."""
+    if P.dim() == 2:
+        one = [None if x is None else x[None] for x in (p_lengths, r_lengths, p_weight, r_weight)]
+        named = dict(zip(("p_lengths", "r_lengths", "p_weight", "r_weight"), one, strict=True))
+        return chamfer_distance(P[None], R[None], metric=metric, **named)[0]
+    distances = []
+    for b in range(len(P)):
+        N, M = (X.shape[1] if n is None else int(n[b]) for X, n in ((P, p_lengths), (R, r_lengths)))
+        if not (0 <= N <= P.shape[1] and 0 <= M <= R.shape[1]):
+            distances.append(P.new_full((), float("nan")))
+            continue
+        x = P[b, :N, None] - R[b, None, :M]
+        c = x.square().sum(-1) if metric == "sqeuclidean" else x.abs().sum(-1)
+        total = P.new_zeros(())
+        for axis, w in ((1, p_weight), (0, r_weight)):
+            if c.shape[1 - axis] == 0:
+                continue
+            if c.shape[axis] == 0:
+                total = total + float("inf")
+                continue
+            least = c.min(axis).values
+            total = total + (least if w is None else least * w[b, : len(least)]).mean()
+        distances.append(total)
+    return torch.stack(distances) if distances else P.new_zeros(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
-from lik_ops.opcheck import quantized, ragged, saved, soft
+from lik_ops.opcheck import chamfer, quantized, ragged, saved, soft
 from lik_ops.opcheck.gradients import gradients
 
 try:
@@ -287,6 +287,7 @@ def _sized_xtr(sizes: tuple[int, int, int, int], candidates: bool, device: str) 
 
 _BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
 OPERATORS: dict[str, Operator] = {
+    "chamfer_fwd": Operator(_named(chamfer.samples), chamfer.reference, chamfer.sized),
     "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
     "maxsim_fwd": Operator(maxsim_fwd, _fwd_reference, _sized_fwd),
     "maxsim_bwd_lowmem": _BWD,

@@ -49,6 +49,12 @@ CALLS: dict[str, list[dict]] = {
     "pack_padded": [{name: PADDED[name] for name in ("Q", "D", "query_lengths", "doc_lengths")}],
     "lengths_to_mask": [{"lengths": CU_Q, "L": 3}],
     "maxsim_xtr": [{"Q": Q3, "D": D3, "top_k": 2, **MASKS, **WEIGHT, "normalizer": "positive"}],
+    "chamfer_distance": [
+        {
+            **{"P": Q3, "R": D3[:Nq], "metric": "l1", "p_weight": torch.ones(Nq, Lq), "r_weight": torch.ones(Nq, Ld)},
+            **{"p_lengths": torch.tensor([1, Lq]), "r_lengths": torch.tensor([Ld, 0])},
+        }
+    ],
     "similarity_map": [
         {"Q": Q3[0], "D": D3, "q_mask": MASKS["q_mask"][0], "d_mask": MASKS["d_mask"], "normalize": False}
     ],
@@ -142,6 +148,7 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     ("MaxSimScorer", "pad_id"): OPTIONAL,
     **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
     **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates", "n_probe")},
+    **{("chamfer_distance", f"{x}_{name}"): OPTIONAL for x in "pr" for name in ("weight", "lengths")},
     ("quantize", "D"): {"meta"},
     **{(name, "progress"): FLAG | OPTIONAL for name in ("retrieve", "maxsim_streamed")},
     **{(name, "D"): {"array"} for name in ("retrieve", "maxsim_streamed")},

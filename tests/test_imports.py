@@ -73,6 +73,7 @@ CALLS = {
     "maxsim_streamed": lambda: lik_ops.maxsim_streamed(Q.detach(), D.detach()),
     "maxsim_xtr": lambda: lik_ops.maxsim_xtr(Q, D, 2),
     "maxsim_soft": lambda: lik_ops.maxsim_soft(Q, D, 0.1),
+    "chamfer_distance": lambda: lik_ops.chamfer_distance(Q, Q + 1),
     "similarity_map": lambda: lik_ops.similarity_map(Q[0], D[0]),
     "MaxSimScorer": lambda: lik_ops.MaxSimScorer()(Q, D),
     "warmup": lambda: lik_ops.warmup("cpu", torch.float32, 8, 3, training=True, ragged=True),

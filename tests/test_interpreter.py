@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = [
     "test_semantics",
     "test_soft",
+    "test_chamfer",
     "test_ragged_kernels",
     "test_ragged_lists",
     "test_ragged_few",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import as_bool, check, check_choice, check_count, lifted
-from ..ops.stack import autocast, functional
+from ..ops.stack import autocast, functional, sharding
 from ..ops.xtr import NORMALIZERS
 
 _OP = "maxsim_xtr"
@@ -61,8 +61,9 @@ def maxsim_xtr(
     check(_OP, Q, D, q_mask, d_mask, q_weight)
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
-    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
+    if not torch.compiler.is_dynamo_compiling() and functional.is_deriving():
         raise NotImplementedError("torch.func cannot differentiate maxsim_xtr: use torch.autograd")
+    sharding.register_if_needed()
     tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
     scores = lik.maxsim_xtr_fwd(*tensors, top_k, normalizer)[0]
     scores = scores.squeeze(1) if D.dim() == 2 else scores

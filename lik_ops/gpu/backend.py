@@ -8,6 +8,7 @@ from . import int8
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
+from .chamfer import forward_chamfer
 from .code_scores import code_scores
 from .forward import forward, forward_plan
 from .quantized import forward_quantized, forward_quantized_cut, keep_int8
@@ -31,6 +32,7 @@ __all__ = [
     "code_scores",
     "forget",
     "forward",
+    "forward_chamfer",
     "forward_plan",
     "forward_quantized",
     "forward_quantized_cut",

@@ -1,6 +1,7 @@
 """The portable backend: plain torch, for CPU and for any device or dtype without Triton kernels."""
 
 from .backward import backward_lowmem, backward_unified
+from .chamfer import forward_chamfer
 from .code_scores import code_scores
 from .forward import forward
 from .packed import forward_ragged
@@ -18,6 +19,7 @@ __all__ = [
     "best_of_parts",
     "code_scores",
     "forward",
+    "forward_chamfer",
     "forward_quantized",
     "forward_ragged",
     "forward_soft",

@@ -53,6 +53,11 @@ def _products(needs) -> int:
     return int(needs[0] or needs[2]) + int(needs[1])
 
 
+def _chamfer_flops(P, R, *args, out_shape=None, **kwargs):
+    """A difference, and a multiplication with an addition, of each coordinate."""
+    return 3 * P[0] * P[1] * R[1] * P[2]
+
+
 def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
     tokens = D[0] if len(D) == 2 else D[0] * D[1]
     return 2 * Q[0] * Q[1] * tokens * Q[-1]
@@ -112,6 +117,7 @@ def register() -> None:
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_soft_bwd])(_soft_backward_flops)
+    register_flop_formula([lik.chamfer_fwd])(_chamfer_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
     register_flop_formula([lik.maxsim_quantized_fwd], get_raw=True)(_quantized_flops)

@@ -112,6 +112,10 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             found.append((grads, [*_placed(args[:8], (scores, q, d, kept, q, d, q, whole)), None, None, None]))
         return found
 
+    @register_sharding(lik.chamfer_fwd.default)
+    def _(*args):
+        return [([of] * 4, [*_placed(args[:4], (of,) * 4), None]) for of in (whole, first)]
+
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [

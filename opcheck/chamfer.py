@@ -1,0 +1,57 @@
+"""Sample inputs of ``lik::chamfer_fwd``, and what it should compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_SHAPES = ((2, 5, 7, 3), (1, 40, 33, 20), (3, 1, 4, 1), (2, 0, 3, 3), (0, 4, 4, 2))  # B, N, M, d
+
+
+def _cloud(shape: tuple, dtype: torch.dtype, device: str, grad: bool) -> Tensor:
+    return torch.randn(shape).to(device, dtype).requires_grad_(grad)
+
+
+def _lengths(B: int, most: int, device: str) -> Tensor:
+    return torch.randint(0, most + 1, (B,)).to(device)
+
+
+def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    for (B, N, M, d), metric, cut in itertools.product(_SHAPES, ("sqeuclidean", "l1"), (False, True)):
+        clouds = _cloud((B, N, d), dtype, device, not cut), _cloud((B, M, d), dtype, device, metric == "l1")
+        lengths = (_lengths(B, N, device), _lengths(B, M, device).int()) if cut else (None, None)
+        yield f"{B}x{N}x{M}x{d}-{metric}{'-lengths' * cut}-{dtype}", (*clouds, *lengths, metric)
+    P, R = _cloud((2, 3, 6), dtype, device, True), _cloud((2, 6, 4), dtype, device, True)
+    yield f"strided-{dtype}", (P.mT[..., :2], R[..., 1:3], None, None, "sqeuclidean")
+
+
+def reference(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor | None, metric: str) -> tuple:
+    """Distances; which points are nearest follows from them, but for ties of rounded distances."""
+    x = P[:, :, None] - R[:, None]
+    c = x.square().sum(-1) if metric == "sqeuclidean" else x.abs().sum(-1)
+    there = torch.ones(c.shape, dtype=torch.bool, device=c.device)
+    places = [torch.arange(n, device=c.device) for n in c.shape[1:]]
+    keeps = [
+        torch.ones(c.shape[0], len(at), dtype=torch.bool, device=c.device) if n is None else at < n[:, None]
+        for at, n in zip(places, (p_lengths, r_lengths), strict=True)
+    ]
+    there = keeps[0][:, :, None] & keeps[1][:, None]
+    found: list = []
+    for axis, keep in ((2, keeps[0]), (1, keeps[1])):
+        if c.shape[axis]:
+            least = torch.where(there, c, torch.inf).amin(axis)
+            some = torch.where(there.any(axis), least, torch.inf)  # a minimum of nobody has no gradient
+        else:
+            some = torch.full(keep.shape, torch.inf, dtype=c.dtype, device=c.device)
+        found += [torch.where(keep, some, 0), None]
+    return tuple(found)
+
+
+def sized(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
+    B, _, N, M = sizes
+    lengths = (_lengths(B, N, device), _lengths(B, M, device)) if cut else (None, None)
+    clouds = _cloud((B, N, 8), torch.float32, device, False), _cloud((B, M, 8), torch.float32, device, False)
+    return *clouds, *lengths, "l1"

@@ -1,0 +1,296 @@
+"""Chamfer distance: scores, winners and gradients against the formula, in every layout and at every edge."""
+
+import math
+
+import pytest
+import torch
+import torch.utils.flop_counter
+from torch.autograd import forward_ad, gradcheck
+
+import lik_ops
+from lik_ops import reference
+
+from .support import INTERPRETING, PLACES
+
+metrics = pytest.mark.parametrize("metric", ["sqeuclidean", "l1"])
+HALF = (torch.float16,) if INTERPRETING else (torch.float16, torch.bfloat16)  # the interpreter's bf16 product is wrong
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def device(request):
+    """Of a place, whose backend computes."""
+    with request.param.use():
+        yield request.param.device
+
+
+def clouds(N, M, d, device, dtype=torch.float32, B=2):
+    return torch.randn(B, N, d).to(device, dtype), torch.randn(B, M, d).to(device, dtype)
+
+
+def nearest(P, R, metric="sqeuclidean", p_lengths=None, r_lengths=None):
+    return torch.ops.lik.chamfer_fwd(P, R, p_lengths, r_lengths, metric)
+
+
+def distances(P, R, metric):
+    x = P.double()[:, :, None] - R.double()[:, None]
+    return x.square().sum(-1) if metric == "sqeuclidean" else x.abs().sum(-1)
+
+
+@metrics
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(
+    ("N", "M", "d"), [(1, 1, 3), (70, 130, 3), (33, 20, 1), (5, 200, 2), (50, 40, 4), (40, 60, 20)]
+)
+def test_distances_and_winners_are_those_of_the_formula(device, metric, dtype, N, M, d):
+    _check_nearest(device, metric, dtype, N, M, d)
+
+
+@metrics
+def test_fp64(metric):
+    _check_nearest("cpu", metric, torch.float64, 70, 130, 20)
+
+
+def _check_nearest(device, metric, dtype, N, M, d):
+    P, R = clouds(N, M, d, device, dtype)
+    expected = distances(P, R, metric)
+    of_P, at_P, of_R, at_R = nearest(P, R, metric)
+    for found, at, axis in ((of_P, at_P, 2), (of_R, at_R, 1)):
+        least = expected.min(axis).values
+        torch.testing.assert_close(found.double(), least, rtol=1e-6, atol=0)
+        chosen = expected.gather(axis, at.long().unsqueeze(axis)).squeeze(axis)
+        torch.testing.assert_close(chosen, least, rtol=1e-5, atol=1e-6)
+        assert at.dtype == torch.int32
+
+
+@metrics
+@pytest.mark.parametrize("d", [3, 6, 24])
+def test_it_is_the_formula_with_its_gradients(device, metric, d):
+    P, R = clouds(60, 45, d, device)
+    w, v = torch.rand(2, 60, device=device), torch.rand(2, 45, device=device)
+    n, m = torch.tensor([60, 17], device=device), torch.tensor([20, 45], device=device, dtype=torch.int32)
+    grads = []
+    for function, dtype in ((lik_ops.chamfer_distance, torch.float32), (reference.chamfer_distance, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (P, R, w, v)]
+        p, r, a, b = leaves
+        found = function(p, r, metric=metric, p_lengths=n, r_lengths=m, p_weight=a, r_weight=b)
+        (found * torch.tensor([1.0, -2.0], device=device)).sum().backward()
+        grads.append([found, *(x.grad for x in leaves)])
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert grads[0][1][1, 17:].count_nonzero() == 0
+
+
+@metrics
+def test_gradcheck(metric):
+    P, R = (x.requires_grad_() for x in clouds(6, 5, 3, "cpu", torch.float64))
+    w = torch.rand(2, 6, dtype=torch.float64, requires_grad=True)
+    n = torch.tensor([6, 4])
+    assert gradcheck(lambda P, R, w: lik_ops.chamfer_distance(P, R, metric=metric, p_lengths=n, p_weight=w), (P, R, w))
+
+
+@pytest.mark.parametrize("d", [3, 20])
+def test_the_lowest_of_equals_is_nearest(device, d):
+    P, R = clouds(40, 50, d, device, B=1)
+    R = torch.cat([R, R, R], 1)
+    P = torch.cat([P, P], 1)
+    _, at_P, _, at_R = nearest(P, R)
+    assert at_P.max() < 50
+    assert at_R.max() < 40
+    assert torch.equal(at_P[:, :40], at_P[:, 40:])
+
+
+@pytest.mark.parametrize("d", [3, 20])
+def test_what_lies_beyond_a_cloud_never_matters(device, d):
+    P, R = clouds(64, 90, d, device, B=3)
+    n, m = torch.tensor([64, 10, 0], device=device), torch.tensor([33, 90, 5], device=device)
+    expected = nearest(P, R, "sqeuclidean", n, m)
+    for b in range(3):
+        P[b, n[b] :], R[b, m[b] :] = math.nan, math.inf
+    P.requires_grad_()
+    w = torch.rand(3, 64, device=device)
+    for b in range(3):
+        w[b, n[b] :] = math.nan
+    for a, b in zip(nearest(P.detach(), R, "sqeuclidean", n, m), expected, strict=True):
+        assert torch.equal(a, b)
+    lik_ops.chamfer_distance(P, R, p_lengths=n, r_lengths=m, p_weight=w)[:2].sum().backward()
+    assert P.grad.isfinite().all()
+    assert P.grad[1, 10:].count_nonzero() == 0
+
+
+@metrics
+def test_empty_clouds_are_infinitely_far(device, metric):
+    P, R = clouds(4, 5, 3, device)
+    none = torch.zeros(2, 0, 3, device=device)
+    assert lik_ops.chamfer_distance(P, none, metric=metric).tolist() == [math.inf] * 2
+    assert lik_ops.chamfer_distance(none, R, metric=metric).tolist() == [math.inf] * 2
+    assert lik_ops.chamfer_distance(none, none, metric=metric).tolist() == [0.0] * 2
+    assert lik_ops.chamfer_distance(P[:0], R[:0], metric=metric).shape == (0,)
+    lengths = torch.tensor([0, 3], device=device)
+    found = lik_ops.chamfer_distance(P.requires_grad_(), R, metric=metric, p_lengths=lengths)
+    assert found.isinf().tolist() == [True, False]
+    found[1].backward()
+    assert P.grad[0].count_nonzero() == 0
+    weights = torch.zeros(2, 4, device=device)
+    assert lik_ops.chamfer_distance(P, none, metric=metric, p_weight=weights).tolist() == [math.inf] * 2
+
+
+@pytest.mark.parametrize("wrong", [-1, 6, 2**31])
+def test_a_length_that_cannot_be_gives_nan(device, wrong):
+    P, R = clouds(4, 5, 3, device)
+    m = torch.tensor([wrong, 5], device=device)
+    of_P, at_P, of_R, at_R = nearest(P, R, "l1", None, m)
+    assert of_P[0].isnan().all()
+    assert of_R[0].isnan().all()
+    assert (at_P[0] == -1).all()
+    assert (at_R[0] == -1).all()
+    assert of_P[1].isfinite().all()
+    assert lik_ops.chamfer_distance(P, R, r_lengths=m).isnan().tolist() == [True, False]
+
+
+@metrics
+@pytest.mark.parametrize("d", [3, 20])
+def test_nan_is_nearest(device, metric, d):
+    P, R = clouds(40, 130, d, device)
+    R[0, 77, 1] = R[0, 101, 0] = math.nan
+    of_P, at_P, of_R, at_R = nearest(P, R, metric)
+    assert of_P[0].isnan().all()
+    assert (at_P[0] == 77).all()
+    assert of_R[0].isnan().nonzero().flatten().tolist() == [77, 101]
+    assert at_R[0, 77] == 0
+    assert of_P[1].isfinite().all()
+
+
+@pytest.mark.parametrize("d", [3, 20])
+def test_near_points_far_from_the_origin(device, d):
+    """Squares of coordinates alone would be rounded by more than the distances are."""
+    base = torch.randn(1, 1, d) * 100
+    P, R = (base + torch.randn(1, n, d) for n in (50, 60))
+    expected = distances(P, R, "sqeuclidean").min(2).values
+    found = nearest(P.to(device), R.to(device))[0].cpu()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if d < 16 else 1e-2, atol=0)
+
+
+@metrics
+@pytest.mark.parametrize("d", [3, 24])
+def test_bits_do_not_hang_on_the_batch(device, metric, d):
+    P, R = clouds(60, 70, d, device, B=5)
+    whole = nearest(P, R, metric)
+    for b in range(5):
+        for a, x in zip(nearest(P[b : b + 1], R[b : b + 1], metric), whole, strict=True):
+            assert torch.equal(a, x[b : b + 1])
+    back = nearest(R, P, metric)
+    assert torch.equal(back[0], whole[2])
+
+
+def test_strides_are_read(device):
+    P, R = clouds(30, 40, 3, device)
+    expected = nearest(P, R)
+    strided = P.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([R, R], 2)[..., :3]
+    assert all(torch.equal(a, b) for a, b in zip(nearest(*strided), expected, strict=True))
+    shared = R[:1].expand(2, -1, -1)
+    assert torch.equal(nearest(P, shared)[0][1:], nearest(P[1:], R[:1])[0])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_are_rounded_once(device, dtype):
+    P, R = clouds(60, 45, 3, device, dtype)
+    found, expected = [], []
+    for grads, cast in ((found, lambda x: x), (expected, torch.Tensor.float)):
+        p, r = P.detach().requires_grad_(), R.detach().requires_grad_()
+        lik_ops.chamfer_distance(cast(p), cast(r)).sum().backward()
+        grads += [p.grad, r.grad]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert found[0].dtype == dtype
+
+
+def test_one_cloud_has_no_batch(device):
+    P, R = clouds(30, 40, 3, device, B=1)
+    n = torch.tensor(20, device=device)
+    found = lik_ops.chamfer_distance(P[0], R[0], p_lengths=n)
+    assert found.shape == ()
+    assert torch.equal(found, lik_ops.chamfer_distance(P, R, p_lengths=n[None])[0])
+
+
+def test_a_gradient_nobody_asks_for_costs_nothing(device):
+    P, R = clouds(30, 40, 3, device)
+    loss = lik_ops.chamfer_distance(P.requires_grad_(), R).sum()
+    loss.backward()
+    assert P.grad is not None
+    assert R.grad is None
+    assert not lik_ops.chamfer_distance(P.detach(), R).requires_grad
+
+
+@metrics
+def test_fitting_a_cloud_goes_as_with_the_formula(device, metric):
+    def fit(distance):
+        torch.manual_seed(0)
+        P = torch.randn(1, 40, 3, device=device, requires_grad=True)
+        R, losses = torch.randn(1, 50, 3, device=device), []
+        optimizer = torch.optim.SGD([P], lr=0.5)
+        for _ in range(10 if INTERPRETING else 100):
+            loss = distance(P, R, metric=metric).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    found, expected = fit(lik_ops.chamfer_distance), fit(reference.chamfer_distance)
+    assert found[-1] < found[0] * (1 if INTERPRETING else 0.8)
+    assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True))
+
+
+def gradients(function, P, R, lengths):
+    p, r = P.detach().requires_grad_(), R.detach().requires_grad_()
+    function(p, r, r_lengths=lengths).sum().backward()
+    return p.grad, r.grad
+
+
+@pytest.mark.skipif(INTERPRETING, reason="what is compiled is not the kernels")
+def test_compiled_steps_have_the_bits_of_eager_ones(device):
+    given = *clouds(30, 40, 3, device), torch.tensor([40, 11], device=device)
+    compiled = torch.compile(lik_ops.chamfer_distance, backend="aot_eager", fullgraph=True)
+    for a, b in zip(gradients(compiled, *given), gradients(lik_ops.chamfer_distance, *given), strict=True):
+        assert torch.equal(a, b)
+
+
+class Distance(torch.nn.Module):
+    def forward(self, P, R, lengths):
+        return lik_ops.chamfer_distance(P, R, metric="l1", r_lengths=lengths)
+
+
+def test_it_exports_with_every_size_dynamic():
+    from torch.export import Dim
+
+    shapes = {"P": dict.fromkeys(range(3), Dim.DYNAMIC), "R": dict.fromkeys(range(3), Dim.DYNAMIC)}
+    given = *clouds(30, 40, 5, "cpu"), torch.tensor([40, 11])
+    program = torch.export.export(Distance(), given, dynamic_shapes=shapes | {"lengths": {0: Dim.DYNAMIC}})
+    given = *clouds(7, 9, 3, "cpu", B=4), torch.tensor([9, 0, 3, 4])
+    assert torch.equal(program.module()(*given), Distance()(*given))
+
+
+def test_vmap_is_a_loop(device):
+    P, R = torch.randn(3, 2, 20, 3, device=device), torch.randn(2, 25, 3, device=device)
+    found = torch.func.vmap(lik_ops.chamfer_distance, in_dims=(0, None))(P, R)
+    assert torch.equal(found, torch.stack([lik_ops.chamfer_distance(x, R) for x in P]))
+
+
+def test_what_it_cannot_derive_raises(device):
+    P, R = clouds(6, 5, 3, device)
+    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate chamfer_distance"):
+        torch.func.grad(lambda P: lik_ops.chamfer_distance(P, R).sum())(P)
+    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate chamfer_distance"):
+        torch.func.jvp(lambda P: lik_ops.chamfer_distance(P, R), (P,), (P,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        lik_ops.chamfer_distance(forward_ad.make_dual(P, P), R)
+    leaf = P.detach().requires_grad_()
+    (first,) = torch.autograd.grad(lik_ops.chamfer_distance(leaf, R).sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no double backward"):
+        first.sum().backward()
+
+
+def test_flops_are_those_of_its_distances(device):
+    P, R = clouds(30, 40, 3, device)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        lik_ops.chamfer_distance(P, R)
+    assert counter.get_total_flops() == 3 * 2 * 30 * 40 * 3

@@ -16,7 +16,7 @@ PIP_INSTALL := $(PIP_NOW) --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 TEST := -m "not gpu and not slow" tests opcheck
 # What hangs on Triton alone: kernels compiled ahead of time, launched, and in the interpreter.
-COMPILED := $(addprefix tests/test_,aot.py aot_rows.py aot_specialized.py fallback.py launcher.py packaged.py topk.py)
+COMPILED := $(addprefix tests/test_,aot.py aot_chamfer.py aot_rows.py aot_soft.py aot_specialized.py fallback.py launcher.py packaged.py topk.py)
 INTERPRETED := tests/test_interpreter.py
 
 .DEFAULT_GOAL := help

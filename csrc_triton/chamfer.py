@@ -158,8 +158,9 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
 def _steps(own, others, there, X, Y, d, C: tl.constexpr):
     """Distances ``[BM, BN]`` of points to others of their own; what is not `there` is not read."""
     S = tl.full((C.BM, C.BN), 0, tl.float32)
-    if C.BD <= 4:
-        for k in tl.static_range(C.BD):
+    FEW: tl.constexpr = C.BD
+    if FEW <= 4:
+        for k in tl.static_range(FEW):
             x = _coordinate(own, X.stride_d, k)
             y = tl.load(others + wide(k) * Y.stride_d, mask=there, other=0.0).to(tl.float32)
             S = _added(S, x[:, None], y, C)

@@ -32,6 +32,8 @@ OPERATORS = {
     "saved.maxsim_bwd_int8": "maxsim_bwd_int8",
     "soft.maxsim_soft_fwd": "maxsim_soft_fwd",
     "soft.maxsim_soft_bwd": "maxsim_soft_bwd",
+    "cross_entropy.maxsim_cross_entropy_fwd": "maxsim_cross_entropy_fwd",
+    "cross_entropy.maxsim_cross_entropy_bwd": "maxsim_cross_entropy_bwd",
     "topk.maxsim_topk": "maxsim_topk",
     "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
     "packaged.maxsim_packaged": "maxsim_packaged",

@@ -271,3 +271,30 @@ def chamfer_distance(
             total = total + (least if w is None else least * w[b, : len(least)]).mean()
         distances.append(total)
     return torch.stack(distances) if distances else P.new_zeros(0)
+
+
+def maxsim_cross_entropy(
+    Q: Tensor,
+    D: Tensor,
+    labels: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """``-log_softmax(maxsim(Q, D) / temperature)[i, labels[i]]``: 0 where ignored, NaN where that is no document."""
+    scores = maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+    if labels.shape != scores.shape[:1] or labels.dtype not in _MASKS[1:]:
+        raise ValueError(f"reference: labels: expected integers {[len(Q)]}, got {labels.dtype} {list(labels.shape)}")
+    there = (labels >= 0) & (labels < scores.shape[1])
+    logs = F.pad(scores / temperature, (0, 1), value=float("-inf")).log_softmax(1)
+    ignored = labels == ignore_index
+    losses = -logs.gather(1, torch.where(there, labels, 0).long()[:, None])[:, 0]
+    losses = torch.where(ignored, 0, losses * torch.where(there | ignored, 1, torch.nan))
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()

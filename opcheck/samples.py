@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
-from lik_ops.opcheck import chamfer, quantized, ragged, saved, soft
+from lik_ops.opcheck import chamfer, cross_entropy, quantized, ragged, saved, soft
 from lik_ops.opcheck.gradients import gradients
 
 try:
@@ -247,6 +247,24 @@ def _sized_soft_bwd(sizes: tuple[int, int, int, int], candidates: bool, device: 
     return soft.backward_arguments(_sized_bwd(sizes, candidates, device), 1)
 
 
+def maxsim_cross_entropy_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    wanted = (s for s in maxsim_fwd(dtype, device) if s.args[6] is None)
+    return (Sample(s.name, cross_entropy.forward_arguments(s.args, n), {}) for n, s in enumerate(wanted))
+
+
+def maxsim_cross_entropy_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    backward = cross_entropy.backward_arguments
+    return (Sample(s.name, backward(s.args, n), {}) for n, s in enumerate(maxsim_bwd(dtype, device)))
+
+
+def _sized_cross_entropy_fwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return cross_entropy.forward_arguments(_sized_fwd(sizes, candidates, device), 0)
+
+
+def _sized_cross_entropy_bwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return cross_entropy.backward_arguments(_sized_bwd(sizes, candidates, device), 0)
+
+
 def _topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
     if cu_seqlens_d is not None:
         ends = cu_seqlens_d.tolist()
@@ -299,6 +317,12 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_bwd_int8": Operator(maxsim_bwd_int8, saved.backward_reference, _sized_bwd_int8),
     "maxsim_soft_fwd": Operator(maxsim_soft_fwd, soft.forward_reference, _sized_soft_fwd),
     "maxsim_soft_bwd": Operator(maxsim_soft_bwd, soft.backward_reference, _sized_soft_bwd),
+    "maxsim_cross_entropy_fwd": Operator(
+        maxsim_cross_entropy_fwd, cross_entropy.forward_reference, _sized_cross_entropy_fwd
+    ),
+    "maxsim_cross_entropy_bwd": Operator(
+        maxsim_cross_entropy_bwd, cross_entropy.backward_reference, _sized_cross_entropy_bwd
+    ),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
     "maxsim_xtr_fwd": Operator(maxsim_xtr, _xtr_reference, _sized_xtr),
 }

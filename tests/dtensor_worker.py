@@ -179,6 +179,16 @@ def check_trained(mesh, candidates: bool, device: str, score) -> None:
             torch.testing.assert_close(g.full_tensor(), e, msg=lambda m, case=case: f"{case}: {m}")
 
 
+def losses(Q, D):
+    """Of each query, whose labels are a DTensor where it is one."""
+    labels = torch.arange(Q.shape[0], device=Q.device) % 2
+    labels = place(labels, Q.device_mesh, [Replicate()]) if isinstance(Q, DTensor) else labels
+    each, mean = (lik_ops.maxsim_cross_entropy(Q, D, labels, reduction=name) for name in ("none", "mean"))
+    total = mean.full_tensor() if isinstance(mean, DTensor) else mean
+    torch.testing.assert_close(total, (each.full_tensor() if isinstance(each, DTensor) else each).mean())
+    return each
+
+
 def check_ragged_functions(mesh, device: str) -> None:
     """The functions of packed tokens, with what they are given as DTensors; gradients too."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged("pairs", False, device)
@@ -240,6 +250,7 @@ def main() -> None:
         for candidates in (False, True):
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim(Q, D, normalize=True, save="int8"))
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3))
+            check_trained(mesh, candidates, device, losses)
         torch.manual_seed(0)
         clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
         found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))

@@ -37,6 +37,10 @@ CALLS: dict[str, list[dict]] = {
     "maxsim_pairs": [{**SAVE, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]}],
     "maxsim_with_argmax": [DENSE],
     "maxsim_soft": [{**FORMULA, "temperature": 0.5}, {**FORMULA, "temperature": torch.tensor(0.5)}],
+    "maxsim_cross_entropy": [
+        {**FORMULA, "labels": torch.tensor([2, 0]), "temperature": tau, "ignore_index": -100, "reduction": "mean"}
+        for tau in (0.5, torch.tensor(0.5))
+    ],
     "maxsim_varlen": [PACKED | BOUNDS],
     "maxsim_candidates_varlen": [{**PACKED, **LISTED, "cu_seqlens_q": CU_Q}],
     "maxsim_pair_list": [
@@ -145,6 +149,8 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     "temperature": {"float", "huge", "0-dim"},
     **{name: FLAG for name in ("normalize", "recompute", "enabled", "largest", "sorted")},
     **{("warmup", name): FLAG for name in FLAGS},
+    ("maxsim_cross_entropy", "labels"): OPTIONAL,
+    ("maxsim_cross_entropy", "ignore_index"): {"negative"},
     ("MaxSimScorer", "pad_id"): OPTIONAL,
     **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
     **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates", "n_probe")},

@@ -14,6 +14,7 @@ MODULES = [
     "test_semantics",
     "test_soft",
     "test_chamfer",
+    "test_cross_entropy",
     "test_ragged_kernels",
     "test_ragged_lists",
     "test_ragged_few",

@@ -54,6 +54,12 @@ def check_lengths(op: str, name: str, lengths: Tensor, most: int) -> None:
         _raise(op, name, f"0 to {most} tokens", lengths, at)
 
 
+def check_labels(op: str, labels: Tensor, documents: int, ignore_index: int) -> None:
+    """Indices of documents, or `ignore_index`."""
+    if (at := _first(((labels < 0) | (labels >= documents)) & (labels != ignore_index))) is not None:
+        _raise(op, "labels", f"a document, 0 <= j < {documents}, or {ignore_index}", labels, at)
+
+
 def check_pairs(op: str, pairs: Tensor, queries: int, documents: int) -> None:
     """Indices of queries and documents."""
     most = torch.tensor([queries, documents], device=pairs.device)

@@ -48,6 +48,11 @@ def _soft_backward_flops(grad_scores, Q, D, *args, out_shape=None, **kwargs):
     return 2 * (int(needs[0] or any(needs[2:])) + int(needs[1])) * _forward_flops(Q, D)
 
 
+def _cross_entropy_backward_flops(grad_losses, Q, D, *args, out_shape=None, **kwargs):
+    """As with `recompute`, the products of the forward are counted once."""
+    return _backward_flops(grad_losses, Q, D, (0,), *args[:3], args[-2], args[-1])
+
+
 def _products(needs) -> int:
     """For each winner. The gradient of the weights comes from the same sums of documents as that of Q."""
     return int(needs[0] or needs[2]) + int(needs[1])
@@ -112,12 +117,13 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 
 def register() -> None:
     """Tell torch's counter."""
-    dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd]
+    dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd, lik.maxsim_cross_entropy_fwd]
     register_flop_formula(dense)(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_soft_bwd])(_soft_backward_flops)
     register_flop_formula([lik.chamfer_fwd])(_chamfer_flops)
+    register_flop_formula([lik.maxsim_cross_entropy_bwd])(_cross_entropy_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
     register_flop_formula([lik.maxsim_quantized_fwd], get_raw=True)(_quantized_flops)

@@ -95,6 +95,22 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             for q, winners in ((whole, whole), (first, second))
         ]
 
+    def losses(D):
+        """Placements of losses and queries, of documents and of their gradient: a loss needs all its documents."""
+        return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, partial)
+
+    @register_sharding(lik.maxsim_cross_entropy_fwd.default)
+    def _(*args):
+        return [([q, q], [*_placed(args[:6], (q, d, q, d, q, q)), None, None, None]) for q, d, _ in losses(args[1])]
+
+    @register_sharding(lik.maxsim_cross_entropy_bwd.default)
+    def _(*args):
+        found = []
+        for q, d, grad_d in losses(args[2]):
+            grads = [g if need else whole for g, need in zip((q, grad_d, q), args[11], strict=True)]
+            found.append((grads, [*_placed(args[:8], (q, q, d, q, d, q, q, q)), None, None, None, None]))
+        return found
+
     @register_sharding(lik.maxsim_soft_fwd.default)
     def _(*args):
         return [

@@ -1,0 +1,114 @@
+"""The in-batch contrastive loss of MaxSim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._ops import ops as lik
+from ..arguments import as_bool, check, check_choice, check_count, check_flag, check_types, shape_of
+from ..ops import values
+from ..ops.cross_entropy import check_labels
+from ..ops.soft import check_temperature
+from ..ops.stack import autocast, functional, sharding
+
+_OP = "maxsim_cross_entropy"
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def maxsim_cross_entropy(
+    Q: Tensor,
+    D: Tensor,
+    labels: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """The contrastive loss: the cross-entropy of ``maxsim(Q, D) / temperature`` at the document that is right.
+
+    ``loss[i] = log sum_j exp(score[i, j] / temperature) - score[i, labels[i]] / temperature``: InfoNCE (van den Oord et
+    al., 2018, equation 4) of MaxSim, as ColBERTv2 trains with in-batch negatives (Santhanam et al., 2022, section 3.2).
+    It is ``F.cross_entropy(lik_ops.maxsim(Q, D) / temperature, labels)`` without the scores and winners which that
+    keeps: a step keeps two numbers for each query, and finds the rest again.
+
+    Args:
+        Q: query tokens ``[Nq, Lq, d]``; fp16, bf16, fp32 or fp64.
+        D: document tokens of the dtype and device of Q: ``[Nd, Ld, d]``, positives and negatives of the whole batch; or
+            ``[Nq, K, Ld, d]``, the K candidates of each query.
+        labels: ``[Nq]``, int32 or int64: which document, or candidate, is the right one. None: document i of query i,
+            of candidates the first. A label that is no document makes the loss of its query NaN, and the gradients that
+            it takes part in; under `lik_ops.checks` it is an error. Beside DTensors they have to be given, as one.
+        q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`.
+        temperature: a number above 0, or a tensor of no axes of the dtype of the scores, which is differentiable.
+        ignore_index: a label whose query has loss 0 and no gradient, and does not count in the mean.
+        reduction: ``"mean"`` over the queries that are not ignored, ``"sum"``, or ``"none"``.
+
+    Returns:
+        fp32 (fp64 for fp64): a tensor of no axes, or ``[Nq]`` with ``"none"``. The mean over no queries is NaN. As of
+        `F.cross_entropy`, the loss of a query is infinite where the right document alone scores ``-inf`` because it
+        keeps no token, and NaN where all documents do or a score is NaN.
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.maxsim`; also for labels, a temperature or a reduction that is none.
+        NotImplementedError: `torch.func` would differentiate it.
+
+    Example:
+        >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(24, 180, 128, requires_grad=True)
+        >>> lik_ops.maxsim_cross_entropy(Q, D, temperature=0.02, normalize=True).backward()
+        >>> Q.grad.shape, D.grad.shape  # documents 8 to 23 are negatives of all queries
+        (torch.Size([8, 32, 128]), torch.Size([24, 180, 128]))
+    """
+    check_types(_OP, Q, D, q_mask, d_mask, q_weight)
+    check_flag(_OP, "normalize", normalize)
+    check_temperature(_OP, temperature, Q)
+    check_count(_OP, "ignore_index", ignore_index, -(2**63))
+    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
+    sharding.register_if_needed()
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    check(_OP, Q, D, q_mask, d_mask, q_weight)
+    if Q.dim() != 3 or D.dim() == 2:
+        expected = "[Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d]"
+        raise ValueError(f"{_OP}: Q, D: expected {expected}, got {shape_of(Q)} and {shape_of(D)}")
+    labels = _checked(labels, Q, D, ignore_index)
+    eager = not torch.compiler.is_dynamo_compiling()
+    if eager and functional.is_differentiating():
+        raise NotImplementedError(f"torch.func cannot differentiate {_OP}: use torch.autograd")
+    q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    if isinstance(temperature, Tensor):
+        q_weight, temperature = _weights_over(temperature, Q, q_mask, q_weight), 1.0
+    if eager:
+        functional.reject_forward_ad(Q, D, q_weight)
+    tensors = Q, D, q_mask, d_mask, q_weight, labels
+    losses = lik.maxsim_cross_entropy_fwd(*tensors, float(temperature), ignore_index, normalize)[0]
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
+
+
+def _checked(labels: Any, Q: Tensor, D: Tensor, ignore_index: int) -> Tensor:
+    """The labels, the default ones where there are none."""
+    if labels is not None:
+        check_labels(_OP, labels, Q)
+        if values.looks(labels):
+            values.check_labels(_OP, labels, D.shape[-3], ignore_index)
+        return labels
+    Nq = Q.shape[0]
+    if D.dim() == 4:
+        return torch.zeros(Nq, dtype=torch.int64, device=Q.device)
+    message = f"{_OP}: labels: expected [Nq] where there are fewer documents than queries, got None"
+    torch._check_value(D.shape[0] >= Nq, lambda: message)
+    return torch.arange(Nq, device=Q.device)
+
+
+def _weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
+    """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter."""
+    if q_weight is None:
+        return Q.new_ones(Q.shape[:-1], dtype=temperature.dtype) / temperature
+    return (q_weight if q_mask is None else torch.where(q_mask, q_weight, 0)) / temperature

@@ -25,6 +25,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import common  # noqa: E402
 import contenders  # noqa: E402
 import cpu  # noqa: E402
+import cross_entropy  # noqa: E402
 import fidelity  # noqa: E402
 import forward  # noqa: E402
 import gpu  # noqa: E402
@@ -114,6 +115,18 @@ def test_wrong_gradients_are_seen():
 def test_bytes_that_a_step_needs():
     case = training.Case("", 2, 3, 4, 5, d=6, dtype="float32")
     assert case.own_bytes == 4 * 6 * (2 * 4 + 3 * 5) + 2 * 2 * 3 * 4 + 4 * 2 * 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="no alarm signal")
+def test_losses_are_measured_and_checked(capsys):
+    case = dataclasses.replace(cross_entropy.CASES[0], Nq=4, Nd=4, Lq=3, Ld=5, d=8, dtype="float32")
+    record = cross_entropy.measure(case, lambda functions: dict.fromkeys(functions, 1.0), "cpu")
+    cross_entropy.report(record)
+    assert "lik_ops" in capsys.readouterr().out
+    for name in (cross_entropy.FUSED, "recomputed", "scores"):
+        assert max(record["results"][name]["errors"]) < 1e-6
+    found = cross_entropy.steps(case, x := common.Inputs(case))[cross_entropy.FUSED]()
+    assert max(cross_entropy.errors_of(case, x, tuple(1.1 * g for g in found))) > cross_entropy.TOLERANCE
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="no alarm signal")

@@ -46,77 +46,10 @@ def _seed_and_poison():
     torch.utils.deterministic.fill_uninitialized_memory = before
 
 
-def _ordered_products():
-    """Let Triton's interpreter sum products in one order. BLAS has, on some processors, one for each shape, and which
-    bits of a score the kernels may change by their tiles is what tests look at."""
-    import numpy as np
-    from triton.runtime import interpreter
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        x, y = (t.data.astype(d.data.dtype) for t in (a, b))
-        total = np.zeros_like(d.data)
-        for k in range(x.shape[-1]):
-            total += x[..., k, None] * y[..., k, None, :]
-        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-
-
-def _reduced_slices():
-    """Let Triton's interpreter reduce slice by slice. It combines number by number, which takes most of the time of all
-    tests; the order is the same."""
-    import numpy as np
-    from triton.runtime import interpreter
-
-    by_numbers = interpreter.ReduceOps.generic_reduce
-
-    def generic_reduce(self, inputs):
-        if self.axis is None:
-            return by_numbers(self, inputs)
-        slices = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-        total, *others = (
-            tuple(self.to_tensor(x[n], y.dtype) for x, y in zip(slices, inputs, strict=True))
-            for n in range(len(slices[0]))
-        )
-        for other in others:
-            total = self.combine_fn.fn(*total, *other)
-            total = total if isinstance(total, tuple) else (total,)
-        found = [x.handle.data.reshape(slices[0].shape[1:]) for x in total]
-        if self.keep_dims:
-            found = [np.expand_dims(x, self.axis) for x in found]
-        return [self.to_tensor(x, y.dtype) for x, y in zip(found, inputs, strict=True)]
-
-    interpreter.ReduceOps.generic_reduce = generic_reduce
-
-
-def _patched_once():
-    """Let Triton's interpreter patch the language once a launch. It does so again for each call of a function."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, run, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def patch_lang(fn):
-        languages = frozenset(id(x) for x in fn.__globals__.values() if x is tl or x is tl.core)
-        if languages in patched:
-            return None
-        patched.add(languages)
-        return patch(fn)
-
-    def call(self, *args, **kwargs):
-        patched.clear()
-        try:
-            return run(self, *args, **kwargs)
-        finally:
-            patched.clear()
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _ordered_products()
-    _patched_once()
-    _reduced_slices()
+    from . import interpreting
+
+    interpreting.patch()
 
 
 def pytest_addoption(parser):

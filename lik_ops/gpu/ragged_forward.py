@@ -61,11 +61,10 @@ def segments_of(c: Cut) -> Segments:
 class _Tile:
     """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
 
-    __slots__ = ("bound", "config", "constants", "groups", "options", "terms")
+    __slots__ = ("bound", "config", "constants", "launch", "options", "terms")
 
     def __init__(self, launch: configs.Launch, levels: int, d: int, arch: configs.Architecture) -> None:
-        self.config, self.options = launch.config, launch.options(arch)
-        self.groups = launch.config.BM // launch.config.SLOT  # queries side by side
+        self.launch, self.config, self.options = launch, launch.config, launch.options(arch)
         self.constants = d, levels, launch.config
         self.bound: dict[tuple[bool, ...], launcher.Bound] = {}
         self.terms: dict[bool, launcher.Bound] = {}  # what makes terms, by whether Q begins so
@@ -155,7 +154,7 @@ class PackedPlan(Plan):
             shape, strides = (programs,), (1,)
         else:
             shape, strides = (queries, columns), (columns, 1)
-            programs = documents if self.single else configs.cdiv(queries, tile.groups) * columns
+            programs = documents if self.single else tile.launch.programs(queries, columns)
         pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight

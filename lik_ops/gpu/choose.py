@@ -105,12 +105,12 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture) -> Speciali
     """The choice for int8 documents ``[Nd, Ld, d]`` without mask, normalising or winners; None where
     `maxsim_forward_ragged` serves.
 
-    `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all.
+    `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all. A descriptor reads those of tokens: all of them.
     """
     if Q.dim() != 3 or data.dim() != 3 or not (Q.numel() and data.numel() and describable(data)):
         return None
     each_token = scale.shape[1] > 1
-    if each_token and not scale.is_contiguous():
+    if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
     call = arch, *sizes(Q, data), Q.shape[-1]
     found = gluon_configs.int8(*call, each_token=each_token, processors=arch.processors)

@@ -203,6 +203,20 @@ def test_documents_with_nan_and_zeros(Nq):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_negative_scales(Nq, scale):
+    """Of such a document the least product counts. Masked rows hold NaN, and there are rows of no query."""
+    D = documents(140, 132, 96, scale)
+    D.scale[::3] *= -1
+    Q = torch.randn(Nq, 20, 96, device="cuda", dtype=torch.bfloat16)
+    q_mask = torch.rand(Nq, 20, device="cuda") > 0.3
+    Q[~q_mask] = float("nan")
+    exact, off = bound(Q, D, q_mask, None)
+    assert ((fast(Q, D, q_mask).double() - exact).abs() <= off).all()
+
+
+@pytest.mark.gpu
 def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
     """Scales or numbers that begin anywhere, masks of documents, winners: the same scores."""
     Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)

@@ -63,6 +63,19 @@ def test_scales_that_documents_share_are_no_row_of_scales_for_all():
     assert chosen(1, 132) is None
 
 
+def test_plans_that_another_thread_drops(monkeypatch):
+    from lik_ops.gpu import int8
+
+    class Dropping(dict):
+        def __setitem__(self, key, value):
+            pass
+
+    monkeypatch.setattr(int8, "_plans", Dropping())
+    D = lik_ops.quantize(torch.randn(3, 70, 32), "int8")
+    c = Cut(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
+    assert int8.forward(c, D.kept()) is None  # a CPU has no plan
+
+
 def documents(Nd, Ld, d, scale, seed=0):
     torch.manual_seed(seed)
     D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))

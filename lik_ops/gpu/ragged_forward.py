@@ -92,7 +92,7 @@ class PackedPlan(Plan):
         # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
         self.reads_tiles = stored in _A_FEATURE_AN_ELEMENT and choose.reads_packed_tiles(c, self.arch)
-        plain = not (stored or self.single or normalize)
+        plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
         self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}

@@ -484,11 +484,12 @@ def _bits_hang_on_nothing_else(place, format):
     assert torch.equal(dataclasses.replace(p, r=some).forward(argmax_dtype=None)[0], whole[:, 2:3])
 
 
+@pytest.mark.parametrize("queries", [(3, 16, 5), (3, 18)], ids=["one slot each", "one takes two"])
 @pytest.mark.parametrize("format", ["residual2", "residual4"])
-def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, monkeypatch):
+def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, queries, monkeypatch):
     """No more are launched than run at a time, and every document has the bits that it has alone."""
     lengths = (5, 0, 9, 20, 1, 0, 33) if INTERPRETING else (180, 0, 33, 1, 300, 64) * 400
-    p = halved(problem("cross", torch.float16, 128, format, queries=(3, 18), documents=lengths)).to(place.device)
+    p = halved(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(place.device)
     grids, launch = [], launcher.launch
 
     def noted(kernel, grid, *rest):
@@ -499,7 +500,7 @@ def test_programs_of_codes_in_words_walk_from_document_to_document(place, format
         cuda_ragged.forget()
         monkeypatch.setattr(launcher, "launch", noted)
         scores, _ = p.forward(argmax_dtype=None)
-        assert 0 < grids[-1] < len(lengths)
+        assert 0 < grids[-1] < len(lengths) * len(queries) // 2
         monkeypatch.setattr(launcher, "launch", launch)
         assert torch.equal(p.forward(argmax_dtype=None)[0], scores)  # launched directly
         for j in (0, 2, 6, len(lengths) - 1):

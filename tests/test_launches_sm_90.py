@@ -3,6 +3,7 @@
 Launches do nothing. What a call is told by an earlier one, plans and recordings, must not show in what is launched.
 """
 
+import random
 import sys
 from dataclasses import replace
 from functools import partial
@@ -148,3 +149,69 @@ def test_calls_of_other_tensors_launch_theirs(log):
         call()
         (_, _, values) = launched(log, given)[1]
         assert {value[0] // len(tensors) for value in values if isinstance(value, tuple)} == {n}
+
+
+def elsewhere(x, how):
+    """`x` with other strides, or beginning elsewhere."""
+    if how == "odd":
+        return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    if how == "wide":
+        return torch.empty(*x.shape[:-1], x.shape[-1] + 16, dtype=x.dtype)[..., : x.shape[-1]].copy_(x)
+    if how == "steps":
+        return torch.empty(2 * len(x), *x.shape[1:], dtype=x.dtype)[::2].copy_(x)
+    if how == "columns":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x[:1].expand(x.shape) if how == "shared" else x
+
+
+def varied(r):
+    """A call of few sizes whose tensors lie anywhere: the call, and its tensors."""
+
+    def drawn(*shape, dtype=torch.float32):
+        return elsewhere(torch.rand(shape).to(dtype), r.choice(["plain"] * 4 + PLACES))
+
+    def maybe(x):
+        return x if r.random() < 0.5 else None
+
+    dtype = r.choice([torch.bfloat16, torch.float32])
+    Q, D = drawn(Nq, Lq, 64, dtype=dtype), drawn(140, 70, 64, dtype=dtype)
+    q_mask, d_mask = (maybe(drawn(*x.shape[:2]).round().bool()) for x in (Q, D))
+    weight, normalize = maybe(drawn(Nq, Lq)), r.random() < 0.3
+    upstream, winners = drawn(Nq, 140), drawn(140, Nq, Lq).mul(70).to(r.choice([torch.int16, torch.int32]))
+    data, scale = drawn(140, 70, 64).mul(99).to(torch.int8), drawn(140, r.choice([1, 70]))
+    given = [x for x in (Q, D, q_mask, d_mask, weight, upstream, winners, data, scale) if x is not None]
+    options, needs = (q_mask, d_mask, weight, normalize), [r.random() < 0.7, r.random() < 0.7, weight is not None]
+    backward = r.choice([torch.ops.lik.maxsim_bwd_lowmem, torch.ops.lik.maxsim_bwd_unified])
+    scale_each = scale.expand(140, 70)
+    calls = (
+        lambda: lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=weight, normalize=normalize),
+        lambda: torch.ops.lik.maxsim_fwd(Q, D, *options, torch.int16, "auto"),
+        lambda: backward(upstream, Q, D, winners, *options, needs),
+        lambda: torch.ops.lik.maxsim_bwd_int8(
+            upstream, Q, data, scale_each, winners, q_mask, weight, normalize, False, needs
+        ),
+        lambda: lik_ops.maxsim(Q, lik_ops.Quantized(data, scale, "int8", 64, dtype), q_mask, q_weight=weight),
+    )
+    return r.choice(calls), given
+
+
+PLACES = ["odd", "wide", "steps", "columns", "shared"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(seed, log):
+    """Whatever was kept of others, they launch what they would as the first of all."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    made = [varied(r) for _ in range(40)]
+
+    def of(n):
+        log.clear()
+        made[n][0]()
+        return launched(log, made[n][1])
+
+    warm = [[of(n) for n in range(len(made))] for _ in range(3)]
+    for n in range(len(made)):
+        eager.forget()
+        alone = of(n)
+        assert all(found[n] == alone for found in warm), n

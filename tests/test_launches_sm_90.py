@@ -23,7 +23,7 @@ if INTERPRETING:
 
 from lik_ops.gpu import backend, configs, gluon, launcher, plain, ragged_forward
 
-from .test_replay import flat
+from .test_replay import Bound, flat
 from .test_replay import log as launches  # noqa: F401  # a fixture
 
 if gluon.kernels() is None:
@@ -34,8 +34,26 @@ Nq, Lq, Nd, Ld, d = 16, 32, 300, 180, 128
 RING, RAGGED, TERMS = "maxsim_forward_specialized", "maxsim_forward_ragged", "maxsim_query_terms"
 
 
+class Described(Bound):
+    """A compiled kernel that says what it was compiled for."""
+
+    __slots__ = ("description",)
+
+    def direct(self, x, y, z, stream, values):
+        self.log.append((self.kernel.__name__, (x, y, z), values, self.description))
+
+    def launch(self, grid, args, values):
+        self.direct(*(*grid, 1, 1)[:3], 0, values)
+
+
 @pytest.fixture
 def log(launches, monkeypatch):  # noqa: F811
+    def bind(kernel, args, options):
+        bound = Described(kernel, launches)
+        bound.description, values = launcher.describe(kernel, args)
+        return bound, values
+
+    monkeypatch.setattr(launcher, "bind", bind)
     for name, module in list(sys.modules.items()):
         if name.startswith("lik_ops.gpu.") and hasattr(module, "architecture"):
             monkeypatch.setattr(module, "architecture", lambda device: SM_90)
@@ -57,7 +75,8 @@ def described(value):
 
 
 def launched(log, given):
-    """Kernels, grids and arguments: pointers by the tensor that they point into, "memory" for what the call made."""
+    """Kernels, grids, arguments and what was compiled: pointers by the tensor that they point into, "memory" for what
+    the call made."""
     spans = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in given]
 
     def named(value):
@@ -66,7 +85,7 @@ def launched(log, given):
         found = [(n, value - begin) for n, (begin, end) in enumerate(spans) if begin <= value < end]
         return found[0] if found else "memory"
 
-    return [(name, grid, [named(v) for v in flat(map(described, values))]) for name, grid, values, *_ in log]
+    return [(name, grid, [named(v) for v in flat(map(described, values))], of) for name, grid, values, of in log]
 
 
 def quantised(format, scale, rows=Nq, **options):
@@ -147,7 +166,7 @@ def test_calls_of_other_tensors_launch_theirs(log):
     for n, (call, tensors) in enumerate(made):
         log.clear()
         call()
-        (_, _, values) = launched(log, given)[1]
+        values = launched(log, given)[1][2]
         assert {value[0] // len(tensors) for value in values if isinstance(value, tuple)} == {n}
 
 
@@ -164,24 +183,27 @@ def elsewhere(x, how):
     return x[:1].expand(x.shape) if how == "shared" else x
 
 
-def varied(r):
-    """A call of few sizes whose tensors lie anywhere: the call, and its tensors."""
+def varied(r, kind, places):
+    """A call of few sizes whose tensors lie anywhere: the call, and its tensors. Where they only begin elsewhere, all
+    are of one kind."""
+    alike = places == ["odd"]
 
     def drawn(*shape, dtype=torch.float32):
-        return elsewhere(torch.rand(shape).to(dtype), r.choice(["plain"] * 4 + PLACES))
+        return elsewhere(torch.rand(shape).to(dtype), r.choice(["plain"] * 4 * len(places) + places))
 
     def maybe(x):
-        return x if r.random() < 0.5 else None
+        return x if alike or r.random() < 0.5 else None
 
-    dtype = r.choice([torch.bfloat16, torch.float32])
+    dtype = torch.bfloat16 if alike else r.choice([torch.bfloat16, torch.float32])
     Q, D = drawn(Nq, Lq, 64, dtype=dtype), drawn(140, 70, 64, dtype=dtype)
-    q_mask, d_mask = (maybe(drawn(*x.shape[:2]).round().bool()) for x in (Q, D))
-    weight, normalize = maybe(drawn(Nq, Lq)), r.random() < 0.3
-    upstream, winners = drawn(Nq, 140), drawn(140, Nq, Lq).mul(70).to(r.choice([torch.int16, torch.int32]))
-    data, scale = drawn(140, 70, 64).mul(99).to(torch.int8), drawn(140, r.choice([1, 70]))
+    q_mask, d_mask = (maybe(drawn(*x.shape[:2], dtype=torch.bool)) for x in (Q, D))
+    weight, normalize = maybe(drawn(Nq, Lq)), not alike and r.random() < 0.3
+    upstream, winners = drawn(Nq, 140), drawn(140, Nq, Lq, dtype=torch.int16 if alike else torch.int32)
+    data, scale = drawn(140, 70, 64, dtype=torch.int8), drawn(140, 1 if alike else r.choice([1, 70]))
     given = [x for x in (Q, D, q_mask, d_mask, weight, upstream, winners, data, scale) if x is not None]
-    options, needs = (q_mask, d_mask, weight, normalize), [r.random() < 0.7, r.random() < 0.7, weight is not None]
-    backward = r.choice([torch.ops.lik.maxsim_bwd_lowmem, torch.ops.lik.maxsim_bwd_unified])
+    options = q_mask, d_mask, weight, normalize
+    needs = [alike or r.random() < 0.7, alike or r.random() < 0.7, weight is not None]
+    backward = torch.ops.lik.maxsim_bwd_lowmem if alike else torch.ops.lik.maxsim_bwd_unified
     scale_each = scale.expand(140, 70)
     calls = (
         lambda: lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=weight, normalize=normalize),
@@ -192,18 +214,18 @@ def varied(r):
         ),
         lambda: lik_ops.maxsim(Q, lik_ops.Quantized(data, scale, "int8", 64, dtype), q_mask, q_weight=weight),
     )
-    return r.choice(calls), given
+    return calls[kind], given
 
 
 PLACES = ["odd", "wide", "steps", "columns", "shared"]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(seed, log):
+@pytest.mark.parametrize("places", [PLACES, ["odd"]], ids=["anywhere", "begin elsewhere"])
+@pytest.mark.parametrize("kind", range(5))
+def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(kind, places, log):
     """Whatever was kept of others, they launch what they would as the first of all."""
-    r = random.Random(seed)
-    torch.manual_seed(seed)
-    made = [varied(r) for _ in range(40)]
+    r = random.Random(kind)
+    made = [varied(r, kind, places) for _ in range(120)]
 
     def of(n):
         log.clear()

@@ -53,6 +53,9 @@ def counted(best, scale, each, odd, Q, numbers, first, H: gl.constexpr, parts, k
     """A half's maxima in document k, whose scale is `each`, as those of what rows and tokens count as."""
     if not C.GIVEN:
         best = best.to(gl.float32) * each
+        # Times a negative scale it is the least that counts: no row's maximum is of use.
+        scale = gl.where(each < 0, -1.0, scale)
+        odd = gl.maximum(odd, (each < 0).to(gl.int32))
     best = best * scale
     if odd > 0:
         best = gl.where(scale < 0, _odd_maxima(Q, numbers, first, H, parts, k, sizes, d, scale, C), best)
@@ -64,7 +67,7 @@ def _odd_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, scale, C
     """Maxima of a half's rows that are not in their terms, in fp32, feature after feature as `fp32.odd_maxima`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     i, s = slot_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
-    odd = gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0
+    odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & (i < sizes.Nq) & (s < sizes.Lq)
     first_feature = row_pointers(Q, i, s)
     best = gl.full([C.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     for t0 in range(0, sizes.Ld, _STEP):

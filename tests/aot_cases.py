@@ -58,6 +58,7 @@ COMMON = [
     Case(DOCUMENTS, _FP16),
     Case(DOCUMENTS, pieces=True),
     Case(DOCUMENTS, lists=False),
+    *(Case(DOCUMENTS, dtype, lists=False, normalize=True, options=True) for dtype in (_FP16, _FP32)),
     Case(SPARSE, candidates=True),
     Case(SPARSE, Lq=128, candidates=True),
     Case(LIST, Lq=1024),

@@ -15,7 +15,7 @@ from .support import INTERPRETING
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.gpu import configs, gluon_configs
+from lik_ops.gpu import choose, configs, gluon_configs
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 SCALES = ("token", "document", "tensor")
@@ -49,6 +49,31 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
     assert found.parts == 1 and Lq <= C.SLOT
     assert found.row_tiles * C.ROWS * (1 if C.FEW else 4) >= Nq * C.SLOT
     assert str(C.ROWS * (1 if C.FEW else 4)) in found.tile()
+
+
+def test_scales_that_documents_share_are_no_row_of_scales_for_all():
+    """A descriptor reads one for each token of each document: of ``[1, Ld]`` it would read on behind the last."""
+    Q, data = torch.empty(3, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
+
+    def chosen(*shape):
+        return choose.int8(Q, data, torch.empty(shape, device="meta"), SM_90)
+
+    assert chosen(140, 132).config.GIVEN
+    assert not chosen(140, 1).config.GIVEN and not chosen(1, 1).config.GIVEN
+    assert chosen(1, 132) is None
+
+
+def test_plans_that_another_thread_drops(monkeypatch):
+    from lik_ops.gpu import int8
+
+    class Dropping(dict):
+        def __setitem__(self, key, value):
+            pass
+
+    monkeypatch.setattr(int8, "_plans", Dropping())
+    D = lik_ops.quantize(torch.randn(3, 70, 32), "int8")
+    c = Cut(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
+    assert int8.forward(c, D.kept()) is None  # a CPU has no plan
 
 
 def documents(Nd, Ld, d, scale, seed=0):
@@ -191,6 +216,20 @@ def test_documents_with_nan_and_zeros(Nq):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_negative_scales(Nq, scale):
+    """Of such a document the least product counts. Masked rows hold NaN, and there are rows of no query."""
+    D = documents(140, 132, 96, scale)
+    D.scale[::3] *= -1
+    Q = torch.randn(Nq, 20, 96, device="cuda", dtype=torch.bfloat16)
+    q_mask = torch.rand(Nq, 20, device="cuda") > 0.3
+    Q[~q_mask] = float("nan")
+    exact, off = bound(Q, D, q_mask, None)
+    assert ((fast(Q, D, q_mask).double() - exact).abs() <= off).all()
+
+
+@pytest.mark.gpu
 def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
     """Scales or numbers that begin anywhere, masks of documents, winners: the same scores."""
     Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
@@ -222,3 +261,12 @@ def test_the_last_of_more_than_int32_numbers():
     for Nq in (1, 9):
         Q = torch.randn(Nq, 32, d, dtype=torch.float16, device="cuda")
         assert torch.equal(fast(Q, D)[:, -70:], fast(Q, few))
+
+
+@pytest.mark.gpu
+def test_scales_of_places_in_every_document():
+    D = documents(140, 132, 128, "token")
+    shared = lik_ops.Quantized(D.data, D.scale[:1], "int8", 128, torch.float16)
+    whole = lik_ops.Quantized(D.data, D.scale[:1].expand(140, -1).contiguous(), "int8", 128, torch.float16)
+    Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(lik_ops.maxsim(Q, shared), lik_ops.maxsim(Q, whole))

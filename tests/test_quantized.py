@@ -2,12 +2,13 @@
 
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lik_ops
-from lik_ops import Quantized, reference
+from lik_ops import Quantized, backends, reference
 from lik_ops.arguments import score_dtype
 from lik_ops.formats import ALL, FORMATS, RESIDUAL, fp8_numbers
 from lik_ops.portable import quantized as portable
@@ -422,6 +423,24 @@ def test_exported_with_documents_as_arguments():
 def test_bad_input_names_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call(tokens(4, 5, 8))
+
+
+@pytest.mark.parametrize("wrong", [lambda t: t.tolist(), lambda t: t.float(), lambda t: t.to("meta"), lambda t: t[:1]])
+@pytest.mark.parametrize("name", ["doc_offsets", "doc_lengths"])
+def test_candidates_are_checked_before_the_short_way(name, wrong, monkeypatch):
+    """A GPU's takes them as they are: floats for integers, and pointers into the memory of a CPU."""
+
+    def launched(*args):
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(backends, "select", lambda *args: SimpleNamespace(forward_quantized_cut=launched))
+    given = {"doc_offsets": torch.tensor([[0, 5], [3, 9]]), "doc_lengths": torch.tensor([[2, 3], [4, 1]])}
+    documents = quantize(tokens(20, 8))
+    with pytest.raises(AssertionError, match="launched"):
+        lik_ops.maxsim_candidates_varlen(tokens(2, 3, 8), documents, **given)
+    given[name] = wrong(given[name])
+    with pytest.raises((TypeError, ValueError), match=f"maxsim_candidates_varlen: {name}: expected"):
+        lik_ops.maxsim_candidates_varlen(tokens(2, 3, 8), documents, **given)
 
 
 def test_no_documents_and_no_tokens():

@@ -20,7 +20,7 @@ from .support import CUDA, INTERPRETER, INTERPRETING
 pytest.importorskip("triton", reason="these are kernels in Triton")
 import triton
 
-from lik_ops.gpu import backend, forward_configs
+from lik_ops.gpu import backend, forward_configs, launcher
 from lik_ops.gpu import quantized as quantized_calls
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
@@ -482,3 +482,30 @@ def _bits_hang_on_nothing_else(place, format):
         assert torch.equal(found[0].nan_to_num(7), whole[i].nan_to_num(7)), (i, n)
     some = p.r._replace(d_offsets=p.r.d_offsets[2:3], d_lengths=p.r.d_lengths[2:3])
     assert torch.equal(dataclasses.replace(p, r=some).forward(argmax_dtype=None)[0], whole[:, 2:3])
+
+
+@pytest.mark.parametrize("queries", [(3, 16, 5), (3, 18)], ids=["one slot each", "one takes two"])
+@pytest.mark.parametrize("format", ["residual2", "residual4"])
+def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, queries, monkeypatch):
+    """No more are launched than run at a time, and every document has the bits that it has alone."""
+    lengths = (5, 0, 9, 20, 1, 0, 33) if INTERPRETING else (180, 0, 33, 1, 300, 64) * 400
+    p = halved(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(place.device)
+    grids, launch = [], launcher.launch
+
+    def noted(kernel, grid, *rest):
+        grids.append(grid[0])
+        return launch(kernel, grid, *rest)
+
+    with in_words(monkeypatch):
+        cuda_ragged.forget()
+        monkeypatch.setattr(launcher, "launch", noted)
+        scores, _ = p.forward(argmax_dtype=None)
+        assert 0 < grids[-1] < len(lengths) * len(queries) // 2
+        monkeypatch.setattr(launcher, "launch", launch)
+        assert torch.equal(p.forward(argmax_dtype=None)[0], scores)  # launched directly
+        for j in (0, 2, 6, len(lengths) - 1):
+            one = p.r._replace(d_offsets=p.r.d_offsets[j : j + 1], d_lengths=p.r.d_lengths[j : j + 1])
+            alone = dataclasses.replace(p, r=one).forward(argmax_dtype=None)[0]
+            assert torch.equal(alone, scores[:, j : j + 1]), j
+    empty = p.r.d_lengths == 0
+    assert (scores[:, empty] == -torch.inf).all() and scores[:, ~empty].isfinite().all()

@@ -13,7 +13,8 @@ from .support import INTERPRETING, Problem, assert_scores, assert_winners, build
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.gpu import configs, gluon_configs
+from lik_ops.gpu import choose, configs, gluon_configs, ragged_forward
+from lik_ops.segments import Cut
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 HALF = (torch.float16, torch.bfloat16)
@@ -38,6 +39,23 @@ def test_when_it_is_chosen():
     assert choice(d=72, normalize=True) is None
     assert choice(Nq=5, d=320, normalize=True).is_wide and choice(d=320, normalize=True, argmax=True) is None
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
+
+
+@pytest.mark.parametrize("step", [1, 2**24, 2**25, 2**40])
+def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
+    """Queries that are columns: the Gluon kernels find features with 32 bits."""
+    Q = torch.empty_strided((64, 32, 128), (32, 1, step), dtype=torch.bfloat16, device="meta")
+    D = torch.empty(1000, 180, 128, dtype=torch.bfloat16, device="meta")
+    mask, scale = (torch.empty(1000, 180, dtype=x, device="meta") for x in (torch.bool, torch.float32))
+    found = [choose.dense(Q, D, m, False, None, SM_90).kernel for m in (None, mask)]
+    served = choose.int8(Q, torch.empty(D.shape, dtype=torch.int8, device="meta"), scale, SM_90) is not None
+    monkeypatch.setattr(ragged_forward, "architecture", lambda device: SM_90)
+    bounds = torch.empty(1001, dtype=torch.int64, device="meta")
+    c = Cut(Q, D.flatten(0, 1), None, bounds, *[None] * 6, 64, 1000, False, 64 * 32, 180_000, 32)
+    by_rows = ragged_forward.PackedPlan(c, False, None, "").by_rows
+    near = step * 128 < 2**31
+    assert (served, by_rows) == (near, near)
+    assert found == (["maxsim_forward_specialized", "maxsim_row_maxima"] if near else ["maxsim_forward"] * 2)
 
 
 def test_many_row_tiles_pay_for_a_launch_that_finds_norms():

@@ -238,10 +238,12 @@ def candidates(g: Given, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Winn
     if g.q_flat:
         _check_listed(g, offsets, lengths, (None,), "[K]")
         offsets, lengths = offsets.unsqueeze(0), lengths.unsqueeze(0)
+    queries = g.Q.shape[0] if g.cu_seqlens_q is None else g.cu_seqlens_q.shape[0] - 1
+    if g.quantized is not None:  # the short way of others checks them, once a description
+        _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
     given_both = offsets is not None and lengths is not None
     if given_both and (found := _short(g, offsets, lengths)) is not None:
         return _as_given(g, *found)
-    queries = g.Q.shape[0] if g.cu_seqlens_q is None else g.cu_seqlens_q.shape[0] - 1
     _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
     if values.looks(offsets, lengths):
         values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)

@@ -14,7 +14,16 @@ from torch import Tensor
 from ..csrc_triton.arguments import Config
 from ..segments import Cut
 from . import configs, forward_configs, gluon_configs
-from .arguments import allow_tf32, architecture, describable, describable_queries, sizes, wide_of
+from .arguments import (
+    allow_tf32,
+    architecture,
+    describable,
+    describable_queries,
+    features_span,
+    sizes,
+    wide_of,
+    wide_rows,
+)
 from .configs import Architecture, Launch
 from .gluon import kernels
 from .gluon_configs import RowMaxima, Specialized
@@ -55,7 +64,7 @@ def dense(
     arch = arch or architecture(Q.device)
     found: Choice | None = None
     argmax = argmax_dtype is not None
-    if D.dim() == 3 and Q.numel() and D.numel():
+    if D.dim() == 3 and Q.numel() and D.numel() and _finds_features(Q, D):
         if d_mask is None:
             found = specialized(Q, D, normalize, argmax, arch)
         elif D.is_contiguous() and not normalize:
@@ -63,6 +72,11 @@ def dense(
         if found is None and not normalize:
             found = split(Q, D, arch)
     return found or plain(Q, D, normalize, argmax, arch)
+
+
+def _finds_features(Q: Tensor, D: Tensor) -> bool:
+    """Whether 32 bits find the features of a token, as the Gluon kernels do."""
+    return wide_rows(features_span(Q, D)) < 2
 
 
 def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Plain:
@@ -105,12 +119,14 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture) -> Speciali
     """The choice for int8 documents ``[Nd, Ld, d]`` without mask, normalising or winners; None where
     `maxsim_forward_ragged` serves.
 
-    `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all.
+    `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all. A descriptor reads those of tokens: all of them.
     """
     if Q.dim() != 3 or data.dim() != 3 or not (Q.numel() and data.numel() and describable(data)):
         return None
+    if not _finds_features(Q, data):
+        return None
     each_token = scale.shape[1] > 1
-    if each_token and not scale.is_contiguous():
+    if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
     call = arch, *sizes(Q, data), Q.shape[-1]
     found = gluon_configs.int8(*call, each_token=each_token, processors=arch.processors)

@@ -92,7 +92,7 @@ class Launch:
             return row_tiles * K
         # As many as run at a time; if many row tiles would not share those evenly, several times as many.
         waves = 1 if 16 * row_tiles <= self.walkers else 4
-        return row_tiles * min(K, max(1, waves * self.walkers // row_tiles))
+        return row_tiles * min(K, max(1, waves * self.walkers // max(row_tiles, 1)))
 
 
 def next_power_of_2(n: int) -> int:

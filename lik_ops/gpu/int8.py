@@ -16,6 +16,7 @@ from .arguments import architecture, on_device
 from .specialized import SpecializedPlan
 
 _MOST_PLANS = 4096
+_UNKNOWN: Any = object()
 _plans: dict[tuple, Int8Plan | None] = {}
 
 
@@ -70,12 +71,12 @@ def forward(c: Cut, stored: Stored) -> Tensor | None:
     `maxsim_forward_ragged` serves. `stored` has the axes of documents."""
     data, scale = stored.data, stored.scale
     key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride())
-    if key not in _plans:
+    plan = _plans.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         choice = choose.int8(c.Q, data, scale, architecture(c.Q.device))
-        _plans[key] = None if choice is None else Int8Plan(choice, c.Q, data)
-    plan = _plans[key]
+        plan = _plans[key] = None if choice is None else Int8Plan(choice, c.Q, data)
     if plan is None:
         return None
     return plan.forward(Inputs(c.Q, data, c.q_mask, c.q_weight, scale.expand(data.shape[:2])))

@@ -61,11 +61,10 @@ def segments_of(c: Cut) -> Segments:
 class _Tile:
     """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
 
-    __slots__ = ("bound", "config", "constants", "groups", "options", "terms")
+    __slots__ = ("bound", "config", "constants", "launch", "options", "terms")
 
     def __init__(self, launch: configs.Launch, levels: int, d: int, arch: configs.Architecture) -> None:
-        self.config, self.options = launch.config, launch.options(arch)
-        self.groups = launch.config.BM // launch.config.SLOT  # queries side by side
+        self.launch, self.config, self.options = launch, launch.config, launch.options(arch)
         self.constants = d, levels, launch.config
         self.bound: dict[tuple[bool, ...], launcher.Bound] = {}
         self.terms: dict[bool, launcher.Bound] = {}  # what makes terms, by whether Q begins so
@@ -93,7 +92,7 @@ class PackedPlan(Plan):
         # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
         self.reads_tiles = stored in _A_FEATURE_AN_ELEMENT and choose.reads_packed_tiles(c, self.arch)
-        plain = not (stored or self.single or normalize)
+        plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
         self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
@@ -155,7 +154,7 @@ class PackedPlan(Plan):
             shape, strides = (programs,), (1,)
         else:
             shape, strides = (queries, columns), (columns, 1)
-            programs = documents if self.single else configs.cdiv(queries, tile.groups) * columns
+            programs = documents if self.single else tile.launch.programs(queries, columns)
         pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
         merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight

@@ -17,13 +17,8 @@ from ..quantized import Quantized
 def staged(op: str, s: Search, n_probe: Any, n_candidates: Any) -> Best:
     """`retrieve` with `n_probe` or `n_candidates`, of arguments that were checked but for these; Q is 3-D."""
     D: Quantized = s.D
-    for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
-        if count is not None:
-            check_count(op, name, count, 1)
-    if D.codes is None or D.codec is None:
-        raise ValueError(f"{op}: D: expected residual codes beside n_probe and n_candidates, got {D.format}")
-    if s.chunk is not None:
-        raise ValueError(f"{op}: chunk: expected None beside n_probe and n_candidates, got {s.chunk}")
+    check_stages(op, D, s.chunk, n_probe, n_candidates)
+    assert D.codes is not None and D.codec is not None
     s = s._replace(d_mask=as_bool(s.d_mask))
     kept = max(s.top_k, 4 * s.top_k if n_candidates is None else n_candidates)
     tensors = s.Q, D.codes, D.codec.centroids, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight
@@ -40,6 +35,20 @@ def staged(op: str, s: Search, n_probe: Any, n_candidates: Any) -> Best:
     # Equal scores come by document, and where there is none, last.
     order = chosen.where(reached, s.documents).argsort(dim=1)
     return topk.of_candidates(scores.gather(1, order), documents.gather(1, order), s.top_k)
+
+
+def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: Any) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless documents are searched so."""
+    given = {"n_probe": n_probe, "n_candidates": n_candidates}
+    for name, count in given.items():
+        if count is not None:
+            check_count(op, name, count, 1)
+    if all(count is None for count in given.values()):
+        return
+    if D.codes is None:
+        raise ValueError(f"{op}: D: expected residual codes beside n_probe and n_candidates, got {D.format}")
+    if chunk is not None:
+        raise ValueError(f"{op}: chunk: expected None beside n_probe and n_candidates, got {chunk}")
 
 
 def _places(s: Search, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """A billion tokens of residual codes searched exhaustively on one GPU; and from host memory, fewer.
 
     python benchmarks/billion.py [--documents 8000000] [--host 400000] [--out FILE]
+    python benchmarks/billion.py --device cpu --documents 2000 --host 500    # to see that it works
 
 Documents of 128 tokens, d 128, 2 bits, made on the device: codes drawn at random from 16,384 centroids, so that hardly
 two tokens of a tile share one, and random residuals. `floor` is the largest of what reading the codes, the centroids'
@@ -11,15 +12,17 @@ cache, operations over those of a bf16 matrix product. Wall-clock medians of who
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import common
 import gpu
+import retrieve
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 
 import lik_ops
@@ -29,32 +32,31 @@ L2_BYTES = 5.5e12  # a second: of an H100, by others' measurements; an H200 has 
 GOALS = {1: 60.0, 16: 90.0}  # ms
 
 
-def documents(count: int) -> lik_ops.Quantized:
+def documents(count: int, device: str) -> lik_ops.Quantized:
     """On the device, without a copy of any of it."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    centroids = normalize(torch.randn(CENTROIDS, D, generator=generator, device="cuda"), dim=-1).half()
-    weights = torch.tensor([-0.08, -0.025, 0.025, 0.08], device="cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    centroids = normalize(torch.randn(CENTROIDS, D, generator=generator, device=device), dim=-1).half()
+    weights = torch.tensor([-0.08, -0.025, 0.025, 0.08], device=device)
     codec = lik_ops.ResidualCodec(centroids, weights)
-    codes = torch.randint(CENTROIDS, (count, LENGTH), generator=generator, device="cuda", dtype=torch.int32)
+    codes = torch.randint(CENTROIDS, (count, LENGTH), generator=generator, device=device, dtype=torch.int32)
     shape = count, LENGTH, codec.width
-    residuals = torch.randint(256, shape, generator=generator, device="cuda", dtype=torch.uint8)
+    residuals = torch.randint(256, shape, generator=generator, device=device, dtype=torch.uint8)
     return lik_ops.Quantized.of_codes(codes, residuals, codec, torch.bfloat16)
+
+
+def queries(count: int, device: str) -> Tensor:
+    return normalize(torch.randn(count, 32, D, device=device), dim=-1).bfloat16()
 
 
 def seconds(function: Callable[[], object], rounds: int) -> float:
     """The median, of calls that are waited for."""
-    times = []
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median([retrieve.seconds_of(function) for _ in range(rounds + 1)][1:])
 
 
-def floor(tokens: int, Nq: int, read: int, ceilings: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that each part takes at best."""
+def floor(tokens: int, Nq: int, read: int, ceilings: dict[str, float] | None) -> dict[str, float]:
+    """Milliseconds that each part takes at best, on a GPU."""
+    if ceilings is None:
+        return {}
     return {
         "bytes": read / ceilings["gbs"] / 1e6,
         "centroids": tokens * 2 * D / L2_BYTES * 1e3,
@@ -62,19 +64,18 @@ def floor(tokens: int, Nq: int, read: int, ceilings: dict[str, float]) -> dict[s
     }
 
 
-def resident(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]:
-    torch.cuda.reset_peak_memory_stats()
-    made = documents(count)
-    peak_made = torch.cuda.max_memory_allocated()
+def resident(count: int, ceilings: dict[str, float] | None, rounds: int, device: str) -> list[dict]:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    made = documents(count, device)
+    peak_made = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     assert made.codes is not None
     read = made.data.nbytes + made.codes.nbytes + made.scale.nbytes
     records = []
     for Nq, goal in GOALS.items():
-        Q = normalize(torch.randn(Nq, 32, D, device="cuda"), dim=-1).bfloat16()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        Q = queries(Nq, device)
+        peak = gpu.peak_bytes(lambda Q=Q: lik_ops.retrieve(Q, made, TOP_K))
         scores, indices = lik_ops.retrieve(Q, made, TOP_K)
-        peak = torch.cuda.max_memory_allocated() - before
         some = made[indices[0, :8]]
         again = lik_ops.maxsim(Q[:1].float(), some.dequantize(torch.float32))
         error = float((again[0] - scores[0, :8]).abs().max())
@@ -87,9 +88,22 @@ def resident(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]:
     return records
 
 
-def from_host(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]:
+def copies(device: str) -> float:
+    """Bytes a second from one pinned buffer."""
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(pinned, device=device)
+    return pinned.nbytes / seconds(lambda: target.copy_(pinned, non_blocking=True), 5)
+
+
+def in_memory(size: int) -> str | None:
+    """A directory that memory holds, if it has room for so many bytes; else None, that of temporary files."""
+    shared = Path("/dev/shm")
+    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 1.1 * size else None
+
+
+def from_host(count: int, ceilings: dict[str, float] | None, rounds: int, device: str) -> list[dict]:
     """A `Corpus` on a disk that memory holds, copied chunk by chunk while the chunk before is scored."""
-    made = documents(count).to("cpu")
+    made = documents(count, device).to("cpu")
     assert made.codes is not None and made.codec is not None
     none = torch.zeros(count)
     packed = lik_ops.Quantized(
@@ -97,17 +111,15 @@ def from_host(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]
         codec=made.codec, error=none, norm=none,
     )  # fmt: skip
     read = packed.data.nbytes + made.codes.nbytes + made.scale.nbytes
-    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(pinned, device="cuda")
-    rate = pinned.nbytes / seconds(lambda: target.copy_(pinned, non_blocking=True), 5)
+    copied = {"copies": read / copies(device) * 1e3} if ceilings else {}
     records = []
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as path:
+    with tempfile.TemporaryDirectory(dir=in_memory(read)) as path:
         corpus = lik_ops.Corpus.create(path, D, torch.bfloat16, made.codec)
         corpus.append(packed, lengths=[LENGTH] * count)
         for Nq in GOALS:
-            Q = normalize(torch.randn(Nq, 32, D, device="cuda"), dim=-1).bfloat16()
+            Q = queries(Nq, device)
             ms = seconds(lambda Q=Q: lik_ops.retrieve(Q, corpus, TOP_K, progress=False), rounds) * 1e3
-            parts = floor(count * LENGTH, Nq, read, ceilings) | {"copies": read / rate * 1e3}
+            parts = floor(count * LENGTH, Nq, read, ceilings) | copied
             record = {"where": "host", "Nq": Nq, "documents": count, "ms": ms, "floor": parts, "bytes": read}
             records.append(record)
             report(record)
@@ -115,7 +127,7 @@ def from_host(count: int, ceilings: dict[str, float], rounds: int) -> list[dict]
 
 
 def report(record: dict) -> None:
-    best, goal = max(record["floor"].values()), record.get("goal")
+    best, goal = max(record["floor"].values(), default=0), record.get("goal")
     print(
         f"{record['where']}: {record['Nq']} queries, {record['documents']:,} documents: {record['ms']:.1f} ms,"
         f" {record['bytes'] / record['ms'] / 1e6:.0f} GB/s, floor {best:.1f} ms"
@@ -130,15 +142,19 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=8_000_000, help="in the memory of the GPU (default 8,000,000)")
     parser.add_argument("--host", type=int, default=400_000, help="on disk (default 400,000); 0 for none")
     parser.add_argument("--rounds", type=int, default=5, help="timed calls of each (default 5)")
+    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/billion.json)")
     args = parser.parse_args()
-    ceilings = gpu.ceilings(gpu.Timer(5))
+    ceilings = gpu.ceilings(gpu.Timer(5)) if args.device == "cuda" else None
+    settings = {"ceilings": ceilings, "rounds": args.rounds}
     torch.cuda.empty_cache()
-    records = resident(args.documents, ceilings, args.rounds)
+    records = resident(args.documents, ceilings, args.rounds, args.device)
+    path = common.write("billion", records, path=args.out, **settings)
     torch.cuda.empty_cache()
     if args.host:
-        records += from_host(args.host, ceilings, args.rounds)
-    print("wrote", common.write("billion", records, path=args.out, ceilings=ceilings, rounds=args.rounds))
+        records += from_host(args.host, ceilings, args.rounds, args.device)
+        path = common.write("billion", records, path=args.out, **settings)
+    print("wrote", path)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ OPERATORS = {
     "cross_entropy.maxsim_cross_entropy_fwd": "maxsim_cross_entropy_fwd",
     "cross_entropy.maxsim_cross_entropy_bwd": "maxsim_cross_entropy_bwd",
     "topk.maxsim_topk": "maxsim_topk",
+    "topk_codes.maxsim_topk_codes": "maxsim_topk_codes",
     "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
     "packaged.maxsim_packaged": "maxsim_packaged",
 }

@@ -81,6 +81,7 @@ _SCHEMAS = {  # of operators that are registered: one of them needs Triton
     "maxsim_soft_bwd": "lik::maxsim_soft_bwd(Tensor grad_scores, Tensor Q, Tensor D, Tensor lse, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor? tau, float temperature, bool normalize, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     "maxsim_soft_fwd": "lik::maxsim_soft_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor? tau, float temperature, bool normalize, bool keep) -> (Tensor, Tensor)",
     "maxsim_topk": "lik::maxsim_topk(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, int? chunk) -> (Tensor, Tensor)",
+    "maxsim_topk_codes": "lik::maxsim_topk_codes(Tensor Q, Tensor codes, Tensor centroids, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, SymInt? n_probe) -> (Tensor, Tensor)",
     "maxsim_xtr_fwd": "lik::maxsim_xtr_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, SymInt top_k, str normalizer) -> (Tensor, Tensor, Tensor)",
 }
 

@@ -285,6 +285,47 @@ def _sized_topk(sizes: tuple[int, int, int, int], of_packed: bool, device: str) 
     return Q, D, q_mask, None, cu_seqlens, w, True, 2, None
 
 
+def _coded(Q: Tensor, D: Tensor, *others: Tensor | None) -> tuple:
+    """Tensors of ``lik::maxsim_topk_codes`` of those of ``lik::maxsim_topk``: a code for each document token."""
+    generator = torch.Generator().manual_seed(4)
+    centroids = torch.randn(9, Q.shape[-1], generator=generator).to(D.device)
+    codes = torch.randint(9, D.shape[:-1], generator=generator, dtype=torch.int32).to(D.device)
+    return Q, codes, centroids, *others
+
+
+def maxsim_topk_codes(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    for s in maxsim_topk(dtype, device):
+        *given, normalize, top_k, _ = s.args
+        yield Sample(s.name, (*_coded(*given), normalize, top_k, None if top_k == 2 else 2), {})
+
+
+def _codes_reference(Q, codes, centroids, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, n_probe) -> tuple:
+    if normalize:
+        Q = torch.nn.functional.normalize(Q, dim=-1)
+    products = Q @ centroids.t()
+    keep = torch.ones(Q.shape[:-1], dtype=torch.bool, device=Q.device) if q_mask is None else q_mask
+    weight = keep.to(Q.dtype) if q_weight is None else q_weight * keep
+    probed = torch.ones_like(products, dtype=torch.bool)
+    if n_probe is not None:
+        probed = torch.zeros_like(probed).scatter(2, products.topk(n_probe, dim=2).indices, True) & keep[..., None]
+    if cu_seqlens_d is not None:
+        documents = [codes[a:b] for a, b in itertools.pairwise(cu_seqlens_d.tolist())]
+    else:
+        documents = list(codes) if d_mask is None else [x[mask] for x, mask in zip(codes, d_mask, strict=True)]
+    columns = [Q.new_empty(Q.shape[0], 0)]
+    for x in documents:
+        x, reached = x.long(), probed[..., x.long()].flatten(1).any(1)
+        score = (weight * products[..., x].amax(2)).sum(1) if len(x) else Q.new_zeros(Q.shape[0])
+        columns.append(score.where(reached, -torch.inf)[:, None])
+    found = torch.cat(columns, 1).sort(dim=1, descending=True, stable=True)
+    return found.values[:, :top_k], found.indices[:, :top_k]
+
+
+def _sized_codes(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -> tuple:
+    *given, normalize, top_k, _ = _sized_topk(sizes, of_packed, device)
+    return *_coded(*given), normalize, top_k, 3
+
+
 def maxsim_xtr(dtype: torch.dtype, device: str) -> Iterator[Sample]:
     for shape, layout, candidates, options in _variants():
         for n, top_k in enumerate((1, 5, 1000) if not candidates else ()):
@@ -324,6 +365,7 @@ OPERATORS: dict[str, Operator] = {
         maxsim_cross_entropy_bwd, cross_entropy.backward_reference, _sized_cross_entropy_bwd
     ),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
+    "maxsim_topk_codes": Operator(maxsim_topk_codes, _codes_reference, _sized_codes),
     "maxsim_xtr_fwd": Operator(maxsim_xtr, _xtr_reference, _sized_xtr),
 }
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -176,6 +177,45 @@ def check_sharded(device: str, directory: Path) -> None:
         for given in (True, rank == 0):
             found = distributed.retrieve(Q if given else None, D[begin:end], 6, sharded=True, device=device)
             assert same(found, expected)
+
+
+def check_coded(device: str, directory: Path) -> None:
+    """Residual codes in memory, whole or a shard on each rank; by stages each rank keeps candidates of its own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    Q, tokens = torch.randint(-2, 3, (3, 4, 8)).to(device).float(), torch.randint(-2, 3, (200, 8)).to(device).float()
+    cu_seqlens = torch.tensor([0, *range(3, 198, 5), 200], device=device)
+    made = lik_ops.quantize(tokens, CODEC.to(device), cu_seqlens_d=cu_seqlens)
+    index, dense = lik_ops.Index(made, cu_seqlens), lik_ops.quantize(tokens.view(40, 5, 8), CODEC.to(device))
+    ends = [40 * n // world for n in range(world + 1)]
+    begin, end = ends[rank : rank + 2]
+    shard = lik_ops.Index(made, cu_seqlens[begin : end + 1])
+    mine = {"Q": Q if rank == 0 else None, "device": device}
+    weight = torch.rand(3, 4, device=device)
+    for k in (3, 100):
+        expected = lik_ops.retrieve(Q, index, k)
+        assert same(distributed.retrieve(Q, index, k), expected)
+        assert same(distributed.retrieve(corpus=shard, top_k=k, sharded=True, **mine), expected)
+        assert same(distributed.retrieve(Q, dense, k, q_weight=weight), lik_ops.retrieve(Q, dense, k, q_weight=weight))
+        whole = distributed.retrieve(Q, shard, k, sharded=True, n_candidates=40)
+        assert same(whole, expected)
+        for stages in ({"n_probe": 1}, {"n_probe": 2, "n_candidates": 5}):
+            each = [lik_ops.retrieve(Q, dense[a:b], k, **stages) for a, b in pairwise(ends)]
+            scores = torch.cat([x[0] for x in each], 1)
+            indices = torch.cat([x[1].where(x[1] < 0, x[1] + n) for x, n in zip(each, ends, strict=False)], 1)
+            order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+            found = distributed.retrieve(Q, dense[begin:end], k, sharded=True, **stages)
+            assert same(found, (scores.gather(1, order), indices.gather(1, order)))
+            assert same(distributed.retrieve(Q[0], dense, k, **stages), (found[0][0], found[1][0]))
+    wrong = rank == world - 1
+    error, other = TypeError if wrong else ValueError, ValueError
+    expect(error, "n_probe: expected an int", lambda: distributed.retrieve(Q, index, 3, n_probe="2" if wrong else 2))
+    expect(other, "n_probe: expected the same", lambda: distributed.retrieve(Q, index, 3, n_probe=3 if wrong else 2))
+    small = lik_ops.quantize(tokens.view(40, 5, 8))
+    given = small if wrong else dense
+    expect(other, "D: expected residual codes", lambda: distributed.retrieve(Q, given, 3, n_probe=2))
+    given = tokens.view(40, 5, 8) if wrong else dense
+    expect(other, "unless corpus is residual codes", lambda: distributed.retrieve(Q, given, 3, n_candidates=2))
 
 
 def check_messages(device: str, directory: Path) -> None:
@@ -395,6 +435,7 @@ def check_lost_search(device: str) -> None:
 CHECKS = {
     "retrieve": check_retrieve,
     "sharded": check_sharded,
+    "coded": check_coded,
     "messages": check_messages,
     "inbatch": check_inbatch,
     "errors": check_errors,

@@ -228,6 +228,20 @@ def check_compiled_ragged(mesh, device: str) -> None:
     assert torch.equal(compiled.full_tensor(), lik_ops.maxsim_varlen(Q, D, cu_q, cu_d))
 
 
+def check_codes(mesh, Q) -> None:
+    """Candidates of a search by stages, found where their queries are."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(5, (9, 4), generator=generator).to(Q.device)
+    centroids = torch.randn(5, Q.shape[-1], generator=generator).to(Q.device)
+    options = (None, None, None, None, False, 3, 2)
+    expected = torch.ops.lik.maxsim_topk_codes(Q, codes, centroids, *options)
+    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (codes, centroids)]
+    for of_queries in (Shard(0), Replicate()):
+        found = torch.ops.lik.maxsim_topk_codes(distribute_tensor(Q, mesh, [of_queries]), *whole, *options)
+        for x, e in zip(found, expected, strict=True):
+            assert x.placements == (of_queries,) and torch.equal(x.full_tensor(), e)
+
+
 def main() -> None:
     backend, device = sys.argv[1:]
     dist.init_process_group(backend)
@@ -271,6 +285,7 @@ def main() -> None:
             args = distribute_tensor(Q, mesh, [of_queries]), distribute_tensor(D, mesh, [of_documents])
             for found, expected in zip(lik_ops.retrieve(*args, 3), lik_ops.retrieve(Q, D, 3), strict=True):
                 assert found.placements == (of_queries,) and torch.equal(found.full_tensor(), expected)
+        check_codes(mesh, Q)
         compiled = torch.compile(lik_ops.maxsim, backend="aot_eager", fullgraph=True)(*sharded)
         assert torch.equal(compiled.full_tensor(), lik_ops.maxsim(Q, D))
         check_compiled_ragged(mesh, device)

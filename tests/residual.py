@@ -20,8 +20,8 @@ FORMATS = tuple(RESIDUAL)
 def packed(buckets, nbits, order="plaid"):
     """Buckets ``[n, d]`` as bytes: a stream of bits, which is cut into bytes."""
     place = np.arange(nbits) if order != "big" else np.arange(nbits)[::-1]  # of the bits of a bucket, in the stream
-    bits = (buckets[:, :, None] >> place) & 1
-    return np.packbits(bits.reshape(len(buckets), -1).astype(np.uint8), axis=1, bitorder=_of_bytes(order))
+    bits = ((buckets[:, :, None] >> place) & 1).reshape(len(buckets), buckets.shape[1] * nbits)
+    return np.packbits(bits.astype(np.uint8), axis=1, bitorder=_of_bytes(order))
 
 
 def unpacked(data, nbits, d, order="plaid"):

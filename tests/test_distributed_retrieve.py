@@ -27,7 +27,7 @@ def run(command, devices):
 
 
 def check(backend, processes, path):
-    names = ["retrieve", "sharded", "messages", "inbatch", "errors", "launched"]
+    names = ["retrieve", "sharded", "coded", "messages", "inbatch", "errors", "launched"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     out = run([*launch, "-m", "tests.distributed_retrieve", backend, str(path), *names], "nccl" in backend)
     for name in names:

@@ -24,6 +24,7 @@ MODULES = [
     "test_eager_keys",
     "test_gradients",
     "test_replay",
+    "test_staged",
     "test_fallback",
     "test_fp32",
     "test_tune",

@@ -154,12 +154,12 @@ def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dty
     """What a chunk takes is measured; of a few more documents it would be more than there is, by the same count."""
     monkeypatch.setattr(topk, "WORKSPACE", 1 << 24)
     Q = torch.empty(Nq, 1, 1, dtype=dtype)
-    chunk = topk._fitting(Q, top_k, 1 << 40)
+    chunk = topk.fitting(Q, top_k, 1 << 40)
     count = partial(portable_topk.bytes_of, top_k=top_k, itemsize=dtype.itemsize)
     assert Nq * count(chunk) <= 1 << 24 < Nq * count(chunk + 10)
     scores = torch.randn(Nq, chunk, dtype=dtype)
     assert peak_bytes(lambda: topk.first(scores, top_k)) + scores.nbytes <= 1 << 24
-    assert topk._fitting(Q, top_k, chunk // 2) == chunk // 2
+    assert topk.fitting(Q, top_k, chunk // 2) == chunk // 2
 
 
 @pytest.mark.parametrize("packed", [False, True])

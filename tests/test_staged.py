@@ -14,6 +14,9 @@ from .support import CUDA, INTERPRETER, INTERPRETING
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", GPU]
 every_device = pytest.mark.parametrize("device", DEVICES)
+kernel_places = pytest.mark.parametrize(
+    "place", [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str
+)
 LENGTHS = (5, 0, 1, 40, 17, 2, 33, 8)
 
 
@@ -57,9 +60,7 @@ def test_scores_by_centroids_are_those_of_the_formula(device, n_probe):
         assert (scores[i, len(documents) :] == -torch.inf).all()
 
 
-@pytest.mark.parametrize(
-    "place", [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str
-)
+@kernel_places
 @pytest.mark.parametrize("rows", [1, 6, 32])
 def test_the_kernel_has_the_scores_of_plain_torch(place, rows):
     from lik_ops.gpu import backend
@@ -74,6 +75,23 @@ def test_the_kernel_has_the_scores_of_plain_torch(place, rows):
         args = (x if x is None else x.to(place.device) for x in (table, weight, probed, codes, offsets, lengths))
         torch.testing.assert_close(backend.code_scores(*args).cpu(), expected, rtol=1e-5, atol=1e-5)
         assert expected[:, 8:].isinf().all() and (expected[:, 8:] > 0).all()
+
+
+@kernel_places
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_search_through_the_kernel_finds_what_plain_torch_does(place, packed):
+    Q, D = clustered(24, 16, 10, 5)
+    Q, codec = Q[:3], random_codec(16, 2, n_centroids=12)
+    made, options = quantize(D, codec), {}
+    if packed:
+        made, options = quantize(D.flatten(0, 1), codec), {"cu_seqlens_d": torch.arange(0, 121, 5)}
+    for stages in ({"n_candidates": 6}, {"n_probe": 1, "n_candidates": 20}):
+        expected = lik_ops.retrieve(Q, made, 4, **stages, **options)
+        given = {name: x.to(place.device) for name, x in options.items()}
+        with place.use():
+            found = lik_ops.retrieve(Q.to(place.device), made.to(place.device), 4, **stages, **given)
+        assert torch.equal(found[1].cpu(), expected[1])
+        torch.testing.assert_close(found[0].cpu(), expected[0], rtol=1e-5, atol=1e-5)
 
 
 @every_device

@@ -27,6 +27,8 @@ from .ring import Options, Ring, RingMaxSim
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..index import Index
+    from ..quantized import Quantized
     from ..retrieval import Corpus
 
 __all__ = ["maxsim_inbatch", "retrieve"]
@@ -50,7 +52,7 @@ class _Rank(NamedTuple):
 
     def is_launched(self) -> bool:
         """Whether the host need not wait for the search."""
-        return isinstance(self.shard, shards.Resident)
+        return isinstance(self.shard, shards.Resident) and self.shard.is_launched
 
     def best(self, queries: Queries, top_k: int, options: dict) -> shards.Found:
         return self.shard.best(queries, top_k, self.begin, self.end, options)
@@ -66,15 +68,15 @@ def _kind(device: torch.device) -> int:
     return int(device.type != "cpu")
 
 
-def _opened(alike: dict, queries: tuple, corpus: Any, d_mask: Any, cu_seqlens_d: Any, group: Any, device: Any) -> _Rank:
+def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _Rank:
     """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
-    op, top_k = _RETRIEVE, alike["top_k"]
+    op, top_k, (corpus, d_mask, cu_seqlens_d) = _RETRIEVE, alike["top_k"], documents
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
     if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
-    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d)
+    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages)
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
     if isinstance(shard, shards.Read):
@@ -120,7 +122,7 @@ def _documents(ranges: list[list[int]], sharded: bool) -> list[int]:
 @torch.no_grad()
 def retrieve(
     Q: Tensor | None,
-    corpus: Tensor | np.ndarray | Corpus,
+    corpus: Tensor | np.ndarray | Corpus | Quantized | Index,
     top_k: int,
     group: dist.ProcessGroup | None = None,
     *,
@@ -133,6 +135,8 @@ def retrieve(
     progress: bool | None = None,
     device: torch.device | str | None = None,
     sharded: bool = False,
+    n_candidates: int | None = None,
+    n_probe: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`lik_ops.retrieve` by all processes of a group, each searching a part of the corpus: the same bits.
 
@@ -151,13 +155,15 @@ def retrieve(
             and `q_weight`, and None on all others.
         corpus: what `lik_ops.retrieve` takes as D, the same on all ranks; a `Corpus` in a shared directory, or a
             memory-mapped array, costs each process its part only. On a GPU it is split by tokens if it is packed with
-            `cu_seqlens_d` on the CPU, else by number.
+            `cu_seqlens_d` on the CPU, else by number. Quantised documents, or an `Index`, are searched where they are.
         top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress: as in `lik_ops.retrieve`.
         group: the processes; None is all of them.
         device: where ranks that are sent their queries score, unless the corpus is on a GPU; None: the current CUDA
             device if the group has NCCL, else the CPU.
         sharded: `corpus` is this rank's shard, with its `d_mask` or `cu_seqlens_d`: the whole corpus is the shards one
             after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype.
+        n_candidates, n_probe: as in `lik_ops.retrieve`, of residual codes in memory; each process keeps so many
+            candidates of its own documents, so that more is found than one process would.
 
     Returns:
         ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank; indices count from the first
@@ -183,13 +189,16 @@ def retrieve(
     check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
     alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
+    stages = {"n_candidates": n_candidates, "n_probe": n_probe}
+    alike |= stages
     call, found, error = None, None, None
     try:
         for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):
             check_flag(_RETRIEVE, name, flag)
         topk.reject_derivatives(_RETRIEVE, Q, corpus, q_weight)
         topk.check_counts(_RETRIEVE, top_k, chunk)
-        call = _opened(alike, (Q, q_mask, q_weight), corpus, d_mask, cu_seqlens_d, group, device)
+        documents = corpus, d_mask, cu_seqlens_d
+        call = _opened(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
         if on_host(group):
             found = _launched(call, top_k, group, options)
     except Exception as failure:  # of any kind: the others wait for this rank
@@ -234,6 +243,9 @@ def _together(
     if found is None:
         found = call.best(queries, top_k, options)
     first = found.first + (sum(documents[:rank]) if sharded else 0)
+    if isinstance(call.shard, shards.Resident) and call.shard.is_staged:
+        values, indices = found.best
+        found.best = values, indices.where(indices >= 0, -1 - first)  # -1 again, once `first` is added
     scores, indices = merged(found.best, first, documents, top_k, group, everywhere)
     return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)
 

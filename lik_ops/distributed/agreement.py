@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..index import Index
+from ..quantized import Quantized
+
 _known: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +80,7 @@ def _first_wire(group: Any, tensors: tuple) -> torch.device:
     if on_host(group):
         return torch.device("cpu")
     at = current_device(group)
-    devices = [x.device for x in tensors if isinstance(x, Tensor) and x.device.type == at.type]
+    devices = [x.device for x in tensors if isinstance(x, (Tensor, Index, Quantized)) and x.device.type == at.type]
     return devices[0] if devices else at
 
 

@@ -62,7 +62,7 @@ def _opened(program: torch.export.ExportedProgram, forward: Callable) -> torch.e
 _EXPECTED = (
     (f"{lik.name}.maxsim_bwd", "scoring only"),
     (f"{lik.name}.maxsim_ragged", "dense tensors and masks"),
-    (f"{lik.name}.maxsim_topk", "padded documents and d_mask in place of cu_seqlens_d"),
+    (f"{lik.name}.maxsim_topk.", "padded documents and d_mask in place of cu_seqlens_d"),
     (f"{lik.name}.", f"functions of lik_ops or torch.ops.{lik.name}.maxsim"),
 )
 

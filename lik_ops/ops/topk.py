@@ -33,7 +33,7 @@ from .custom import custom_op
 from .documented import document_bodies
 from .family import no_gradient
 from .stack import batching, functional
-from .watchers import nobody_sees
+from .watchers import is_memory, nobody_sees
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"
@@ -71,14 +71,16 @@ class Search(NamedTuple):
         return self.D.shape[0] if self.cu_seqlens_d is None else self.cu_seqlens_d.shape[0] - 1
 
 
-def _backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
+def _backend(x: Tensor) -> ModuleType:
     # What is traced are torch's operators.
-    return backends.portable if torch.compiler.is_dynamo_compiling() else backends.select(device, dtype)
+    if torch.compiler.is_dynamo_compiling() or not is_memory(x):
+        return backends.portable
+    return backends.select(x.device, x.dtype)
 
 
 def first(scores: Tensor, top_k: int) -> Best:
     """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column."""
-    return _backend(scores.device, scores.dtype).best(scores, top_k)
+    return _backend(scores).best(scores, top_k)
 
 
 def warm(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
@@ -97,7 +99,7 @@ def merge(parts: list[Best], top_k: int) -> Best:
 
 def of_candidates(scores: Tensor, indices: Tensor, top_k: int) -> Best:
     """The best of candidates ``[Nq, n]``, of which equal ones are in the order of their documents."""
-    return _backend(scores.device, scores.dtype).best(scores, top_k, indices)
+    return _backend(scores).best(scores, top_k, indices)
 
 
 def of_parts(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype) -> Best:
@@ -106,7 +108,7 @@ def of_parts(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype
     The messages follow each other in the order of their documents; of each the first ``counts[part]`` of a query count.
     """
     if dtype == torch.float32 and min(counts) == received.shape[3]:
-        return _backend(received.device, dtype).best_of_parts(received, top_k)
+        return backends.select(received.device, dtype).best_of_parts(received, top_k)
     scores, indices = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2)
     return of_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
@@ -166,13 +168,13 @@ def _chunk(s: Search) -> int:
     programs read each document, it is still in the cache for all of them."""
     if s.chunk is not None:
         return s.chunk
-    chunk = _fitting(s.Q, s.top_k, s.documents)
+    chunk = fitting(s.Q, s.top_k, s.documents)
     if s.Q.shape[0] * s.Q.shape[1] > ROWS_AT_ONCE and s.D.nbytes > READ_TOGETHER:
         chunk = min(chunk, max(s.documents * READ_TOGETHER // s.D.nbytes, s.top_k, 1))
     return chunk
 
 
-def _fitting(Q: Tensor, top_k: int, documents: int) -> int:
+def fitting(Q: Tensor, top_k: int, documents: int) -> int:
     """Documents whose scores fit the workspace, but as many as are kept at least."""
     queries, itemsize = max(Q.shape[0], 1), score_dtype(Q.dtype).itemsize
     if queries * portable_topk.bytes_of(documents, top_k, itemsize) <= WORKSPACE:

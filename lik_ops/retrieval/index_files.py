@@ -1,9 +1,11 @@
-"""`read_index` and `write_index`: documents of residual codes in the files of fast-plaid, next-plaid and ColBERTv2.
+"""`read_index`: documents of residual codes from the files of fast-plaid, next-plaid, ColBERTv2 and WARP.
 
-All keep `centroids`, cutoffs and weights of buckets, the length of each document by chunk (``doclens.N.json``), and
-codes and residuals, by chunk (``N.codes``, ``N.residuals``) or, as fast-plaid since 1.7, of all chunks in one file
-whose last rows are padding. fast-plaid and next-plaid write ``.npy`` files, ColBERT ``.pt``. Nothing that a file says
-is believed: whatever does not fit the rest is an error that names it.
+All keep `centroids`, and cutoffs and weights of buckets. The first three keep the length of each document by chunk
+(``doclens.N.json``), and codes and residuals, by chunk (``N.codes``, ``N.residuals``) or, as fast-plaid since 1.7, of
+all chunks in one file whose last rows are padding. fast-plaid and next-plaid write ``.npy`` files, ColBERT ``.pt``.
+WARP keeps tokens centroid by centroid: ``sizes.compacted`` says how many each has, ``codes.compacted`` the document of
+each token, ``residuals.repacked.compacted`` its buckets. Nothing that a file says is believed: whatever does not fit
+the rest is an error that names it.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..index import Index
 from ..quantized import Quantized
-from ..residual import ResidualCodec
+from ..residual import BitOrder, ResidualCodec
 
 if TYPE_CHECKING:
     import os
@@ -26,13 +28,16 @@ if TYPE_CHECKING:
 _OP = "read_index"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CODES = (torch.int32, torch.int64)
+_NBITS = (1, 2, 4, 8)
+_REPACKED = "residuals.repacked.compacted.pt"  # WARP's alone
 
 
 def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Index:
-    """Documents of an index that fast-plaid, next-plaid or ColBERTv2 wrote; the files say which.
+    """Documents of an index that fast-plaid, next-plaid, ColBERTv2 or WARP wrote; the files say which.
 
-    Their tokens count as the library that wrote them decodes them, to rounding. Files are read as data alone: pickled
-    objects other than tensors are refused. ``.npy`` files need numpy.
+    Their tokens count as the library that wrote them decodes them, to rounding. WARP does not normalise them, and has
+    those of a document in the order of their centroids. Files are read as data alone: pickled objects other than
+    tensors are refused. ``.npy`` files need numpy.
 
     Args:
         path: the directory.
@@ -56,23 +61,62 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         torch.Size([2, 100])
     """
     files = _Files(Path(path))
-    about, nbits = files.about()
-    lengths = [files.lengths(n) for n in range(_count(files.metadata, about, "num_chunks"))]
-    total = [int(x.sum()) for x in lengths]
-    for name, found in (("num_embeddings", sum(total)), ("num_documents", sum(map(len, lengths)))):
-        if name in about and about[name] != found:
-            raise _wrong(files.metadata, f"{name} {found}, as doclens say", about[name])
-    codec = files.codec(nbits)
-    if files.has("merged_codes"):
+    found = _of_centroids(files) if (files.root / _REPACKED).exists() else _of_documents(files)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)
+    documents = Quantized.of_codes(found.codes.to(device), found.residuals.to(device), found.codec.to(device))
+    return Index(documents, bounds.to(device))
+
+
+class _Found(NamedTuple):
+    """Packed documents on the CPU."""
+
+    codec: ResidualCodec
+    codes: Tensor
+    residuals: Tensor
+    lengths: Tensor
+
+
+def _of_documents(files: _Files) -> _Found:
+    """An index whose tokens come document by document."""
+    nbits, lengths = files.about()
+    codec, total, kind = files.codec(nbits), [int(x.sum()) for x in lengths], files.suffix
+    below = len(codec.centroids), "centroids"
+    if (files.root / f"merged_codes{kind}").exists():
         longest = max((int(x.max()) for x in lengths if len(x)), default=0)
-        parts = [files.tokens("merged_codes", "merged_residuals", codec, sum(total), longest)]
+        names = f"merged_codes{kind}", f"merged_residuals{kind}"
+        parts = [files.tokens(names, codec.width, sum(total), below, longest)]
     else:
-        parts = [files.tokens(f"{n}.codes", f"{n}.residuals", codec, count) for n, count in enumerate(total)]
+        names_of = [(f"{n}.codes{kind}", f"{n}.residuals{kind}") for n in range(len(total))]
+        parts = [files.tokens(x, codec.width, n, below) for x, n in zip(names_of, total, strict=True)]
     none = torch.empty(0, dtype=torch.int32), torch.empty((0, codec.width), dtype=torch.uint8)
     codes, residuals = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*(parts or [none]), strict=True))
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
-    documents = Quantized.of_codes(codes.to(device), residuals.to(device), codec.to(device))
-    return Index(documents, bounds.to(device))
+    return _Found(codec, codes, residuals, _joined(lengths))
+
+
+def _of_centroids(files: _Files) -> _Found:
+    """An index of WARP, whose tokens come centroid by centroid; beside the one that it was made of, or alone."""
+    known = None
+    if files.metadata.exists():
+        nbits, chunks = files.about()
+        known = _joined(chunks)
+    else:
+        nbits = files.nbits()
+    codec = files.codec(nbits, "big", normalize=False)
+    sizes = files.sizes(len(codec.centroids))
+    total = int(sizes.sum())
+    # Without lengths, no number of a document is believed that would have most of them empty.
+    below = total if known is None else len(known), "documents"
+    numbers, residuals = files.tokens(("codes.compacted.pt", _REPACKED), codec.width, total, below)
+    lengths = torch.bincount(numbers, minlength=0 if known is None else len(known))
+    if known is not None and not torch.equal(lengths, known):
+        raise _wrong(files.root / "codes.compacted.pt", "tokens of each document as doclens say", "others")
+    order = numbers.argsort(stable=True)
+    codes = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(sizes)
+    return _Found(codec, codes[order], residuals[order], lengths)
+
+
+def _joined(chunks: list[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *chunks])
 
 
 class _Files:
@@ -84,19 +128,29 @@ class _Files:
         if not (root / f"centroids{self.suffix}").exists():
             raise FileNotFoundError(f"{_OP}: path: expected a directory with centroids.npy or centroids.pt, got {root}")
 
-    def has(self, name: str) -> bool:
-        return (self.root / f"{name}{self.suffix}").exists()
-
-    def about(self) -> tuple[dict[str, Any], int]:
-        """The metadata, and bits of a bucket."""
+    def about(self) -> tuple[int, list[Tensor]]:
+        """Bits of a bucket, and the lengths of documents, by chunk."""
         about = _json(self.metadata)
         if not isinstance(about, dict):
             raise _wrong(self.metadata, "an object", type(about).__name__)
         of = about.get("config", about)  # ColBERT's has its settings apart
         nbits = _count(self.metadata, of if isinstance(of, dict) else {}, "nbits")
-        if nbits not in (1, 2, 4, 8):
+        if nbits not in _NBITS:
             raise _wrong(self.metadata, "nbits of 1, 2, 4 or 8", nbits)
-        return about, nbits
+        lengths = [self.lengths(n) for n in range(_count(self.metadata, about, "num_chunks"))]
+        total = sum(int(x.sum()) for x in lengths)
+        for name, found in (("num_embeddings", total), ("num_documents", sum(map(len, lengths)))):
+            if name in about and about[name] != found:
+                raise _wrong(self.metadata, f"{name} {found}, as doclens say", about[name])
+        return nbits, lengths
+
+    def nbits(self) -> int:
+        """Bits of a bucket, as weights say."""
+        file, weights = self._tensor(f"bucket_weights{self.suffix}", _FLOATS)
+        nbits = weights.numel().bit_length() - 1
+        if nbits not in _NBITS or weights.shape != (2**nbits,):
+            raise _wrong(file, "2, 4, 16 or 256 weights", list(weights.shape))
+        return nbits
 
     def lengths(self, chunk: int) -> Tensor:
         """Of the documents of a chunk."""
@@ -106,8 +160,17 @@ class _Files:
             raise _wrong(file, "a list of lengths", "something else")
         return torch.tensor(found, dtype=torch.int64)
 
-    def codec(self, nbits: int) -> ResidualCodec:
-        file, centroids = self._tensor("centroids", _FLOATS)
+    def sizes(self, count: int) -> Tensor:
+        """Tokens of each of so many centroids, whose sum fits 64 bits."""
+        file, sizes = self._tensor("sizes.compacted.pt", _CODES)
+        if sizes.shape != (count,):
+            raise _wrong(file, f"[{count}], as centroids say", list(sizes.shape))
+        if count and not 0 <= int(sizes.min()) <= int(sizes.max()) < 2**31:
+            raise _wrong(file, "sizes from 0 on", f"{int(sizes.min())} to {int(sizes.max())}")
+        return sizes.long()
+
+    def codec(self, nbits: int, bit_order: BitOrder = "plaid", normalize: bool = True) -> ResidualCodec:
+        file, centroids = self._tensor(f"centroids{self.suffix}", _FLOATS)
         if centroids.dim() != 2 or centroids.shape[1] < 1:
             raise _wrong(file, "[C, d]", list(centroids.shape))
         pair: list[Tensor] = []
@@ -116,38 +179,39 @@ class _Files:
             found = _load(file)
             pair = list(found) if isinstance(found, (tuple, list)) else []
         else:
-            pair = [self._tensor(name, _FLOATS)[1] for name in ("bucket_cutoffs", "bucket_weights")]
+            pair = [self._tensor(f"bucket_{name}.npy", _FLOATS)[1] for name in ("cutoffs", "weights")]
             file = self.root / "bucket_weights.npy"
         expected = [(2**nbits - 1,), (2**nbits,)]
         if [tuple(x.shape) if isinstance(x, Tensor) else None for x in pair] != expected:
             raise _wrong(file, f"{2**nbits - 1} cutoffs and {2**nbits} weights for {nbits} bits", "others")
         cutoffs, weights = (x.float() for x in pair)
-        return ResidualCodec(centroids, weights, cutoffs)
+        return ResidualCodec(centroids, weights, cutoffs, bit_order, normalize)
 
     def tokens(
-        self, codes_name: str, residuals_name: str, codec: ResidualCodec, count: int, padding: int = 0
+        self, names: tuple[str, str], width: int, count: int, below: tuple[int, str], padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Codes and residuals of so many tokens, after which up to `padding` rows may follow."""
+        """Codes `below` a number of what they are of, and residuals, of so many tokens.
+
+        After these up to `padding` rows may follow.
+        """
         found = []
-        for name, dtypes, width in ((codes_name, _CODES, ()), (residuals_name, (torch.uint8,), (codec.width,))):
+        for name, dtypes, row in zip(names, (_CODES, (torch.uint8,)), ((), (width,)), strict=True):
             file, x = self._tensor(name, dtypes, count)
-            if tuple(x.shape[1:]) != width or not count <= self.rows <= count + padding:
-                expected = f"[{count}{f' to {count + padding}' if padding else ''}{''.join(f', {n}' for n in width)}]"
-                raise _wrong(file, f"{expected}, as doclens and centroids say", [self.rows, *x.shape[1:]])
+            if tuple(x.shape[1:]) != row or not count <= self.rows <= count + padding:
+                expected = f"[{count}{f' to {count + padding}' if padding else ''}{''.join(f', {n}' for n in row)}]"
+                raise _wrong(file, f"{expected}, as the other files say", [self.rows, *x.shape[1:]])
             found.append((file, x, self.rows))
         (file, codes, rows), (other, residuals, others) = found
         if rows != others:
             raise _wrong(other, f"{rows} rows as {file.name}", others)
-        if count and not (int(codes.min()) >= 0 and int(codes.max()) < len(codec.centroids)):
-            raise _wrong(
-                file, f"codes of {len(codec.centroids)} centroids", f"{int(codes.min())} to {int(codes.max())}"
-            )
+        if count and not 0 <= int(codes.min()) <= int(codes.max()) < below[0]:
+            raise _wrong(file, f"codes of {below[0]} {below[1]}", f"{int(codes.min())} to {int(codes.max())}")
         return codes.to(torch.int32), residuals
 
     def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], most: int | None = None) -> tuple[Path, Tensor]:
         """A tensor, of which the first `most` rows are read; `rows` says how many there are."""
-        file = self.root / f"{name}{self.suffix}"
-        x = _load(file) if self.suffix == ".pt" else _numpy(file, most)
+        file = self.root / name
+        x = _load(file) if file.suffix == ".pt" else _numpy(file, most)
         self.rows = 0
         if isinstance(x, tuple):
             x, self.rows = x

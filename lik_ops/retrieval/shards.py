@@ -9,9 +9,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..api import inputs
+from ..index import Index
 from ..ops import topk
 from ..ops.stack import autocast
+from ..quantized import Quantized
 from . import _retrieve, sources
+from .staged import check_stages
+from .two_stage import of_quantized
 
 Sample: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # D, d_mask and cu_seqlens, to be checked
 
@@ -49,7 +54,10 @@ class Read:
 class Resident:
     """Documents in the memory of this process's GPU."""
 
-    def __init__(self, op: str, D: Tensor, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
+    is_staged = False
+    is_launched = True  # the host need not wait for a search
+
+    def __init__(self, op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
         if cu_seqlens_d is not None:
             topk.check_bounds(op, cu_seqlens_d, D.device)
         elif D.dim() == 0:
@@ -69,18 +77,45 @@ class Resident:
     def sample(self) -> Sample:
         return self.D, self.d_mask, self.cu_seqlens_d
 
+    def part(self, begin: int, end: int) -> tuple[Any, Tensor | None, Tensor | None]:
+        """Of D, `d_mask` and `cu_seqlens_d` what belongs to some documents."""
+        if self.cu_seqlens_d is not None:
+            return self.D, self.d_mask, self.cu_seqlens_d[begin : end + 1]
+        return self.D[begin:end], None if self.d_mask is None else self.d_mask[begin:end], None
+
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
         """Of arguments that were checked."""
-        D, d_mask, cu_seqlens_d = self.D, self.d_mask, self.cu_seqlens_d
-        if cu_seqlens_d is not None:
-            cu_seqlens_d = cu_seqlens_d[begin : end + 1]
-        else:
-            D, d_mask = D[begin:end], None if d_mask is None else d_mask[begin:end]
+        D, d_mask, cu_seqlens_d = self.part(begin, end)
         normalize, chunk = options["normalize"], options["chunk"]
         Q, D, q_weight = autocast.to_region(queries[0], D, queries[2])
         tensors = Q, D, queries[1], d_mask, cu_seqlens_d, q_weight
         found = _retrieve.of_checked(topk.Search(*tensors, normalize, top_k, chunk))
         return Found(_lifted(Q, *found), begin)
+
+
+class Coded(Resident):
+    """Quantised documents in memory, of this process or of its GPU."""
+
+    def __init__(
+        self, op: str, D: Quantized, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any]
+    ) -> None:
+        super().__init__(op, D, d_mask, cu_seqlens_d)
+        check_stages(op, D, **stages)
+        self.stages = stages["n_probe"], stages["n_candidates"]
+        self.is_staged = any(count is not None for count in self.stages)
+        self.is_launched = D.device.type != "cpu"
+
+    def sample(self) -> Sample:
+        """With a stand-in that has the metadata of the tokens as they were."""
+        like = torch.empty((), dtype=self.D.dtype, device=self.D.device).expand(self.D.shape)
+        return like, self.d_mask, self.cu_seqlens_d
+
+    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+        Q, q_mask, q_weight = queries
+        D, d_mask, cu_seqlens_d = self.part(begin, end)
+        tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+        search = topk.Search(*tensors, options["normalize"], top_k, options["chunk"])
+        return Found(_lifted(Q, *of_quantized(search, *self.stages)), begin)
 
 
 def _lifted(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.Best:
@@ -92,7 +127,16 @@ def is_resident(corpus: Any) -> bool:
     return isinstance(corpus, Tensor) and corpus.device.type != "cpu"
 
 
-def shard(op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Read | Resident:
-    """What searches `corpus`; raises what `sources.source` raises."""
+def shard(
+    op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any]
+) -> Read | Resident:
+    """What searches `corpus`, by `stages` (`chunk`, `n_probe`, `n_candidates`); raises what `sources.source` raises."""
+    if isinstance(corpus, Index):
+        corpus, cu_seqlens_d = inputs.unpacked(op, corpus, cu_seqlens_d)
+    if isinstance(corpus, Quantized):
+        return Coded(op, corpus, d_mask, cu_seqlens_d, stages)
+    for name in ("n_probe", "n_candidates"):
+        if (count := stages[name]) is not None:
+            raise ValueError(f"{op}: {name}: expected None unless corpus is residual codes in memory, got {count}")
     corpus, cu_seqlens_d = sources.packed(op, corpus, d_mask, cu_seqlens_d)
     return (Resident if is_resident(corpus) else Read)(op, corpus, d_mask, cu_seqlens_d)

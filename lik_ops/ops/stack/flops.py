@@ -68,6 +68,11 @@ def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
     return 2 * Q[0] * Q[1] * tokens * Q[-1]
 
 
+def _codes_flops(Q, codes, centroids, *args, out_shape=None, **kwargs):
+    """What is looked up in the products of query tokens and centroids is no product."""
+    return 2 * Q[0] * Q[1] * centroids[0] * Q[-1]
+
+
 def _may_look(*tensors: Tensor | None) -> bool:
     known = [t for t in tensors if t is not None]
     if not all(map(is_memory, known)):
@@ -125,6 +130,7 @@ def register() -> None:
     register_flop_formula([lik.chamfer_fwd])(_chamfer_flops)
     register_flop_formula([lik.maxsim_cross_entropy_bwd])(_cross_entropy_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
+    register_flop_formula([lik.maxsim_topk_codes])(_codes_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
     register_flop_formula([lik.maxsim_quantized_fwd], get_raw=True)(_quantized_flops)
     register_flop_formula([lik.maxsim_ragged_bwd], get_raw=True)(_ragged_backward_flops)

@@ -138,6 +138,13 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             ([q, q], [*_placed(args[:6], (q, whole, q, whole, whole, q)), None, None, None]) for q in (whole, first)
         ]
 
+    @register_sharding(lik.maxsim_topk_codes.default)
+    def _(*args):
+        return [
+            ([q, q], [*_placed(args[:7], (q, whole, whole, q, whole, whole, q)), None, None, None])
+            for q in (whole, first)
+        ]
+
 
 def _register_ragged(register_sharding: Any, whole: Any, first: Any, second: Any, partial: Any) -> None:
     def ragged(r):

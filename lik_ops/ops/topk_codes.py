@@ -1,0 +1,176 @@
+"""``lik::maxsim_topk_codes``: the best documents of each query as if their tokens were their centroids.
+
+The first stages of PLAID (Santhanam et al., 2022): the products of query tokens and centroids are found once, each
+query token probes the centroids nearest to it, and a document with a token of one of these is scored by looking its
+codes up in the products. Queries and documents come in parts, so that neither all products nor ``[Nq, Nd]`` exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as lik
+from ..arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor
+from . import topk
+from .custom import custom_op
+from .documented import document_bodies
+from .family import no_gradient
+from .quantized import tokens_like
+from .stack import batching
+from .topk import Best, Search, reject_derivatives
+from .watchers import nobody_sees
+
+_SCHEMA = (
+    "(Tensor Q, Tensor codes, Tensor centroids, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d,"
+    " Tensor? q_weight, bool normalize, SymInt top_k, SymInt? n_probe) -> (Tensor, Tensor)"
+)
+_NAME = add_op_namespace_prefix("maxsim_topk_codes")
+_TABLE_BYTES = 24 << 20  # of the products of query tokens and centroids at a time
+
+
+class CodeSearch(NamedTuple):
+    """The arguments of `lik::maxsim_topk_codes`, in the order of its schema."""
+
+    Q: Tensor  # [Nq, Lq, d]
+    codes: Tensor  # [Nd, Ld], or [Td] with cu_seqlens_d
+    centroids: Tensor  # [C, d]
+    q_mask: Tensor | None
+    d_mask: Tensor | None  # [Nd, Ld]
+    cu_seqlens_d: Tensor | None  # [Nd + 1]
+    q_weight: Tensor | None
+    normalize: bool
+    top_k: int
+    n_probe: int | None  # centroids of each query token; None: all
+
+    @property
+    def documents(self) -> Any:
+        return self.codes.shape[0] if self.cu_seqlens_d is None else self.cu_seqlens_d.shape[0] - 1
+
+    def of_queries(self, some: slice) -> CodeSearch:
+        masked, weighted = (None if x is None else x[some] for x in (self.q_mask, self.q_weight))
+        return self._replace(Q=self.Q[some], q_mask=masked, q_weight=weighted)
+
+    def of_documents(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, -1 where they are masked, and where some documents lie among them: offsets and lengths."""
+        if self.cu_seqlens_d is not None:
+            bounds = self.cu_seqlens_d[begin : end + 1].long()
+            return self.codes, bounds[:-1], bounds.diff()
+        codes, length = self.codes[begin:end], self.codes.shape[1]
+        if self.d_mask is not None:
+            codes = torch.where(self.d_mask[begin:end], codes, -1)
+        offsets = torch.arange(end - begin, device=codes.device) * length
+        return codes.flatten(), offsets, torch.full_like(offsets, length)
+
+
+def _check(s: CodeSearch) -> None:
+    check_tensor(_NAME, "codes", s.codes)
+    check_tensor(_NAME, "centroids", s.centroids)
+    if s.codes.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{_NAME}: codes: expected int32 or int64, got {s.codes.dtype}")
+    if s.centroids.dtype not in DTYPES[:3]:
+        raise TypeError(f"{_NAME}: centroids: expected float16, bfloat16 or float32, got {s.centroids.dtype}")
+    check_tensor(_NAME, "Q", s.Q)
+    for name, x in (("codes", s.codes), ("centroids", s.centroids)):
+        if x.device != s.Q.device:
+            raise ValueError(f"{_NAME}: {name}: expected the device of Q, {s.Q.device}, got {x.device}")
+    if s.codes.dim() != (2 if s.cu_seqlens_d is None else 1):
+        raise ValueError(f"{_NAME}: codes: expected [Nd, Ld], or [Td] with cu_seqlens_d, got {list(s.codes.shape)}")
+    torch._check_value(
+        s.centroids.dim() == 2 and s.centroids.shape[1] == s.Q.shape[-1],
+        lambda: f"{_NAME}: centroids: expected [C, {s.Q.shape[-1]}], as Q has, got {list(s.centroids.shape)}",
+    )
+    D = tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
+    like = Search(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
+    topk.check_arguments(_NAME, like)
+    check_lifted(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
+    if s.n_probe is not None:
+        check_count(_NAME, "n_probe", s.n_probe, 1)
+
+
+def _best(s: CodeSearch) -> Best:
+    if s.cu_seqlens_d is not None:
+        s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
+    step = max(1, _TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
+    parts = [slice(begin, begin + step) for begin in range(0, max(len(s.Q), 1), step)]
+    found = [_of_some(s.of_queries(some)) for some in parts]
+    return found[0] if len(found) == 1 else (torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found]))
+
+
+def _of_some(s: CodeSearch) -> Best:
+    """The best of queries whose products with centroids are held at once."""
+    backend, documents = backends.select(s.Q.device, s.Q.dtype), s.documents
+    (table, weight, probed), broken = _table(s)
+    none = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
+    best, chunk = (none, none.long()), topk.fitting(s.Q, s.top_k, documents)
+    for begin in range(0, documents, chunk):
+        of_documents = s.of_documents(begin, min(begin + chunk, documents))
+        scores = backend.code_scores(table, weight, probed, *of_documents).masked_fill_(broken, torch.inf)
+        found, columns = topk.first(scores, s.top_k)
+        best = topk.merge([best, (found, columns.add_(begin))] if begin else [(found, columns)], s.top_k)
+    return best
+
+
+def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
+    """What `code_scores` takes of queries; and of which queries, ``[n, 1]``, something is NaN.
+
+    Products of query tokens and centroids, fp32 ``[n, C, Lq]``; weights; and which centroids are probed.
+    """
+    keep = torch.ones(s.Q.shape[:2], dtype=torch.bool, device=s.Q.device) if s.q_mask is None else s.q_mask
+    # Masked rows may hold anything. Contiguous, because the order of sums hangs on strides.
+    Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
+    Q = (F.normalize(Q.float(), dim=-1) if s.normalize else Q).to(s.centroids.dtype)
+    products = (Q @ s.centroids.contiguous().t()).float()
+    probed = None
+    if s.n_probe is not None and s.n_probe < s.centroids.shape[0]:
+        nearest = products.topk(s.n_probe, dim=2).indices
+        probed = torch.zeros(products.shape, dtype=torch.bool, device=Q.device)
+        probed = (probed.scatter_(2, nearest, True) & keep.unsqueeze(-1)).any(1)
+    weight = keep.float() if s.q_weight is None else torch.where(keep, s.q_weight.float(), 0)
+    broken = (Q.isnan().any(-1) | weight.isnan()).any(1, keepdim=True)
+    return (products.transpose(1, 2), weight.contiguous(), probed), broken
+
+
+@custom_op(_NAME, _SCHEMA)
+def maxsim_topk_codes(*args: Any) -> Best:
+    """The best ``min(top_k, Nd)`` documents of each query by their codes alone: scores and int64 indices.
+
+    ``sum_s w[i, s] max_t <Q[i, s], centroids[codes[j, t]]>`` in fp32, the best first, equal ones by document; `codes`
+    are ``[Nd, Ld]``, or ``[Td]`` with the offsets `cu_seqlens_d`. Documents without a token of a centroid that is among
+    the `n_probe` nearest of a query token have ``-inf``, and so do those without tokens. What has to be looked at more
+    closely is infinite, and so comes first: documents with a code that is no centroid's, all of a query with NaN.
+    """
+    s = CodeSearch(*args)
+    _check(s)
+    reject_derivatives(_NAME, s.Q, s.centroids, s.q_weight)
+    return _best(s)
+
+
+@maxsim_topk_codes.register_fake
+def _(*args):
+    s = CodeSearch(*args)
+    _check(s)
+    shape = (s.Q.shape[0], torch.sym_min(s.top_k, s.documents))
+    return s.Q.new_empty(shape, dtype=torch.float32), s.Q.new_empty(shape, dtype=torch.int64)
+
+
+maxsim_topk_codes.register_autograd(
+    no_gradient("maxsim_topk_codes", "score the tokens of Quantized.dequantize() that it found")
+)
+maxsim_topk_codes.register_vmap(
+    lambda info, in_dims, *args: batching.one_by_one(maxsim_topk_codes, 7, info, in_dims, *args)
+)
+document_bodies(maxsim_topk_codes)
+
+
+def best_of(s: CodeSearch) -> Best:
+    """`lik::maxsim_topk_codes`, of arguments that were checked, with masks of any dtype."""
+    s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
+    if not torch.compiler.is_dynamo_compiling() and nobody_sees(*s[:7]):
+        return _best(s)
+    return lik.maxsim_topk_codes(*s)

@@ -80,7 +80,7 @@ def overflow_where_asked():
 
 
 def types_once():
-    """Make what types of blocks are made of once a shape, broadcast what is unlike alone, find numpy's types by name."""
+    """Make what types of blocks are made of once a shape, broadcast only what is unlike, find numpy types by name."""
     block_type, broadcast, numpy_type = (
         core.block_type.__init__,
         TritonSemantic.broadcast_impl_value,

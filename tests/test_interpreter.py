@@ -10,35 +10,39 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+# From the slowest to the fastest. A process imports torch and collects tests for ten seconds: few take many modules.
 MODULES = [
-    "test_semantics",
-    "test_soft",
-    "test_chamfer",
-    "test_cross_entropy",
-    "test_ragged_kernels",
-    "test_ragged_lists",
-    "test_ragged_few",
     "test_quantized_kernels",
-    "test_masked_kernels",
-    "test_eager_ragged",
-    "test_eager_keys",
+    "test_ragged_kernels",
+    "test_cross_entropy",
     "test_gradients",
     "test_replay",
-    "test_staged",
-    "test_fallback",
+    "test_chamfer",
+    "test_ragged_lists",
+    "test_soft",
+    "test_ragged_few",
     "test_fp32",
+    "test_semantics",
+    "test_eager_ragged",
+    "test_staged",
     "test_tune",
     "test_topk",
-    "test_tile_norms",
+    "test_fallback",
     "test_toy_format",
+    "test_eager_keys",
+    "test_masked_kernels",
+    "test_tile_norms",
 ]
+PROCESSES = 4
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_behaviour_through_the_interpreter(module):
+@pytest.mark.parametrize("first", range(PROCESSES))
+def test_behaviour_through_the_interpreter(first):
     environment = os.environ | {"TRITON_INTERPRET": "1", "LIK_OPS_HYPOTHESIS": "quick"}
+    files = [f"tests/{module}.py" for module in MODULES[first::PROCESSES]]
     options = ["-q", "-x", "-m", "not gpu and not slow", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, f"tests/{module}.py"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

@@ -136,7 +136,7 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
     return (products.transpose(1, 2), weight.contiguous(), probed), broken
 
 
-@custom_op(_NAME, _SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_topk_codes"), _SCHEMA)
 def maxsim_topk_codes(*args: Any) -> Best:
     """The best ``min(top_k, Nd)`` documents of each query by their codes alone: scores and int64 indices.
 

@@ -244,7 +244,8 @@ def candidates(g: Given, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Winn
     given_both = offsets is not None and lengths is not None
     if given_both and (found := _short(g, offsets, lengths)) is not None:
         return _as_given(g, *found)
-    _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
+    if g.quantized is None:
+        _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
     if values.looks(offsets, lengths):
         values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)
     return _as_given(g, *_run(g, g.ragged(offsets, lengths), g.most))

@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself. PYTHON is the interpreter it is made from.
 PYTHON ?= python3
-# Two processes: a third of the time is one test, the kernels in Triton's interpreter.
+# Two processes: a fifth of the time is four tests, the kernels in Triton's interpreter.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 BENCH ?= benchmarks/cpu.py
 

@@ -32,7 +32,6 @@ def reference(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor 
     """Distances; which points are nearest follows from them, but for ties of rounded distances."""
     x = P[:, :, None] - R[:, None]
     c = x.square().sum(-1) if metric == "sqeuclidean" else x.abs().sum(-1)
-    there = torch.ones(c.shape, dtype=torch.bool, device=c.device)
     places = [torch.arange(n, device=c.device) for n in c.shape[1:]]
     keeps = [
         torch.ones(c.shape[0], len(at), dtype=torch.bool, device=c.device) if n is None else at < n[:, None]

@@ -7,20 +7,19 @@ from torch import Tensor
 
 from ..csrc_triton.arguments import Distances, Points
 from ..csrc_triton.chamfer import chamfer_nearest, chamfer_winners
+from ..portable.chamfer import LEAST_PRODUCTS, Nearest
 from . import launcher
-from .arguments import architecture, checked_grid, on_device
+from .arguments import architecture, checked_grid, features_span, on_device, wide_rows
 from .configs import INTERPRETER, Architecture, Launch, cdiv, next_power_of_2, precision
 
 _NOBODY = (0x7F800000 << 32) | 0xFFFFFFFF  # above every key: an infinite distance, to point -1
 _INT32_MAX = 2**31 - 1
 _FEW = 4  # coordinates that are held in registers
-_LEAST_PRODUCTS = 16  # coordinates from which the matrix unit is faster
-Nearest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def nearest_launch(arch: Architecture, dtype: torch.dtype, d: int, metric: str, wide: int) -> tuple[Launch, int]:
     """The tile of `chamfer_nearest`, and how many points of R a part has."""
-    products = metric == "sqeuclidean" and d >= _LEAST_PRODUCTS
+    products = metric == "sqeuclidean" and d >= LEAST_PRODUCTS
     BM, BN, BD, part, warps, stages = 32, 128, d if d <= _FEW else 8, 1024, 4, 1
     if products:
         BM, BN, BD, part, warps, stages = 64, 128, min(next_power_of_2(d), 32), 256, 8, 2
@@ -49,7 +48,7 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
             raise ValueError(f"chamfer_fwd: {name}: expected at most {_INT32_MAX - 1024} points, got {X.shape[1]}")
     (B, N, d), M = P.shape, R.shape[1]
     arch = architecture(P.device)
-    wide = 2 if d * max(abs(P.stride(2)), abs(R.stride(2))) > _INT32_MAX else 1
+    wide = wide_rows(features_span(P, R))
     launch, part = nearest_launch(arch, P.dtype, d, metric, wide)
     lengths = [None if x is None else x.contiguous() for x in (p_lengths, r_lengths)]
     p, r = _points(P, lengths[0]), _points(R, lengths[1])

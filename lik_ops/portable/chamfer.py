@@ -11,7 +11,7 @@ from ..arguments import score_dtype
 
 _BLOCK_BYTES = 2**20
 _ROWS = 128
-_LEAST_PRODUCTS = 16  # coordinates from which a matrix product is faster
+LEAST_PRODUCTS = 16  # coordinates from which inner products say who is nearest, on every device
 _NOBODY = 2**31 - 1
 Nearest = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -22,7 +22,7 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
     P, R = (X.to(score_dtype(X.dtype)).contiguous() for X in (P, R))
     P, R = (X if keep is None else torch.where(keep[:, :, None], X, 0) for X, keep in zip((P, R), keeps, strict=True))
     of_P, of_R = _Least(P), _Least(R)
-    products = metric == "sqeuclidean" and P.shape[2] >= _LEAST_PRODUCTS
+    products = metric == "sqeuclidean" and P.shape[2] >= LEAST_PRODUCTS
     for own, rows, columns in _blocks(P, R, products):
         x, y = P[own, rows], R[own, columns]
         S = _products(x, y) if products else _distances(x, y, metric)

@@ -1,6 +1,5 @@
 # Every target sets up .venv by itself. PYTHON is the interpreter it is made from.
 PYTHON ?= python3
-# Two processes: a fifth of the time is four tests, the kernels in Triton's interpreter.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 BENCH ?= benchmarks/cpu.py
 
@@ -14,20 +13,21 @@ BIN := $(VENV)/bin
 PIP_NOW := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(PIP_NOW) --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-# Every kernel compiled ahead of time: a quarter of the time of all tests, and none changes but by csrc_triton and Triton.
 AOT := $(addprefix tests/test_aot,.py _chamfer.py _rows.py _soft.py _specialized.py)
 # What hangs on Triton alone: these, what is launched, and the interpreter.
 COMPILED := $(AOT) $(addprefix tests/test_,fallback.py launcher.py packaged.py topk.py)
-TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(AOT))
 INTERPRETED := tests/test_interpreter.py
+# Kernels, compiled and in the interpreter, take two fifths of all tests' time; csrc_triton, its callers and Triton change them.
+KERNELS := $(AOT) $(INTERPRETED)
+TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-aot test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench figures clean
+.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
 	@echo "make test      tests and operator checks that need no GPU (PYTEST_ARGS=... in place of -n 2 --dist worksteal)"
-	@echo "make test-aot  every kernel compiled ahead of time for sm_90 and others (CI runs it)"
+	@echo "make test-kernels   what those leave out: kernels in Triton's interpreter, and each compiled ahead of time (CI runs both)"
 	@echo "make test-all  make test with the slow ones"
 	@echo "make test-gpu  the tests that need a GPU, by GPU_PYTHON (PART=1/2: those of half the files)"
 	@echo "make test-oldest    make test with the oldest torch and Triton, in an environment of its own"
@@ -80,8 +80,8 @@ demo: $(VENV)/.stamp
 test: $(VENV)/.stamp
 	@$(PYTEST) $(TEST) $(PYTEST_ARGS)
 
-test-aot: $(VENV)/.stamp
-	@$(PYTEST) -m "not gpu and not slow" $(AOT) $(PYTEST_ARGS)
+test-kernels: $(VENV)/.stamp
+	@$(PYTEST) -m "not gpu and not slow" $(KERNELS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.stamp
 	@$(OLDEST)/bin/python -m pytest -q $(TEST) $(PYTEST_ARGS)

@@ -87,14 +87,23 @@ def ways() -> Iterator[tuple[str, list[str]]]:
     yield "gradient", recorded(lambda: torch.autograd.grad(total, leaf, retain_graph=True))
 
 
+SCRIPT = """
+from tests import interpreting
+from tests.paths import ways
+interpreting.patch()
+for name, lines in ways():
+    print("==", name, *lines, sep="\\n")
+"""
+
+
 def blocks() -> dict[str, str]:
     """What the page shows between its markers, by their names."""
     found = {}
     for backend in ("portable", "triton"):
         environment = {**os.environ, "LIK_OPS_BACKEND": backend, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-        script = "from tests.paths import ways\nfor n, lines in ways(): print('==', n, *lines, sep='\\n')"
+
         done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
         )
         for part in done.stdout.split("==\n")[1:]:
             name, *lines = part.splitlines()

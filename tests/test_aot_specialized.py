@@ -23,12 +23,13 @@ SM_90 = configs.ARCHITECTURES["sm_90"]
 
 
 def source(
-    dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool, given: bool = False
+    dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool, given: bool, Ld: int
 ) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax, "processors": 132}
-    choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, 300, d, **chosen)
-    assert choice is not None
-    C = choice.config._replace(GIVEN=given)
+    Nq = max(1, 256 // Lq) if normalize and not given else 256  # norms are read from 6 row tiles on
+    choice = gluon_configs.specialized(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    assert choice is not None and choice.config.GIVEN is given
+    C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     layout = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
@@ -119,8 +120,19 @@ def serialised(ptx: str, directory: Path) -> list[str]:
 )
 def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(source(dtype, d, Lq, options, argmax, norms != "", norms == "given"), target)
-    check(compiled, tmp_path, products=norms != "")
+    kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 300)
+    check(compile_as_launched(kernel, target), tmp_path, products=norms != "")
+
+
+@pytest.mark.parametrize(("argmax", "norms"), [(True, ""), (False, "given"), (True, "given")])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Lq", "options"),
+    [(torch.bfloat16, 128, 1024, False), (torch.float16, 128, 32, True), (torch.bfloat16, 64, 8, True)],
+    ids=str,
+)
+def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
+    kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 1024)
+    check(compile_as_launched(kernel, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
 
 
 def check(compiled, tmp_path: Path, products: bool = False) -> None:

@@ -41,6 +41,22 @@ def test_when_it_is_chosen():
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
 
 
+def test_which_tiles_are_large():
+    """Where a group's way round a tile is longer than its products, and the last one of a document wastes little."""
+
+    def tokens(Ld, **options):
+        found = choice(Ld=Ld, **options).config
+        assert found.RESIDENT is (found.BN == 64)
+        return found.BN
+
+    winners, norms = {"argmax": True}, {"normalize": True}
+    assert [tokens(Ld) for Ld in (64, 1024)] == [64, 64]
+    assert [tokens(Ld, **winners) for Ld in (64, 127, 128, 300, 340, 1024)] == [64, 64, 128, 64, 128, 128]
+    assert [tokens(Ld, **norms) for Ld in (64, 127, 128, 900, 1024)] == [64, 64, 128, 64, 128]
+    assert tokens(1024, **winners, **norms) == 128
+    assert [tokens(1024, Nq=40, **options) for options in (norms, winners | norms)] == [64, 64]  # norms are found
+
+
 @pytest.mark.parametrize("step", [1, 2**24, 2**25, 2**40])
 def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
     """Queries that are columns: the Gluon kernels find features with 32 bits."""

@@ -16,6 +16,8 @@ SPECIALIZED_ROWS, WIDE_ROWS = 64 * _PRODUCTS, 128  # of a program of `maxsim_for
 _MOST_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
 _MOST_SLOT = 128  # rows of a query that it sums itself
 _LEAST_GIVEN = 6  # row tiles that pay for a launch that finds the norms of document tokens
+_SMALL, _LARGE = 64, 128  # tokens of a tile of `maxsim_forward_specialized`
+_MOST_WASTE = 1.07  # what larger tiles may multiply beside what smaller ones do, where winners are found
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
@@ -123,6 +125,18 @@ def _wide(Lq: int, Ld: int) -> WideSpecialization:
     return WideSpecialization(BN=tokens, SLOT=min(next_power_of_2(Lq), WIDE_ROWS // 2), STAGES=stages)
 
 
+def _tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> tuple[int, int, bool]:
+    """Tokens and stages of `maxsim_forward_specialized`, and whether registers keep the query rows.
+
+    With winners, or norms that are read, a group's way round a tile is longer than the products of 64 tokens. Those of
+    128 hide it, but leave the query rows no registers, nor what finds norms; and may waste more of a last tile.
+    """
+    waste = cdiv(Ld, _LARGE) * _LARGE / (cdiv(Ld, _SMALL) * _SMALL)
+    if (given or (argmax and not normalize)) and Ld >= _LARGE and waste <= (_MOST_WASTE if argmax else 1):
+        return _LARGE, 4 if given else 5, False
+    return _SMALL, 6, True
+
+
 def specialized(
     arch: Architecture,
     dtype: torch.dtype,
@@ -145,15 +159,17 @@ def specialized(
         return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
-        config = Specialization(64, 64 if d <= 64 else 128, slot, 6, True, argmax, NORMALIZE=normalize)
+        given = normalize and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
+        tokens, stages, resident = _tile(Ld, argmax, normalize, given)
+        config = Specialization(
+            tokens, 64 if d <= 64 else 128, slot, stages, resident, argmax, NORMALIZE=normalize, GIVEN=given
+        )
     elif argmax or (normalize and Nq * Lq > MOST_QUERY_NORMS):
         return None  # with winners `maxsim_forward` sums the parts of a query in another order
     else:
         config, rows = _wide(Lq, Ld)._replace(NORMALIZE=normalize), WIDE_ROWS
     parts = cdiv(Lq, config.SLOT)
     row_tiles = cdiv(Nq * parts * config.SLOT, rows)
-    if isinstance(config, Specialization):
-        config = config._replace(GIVEN=normalize and row_tiles >= _LEAST_GIVEN)
     pairs = row_tiles * K
     fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
     # The plain kernel finds norms between its products, this one beside them.

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from ..arguments import argmax_dtype_for, metadata
 from ..csrc_triton.backward_arguments import Upstream
+from ..portable.blocks import slices_within
 from .arguments import allow_tf32, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
 from .backward_call import GradientCall
@@ -90,13 +91,6 @@ def _call(a: Arguments) -> GradientCall:
     return GradientCall(queries, documents, up, a.D.dim() == 4, a.normalize, wide_of(a.Q, a.D))
 
 
-def _slices(total: int, bytes_each: int) -> Iterator[slice]:
-    """Cuts of `total` queries or documents whose winners take `bytes_each`."""
-    step = max(1, _ARGMAX_BYTES // max(bytes_each, 1))
-    for first in range(0, total, step):
-        yield slice(first, min(first + step, total))
-
-
 def _parts(a: Arguments, outputs: Gradients) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
     """The call in parts whose winners fit the workspace, with the gradients that each part completes.
 
@@ -111,11 +105,11 @@ def _parts(a: Arguments, outputs: Gradients) -> Iterator[tuple[Arguments, Sequen
         return
     needs = list(a.needs) if candidates else [a.needs[0], False, a.needs[2]]
     if any(needs):
-        for part in _slices(sizes.Nq, sizes.K * row_bytes):
+        for part in slices_within(sizes.Nq, sizes.K * row_bytes, _ARGMAX_BYTES):
             cut = [t[part] if need else t for t, need in zip(outputs, needs, strict=True)]
             yield a.part(part, everything)._replace(needs=needs), cut
     if a.needs[1] and not candidates:
-        for part in _slices(sizes.K, sizes.Nq * row_bytes):
+        for part in slices_within(sizes.K, sizes.Nq * row_bytes, _ARGMAX_BYTES):
             cut = [outputs[0], outputs[1][part], outputs[2]]
             yield a.part(everything, part)._replace(needs=[False, True, False]), cut
 
@@ -209,7 +203,7 @@ def _scattered_parts(
         return
     sizes, everything, candidates = sizes_of(a.Q, a.D), slice(None), a.D.dim() == 4
     count, others = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
-    for own in _slices(count, others * sizes.Lq * argmax_dtype_for(sizes.Ld).itemsize):
+    for own in slices_within(count, others * sizes.Lq * argmax_dtype_for(sizes.Ld).itemsize, _ARGMAX_BYTES):
         part_D = None if sum_D is None else sum_D[own]
         if candidates:
             yield a.part(own, everything), None if sum_Q is None else sum_Q[own], part_D

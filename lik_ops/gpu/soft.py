@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from ..csrc_triton.backward_arguments import RowSums, SoftUpstream
 from ..csrc_triton.backward_soft import maxsim_soft_documents, maxsim_soft_queries
 from ..csrc_triton.backward_unified import maxsim_finish
 from ..csrc_triton.forward_soft import maxsim_forward_soft
+from ..portable.blocks import slices_within
 from . import launcher, soft_configs
 from .arguments import (
     allow_tf32,
@@ -163,12 +164,6 @@ def _joined(parts: Tensor) -> Tensor:
     return functools.reduce(Tensor.add_, parts[1:].unbind(), parts[0])
 
 
-def _slices(total: int, bytes_each: int) -> Iterator[slice]:
-    step = max(1, _SUM_BYTES // max(bytes_each, 1))
-    for first in range(0, total, step):
-        yield slice(first, min(first + step, total))
-
-
 def _finish(
     rows: Tensor, weight: Tensor | None, sums: Tensor, grad: Tensor | None, dot: Tensor | None, normalize: bool
 ):
@@ -247,10 +242,10 @@ def backward_soft(
     d, candidates = Q.shape[-1], D.dim() == 4
     with on_device(Q.device):
         if needs[0] or needs[2] or needs[3]:
-            for own in _slices(Nq, 4 * d * Lq * _parts(K, Ld)):
+            for own in slices_within(Nq, 4 * d * Lq * _parts(K, Ld), _SUM_BYTES):
                 _into_queries(call.part(own), needs, [g[own] if n < 3 and needs[n] else g for n, g in enumerate(grads)])
         if needs[1]:
             bytes_each = 4 * d * Ld * (K if candidates else 1) if normalize else 0
-            for own in _slices(D.shape[0], bytes_each):
+            for own in slices_within(D.shape[0], bytes_each, _SUM_BYTES):
                 _into_documents(call.part(own) if candidates else call.some_documents(own), grads[1][own])
     return tuple(grads)  # type: ignore[return-value]

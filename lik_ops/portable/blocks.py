@@ -172,6 +172,11 @@ def slices_of(first: int, last: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, last))
 
 
+def slices_within(total: int, bytes_each: int, room: int) -> Iterator[slice]:
+    """``[0, total)`` cut so that what belongs to a slice fits `room` bytes; one alone may need more."""
+    return slices_of(0, total, max(1, room // max(bytes_each, 1)))
+
+
 class Piece(NamedTuple):
     """Part of one side: its batches, its queries or documents, their tokens."""
 

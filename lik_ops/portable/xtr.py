@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from ..segments import Dense
-from .blocks import slices_of
+from .blocks import slices_within
 
 _BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
 
@@ -21,7 +21,7 @@ def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, T
     keep = torch.ones(Nq, Lq, dtype=torch.bool, device=Q.device) if q_mask is None else q_mask
     scores, count = (torch.empty(Nq, Nd, dtype=dtype, device=Q.device) for _ in range(2))
     argmax = torch.empty(Nd, Nq, Lq, dtype=torch.int32, device=Q.device)
-    for i in slices_of(0, Nq, max(1, _BLOCK_BYTES // (8 * Nd * Lq + 1))):
+    for i in slices_within(Nq, 8 * Nd * Lq, _BLOCK_BYTES):
         rows = Q[i].to(dtype).masked_fill(~keep[i, :, None], 0).flatten(0, 1)
         best, where, least = _best(rows, D, d_mask, top_k)
         retrieved = ((best >= least[:, None]) | best.isnan()) & (best > -torch.inf).logical_or(best.isnan())
@@ -48,7 +48,7 @@ def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[T
     highest = rows.new_empty(count, 0)
     if Ld == 0 or count == 0:
         return best, where, rows.new_full((count,), -torch.inf)
-    for j in slices_of(0, Nd, max(1, _BLOCK_BYTES // (rows.element_size() * count * Ld))):
+    for j in slices_within(Nd, rows.element_size() * count * Ld, _BLOCK_BYTES):
         S = (rows @ D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
         if d_mask is not None:
             S = S.masked_fill_(~d_mask[j], -torch.inf)

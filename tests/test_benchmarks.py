@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import before  # noqa: E402
 import common  # noqa: E402
 import contenders  # noqa: E402
 import cpu  # noqa: E402
@@ -680,3 +681,33 @@ def test_cases_of_equal_intensity_stand_apart(plot):
     assert min(b / a for a, b in itertools.pairwise(xs)) > 1.1
     assert xs[1] == pytest.approx(32)
     assert xs[3] == 128
+
+
+# before
+
+
+def test_rows_of_two_checkouts_are_joined():
+    case = small()
+    old, new = ([{"ms": ms, "host_us": 9.0, "bits": "a"} for ms in x] for x in ((1.0, 3.0, 2.0), (2.0, 2.02, 9.0)))
+    found = before.joined("forward", case, old, new)
+    assert found["ms"] == {"old": 2.0, "new": 2.02, "ratio": 1.01} and found["host_us"]["ratio"] == 1 and found["same"]
+    assert before.verdict([found]) == []
+    slower = before.joined("forward", case, old, [{**x, "ms": 2.1} for x in new])
+    other = before.joined("forward", case, old, [*new[:2], {**new[2], "bits": "b"}])
+    failed = before.joined("forward", case, old, [{"failed": "why"}])
+    assert failed["failed"] == "why"
+    assert before.verdict([slower, found, other, failed]) == ["forward, small"] * 3
+
+
+def test_what_two_checkouts_time_has_bits_that_can_be_compared():
+    rows = [
+        ("forward", small()),
+        ("forward", small(what="winners")),
+        ("training", training.Case("t", 3, 4, 5, 6, d=16)),
+    ]
+    rows += [("retrieve", common.Case("r", 2, 120, 4, 6, d=16)), ("ragged", ragged_cases.Case("g", 4, 6, 8, 20))]
+    for kind, case in rows:
+        with torch.set_grad_enabled(kind == "training"):
+            first, again = (before.digest(before.call_of(kind, case, "cpu")()) for _ in range(2))
+        assert first == again
+    assert before.digest(torch.zeros(3)) != before.digest(torch.tensor([0.0, -0.0, 0.0]))

@@ -179,6 +179,25 @@ class Segments(NamedTuple):
     d_each: Any = None
 
 
+class Sections(NamedTuple):
+    """What the sections that documents are cut into leave behind: the rows' maxima ``[most, rows]`` in fp32; their
+    winners, int32, tokens of the document, NO_TOKEN where none is; and with a mask of documents whether the section
+    keeps a token, ``[most]``, int32; inverse norms of the rows, which maxima are multiplied by at last. And winners of
+    whole documents, ``[K, rows]``. None where nobody asks for them.
+
+    There are at most `most` sections, those of each document behind those of the one before, of `each` tokens; where
+    that is None, the device finds it.
+    """
+
+    maxima: Any
+    winners: Any
+    kept: Any
+    norms: Any
+    argmax: Any
+    most: Any
+    each: Any
+
+
 class Patches(NamedTuple):
     """What document tokens that do not count are overwritten with in shared memory: the first one that does.
 
@@ -215,6 +234,8 @@ class Config(NamedTuple):
     SOFT: bool = False  # forward: soft maxima; with PACKED, no TOKENS_FIRST, no SPLIT, no WALK
     TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
     WHOLE: bool = False  # of residual codes that come as words: BD divides d
+    SECTIONS: bool = False  # ragged forward: a program scores a section of a document; no SOFT, no CANDIDATES, no WALK
+    EARLY: bool = False  # with SECTIONS: the launch after it begins before it has ended, and waits then; from sm_90 on
 
 
 class Specialization(NamedTuple):

@@ -138,17 +138,23 @@ def _any_kept(x, document, kept):
 
 
 @triton.jit
+def inverse_norms(x, rows, C: tl.constexpr):
+    """Of query rows."""
+    return inverse_norm(ordered_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
+
+
+@triton.jit
 def normalized(best, x, rows, C: tl.constexpr):
     """Maxima over the norms of their rows if normalising."""
     if C.NORMALIZE and not C.SOFT:
-        best = best * inverse_norm(ordered_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
+        best = best * inverse_norms(x, rows, C)
     return best
 
 
 @triton.jit
 def row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """Each row's maximum over a document's kept tokens, the first token that attains it, and whether any is kept; of
-    rows that are `query_rows`."""
+    """Each row's maximum over a document's kept tokens, not `normalized`, the first token that attains it, and whether
+    any is kept; of rows that are `query_rows`."""
     q, scale, plain, unscaled = query
     best = per_lane(float("-inf"), tl.float32, C)
     where = nothing_found(C)
@@ -187,7 +193,7 @@ def row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
         row_best = row_best * scale
         if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
             row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
-    return normalized(row_best, x, rows, C), row_where, any_kept
+    return row_best, row_where, any_kept
 
 
 @triton.jit
@@ -230,6 +236,7 @@ def score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexp
         rate = rate_of(x.tau, scale)
     rows = Rows(pointers, number, keep, row_sum, scale, rate)
     best, where, any_kept = row_maxima(query_rows(x, rows, C), x, rows, document, argmax is not None, C)
+    best = normalized(best, x, rows, C)
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         if C.SOFT:

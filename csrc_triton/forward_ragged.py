@@ -6,13 +6,25 @@ and pairs. Work stops at each length.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .arguments import CodedCounts, Operands
-from .common import condition, group, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
-from .forward import any_row, normalized, score_rows
+from .common import (
+    NO_TOKEN,
+    condition,
+    group,
+    nan_max,
+    ordered_sum,
+    query_keep,
+    query_weight,
+    row_pointers,
+    wide,
+)
+from .forward import any_row, inverse_norms, normalized, query_rows, row_maxima, score_rows
 from .maxima import lane_maxima, merged_maxima, per_lane, per_token
 from .ragged import document_segment, pair, query_segment
 from .residual import coded_rows, in_words, load_words, lookup_tables, side_by_side, tokens_of
+from .sections import section
 from .similarities import add_product, no_similarities, query_tile
 
 
@@ -266,6 +278,46 @@ def _visit(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _store_maxima(x, s, begin, length, found, t0, n, out, rows, C: tl.constexpr):
+    """What rows s of queries leave of section n, which is `found` and begins with token t0 of its document."""
+    Rows: tl.constexpr = group("Rows")
+    row = begin + s
+    ok = s < length
+    keep = query_keep(x.Q, row * 0, row, ok)
+    tile = Rows(row_pointers(x.Q, row * 0, row), row, keep, None, None, None)
+    ARGMAX: tl.constexpr = out.winners is not None
+    best, where, any_kept = row_maxima(query_rows(x, tile, C), x, tile, found, ARGMAX, C)
+    at = n.to(tl.int64) * rows + row
+    tl.store(out.maxima + at, best, mask=ok)
+    if out.winners is not None:
+        tl.store(out.winners + at, tl.where(where == NO_TOKEN, NO_TOKEN, where + t0), mask=ok)
+    if out.kept is not None:
+        tl.store(out.kept + n, any_kept)
+    if C.NORMALIZE:
+        first = n == 0
+        if first:
+            tl.store(out.norms + row, inverse_norms(x, tile, C), mask=ok)
+
+
+@triton.jit
+def _score_section(x, segments, out, sizes, C: tl.constexpr):
+    """The rows of BM // SLOT queries against a section, for `row_sums` to put together. Neighbours share a section."""
+    if C.EARLY:
+        gdc_launch_dependents()
+    row_tiles = tl.cdiv(sizes.Nq, C.BM // C.SLOT)
+    n = tl.program_id(0) // row_tiles
+    lane = tl.arange(0, C.BM)
+    i = (tl.program_id(0) % row_tiles) * (C.BM // C.SLOT) + lane // C.SLOT
+    begin, length, _ = query_segment(segments, i, i < sizes.Nq, sizes.Tq)
+    found, t0 = section(x.D, segments, n, sizes, out, C)
+    if C.LONG:
+        for s0 in range(0, tl.max(length, axis=0), C.SLOT):
+            _store_maxima(x, s0 + lane % C.SLOT, begin, length, found, t0, n, out, sizes.Tq, C)
+    else:
+        _store_maxima(x, lane % C.SLOT, begin, length, found, t0, n, out, sizes.Tq, C)
+
+
+@triton.jit
 def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
     """Scores [Nq, K] or, with pairs, [P]; a program takes a document, or many (WALK), and one query or BM // SLOT.
 
@@ -274,6 +326,8 @@ def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, L
     [K, Tq], or [P, most] with pairs, or None; -1 already where no query has a row. K documents are there, or candidates
     of each query. A query's rows are summed as trees of ``SLOT * 2^LEVELS`` rows, where LONG says that it may have more
     than SLOT.
+
+    With C.SECTIONS `out` are the `Sections` of documents, a program takes one of them, and `row_sums` makes the scores.
     """
     if in_words(C.STORED):
         c = counts
@@ -282,7 +336,9 @@ def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, L
             c.scale, c.scale_each, c.minimum, c.minimum_each, c.codes, c.centroids, c.centroids_count, tables
         )
     x = Operands(Q, D, tiles, terms, counts, d, None)
-    if C.WALK:
+    if C.SECTIONS:
+        _score_section(x, segments, out, sizes, C)
+    elif C.WALK:
         _walk(x, segments, out, sizes, LEVELS, C)
     else:
         _visit(x, segments, out, sizes, LEVELS, C)

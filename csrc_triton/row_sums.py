@@ -1,12 +1,19 @@
-"""Around `forward_rows`: which document tokens count, before it; the scores from the rows' maxima, after it."""
+"""Around `forward_rows`: which document tokens count, before it; the scores from the rows' maxima, after it.
+
+The latter also of documents in sections.
+"""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .arguments import Sizes
-from .common import ordered_sum, query_keep, query_weight, wide
+from .common import NO_TOKEN, ordered_sum, query_keep, query_weight, split_sum, wide
 from .forward_ragged import carried, flushed
 from .ragged import document_segment, query_segment
+from .sections import any_section_keeps, merged_sections, sections_of
+
+_SECTIONS_AT_ONCE = tl.constexpr(4096)  # whose maxima of a row are read
 
 
 @triton.jit
@@ -96,54 +103,86 @@ def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.
 
 
 @triton.jit
+def _over_sections(cut, place, row, there, keep, rows, C: tl.constexpr):
+    """Maxima of query rows over the sections of a document; winners are stored."""
+    AT_ONCE: tl.constexpr = _SECTIONS_AT_ONCE // row.shape[0]
+    k, first, count = place
+    best, where = merged_sections(cut, first, count, row, keep, rows, AT_ONCE)
+    if cut.argmax is not None:
+        where = tl.where(keep & (where != NO_TOKEN), where, -1)
+        tl.store(cut.argmax + k.to(tl.int64) * rows + row, where.to(cut.argmax.dtype.element_ty), mask=there)
+    if C.NORMALIZE:
+        best = best * tl.load(cut.norms + row, mask=keep, other=0.0)
+    return best[None, :]
+
+
+@triton.jit
 def _block_sums(
-    maxima, Q, begin, length, s0, k, sizes, SLOT: tl.constexpr, QUERIES: tl.constexpr, DOCUMENTS: tl.constexpr
+    maxima, cut, place, Q, begin, length, s0, k, sizes, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+    DOCUMENTS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Sums over SLOT rows of each query from its row s0 on, as [DOCUMENTS * QUERIES]; and which queries keep some."""
     s = s0 + tl.arange(0, QUERIES * SLOT) % SLOT
     row = begin + s
     i = row // sizes.Lq
+    rows = sizes.Nq * sizes.Lq
     keep = query_keep(Q, i, row % sizes.Lq, s < length)
     weight = query_weight(Q, i, row % sizes.Lq, keep)
-    at = k.to(tl.int64)[:, None] * (sizes.Nq * sizes.Lq) + row[None, :]
-    best = tl.load(maxima + at, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
-    terms = tl.where(keep[None, :], weight[None, :] * best, 0.0)
-    sums = ordered_sum(tl.reshape(terms, (DOCUMENTS * QUERIES * SLOT,)), DOCUMENTS * QUERIES, SLOT)
+    if C is None:
+        at = k.to(tl.int64)[:, None] * rows + row[None, :]
+        best = tl.load(maxima + at, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
+    else:
+        best = _over_sections(cut, place, row, s < length, keep, rows, C)
+    terms = tl.reshape(tl.where(keep[None, :], weight[None, :] * best, 0.0), (DOCUMENTS * QUERIES * SLOT,))
+    if C is None:
+        sums = ordered_sum(terms, DOCUMENTS * QUERIES, SLOT)
+    else:
+        sums = split_sum(terms, DOCUMENTS * QUERIES, SLOT)  # warps may share a query
     return sums, tl.max(tl.reshape(keep.to(tl.int32), (QUERIES, SLOT)), axis=1)
 
 
 @triton.jit(do_not_specialize=["queries", "stride", "Nq", "K", "Lq", "Td"])
 def maxsim_row_sums(
-    maxima, scores, Q, segments, queries, stride, Nq, K, Lq, Td, SLOT: tl.constexpr, QUERIES: tl.constexpr,
-    DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr
+    maxima, cut, scores, Q, segments, queries, stride, Nq, K, Lq, Td, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+    DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Scores ``[queries, stride]`` of K documents from their rows' maxima ``[K, Nq * Lq]``: weighted sums over the rows
     of each query.
 
-    A program adds SLOT rows at a time of QUERIES queries for DOCUMENTS documents, as trees of ``SLOT * 2^LEVELS`` rows.
+    Or, in place of `maxima`, from `cut`, the `Sections` that the forward with configuration C left; then DOCUMENTS is
+    1. A program adds SLOT rows at a time of QUERIES queries for DOCUMENTS documents, as trees of ``SLOT * 2^LEVELS``
+    rows.
     """
     sizes = Sizes(Nq, K, Lq, 0)
     query_tiles = tl.cdiv(queries, QUERIES)
     first = (tl.program_id(0) % query_tiles) * QUERIES
     k = (tl.program_id(0) // query_tiles) * DOCUMENTS + tl.arange(0, DOCUMENTS)
+    place = None
+    if C is not None:
+        place = sections_of(segments, tl.program_id(0) // query_tiles, K, Td, cut, C.BN)
+        if C.EARLY:
+            gdc_wait()
     i = first + tl.arange(0, QUERIES * SLOT) // SLOT
     begin, length, _ = query_segment(segments, i, i < queries, Nq * Lq)
-    total, keeps = _block_sums(maxima, Q, begin, length, 0, k, sizes, SLOT, QUERIES, DOCUMENTS)
+    total, keeps = _block_sums(maxima, cut, place, Q, begin, length, 0, k, sizes, SLOT, QUERIES, DOCUMENTS, C)
     longest = tl.max(length, axis=0)
     if longest > SLOT:
         pending = tl.full((DOCUMENTS * QUERIES, 4 if LEVELS <= 4 else 8), 0, tl.float32)
         total, pending = carried(tl.zeros_like(total), pending, total, 0, LEVELS)
         for s0 in range(SLOT, longest, SLOT):
-            sums, keeps_more = _block_sums(maxima, Q, begin, length, s0, k, sizes, SLOT, QUERIES, DOCUMENTS)
+            sums, more = _block_sums(maxima, cut, place, Q, begin, length, s0, k, sizes, SLOT, QUERIES, DOCUMENTS, C)
             total, pending = carried(total, pending, sums, s0 // SLOT, LEVELS)
-            keeps = keeps | keeps_more
+            keeps = keeps | more
         total = flushed(total, pending, tl.cdiv(longest, SLOT), LEVELS)
 
     i = first + tl.arange(0, QUERIES)
     _, _, fits = query_segment(segments, i, i < queries, Nq * Lq)
     _, tokens, valid = document_segment(segments, k, k < K, Td)
+    any_kept = (tokens > 0)[:, None]
+    if C is not None:
+        any_kept = any_kept & (any_section_keeps(cut, place) > 0)
     empty = tl.where(keeps > 0, float("-inf"), 0.0)
-    score = tl.where((tokens > 0)[:, None], tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
+    score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
     at = i.to(tl.int64)[None, :] * stride + k[:, None]
     tl.store(scores + at, score, mask=(i < queries)[None, :] & (k < K)[:, None])

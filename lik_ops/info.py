@@ -39,9 +39,18 @@ def _devices() -> list[tuple[torch.device, str]]:
     return devices
 
 
-def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, int8: bool = False) -> str:
-    """The backend, and for Triton the kernel with its tile, that scoring 1000 documents of 300 tokens would use; of
-    `int8` documents, if they are."""
+def choice(
+    device: torch.device,
+    dtype: torch.dtype,
+    Nq: int,
+    Lq: int,
+    d: int,
+    int8: bool = False,
+    Nd: int = _DOCUMENTS,
+    Ld: int = _TOKENS,
+) -> str:
+    """The backend, and for Triton the kernel with its tile, that scoring Nd documents of Ld tokens would use; of `int8`
+    documents, if they are."""
     try:
         backend = backends.select(device, dtype)
     except RuntimeError as error:
@@ -52,7 +61,7 @@ def choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, i
     from .gpu import backend as cuda
     from .gpu import launcher
 
-    arch, sizes = cuda.architecture(device), (Nq, _DOCUMENTS, Lq, _TOKENS, d)
+    arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
     of = int8_kernel if int8 else kernel
     return f"triton {of(arch, arch.processors, dtype, *sizes)}; launched {launcher.way()}"
 
@@ -110,21 +119,24 @@ def fallen_back() -> list[str]:
     return [] if launcher is None else list(launcher.fallen_back.values())
 
 
-def _compile(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int) -> None:
+def _compile(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, Nd: int, Ld: int) -> None:
     """Score what `choice` speaks of, so that a kernel that does not compile is known."""
-    Q, D = (torch.zeros((n, L, d), dtype=dtype, device=device) for n, L in ((Nq, Lq), (_DOCUMENTS, _TOKENS)))
+    Q, D = (torch.zeros((n, L, d), dtype=dtype, device=device) for n, L in ((Nq, Lq), (Nd, Ld)))
     with torch.no_grad():
         maxsim(Q, D)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report; ``--nq``, ``--lq`` and ``--d`` name the shape whose kernel is asked for."""
+    """Print the report; ``--nq``, ``--lq``, ``--nd``, ``--ld`` and ``--d`` name the shape whose kernel is asked for."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
     parser.add_argument("--nq", type=int, default=256, help="number of queries (default 256)")
     parser.add_argument("--d", type=int, default=128, help="features of a token (default 128)")
     parser.add_argument("--lq", type=int, default=32, help="tokens of a query (default 32)")
+    parser.add_argument("--nd", type=int, default=_DOCUMENTS, help="number of documents (default 1000)")
+    parser.add_argument("--ld", type=int, default=_TOKENS, help="tokens of a document (default 300)")
     parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and say which cannot")
     args = parser.parse_args(argv)
+    sizes = args.nq, args.lq, args.d
     print(f"lik_ops  {__version__}")
     print(f"python   {platform.python_version()} on {platform.system()}")
     print(f"torch    {torch.__version__}")
@@ -134,10 +146,10 @@ def main(argv: list[str] | None = None) -> None:
     for device, name in _devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:
-            print(f"  {str(dtype).removeprefix('torch.'):9} {choice(device, dtype, args.nq, args.lq, args.d)}")
+            print(f"  {str(dtype).removeprefix('torch.'):9} {choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)}")
             if args.compile:
-                _compile(device, dtype, args.nq, args.lq, args.d)
-        print(f"  {'int8':9} {choice(device, torch.bfloat16, args.nq, args.lq, args.d, int8=True)}")
+                _compile(device, dtype, *sizes, args.nd, args.ld)
+        print(f"  {'int8':9} {choice(device, torch.bfloat16, *sizes, int8=True, Nd=args.nd, Ld=args.ld)}")
     for said in fallen_back():
         print(f"fallback {said}")
 

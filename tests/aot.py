@@ -39,6 +39,7 @@ from lik_ops.csrc_triton.arguments import (
     Output,
     PackedSizes,
     Queries,
+    Sections,
     Segments,
     Sizes,
     Terms,
@@ -89,13 +90,14 @@ class Case:
     padded: bool = False  # queries and documents that lie evenly, with lengths
     short: bool = False  # forward: documents of fewer tokens than a tile
     chunks: bool = False  # of lists of winners
+    sections: bool = False  # forward of few long documents, dense ones or with bounds
     int32: bool = False  # backward: winners of 4 bytes, not of 2
     # Ragged forward: `Config.STORED` of quantised documents, or the type of their numbers; backward: the latter.
     stored: str = ""
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
-        named += ("bounds", "padded", "chunks", "short")
+        named += ("bounds", "padded", "chunks", "short", "sections")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [self.stored.removeprefix("*")] if self.stored else []
@@ -166,9 +168,12 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     if case.kernel == "maxsim_forward":
         sizes = case.Nq, case.Lq, case.d
         if case.ragged:
-            return forward_configs.forward_ragged(
-                arch, case.dtype, *sizes, tf32=case.tf32, argmax=case.argmax, stored=_stored(case), **shared
-            )[0]
+            choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case), "few": case.sections}
+            launch = forward_configs.forward_ragged(arch, case.dtype, *sizes, **choices, **shared)[0]
+            if case.sections:
+                config = launch.config._replace(SECTIONS=True, PACKED=case.bounds, EARLY=arch.name == "sm_90")
+                launch = replace(launch, config=config)
+            return launch
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
         launch = forward_configs.forward(arch, case.dtype, *sizes, **choices)
         if case.split:
@@ -254,7 +259,11 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
         tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
         terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
     found = {"Q": None, "D": None, "tiles": tiles}
-    out = Output("*fp32", "*i16" if case.argmax else "constexpr")
+    out: tuple = Output("*fp32", "*i16" if case.argmax else "constexpr")
+    if case.sections:
+        each = "constexpr" if case.bounds else "i32"
+        of_winners = ("*i32" if case.argmax else "constexpr"), ("*i32" if case.options else "constexpr")
+        out = Sections("*fp32", *of_winners, "*fp32" if case.normalize else "constexpr", out[1], "i32", each)
     if case.ragged:
         sizes: tuple = PackedSizes(*["i32"] * 5)
         terms = Terms("*i8", "*fp32", "*fp32", "i32", "i32")
@@ -276,7 +285,9 @@ def _counts(case: Case) -> Counts | CodedCounts:
 def _segments(case: Case) -> tuple[Segments, dict]:
     kinds = {name: "constexpr" for name in Segments._fields}
     kinds |= {"pairs": "*i64"} if case.pairs else {}
-    if case.padded:
+    if case.sections and not case.bounds:
+        kinds |= {"q_each": "i32", "d_each": "i32"}
+    elif case.padded:
         kinds |= {"lengths": "*i64", "q_lengths": "*i64", "q_each": "i32", "d_each": "i32"}
     else:
         kinds |= {"cu_seqlens_q": "*i64", "offsets": "*i64"}

@@ -102,6 +102,30 @@ RAGGED = [
     Case(LIST_PACKED, ragged=True),
     Case(LIST_PACKED, _FP32, Lq=1, ragged=True, int32=True),
 ]
+# Few long documents.
+SECTIONS = [
+    *(
+        Case(FORWARD, dtype, Nq=1, Lq=Lq, ragged=True, sections=True, bounds=bounds, **fields)
+        for dtype, Lq in (
+            (_BF16, 32),
+            (_BF16, 64),
+            (_BF16, 128),
+            (_FP16, 256),
+            (_BF16, 1024),
+            (_FP32, 32),
+            (_FP32, 128),
+        )
+        for bounds, fields in (
+            (False, {}),
+            (True, {}),
+            (False, _EVERYTHING),
+            (True, {**_EVERYTHING, "normalize": True}),
+        )
+    ),
+    Case(FORWARD, Nq=4, ragged=True, sections=True, **_EVERYTHING),
+    Case(FORWARD, d=768, Nq=1, ragged=True, sections=True, bounds=True),
+    Case(FORWARD, d=100, Nq=1, ragged=True, sections=True, bounds=True, wide=1, **_EVERYTHING),
+]
 # The other widths, and what few calls ask for.
 MORE_RAGGED = [
     *(

@@ -18,6 +18,7 @@ from .aot_cases import (
     MORE_TERMS,
     PACKED,
     RAGGED,
+    SECTIONS,
     SHARED,
     SPARSE,
     STORED,
@@ -70,14 +71,14 @@ def test_common_kernels(case, arch):
     _check(case, arch)
 
 
-@pytest.mark.parametrize("case", RAGGED, ids=str)
+@pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
 def test_ragged_kernels(case):
     _check(case, "sm_90")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", sorted(set(ARCHITECTURES) - {"sm_90"}))
-@pytest.mark.parametrize("case", RAGGED, ids=str)
+@pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
 def test_ragged_kernels_elsewhere(case, arch):
     _check(case, arch)
 

@@ -1,6 +1,7 @@
 """The kernels around row maxima compile for sm_90 without a GPU: on wgmma, in flight together, no spills."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.csrc_triton import forward_rows as fr
 from lik_ops.csrc_triton import row_sums
-from lik_ops.csrc_triton.arguments import Found, Patches, Queries, Segments
+from lik_ops.csrc_triton.arguments import Found, Patches, Queries, Sections, Segments
 from lik_ops.csrc_triton.ring import tile_layout
-from lik_ops.gpu import gluon_configs
+from lik_ops.gpu import choose, gluon_configs
 from lik_ops.gpu.triton_versions import release
 
 from .aot import Case, _queries, compile_as_launched, cuda_resources
@@ -34,8 +35,10 @@ def constants_of(group: tuple, at: int) -> dict:
 
 
 def segments_of(layout: str) -> Segments:
-    """Packed tokens, or dense ones of which some are "masked", or those "kept" come first."""
+    """Packed tokens, or "even" dense ones, or those of which some are "masked", or those "kept" come first."""
     none = "constexpr"
+    if layout == "even":
+        return Segments(*(none,) * 5, "i32", "i32")
     if layout != "packed":
         return Segments(none, none, "*i32", none, none, "i32", "i32")
     return Segments("*i64", "*i64", none, none, none, none, none)
@@ -57,7 +60,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
         "tiles": "i32" if masked else "constexpr",
         "found": Found(*(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners),
     }
-    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "d"), "i32") | {"C": "constexpr"}
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | constants_of(segments, names.index("segments"))
     values |= {(n,): None for n, name in enumerate(names) if signature[name] == "constexpr"}
@@ -118,25 +121,47 @@ def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, 
     assert sum(set(loop) <= {"i32", "i64"} and len(loop) == 2 + copied for loop in loops) == 1, loops
 
 
-def without_spills(source: ASTSource) -> None:
-    registers, spills = cuda_resources(compile_as_launched(source, TARGET).asm["cubin"])
+def without_spills(source: ASTSource, options: dict[str, int] | None = None) -> None:
+    registers, spills = cuda_resources(compile_as_launched(source, TARGET, options).asm["cubin"])
     assert spills == 0, f"{spills} spill instructions, {registers} registers"
 
 
-@pytest.mark.parametrize("Lq", [1, 32, 1024])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_sums_do_not_spill(ragged, Lq):
+def sums_source(layout: str, sums: tuple, cut: object = "constexpr", config: object = None) -> ASTSource:
     queries, constants = _queries(Case("maxsim_forward", options=True))
-    segments = segments_of(not ragged)
-    signature = {"maxima": "*fp32", "scores": "*fp32", "Q": Queries(*queries), "segments": segments}
+    segments = segments_of(layout)
+    signature: dict = {"maxima": "constexpr" if config else "*fp32", "cut": cut, "scores": "*fp32"}
+    signature |= {"Q": Queries(*queries), "segments": segments}
     signature |= dict.fromkeys(("queries", "stride", "Nq", "K", "Lq", "Td"), "i32")
-    values = {(2, k): v for k, v in constants.items()} | constants_of(segments, 3)
-    for name, value in zip(
-        ("SLOT", "QUERIES", "DOCUMENTS", "LEVELS"), choice(torch.bfloat16, 128, Lq, False).sums, strict=True
-    ):
+    values = {(3, k): v for k, v in constants.items()} | constants_of(segments, 4)
+    values |= {(0,): None} if config else {(1,): None}
+    for name, value in zip(("SLOT", "QUERIES", "DOCUMENTS", "LEVELS", "C"), (*sums, config), strict=True):
         values[(len(signature),)] = value
         signature[name] = "constexpr"
-    without_spills(ASTSource(row_sums.maxsim_row_sums, signature, values, {(0,): [["tt.divisibility", 16]]}))
+    if isinstance(cut, tuple):
+        values |= {(1, n): None for n, kind in enumerate(cut) if kind == "constexpr"}
+    aligned = [(n,) for n, kind in enumerate(signature.values()) if kind == "*fp32"]
+    return ASTSource(row_sums.maxsim_row_sums, signature, values, {at: [["tt.divisibility", 16]] for at in aligned})
+
+
+@pytest.mark.parametrize("Lq", [1, 32, 1024])
+@pytest.mark.parametrize("layout", ["packed", "kept"])
+def test_sums_do_not_spill(layout, Lq):
+    without_spills(sums_source(layout, choice(torch.bfloat16, 128, Lq, False).sums))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("Nq", "Lq"), [(1, 1), (1, 32), (4, 32), (1, 128), (1, 1024)])
+@pytest.mark.parametrize("layout", ["packed", "even"])
+def test_sums_over_sections_do_not_spill(layout, Nq, Lq, everything):
+    cut = Sections(
+        "*fp32",
+        *(("*i32", "*i32", "*fp32", "*i16") if everything else ("constexpr",) * 4),
+        "i32",
+        "constexpr" if layout == "packed" else "i32",
+    )
+    Q, D = (torch.empty(n, length, 128, dtype=torch.bfloat16, device="meta") for n, length in ((Nq, Lq), (2, 2**16)))
+    found = choose.sectioned(choose.cut_of(Q, D, None, None), everything, everything, replace(SM_90, processors=132))
+    without_spills(sums_source(layout, found.sums, cut, found.launch.config), found.sums_options)
 
 
 def test_what_goes_before_does_not_spill():

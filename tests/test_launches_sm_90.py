@@ -112,6 +112,12 @@ def one(rows=slice(None), step=1):
     return partial(lik_ops.maxsim, Q[rows], D[::step]), (Q, D)
 
 
+def few_long():
+    Q, D, *_ = drawn()
+    D = D.view(-1, d)[:8192].view(2, 4096, d)
+    return partial(lik_ops.maxsim, Q[:1], D), (Q, D)
+
+
 def masked(normalize):
     Q, D, q_mask, d_mask = drawn()
     return partial(lik_ops.maxsim, Q, D, q_mask, d_mask, normalize=normalize), (Q, D, q_mask, d_mask)
@@ -120,6 +126,7 @@ def masked(normalize):
 CALLS = {
     "many rows": (one, [RING]),
     "few rows": (partial(one, slice(0, 1)), ["maxsim_forward"]),
+    "few long documents": (few_long, [RAGGED, "maxsim_row_sums"]),
     "every second document": (partial(one, step=2), ["maxsim_forward"]),
     "masks": (partial(masked, False), ["maxsim_patches", "maxsim_row_maxima"]),
     "masks, normalised": (partial(masked, True), ["maxsim_forward"]),

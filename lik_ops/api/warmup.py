@@ -53,7 +53,8 @@ def warmup(
         Lq: tokens of a query.
         Nq: numbers of queries at a time; few and many may take different kernels, and the backward loads winners
             otherwise where 16 does not divide ``Nq * Lq``.
-        Ld: lengths of documents; those shorter than a tile (64 tokens) may take another kernel.
+        Ld: lengths of documents; those shorter than a tile (64 tokens) may take another kernel, as may those of several
+            thousand tokens where Nd is small.
         Nd: numbers of documents, or of candidates of each query; few and many may take different kernels.
         candidates: each query has its own documents, D is ``[Nq, K, Ld, d]``.
         q_mask, d_mask, q_weight: whether calls pass these.

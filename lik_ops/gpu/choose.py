@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..csrc_triton.arguments import Config
+from ..csrc_triton.sections import LEAST
 from ..segments import Cut
 from . import configs, forward_configs, gluon_configs
 from .arguments import (
@@ -29,6 +30,12 @@ from .gluon import kernels
 from .gluon_configs import RowMaxima, Specialized
 
 _LEAST_SPLIT = 1024  # query rows and document tokens; with 512 rows, splitting first takes longer
+_LONG = 2048, 4096  # tokens of documents, in the mean, that are cut where they are few: of busy programs, of others
+_LEAST_SECTION = 128  # tokens
+_MOST_SECTION = 2048  # beyond it there are more sections than run at a time
+_MOST_SECTIONS = 256  # of a document: one program puts them together
+_RESIDENT = 3  # programs of a multiprocessor, at most
+_SECTION_BYTES = 28 * 2**20  # of what they leave, below 32 MiB with a flag for each
 _SPLIT_BYTES = 15 * 2**20  # of terms, of queries and of documents; with their scales below 32 MiB
 
 
@@ -49,7 +56,34 @@ class Plain(NamedTuple):
         return self.launch.tile() + (", tokens split first" if self.splits_first else "")
 
 
-Choice = Plain | Specialized | RowMaxima
+class Sectioned(NamedTuple):
+    """`maxsim_forward_ragged` on sections of documents, and `maxsim_row_sums` of what they leave."""
+
+    launch: Launch
+    arch: Architecture
+    reads_tiles: bool  # as of `Plain`
+    levels: int  # of the trees of sums
+    most: int  # sections
+    each: int | None  # tokens of a section, where all documents are known to have as many
+    programs: int
+    sums: tuple[int, int, int, int]  # rows of a query, queries and documents at a time, levels
+
+    @property
+    def kernel(self) -> str:
+        return "maxsim_forward_ragged"
+
+    def tile(self) -> str:
+        """What a program scores at a time, for people."""
+        return f"{self.launch.tile()}, documents in up to {self.most} sections"
+
+    @property
+    def sums_options(self) -> dict[str, Any]:
+        """Options of the launch of `maxsim_row_sums`."""
+        options: dict[str, Any] = Launch(self.launch.config, 4, 3, 255).options(self.arch)
+        return {**options, "launch_pdl": True} if self.launch.config.EARLY else options
+
+
+Choice = Plain | Specialized | RowMaxima | Sectioned
 
 
 def dense(
@@ -69,6 +103,8 @@ def dense(
             found = specialized(Q, D, normalize, argmax, arch)
         elif D.is_contiguous() and not normalize:
             found = row_maxima(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax, True, arch)
+        if found is None and is_even(Q) and is_even(D) and (d_mask is None or is_even(d_mask)):
+            found = sectioned(cut_of(Q, D, None, d_mask), normalize, argmax, arch)
         if found is None and not normalize:
             found = split(Q, D, arch)
     return found or plain(Q, D, normalize, argmax, arch)
@@ -148,6 +184,63 @@ def row_maxima(
     count = arch.processors
     found = gluon_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
     return None if found is None or kernels() is None else found
+
+
+def is_even(x: Tensor) -> bool:
+    """Whether the rows of all queries or documents lie at one distance, so that they can be taken for packed ones."""
+    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def cut_of(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> Cut:
+    """Dense tokens, that are even, as packed ones."""
+    Nq, K, Lq, Ld = sizes(Q, D)
+    return Cut(Q, D, *(None,) * 5, q_mask, d_mask, None, Nq, K, False, Nq * Lq, K * Ld, Lq)
+
+
+def is_long(c: Cut) -> bool:
+    """Whether documents are so long in the mean that `sectioned` may serve."""
+    return c.Td >= _LONG[0] * c.columns
+
+
+def sectioned(c: Cut, normalize: bool, argmax: bool, arch: Architecture) -> Sectioned | None:
+    """The choice for documents that are few and long, None for others: as all give the same bits, their number and
+    mean length decide."""
+    if not is_long(c) or c.candidates or c.pairs is not None or 0 in (c.queries, c.columns, c.Tq):
+        return None
+    Lq, d = max(forward_configs.LEAST_SLOT, configs.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
+    span, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
+    wide = 2 if wide_rows(span) == 2 else int((c.Td + 64) * row + span >= 2**31)
+    launch, levels = packed(c, Lq, wide, True, normalize, argmax, arch)
+    config = launch.config
+    row_tiles, K = configs.cdiv(c.queries, config.BM // config.SLOT), c.columns
+    # Other programs read at 60 GB/s when they are alone on a multiprocessor: 80 of them are as fast as the memory.
+    busy = normalize or c.d_mask is not None or config.BM > 64
+    if c.Td < _LONG[not busy] * K or row_tiles * K > arch.processors * (1 if busy else 0.6):
+        return None
+    most = min(_sections_at_a_time(launch, c, row_tiles, arch), _SECTION_BYTES // ((8 if argmax else 4) * c.Tq))
+    if most < 2 * K:
+        return None
+    each, alike = None, c.offsets is None and c.lengths is None
+    if alike:
+        tiles = configs.cdiv(configs.cdiv(c.Td, most - K), config.BN)
+        each = max(tiles, LEAST) * config.BN
+        most = K * configs.cdiv(c.D.shape[-2], each)
+    read_on = not (alike and c.D.shape[-2] >= config.BN)
+    launch = replace(launch, config=config._replace(SECTIONS=True, PACKED=read_on, EARLY=arch.name == "sm_90"))
+    slot, of_slot = forward_configs.row_sums(arch, c.Q.dtype, Lq, d, normalize, wide)
+    sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, of_slot
+    reads_tiles = reads_packed_tiles(c, arch) and c.Td < 2**31
+    return Sectioned(launch, arch, reads_tiles, levels, most, each, most * row_tiles, sums)
+
+
+def _sections_at_a_time(launch: Launch, c: Cut, row_tiles: int, arch: Architecture) -> int:
+    """How many sections the multiprocessors score at once, or a multiple of it where these would be long; not so many
+    that they would be short."""
+    C = launch.config
+    shared = (launch.num_stages * C.BN + C.BM) * C.BD * c.Q.element_size()
+    resident = max(min(_RESIDENT, arch.shared_memory // shared), 1) * arch.processors // row_tiles
+    waves = min(configs.cdiv(configs.cdiv(c.Td, resident), _MOST_SECTION), c.columns)
+    return min(waves * resident, c.columns + min(c.Td // _LEAST_SECTION, _MOST_SECTIONS * c.columns))
 
 
 def split_room(config: Config) -> int:

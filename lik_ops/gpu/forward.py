@@ -11,6 +11,7 @@ from .arguments import allow_tf32
 from .plain import PlainPlan
 from .plans import DensePlan
 from .rows import MaskedPlan
+from .sections import SectionsPlan
 from .specialized import SpecializedPlan, WidePlan
 from .split import SplitPlan
 
@@ -53,6 +54,8 @@ def new_plan(
         if choice.splits_first:
             return SplitPlan(choice, Q, D, argmax_dtype)
         return PlainPlan(choice, Q, D, q_mask, d_mask, q_weight, argmax_dtype)
+    if isinstance(choice, choose.Sectioned):
+        return SectionsPlan(choice, Q, D, argmax_dtype)
     if isinstance(choice, gluon_configs.RowMaxima):
         return MaskedPlan(choice, Q, D, argmax_dtype)
     return (WidePlan if choice.is_wide else SpecializedPlan)(choice, Q, D, argmax_dtype)

@@ -20,6 +20,7 @@ SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16
 _PROCESSORS = 132  # of an H100 or H200
 # Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
 RESIDENT = 8 * _PROCESSORS
+LEAST_SLOT = 16  # rows of a query of ragged layouts
 _RAGGED_ROWS = 128  # query rows of a tile of ragged layouts, at most
 _MOST_CODED = 512  # that decoded codes meet
 _INT8_STEP = 32  # features of one instruction of the matrix unit
@@ -213,3 +214,10 @@ def forward_ragged(
     config = config._replace(BN=choice.tokens(config), PACKED=True, LONG=long, WHOLE=words and d % config.BD == 0)
     most = forward_tiles(arch, dtype, Lq, d, sums_squares, wide)[-1].rows
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1
+
+
+def row_sums(arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> tuple[int, int]:
+    """Rows of a query that `maxsim_row_sums` adds at a time, and the levels of its trees, for the bits of `forward`."""
+    most = forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+    slot = min(max(next_power_of_2(Lq), LEAST_SLOT), most)
+    return slot, (most // slot).bit_length() - 1

@@ -65,8 +65,7 @@ def row_maxima(
     worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= processors // 2
     if not (half and worth and row_tiles * K < 2**31 and rows <= _MOST_ROWS):
         return None
-    most = forward_configs.forward_tiles(arch, dtype, Lq, d, False, 0)[-1].rows
-    slot = min(max(next_power_of_2(Lq), 16), most)
+    slot, levels = forward_configs.row_sums(arch, dtype, Lq, d, False, 0)
     lanes = max(slot, 128)
     config = Specialization(
         BN=64,
@@ -77,7 +76,6 @@ def row_maxima(
         ARGMAX=argmax,
         SUMS=sums,
     )
-    levels = (most // slot).bit_length() - 1
     return RowMaxima(config, min(processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
 
 

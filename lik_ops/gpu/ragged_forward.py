@@ -24,7 +24,7 @@ from ..csrc_triton.arguments import (
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
-from . import choose, configs, forward_configs, gluon_configs, launcher, rows
+from . import choose, configs, forward_configs, gluon_configs, launcher, rows, sections
 from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device, wide_rows
 from .memory import raw_stream
 from .plans import Plan
@@ -32,7 +32,6 @@ from .replay import Calls
 
 AnyCounts: TypeAlias = Counts | CodedCounts
 _log = logging.getLogger("lik_ops")
-_LEAST_SLOT = 16
 _INT32_MAX = 2**31 - 1
 _MOST_PLANS = _MOST_TILES = 4096
 _MOST_DESCRIPTORS = 64  # that a plan keeps
@@ -94,23 +93,43 @@ class PackedPlan(Plan):
         self.reads_tiles = stored in _A_FEATURE_AN_ELEMENT and choose.reads_packed_tiles(c, self.arch)
         plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
         self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
+        self.in_sections = not (stored or self.single)
+        self.sectioned: dict[tuple, choose.Sectioned | None] = {}
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
         self.calls = Calls()
 
     def forward(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
-        return self._tried(c) if self.by_rows else self._plain(c, counts)
+        if self.by_rows or (self.in_sections and choose.is_long(c)):
+            return self._tried(c)
+        return self._plain(c, counts)
 
     def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
-        """The same by way of row maxima, where these are chosen."""
-        choice = self._row_maxima(c)
+        """The same by way of row maxima or of sections, where these are chosen."""
+        choice = self._row_maxima(c) if self.by_rows else None
         if choice is None:
-            return None
+            return self._by_sections(c) if self.in_sections and choose.is_long(c) else None
 
         def compute() -> tuple[Tensor, ...]:
             queries, _, segments = self._grouped(c, c.tensors)
             return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), self.argmax_dtype)
+
+        scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
+        return scores, argmax[0] if argmax else None
+
+    def _by_sections(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
+        if c.sizes not in self.sectioned:
+            if len(self.sectioned) >= _MOST_TILES:
+                self.sectioned.clear()
+            self.sectioned[c.sizes] = choose.sectioned(c, self.normalize, self.argmax_dtype is not None, self.arch)
+        choice = self.sectioned[c.sizes]
+        if choice is None:
+            return None
+
+        def compute() -> tuple[Tensor, ...]:
+            argmax = None if self.argmax_dtype is None else self._new_winners(c)
+            return sections.forward_packed(choice, c, packed_queries(c), argmax)
 
         scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
         return scores, argmax[0] if argmax else None
@@ -123,7 +142,7 @@ class PackedPlan(Plan):
         """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
         if c.covered and not self.pairs:
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
-        return torch.full(c.argmax_shape(), -1, dtype=self.argmax_dtype, device=self.device)
+        return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
 
     def _row_maxima(self, c: Cut) -> gluon_configs.RowMaxima | None:
         return choose.packed_row_maxima(c, self.argmax_dtype is not None, self.arch)
@@ -142,7 +161,7 @@ class PackedPlan(Plan):
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         if Tq > _INT32_MAX:
             raise ValueError(f"lik_ops: Q: {Tq} packed query tokens; at most 2^31 - 1 at a time")
-        Lq = max(_LEAST_SLOT, configs.cdiv(Tq, queries or 1))
+        Lq = max(forward_configs.LEAST_SLOT, configs.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
         few = documents <= forward_configs.RESIDENT

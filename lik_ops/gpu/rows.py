@@ -72,14 +72,14 @@ def _sum_maxima(choice: RowMaxima, rows: Rows, scores: Tensor, argmax: Tensor | 
     chunk = max(1, min(K, space // (4 * count)))
     chunk = chunk if chunk in (1, K) else chunk // 16 * 16 or chunk
     maxima = torch.empty((chunk, count), dtype=torch.float32, device=scores.device)
-    slot, side, documents, levels = choice.sums
+    _, side, documents, _ = choice.sums
     for k in range(0, K, chunk):
         part = rows if chunk == K else rows.part(k, min(chunk, K - k))
         _launch(choice, part, Found(maxima, None, None, argmax if argmax is None else argmax[k : k + chunk]))
         sizes = part.groups[0], part.counts[1], part.groups[1], part.tokens.shape[0]
-        args = maxima, scores[:, k:], part.queries, part.segments, queries, scores.stride(0), *sizes
+        args = maxima, None, scores[:, k:], part.queries, part.segments, queries, scores.stride(0), *sizes
         grid = (configs.cdiv(queries, side) * configs.cdiv(part.counts[1], documents),)
-        launcher.launch(row_sums.maxsim_row_sums, grid, (*args, slot, side, documents, levels), {"num_warps": 4})
+        launcher.launch(row_sums.maxsim_row_sums, grid, (*args, *choice.sums, None), {"num_warps": 4})
 
 
 def _launch(choice: RowMaxima, rows: Rows, found: Found) -> None:

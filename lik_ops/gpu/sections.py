@@ -1,0 +1,85 @@
+"""Forward calls of few long documents: programs share a document, a second launch puts together what they found.
+
+Documents are cut evenly into as many sections as keep all multiprocessors reading, by lengths that the device alone
+may know. Bits are those of calls that do not cut.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..csrc_triton import row_sums
+from ..csrc_triton.arguments import Documents, PackedSizes, Queries, Sections, Segments
+from ..csrc_triton.forward_ragged import maxsim_forward_ragged
+from ..segments import Cut, Dense
+from . import choose, configs, launcher
+from .arguments import checked_grid, on_device, queries_of
+from .plans import DensePlan
+
+_log = logging.getLogger("lik_ops")
+
+
+def score_sections(
+    choice: choose.Sectioned, c: Cut, queries: Queries, rows: tuple[int, int], scores: Tensor, argmax: Tensor | None
+) -> None:
+    """Fill scores ``[Nq, Nd]`` and, unless it is None, winners ``[Nd, Tq]``.
+
+    Args:
+        queries: the ``(n, L)`` rows of Q in n groups, for their sums.
+        rows: n and L.
+    """
+    config, most = choice.launch.config, choice.most
+    maxima = torch.empty((most, c.Tq), dtype=torch.float32, device=c.Q.device)
+    winners = None if argmax is None else torch.empty((most, c.Tq), dtype=torch.int32, device=c.Q.device)
+    kept = None if c.d_mask is None else torch.empty(most, dtype=torch.int32, device=c.Q.device)
+    norms = torch.empty(c.Tq, dtype=torch.float32, device=c.Q.device) if config.NORMALIZE else None
+    cut = Sections(maxima, winners, kept, norms, argmax, most, choice.each)
+    segments = Segments._make((*c.indices, c.q_each, c.d_each))
+    packed = Queries._make((c.Q, 0, *c.Q.stride()[-2:], *_per_row(c.q_mask), None, None, None))
+    mask = (None,) * 4 if c.d_mask is None else (c.d_mask, 0, 0, c.d_mask.stride(-1))
+    documents = Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *mask))
+    sizes, d = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
+    args = (packed, documents, _tiles(choice, c), None, None, segments, cut, sizes, d, choice.levels, config)
+    launcher.launch(maxsim_forward_ragged, checked_grid(choice.programs), args, choice.launch.options(choice.arch))
+    _, side, *_ = choice.sums
+    found = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
+    grid = (configs.cdiv(c.queries, side) * c.columns,)
+    launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.sums_options)
+    _log.debug("sections of %s documents, %s tokens: %s", c.columns, c.Td, choice)
+
+
+def _per_row(x: Tensor | None) -> tuple:
+    return (None, None, None) if x is None else (x, 0, x.stride(-1))
+
+
+def _tiles(choice: choose.Sectioned, c: Cut) -> TensorDescriptor | None:
+    config, d = choice.launch.config, c.Q.shape[-1]
+    if not choice.reads_tiles or c.D.data_ptr() % 16:
+        return None
+    return TensorDescriptor(c.D, [c.Td, d], [d, 1], [config.BN, config.BD])
+
+
+def forward_packed(choice: choose.Sectioned, c: Cut, queries: Queries, argmax: Tensor | None) -> tuple[Tensor, ...]:
+    """Scores ``[Nq, Nd]`` of packed tokens; and, unless it is None, `argmax`, filled with the winners ``[Nd, Tq]``."""
+    scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
+    with on_device(c.Q.device):
+        score_sections(choice, c, queries, (1, c.Tq), scores, argmax)
+    return (scores,) if argmax is None else (scores, argmax)
+
+
+class SectionsPlan(DensePlan):
+    """Dense documents."""
+
+    def __init__(self, choice: choose.Sectioned, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+        super().__init__(Q, D, argmax_dtype)
+        self.choice = choice
+
+    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
+        q_mask = x.q_mask if x.q_mask is None or choose.is_even(x.q_mask) else None  # a mask only spares work there
+        c = choose.cut_of(x.Q, x.D, q_mask, x.d_mask)
+        queries = queries_of(x.Q, x.q_mask, x.q_weight)
+        score_sections(self.choice, c, queries, (self.sizes.Nq, self.sizes.Lq), scores, argmax)

@@ -94,10 +94,11 @@ class Case:
     int32: bool = False  # backward: winners of 4 bytes, not of 2
     # Ragged forward: `Config.STORED` of quantised documents, or the type of their numbers; backward: the latter.
     stored: str = ""
+    fp32_centroids: bool = False  # of residual codes
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
-        named += ("bounds", "padded", "chunks", "short", "sections")
+        named += ("bounds", "padded", "chunks", "short", "sections", "fp32_centroids")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [self.stored.removeprefix("*")] if self.stored else []
@@ -279,7 +280,8 @@ def _counts(case: Case) -> Counts | CodedCounts:
     minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
     counts = Counts("*fp32", "i32", *minimum)
     coded = case.stored.startswith(("codes", "words"))
-    return CodedCounts(*counts, "*i32", "*fp16", "i32", "*fp32") if coded else counts
+    centroids = "*fp32" if case.fp32_centroids else "*fp16"
+    return CodedCounts(*counts, "*i32", centroids, "i32", "*fp32") if coded else counts
 
 
 def _segments(case: Case) -> tuple[Segments, dict]:

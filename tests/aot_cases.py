@@ -189,6 +189,16 @@ STORED = [
     ),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
+    # Features that take several steps: what is decoded for each waits in shared memory.
+    *(
+        Case(FORWARD, dtype, 160, 6, 22, candidates=pairs, ragged=True, pairs=pairs, argmax=True, **stored)
+        for dtype, pairs, stored in (
+            (_FP16, True, {"stored": "codes4", "fp32_centroids": True}),
+            (_BF16, True, {"stored": "codes8", "fp32_centroids": True}),
+            (_BF16, False, {"stored": "codes2", "fp32_centroids": True}),
+            (_FP16, True, {"stored": "words4"}),
+        )
+    ),
     # Each tile of codes in words, which walk; and what does not.
     *(Case(FORWARD, Nq=Nq, ragged=True, padded=True, stored=w) for w in _WORDS for Nq in (1, 2, 4, 8, 16)),
     *(Case(FORWARD, _FP16, Nq=Nq, ragged=True, stored=w, **_ALL_OPTIONS) for w in _WORDS for Nq in (1, 16)),

@@ -200,6 +200,8 @@ SHORT = {
     "masks": ("int8", "document", {"normalize": True, "d_mask": True}),
     "one scale": ("fp8_e4m3", "tensor", {"q_mask": True}),
     "weights": ("binary", "token", {"q_weight": True}),
+    "codes": ("residual2", "token", {}),
+    "codes with masks": ("residual4", "token", {"normalize": True, "d_mask": True}),
 }
 
 

@@ -154,6 +154,8 @@ class _Ragged(NamedTuple):
         config = launch.config
         if config.TOKENS_FIRST and self.unit == "wgmma" and self.few and not self.codes:
             return replace(launch, num_stages=4)
+        if self.codes and not config.ONE_CHUNK:
+            return replace(launch, num_stages=1)  # each further stage would hold centroids' rows, of fp32 too
         if config.SPLIT and self.argmax and self.spills(config) and triton_versions.release() >= (3, 9):
             return replace(launch, num_stages=2)  # one stage spills there, two before
         return launch

@@ -302,9 +302,8 @@ def maxsim_quantized(
     call has to take the operator.
 
     `indices` and `per_token` are those of `Cut`. Without winners, also of pairs whose queries may have any length.
-    Residual codes are read as flat rows, which the operator has.
     """
-    if stored.codes is not None or torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
         return None
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
     sizes = _sizes(Q, data, indices, per_token, max_seqlen_q)

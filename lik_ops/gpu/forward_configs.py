@@ -146,7 +146,8 @@ class _Ragged(NamedTuple):
         """With as many as ptxas does not spill in."""
         wgmma = self.unit == "wgmma"
         if self.crowded or (self.codes and wgmma):
-            warps = 8 if launch.config.BM == _RAGGED_ROWS else launch.num_warps
+            many = launch.config.BM == _RAGGED_ROWS or (wgmma and not launch.config.ONE_CHUNK)
+            warps = 8 if many else launch.num_warps
             return replace(launch, num_warps=warps, max_registers=255)
         return replace(launch, num_warps=8) if self.converts and stored == "bits" and wgmma else launch
 

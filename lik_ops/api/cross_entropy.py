@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import as_bool, check, check_choice, check_count, check_flag, check_types, shape_of
-from ..ops import values
-from ..ops.cross_entropy import check_labels
+from ..arguments import as_bool, check_count, check_types
+from ..ops import eager, values
+from ..ops.cross_entropy import check_call, default_labels
 from ..ops.soft import check_temperature
 from ..ops.stack import autocast, functional, sharding
 
 _OP = "maxsim_cross_entropy"
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 def maxsim_cross_entropy(
@@ -65,46 +62,33 @@ def maxsim_cross_entropy(
         >>> Q.grad.shape, D.grad.shape  # documents 8 to 23 are negatives of all queries
         (torch.Size([8, 32, 128]), torch.Size([24, 180, 128]))
     """
-    check_types(_OP, Q, D, q_mask, d_mask, q_weight)
-    check_flag(_OP, "normalize", normalize)
+    per_token = q_mask, d_mask, q_weight
+    loss = eager.maxsim_cross_entropy(Q, D, labels, *per_token, temperature, normalize, ignore_index, reduction)
+    if loss is not None:
+        return loss
+    check_types(_OP, Q, D, *per_token)
     check_temperature(_OP, temperature, Q)
     check_count(_OP, "ignore_index", ignore_index, -(2**63))
-    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     sharding.register_if_needed()
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check(_OP, Q, D, q_mask, d_mask, q_weight)
-    if Q.dim() != 3 or D.dim() == 2:
-        expected = "[Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d]"
-        raise ValueError(f"{_OP}: Q, D: expected {expected}, got {shape_of(Q)} and {shape_of(D)}")
-    labels = _checked(labels, Q, D, ignore_index)
-    eager = not torch.compiler.is_dynamo_compiling()
-    if eager and functional.is_differentiating():
+    check_call(_OP, Q, D, labels, q_mask, d_mask, q_weight, normalize, reduction)
+    if labels is None:
+        labels = default_labels(Q, D)
+    elif values.looks(labels):
+        values.check_labels(_OP, labels, D.shape[-3], ignore_index)
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and functional.is_differentiating():
         raise NotImplementedError(f"torch.func cannot differentiate {_OP}: use torch.autograd")
     q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if isinstance(temperature, Tensor):
         q_weight, temperature = _weights_over(temperature, Q, q_mask, q_weight), 1.0
-    if eager:
+    if not compiling:
         functional.reject_forward_ad(Q, D, q_weight)
     tensors = Q, D, q_mask, d_mask, q_weight, labels
     losses = lik.maxsim_cross_entropy_fwd(*tensors, float(temperature), ignore_index, normalize)[0]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
-
-
-def _checked(labels: Any, Q: Tensor, D: Tensor, ignore_index: int) -> Tensor:
-    """The labels, the default ones where there are none."""
-    if labels is not None:
-        check_labels(_OP, labels, Q)
-        if values.looks(labels):
-            values.check_labels(_OP, labels, D.shape[-3], ignore_index)
-        return labels
-    Nq = Q.shape[0]
-    if D.dim() == 4:
-        return torch.zeros(Nq, dtype=torch.int64, device=Q.device)
-    message = f"{_OP}: labels: expected [Nq] where there are fewer documents than queries, got None"
-    torch._check_value(D.shape[0] >= Nq, lambda: message)
-    return torch.arange(Nq, device=Q.device)
 
 
 def _weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:

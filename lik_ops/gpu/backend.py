@@ -10,6 +10,7 @@ from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
 from .chamfer import forward_chamfer
 from .code_scores import code_scores
+from .cross_entropy import label_gradients, label_losses
 from .forward import forward, forward_plan
 from .quantized import forward_quantized, forward_quantized_cut, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
@@ -19,6 +20,7 @@ from .soft import backward_soft, forward_soft
 from .topk import best, best_of_parts
 
 __all__ = [
+    "Calls",
     "GradientPlan",
     "allow_tf32",
     "architecture",
@@ -39,6 +41,8 @@ __all__ = [
     "forward_ragged",
     "forward_soft",
     "keep_int8",
+    "label_gradients",
+    "label_losses",
     "ragged_plan",
     "unavailable",
 ]

@@ -7,7 +7,7 @@ backward makes the probabilities of a part again, and hands them on as the gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,15 +15,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, check_indices, score_dtype
-from ..portable.blocks import fold_sum, slices_of
+from ..arguments import (
+    argmax_dtype_for,
+    check,
+    check_choice,
+    check_flag,
+    check_indices,
+    check_types,
+    score_dtype,
+    shape_of,
+)
+from ..portable.blocks import slices_of
 from ..segments import Dense
 from .custom import custom_op
 from .documented import document_bodies
-from .family import backend_once, check_shape, fake_gradient, no_double_backward, register_autograd
+from .eager_calls import Call
+from .family import check_shape, fake_gradient, found_once, no_double_backward, register_autograd
 from .stack import batching, functional
+from .watchers import backward_is_short, fp32_precision
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor labels, float temperature,"
@@ -34,6 +46,7 @@ _BWD_SCHEMA = (
     " Tensor lse, float temperature, int ignore_index, bool normalize, bool[3] needs) -> (Tensor, Tensor, Tensor)"
 )
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_cross_entropy_fwd", "maxsim_cross_entropy_bwd"))
+_REDUCTIONS = ("mean", "sum", "none")
 _SCORE_BYTES = 8 * 2**20  # of the scores of some queries; one query's may be more
 _PART_BYTES = 24 * 2**20  # of winners and scores in a backward; one query's or document's may be more
 
@@ -71,6 +84,107 @@ def check_labels(op: str, labels: Any, Q: Tensor) -> None:
     check_indices(op, "labels", labels, (Q.shape[0],), "[Nq], one for each query", Q.device)
 
 
+def check_call(
+    op: str,
+    Q: Any,
+    D: Any,
+    labels: Any,
+    q_mask: Any,
+    d_mask: Any,
+    q_weight: Any,
+    normalize: Any,
+    reduction: Any,
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` takes these."""
+    check_flag(op, "normalize", normalize)
+    check_choice(op, "reduction", reduction, _REDUCTIONS)
+    check_types(op, Q, D, q_mask, d_mask, q_weight)
+    check(op, Q, D, q_mask, d_mask, q_weight)
+    if Q.dim() != 3 or D.dim() == 2:
+        expected = "[Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d]"
+        raise ValueError(f"{op}: Q, D: expected {expected}, got {shape_of(Q)} and {shape_of(D)}")
+    if labels is not None:
+        check_labels(op, labels, Q)
+    elif D.dim() == 3:
+        message = f"{op}: labels: expected [Nq] where there are fewer documents than queries, got None"
+        torch._check_value(D.shape[0] >= Q.shape[0], lambda: message)
+
+
+def default_labels(Q: Tensor, D: Tensor) -> Tensor:
+    """Document i of query i, of candidates the first."""
+    Nq = Q.shape[0]
+    if D.dim() == 4:
+        return torch.zeros(Nq, dtype=torch.int64, device=Q.device)
+    return torch.arange(Nq, device=Q.device)
+
+
+class Computed:
+    """Who computes calls of one description, and what is kept of earlier ones."""
+
+    def __init__(self, backend: ModuleType) -> None:
+        self.backend = backend
+        self.calls = backend.Calls() if hasattr(backend, "Calls") else None
+
+    def _again(self, key: tuple, x: Labelled, more: tuple[Tensor, ...], function: Callable[[], tuple]) -> tuple:
+        if self.calls is None:
+            return function()
+        return self.calls.run((fp32_precision(), *key), (*x, *more), function, x.Q.device)
+
+    def losses(self, x: Labelled, *options: Any) -> tuple[Tensor, Tensor]:
+        """`options`: temperature, ignore_index, normalize."""
+        return self._again(options, x, (), partial(_losses, self.backend, x, *options))
+
+    def gradients(
+        self, grad_losses: Tensor, x: Labelled, lse: Tensor, *options: Any, needs: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        key = "gradients", *options, *grad_losses.stride(), *needs
+        function = partial(_gradients_of, self.backend, (grad_losses, x, lse), options, list(needs))
+        return self._again(key, x, (grad_losses, lse), function)
+
+
+def _computed(op: str, given: Sequence, options: tuple, x: Labelled, check: Callable[[], Any]) -> Computed:
+    """Who computes for arguments that `check` let pass: see `found_once`."""
+
+    def find() -> Computed:
+        check()
+        return Computed(backends.select(x.Q.device, x.Q.dtype))
+
+    return found_once(op, given, options, find)
+
+
+class LossCall(Call):
+    """What is found out about eager calls: of Q, D, q_mask, d_mask, labels and q_weight; temperature, ignore_index."""
+
+    tensors = 6
+
+    def __init__(
+        self, given: tuple, backend: ModuleType, normalize: bool, reduction: str, differentiable: bool
+    ) -> None:
+        super().__init__(given, backend, normalize, "auto", None, differentiable)
+        self.reduction, self.computed = reduction, Computed(backend)
+
+    def forward(self, given: tuple) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The loss; what its gradient takes: log-sum-exps, and for a mean of how many it is one."""
+        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
+        x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
+        losses, lse = self.computed.losses(x, temperature, ignore_index, self.normalize)
+        if self.reduction != "mean":
+            return losses if self.reduction == "none" else losses.sum(), lse
+        count = (labels != ignore_index).sum()
+        return losses.sum() / count, lse, count
+
+    def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple:
+        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
+        x, options = Labelled(Q, D, q_mask, d_mask, q_weight, labels), (temperature, ignore_index, self.normalize)
+        if self.reduction == "mean":
+            grad = grad / kept[1]
+        if self.reduction != "none":
+            grad = grad.expand(labels.shape)
+        if backward_is_short(grad, Q, D):
+            return self.computed.gradients(grad, x, kept[0], *options, needs=needs)
+        return lik.maxsim_cross_entropy_bwd(grad, *x, kept[0], *options, needs)
+
+
 @custom_op(add_op_namespace_prefix("maxsim_cross_entropy_fwd"), _FWD_SCHEMA)
 def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """The loss of each query ``[Nq]``, and its log-sum-exp ``[Nq, 2]``, both fp32 (fp64 for fp64).
@@ -78,10 +192,10 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     The latter in two numbers, the largest ``score / temperature`` and the logarithm of the sum beside it: one number
     would round small losses away. A query whose label is `ignore_index` has loss 0, one whose label is no document NaN.
     """
-    x, (temperature, ignore_index, normalize) = Labelled(*args[:6]), args[6:]
-    backend = backend_once(_FWD, x, (), x.Q, partial(x.check, _FWD))
+    x = Labelled(*args[:6])
+    computed = _computed(_FWD, x, (), x, partial(x.check, _FWD))
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
-    return _losses(backend, x, temperature, ignore_index, normalize)
+    return computed.losses(x, *args[6:])
 
 
 def _losses(
@@ -89,20 +203,11 @@ def _losses(
 ) -> tuple[Tensor, Tensor]:
     Nq, columns = x.dense.scores_shape()
     losses, lse = _outputs(x)
-    index = x.labels.clamp(0, max(columns - 1, 0))
-    wrong = index != x.labels if columns else torch.ones_like(index, dtype=torch.bool)
     queries = max(1, _SCORE_BYTES // (losses.element_size() * max(columns, 1)))
-    for i in slices_of(0, Nq if columns else 0, queries):
-        scores, _ = backend.forward(*x.part(i, slice(0, columns)).dense, normalize, None)
-        best, log_sum = lse[i].unbind(1)
-        torch.amax(scores.div_(temperature), 1, out=best)
-        at_label = scores.sub_(best[:, None]).gather(1, index[i, None].long()).squeeze(1)
-        # torch.sum would add in an order that depends on how many queries there are.
-        torch.log(fold_sum(scores.exp_()), out=log_sum)
-        torch.sub(log_sum, at_label, out=losses[i])
-    ignored = x.labels == ignore_index
-    for found, per_query in ((losses, (wrong, ignored)), (lse, (wrong[:, None], ignored[:, None]))):
-        found.masked_fill_(per_query[0], torch.nan).masked_fill_(per_query[1], 0)
+    for i in slices_of(0, Nq, queries):
+        part = x.part(i, slice(0, columns))
+        scores, _ = backend.forward(*part.dense, normalize, None)
+        backend.label_losses(scores, part.labels, temperature, ignore_index, losses[i], lse[i])
     return losses, lse
 
 
@@ -140,23 +245,28 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     `lse` is what `maxsim_cross_entropy_fwd` keeps. `needs` says which of the three are wanted; the others have size
     [0]. Scores and winners are found again, in parts that need no more memory than a constant.
     """
-    grad_losses, *tensors, lse, temperature, ignore_index, normalize, needs = args
-    x = Labelled(*tensors)
-    backend = backend_once(_BWD, args[:8], tuple(needs), x.Q, partial(_taken, args))
+    grad_losses, *tensors, lse = args[:8]
+    x, needs = Labelled(*tensors), args[11]
+    computed = _computed(_BWD, args[:8], tuple(needs), x, partial(_taken, args))
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
-    upstream, ignored = grad_losses / temperature, x.labels == ignore_index
+    return computed.gradients(grad_losses, x, lse, *args[8:11], needs=needs)
+
+
+def _gradients_of(
+    backend: ModuleType, tensors: tuple[Tensor, Labelled, Tensor], options: tuple, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    grad_losses, x, lse = tensors
+    temperature, ignore_index, normalize = options
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         part = x.part(i, j)
         scores, argmax = backend.forward(*part.dense, normalize, argmax_dtype_for(x.D.shape[-2]))
-        best, log_sum = lse[i, None].unbind(2)
-        is_label = part.labels[:, None] == torch.arange(j.start, j.stop, device=x.Q.device)
-        scores.div_(temperature).sub_(best).sub_(log_sum).exp_().add_(is_label, alpha=-1)
-        scores.mul_(upstream[i, None]).masked_fill_(ignored[i, None], 0)
+        of_queries = temperature, ignore_index, grad_losses[i], lse[i].contiguous()
+        backend.label_gradients(scores, part.labels, *of_queries, j.start)
         Q, D, *masks = part.dense
         return backend.backward_lowmem(scores, Q, D, argmax, *masks, normalize, wanted)
 
-    parts = list(_parts(x, list(needs)))
+    parts = list(_parts(x, needs))
     if len(parts) == 1:
         return of_part(*parts[0])
     grads = fake_gradient(x.dense, needs)

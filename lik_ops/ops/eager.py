@@ -3,11 +3,14 @@
 What it returns, raises and saves for the backward is what the operators would. What is found out about a call is kept
 by a description of its arguments; later calls of the same description only look it up. `maxsim` takes dense arguments,
 `maxsim_ragged` takes those of a `Cut`: kernels read what callers have, and no operation runs before the launch.
+`maxsim_cross_entropy` makes labels where none are given, and reduces losses by torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from ..formats import Stored
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
 from . import family
+from .cross_entropy import LossCall, check_call, default_labels
 from .eager_calls import Call, CutCall, DenseCall
 from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
 
@@ -34,24 +38,25 @@ class _MaxSim(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, Q, D, q_weight, call, given):
-        scores, argmax = call.forward(given)
+        scores, *kept = call.forward(given)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.sizes = call, given[call.tensors :]
-        ctx.save_for_backward(*given[: call.tensors], argmax)
+        ctx.save_for_backward(*given[: call.tensors], *kept)
         if not call.with_argmax:
             return scores
-        ctx.mark_non_differentiable(argmax)
-        return scores, argmax
+        ctx.mark_non_differentiable(*kept)
+        return scores, *kept
 
     @staticmethod
     def backward(ctx, grad_scores, grad_argmax=None):
         needs = list(ctx.needs_input_grad[:3])
         if grad_scores is None or not any(needs):
             return (None,) * 5
-        call, (*tensors, argmax) = ctx.call, ctx.saved_tensors
+        call, saved = ctx.call, ctx.saved_tensors
+        tensors, kept = saved[: call.tensors], saved[call.tensors :]
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
         with _SEEN if requested_backend() == call.choice else use_backend(call.choice):
-            grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), argmax, needs)
+            grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *kept)
         leaves = tensors[0], tensors[1], tensors[-1]
         return *(_shaped(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
 
@@ -197,6 +202,50 @@ def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: 
     # Padded queries and documents.
     fits = len(d_shape) == 4 and d_shape[:2] == listed and q_lengths is not None and q_lengths.shape == q_shape[:1]
     return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
+
+
+def maxsim_cross_entropy(
+    Q: Any,
+    D: Any,
+    labels: Any,
+    q_mask: Any,
+    d_mask: Any,
+    q_weight: Any,
+    temperature: Any,
+    normalize: Any,
+    ignore_index: Any,
+    reduction: Any,
+) -> Tensor | None:
+    """`lik_ops.maxsim_cross_entropy` at a temperature that is a number; None where the call has to take the operator.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+        return None
+    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
+        return None
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+        return None
+    given = Q, D, labels, q_mask, d_mask, q_weight, normalize, reduction
+    call = family.found_once("maxsim_cross_entropy", given, (), partial(_new_loss_call, given))
+    if call is None or (call.differentiable and is_below_autograd()):
+        return None
+    if labels is None:
+        labels = default_labels(Q, D)
+    tensors = Q, D, as_bool(q_mask), as_bool(d_mask), labels, q_weight
+    found = *tensors, float(temperature), ignore_index
+    return _MaxSim.apply(Q, D, q_weight, call, found) if call.differentiable else call.forward(found)[0]
+
+
+def _new_loss_call(given: tuple) -> LossCall | None:
+    """What is found out about calls like this one; None where they take the operator."""
+    if described(given) is None:
+        return None
+    check_call("maxsim_cross_entropy", *given)
+    Q, D, _, _, _, q_weight, normalize, reduction = given
+    backend = backends.select(Q.device, Q.dtype)
+    return LossCall((Q, D), backend, normalize, reduction, _wants_gradients(Q, D, q_weight))
 
 
 def _is_even(x: Tensor, features: int) -> bool:

@@ -41,10 +41,10 @@ class Call:
     tensors: int  # how many of what is given are tensors; sizes follow
 
     def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
-        """Scores and, unless `argmax_dtype` is None, winners."""
+        """Scores and, unless `argmax_dtype` is None, winners: what is kept for `gradients`, which may be more."""
         raise NotImplementedError
 
-    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
+    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
         """Those of Q, D and the weights, which are the first two and the last of the tensors."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class DenseCall(Call):
             argmax = argmax.squeeze(1)
         return argmax.squeeze(0) if self.q_flat else argmax
 
-    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
+    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
         Q, D, *options = lifted(*given)
         if self.q_flat:
             grad_scores = grad_scores.unsqueeze(0)
@@ -112,7 +112,7 @@ class CutCall(Call):
     def forward(self, given: Cut) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         return self.plan.forward(given)
 
-    def gradients(self, grad_scores: Tensor, given: tuple, argmax: Tensor | None, needs: list[bool]) -> tuple:
+    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
         c, unified = Cut._make(given), is_unified(self.backward)
         if argmax is None:  # to be found again
             _, argmax = self.backend.ragged_plan(c, self.normalize, argmax_dtype_for(c.Td)).forward(c)

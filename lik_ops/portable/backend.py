@@ -3,6 +3,7 @@
 from .backward import backward_lowmem, backward_unified
 from .chamfer import forward_chamfer
 from .code_scores import code_scores
+from .cross_entropy import label_gradients, label_losses
 from .forward import forward
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
@@ -24,4 +25,6 @@ __all__ = [
     "forward_ragged",
     "forward_soft",
     "keep_int8",
+    "label_gradients",
+    "label_losses",
 ]

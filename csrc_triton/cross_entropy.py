@@ -1,0 +1,99 @@
+"""The cross-entropy of rows of scores at their labels, and its gradient, which takes the place of the scores.
+
+A program owns a row, or of a gradient a block of one: what it writes does not hang on how many rows there are. The
+largest score counts as 1 beside the sum of the others, so that small losses, and their gradients, keep their digits.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import nan_max
+
+
+@triton.jit
+def _scaled(pointers, inside, temperature):
+    """Scores divided by the temperature; -inf where none are `inside`."""
+    x = tl.load(pointers, mask=inside, other=float("-inf"))
+    return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
+
+
+@triton.jit
+def _log1p(x):
+    w = 1.0 + x
+    return tl.where(w == 1.0, x, tl.log(w) * (x / (w - 1.0)))
+
+
+@triton.jit
+def _expm1(x, power):
+    """``exp(x) - 1`` for x <= 0, of ``power = exp(x)``."""
+    near = tl.where(power == 1.0, x, (power - 1.0) * (x / tl.log(power)))
+    return tl.where(x < -1.0, power - 1.0, near)
+
+
+@triton.jit(do_not_specialize=["label_stride", "columns"])
+def maxsim_label_losses(
+    scores, labels, label_stride, losses, lse, columns, temperature, IGNORED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Fill ``losses [rows]`` and ``lse [rows, 2]`` of ``scores [rows, columns]``.
+
+    The latter are the largest scaled score and the logarithm of the sum beside it. Both are 0 where the label is
+    IGNORED, else NaN where it is no column.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * columns
+    label = tl.load(labels + row * label_stride).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for first in range(0, columns, BLOCK):
+        best = nan_max(best, _scaled(scores + first + lanes, first + lanes < columns, temperature))
+    most = tl.reduce(best, 0, nan_max)
+    others = tl.zeros((BLOCK,), tl.float32)
+    equal = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, columns, BLOCK):
+        inside = first + lanes < columns
+        x = _scaled(scores + first + lanes, inside, temperature)
+        others += tl.where(inside & (x != most), tl.exp(x - most), 0.0)
+        equal += (inside & (x == most)).to(tl.int32)
+    # In one order: that of a layout which follows from BLOCK alone, as rows begin anywhere.
+    total = tl.sum(others, axis=0) + (tl.sum(equal, axis=0) - 1).to(tl.float32)
+    log_sum = _log1p(total) + (most - most)  # NaN beside an infinite one
+    right = (label >= 0) & (label < columns)
+    at_label = _scaled(scores + tl.where(right, label, 0), right, temperature)
+    wrong = tl.where(right, 0.0, float("nan"))
+    kept = label != IGNORED
+    tl.store(losses + row, tl.where(kept, log_sum - (at_label - most) + wrong, 0.0))
+    tl.store(lse + 2 * row, tl.where(kept, most + wrong, 0.0))
+    tl.store(lse + 2 * row + 1, tl.where(kept, log_sum + wrong, 0.0))
+
+
+@triton.jit(do_not_specialize=["label_stride", "upstream_stride", "columns", "begin"])
+def maxsim_label_gradients(
+    scores,
+    labels,
+    label_stride,
+    upstream,
+    upstream_stride,
+    lse,
+    columns,
+    begin,
+    temperature,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Overwrite ``scores [rows, columns]``, whose first column has the label `begin`, with their gradient.
+
+    Programs ``rows * blocks of columns``. `upstream`: gradients of the losses; `lse` as `maxsim_label_losses` keeps it.
+    """
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    label = tl.load(labels + row * label_stride).to(tl.int64)
+    factor = tl.load(upstream + row * upstream_stride)
+    factor = tl.div_rn(factor, tl.full((), temperature, tl.float32))
+    most, log_sum = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
+    pointers = scores + row * columns + column
+    x = _scaled(pointers, inside, temperature) - most - log_sum
+    probability = tl.exp(x)
+    gradient = tl.where(column + begin == label, _expm1(x, probability), probability) * factor
+    tl.store(pointers, tl.where(label == IGNORED, 0.0, gradient), mask=inside)

@@ -1,0 +1,37 @@
+"""Losses and gradients of scores at labels, in one launch each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..csrc_triton.cross_entropy import maxsim_label_gradients, maxsim_label_losses
+from . import launcher
+from .arguments import checked_grid, on_device
+from .configs import cdiv
+
+BLOCK = 1024  # scores at a time: it decides in which order they are added, so it is one for all
+OPTIONS = {"num_warps": 4}
+
+
+def label_losses(
+    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, losses: Tensor, lse: Tensor
+) -> None:
+    """As `portable.cross_entropy.label_losses`, of contiguous scores."""
+    rows, columns = scores.shape
+    if rows:
+        args = scores, labels, labels.stride(0), losses, lse, columns, temperature, ignore_index, BLOCK
+        with on_device(scores.device):
+            launcher.launch(maxsim_label_losses, checked_grid(rows), args, OPTIONS)
+
+
+def label_gradients(
+    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, upstream: Tensor, lse: Tensor, begin: int
+) -> None:
+    """As `portable.cross_entropy.label_gradients`, of contiguous scores and `lse`."""
+    rows, columns = scores.shape
+    programs = rows * cdiv(columns, BLOCK)
+    if programs:
+        of_rows = labels, labels.stride(0), upstream, upstream.stride(0), lse
+        args = scores, *of_rows, columns, begin, temperature, ignore_index, BLOCK
+        with on_device(scores.device):
+            launcher.launch(maxsim_label_gradients, checked_grid(programs), args, OPTIONS)

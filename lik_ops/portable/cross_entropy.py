@@ -1,0 +1,53 @@
+"""Losses and gradients of scores at labels by plain torch.
+
+The largest score counts as 1 beside the sum of the others: so small losses, and their gradients, keep their digits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import fold_sum
+
+
+def label_losses(
+    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, losses: Tensor, lse: Tensor
+) -> None:
+    """Fill ``losses [N]`` and ``lse [N, 2]`` of ``scores [N, columns]``, which are overwritten.
+
+    The latter are the largest ``score / temperature`` and the logarithm of the sum beside it. Both are 0 where the
+    label is `ignore_index`, else NaN where it is no column.
+    """
+    columns = scores.shape[1]
+    index = labels.clamp(0, max(columns - 1, 0))
+    wrong = index != labels if columns else torch.ones_like(index, dtype=torch.bool)
+    ignored = labels == ignore_index
+    if columns:
+        best, log_sum = lse.unbind(1)
+        first = scores.div_(temperature).argmax(1, keepdim=True)
+        best.copy_(scores.gather(1, first).squeeze(1))
+        at_label = scores.sub_(best[:, None]).gather(1, index[:, None].long()).squeeze(1)
+        scores.scatter_(1, first, scores.gather(1, first).sub_(torch.inf))  # counts as nothing, unless it is NaN
+        # torch.sum would add in an order that depends on how many queries there are.
+        torch.log1p(fold_sum(scores.exp_()), out=log_sum)
+        torch.sub(log_sum, at_label, out=losses)
+    losses.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)
+    lse.masked_fill_(wrong[:, None], torch.nan).masked_fill_(ignored[:, None], 0)
+
+
+def label_gradients(
+    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, upstream: Tensor, lse: Tensor, begin: int
+) -> None:
+    """Overwrite ``scores [N, columns]``, whose first column has the label `begin`, with the gradient of
+    ``sum_i upstream[i] * loss[i]`` with respect to them. `lse` is that of `label_losses`."""
+    columns = scores.shape[1]
+    if columns == 0:
+        return
+    best, log_sum = lse[:, None].unbind(2)
+    scores.div_(temperature).sub_(best).sub_(log_sum)
+    label = labels[:, None].long() - begin
+    index = label.clamp(0, columns - 1)
+    at_label = scores.gather(1, index)
+    scores.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
+    scores.mul_((upstream / temperature)[:, None]).masked_fill_((labels == ignore_index)[:, None], 0)

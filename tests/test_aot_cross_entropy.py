@@ -1,0 +1,45 @@
+"""The kernels of the contrastive loss compile for every architecture without a GPU, without spills."""
+
+import re
+
+import pytest
+from triton.compiler import ASTSource
+
+from lik_ops.csrc_triton import cross_entropy
+from lik_ops.gpu.configs import ARCHITECTURES
+from lik_ops.gpu.cross_entropy import BLOCK, OPTIONS
+
+from .aot import compile_as_launched, cuda_resources, target
+
+ARGUMENTS = {
+    "losses": {"losses": "*fp32", "lse": "*fp32", "columns": "i32", "temperature": "fp32"},
+    "gradients": {
+        "upstream": "*fp32",
+        "upstream_stride": "i32",
+        "lse": "*fp32",
+        "columns": "i32",
+        "begin": "i32",
+        "temperature": "fp32",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ARGUMENTS)
+def test_kernels_compile_to_one_order_of_sums(kernel, name):
+    """What is known of pointers and labels decides no layout, in which scores are added."""
+    arch, layouts = ARCHITECTURES[name], set()
+    for labels, is_aligned in (("*i64", True), ("*i32", False)):
+        arguments = {"scores": "*fp32", "labels": labels, "label_stride": "i32", **ARGUMENTS[kernel]}
+        arguments |= {"IGNORED": "constexpr", "BLOCK": "constexpr"}
+        names = list(arguments)
+        constants = {(names.index("IGNORED"),): -100, (names.index("BLOCK"),): BLOCK}
+        aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(arguments.values()) if kind[0] == "*"}
+        function = getattr(cross_entropy, f"maxsim_label_{kernel}")
+        source = ASTSource(function, arguments, constants, aligned if is_aligned else {})
+        found = compile_as_launched(source, target(arch), OPTIONS)
+        layouts.add(tuple(re.findall(r"#blocked.* = .*", found.asm["ttgir"])))
+        if not arch.is_amd:
+            registers, spills = cuda_resources(found.asm["cubin"])
+            assert spills == 0 and registers <= 128, registers
+    assert len(layouts) == 1 and len(layouts.pop()) == 1

@@ -150,6 +150,10 @@ CALLS = {
         partial(step, function=lik_ops.maxsim_soft, temperature=0.5),
         ["maxsim_forward_soft", "maxsim_soft_queries", "maxsim_finish", "maxsim_soft_documents"],
     ),
+    "loss step": (
+        partial(step, function=lik_ops.maxsim_cross_entropy, temperature=0.5),
+        [RING, "maxsim_label_losses", RING, "maxsim_label_gradients", "maxsim_grad_documents", "maxsim_grad_queries"],
+    ),
 }
 
 
@@ -207,7 +211,9 @@ def varied(r, kind, places):
     weight, normalize = maybe(drawn(Nq, Lq)), not alike and r.random() < 0.3
     upstream, winners = drawn(Nq, 140), drawn(140, Nq, Lq, dtype=torch.int16 if alike else torch.int32)
     data, scale = drawn(140, 70, 64, dtype=torch.int8), drawn(140, 1 if alike else r.choice([1, 70]))
-    given = [x for x in (Q, D, q_mask, d_mask, weight, upstream, winners, data, scale) if x is not None]
+    labels, lse = drawn(Nq, 2, dtype=torch.int32)[:, 1], drawn(Nq, 2)
+    tensors = Q, D, q_mask, d_mask, weight, upstream, winners, data, scale, labels, lse
+    given = [x for x in tensors if x is not None]
     options = q_mask, d_mask, weight, normalize
     needs = [alike or r.random() < 0.7, alike or r.random() < 0.7, weight is not None]
     backward = torch.ops.lik.maxsim_bwd_lowmem if alike else torch.ops.lik.maxsim_bwd_unified
@@ -220,6 +226,10 @@ def varied(r, kind, places):
             upstream, Q, data, scale_each, winners, q_mask, weight, normalize, False, needs
         ),
         lambda: lik_ops.maxsim(Q, lik_ops.Quantized(data, scale, "int8", 64, dtype), q_mask, q_weight=weight),
+        lambda: lik_ops.maxsim_cross_entropy(Q, D, labels, q_mask, d_mask, q_weight=weight, normalize=normalize),
+        lambda: torch.ops.lik.maxsim_cross_entropy_bwd(
+            upstream[:, 0], Q, D, q_mask, d_mask, weight, labels, lse, 0.5, -100, normalize, needs
+        ),
     )
     return calls[kind], given
 
@@ -228,7 +238,7 @@ PLACES = ["odd", "wide", "steps", "columns", "shared"]
 
 
 @pytest.mark.parametrize("places", [PLACES, ["odd"]], ids=["anywhere", "begin elsewhere"])
-@pytest.mark.parametrize("kind", range(5))
+@pytest.mark.parametrize("kind", range(7))
 def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(kind, places, log):
     """Whatever was kept of others, they launch what they would as the first of all."""
     r = random.Random(kind)

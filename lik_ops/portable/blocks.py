@@ -149,7 +149,11 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
 
 def row_norms(rows: Tensor) -> Tensor:
     """``max(||row||, eps)`` as ``[..., 1]``."""
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(NORM_EPS)
+    if rows.device.type == "cpu":
+        norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    else:  # a GPU's reduction has an order that depends on how many rows there are
+        norms = fold_sum(rows.square())[..., None].sqrt()
+    return norms.clamp_min_(NORM_EPS)
 
 
 def fold_sum(x: Tensor) -> Tensor:

@@ -66,6 +66,17 @@ def maxsim_label_losses(
     tl.store(lse + 2 * row + 1, tl.where(kept, log_sum + wrong, 0.0))
 
 
+@triton.jit(do_not_specialize=["label_stride", "rows"])
+def maxsim_count_labels(labels, label_stride, count, rows, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+    """Store in ``count`` how many of ``labels [rows]`` are not IGNORED: one program."""
+    total = tl.zeros((BLOCK,), tl.int64)
+    for first in range(0, rows, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        label = tl.load(labels + i.to(tl.int64) * label_stride, mask=i < rows, other=0).to(tl.int64)
+        total += ((i < rows) & (label != IGNORED)).to(tl.int64)
+    tl.store(count, tl.sum(total, axis=0))
+
+
 @triton.jit(do_not_specialize=["label_stride", "upstream_stride", "columns", "begin"])
 def maxsim_label_gradients(
     scores,
@@ -73,6 +84,7 @@ def maxsim_label_gradients(
     label_stride,
     upstream,
     upstream_stride,
+    count,
     lse,
     columns,
     begin,
@@ -82,7 +94,8 @@ def maxsim_label_gradients(
 ):
     """Overwrite ``scores [rows, columns]``, whose first column has the label `begin`, with their gradient.
 
-    Programs ``rows * blocks of columns``. `upstream`: gradients of the losses; `lse` as `maxsim_label_losses` keeps it.
+    Programs ``rows * blocks of columns``. `upstream`: gradients of the losses, to be divided by what lies in `count`
+    unless that is None; `lse` as `maxsim_label_losses` keeps it.
     """
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -90,6 +103,8 @@ def maxsim_label_gradients(
     inside = column < columns
     label = tl.load(labels + row * label_stride).to(tl.int64)
     factor = tl.load(upstream + row * upstream_stride)
+    if count is not None:
+        factor = tl.div_rn(factor, tl.load(count).to(tl.float32))
     factor = tl.div_rn(factor, tl.full((), temperature, tl.float32))
     most, log_sum = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
     pointers = scores + row * columns + column

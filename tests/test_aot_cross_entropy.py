@@ -12,15 +12,25 @@ from lik_ops.gpu.cross_entropy import BLOCK, OPTIONS
 from .aot import compile_as_launched, cuda_resources, target
 
 ARGUMENTS = {
-    "losses": {"losses": "*fp32", "lse": "*fp32", "columns": "i32", "temperature": "fp32"},
+    "count": {"count": "*i64", "rows": "i32"},
+    "losses": {"scores": "*fp32", "losses": "*fp32", "lse": "*fp32", "columns": "i32", "temperature": "fp32"},
     "gradients": {
+        "scores": "*fp32",
         "upstream": "*fp32",
         "upstream_stride": "i32",
+        "count": "*i64",
         "lse": "*fp32",
         "columns": "i32",
         "begin": "i32",
         "temperature": "fp32",
     },
+}
+
+
+KERNELS = {
+    "count": cross_entropy.maxsim_count_labels,
+    "losses": cross_entropy.maxsim_label_losses,
+    "gradients": cross_entropy.maxsim_label_gradients,
 }
 
 
@@ -30,12 +40,17 @@ def test_kernels_compile_to_one_order_of_sums(kernel, name):
     """What is known of pointers and labels decides no layout, in which scores are added."""
     arch, layouts = ARCHITECTURES[name], set()
     for labels, is_aligned in (("*i64", True), ("*i32", False)):
-        arguments = {"scores": "*fp32", "labels": labels, "label_stride": "i32", **ARGUMENTS[kernel]}
-        arguments |= {"IGNORED": "constexpr", "BLOCK": "constexpr"}
+        function = KERNELS[kernel]
+        given = ARGUMENTS[kernel] | {
+            "labels": labels,
+            "label_stride": "i32",
+            "IGNORED": "constexpr",
+            "BLOCK": "constexpr",
+        }
+        arguments = {name: given[name] for name in function.arg_names}
         names = list(arguments)
         constants = {(names.index("IGNORED"),): -100, (names.index("BLOCK"),): BLOCK}
         aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(arguments.values()) if kind[0] == "*"}
-        function = getattr(cross_entropy, f"maxsim_label_{kernel}")
         source = ASTSource(function, arguments, constants, aligned if is_aligned else {})
         found = compile_as_launched(source, target(arch), OPTIONS)
         layouts.add(tuple(re.findall(r"#blocked.* = .*", found.asm["ttgir"])))

@@ -32,6 +32,7 @@ if gluon.kernels() is None:
 SM_90 = replace(configs.ARCHITECTURES["sm_90"], processors=132)
 Nq, Lq, Nd, Ld, d = 16, 32, 300, 180, 128
 RING, RAGGED, TERMS = "maxsim_forward_specialized", "maxsim_forward_ragged", "maxsim_query_terms"
+GRADIENTS = "maxsim_grad_documents", "maxsim_grad_queries"
 
 
 class Described(Bound):
@@ -152,7 +153,15 @@ CALLS = {
     ),
     "loss step": (
         partial(step, function=lik_ops.maxsim_cross_entropy, temperature=0.5),
-        [RING, "maxsim_label_losses", RING, "maxsim_label_gradients", "maxsim_grad_documents", "maxsim_grad_queries"],
+        [
+            RING,
+            "maxsim_label_losses",
+            "maxsim_count_labels",
+            RING,
+            "maxsim_label_gradients",
+            "maxsim_grad_documents",
+            "maxsim_grad_queries",
+        ],
     ),
 }
 

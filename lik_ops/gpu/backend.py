@@ -10,7 +10,7 @@ from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
 from .chamfer import forward_chamfer
 from .code_scores import code_scores
-from .cross_entropy import label_gradients, label_losses
+from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward, forward_plan
 from .quantized import forward_quantized, forward_quantized_cut, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
@@ -32,6 +32,7 @@ __all__ = [
     "best",
     "best_of_parts",
     "code_scores",
+    "count_labels",
     "forget",
     "forward",
     "forward_chamfer",

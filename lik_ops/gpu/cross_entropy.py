@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..csrc_triton.cross_entropy import maxsim_label_gradients, maxsim_label_losses
+from ..csrc_triton.cross_entropy import maxsim_count_labels, maxsim_label_gradients, maxsim_label_losses
 from . import launcher
 from .arguments import checked_grid, on_device
 from .configs import cdiv
@@ -24,14 +25,30 @@ def label_losses(
             launcher.launch(maxsim_label_losses, checked_grid(rows), args, OPTIONS)
 
 
+def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
+    """As `portable.cross_entropy.count_labels`."""
+    count = labels.new_empty((), dtype=torch.int64)
+    with on_device(labels.device):
+        args = labels, labels.stride(0), count, labels.shape[0], ignore_index, BLOCK
+        launcher.launch(maxsim_count_labels, (1,), args, OPTIONS)
+    return count
+
+
 def label_gradients(
-    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, upstream: Tensor, lse: Tensor, begin: int
+    scores: Tensor,
+    labels: Tensor,
+    temperature: float,
+    ignore_index: int,
+    upstream: Tensor,
+    count: Tensor | None,
+    lse: Tensor,
+    begin: int,
 ) -> None:
     """As `portable.cross_entropy.label_gradients`, of contiguous scores and `lse`."""
     rows, columns = scores.shape
     programs = rows * cdiv(columns, BLOCK)
     if programs:
-        of_rows = labels, labels.stride(0), upstream, upstream.stride(0), lse
+        of_rows = labels, labels.stride(0), upstream, upstream.stride(0), count, lse
         args = scores, *of_rows, columns, begin, temperature, ignore_index, BLOCK
         with on_device(scores.device):
             launcher.launch(maxsim_label_gradients, checked_grid(programs), args, OPTIONS)

@@ -125,21 +125,23 @@ class Computed:
         self.backend = backend
         self.calls = backend.Calls() if hasattr(backend, "Calls") else None
 
-    def _again(self, key: tuple, x: Labelled, more: tuple[Tensor, ...], function: Callable[[], tuple]) -> tuple:
+    def _again(self, key: tuple, x: Labelled, more: tuple[Tensor | None, ...], function: Callable[[], tuple]) -> tuple:
         if self.calls is None:
             return function()
         return self.calls.run((fp32_precision(), *key), (*x, *more), function, x.Q.device)
 
-    def losses(self, x: Labelled, *options: Any) -> tuple[Tensor, Tensor]:
-        """`options`: temperature, ignore_index, normalize."""
-        return self._again(options, x, (), partial(_losses, self.backend, x, *options))
+    def losses(self, x: Labelled, *options: Any, counts: bool = False) -> tuple[Tensor, ...]:
+        """Those of `maxsim_cross_entropy_fwd`, and how many are not ignored. `options`: temperature, ignore_index,
+        normalize."""
+        return self._again((*options, counts), x, (), partial(_losses, self.backend, x, options, counts))
 
     def gradients(
-        self, grad_losses: Tensor, x: Labelled, lse: Tensor, *options: Any, needs: Sequence[bool]
+        self, grad: Tensor, count: Tensor | None, x: Labelled, lse: Tensor, *options: Any, needs: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        key = "gradients", *options, *grad_losses.stride(), *needs
-        function = partial(_gradients_of, self.backend, (grad_losses, x, lse), options, list(needs))
-        return self._again(key, x, (grad_losses, lse), function)
+        """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all; divided by `count`."""
+        key = "gradients", *options, *grad.stride(), *needs
+        function = partial(_gradients_of, self.backend, (grad, count, x, lse), options, list(needs))
+        return self._again(key, x, (grad, count, lse), function)
 
 
 def _computed(op: str, given: Sequence, options: tuple, x: Labelled, check: Callable[[], Any]) -> Computed:
@@ -167,22 +169,21 @@ class LossCall(Call):
         """The loss; what its gradient takes: log-sum-exps, and for a mean of how many it is one."""
         Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
         x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
-        losses, lse = self.computed.losses(x, temperature, ignore_index, self.normalize)
-        if self.reduction != "mean":
-            return losses if self.reduction == "none" else losses.sum(), lse
-        count = (labels != ignore_index).sum()
-        return losses.sum() / count, lse, count
+        is_mean = self.reduction == "mean"
+        losses, *kept = self.computed.losses(x, temperature, ignore_index, self.normalize, counts=is_mean)
+        if is_mean:
+            return losses.sum() / kept[1], *kept
+        return losses if self.reduction == "none" else losses.sum(), *kept
 
-    def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple:
+    def gradients(  # type: ignore[override]
+        self, grad: Tensor, given: tuple, needs: list[bool], lse: Tensor, count: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
         x, options = Labelled(Q, D, q_mask, d_mask, q_weight, labels), (temperature, ignore_index, self.normalize)
-        if self.reduction == "mean":
-            grad = grad / kept[1]
-        if self.reduction != "none":
-            grad = grad.expand(labels.shape)
         if backward_is_short(grad, Q, D):
-            return self.computed.gradients(grad, x, kept[0], *options, needs=needs)
-        return lik.maxsim_cross_entropy_bwd(grad, *x, kept[0], *options, needs)
+            return self.computed.gradients(grad, count, x, lse, *options, needs=needs)
+        grad = (grad if count is None else grad / count).expand(labels.shape)
+        return lik.maxsim_cross_entropy_bwd(grad, *x, lse, *options, needs)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_cross_entropy_fwd"), _FWD_SCHEMA)
@@ -195,12 +196,11 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     x = Labelled(*args[:6])
     computed = _computed(_FWD, x, (), x, partial(x.check, _FWD))
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
-    return computed.losses(x, *args[6:])
+    return computed.losses(x, *args[6:])  # type: ignore[return-value]
 
 
-def _losses(
-    backend: ModuleType, x: Labelled, temperature: float, ignore_index: int, normalize: bool
-) -> tuple[Tensor, Tensor]:
+def _losses(backend: ModuleType, x: Labelled, options: tuple[float, int, bool], counts: bool) -> tuple[Tensor, ...]:
+    temperature, ignore_index, normalize = options
     Nq, columns = x.dense.scores_shape()
     losses, lse = _outputs(x)
     queries = max(1, _SCORE_BYTES // (losses.element_size() * max(columns, 1)))
@@ -208,7 +208,7 @@ def _losses(
         part = x.part(i, slice(0, columns))
         scores, _ = backend.forward(*part.dense, normalize, None)
         backend.label_losses(scores, part.labels, temperature, ignore_index, losses[i], lse[i])
-    return losses, lse
+    return (losses, lse, backend.count_labels(x.labels, ignore_index)) if counts else (losses, lse)
 
 
 def _outputs(x: Labelled) -> tuple[Tensor, Tensor]:
@@ -249,19 +249,23 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     x, needs = Labelled(*tensors), args[11]
     computed = _computed(_BWD, args[:8], tuple(needs), x, partial(_taken, args))
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
-    return computed.gradients(grad_losses, x, lse, *args[8:11], needs=needs)
+    return computed.gradients(grad_losses, None, x, lse, *args[8:11], needs=needs)
 
 
 def _gradients_of(
-    backend: ModuleType, tensors: tuple[Tensor, Labelled, Tensor], options: tuple, needs: list[bool]
+    backend: ModuleType,
+    tensors: tuple[Tensor, Tensor | None, Labelled, Tensor],
+    options: tuple[float, int, bool],
+    needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    grad_losses, x, lse = tensors
+    grad, count, x, lse = tensors
     temperature, ignore_index, normalize = options
+    grad = grad.expand(x.labels.shape)
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         part = x.part(i, j)
         scores, argmax = backend.forward(*part.dense, normalize, argmax_dtype_for(x.D.shape[-2]))
-        of_queries = temperature, ignore_index, grad_losses[i], lse[i].contiguous()
+        of_queries = temperature, ignore_index, grad[i], count, lse[i].contiguous()
         backend.label_gradients(scores, part.labels, *of_queries, j.start)
         Q, D, *masks = part.dense
         return backend.backward_lowmem(scores, Q, D, argmax, *masks, normalize, wanted)

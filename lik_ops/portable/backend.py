@@ -3,7 +3,7 @@
 from .backward import backward_lowmem, backward_unified
 from .chamfer import forward_chamfer
 from .code_scores import code_scores
-from .cross_entropy import label_gradients, label_losses
+from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
@@ -19,6 +19,7 @@ __all__ = [
     "best",
     "best_of_parts",
     "code_scores",
+    "count_labels",
     "forward",
     "forward_chamfer",
     "forward_quantized",

@@ -36,11 +36,25 @@ def label_losses(
     lse.masked_fill_(wrong[:, None], torch.nan).masked_fill_(ignored[:, None], 0)
 
 
+def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
+    """How many are not `ignore_index`, of no axes."""
+    return (labels != ignore_index).sum()
+
+
 def label_gradients(
-    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, upstream: Tensor, lse: Tensor, begin: int
+    scores: Tensor,
+    labels: Tensor,
+    temperature: float,
+    ignore_index: int,
+    upstream: Tensor,
+    count: Tensor | None,
+    lse: Tensor,
+    begin: int,
 ) -> None:
-    """Overwrite ``scores [N, columns]``, whose first column has the label `begin`, with the gradient of
-    ``sum_i upstream[i] * loss[i]`` with respect to them. `lse` is that of `label_losses`."""
+    """Overwrite ``scores [N, columns]``, whose first column has the label `begin`, with their gradient.
+
+    It is that of ``sum_i upstream[i] * loss[i]``, divided by `count` unless that is None. `lse` is of `label_losses`.
+    """
     columns = scores.shape[1]
     if columns == 0:
         return
@@ -50,4 +64,5 @@ def label_gradients(
     index = label.clamp(0, columns - 1)
     at_label = scores.gather(1, index)
     scores.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
-    scores.mul_((upstream / temperature)[:, None]).masked_fill_((labels == ignore_index)[:, None], 0)
+    upstream = (upstream if count is None else upstream / count) / temperature
+    scores.mul_(upstream[:, None]).masked_fill_((labels == ignore_index)[:, None], 0)

@@ -1,6 +1,7 @@
 """What a compiled kernel knows of its arguments, that this holds for every call it serves, and how it is launched."""
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -472,3 +473,41 @@ def test_the_log_says_how_kernels_are_launched(caplog):
         Q, D = tensors(3, 4, 19, 23, 56)
         lik_ops.maxsim(Q, D.half().bfloat16())
     assert "maxsim_forward" in caplog.text and "goes straight to lik_ops.gpu.backend" in caplog.text
+
+
+def test_descriptors_are_encoded_where_a_thread_has_a_context(monkeypatch):
+    """Triton does that by the driver, which knows no context of a thread that nothing was launched on."""
+    log = []
+    event = SimpleNamespace(record=lambda: log.append("context"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    bound = launcher.Bound.__new__(launcher.Bound)
+    bound._encoded, bound._descriptor_metadata = {}, [None]
+    bound._encode = lambda descriptor, metadata: log.append("encoded") or (descriptor,)
+    tiles = [TensorDescriptor(torch.empty(n, 64), [n, 64], [64, 1], [16, 64]) for n in (16, 32)]
+
+    def run():
+        for x in (*tiles, *tiles):
+            bound.encoded(0, x)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert log == ["context", "encoded", "encoded"]
+
+
+@pytest.mark.gpu
+def test_a_new_thread_may_begin_with_a_descriptor():
+    found = []
+    made = [(torch.randn(8, 32, 128), torch.randn(100, 64, 128)) for _ in range(2)]
+    made = [[x.cuda().bfloat16() for x in pair] for pair in made]
+    expected = [lik_ops.maxsim(*pair) for pair in made for _ in range(3)]
+    copies = [[x.clone() for x in pair] for pair in made]
+
+    def run():
+        found.extend(lik_ops.maxsim(*pair) for pair in copies for _ in range(3))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(found) == 6 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

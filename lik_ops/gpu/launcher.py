@@ -42,13 +42,23 @@ _MOST_DESCRIPTORS = 256  # kept of each kernel
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
-class _Recording(threading.local):
-    """Who sees the launches of this thread, besides hooks: a `replay.Recorder`."""
+class _Thread(threading.local):
+    """`by`: who sees the launches of this thread, besides hooks: a `replay.Recorder`."""
 
     by: Any = None
+    has_context = False
 
 
-recording = _Recording()
+recording = _Thread()
+
+
+def enter_context() -> None:
+    """Give this thread a CUDA context: Triton encodes descriptors in one, and a thread of autograd that has launched
+    nothing yet has none."""
+    if not recording.has_context:
+        if torch.cuda.is_available():
+            torch.cuda.Event().record()
+        recording.has_context = True
 
 
 def hooks_set() -> bool:
@@ -234,6 +244,7 @@ class Bound:
         key = (n, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
         found = self._encoded.get(key)
         if found is None:
+            enter_context()
             if len(self._encoded) >= _MOST_DESCRIPTORS:
                 self._encoded.clear()
             found = self._encoded[key] = tuple(self._encode(descriptor, self._descriptor_metadata[n]))
@@ -309,6 +320,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
         DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
     if isinstance(kernel, JITFunction):
+        enter_context()
         bound, values = bind(kernel, args, options)
         if recording.by is not None:
             recording.by.launched(bound, grid, args, values)

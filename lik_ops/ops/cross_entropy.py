@@ -258,14 +258,14 @@ def _gradients_of(
     options: tuple[float, int, bool],
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    grad, count, x, lse = tensors
+    upstream, count, x, lse = tensors
     temperature, ignore_index, normalize = options
-    grad = grad.expand(x.labels.shape)
+    upstream = upstream.expand(x.labels.shape)
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         part = x.part(i, j)
         scores, argmax = backend.forward(*part.dense, normalize, argmax_dtype_for(x.D.shape[-2]))
-        of_queries = temperature, ignore_index, grad[i], count, lse[i].contiguous()
+        of_queries = temperature, ignore_index, upstream[i], count, lse[i].contiguous()
         backend.label_gradients(scores, part.labels, *of_queries, j.start)
         Q, D, *masks = part.dense
         return backend.backward_lowmem(scores, Q, D, argmax, *masks, normalize, wanted)

@@ -1,4 +1,4 @@
-"""The cross-entropy of rows of scores at their labels, and its gradient, which takes the place of the scores.
+"""The cross-entropy of rows of scores at their labels, and the gradient of the scores.
 
 A program owns a row, or of a gradient a block of one: what it writes does not hang on how many rows there are. The
 largest score counts as 1 beside the sum of the others, so that small losses, and their gradients, keep their digits.
@@ -80,6 +80,7 @@ def maxsim_count_labels(labels, label_stride, count, rows, IGNORED: tl.constexpr
 @triton.jit(do_not_specialize=["label_stride", "upstream_stride", "columns", "begin"])
 def maxsim_label_gradients(
     scores,
+    gradients,
     labels,
     label_stride,
     upstream,
@@ -92,7 +93,7 @@ def maxsim_label_gradients(
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite ``scores [rows, columns]``, whose first column has the label `begin`, with their gradient.
+    """Fill the gradients of ``scores [rows, columns]``, whose first column has the label `begin`.
 
     Programs ``rows * blocks of columns``. `upstream`: gradients of the losses, to be divided by what lies in `count`
     unless that is None; `lse` as `maxsim_label_losses` keeps it.
@@ -107,8 +108,8 @@ def maxsim_label_gradients(
         factor = tl.div_rn(factor, tl.load(count).to(tl.float32))
     factor = tl.div_rn(factor, tl.full((), temperature, tl.float32))
     most, log_sum = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
-    pointers = scores + row * columns + column
-    x = _scaled(pointers, inside, temperature) - most - log_sum
+    at = row * columns + column
+    x = _scaled(scores + at, inside, temperature) - most - log_sum
     probability = tl.exp(x)
     gradient = tl.where(column + begin == label, _expm1(x, probability), probability) * factor
-    tl.store(pointers, tl.where(label == IGNORED, 0.0, gradient), mask=inside)
+    tl.store(gradients + at, tl.where(label == IGNORED, 0.0, gradient), mask=inside)

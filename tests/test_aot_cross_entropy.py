@@ -16,6 +16,7 @@ ARGUMENTS = {
     "losses": {"scores": "*fp32", "losses": "*fp32", "lse": "*fp32", "columns": "i32", "temperature": "fp32"},
     "gradients": {
         "scores": "*fp32",
+        "gradients": "*fp32",
         "upstream": "*fp32",
         "upstream_stride": "i32",
         "count": "*i64",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import lik_ops
 from lik_ops import reference
 from lik_ops.arguments import score_dtype
-from lik_ops.ops import cross_entropy
+from lik_ops.ops import cross_entropy, eager
 
 from .support import INTERPRETING, PLACES, Problem, build
 
@@ -205,6 +205,7 @@ def test_parts_change_nothing(place, layout, monkeypatch):
         for size in (1, 150, 400):
             monkeypatch.setattr(cross_entropy, "_SCORE_BYTES", size)
             monkeypatch.setattr(cross_entropy, "_PART_BYTES", size)
+            eager.forget()
             loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
             assert torch.equal(loss, expected)
             for g, e in zip(grads, expected_grads, strict=True):
@@ -225,6 +226,7 @@ def test_one_query_may_be_more_than_a_part(place, monkeypatch):
     with place.use():
         _, expected = step(lik_ops.maxsim_cross_entropy, x, labels)
         monkeypatch.setattr(cross_entropy, "_PART_BYTES", 1)
+        eager.forget()
         _, grads = step(lik_ops.maxsim_cross_entropy, x, labels)
     assert all(torch.equal(g, e) and g.any() for g, e in zip(grads, expected, strict=True))
 

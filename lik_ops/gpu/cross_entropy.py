@@ -43,12 +43,14 @@ def label_gradients(
     count: Tensor | None,
     lse: Tensor,
     begin: int,
-) -> None:
+) -> Tensor:
     """As `portable.cross_entropy.label_gradients`, of contiguous scores and `lse`."""
     rows, columns = scores.shape
+    gradients = torch.empty_like(scores)
     programs = rows * cdiv(columns, BLOCK)
     if programs:
         of_rows = labels, labels.stride(0), upstream, upstream.stride(0), count, lse
-        args = scores, *of_rows, columns, begin, temperature, ignore_index, BLOCK
+        args = scores, gradients, *of_rows, columns, begin, temperature, ignore_index, BLOCK
         with on_device(scores.device):
             launcher.launch(maxsim_label_gradients, checked_grid(programs), args, OPTIONS)
+    return gradients

@@ -118,6 +118,15 @@ def default_labels(Q: Tensor, D: Tensor) -> Tensor:
     return torch.arange(Nq, device=Q.device)
 
 
+class Kept(NamedTuple):
+    """What a forward keeps for its gradients; scores and winners are found again where there are none."""
+
+    lse: Tensor
+    divisor: Tensor | None = None  # of the gradients
+    scores: Tensor | None = None
+    argmax: Tensor | None = None
+
+
 class Computed:
     """Who computes calls of one description, and what is kept of earlier ones."""
 
@@ -130,18 +139,19 @@ class Computed:
             return function()
         return self.calls.run((fp32_precision(), *key), (*x, *more), function, x.Q.device)
 
-    def losses(self, x: Labelled, *options: Any, counts: bool = False) -> tuple[Tensor, ...]:
-        """Those of `maxsim_cross_entropy_fwd`, and how many are not ignored. `options`: temperature, ignore_index,
-        normalize."""
-        return self._again((*options, counts), x, (), partial(_losses, self.backend, x, options, counts))
+    def losses(self, x: Labelled, *options: Any, keeps: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
+        """Those of `maxsim_cross_entropy_fwd`; scores and winners of a call that `is_part`; how many are not ignored.
 
-    def gradients(
-        self, grad: Tensor, count: Tensor | None, x: Labelled, lse: Tensor, *options: Any, needs: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
-        """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all; divided by `count`."""
-        key = "gradients", *options, *grad.stride(), *needs
-        function = partial(_gradients_of, self.backend, (grad, count, x, lse), options, list(needs))
-        return self._again(key, x, (grad, count, lse), function)
+        `options`: temperature, ignore_index, normalize.
+        """
+        function = partial(_losses, self.backend, x, options, keeps, counts)
+        return self._again((*options, keeps, counts), x, (), function)
+
+    def gradients(self, grad: Tensor, x: Labelled, kept: Kept, *options: Any, needs: Sequence[bool]) -> tuple:
+        """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all."""
+        key = "gradients", *options, *grad.stride(), kept.scores is None, *needs
+        function = partial(_gradients_of, self.backend, grad, x, kept, options, list(needs))
+        return self._again(key, x, (grad, *kept), function)
 
 
 def _computed(op: str, given: Sequence, options: tuple, x: Labelled, check: Callable[[], Any]) -> Computed:
@@ -159,31 +169,29 @@ class LossCall(Call):
 
     tensors = 6
 
-    def __init__(
-        self, given: tuple, backend: ModuleType, normalize: bool, reduction: str, differentiable: bool
-    ) -> None:
-        super().__init__(given, backend, normalize, "auto", None, differentiable)
+    def __init__(self, x: Labelled, backend: ModuleType, normalize: bool, reduction: str, wants: bool) -> None:
+        super().__init__(x, backend, normalize, "auto", None, differentiable=wants)
         self.reduction, self.computed = reduction, Computed(backend)
+        self.keeps = wants and is_part(x)
 
-    def forward(self, given: tuple) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The loss; what its gradient takes: log-sum-exps, and for a mean of how many it is one."""
-        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
-        x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
-        is_mean = self.reduction == "mean"
-        losses, *kept = self.computed.losses(x, temperature, ignore_index, self.normalize, counts=is_mean)
-        if is_mean:
-            return losses.sum() / kept[1], *kept
-        return losses if self.reduction == "none" else losses.sum(), *kept
-
-    def gradients(  # type: ignore[override]
-        self, grad: Tensor, given: tuple, needs: list[bool], lse: Tensor, count: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, given: tuple) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The loss, and `Kept`."""
         Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
         x, options = Labelled(Q, D, q_mask, d_mask, q_weight, labels), (temperature, ignore_index, self.normalize)
+        counts = self.reduction == "mean"
+        losses, lse, *more = self.computed.losses(x, *options, keeps=self.keeps, counts=counts)
+        count = more.pop() if counts else None
+        loss = losses if self.reduction == "none" else losses.sum()
+        return loss if count is None else loss / count, *Kept(lse, count, *more)
+
+    def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple[Tensor, ...]:
+        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
+        x, options = Labelled(Q, D, q_mask, d_mask, q_weight, labels), (temperature, ignore_index, self.normalize)
+        found = Kept(*kept)
         if backward_is_short(grad, Q, D):
-            return self.computed.gradients(grad, count, x, lse, *options, needs=needs)
-        grad = (grad if count is None else grad / count).expand(labels.shape)
-        return lik.maxsim_cross_entropy_bwd(grad, *x, lse, *options, needs)
+            return self.computed.gradients(grad, x, found, *options, needs=needs)
+        grad = (grad if found.divisor is None else grad / found.divisor).expand(labels.shape)
+        return lik.maxsim_cross_entropy_bwd(grad, *x, found.lse, *options, needs)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_cross_entropy_fwd"), _FWD_SCHEMA)
@@ -199,16 +207,21 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     return computed.losses(x, *args[6:])  # type: ignore[return-value]
 
 
-def _losses(backend: ModuleType, x: Labelled, options: tuple[float, int, bool], counts: bool) -> tuple[Tensor, ...]:
+def _losses(
+    backend: ModuleType, x: Labelled, options: tuple[float, int, bool], keeps: bool, counts: bool
+) -> tuple[Tensor, ...]:
     temperature, ignore_index, normalize = options
     Nq, columns = x.dense.scores_shape()
     losses, lse = _outputs(x)
-    queries = max(1, _SCORE_BYTES // (losses.element_size() * max(columns, 1)))
-    for i in slices_of(0, Nq, queries):
+    dtype = argmax_dtype_for(x.D.shape[-2]) if keeps else None
+    queries = Nq if keeps else _SCORE_BYTES // (losses.element_size() * max(columns, 1))
+    kept: tuple[Tensor, ...] = ()
+    for i in slices_of(0, Nq, max(1, queries)):
         part = x.part(i, slice(0, columns))
-        scores, _ = backend.forward(*part.dense, normalize, None)
-        backend.label_losses(scores, part.labels, temperature, ignore_index, losses[i], lse[i])
-    return (losses, lse, backend.count_labels(x.labels, ignore_index)) if counts else (losses, lse)
+        kept = backend.forward(*part.dense, normalize, dtype)
+        backend.label_losses(kept[0], part.labels, temperature, ignore_index, losses[i], lse[i])
+    count = (backend.count_labels(x.labels, ignore_index),) if counts else ()
+    return losses, lse, *(kept if keeps else ()), *count
 
 
 def _outputs(x: Labelled) -> tuple[Tensor, Tensor]:
@@ -249,26 +262,28 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     x, needs = Labelled(*tensors), args[11]
     computed = _computed(_BWD, args[:8], tuple(needs), x, partial(_taken, args))
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
-    return computed.gradients(grad_losses, None, x, lse, *args[8:11], needs=needs)
+    return computed.gradients(grad_losses, x, Kept(lse), *args[8:11], needs=needs)
 
 
 def _gradients_of(
     backend: ModuleType,
-    tensors: tuple[Tensor, Tensor | None, Labelled, Tensor],
+    upstream: Tensor,
+    x: Labelled,
+    kept: Kept,
     options: tuple[float, int, bool],
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    upstream, count, x, lse = tensors
     temperature, ignore_index, normalize = options
     upstream = upstream.expand(x.labels.shape)
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        part = x.part(i, j)
-        scores, argmax = backend.forward(*part.dense, normalize, argmax_dtype_for(x.D.shape[-2]))
-        of_queries = temperature, ignore_index, upstream[i], count, lse[i].contiguous()
-        backend.label_gradients(scores, part.labels, *of_queries, j.start)
+        part, scores, argmax = x.part(i, j), kept.scores, kept.argmax
+        if scores is None:
+            scores, argmax = backend.forward(*part.dense, normalize, argmax_dtype_for(x.D.shape[-2]))
+        of_queries = temperature, ignore_index, upstream[i], kept.divisor, kept.lse[i].contiguous()
+        gradient = backend.label_gradients(scores, part.labels, *of_queries, j.start)
         Q, D, *masks = part.dense
-        return backend.backward_lowmem(scores, Q, D, argmax, *masks, normalize, wanted)
+        return backend.backward_lowmem(gradient, Q, D, argmax, *masks, normalize, wanted)
 
     parts = list(_parts(x, needs))
     if len(parts) == 1:
@@ -282,6 +297,16 @@ def _gradients_of(
     return grads
 
 
+def _pair_bytes(x: Labelled) -> int:
+    return x.Q.shape[1] * argmax_dtype_for(x.D.shape[-2]).itemsize + 2 * score_dtype(x.Q.dtype).itemsize
+
+
+def is_part(x: Labelled) -> bool:
+    """Whether winners and scores of the call are few enough to be there at a time."""
+    Nq, columns = x.dense.scores_shape()
+    return 0 < Nq * columns * _pair_bytes(x) <= _PART_BYTES
+
+
 def _parts(x: Labelled, needs: list[bool]) -> Iterator[tuple[slice, slice, list[bool]]]:
     """The call in parts of queries and documents, with the gradients that each completes.
 
@@ -289,7 +314,7 @@ def _parts(x: Labelled, needs: list[bool]) -> Iterator[tuple[slice, slice, list[
     where the call has to be cut, its scores are found twice, and no gradient is a sum of parts.
     """
     (Nq, columns), candidates = x.dense.scores_shape(), x.D.dim() == 4
-    pair_bytes = x.Q.shape[1] * argmax_dtype_for(x.D.shape[-2]).itemsize + 2 * score_dtype(x.Q.dtype).itemsize
+    pair_bytes = _pair_bytes(x)
     if Nq * columns * pair_bytes <= _PART_BYTES:
         yield slice(0, Nq), slice(0, columns), needs
         return

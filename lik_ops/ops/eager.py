@@ -22,7 +22,7 @@ from ..formats import Stored
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
 from . import family
-from .cross_entropy import LossCall, check_call, default_labels
+from .cross_entropy import Labelled, LossCall, check_call, default_labels
 from .eager_calls import Call, CutCall, DenseCall
 from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
 
@@ -243,9 +243,10 @@ def _new_loss_call(given: tuple) -> LossCall | None:
     if described(given) is None:
         return None
     check_call("maxsim_cross_entropy", *given)
-    Q, D, _, _, _, q_weight, normalize, reduction = given
+    Q, D, labels, q_mask, d_mask, q_weight, normalize, reduction = given
     backend = backends.select(Q.device, Q.dtype)
-    return LossCall((Q, D), backend, normalize, reduction, _wants_gradients(Q, D, q_weight))
+    x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
+    return LossCall(x, backend, normalize, reduction, _wants_gradients(Q, D, q_weight))
 
 
 def _is_even(x: Tensor, features: int) -> bool:

@@ -14,7 +14,7 @@ from .blocks import fold_sum
 def label_losses(
     scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, losses: Tensor, lse: Tensor
 ) -> None:
-    """Fill ``losses [N]`` and ``lse [N, 2]`` of ``scores [N, columns]``, which are overwritten.
+    """Fill ``losses [N]`` and ``lse [N, 2]`` of ``scores [N, columns]``.
 
     The latter are the largest ``score / temperature`` and the logarithm of the sum beside it. Both are 0 where the
     label is `ignore_index`, else NaN where it is no column.
@@ -25,7 +25,8 @@ def label_losses(
     ignored = labels == ignore_index
     if columns:
         best, log_sum = lse.unbind(1)
-        first = scores.div_(temperature).argmax(1, keepdim=True)
+        scores = scores / temperature
+        first = scores.argmax(1, keepdim=True)
         best.copy_(scores.gather(1, first).squeeze(1))
         at_label = scores.sub_(best[:, None]).gather(1, index[:, None].long()).squeeze(1)
         scores.scatter_(1, first, scores.gather(1, first).sub_(torch.inf))  # counts as nothing, unless it is NaN
@@ -50,19 +51,19 @@ def label_gradients(
     count: Tensor | None,
     lse: Tensor,
     begin: int,
-) -> None:
-    """Overwrite ``scores [N, columns]``, whose first column has the label `begin`, with their gradient.
+) -> Tensor:
+    """The gradient of ``scores [N, columns]``, whose first column has the label `begin`.
 
     It is that of ``sum_i upstream[i] * loss[i]``, divided by `count` unless that is None. `lse` is of `label_losses`.
     """
     columns = scores.shape[1]
     if columns == 0:
-        return
+        return scores
     best, log_sum = lse[:, None].unbind(2)
-    scores.div_(temperature).sub_(best).sub_(log_sum)
+    x = (scores / temperature).sub_(best).sub_(log_sum)
     label = labels[:, None].long() - begin
     index = label.clamp(0, columns - 1)
-    at_label = scores.gather(1, index)
-    scores.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
+    at_label = x.gather(1, index)
+    x.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
     upstream = (upstream if count is None else upstream / count) / temperature
-    scores.mul_(upstream[:, None]).masked_fill_((labels == ignore_index)[:, None], 0)
+    return x.mul_(upstream[:, None]).masked_fill_((labels == ignore_index)[:, None], 0)

@@ -316,18 +316,29 @@ def test_labels_are_the_first_documents():
     assert torch.equal(lik_ops.maxsim_cross_entropy(Q, D), expected)
 
 
-def test_a_step_keeps_two_numbers_a_query():
+@pytest.mark.parametrize("few", [True, False])
+def test_a_step_of_many_pairs_keeps_two_numbers_a_query(few, monkeypatch):
+    """One of few keeps their scores and winners; both have the same gradients."""
     Q, D = torch.randn(8, 4, 16, requires_grad=True), torch.randn(300, 10, 16, requires_grad=True)
     kept = []
+    if not few:
+        monkeypatch.setattr(cross_entropy, "_PART_BYTES", 8 * 300 * 8)
+    eager.forget()
 
     def pack(t):
         kept.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        lik_ops.maxsim_cross_entropy(Q, D)
+        loss = lik_ops.maxsim_cross_entropy(Q, D)
     others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
-    assert sum(t.numel() for t in others) <= 8 * 3 + 1  # with the labels, and what the mean divides by
+    # With the labels, and what the mean divides by.
+    assert sum(t.numel() for t in others) == 8 * 3 + 1 + (8 * 300 * (4 + 1) if few else 0)
+    first, again = (torch.autograd.grad(loss, (Q, D), retain_graph=True) for _ in range(2))
+    recomputed = torch.ops.lik.maxsim_cross_entropy_fwd(Q, D, None, None, None, torch.arange(8), 1.0, -100, False)
+    expected = torch.autograd.grad(recomputed[0].sum() / torch.tensor(8), (Q, D))
+    for found in (first, again):
+        assert all(torch.equal(g, e) for g, e in zip(found, expected, strict=True))
 
 
 MEMORY = """

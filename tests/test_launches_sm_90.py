@@ -157,7 +157,6 @@ CALLS = {
             RING,
             "maxsim_label_losses",
             "maxsim_count_labels",
-            RING,
             "maxsim_label_gradients",
             "maxsim_grad_documents",
             "maxsim_grad_queries",

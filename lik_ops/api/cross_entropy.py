@@ -33,7 +33,7 @@ def maxsim_cross_entropy(
     ``loss[i] = log sum_j exp(score[i, j] / temperature) - score[i, labels[i]] / temperature``: InfoNCE (van den Oord et
     al., 2018, equation 4) of MaxSim, as ColBERTv2 trains with in-batch negatives (Santhanam et al., 2022, section 3.2).
     It is ``F.cross_entropy(lik_ops.maxsim(Q, D) / temperature, labels)`` without the scores and winners which that
-    keeps: a step keeps two numbers for each query, and finds the rest again.
+    keeps: where these take more than 24 MiB a step keeps two numbers for each query, and finds the rest again.
 
     Args:
         Q: query tokens ``[Nq, Lq, d]``; fp16, bf16, fp32 or fp64.

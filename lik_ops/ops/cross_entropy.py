@@ -2,7 +2,8 @@
 
 The cross-entropy of ``score[i] / temperature`` at each query's label, made of what a backend has for `lik::maxsim`.
 Neither scores nor winners outlive a part of the call: the forward keeps the log-sum-exp of each query, from which the
-backward makes the probabilities of a part again, and hands them on as the gradient of its scores.
+backward makes the probabilities of a part again, and hands them on as the gradient of its scores. An eager call that is
+one part keeps both: finding them again would cost a forward.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
 from lik_ops import reference
@@ -32,6 +33,16 @@ PROBLEMS = [
     replace(SMALL, layout="candidates", d_mask="empty_some", **{"q_mask": "prefix"}),
 ]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+
+
+class Watching(TorchDispatchMode):
+    """Counts calls of the forward."""
+
+    losses = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.losses += func is torch.ops.lik.maxsim_cross_entropy_fwd.default
+        return func(*args, **(kwargs or {}))
 
 
 def drawn(p, device):
@@ -218,6 +229,26 @@ def test_parts_change_nothing(place, layout, monkeypatch):
             found = torch.ops.lik.maxsim_cross_entropy_bwd(*args, [m == n for m in range(3)])
             assert torch.equal(found[n], e)
             assert all(g.shape == (0,) for m, g in enumerate(found) if m != n)
+
+
+@at_places
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_the_short_way_has_the_bits_of_the_operators(place, layout, reduction):
+    """With labels and without; under a mode, which has to see the operators, they are called."""
+    p = replace(SMALL, layout=layout, Nq=4, Nd=6, **{**EVERYTHING, "d_mask": "integer"})
+    x, labels = drawn(p, place.device)
+    options = {"temperature": 0.3, "reduction": reduction}
+    options["upstream"] = torch.randn(4 if reduction == "none" else ())
+    with place.use():
+        for given in (labels, None):
+            for _ in range(3):
+                found, grads = step(lik_ops.maxsim_cross_entropy, x, given, True, **options)
+            with Watching() as watching:
+                expected, expected_grads = step(lik_ops.maxsim_cross_entropy, x, given, True, **options)
+            assert watching.losses == 1
+            assert torch.equal(found, expected)
+            assert all(torch.equal(g, e) for g, e in zip(grads, expected_grads, strict=True))
 
 
 @at_places

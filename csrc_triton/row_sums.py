@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .arguments import Sizes
-from .common import NO_TOKEN, ordered_sum, query_keep, query_weight, split_sum, wide
+from .common import NO_TOKEN, condition, ordered_sum, query_keep, query_weight, split_sum, wide
 from .forward_ragged import carried, flushed
 from .ragged import document_segment, query_segment
 from .sections import any_section_keeps, merged_sections, sections_of
@@ -188,18 +188,30 @@ def maxsim_row_sums(
     tl.store(scores + at, score, mask=(i < queries)[None, :] & (k < K)[:, None])
 
 
+@triton.jit
+def _tree_of_parts(at, p, parts, k, K, TREE: tl.constexpr):
+    """The sums of parts p to p + TREE - 1 in each document, zeros of those that there are not."""
+    if TREE == 1:
+        sums = tl.load(at + wide(p) * K, mask=(k < K) & condition(p < parts), other=0.0)
+    else:
+        HALF: tl.constexpr = TREE // 2
+        left = _tree_of_parts(at, p, parts, k, K, HALF)
+        sums = left + _tree_of_parts(at, p + HALF, parts, k, K, HALF)
+    return sums
+
+
 @triton.jit(do_not_specialize=["stride", "K", "parts"])
-def maxsim_sum_parts(partial, scores, stride, K, parts, BLOCK: tl.constexpr):
+def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOCK: tl.constexpr):
     """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
 
-    Neighbours are added first, then these one after the other: the order in which `maxsim_forward` adds.
+    TREE neighbours are added as a tree, then these one after the other: the order of kernels that take more rows of a
+    query at once.
     """
     i = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = partial + i * parts * K + k
     total = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, parts, 2):
-        a = tl.load(at + wide(p) * K, mask=k < K, other=0.0)
-        b = tl.load(at + wide(p + 1) * K, mask=(k < K) & (p + 1 < parts), other=0.0)
-        total = tl.where(p == 0, a + b, total + (a + b))
+    for p in range(0, parts, TREE):
+        sums = _tree_of_parts(at, p, parts, k, K, TREE)
+        total = tl.where(p == 0, sums, total + sums)
     tl.store(scores + i * stride + k, total, mask=k < K)

@@ -54,7 +54,7 @@ def source(
 
 
 def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool):
-    choice = gluon_configs.int8(SM_90, Nq, 256, Lq, Ld, d, each_token=each_token, processors=132)
+    choice = gluon_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, each_token=each_token, processors=132)
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
@@ -83,6 +83,7 @@ def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: 
         (torch.float32, 64, 2, 16, 180, True),
         (torch.bfloat16, 128, 256, 32, 300, False),
         (torch.float32, 96, 256, 5, 300, True),
+        (torch.bfloat16, 128, 64, 1024, 1024, True),
     ],
     ids=str,
 )

@@ -118,12 +118,12 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
     assert (("maxsim_forward", True) in kernels) == (not half and whole)
 
 
-@pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 64, 64), (3, 5, 20)])
+@pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 1024, 64), (3, 5, 20)])
 def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
     sm_90, Q, D = configs.ARCHITECTURES["sm_90"], torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
     expected = info.int8_kernel(sm_90, PROCESSORS, Q.dtype, Nq, len(D), Lq, Ld, 64)
     kernels = [ran(*launch) for launch in launched(sm_90, Q, lik_ops.quantize(D))]
-    if Ld > 64:
+    if Ld >= 64:
         assert kernels == [said(expected)]
     else:
         assert expected == "maxsim_forward_ragged on sm_90" and kernels[0][0] == "maxsim_forward_ragged"

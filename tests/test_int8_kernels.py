@@ -15,25 +15,25 @@ from .support import INTERPRETING
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.gpu import choose, configs, gluon_configs
+from lik_ops.gpu import choose, configs, forward_configs, gluon_configs
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 SCALES = ("token", "document", "tensor")
 
 
-def choice(Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False):
-    return gluon_configs.int8(arch, Nq, K, Lq, Ld, d, each_token=each_token, processors=132)
+def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False):
+    return gluon_configs.int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, processors=132)
 
 
 def test_when_it_is_chosen():
-    assert choice() is not None
+    assert choice() is not None and choice(dtype=torch.float32) is not None
     assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
     assert choice(d=136) is None and choice(d=120) is None and choice(d=256) is None
-    assert choice(Ld=63) is None and choice(Lq=1) is None and choice(Lq=33) is None and choice(K=10, Nq=1) is None
+    assert choice(Ld=63) is None and choice(Lq=1) is None and choice(K=10, Nq=1) is None
     assert choice(Ld=181) is not None and choice(Ld=181, each_token=True) is None
     assert choice(K=2**24, Ld=128) is None
     assert choice(Nq=1).config.FEW and choice(Nq=2, Lq=16).config.FEW and not choice(Nq=2).config.FEW
-    assert choice(Nq=4).row_tiles == 1 and choice(Nq=8).row_tiles == 2
+    assert choice(Nq=4).row_tiles == 1 and choice(Nq=8).row_tiles == 2 and choice(Nq=1, Lq=33).row_tiles == 1
 
 
 def test_tiles_of_the_length_that_wastes_least():
@@ -41,14 +41,27 @@ def test_tiles_of_the_length_that_wastes_least():
     assert [choice(Nq=1, Ld=Ld).config.BN for Ld in (127, 128, 180, 300)] == [64, 128, 64, 128]
 
 
-@pytest.mark.parametrize("Lq", [2, 5, 31, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("Lq", [2, 5, 31, 32, 33, 64, 65, 129, 1024])
 @pytest.mark.parametrize("Nq", [1, 7, 64])
-def test_row_tiles_hold_every_query_token(Nq, Lq):
-    found = choice(Nq=Nq, Lq=Lq)
+def test_row_tiles_hold_every_query_token(Nq, Lq, dtype):
+    found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
     C = found.config
-    assert found.parts == 1 and Lq <= C.SLOT
-    assert found.row_tiles * C.ROWS * (1 if C.FEW else 4) >= Nq * C.SLOT
+    assert found.parts * C.SLOT >= Lq and (found.parts == 1 or C.SLOT == 64)
+    assert found.row_tiles * C.ROWS * (1 if C.FEW else 4) >= Nq * found.parts * C.SLOT
     assert str(C.ROWS * (1 if C.FEW else 4)) in found.tile()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("d", [16, 64, 128])
+@pytest.mark.parametrize("Lq", [20, 33, 64, 129, 1024])
+@pytest.mark.parametrize("Nq", [1, 7])
+def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, d, dtype):
+    found = choice(Nq=Nq, Lq=Lq, d=d, dtype=dtype)
+    options = {"candidates": False, "normalize": False, "tf32": False, "argmax": False, "stored": "int8"}
+    for wide, few in itertools.product(range(3), (False, True)):
+        packed, levels = forward_configs.forward_ragged(SM_90, dtype, Nq, Lq, d, wide=wide, few=few, **options)
+        assert found.config.SLOT * found.tree == packed.config.SLOT << levels
 
 
 def test_scales_that_documents_share_are_no_row_of_scales_for_all():
@@ -125,6 +138,11 @@ CASES = [
     (9, 131, 31, 64, 64),
     (70, 66, 3, 128, 48),
     (7, 150, 24, 300, 112),
+    (3, 140, 100, 132, 128),
+    (2, 150, 64, 300, 112),
+    (1, 140, 130, 72, 128),
+    (2, 70, 300, 200, 128),
+    (1, 70, 1030, 96, 128),
 ]
 
 
@@ -167,7 +185,7 @@ def test_bits_hang_on_nothing_else_in_the_call(scale):
 @pytest.mark.gpu
 def test_negative_and_equal_similarities():
     """Maxima below zero, which what lies beyond a document or a row would beat; the largest sums."""
-    for number, scale, Lq in itertools.product((-128, 127), SCALES[:2], (32, 11)):
+    for number, scale, Lq in itertools.product((-128, 127), SCALES[:2], (32, 11, 100)):
         D = documents(140, 68, 128, scale)
         D.data.fill_(number)
         D.scale.fill_(0.5)
@@ -246,6 +264,21 @@ def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
             fields = {"data": D.data, "scale": D.scale, name: memory}
             moved = lik_ops.Quantized(fields["data"], fields["scale"], "int8", 128, torch.float16)
             assert torch.equal(lik_ops.maxsim(Q, moved), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+def test_documents_in_chunks(scale, monkeypatch):
+    """The sums of the parts of a query lie in a workspace."""
+    from lik_ops.gpu import backend, specialized
+
+    D, Q = documents(400, 68, 64, scale), torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    D.scale[::7] *= -1
+    expected = fast(Q, D)
+    backend.forget()
+    monkeypatch.setattr(specialized, "_WORKSPACE", 4 * 10 * 100)
+    assert all(torch.equal(fast(Q, D), expected) for _ in range(3))
+    backend.forget()
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ MODULES = [
     "test_eager_keys",
     "test_masked_kernels",
     "test_tile_norms",
+    "test_sum_parts",
 ]
 PROCESSES = 4
 

@@ -89,10 +89,10 @@ def launched(log, given):
     return [(name, grid, [named(v) for v in flat(map(described, values))], of) for name, grid, values, of in log]
 
 
-def quantised(format, scale, rows=Nq, **options):
+def quantised(format, scale, rows=Nq, length=Lq, **options):
     Q, D, *_ = drawn()
     made = lik_ops.quantize(D.float(), format, scale)
-    return partial(lik_ops.maxsim, Q[:rows], made, **options), (Q, made.data, made.scale)
+    return partial(lik_ops.maxsim, Q.view(-1, length, d)[:rows], made, **options), (Q, made.data, made.scale)
 
 
 def drawn():
@@ -135,6 +135,7 @@ CALLS = {
     "int8, a scale a document": (partial(quantised, "int8", "document"), [RING]),
     "int8, one scale": (partial(quantised, "int8", "tensor"), [RING]),
     "int8, few rows": (partial(quantised, "int8", "token", 1), [RING]),
+    "int8, long queries": (partial(quantised, "int8", "token", length=128), [RING, "maxsim_sum_parts"]),
     "int8, normalised": (partial(quantised, "int8", "token", normalize=True), ["maxsim_unit_counts", TERMS, RAGGED]),
     "uint8": (partial(quantised, "uint8", "token"), [RAGGED]),
     "bits": (partial(quantised, "binary", "document"), [RAGGED]),

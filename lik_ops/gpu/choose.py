@@ -164,7 +164,7 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture) -> Speciali
     each_token = scale.shape[1] > 1
     if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
-    call = arch, *sizes(Q, data), Q.shape[-1]
+    call = arch, Q.dtype, *sizes(Q, data), Q.shape[-1]
     found = gluon_configs.int8(*call, each_token=each_token, processors=arch.processors)
     return None if found is None or kernels() is None else found
 

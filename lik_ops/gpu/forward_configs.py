@@ -175,6 +175,18 @@ def _walking(launch: Launch, arch: Architecture, Nq: int, normalize: bool) -> La
     return replace(launch, max_registers=168 if each == 3 else 255, walkers=each * _PROCESSORS)
 
 
+def _sums_squares(dtype: torch.dtype, normalize: bool, stored: Any) -> bool:
+    """Whether ragged layouts take the tiles of `normalize`, as fp32 queries beside what is stored do."""
+    return (normalize and not stored) or (bool(stored) and dtype == torch.float32)
+
+
+def ragged_tree(
+    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, stored: Any, normalize: bool = False, wide: int = 0
+) -> int:
+    """The rows of a query whose maxima ragged layouts add up as one tree."""
+    return forward_tiles(arch, dtype, Lq, d, _sums_squares(dtype, normalize, stored), wide)[-1].rows
+
+
 def forward_ragged(
     arch: Architecture,
     dtype: torch.dtype,
@@ -197,7 +209,7 @@ def forward_ragged(
     that are read take registers: fewer rows than elsewhere. `few`: at most `RESIDENT` documents are scored.
     `stored`: `Config.STORED`. The norms of such documents are in what their numbers count as.
     """
-    sums_squares = (normalize and not stored) or (bool(stored) and dtype == torch.float32)  # the latter: nothing splits
+    sums_squares = _sums_squares(dtype, normalize, stored)
     launch = forward(
         arch, dtype, Nq, Lq, d, candidates=candidates, normalize=sums_squares, wide=wide, tf32=tf32, argmax=argmax
     ).visiting()
@@ -215,7 +227,7 @@ def forward_ragged(
     # Where it changes nothing it is set as in `forward`.
     long = longest is None or longest > config.SLOT or arch.unit == "mma" or config.SPLIT
     config = config._replace(BN=choice.tokens(config), PACKED=True, LONG=long, WHOLE=words and d % config.BD == 0)
-    most = forward_tiles(arch, dtype, Lq, d, sums_squares, wide)[-1].rows
+    most = ragged_tree(arch, dtype, Lq, d, normalize=normalize, wide=wide, stored=stored)
     return replace(launch, config=config), (most // config.SLOT).bit_length() - 1
 
 

@@ -86,6 +86,7 @@ class Specialized(NamedTuple):
     parts: int
     row_tiles: int
     programs: int
+    tree: int = 2  # parts whose sums are added as a tree
 
     @property
     def is_wide(self) -> bool:
@@ -196,6 +197,7 @@ def _int8_tile(Ld: int, few: bool) -> tuple[int, int]:
 
 def int8(
     arch: Architecture,
+    dtype: torch.dtype,
     Nq: int,
     K: int,
     Lq: int,
@@ -205,22 +207,26 @@ def int8(
     each_token: bool,
     processors: int,
 ) -> Specialized | None:
-    """The choice for dense int8 documents without mask, beside queries of up to 32 tokens, each two int8 terms; None
-    where the kernel of packed documents serves.
+    """The choice for dense int8 documents without mask, beside query rows of two int8 terms each; None where the kernel
+    of packed documents serves.
 
     Nq and K may decide, as all give the same bits. `each_token`: tokens have scales of their own.
     """
-    rows, slot = _TERM_ROWS, next_power_of_2(Lq)
+    if arch.name != "sm_90":
+        return None
+    rows, tree = _TERM_ROWS, forward_configs.ragged_tree(arch, dtype, Lq, d, stored="int8")
+    slot = min(next_power_of_2(Lq), 2 * rows, tree)
     few = Nq * slot <= rows
-    row_tiles = 1 if few else cdiv(Nq * slot, _PRODUCTS * rows)
+    parts = cdiv(Lq, slot)
+    row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
     tokens, stages = _int8_tile(Ld, few)
     config = Specialization(
         tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=each_token, ROWS=rows, FEW=few
     )
     pairs = row_tiles * K
-    fits = 2 <= Lq <= rows and Ld >= tokens and pairs < 2**31 and Nq * slot < 2**31 and K * Ld < 2**31
+    fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31
     # The memory access unit begins at multiples of 16 bytes.
     fits = fits and d <= 128 and d % 16 == 0 and not (each_token and Ld % 4)
-    if arch.name != "sm_90" or not fits or pairs < processors // 2:
+    if not fits or pairs < processors // 2:
         return None
-    return Specialized(config, 1, row_tiles, _programs(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)

@@ -31,7 +31,8 @@ class Inputs(NamedTuple):
 
 
 class Int8Plan(SpecializedPlan):
-    """Row tiles hold 128 query tokens, or 32 where there are no more, of whole queries: one launch scores all."""
+    """As `SpecializedPlan`, but row tiles hold 128 query tokens, or 32 where there are no more, and parts of a longer
+    query 64 tokens."""
 
     instead = "maxsim_forward_ragged"
 
@@ -47,7 +48,7 @@ class Int8Plan(SpecializedPlan):
 
         def fill() -> tuple[Tensor, ...]:
             with on_device(self.device):
-                self._launch(x, scores, None, self.sizes)  # type: ignore[arg-type]
+                self._score(x, scores, None)  # type: ignore[arg-type]
             return ()
 
         try:
@@ -56,6 +57,9 @@ class Int8Plan(SpecializedPlan):
             launcher.fall_back(error, self.instead)
             return None
         return scores
+
+    def _part(self, x: Any, part: slice) -> Any:
+        return x._replace(D=x.D[part], scale=x.scale[part])
 
     def _norms(self, x: Any, sizes: Any) -> tuple[Any, Tensor | None]:
         if not self.each_token:

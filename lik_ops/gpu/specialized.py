@@ -55,9 +55,12 @@ class SpecializedPlan(GluonPlan):
             return self._launch(x, scores, argmax, self.sizes)
         for k in range(0, self.sizes.K, self.chunk):
             part = slice(k, k + self.chunk)
-            winners = None if argmax is None else argmax[part]
-            D = x.D[part]
-            self._launch(x._replace(D=D), scores[:, part], winners, self.sizes._replace(K=len(D)))
+            winners, of_part = None if argmax is None else argmax[part], self._part(x, part)
+            self._launch(of_part, scores[:, part], winners, self.sizes._replace(K=len(of_part.D)))
+
+    def _part(self, x: Any, part: slice) -> Any:
+        """Of some documents."""
+        return x._replace(D=x.D[part])
 
     def _launch(self, x: Dense, scores: Tensor, argmax: Tensor | None, sizes: Sizes) -> None:
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
@@ -75,7 +78,7 @@ class SpecializedPlan(GluonPlan):
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
         if not direct:
-            args = (sums, scores, scores.stride(0), K, parts, _SUM_BLOCK)
+            args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK)
             launcher.launch(row_sums.maxsim_sum_parts, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
 
     def _readable(self, Q: Tensor, D: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """How fast are scores of quantised documents on this GPU, and how far off: formats, full precision and peers.
 
+"x int8" are documents beside which queries are rounded to int8 (``query="int8"``).
+
     python benchmarks/quantized.py [--only pages] [--rounds 30] [--seconds 400] [--out FILE]
 
 ``quantized`` rows: median device times of calls that find the L2 cache flushed, peers tuned anew on each shape.
@@ -42,11 +44,13 @@ TOPIC = 0.6  # of a token's square, what is its document's topic
 CALL_SECONDS = 60  # of a first call, which compiles and tunes
 PAGES = {"Lq": 1024, "Ld": 1024}
 FORMATS = {
-    "int8": ("int8", "token"),
-    "int8 document": ("int8", "document"),
-    "uint8": ("uint8", "token"),
-    "fp8_e4m3": ("fp8_e4m3", "token"),
-    "binary": ("binary", "token"),
+    "int8": ("int8", "token", "half"),
+    "int8 document": ("int8", "document", "half"),
+    "int8 x int8": ("int8", "token", "int8"),
+    "int8 document x int8": ("int8", "document", "int8"),
+    "uint8": ("uint8", "token", "half"),
+    "fp8_e4m3": ("fp8_e4m3", "token", "half"),
+    "binary": ("binary", "token", "half"),
 }
 
 
@@ -59,7 +63,10 @@ class Row:
 
 
 def _goals(document: float, token: float) -> dict[str, float]:
-    return {"int8 document": document, "int8": token, "fp8_e4m3": token}
+    of_int8 = {
+        name: token if scale == "token" else document for name, (kept, scale, _) in FORMATS.items() if kept == "int8"
+    }
+    return of_int8 | {"fp8_e4m3": token}
 
 
 ROWS = (
@@ -130,7 +137,7 @@ def quality_of(scores: object, exact: Tensor) -> dict[str, float]:
 
 def measure(row: Row, timer: gpu.Timer, device: str = "cuda") -> dict:
     x = Inputs(row.case, device)
-    made = {name: lik_ops.quantize(x.D, *how) for name, how in FORMATS.items()}
+    made = {name: lik_ops.quantize(x.D, *how, query=query) for name, (*how, query) in FORMATS.items()}
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
     functions |= {name: (lambda D=D: lik_ops.maxsim(x.Q, D)) for name, D in made.items()}
     functions |= _peers(x)

@@ -302,7 +302,7 @@ def options(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table(['case', 'shape', 'plain', 'with it', 'by hand', 'cost', 'goal', 'kernel'], rows)}"
 
 
-FORMATS = ("full", "int8", "int8 document", "uint8", "fp8_e4m3", "binary")
+FORMATS = ("full", "int8", "int8 document", "int8 x int8", "int8 document x int8", "uint8", "fp8_e4m3", "binary")
 SEARCHES = ("full", "int8", "both", "full on the host", "both, full on the host")
 
 

@@ -45,7 +45,7 @@ from .similarities import (
     tokens_from,
 )
 from .soft import rate_of, row_scales, soft_merged, soft_taken
-from .stored import counted, row_sums
+from .stored import counted, of_one_term, row_sums
 
 
 @triton.jit
@@ -69,6 +69,8 @@ def query_rows(x, rows, C: tl.constexpr):
     scale = tl.full((C.BM,), 1, tl.float32)
     if x.terms is not None:
         q, scale = load_terms(x.terms, rows.number, rows.ok, C.BD)
+        if C.TERMS == 1:
+            scale = of_one_term(scale)
         plain = scale > 0
         unscaled = scale <= 0
     else:

@@ -9,9 +9,10 @@ Converting takes longer than multiplying. So where documents are int8, query row
 
     q = scale (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
 
-to ``scale / 2``, a 64,000th of the largest feature. Integers are summed exactly, in 32 bits for d <= 256. One term
-keeps q to ``127 scale``. What is so held is "plain": zeros, and rows whose largest feature is between 1e-30 and 1e30;
-other rows, those with NaN or an infinity included, are multiplied feature by feature, as in `fp32`.
+to ``scale / 2``, a 64,000th of the largest feature. Integers are summed exactly, in 32 bits for d <= 256. One term, hi
+times ``254 scale``, keeps q to ``127 scale``, a 254th. What is so held is "plain": zeros, and rows whose largest
+feature is between 1e-30 and 1e30; other rows, those with NaN or an infinity included, are multiplied feature by
+feature, as in `fp32`.
 """
 
 import triton
@@ -92,6 +93,12 @@ def term_values(q):
     return hi, lo, tl.where(plain, scale, -1.0)
 
 
+@triton.jit
+def of_one_term(scale):
+    """The scales of rows of which hi alone is kept."""
+    return tl.where(scale > 0, scale * LOW, scale)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     """Query rows as int8, hi ``[rows, BD]`` with lo below it; and their scales, negative if not plain."""
@@ -111,13 +118,13 @@ def terms_product(q, x, C: tl.constexpr):
     """``q . x^T`` of terms but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
     hi, lo = q
     if C.TOKENS_FIRST:
-        S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32) * LOW
+        S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32)
         if C.TERMS == 2:
-            S += tl.dot(x, tl.trans(lo), out_dtype=tl.int32)
+            S = S * LOW + tl.dot(x, tl.trans(lo), out_dtype=tl.int32)
     else:
-        S = tl.dot(hi, tl.trans(x), out_dtype=tl.int32) * LOW
+        S = tl.dot(hi, tl.trans(x), out_dtype=tl.int32)
         if C.TERMS == 2:
-            S += tl.dot(lo, tl.trans(x), out_dtype=tl.int32)
+            S = S * LOW + tl.dot(lo, tl.trans(x), out_dtype=tl.int32)
     return S.to(tl.float32)
 
 

@@ -1,7 +1,7 @@
 """Queries beside int8 documents in the kernels of sm_90: as int8 terms, see `stored`, and what terms cannot hold.
 
-A product of 64 rows holds 32 query rows: 8 rows of hi and 8 of lo by turns, so that a thread has both terms. Maxima are
-of integers where a document has one scale, else of fp32.
+A product of 64 rows holds 64 query rows of one term, or 32 of two: 8 rows of hi and 8 of lo by turns, so that a thread
+has both of a query row. Maxima are of integers where a document has one scale, else of fp32.
 """
 
 from triton.experimental import gluon
@@ -10,9 +10,15 @@ from triton.experimental.gluon import language as gl
 from .common import nan_max, query_keep, row_pointers
 from .ring import HALF_ROWS
 from .slots import slot_rows, slots_of
-from .stored import term_values
+from .stored import of_one_term, term_values
 
-_STEP = gl.constexpr(32)  # tokens
+
+@gluon.jit
+def _row_of(m, C: gl.constexpr):
+    """The query row of row m of a product."""
+    if C.ROWS < HALF_ROWS:
+        m = m // 16 * 8 + m % 8
+    return m
 
 
 @gluon.jit
@@ -22,13 +28,17 @@ def half_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout: gl.con
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     m = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    i, s = slots_of(m // 16 * 8 + m % 8, first, H, parts, C)
+    i, s = slots_of(_row_of(m, C), first, H, parts, C)
     ok = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
     q = gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0).to(gl.float32)
     hi, lo, scale = term_values(q)
-    place.store(gl.where((m % 16 < 8)[:, None], hi, lo).to(gl.int8))
-    scale = gl.reshape(gl.max(gl.reshape(scale, (HALF_ROWS // 16, 2, 8)), axis=1), (C.ROWS,))
+    if C.ROWS < HALF_ROWS:
+        place.store(gl.where((m % 16 < 8)[:, None], hi, lo).to(gl.int8))
+        scale = gl.reshape(gl.max(gl.reshape(scale, (HALF_ROWS // 16, 2, 8)), axis=1), (C.ROWS,))
+    else:
+        place.store(hi.to(gl.int8))
+        scale = of_one_term(scale)
     return gl.convert_layout(scale, layout)
 
 
@@ -65,16 +75,17 @@ def counted(best, scale, each, odd, Q, numbers, first, H: gl.constexpr, parts, k
 @gluon.jit
 def _odd_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, scale, C: gl.constexpr):
     """Maxima of a half's rows that are not in their terms, in fp32, feature after feature as `fp32.odd_maxima`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    STEP: gl.constexpr = 1024 // C.ROWS  # tokens at a time: more would take registers from what is in flight
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // STEP, STEP], [4, 1], [1, 0])
     i, s = slot_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
     odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & (i < sizes.Nq) & (s < sizes.Lq)
     first_feature = row_pointers(Q, i, s)
     best = gl.full([C.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    for t0 in range(0, sizes.Ld, _STEP):
-        t = gl.minimum(t0 + gl.arange(0, _STEP, layout=gl.SliceLayout(0, LAYOUT)), sizes.Ld - 1).to(gl.int64)
+    for t0 in range(0, sizes.Ld, STEP):
+        t = gl.minimum(t0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT)), sizes.Ld - 1).to(gl.int64)
         each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
         tokens = numbers.ptr + (k.to(gl.int64) * sizes.Ld + t) * d
-        S = gl.full([C.ROWS, _STEP], 0.0, gl.float32, LAYOUT)
+        S = gl.full([C.ROWS, STEP], 0.0, gl.float32, LAYOUT)
         rows = first_feature
         for n in range(0, d):
             q = gl.load(rows, mask=odd, other=0.0).to(gl.float32)

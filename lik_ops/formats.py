@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+Query: TypeAlias = Literal["half", "int8"]
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
 _ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
@@ -92,6 +93,9 @@ RESIDUAL: dict[str, Format] = {
     f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)
 }
 ALL: Mapping[str, Format] = ChainMap(RESIDUAL, FORMATS)  # in the order of `FORMATS`, then `RESIDUAL`
+INT8_QUERIES = "int8_int8"  # to operators: "int8" documents, beside which queries may be rounded to int8 too
+_OF_QUERIES = {INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES)}
+OPERANDS: Mapping[str, Format] = ChainMap(_OF_QUERIES, RESIDUAL, FORMATS)  # what operators take
 
 
 class Stored(NamedTuple):
@@ -168,7 +172,7 @@ def decoded(
 
     They are written to `out`, if there is one.
     """
-    kept = FORMATS[format]
+    kept = OPERANDS[format]
     numbers, times = (data.view(kept.dtype), 1.0) if kept.decode is None else kept.decode(data, d)
     x = numbers.float() if out is None else out.copy_(numbers)
     if times != 1:

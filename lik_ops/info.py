@@ -83,7 +83,7 @@ def int8_kernel(
 
     Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
-    chosen = choose.int8(Q, data, scale, replace(arch, processors=processors))
+    chosen = choose.int8(Q, data, scale, 2, replace(arch, processors=processors))
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}" if chosen else f"maxsim_forward_ragged on {arch.name}"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import DTYPES, check_choice, check_cu_seqlens, check_mask, check_strided, check_tensor, shape_of
-from .formats import FORMATS, FormatName, encoded, extremes, part_of, parts, scales_of
+from .formats import FORMATS, FormatName, Query, encoded, extremes, part_of, parts, scales_of
 from .quantized import Quantized
 from .residual import ResidualCodec
 
@@ -23,6 +23,7 @@ def quantize(
     *,
     d_mask: Tensor | None = None,
     cu_seqlens_d: Tensor | None = None,
+    query: Query = "half",
 ) -> Quantized:
     """Document tokens in fewer bytes, with how far they are off.
 
@@ -35,6 +36,7 @@ def quantize(
             codes have one for each token.
         d_mask: tokens to keep, the shape of D without d. What masked tokens hold never matters; they become zeros.
         cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends.
+        query: how query rows are multiplied beside ``"int8"``: see `Quantized`.
 
     Returns:
         A `Quantized`. A token of zeros stays one, whatever the format. Of a token with NaN or an infinity all features
@@ -53,6 +55,7 @@ def quantize(
     """
     op = "quantize"
     _check(op, D, format, scale, d_mask, cu_seqlens_d)
+    check_choice(op, "query", query, get_args(Query) if format == "int8" else ("half",))
     rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else Bounds(cu_seqlens_d, D.shape[0])
     keep = None if d_mask is None else (d_mask != 0).flatten()
     if isinstance(format, ResidualCodec):
@@ -77,7 +80,7 @@ def quantize(
     scales = scales_of(low, high, format)
     minimum = low if kept.affine else None
     data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
-    made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum)
+    made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
     _, per_token, shift, *_ = made.stored()
     for part in parts(len(rows), D.shape[-1]):
         x = _widened(rows, keep, part)

@@ -55,6 +55,7 @@ from lik_ops.csrc_triton.backward_arguments import (
     Upstream,
     Zeros,
 )
+from lik_ops.formats import INT8_QUERIES
 from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward, soft_configs
 from lik_ops.gpu.configs import Architecture, Launch, next_power_of_2
 from lik_ops.gpu.triton_versions import compile_options
@@ -63,6 +64,7 @@ _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 # Of quantised documents: `Config.STORED`.
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "number", "*fp8e5": "number"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
+_READ = _WORDS | {INT8_QUERIES: "*i8"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def knows(case: Case, arch: Architecture) -> bool:
 
 def _document_pointer(case: Case) -> str:
     if case.stored:
-        return case.stored if case.stored in _STORED else _WORDS.get(case.stored, "*u8")
+        return case.stored if case.stored in _STORED else _READ.get(case.stored, "*u8")
     return _POINTER[case.dtype]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from lik_ops.formats import INT8_QUERIES
 from lik_ops.gpu import forward_configs, forward_table
 from lik_ops.gpu.configs import ARCHITECTURES, Architecture
 from lik_ops.gpu.forward_table import Rule, Tile
@@ -179,6 +180,7 @@ STORED = [
     Case(FORWARD, ragged=True, stored="*i8"),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
     Case(FORWARD, d=8, Nq=1, ragged=True, stored="*i8"),
+    *(Case(FORWARD, Nq=Nq, ragged=True, stored=INT8_QUERIES, **_EVERYTHING) for Nq in (1, 256)),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
     Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
     *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from lik_ops.formats import ALL, RESIDUAL, Stored, bucket_weights, decoded
+from lik_ops.formats import ALL, INT8_QUERIES, RESIDUAL, Stored, bucket_weights, decoded
 from lik_ops.gpu import backend
 from lik_ops.segments import Ragged
 
@@ -17,6 +17,7 @@ ROUNDING = 1e-6
 # Tokens of residual codes are rounded to the dtype of queries on a GPU; beside fp16 centroids sums and weights before.
 HALVES = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0, torch.float64: 0.0}
 TERMS = 1 / (2 * 127 * 254)  # of the largest feature of a query row: half a step of its terms, see `stored`
+ONE_TERM = (1 + 2.0**-12) / (2 * 127)  # half a step of one; what is rounded is off by 2^-22 of 127 steps itself
 
 
 @dataclasses.dataclass
@@ -108,8 +109,9 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
     return Problem(r, stored, meetings)
 
 
-def by_terms(p):
-    return p.stored.format == "int8" and p.r.Q.shape[1] <= 256
+def half_a_step(p):
+    """What features of query rows may be off by, relative to the largest of a row."""
+    return {"int8": TERMS, INT8_QUERIES: ONE_TERM}.get(p.stored.format, 0) if p.r.Q.shape[1] <= 256 else 0
 
 
 def bounds_of(p, q, x, tokens, normalize):
@@ -124,8 +126,8 @@ def bounds_of(p, q, x, tokens, normalize):
     if s.codes is not None and s.centroids.dtype == torch.float16:
         largest = s.weights.double().abs().amax()
         bound = bound + 2.0**-11 * (q.abs() @ ((n + largest) * scale[:, None]).T)
-    if by_terms(p):
-        bound = bound + TERMS * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
+    if step := half_a_step(p):
+        bound = bound + step * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
     if normalize:
         bound = bound / q.norm(dim=1).clamp_min(1e-12)[:, None] / x.norm(dim=1).clamp_min(1e-12)
     return bound

@@ -53,8 +53,9 @@ def source(
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
 
-def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool):
-    choice = gluon_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, each_token=each_token, processors=132)
+def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
+    chosen = {"each_token": each_token, "terms": terms, "processors": 132}
+    choice = gluon_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
@@ -77,19 +78,23 @@ def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: 
 
 @pytest.mark.parametrize("each_token", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "d", "Nq", "Lq", "Ld", "options"),
+    ("dtype", "d", "Nq", "Lq", "Ld", "options", "terms"),
     [
-        (torch.bfloat16, 128, 1, 32, 1024, False),
-        (torch.float32, 64, 2, 16, 180, True),
-        (torch.bfloat16, 128, 256, 32, 300, False),
-        (torch.float32, 96, 256, 5, 300, True),
-        (torch.bfloat16, 128, 64, 1024, 1024, True),
+        (torch.bfloat16, 128, 1, 32, 1024, False, 2),
+        (torch.float32, 64, 2, 16, 180, True, 2),
+        (torch.bfloat16, 128, 256, 32, 300, False, 2),
+        (torch.float32, 96, 256, 5, 300, True, 2),
+        (torch.bfloat16, 128, 64, 1024, 1024, True, 2),
+        (torch.float16, 64, 2, 32, 180, False, 1),
+        (torch.bfloat16, 128, 1, 32, 1024, True, 1),
+        (torch.bfloat16, 128, 256, 32, 300, True, 1),
+        (torch.float32, 128, 64, 1024, 1024, True, 1),
     ],
     ids=str,
 )
-def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, each_token, tmp_path):
+def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, each_token, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(int8_source(dtype, d, Nq, Lq, Ld, options, each_token), target)
+    compiled = compile_as_launched(int8_source(dtype, d, Nq, Lq, Ld, options, each_token, terms), target)
     assert "s32.s8.s8" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
 

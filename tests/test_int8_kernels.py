@@ -9,20 +9,22 @@ import lik_ops
 from lik_ops import reference
 from lik_ops.segments import Cut, Ragged
 
-from .quantized import ROUNDING, TERMS
+from .quantized import ONE_TERM, ROUNDING, TERMS
 from .support import INTERPRETING
 
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
 from lik_ops.gpu import choose, configs, forward_configs, gluon_configs
+from lik_ops.gpu.forward_configs import TERMS as TERMS_OF
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 SCALES = ("token", "document", "tensor")
+QUERIES = ("half", "int8")
 
 
-def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False):
-    return gluon_configs.int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, processors=132)
+def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False, terms=2):
+    return gluon_configs.int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, terms=terms, processors=132)
 
 
 def test_when_it_is_chosen():
@@ -34,6 +36,8 @@ def test_when_it_is_chosen():
     assert choice(K=2**24, Ld=128) is None
     assert choice(Nq=1).config.FEW and choice(Nq=2, Lq=16).config.FEW and not choice(Nq=2).config.FEW
     assert choice(Nq=4).row_tiles == 1 and choice(Nq=8).row_tiles == 2 and choice(Nq=1, Lq=33).row_tiles == 1
+    assert choice(Nq=2, terms=1).config.FEW and choice(Nq=8, terms=1).row_tiles == 1
+    assert not choice(Nq=1, Lq=65, terms=1, dtype=torch.float32).config.FEW
 
 
 def test_tiles_of_the_length_that_wastes_least():
@@ -44,10 +48,12 @@ def test_tiles_of_the_length_that_wastes_least():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("Lq", [2, 5, 31, 32, 33, 64, 65, 129, 1024])
 @pytest.mark.parametrize("Nq", [1, 7, 64])
-def test_row_tiles_hold_every_query_token(Nq, Lq, dtype):
-    found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
+@pytest.mark.parametrize("terms", [1, 2])
+def test_row_tiles_hold_every_query_token(Nq, Lq, dtype, terms):
+    found = choice(Nq=Nq, Lq=Lq, dtype=dtype, terms=terms)
     C = found.config
-    assert found.parts * C.SLOT >= Lq and (found.parts == 1 or C.SLOT == 64)
+    longest = 64 if dtype == torch.float32 else 128 // terms
+    assert found.parts * C.SLOT >= Lq and (found.parts == 1 or longest == C.SLOT) and not (C.FEW and found.parts > 1)
     assert found.row_tiles * C.ROWS * (1 if C.FEW else 4) >= Nq * found.parts * C.SLOT
     assert str(C.ROWS * (1 if C.FEW else 4)) in found.tile()
 
@@ -56,12 +62,14 @@ def test_row_tiles_hold_every_query_token(Nq, Lq, dtype):
 @pytest.mark.parametrize("d", [16, 64, 128])
 @pytest.mark.parametrize("Lq", [20, 33, 64, 129, 1024])
 @pytest.mark.parametrize("Nq", [1, 7])
-def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, d, dtype):
-    found = choice(Nq=Nq, Lq=Lq, d=d, dtype=dtype)
-    options = {"candidates": False, "normalize": False, "tf32": False, "argmax": False, "stored": "int8"}
+@pytest.mark.parametrize("stored", TERMS_OF)
+def test_sums_are_the_trees_of_the_kernel_of_packed_documents(stored, Nq, Lq, d, dtype):
+    found = choice(Nq=Nq, Lq=Lq, d=d, dtype=dtype, terms=TERMS_OF[stored])
+    options = {"candidates": False, "normalize": False, "tf32": False, "argmax": False, "stored": stored}
     for wide, few in itertools.product(range(3), (False, True)):
         packed, levels = forward_configs.forward_ragged(SM_90, dtype, Nq, Lq, d, wide=wide, few=few, **options)
         assert found.config.SLOT * found.tree == packed.config.SLOT << levels
+        assert TERMS_OF[stored] == packed.config.TERMS
 
 
 def test_scales_that_documents_share_are_no_row_of_scales_for_all():
@@ -69,7 +77,7 @@ def test_scales_that_documents_share_are_no_row_of_scales_for_all():
     Q, data = torch.empty(3, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
 
     def chosen(*shape):
-        return choose.int8(Q, data, torch.empty(shape, device="meta"), SM_90)
+        return choose.int8(Q, data, torch.empty(shape, device="meta"), 2, SM_90)
 
     assert chosen(140, 132).config.GIVEN
     assert not chosen(140, 1).config.GIVEN and not chosen(1, 1).config.GIVEN
@@ -89,10 +97,10 @@ def test_plans_that_another_thread_drops(monkeypatch):
     assert int8.forward(c, D.kept()) is None  # a CPU has no plan
 
 
-def documents(Nd, Ld, d, scale, seed=0):
+def documents(Nd, Ld, d, scale, seed=0, query="half"):
     torch.manual_seed(seed)
     D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))
-    return lik_ops.quantize(D, "int8", scale).to("cuda")
+    return lik_ops.quantize(D, "int8", scale, query=query).to("cuda")
 
 
 def fast(Q, D, q_mask=None, q_weight=None):
@@ -124,7 +132,7 @@ def bound(Q, D, q_mask, q_weight):
     weight = torch.ones_like(Q[..., 0]) if q_weight is None else q_weight.double()
     exact = torch.stack([reference.maxsim(Q, x[None], q_mask, q_weight=weight)[:, 0] for x in tokens], 1)
     most, total = rows.amax(-1), sizes.sum(-1).amax(-1)
-    off = torch.einsum("is,j->ij", weight.abs() * most, total) * TERMS
+    off = torch.einsum("is,j->ij", weight.abs() * most, total) * (ONE_TERM if D.query == "int8" else TERMS)
     products = torch.stack([(rows @ x.T).amax(-1) for x in sizes], 1)  # [Nq, Nd, Lq]
     return exact, off + ROUNDING * torch.einsum("is,ijs->ij", weight.abs(), products)
 
@@ -147,10 +155,11 @@ CASES = [
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), CASES)
-def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scale):
-    D = documents(Nd, Ld, d, scale, seed=Lq)
+def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scale, query):
+    D = documents(Nd, Ld, d, scale, Lq, query)
     for n, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
         Q = torch.randn(Nq, Lq, d).to("cuda", dtype)
         q_mask = torch.rand(Nq, Lq, device="cuda") > 0.3 if (n + Lq) % 3 else None
@@ -169,9 +178,10 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scal
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES[:2])
-def test_bits_hang_on_nothing_else_in_the_call(scale):
-    D = documents(400, 132, 128, scale)
+def test_bits_hang_on_nothing_else_in_the_call(scale, query):
+    D = documents(400, 132, 128, scale, query=query)
     Q = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
     whole = fast(Q, D)
     for part in (slice(3, 4), slice(0, 2), slice(7, 20)):
@@ -183,10 +193,13 @@ def test_bits_hang_on_nothing_else_in_the_call(scale):
 
 
 @pytest.mark.gpu
-def test_negative_and_equal_similarities():
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("scale", SCALES[:2])
+@pytest.mark.parametrize("Lq", [11, 32, 100])
+def test_negative_and_equal_similarities(Lq, scale, query):
     """Maxima below zero, which what lies beyond a document or a row would beat; the largest sums."""
-    for number, scale, Lq in itertools.product((-128, 127), SCALES[:2], (32, 11, 100)):
-        D = documents(140, 68, 128, scale)
+    for number in (-128, 127):
+        D = documents(140, 68, 128, scale, query=query)
         D.data.fill_(number)
         D.scale.fill_(0.5)
         Q = torch.full((3, Lq, 128), 0.3, device="cuda", dtype=torch.float16)
@@ -200,11 +213,12 @@ def test_negative_and_equal_similarities():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("Nq", [1, 9])
-def test_rows_that_terms_cannot_hold(Nq, scale):
+def test_rows_that_terms_cannot_hold(Nq, scale, query):
     """They are multiplied in fp32, and leave the bits of other queries alone."""
     odd = (float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31)
-    D = documents(80, 132, 96, scale)
+    D = documents(80, 132, 96, scale, query=query)
     plain = torch.randn(Nq, 20, 96, device="cuda")
     before = fast(plain, D)
     for n, value in enumerate(odd):
@@ -235,10 +249,11 @@ def test_documents_with_nan_and_zeros(Nq):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("Nq", [1, 9])
-def test_negative_scales(Nq, scale):
+def test_negative_scales(Nq, scale, query):
     """Of such a document the least product counts. Masked rows hold NaN, and there are rows of no query."""
-    D = documents(140, 132, 96, scale)
+    D = documents(140, 132, 96, scale, query=query)
     D.scale[::3] *= -1
     Q = torch.randn(Nq, 20, 96, device="cuda", dtype=torch.bfloat16)
     q_mask = torch.rand(Nq, 20, device="cuda") > 0.3
@@ -267,12 +282,13 @@ def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES)
-def test_documents_in_chunks(scale, monkeypatch):
+def test_documents_in_chunks(scale, query, monkeypatch):
     """The sums of the parts of a query lie in a workspace."""
     from lik_ops.gpu import backend, specialized
 
-    D, Q = documents(400, 68, 64, scale), torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    D, Q = documents(400, 68, 64, scale, query=query), torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)
     D.scale[::7] *= -1
     expected = fast(Q, D)
     backend.forget()

@@ -1,5 +1,6 @@
 """`lik_ops.quantize` and scores of what it returns: the formulas, all layouts, what is off by how much, bad input."""
 
+import dataclasses
 import itertools
 import pickle
 from types import SimpleNamespace
@@ -290,6 +291,29 @@ def test_kept_and_read_again(format, tmp_path):
     assert made.nbytes == 30 * bytes_each + 5 * 8 + of_codec
 
 
+def test_how_queries_are_rounded_stays_with_the_documents(tmp_path):
+    pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
+    D = tokens(5, 6, 20)
+    made, plain = (lik_ops.quantize(D, query=query) for query in ("int8", "half"))
+    made.save(tmp_path / "documents.safetensors")
+    read = Quantized.load(tmp_path / "documents.safetensors")
+    again = dataclasses.replace(plain, query="int8")
+    for found in (made, made[1:3], made[[4]], made.to("cpu"), read, pickle.loads(pickle.dumps(made)), again):
+        assert found.query == "int8" and found.stored().format == "int8_int8" and "query='int8'" in repr(found)
+    assert plain.query == "half" and plain.stored().format == "int8" and "query" not in repr(plain)
+    Q = tokens(2, 3, 20)
+    assert torch.equal(lik_ops.maxsim(Q, made), lik_ops.maxsim(Q, plain))  # a CPU rounds no queries
+    assert torch.equal(made.dequantize(), plain.dequantize())
+
+
+def test_a_pickle_of_before_queries_were_rounded():
+    state = lik_ops.quantize(tokens(5, 6, 20)).__getstate__()
+    del state["query"]
+    old = Quantized.__new__(Quantized)
+    old.__setstate__(state)
+    assert old.query == "half" and old.to("cpu").query == "half"
+
+
 def test_a_foreign_file_is_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
     safetensors.save_file({"data": torch.zeros(2)}, tmp_path / "x.safetensors")
@@ -400,6 +424,13 @@ def test_exported_with_documents_as_arguments():
         (lambda D: quantize(D.int()), TypeError, "quantize: D: expected float16, .*, got torch.int32"),
         (lambda D: quantize(D, "int4"), ValueError, "quantize: format: expected one of int8, uint8, .*, got 'int4'"),
         (lambda D: quantize(D, scale="row"), ValueError, "quantize: scale: expected one of token, .*, got 'row'"),
+        (lambda D: lik_ops.quantize(D, query="int4"), ValueError, "query: expected one of half, int8, got 'int4'"),
+        (lambda D: lik_ops.quantize(D, "uint8", query="int8"), ValueError, "query: expected one of half, got 'int8'"),
+        (
+            lambda D: Quantized(D.char(), D[..., 0], "int8", 8, D.dtype, query="fp8"),
+            ValueError,
+            "Quantized: query: expected one of half, int8, got 'fp8'",
+        ),
         (lambda D: quantize(D[0, 0]), ValueError, r"quantize: D: expected \[Ld, d\], .*, got \[8\]"),
         (lambda D: quantize(D, cu_seqlens_d=torch.tensor([0, 4])), ValueError, r"quantize: D: expected \[Td, d\], got"),
         (lambda D: quantize(D[0], cu_seqlens_d=torch.tensor([0, 9])), ValueError, "ascending bounds from 0 to 5"),

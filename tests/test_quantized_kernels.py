@@ -9,7 +9,7 @@ import torch
 
 import lik_ops
 from lik_ops import Quantized, reference
-from lik_ops.formats import ALL, FORMATS, RESIDUAL, Stored
+from lik_ops.formats import ALL, FORMATS, INT8_QUERIES, RESIDUAL, Stored
 from lik_ops.ops import eager
 from lik_ops.ops.topk import Search
 from lik_ops.portable import backend as portable
@@ -25,7 +25,7 @@ from lik_ops.gpu import quantized as quantized_calls
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
 from . import ptx
-from .quantized import QUERIES, ROUNDING, TERMS, Problem, bounds_of, problem
+from .quantized import ONE_TERM, QUERIES, ROUNDING, TERMS, Problem, bounds_of, problem
 from .residual import quantize
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -96,6 +96,28 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, sca
         assert_near_portable(p, scores, normalize)
 
 
+@pytest.mark.parametrize(
+    ("mode", "d", "scale", "options", "winners", "normalize"),
+    [
+        ("cross", 128, "token", False, False, False),
+        ("cross", 96, "document", True, True, False),
+        ("cross", 20, "tensor", True, False, True),
+        ("candidates", 256, "token", True, True, False),
+        ("pairs", 128, "document", False, True, True),
+        ("cross", 300, "token", False, False, False),  # too many features: rounds no queries
+    ],
+)
+def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, options, winners, normalize):
+    for dtype in dtypes(place):
+        p = problem(mode, dtype, d, "int8", scale, options).to(place.device)
+        rounded = dataclasses.replace(p, stored=p.stored._replace(format=INT8_QUERIES))
+        scores, argmax = rounded.forward(normalize=normalize, argmax_dtype=torch.int32 if winners else None)
+        assert_right(rounded, scores, argmax if winners else None, normalize)
+        if d <= 256:
+            with pytest.raises(AssertionError):
+                assert_right(p, scores, None, normalize)  # not as near as two terms are
+
+
 def test_a_wrong_scale_would_be_seen(place):
     p = problem("cross", torch.float16, 96, "int8", queries=(3,), documents=(5,)).to(place.device)
     scores, argmax = p.forward()
@@ -113,7 +135,7 @@ def test_a_wrong_scale_would_be_seen(place):
 def test_int8_is_multiplied_by_terms_up_to_256_features(place):
     arch, shared = backend.architecture(torch.device(place.device)), {"wide": 0, "tf32": False, "argmax": False}
     for d, terms in ((1, 2), (20, 2), (256, 2), (257, 0)):
-        for stored, expected in (("int8", terms), ("number", 0)):
+        for stored, expected in (("int8", terms), (INT8_QUERIES, min(terms, 1)), ("number", 0)):
             for candidates, dtype in itertools.product((False, True), (torch.float16, torch.float32)):
                 launch, _ = forward_configs.forward_ragged(
                     arch, dtype, 3, 32, d, candidates=candidates, normalize=False, stored=stored, **shared
@@ -383,18 +405,19 @@ def test_lengths_beyond_the_tokens_are_nan(place):
         assert (winners[:2] == -1).all() and torch.equal(winners[2], argmax[2])
 
 
-def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place):
+@pytest.mark.parametrize(("query", "step"), [("half", TERMS), ("int8", ONE_TERM)])
+def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, query, step):
     """A query whose every feature but one is nearly half a step, and documents that int8 keeps exactly."""
-    Q, D = torch.full((1, 1, 128), 0.49 * 2 * TERMS), torch.ones(2, 3, 128)
+    Q, D = torch.full((1, 1, 128), 0.49 * 2 * step), torch.ones(2, 3, 128)
     Q[0, 0, 5] = 1
-    made = quantize(D.to(place.device))
+    made = lik_ops.quantize(D.to(place.device), query=query)
     assert not made.error.any()
     s = Search(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
     with place.use():
         rough = two_stage._intervals(s, made, two_stage._scores(s.Q, made, 0, 2, s))
     full = Q.double().sum()
     assert ((rough.lower <= full) & (full <= rough.upper)).all()
-    assert ((rough.scores.double() - full).abs() > 120 * TERMS).all()  # else this shows nothing
+    assert ((rough.scores.double() - full).abs() > 120 * step).all()  # else this shows nothing
 
 
 @every_format

@@ -64,7 +64,7 @@ def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
     D = torch.empty(1000, 180, 128, dtype=torch.bfloat16, device="meta")
     mask, scale = (torch.empty(1000, 180, dtype=x, device="meta") for x in (torch.bool, torch.float32))
     found = [choose.dense(Q, D, m, False, None, SM_90).kernel for m in (None, mask)]
-    served = choose.int8(Q, torch.empty(D.shape, dtype=torch.int8, device="meta"), scale, SM_90) is not None
+    served = choose.int8(Q, torch.empty(D.shape, dtype=torch.int8, device="meta"), scale, 2, SM_90) is not None
     monkeypatch.setattr(ragged_forward, "architecture", lambda device: SM_90)
     bounds = torch.empty(1001, dtype=torch.int64, device="meta")
     c = Cut(Q, D.flatten(0, 1), None, bounds, *[None] * 6, 64, 1000, False, 64 * 32, 180_000, 32)

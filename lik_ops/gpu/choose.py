@@ -151,9 +151,9 @@ def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
     return found if not found.is_wide or describable_queries(Q) else None
 
 
-def int8(Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture) -> Specialized | None:
-    """The choice for int8 documents ``[Nd, Ld, d]`` without mask, normalising or winners; None where
-    `maxsim_forward_ragged` serves.
+def int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture) -> Specialized | None:
+    """The choice for int8 documents ``[Nd, Ld, d]`` without mask, normalising or winners, beside query rows of so many
+    int8 terms; None where `maxsim_forward_ragged` serves.
 
     `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all. A descriptor reads those of tokens: all of them.
     """
@@ -165,7 +165,7 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture) -> Speciali
     if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
     call = arch, Q.dtype, *sizes(Q, data), Q.shape[-1]
-    found = gluon_configs.int8(*call, each_token=each_token, processors=arch.processors)
+    found = gluon_configs.int8(*call, each_token=each_token, terms=terms, processors=arch.processors)
     return None if found is None or kernels() is None else found
 
 

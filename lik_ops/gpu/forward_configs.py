@@ -12,6 +12,7 @@ import torch
 
 from ..csrc_triton.arguments import Config
 from ..csrc_triton.residual import bucket_bits, in_words
+from ..formats import INT8_QUERIES
 from . import triton_versions
 from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 from .forward_table import ANY, FORWARD, Tile
@@ -24,6 +25,7 @@ LEAST_SLOT = 16  # rows of a query of ragged layouts
 _RAGGED_ROWS = 128  # query rows of a tile of ragged layouts, at most
 _MOST_CODED = 512  # that decoded codes meet
 _INT8_STEP = 32  # features of one instruction of the matrix unit
+TERMS = {"int8": 2, INT8_QUERIES: 1}  # of a query row, by `Config.STORED`
 _MOST_INT8 = 256  # features whose products of int8 terms are sums of 32 bits
 
 
@@ -101,9 +103,10 @@ def forward_split(launch: Launch, Lq: int) -> Launch:
     return replace(launch, config=config._replace(BM=2 * config.BM, LONG=False), num_stages=3)
 
 
-def _by_terms(launch: Launch, arch: Architecture, d: int) -> Launch:
-    """The forward of int8 documents, by two int8 terms of each query row: as many registers as for twice the rows."""
-    config = launch.config._replace(BD=max(launch.config.BD, next_power_of_2(d), _INT8_STEP), ONE_CHUNK=True, TERMS=2)
+def _by_terms(launch: Launch, arch: Architecture, d: int, terms: int) -> Launch:
+    """The forward of int8 documents, by int8 terms of each query row: two take registers as for twice the rows."""
+    BD = max(launch.config.BD, next_power_of_2(d), _INT8_STEP)
+    config = launch.config._replace(BD=BD, ONE_CHUNK=True, TERMS=terms)
     if arch.unit == "wgmma" and config.BM > 32:
         config = config._replace(BM=64, BN=128, SLOT=min(config.SLOT, 64), TOKENS_FIRST=False)
         return replace(launch, config=config, num_warps=4, num_stages=3, max_registers=None)
@@ -214,8 +217,8 @@ def forward_ragged(
         arch, dtype, Nq, Lq, d, candidates=candidates, normalize=sums_squares, wide=wide, tf32=tf32, argmax=argmax
     ).visiting()
     launch = replace(launch, config=launch.config._replace(NORMALIZE=normalize, STORED=stored))
-    if stored == "int8" and d <= _MOST_INT8:
-        launch = _by_terms(launch, arch, d)
+    if stored in TERMS and d <= _MOST_INT8:
+        launch = _by_terms(launch, arch, d, TERMS[stored])
     codes = bucket_bits(stored) > 0
     converts = bool(stored) and dtype == torch.float32 and not launch.config.TERMS
     choice = _Ragged(arch.unit, argmax, sums_squares, few, converts, codes, codes and (argmax or wide > 0))

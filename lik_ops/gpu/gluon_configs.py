@@ -21,7 +21,6 @@ _MOST_WASTE = 1.07  # what larger tiles may multiply beside what smaller ones do
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
-_TERM_ROWS = 32  # query rows of two int8 terms in a product
 # Of int8 documents: tokens of a tile and stages; for few query rows, with what a token costs beside the smaller tile.
 _INT8 = 64, 8
 _INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
@@ -205,19 +204,20 @@ def int8(
     d: int,
     *,
     each_token: bool,
+    terms: int,
     processors: int,
 ) -> Specialized | None:
-    """The choice for dense int8 documents without mask, beside query rows of two int8 terms each; None where the kernel
+    """The choice for dense int8 documents without mask, beside query rows of so many int8 terms; None where the kernel
     of packed documents serves.
 
     Nq and K may decide, as all give the same bits. `each_token`: tokens have scales of their own.
     """
     if arch.name != "sm_90":
         return None
-    rows, tree = _TERM_ROWS, forward_configs.ragged_tree(arch, dtype, Lq, d, stored="int8")
+    rows, tree = 64 // terms, forward_configs.ragged_tree(arch, dtype, Lq, d, stored="int8")
     slot = min(next_power_of_2(Lq), 2 * rows, tree)
-    few = Nq * slot <= rows
     parts = cdiv(Lq, slot)
+    few = Nq * parts * slot <= rows
     row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
     tokens, stages = _int8_tile(Ld, few)
     config = Specialization(

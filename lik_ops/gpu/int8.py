@@ -13,6 +13,7 @@ from ..formats import Stored
 from ..segments import Cut
 from . import choose, gluon, gluon_configs, launcher
 from .arguments import architecture, on_device
+from .forward_configs import TERMS
 from .specialized import SpecializedPlan
 
 _MOST_PLANS = 4096
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
 
 class Int8Plan(SpecializedPlan):
     """As `SpecializedPlan`, but row tiles hold 128 query tokens, or 32 where there are no more, and parts of a longer
-    query 64 tokens."""
+    query 64 tokens; of one term each twice as many."""
 
     instead = "maxsim_forward_ragged"
 
@@ -74,12 +75,13 @@ def forward(c: Cut, stored: Stored) -> Tensor | None:
     """The scores of the cross product of dense queries, and dense documents without mask; None where
     `maxsim_forward_ragged` serves. `stored` has the axes of documents."""
     data, scale = stored.data, stored.scale
-    key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride())
+    terms = TERMS[stored.format]
+    key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride(), terms)
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        choice = choose.int8(c.Q, data, scale, architecture(c.Q.device))
+        choice = choose.int8(c.Q, data, scale, terms, architecture(c.Q.device))
         plan = _plans[key] = None if choice is None else Int8Plan(choice, c.Q, data)
     if plan is None:
         return None

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..csrc_triton.arguments import CodedCounts, Config, Counts
 from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
-from ..formats import ALL, Stored
+from ..formats import OPERANDS, Stored
 from ..segments import Cut, Ragged
-from . import int8, launcher
+from . import forward_configs, int8, launcher
 from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
 from .configs import Architecture, cdiv, next_power_of_2
 from .ragged_forward import packed_documents, ragged_plan
@@ -33,7 +33,7 @@ def forward_quantized_cut(
     c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a `Cut` and tokens with the axes that they have, whose numbers are its D."""
-    if stored.format == "int8" and not (c.candidates or normalize or argmax_dtype):
+    if stored.format in forward_configs.TERMS and not (c.candidates or normalize or argmax_dtype):
         is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
         scores = int8.forward(c, stored) if is_dense else None
         if scores is not None:
@@ -54,7 +54,7 @@ def _forward(c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype 
 
 def _as_read(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """The numbers as the kernel reads them, and `Config.STORED`."""
-    kept = ALL[format]
+    kept = OPERANDS[format]
     if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
         return data.view(kept.dtype), "number"
     return data, kept.kernel

@@ -35,7 +35,8 @@ _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MOST_PLANS = _MOST_TILES = 4096
 _MOST_DESCRIPTORS = 64  # that a plan keeps
-_A_FEATURE_AN_ELEMENT = ("", "int8", "number", "e4m3", "e5m2")  # `Config.STORED` that descriptors can read
+# `Config.STORED` that descriptors can read.
+_A_FEATURE_AN_ELEMENT = ("", *forward_configs.TERMS, "number", "e4m3", "e5m2")
 _TERM_ROWS = 16  # of a program of `maxsim_query_terms`
 
 

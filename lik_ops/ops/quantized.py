@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of
-from ..formats import ALL, Format, Stored
+from ..formats import OPERANDS, Format, Stored
 from ..segments import Ragged
 from . import values
 from .custom import custom_op
@@ -40,8 +40,8 @@ def _taken(args: tuple) -> tuple[Ragged, Stored]:
 
 def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> None:
     check_forward(_FWD, r, argmax_dtype, "auto")
-    check_choice(_FWD, "format", stored.format, tuple(ALL))
-    kept = ALL[stored.format]
+    check_choice(_FWD, "format", stored.format, tuple(OPERANDS))
+    kept = OPERANDS[stored.format]
     expected = -(-r.Q.shape[-1] // kept.each)
     if stored.data.dtype != kept.bytes:
         raise TypeError(f"{_FWD}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
@@ -90,7 +90,8 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     `data` is ``[Td, d]`` as `format` keeps it, FP8 as bytes; `scale` and `minimum` are fp32 ``[Td]`` or ``[1]``.
     Residual codes count as ``(centroids[codes] + weights[data]) * scale``: int32 or int64 `codes` ``[Td]``, `centroids`
     ``[C, d]`` in fp16, bf16 or fp32, fp32 `weights` by what the bits of a bucket say, the first feature of a byte in
-    its highest. Other formats have None of these. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
+    its highest. Other formats have None of these. ``"int8_int8"`` is ``"int8"`` beside whose documents a GPU may round
+    queries to int8. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
     """
     (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
     check = partial(_check, r, stored, argmax_dtype, max_seqlen_q)

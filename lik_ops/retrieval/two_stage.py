@@ -207,7 +207,9 @@ def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
 
 def _held(Q: Tensor, coarse: Quantized) -> float:
     """What one side of a product may be off by on a GPU, relative to its norm."""
-    if coarse.format == "int8":  # query rows to a 64,516th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
+    if coarse.query == "int8":  # query rows to a 254th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
+        return coarse.d**0.5 / 253
+    if coarse.format == "int8":  # to a 64,516th
         return coarse.d**0.5 / 64_000
     halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0

@@ -2,7 +2,7 @@
 
 "x int8" are documents beside which queries are rounded to int8 (``query="int8"``).
 
-    python benchmarks/quantized.py [--only pages] [--rounds 30] [--seconds 400] [--out FILE]
+    python benchmarks/quantized.py [--only pages] [--own] [--rounds 30] [--seconds 400] [--out FILE]
 
 ``quantized`` rows: median device times of calls that find the L2 cache flushed, peers tuned anew on each shape.
 `error` is the largest difference from fp64 scores of full precision, beside the largest score; `spearman` the rank
@@ -135,12 +135,12 @@ def quality_of(scores: object, exact: Tensor) -> dict[str, float]:
     return fidelity.compared(first[:, :LOOKED_AT].double(), exact)
 
 
-def measure(row: Row, timer: gpu.Timer, device: str = "cuda") -> dict:
+def measure(row: Row, timer: gpu.Timer, device: str = "cuda", own: bool = False) -> dict:
     x = Inputs(row.case, device)
     made = {name: lik_ops.quantize(x.D, *how, query=query) for name, (*how, query) in FORMATS.items()}
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
     functions |= {name: (lambda D=D: lik_ops.maxsim(x.Q, D)) for name, D in made.items()}
-    functions |= _peers(x)
+    functions |= {} if own else _peers(x)
     contenders.forget_tuning()  # that of another shape
     failed: dict[str, str] = {}
     for name, function in list(functions.items()):
@@ -230,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--own", action="store_true", help="without peers, whose tuning takes most of the time")
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this time (default 400)")
     parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/quantized.json)")
@@ -248,7 +249,7 @@ def main() -> None:
                 elif timer is None:
                     raise TimeoutError("kernels are timed on a GPU")
                 else:
-                    records.append(measure(row, timer))
+                    records.append(measure(row, timer, own=args.own))
         except Exception as failure:
             records.append({"case": {"name": name}, "failed": gpu.reason(failure)})
         report(records[-1], {} if isinstance(row, Found) else row.goals)

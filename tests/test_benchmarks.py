@@ -574,10 +574,12 @@ def test_a_record_of_fidelity(monkeypatch):
     assert fidelity.measure("random", asked)["formats"]["int8"]["mrr"] == 1
 
 
-def test_a_record_of_formats():
+def test_a_record_of_formats(monkeypatch):
+    monkeypatch.setattr(quantized, "_peers", lambda x: {"peer": lambda: x.Q.new_zeros(len(x.Q), len(x.D))})
     row = quantized.Row(small(), {"int8": 1.0})
     record = quantized.measure(row, Clock(), "cpu")
-    assert list(record["ms"])[: len(quantized.FORMATS) + 1] == ["full", *quantized.FORMATS]
+    assert list(record["ms"]) == ["full", *quantized.FORMATS, "peer"]
+    assert list(quantized.measure(row, Clock(), "cpu", own=True)["ms"]) == ["full", *quantized.FORMATS]
     assert record["quality"]["full"]["error"] < 1e-6 < record["quality"]["int8"]["error"] < 0.02
     assert record["bytes"]["int8"] < record["bytes"]["full"]
 
@@ -613,8 +615,8 @@ def test_tables_of_formats(tmp_path):
     written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
     text = tables.formats(tmp_path).splitlines()
     row = "| 1 x 1000, 32, 300, 128 |"
-    assert f"{row} 0.5000 | 0.2500 | - | - | - | - | 0.7500 (flash-maxsim int8 x int8) |" in text
-    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | - | - | - | - | 1e-03, 0.9999 |" in text
+    assert f"{row} 0.5000 | 0.2500 | - | - | - | - | - | - | 0.7500 (flash-maxsim int8 x int8) |" in text
+    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | - | - | - | - | - | - | 1e-03, 0.9999 |" in text
     assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
     record = {
         "case": {"name": "hashed"},

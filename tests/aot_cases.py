@@ -181,6 +181,7 @@ STORED = [
     Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
     Case(FORWARD, d=8, Nq=1, ragged=True, stored="*i8"),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=INT8_QUERIES, **_EVERYTHING) for Nq in (1, 256)),
+    Case(FORWARD, _FP32, Lq=1024, ragged=True, stored=INT8_QUERIES, **_ALL_OPTIONS),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
     Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
     *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),

@@ -6,6 +6,7 @@ from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.arguments import Segments
 from lik_ops.csrc_triton.code_scores import maxsim_code_scores
+from lik_ops.formats import INT8_QUERIES
 from lik_ops.gpu.configs import ARCHITECTURES
 from lik_ops.gpu.triton_versions import release
 
@@ -32,6 +33,9 @@ MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v
 COMMON, OTHERS = common_and_others()
 
 
+BY_TERMS = ("*i8", INT8_QUERIES)  # int8 documents, by two terms of query rows or one
+
+
 def _matrix_unit(case: Case, name: str) -> str:
     if case.kernel == SPARSE and not name.startswith("gfx"):
         return "mma.sync"  # one small product for each document, beside zeros
@@ -39,7 +43,7 @@ def _matrix_unit(case: Case, name: str) -> str:
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
         return "mma.sync"  # tokens are the rows, 16 of them
-    if case.stored == "*i8" and case.d <= 256 and name == "sm_100" and release() < (3, 8):
+    if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and release() < (3, 8):
         return "mma.sync"  # products of int8 go to tcgen05 since 3.8
     return MATRIX_UNIT.get(name, "mma.sync")
 
@@ -100,7 +104,7 @@ def _check_stored(case: Case, name: str) -> None:
     if not knows(case, ARCHITECTURES[name]):
         pytest.skip("documents come otherwise there")
     text = _check(case, name).text
-    if case.kernel == FORWARD and case.stored == "*i8" and case.d <= 256 and not name.startswith("gfx"):
+    if case.kernel == FORWARD and case.stored in BY_TERMS and case.d <= 256 and not name.startswith("gfx"):
         assert "s32.s8.s8" in text or "kind::i8" in text, f"{case} on {name}: not by int8 terms"
 
 

@@ -306,16 +306,35 @@ class Points(NamedTuple):
     lengths: Any
 
 
+class PointTerms(NamedTuple):
+    """Some points of some clouds as `chamfer_terms` leaves them: rows of `width` features, a multiple of BD.
+
+    Split fp32: hi ``[room, width]``, below it lo. `each` rows are one cloud's, a multiple of every tile: the first of
+    them is its point `first`, those of batch `batch` come first.
+    """
+
+    rows: Any
+    norms: Any
+    scales: Any
+    room: Any
+    width: Any
+    each: Any
+    batch: Any
+    first: Any
+
+
 class Distances(NamedTuple):
-    """Compile-time choices of `chamfer_nearest` and `chamfer_winners`, each correct for every shape."""
+    """Compile-time choices of the kernels of nearest points, each correct for every shape."""
 
     BM: int  # points of P
     BN: int  # points of the other cloud in a step
     BD: int  # coordinates of a step; up to 4 are d, held in registers
     METRIC: str  # "sqeuclidean" or "l1"
-    PRODUCTS: bool = False  # squared distances by inner products
-    PRECISION: str = "ieee"  # of these
     WIDE: int = 1  # 2: offsets of coordinates may exceed 32 bits
+    KINDS: int = 1  # classes of a part that codes tell apart, for `chamfer_winners`
+    RUN: int = 1  # neighbours of a class
+    SPLIT: bool = False  # terms are those of fp32
+    ONE_CHUNK: bool = False  # BD covers their rows
 
 
 # The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
@@ -325,6 +344,7 @@ VECTOR: dict[type, tuple[str, ...]] = {
     Queries: ("stride_n", "stride_l"),
     Documents: ("stride_owner", "stride_doc", "stride_l"),
     Points: ("stride_batch", "stride_n"),
+    PointTerms: ("room", "width", "each"),
 }
 UNIT: dict[type, tuple[str, ...]] = {
     Queries: ("stride_d", "mask_stride_l", "weight_stride_l"),

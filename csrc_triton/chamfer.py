@@ -1,21 +1,23 @@
 """Nearest points of two clouds, both ways in one pass over their distances.
 
-A program has BM points of P and one part of R. It keeps no index: the least distance of each point goes, above the
-number of the part that it was found in, into a 64-bit key, and an atomic minimum keeps the least key: the result does
-not hang on the order. `chamfer_winners` then looks at that one part again, distance by distance.
+A program has BM points of P and one part of R. It keeps no index: the least distance of each point goes, above a code
+of the few points that it may be of, into a 64-bit key, and an atomic minimum keeps the least key: the result does not
+hang on the order. `chamfer_winners` then looks at these few again, distance by distance. `chamfer_products` has squared
+distances of many coordinates.
 """
 
 import triton
 import triton.language as tl
 
-from .common import condition, load_rows, wide
+from .common import condition, wide
 
-_LOWEST = tl.constexpr(-(2**31))
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-(2**31))  # in a key, of a NaN
+_NOBODY = tl.constexpr(2**31 - 1)
+_ONE = tl.constexpr(1 << 16)  # beside a class
 
 
 @triton.jit
-def _length(X, batch):
+def cloud_length(X, batch):
     """How many points a cloud has, and whether that number can be."""
     count = batch * 0 + X.count
     ok = batch >= 0
@@ -32,7 +34,7 @@ def _points(X, batch, n):
 
 
 @triton.jit
-def _least(a, b):
+def least_of(a, b):
     """NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -91,67 +93,109 @@ def _by_loop(at_p, at_r, P, R, d, C: tl.constexpr):
 
 
 @triton.jit
-def _by_products(at_p, at_r, P, R, d, C: tl.constexpr):
-    """Squared distances as ``|p|^2 + |r|^2 - 2 <p, r>``: near enough to find a part."""
-    S = tl.full((C.BM, C.BN), 0, tl.float32)
-    of_p = tl.full((C.BM,), 0, tl.float32)
-    of_r = tl.full((C.BN,), 0, tl.float32)
-    for c0 in range(0, d, C.BD):
-        columns = c0 + tl.arange(0, C.BD)
-        x = load_rows(at_p, tl.full((C.BM,), 1, tl.int1), columns, d, P.stride_d, C.WIDE)
-        y = load_rows(at_r, tl.full((C.BN,), 1, tl.int1), columns, d, R.stride_d, C.WIDE)
-        S = tl.dot(x, tl.trans(y), S, input_precision=C.PRECISION)
-        of_p += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
-        of_r += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
-    return of_p[:, None] + (of_r[None, :] - 2.0 * S)
+def _held(P, at_p, d, C: tl.constexpr):
+    """Coordinates that a program keeps of its points, and NaN unless all of these are finite."""
+    p = _few_coordinates(at_p, P.stride_d, C)
+    return p, _unless_finite(p, tl.full((C.BM,), 0, tl.float32), C)
 
 
 @triton.jit
-def _keep_least(keys, distances, part, ok):
-    """Keep the least keys: distances in their order, NaN below all, and where they were found.
+def _unless_finite(x, odd, C: tl.constexpr):
+    """`odd`, or NaN where a coordinate is not finite."""
+    odd = tl.fma(x[0], 0.0, odd)
+    if C.BD > 1:
+        odd = tl.fma(x[1], 0.0, odd)
+    if C.BD > 2:
+        odd = tl.fma(x[2], 0.0, odd)
+    if C.BD > 3:
+        odd = tl.fma(x[3], 0.0, odd)
+    return odd
 
-    What lies there never rises: what is no less than an old value of it need not be tried.
+
+@triton.jit
+def _step(P, R, of_R, at_p, p, batch, first, end, odd, d, C: tl.constexpr, CAREFUL: tl.constexpr):
+    """Distances to BN points from `first` on as integers in their order, and what there is of these points' keys.
+
+    That of a NaN is the least with CAREFUL, else the largest, as of its bits.
     """
-    bits = distances.to(tl.int32, bitcast=True)
-    bits = tl.where(distances == distances, bits ^ ((bits >> 31) & _MAGNITUDE), _LOWEST)
-    key = (bits.to(tl.int64) << 32) | wide(part)
-    tl.atomic_min(keys, key, mask=ok & (key < tl.load(keys, mask=ok, other=0)), sem="relaxed")
+    j = first + tl.arange(0, C.BN)
+    keys = tl.load(of_R + batch.to(tl.int64) * R.count + j, mask=j < end, other=0)
+    at_r = _points(R, batch, tl.minimum(j, end - 1))  # the last again: that changes no minimum
+    if C.BD <= 4:
+        r = _few_coordinates(at_r, R.stride_d, C)
+        odd = _unless_finite(r, odd, C)
+        S = _by_coordinates(p, r, C)
+    else:
+        S = _by_loop(at_p, at_r, P, R, d, C)
+    bits = S.to(tl.int32, bitcast=True)
+    if CAREFUL:
+        bits = tl.where(S == S, bits, LOWEST)
+    return bits, keys, odd
+
+
+@triton.jit
+def key_of(distances, codes):
+    """Keys of distances as integers in their order."""
+    return (distances.to(tl.int64) << 32) | codes.to(tl.int64)
+
+
+@triton.jit
+def lower(keys, key, old, ok):
+    """Lower `keys` to these. They never rise: what is no less than an old value need not be tried."""
+    tl.atomic_min(keys, key, mask=ok & (key < old), sem="relaxed")
+
+
+@triton.jit
+def _met(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C: tl.constexpr, CAREFUL: tl.constexpr):
+    """The least distance of each of BM points in each of BN classes of the others; theirs go to their keys.
+
+    Two steps at a time: of three numbers one instruction finds the least.
+    """
+    best = tl.full((C.BM, C.BN), _NOBODY, tl.int32)
+    keys = of_R + batch.to(tl.int64) * R.count + tl.arange(0, C.BN)
+    for first in range(begin, end, 2 * C.BN):
+        a, old_a, odd = _step(P, R, of_R, at_p, p, batch, first, end, odd, d, C, CAREFUL)
+        b, old_b, odd = _step(P, R, of_R, at_p, p, batch, first + C.BN, end, odd, d, C, CAREFUL)
+        best = tl.minimum(tl.minimum(best, a), b)
+        j = first + tl.arange(0, C.BN)
+        lower(keys + first, key_of(tl.min(a, axis=0), j * 0 + tile), old_a, j < end)
+        lower(keys + (first + C.BN), key_of(tl.min(b, axis=0), j * 0 + tile), old_b, j + C.BN < end)
+    return best, odd
 
 
 @triton.jit(do_not_specialize=["part"])
 def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
-    """Lower the keys ``of_P [B, N]`` and ``of_R [B, M]`` to those of BM points and `part` others.
+    """Lower the keys ``of_P [B, N]`` and ``of_R [B, M]`` to those of BM points and `part` others, a multiple of 2 BN.
 
-    Programs ``B * row tiles * parts``. A key of `of_P` tells a part of R, one of `of_R` a row tile of P.
+    Programs ``B * row tiles * parts``. A key of `of_R` tells a row tile of P; one of `of_P` a part of R and the class
+    of the nearest, its number in the part modulo BN, or BN if several classes have one.
     """
     tiles, parts = tl.cdiv(P.count, C.BM), tl.cdiv(R.count, part)
     batch = tl.program_id(0) // (tiles * parts)
     tile = tl.program_id(0) // parts % tiles
     which = tl.program_id(0) % parts
-    N, _ = _length(P, batch)
-    M, _ = _length(R, batch)
+    N, _ = cloud_length(P, batch)
+    M, _ = cloud_length(R, batch)
     begin = which * part
     end = tl.minimum(begin + part, M)
     end = tl.where(tile * C.BM < N, end, begin)  # else nobody is here
 
     i = tile * C.BM + tl.arange(0, C.BM)
-    at_p = _points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))  # the last again: that changes no minimum
-    if C.BD <= 4 and not C.PRODUCTS:
-        p = _few_coordinates(at_p, P.stride_d, C)
-    best = tl.full((C.BM, C.BN), float("inf"), tl.float32)
-    for first in range(begin, end, C.BN):
-        j = first + tl.arange(0, C.BN)
-        at_r = _points(R, batch, tl.minimum(j, end - 1))
-        if C.PRODUCTS:
-            S = _by_products(at_p, at_r, P, R, d, C)
-        elif C.BD <= 4:
-            S = _by_coordinates(p, _few_coordinates(at_r, R.stride_d, C), C)
-        else:
-            S = _by_loop(at_p, at_r, P, R, d, C)
-        best = _least(best, S)
-        _keep_least(of_R + batch.to(tl.int64) * R.count + j, tl.reduce(S, 0, _least), tile, j < end)
+    at_p = _points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))
+    odd = tl.full((C.BN,), 0, tl.float32)
+    if C.BD <= 4:
+        p, odd_p = _held(P, at_p, d, C)
+        best, odd = _met(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, False)
+        if tl.sum(odd, axis=0) + tl.sum(odd_p, axis=0) != 0.0:  # rare
+            best, odd = _met(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, True)
+    else:
+        best, odd = _met(P, R, of_R, at_p, 0, batch, tile, begin, end, odd, d, C, True)
+    least = tl.min(best, axis=1)
+    hits = tl.sum(tl.where(best == least[:, None], _ONE + tl.arange(0, C.BN)[None, :], 0), axis=1)
+    codes = which * (C.BN + 1) + tl.where(hits < 2 * _ONE, hits & (_ONE - 1), C.BN)
+    keys = of_P + batch.to(tl.int64) * P.count + i
     mask = (i < N) & condition(begin < end)
-    _keep_least(of_P + batch.to(tl.int64) * P.count + i, tl.reduce(best, 1, _least), which, mask)
+    lower(keys, key_of(least, codes), tl.load(keys, mask=mask, other=0), mask)
 
 
 @triton.jit
@@ -176,9 +220,24 @@ def _steps(own, others, there, X, Y, d, C: tl.constexpr):
     return S
 
 
-@triton.jit(do_not_specialize=["points", "part"])
-def chamfer_winners(X, Y, keys, distances, nearest, points, part, d, C: tl.constexpr):
-    """Of BM of all `points` of X, the distance to the nearest of Y and which that is, in the part that their keys tell.
+@triton.jit
+def _candidates(code, length, size, C: tl.constexpr):
+    """Whom a key's code names: where they begin and end, how many there are, and whether they are a whole part.
+
+    A part of `size` points has KINDS classes of runs of RUN points, by turns; a code above these is the whole part. With
+    one class all codes are.
+    """
+    part = code // (C.KINDS + 1) if C.KINDS > 1 else code
+    kind = code % (C.KINDS + 1) if C.KINDS > 1 else code * 0 + C.KINDS
+    whole = kind == C.KINDS
+    begin = part * size
+    end = tl.minimum(begin + size, length)
+    return begin + tl.where(whole, 0, kind * C.RUN), end, tl.where(whole, size, size // C.KINDS), whole
+
+
+@triton.jit(do_not_specialize=["points", "size"])
+def chamfer_winners(X, Y, keys, distances, nearest, points, size, d, C: tl.constexpr):
+    """Of BM of all `points` of X, the distance to the nearest of Y and which that is, of those that their keys tell.
 
     Beyond the end of a cloud 0 and -1; inf and -1 where there is nobody, NaN and -1 where a length cannot be.
     """
@@ -187,28 +246,31 @@ def chamfer_winners(X, Y, keys, distances, nearest, points, part, d, C: tl.const
     at = tl.where(inside, at, 0)
     batch = at // X.count
     n = at % X.count
-    N, ok = _length(X, batch)
-    M, other_ok = _length(Y, batch)
+    N, ok = cloud_length(X, batch)
+    M, other_ok = cloud_length(Y, batch)
     ok = ok & other_ok
     key = tl.load(keys + at)
     there = ok & (n < N) & (M > 0)
-    begin = tl.where(there, key.to(tl.int32) * part, 0)
-    end = tl.where(there, tl.minimum(begin + part, M), 1)
+    begin, end, count, whole = _candidates(tl.where(there, key.to(tl.int32), 0), M, size, C)
     own = _points(X, batch, n)
     best = tl.full((C.BM, C.BN), float("inf"), tl.float32)
     where = tl.full((C.BM, C.BN), 0, tl.int32)
-    for first in range(0, tl.max(end - begin, axis=0), C.BN):
-        j = tl.minimum(begin[:, None] + first + tl.arange(0, C.BN)[None, :], end[:, None] - 1)
+    for first in range(0, tl.max(tl.where(there, count, 0), axis=0), C.BN):
+        k = first + tl.broadcast_to(tl.arange(0, C.BN)[None, :], (C.BM, C.BN))
+        if C.KINDS > 1:
+            k = tl.where(whole[:, None], k, k // C.RUN * (C.KINDS * C.RUN) + k % C.RUN)
+        j = begin[:, None] + k
+        j = tl.where((j < end[:, None]) & (k < size), j, begin[:, None])  # the first again: that changes nothing
         others = _points(Y, batch[:, None], j)
         S = _steps(own, others, there[:, None] & (j >= 0), X, Y, d, C)
         better = (S < best) | ((S != S) & (best == best)) | (first == 0)
         where = tl.where(better, j, where)
         best = tl.where(better, S, best)
-    least = tl.reduce(best, 1, _least)
+    least = tl.reduce(best, 1, least_of)
     hit = (best == least[:, None]) | (best != best)
     index = tl.min(tl.where(hit, where, 2147483647), axis=1)
-    # A part that holds NaN by products alone is too far off for them.
-    distance = tl.where((key >> 32).to(tl.int32) == _LOWEST, float("nan"), least)
+    # Who is NaN by products alone is too far off for them.
+    distance = tl.where((key >> 32).to(tl.int32) == LOWEST, float("nan"), least)
     distance = tl.where(there, distance, tl.where(n < N, float("inf"), 0.0))
     tl.store(distances + at, tl.where(ok, distance, float("nan")), mask=inside)
     tl.store(nearest + at, tl.where(there, index, -1), mask=inside)

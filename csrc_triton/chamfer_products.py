@@ -165,6 +165,11 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     group = (p.first + tile * C.BM) // 16
     for first in range(begin, end, C.BN):
         other = local * r.each + first
+        # Asked for before the products, not after.
+        r_norms = tl.load(r.norms + other + tl.arange(0, C.BN))
+        r_scales = r_norms
+        if C.SPLIT:
+            r_scales = tl.load(r.scales + other + tl.arange(0, C.BN))
         S = tl.full((C.BM, C.BN), 0, tl.float32)
         if C.ONE_CHUNK:
             S = _added(S, x, _both(r_tiles, r, other, 0, C.BN, C), C)
@@ -173,8 +178,8 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
                 S = _added(S, _both(p_tiles, p, row, c0, C.BM, C), _both(r_tiles, r, other, c0, C.BN, C), C)
         j = r.first + first + tl.arange(0, C.BN)
         if C.SPLIT:
-            S *= tl.load(r.scales + other + tl.arange(0, C.BN))[None, :]
-        S = tl.fma(S, scales[:, None], tl.load(r.norms + other + tl.arange(0, C.BN))[None, :]) + norms[:, None]
+            S *= r_scales[None, :]
+        S = tl.fma(S, scales[:, None], r_norms[None, :]) + norms[:, None]
         m = _lane_minima(S, C)
         better = (m < best) | ((m != m) & (best == best))
         where = tl.where(better, (r.first + first) // C.BN, where)

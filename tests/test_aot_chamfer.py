@@ -4,45 +4,76 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from lik_ops.csrc_triton import chamfer
-from lik_ops.csrc_triton.arguments import Points
-from lik_ops.gpu.chamfer import nearest_launch, winners_launch
+from lik_ops.csrc_triton import chamfer, chamfer_products
+from lik_ops.csrc_triton.arguments import Points, PointTerms
+from lik_ops.gpu import chamfer as launches
 from lik_ops.gpu.configs import ARCHITECTURES
 
 from .aot import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_OF_P, _OF_R = launches.Side(4096, 128, 1), launches.Side(32, 1, 1)
 CASES = [
     ("nearest", torch.float32, 3, "sqeuclidean", False),
     ("nearest", torch.float16, 2, "l1", True),
     ("nearest", torch.float32, 10, "l1", True),
-    ("nearest", torch.float32, 128, "sqeuclidean", False),
-    ("nearest", torch.bfloat16, 100, "sqeuclidean", True),
+    ("products", torch.float32, 128, "sqeuclidean", False),
+    ("products", torch.float32, 300, "sqeuclidean", True),
+    ("products", torch.bfloat16, 100, "sqeuclidean", True),
+    ("products", torch.float16, 16, "sqeuclidean", False),
+    ("terms", torch.float32, 128, "sqeuclidean", False),
+    ("terms", torch.bfloat16, 100, "sqeuclidean", True),
     ("winners", torch.float32, 3, "sqeuclidean", True),
-    ("winners", torch.bfloat16, 128, "l1", False),
+    ("winners of classes", torch.float32, 3, "sqeuclidean", False),
+    ("winners of classes", torch.bfloat16, 128, "l1", False),
 ]
+
+
+def _arguments(kernel, dtype, d, metric, arch, points):
+    """What is launched, its tile, and its arguments; a descriptor is None where there is none."""
+    launch = launches.products_launch(arch, dtype, d, 1)
+    rows = "*fp16" if dtype == torch.float32 else _POINTER[dtype]
+    terms = PointTerms(rows, "*fp32", "*fp32", *["i32"] * 5)
+    if kernel == "nearest":
+        arguments = {"P": points, "R": points, "of_P": "*i64", "of_R": "*i64", "part": "i32", "d": "i32"}
+        return chamfer.chamfer_nearest, launches.nearest_launch(arch, d, metric, 1), arguments
+    if kernel == "terms":
+        arguments = {"X": points, "terms": terms, "rows": "i32", "d": "i32"}
+        return chamfer_products.chamfer_terms, launches.terms_launch(arch, launch), arguments
+    if kernel == "products":
+        C = launch.config
+        tiles = [f"tensordesc<{rows[1:]}[{n}, {C.BD}]>" if arch.has_descriptors else None for n in (C.BM, C.BN)]
+        arguments = {"P": points, "R": points, "p": terms, "r": terms, "p_tiles": tiles[0], "r_tiles": tiles[1]}
+        return chamfer_products.chamfer_products, launch, arguments | {"of_P": "*i64", "of_R": "*i64", "steps": "i32"}
+    launch = launches.winners_launch(arch, d, metric, 1, _OF_P if kernel.endswith("classes") else _OF_R)
+    arguments = {"X": points, "Y": points, "keys": "*i64", "distances": "*fp32", "nearest": "*i32"}
+    return chamfer.chamfer_winners, launch, arguments | {"points": "i32", "size": "i32", "d": "i32"}
+
+
+def _known(arguments, d, lengths):
+    """Constants, and what is known to be a multiple of 16, by their places."""
+    constants, aligned = {}, []
+    for n, (name, x) in enumerate(arguments.items()):
+        if isinstance(x, Points):
+            constants |= {(n, 3): 1} | ({} if lengths else {(n, 5): None})
+            aligned += [(n, k) for k in ((0, 1, 2) if d % 16 == 0 else (0,))]
+        elif isinstance(x, PointTerms):
+            aligned += [(n, k) for k in range(6)]
+        elif x is None:
+            constants[n,] = None
+        elif x.startswith("*") or (name == "d" and d % 16 == 0):
+            aligned.append((n,))
+    return constants, aligned
 
 
 def compiled(kernel, dtype, d, metric, lengths, name):
     arch = ARCHITECTURES[name]
     points = Points(_POINTER[dtype], "i32", "i32", "constexpr", "i32", "*i64" if lengths else "constexpr")
-    if kernel == "nearest":
-        launch, _ = nearest_launch(arch, dtype, d, metric, 1)
-        arguments = {"P": points, "R": points, "of_P": "*i64", "of_R": "*i64", "part": "i32"}
-        function = chamfer.chamfer_nearest
-    else:
-        launch = winners_launch(arch, d, metric, 1)
-        arguments = {"X": points, "Y": points, "keys": "*i64", "distances": "*fp32", "nearest": "*i32"}
-        arguments |= {"points": "i32", "part": "i32"}
-        function = chamfer.chamfer_winners
-    arguments |= {"d": "i32", "C": "constexpr"}
-    names = list(arguments)
-    constants = {(names.index("C"),): launch.config} | {(n, 3): 1 for n in range(2)}
-    constants |= {} if lengths else {(n, 5): None for n in range(2)}
-    aligned = [(n,) for n in range(2, 5) if str(arguments[names[n]]).startswith("*")]
-    aligned += [(n, k) for n in range(2) for k in ((0, 1, 2) if d % 16 == 0 else (0,))]
-    aligned += [(names.index("d"),)] if d % 16 == 0 else []
-    source = ASTSource(function, arguments, constants, {path: [["tt.divisibility", 16]] for path in aligned})
+    function, launch, arguments = _arguments(kernel, dtype, d, metric, arch, points)
+    constants, aligned = _known(arguments, d, lengths)
+    constants[len(arguments),] = launch.config
+    signature = {n: "constexpr" if x is None else x for n, x in arguments.items()} | {"C": "constexpr"}
+    source = ASTSource(function, signature, constants, {path: [["tt.divisibility", 16]] for path in aligned})
     return compile_as_launched(source, target(arch), launch.options(arch))
 
 
@@ -51,8 +82,9 @@ def _compiles(case, name):
     if not ARCHITECTURES[name].is_amd:
         registers, spills = cuda_resources(found.asm["cubin"])
         assert spills == 0, (case, name, registers)
-    if case[0] == "nearest" and case[2] >= 16:
-        assert name.startswith("gfx") or any(unit in found.asm["ptx"] for unit in ("mma", "tcgen05"))
+    if case[0] == "products" and not name.startswith("gfx"):
+        unit = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(name, "mma.sync")
+        assert unit in found.asm["ptx"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -81,11 +81,15 @@ def scatter(kind: Kind, *, ragged: bool = False) -> Launch:
 THREE_PROGRAMS = 168  # registers of a thread with which so many of four warps share a multiprocessor
 # Query rows of a document whose winners are listed: fewer are soon looked through, more take too much memory.
 LEAST_LISTED, MOST_LISTED = 1024, 2**20
+LEAST_LONG = 4096  # tokens of a document, from which on lists of many small tiles take longer than their sums
 
 
 @_remembered
-def grad_documents(kind: Kind, *, flat: bool, pieces: bool) -> Launch:
-    """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut."""
+def grad_documents(kind: Kind, *, flat: bool, pieces: bool, long: bool = False) -> Launch:
+    """The one-hot product of BN tokens and the rows they won, BM rows a step; `pieces`: of a list that is cut.
+
+    `long`: documents have LEAST_LONG tokens or more. fp32 then takes as large tiles as registers hold.
+    """
     arch, d, half, vectors = kind.arch, kind.d, kind.half, kind.vectors
     BD = min(max(next_power_of_2(d), 16), 128)
     wgmma = arch.name in ("sm_90", INTERPRETER.name)
@@ -95,6 +99,8 @@ def grad_documents(kind: Kind, *, flat: bool, pieces: bool) -> Launch:
     BM, BN = (64 if wgmma else 32, 16) if half else (32, 16) if wgmma else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
+    if long and wgmma and not (half or kind.candidates or kind.normalize):
+        BN = 32 if arch == INTERPRETER else 256 if BD == 16 else 64
     config = kind.config(BM, BN, BD, LANES=4 if wgmma else 1, FLAT=flat)
     if half:
         plain = wgmma and kind.dtype == torch.bfloat16 and flat and d <= BD and not (kind.normalize or pieces)

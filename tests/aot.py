@@ -91,6 +91,7 @@ class Case:
     bounds: bool = False  # documents between bounds, in place of offsets and lengths
     padded: bool = False  # queries and documents that lie evenly, with lengths
     short: bool = False  # forward: documents of fewer tokens than a tile
+    long: bool = False  # backward: documents of many tokens
     chunks: bool = False  # of lists of winners
     sections: bool = False  # forward of few long documents, dense ones or with bounds
     int32: bool = False  # backward: winners of 4 bytes, not of 2
@@ -100,7 +101,7 @@ class Case:
 
     def __str__(self) -> str:
         named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
-        named += ("bounds", "padded", "chunks", "short", "sections", "fp32_centroids")
+        named += ("bounds", "padded", "chunks", "short", "long", "sections", "fp32_centroids")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [self.stored.removeprefix("*")] if self.stored else []
@@ -192,7 +193,8 @@ def _launch(case: Case, arch: Architecture) -> Launch:
     kind = backward_configs.Kind(arch, case.dtype, case.d, **shared)
     if case.kernel in SOFT:
         return soft_configs.backward(kind, tf32=case.tf32, flat=case.wide == 0)
-    documents = backward_configs.grad_documents(kind, flat=case.wide == 0 and not case.ragged, pieces=case.pieces)
+    flat = case.wide == 0 and not case.ragged
+    documents = backward_configs.grad_documents(kind, flat=flat, pieces=case.pieces, long=case.long)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_grad_disjoint_documents":

@@ -58,6 +58,12 @@ COMMON = [
     Case(DOCUMENTS, d=768, normalize=True, options=True),
     Case(DOCUMENTS, _FP16),
     Case(DOCUMENTS, pieces=True),
+    *(
+        Case(DOCUMENTS, _FP32, d, int32=True, pieces=pieces, long=True)
+        for d in (3, 100, 128)
+        for pieces in (False, True)
+    ),
+    Case(JOIN, _FP32, 3, int32=True, long=True),
     Case(DOCUMENTS, lists=False),
     *(Case(DOCUMENTS, dtype, lists=False, normalize=True, options=True) for dtype in (_FP16, _FP32)),
     Case(SPARSE, candidates=True),

@@ -42,7 +42,7 @@ def _matrix_unit(case: Case, name: str) -> str:
     if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
-        return "mma.sync"  # tokens are the rows, 16 of them
+        return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 of them or many
     if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and release() < (3, 8):
         return "mma.sync"  # products of int8 go to tcgen05 since 3.8
     return MATRIX_UNIT.get(name, "mma.sync")

@@ -82,6 +82,7 @@ def _compiles(case, name):
     if not ARCHITECTURES[name].is_amd:
         registers, spills = cuda_resources(found.asm["cubin"])
         assert spills == 0, (case, name, registers)
+        assert found.metadata.shared <= ARCHITECTURES[name].shared_memory
     if case[0] == "products" and not name.startswith("gfx"):
         unit = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(name, "mma.sync")
         assert unit in found.asm["ptx"]

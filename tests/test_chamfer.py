@@ -39,7 +39,7 @@ def distances(P, R, metric):
 @metrics
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(
-    ("N", "M", "d"), [(1, 1, 3), (70, 130, 3), (33, 20, 1), (5, 200, 2), (50, 40, 4), (40, 60, 20)]
+    ("N", "M", "d"), [(1, 1, 3), (70, 130, 3), (33, 20, 1), (5, 200, 2), (50, 40, 4), (40, 60, 16), (40, 60, 20)]
 )
 def test_distances_and_winners_are_those_of_the_formula(device, metric, dtype, N, M, d):
     _check_nearest(device, metric, dtype, N, M, d)
@@ -97,6 +97,48 @@ def test_the_lowest_of_equals_is_nearest(device, d):
     assert at_P.max() < 50
     assert at_R.max() < 40
     assert torch.equal(at_P[:, :40], at_P[:, 40:])
+
+
+@metrics
+@pytest.mark.parametrize("d", [1, 3, 16])
+def test_the_lowest_of_many_equals_is_nearest(device, metric, d):
+    """As voxels have them: neighbours, and points far apart in the order of their cloud."""
+    P, R = (torch.randint(0, 3, (1, n, d)).float() for n in (150, 170))
+    P, R = torch.cat([P, P[:, ::3]], 1).to(device), torch.cat([R, R[:, ::2]], 1).to(device)
+    c = distances(P, R, metric)
+    for found, axis in zip(nearest(P, R, metric)[1::2], (2, 1), strict=True):
+        first = (c == c.min(axis, keepdim=True).values).int().argmax(axis)
+        assert torch.equal(found.long(), first)
+
+
+def test_an_infinite_coordinate_is_infinitely_far(device):
+    P, R = clouds(40, 130, 3, device)
+    R[0, 77, 1] = math.inf
+    of_P, _, of_R, _ = nearest(P, R)
+    assert of_P.isfinite().all()
+    assert of_R.isinf().nonzero().tolist() == [[0, 77]]
+
+
+@pytest.mark.parametrize("d", [20, 40])
+def test_terms_in_chunks_have_the_same_bits(device, d, monkeypatch):
+    launches = pytest.importorskip("lik_ops.gpu.chamfer")
+    P, R = clouds(300, 530, d, device, B=3)
+    n = torch.tensor([300, 7, 260], device=device)
+    expected = nearest(P, R, p_lengths=n)
+    for rows in (256, 768, 1024):  # a cloud in parts; one at a time; the small one of several
+        monkeypatch.setattr(launches, "_TERM_BYTES", rows * 4 * 64)
+        assert all(torch.equal(a, b) for a, b in zip(nearest(P, R, p_lengths=n), expected, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_points_of_any_size_have_terms(device, scale):
+    """Of one cloud: each row is split to its own scale."""
+    P, R = clouds(60, 70, 20, device, B=1)
+    P[:, ::2] *= scale
+    R[:, ::2] *= scale
+    expected = distances(P, R, "sqeuclidean")
+    for found, axis in zip(nearest(P, R)[::2], (2, 1), strict=True):
+        torch.testing.assert_close(found.double(), expected.min(axis).values, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("d", [3, 20])

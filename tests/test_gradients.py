@@ -135,12 +135,13 @@ def _cut_small(monkeypatch, **constants):
 
 
 # How the winners of a document reach its gradient: held by one program, looked through, listed, listed in parts and
-# summed in pieces.
+# summed in pieces, listed by larger tiles.
 WAYS = {
     "few": {},
     "unlisted": {"SPARSE_ROWS": 0},
     "lists": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0},
     "pieces": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
+    "long": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "LEAST_LONG": 0, "_PIECE_ROWS": 8},
 }
 
 

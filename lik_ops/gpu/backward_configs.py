@@ -99,8 +99,9 @@ def grad_documents(kind: Kind, *, flat: bool, pieces: bool, long: bool = False) 
     BM, BN = (64 if wgmma else 32, 16) if half else (32, 16) if wgmma else (16, 64)
     if arch == INTERPRETER:
         BM, BN = 16, 16
-    if long and wgmma and not (half or kind.candidates or kind.normalize):
-        BN = 32 if arch == INTERPRETER else 256 if BD == 16 else 64
+    many = long and wgmma and not (half or kind.candidates or kind.normalize)
+    if many:
+        BM, BN = (16, 32) if arch == INTERPRETER else (32, 128) if BD == 16 else (16, 64)
     config = kind.config(BM, BN, BD, LANES=4 if wgmma else 1, FLAT=flat)
     if half:
         plain = wgmma and kind.dtype == torch.bfloat16 and flat and d <= BD and not (kind.normalize or pieces)
@@ -108,7 +109,7 @@ def grad_documents(kind: Kind, *, flat: bool, pieces: bool, long: bool = False) 
         warps = 8 if wide_unit and not vectors else 4
         return Launch(config, num_warps=warps, num_stages=stages, max_registers=THREE_PROGRAMS if plain else 255)
     if wgmma:
-        return Launch(config, num_warps=4, num_stages=2 if vectors else 1, max_registers=255)
+        return Launch(config, num_warps=8 if many else 4, num_stages=2 if vectors else 1, max_registers=255)
     return Launch(config, num_warps=8, num_stages=1, max_registers=255)
 
 

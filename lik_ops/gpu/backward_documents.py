@@ -32,7 +32,9 @@ def into_documents(call: GradientCall, grad_D: Tensor) -> None:
     if rows <= backward_configs.most_sparse_rows(call.kind):
         _sum_sparse(call, rows, count, grad_D)
         return
-    table = partial(backward_configs.grad_documents, call.kind, flat=call.flat, long=up.Ld >= backward_configs.LEAST_LONG)
+    table = partial(
+        backward_configs.grad_documents, call.kind, flat=call.flat, long=up.Ld >= backward_configs.LEAST_LONG
+    )
     launch = table(pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
     if not backward_configs.LEAST_LISTED <= rows <= backward_configs.MOST_LISTED:

@@ -15,15 +15,16 @@ from ..csrc_triton.chamfer_products import chamfer_products, chamfer_terms
 from ..portable.chamfer import LEAST_PRODUCTS, Nearest
 from . import launcher
 from .arguments import architecture, checked_grid, features_span, on_device, wide_rows
+from .backward_configs import THREE_PROGRAMS
 from .configs import INTERPRETER, Architecture, Launch, cdiv, next_power_of_2
 
 _NOBODY = (0x7F800000 << 32) | 0xFFFFFFFF  # above every key: an infinite distance, to point -1
 _INT32_MAX = 2**31 - 1
 _FEW = 4  # coordinates that are held in registers
-_MOST_STEPS = 64  # of a part, so that few points are looked at again where several are as near
+_MOST_STEPS = 32  # of a part, so that few points are looked at again where several are as near
 _TERM_BYTES = 14 * 2**20  # of one cloud's terms
 _ROWS = 256  # terms of a cloud are a multiple of these
-NEAREST_PROGRAMS, PRODUCT_PROGRAMS = 2, 2  # of a multiprocessor at a time
+NEAREST_PROGRAMS, PRODUCT_PROGRAMS = 3, 2  # of a multiprocessor at a time
 _LANES, _RUN, _GROUP = 4, 2, 16  # of the matrix unit's rows: see `chamfer_products`
 
 
@@ -39,20 +40,20 @@ def nearest_launch(arch: Architecture, d: int, metric: str, wide: int) -> Launch
     """The tile of `chamfer_nearest`."""
     BM, BN = (16, 16) if arch == INTERPRETER else (32, 128)
     config = Distances(BM, BN, d if d <= _FEW else 8, metric, wide)
-    return Launch(config, 4, 1, arch.registers)  # type: ignore[arg-type]
+    return Launch(config, 4, 1, THREE_PROGRAMS if arch.name == "sm_90" else arch.registers)  # type: ignore[arg-type]
 
 
 def products_launch(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -> Launch:
     """The tile of `chamfer_products`."""
     split = dtype == torch.float32
-    BM, BN, BD, warps, stages = (64, 64, 64, 4, 1)
+    BM, BN, BD = 64, 64, 64
     if arch.unit == "wgmma":
-        BM, BN, BD, warps, stages = (128, 128, 128, 8, 2)
+        BM, BN, BD = 128, 64, 128 if d <= 128 else 64
     if arch == INTERPRETER:
         BM, BN, BD = 32, 16, 16
     BD = min(BD, max(16, next_power_of_2(d)))
     config = Distances(BM, BN, BD, "sqeuclidean", wide, SPLIT=split, ONE_CHUNK=d <= BD)
-    return Launch(config, warps, stages, arch.registers)  # type: ignore[arg-type]
+    return Launch(config, 4, 1, 255)  # type: ignore[arg-type]
 
 
 def terms_launch(arch: Architecture, products: Launch) -> Launch:
@@ -110,7 +111,7 @@ class _Call(NamedTuple):
         launch = nearest_launch(self.arch, d, self.metric, self.wide)
         BM, step = launch.config.BM, 2 * launch.config.BN
         tiles, steps = B * cdiv(N, BM), cdiv(M, step)
-        parts = parts_of(tiles, steps, NEAREST_PROGRAMS * self.arch.processors, cdiv(steps, _MOST_STEPS // 2), 4)
+        parts = parts_of(tiles, steps, NEAREST_PROGRAMS * self.arch.processors, cdiv(steps, _MOST_STEPS), 4)
         part = cdiv(steps, parts) * step
         args = self.p, self.r, *self.keys, part, d
         self.run(chamfer_nearest, tiles * cdiv(M, part), args, launch)

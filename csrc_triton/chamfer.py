@@ -224,8 +224,8 @@ def _steps(own, others, there, X, Y, d, C: tl.constexpr):
 def _candidates(code, length, size, C: tl.constexpr):
     """Whom a key's code names: where they begin and end, how many there are, and whether they are a whole part.
 
-    A part of `size` points has KINDS classes of runs of RUN points, by turns; a code above these is the whole part. With
-    one class all codes are.
+    A part of `size` points has KINDS classes of runs of RUN points, by turns; a code above these is the whole part.
+    With one class all codes are.
     """
     part = code // (C.KINDS + 1) if C.KINDS > 1 else code
     kind = code % (C.KINDS + 1) if C.KINDS > 1 else code * 0 + C.KINDS

@@ -6,8 +6,8 @@ is x but for 2^-22 of each feature and 2^-39 of the largest. So
 
     p . r = 2^(e_p + e_r) (hi hi' + hi lo' + lo hi')
 
-to 2^-21 of ``|p| |r|`` besides the rounding of the sums: as near as |p|^2 + |r|^2 in fp32 deserve. `fp32` holds features
-of any size as well, which scales its small products apart.
+to 2^-21 of ``|p| |r|`` besides the rounding of the sums: as near as |p|^2 + |r|^2 in fp32 deserve. `fp32` holds
+features of any size as well, which scales its small products apart.
 
 A row whose norm is not finite has zeros for terms; one that is not there an infinite norm.
 """

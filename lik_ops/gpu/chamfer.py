@@ -58,7 +58,7 @@ def products_launch(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -
 
 def terms_launch(arch: Architecture, products: Launch) -> Launch:
     """The tile of `chamfer_terms`, which leaves rows for `products`."""
-    return Launch(products.config._replace(BM=16), 4, 1, arch.registers)  # type: ignore[arg-type]
+    return Launch(products.config._replace(BM=16), 4, 1, arch.registers)
 
 
 def winners_launch(arch: Architecture, d: int, metric: str, wide: int, side: Side) -> Launch:
@@ -139,7 +139,7 @@ class _Call(NamedTuple):
     ) -> PointTerms:
         """Of `count` points from `first` on of some clouds."""
         each = cdiv(count, _ROWS) * _ROWS
-        rows, split = clouds * each, launch.config.SPLIT  # type: ignore[attr-defined]
+        rows, split = clouds * each, launch.config.SPLIT
         dtype = torch.float16 if split else X.ptr.dtype
         terms = torch.empty(((1 + split) * rows, width), dtype=dtype, device=X.ptr.device)
         norms, scales = torch.empty((2, rows), dtype=torch.float32, device=X.ptr.device)

@@ -72,7 +72,7 @@ CALLS: dict[str, list[dict]] = {
         {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH, "coarse": lik_ops.quantize(D3), "n_candidates": 2},
     ],
     "quantize": [
-        {"D": D3, "format": "int8", "scale": "token", "d_mask": MASKS["d_mask"]},
+        {"D": D3, "format": "int8", "scale": "token", "d_mask": MASKS["d_mask"], "query": "int8"},
         {"D": D3.flatten(0, 1), "format": "binary", "scale": "document", "cu_seqlens_d": CU_D},
     ],
     "Quantized": [
@@ -81,6 +81,10 @@ CALLS: dict[str, list[dict]] = {
             **{"minimum": D3[..., 0], "error": D3[:, 0, 0], "norm": D3[:, 0, 0]},
         },
         {name: getattr(CODED, name) for name in ("data", "scale", "format", "d", "dtype", "codes", "codec")},
+        {
+            **{"data": D3.char(), "scale": D3[..., 0], "format": "int8", "d": D3.shape[-1], "dtype": torch.float32},
+            "query": "int8",
+        },
     ],
     "maxsim_streamed": [
         {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **STREAM},

@@ -60,7 +60,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
         "tiles": "i32" if masked else "constexpr",
         "found": Found(*(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners),
     }
-    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td"), "i32") | {"C": "constexpr"}
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "d"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | constants_of(segments, names.index("segments"))
     values |= {(n,): None for n, name in enumerate(names) if signature[name] == "constexpr"}

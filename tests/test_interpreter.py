@@ -33,6 +33,7 @@ MODULES = [
     "test_masked_kernels",
     "test_tile_norms",
     "test_sum_parts",
+    "test_sections",
 ]
 PROCESSES = 4
 

@@ -14,6 +14,7 @@ from lik_ops.segments import Cut, Ragged
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
+from lik_ops.gpu import forward_configs
 from lik_ops.gpu import ragged_backward as cuda_ragged_backward
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
@@ -143,7 +144,7 @@ def test_they_do_with_other_features(place, d, normalize):
 @pytest.mark.parametrize("slot", [4, *(pytest.param(slot, marks=slow_in_interpreter) for slot in (2, 8))])
 def test_sums_are_those_of_dense_calls_however_a_query_is_cut(place, slot, monkeypatch):
     """The mean length decides how many rows of a query are taken at a time; lengths differ from it."""
-    monkeypatch.setattr(cuda_ragged, "_LEAST_SLOT", slot)
+    monkeypatch.setattr(forward_configs, "LEAST_SLOT", slot)
     queries = (1, 2, 3, 5, 7, 12, 17, 31, 33, 41, *[0] * 70)
     assert sum(queries) / len(queries) < slot + 1
     assert_dense_bits(place, problem(place, "cross", torch.float16, queries=queries, documents=(7,)))

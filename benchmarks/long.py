@@ -52,10 +52,9 @@ def calls(case: Long, x: Inputs) -> dict[str, Callable[[], Tensor | tuple[Tensor
     Q, D, options = x.Q, x.D, x.options
     if case.what == "winners":
         rest = (x.q_mask, x.d_mask, x.q_weight, x.normalize, torch.int32, "auto")
-        both = {
+        return {
             name: lambda D=D: torch.ops.lik.maxsim_fwd(Q, D, *rest) for name, D in (("lik_ops", D), ("uncut", D[None]))
         }
-        return both
     uncut = {**options, "d_mask": None if x.d_mask is None else x.d_mask[None]}
     found = {"lik_ops": lambda: lik_ops.maxsim(Q, D, **options), "uncut": lambda: lik_ops.maxsim(Q, D[None], **uncut)}
     if case.packed:

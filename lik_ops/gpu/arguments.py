@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..csrc_triton.arguments import Config, Documents, Queries, Sizes
+from ..csrc_triton.arguments import Config, Documents, Queries, Segments, Sizes
+from ..segments import Cut
 from . import tables
 from .configs import ARCHITECTURES, INTERPRETER, Architecture
 
@@ -86,6 +87,30 @@ def owned_strides(x: Tensor | None, candidates: bool) -> tuple[int | None, ...]:
 def documents_of(D: Tensor, mask: Tensor | None) -> Documents:
     candidates = D.dim() == 4
     return Documents._make((D, *owned_strides(D, candidates), mask, *owned_strides(mask, candidates)))
+
+
+def per_row(x: Tensor | None) -> tuple:
+    """Of a mask or weight of packed rows: itself and its strides between queries or documents, and between rows."""
+    return (None, None, None) if x is None else (x, 0, x.stride(-1))
+
+
+def packed_queries(c: Cut) -> Queries:
+    return Queries._make((c.Q, 0, *c.Q.stride()[-2:], *per_row(c.q_mask), *per_row(c.q_weight)))
+
+
+def packed_documents(c: Cut, masked: bool = False) -> Documents:
+    """Without their mask unless `masked`: masked tokens win nothing."""
+    mask = (None,) * 4 if c.d_mask is None or not masked else (c.d_mask, 0, 0, c.d_mask.stride(-1))
+    return Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *mask))
+
+
+def segments_of(c: Cut) -> Segments:
+    return Segments._make((*c.indices, c.q_each, c.d_each))
+
+
+def is_even(x: Tensor) -> bool:
+    """Whether the rows of all queries or documents lie at one distance, so that they can be taken for packed ones."""
+    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def sizes(Q: Tensor, D: Tensor) -> Sizes:

@@ -21,6 +21,7 @@ from .arguments import (
     describable,
     describable_queries,
     features_span,
+    is_even,
     sizes,
     wide_of,
     wide_rows,
@@ -184,11 +185,6 @@ def row_maxima(
     count = arch.processors
     found = gluon_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
     return None if found is None or kernels() is None else found
-
-
-def is_even(x: Tensor) -> bool:
-    """Whether the rows of all queries or documents lie at one distance, so that they can be taken for packed ones."""
-    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def cut_of(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> Cut:

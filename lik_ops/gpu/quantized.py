@@ -12,9 +12,17 @@ from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
 from ..formats import OPERANDS, Stored
 from ..segments import Cut, Ragged
 from . import forward_configs, int8, launcher
-from .arguments import architecture, checked_grid, documents_of, features_span, on_device, wide_rows
+from .arguments import (
+    architecture,
+    checked_grid,
+    documents_of,
+    features_span,
+    on_device,
+    packed_documents,
+    wide_rows,
+)
 from .configs import Architecture, cdiv, next_power_of_2
-from .ragged_forward import packed_documents, ragged_plan
+from .ragged_forward import ragged_plan
 
 _TOKENS, _FEATURES = 32, 64  # of a tile
 _WORDS = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}

@@ -25,7 +25,17 @@ from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..csrc_triton.stored import maxsim_query_terms
 from ..segments import Cut, Ragged
 from . import choose, configs, forward_configs, gluon_configs, launcher, rows, sections
-from .arguments import allow_tf32, architecture, checked_grid, current_device, features_span, on_device, wide_rows
+from .arguments import (
+    allow_tf32,
+    architecture,
+    checked_grid,
+    current_device,
+    features_span,
+    on_device,
+    packed_queries,
+    per_row,
+    wide_rows,
+)
 from .memory import raw_stream
 from .plans import Plan
 from .replay import Calls
@@ -38,24 +48,6 @@ _MOST_DESCRIPTORS = 64  # that a plan keeps
 # `Config.STORED` that descriptors can read.
 _A_FEATURE_AN_ELEMENT = ("", *forward_configs.TERMS, "number", "e4m3", "e5m2")
 _TERM_ROWS = 16  # of a program of `maxsim_query_terms`
-
-
-def _per_row(x: Tensor | None) -> tuple:
-    """Of a mask or weight: itself and its strides between queries or documents, and between rows."""
-    return (None, None, None) if x is None else (x, 0, x.stride(-1))
-
-
-def packed_queries(c: Cut) -> Queries:
-    return Queries._make((c.Q, 0, *c.Q.stride()[-2:], *_per_row(c.q_mask), *_per_row(c.q_weight)))
-
-
-def packed_documents(c: Cut) -> Documents:
-    """Without their mask: masked tokens win nothing."""
-    return Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *(None,) * 4))
-
-
-def segments_of(c: Cut) -> Segments:
-    return Segments._make((*c.indices, c.q_each, c.d_each))
 
 
 class _Tile:
@@ -85,7 +77,7 @@ class PackedPlan(Plan):
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
-        self.query_strides = (0, *c.Q.stride()[-2:]), _per_row(c.q_mask)[1:], _per_row(c.q_weight)[1:]
+        self.query_strides = (0, *c.Q.stride()[-2:]), per_row(c.q_mask)[1:], per_row(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
         self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
         self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))

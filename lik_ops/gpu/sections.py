@@ -13,11 +13,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton import row_sums
-from ..csrc_triton.arguments import Documents, PackedSizes, Queries, Sections, Segments
+from ..csrc_triton.arguments import PackedSizes, Queries, Sections
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..segments import Cut, Dense
 from . import choose, configs, launcher
-from .arguments import checked_grid, on_device, queries_of
+from .arguments import checked_grid, is_even, on_device, packed_documents, packed_queries, queries_of, segments_of
 from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
@@ -38,10 +38,8 @@ def score_sections(
     kept = None if c.d_mask is None else torch.empty(most, dtype=torch.int32, device=c.Q.device)
     norms = torch.empty(c.Tq, dtype=torch.float32, device=c.Q.device) if config.NORMALIZE else None
     cut = Sections(maxima, winners, kept, norms, argmax, most, choice.each)
-    segments = Segments._make((*c.indices, c.q_each, c.d_each))
-    packed = Queries._make((c.Q, 0, *c.Q.stride()[-2:], *_per_row(c.q_mask), None, None, None))
-    mask = (None,) * 4 if c.d_mask is None else (c.d_mask, 0, 0, c.d_mask.stride(-1))
-    documents = Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *mask))
+    segments, documents = segments_of(c), packed_documents(c, masked=True)
+    packed = packed_queries(c._replace(q_weight=None))  # which the sums have
     sizes, d = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
     args = (packed, documents, _tiles(choice, c), None, None, segments, cut, sizes, d, choice.levels, config)
     launcher.launch(maxsim_forward_ragged, checked_grid(choice.programs), args, choice.launch.options(choice.arch))
@@ -50,10 +48,6 @@ def score_sections(
     grid = (configs.cdiv(c.queries, side) * c.columns,)
     launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.sums_options)
     _log.debug("sections of %s documents, %s tokens: %s", c.columns, c.Td, choice)
-
-
-def _per_row(x: Tensor | None) -> tuple:
-    return (None, None, None) if x is None else (x, 0, x.stride(-1))
 
 
 def _tiles(choice: choose.Sectioned, c: Cut) -> TensorDescriptor | None:
@@ -79,7 +73,7 @@ class SectionsPlan(DensePlan):
         self.choice = choice
 
     def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
-        q_mask = x.q_mask if x.q_mask is None or choose.is_even(x.q_mask) else None  # a mask only spares work there
+        q_mask = x.q_mask if x.q_mask is None or is_even(x.q_mask) else None  # a mask only spares work there
         c = choose.cut_of(x.Q, x.D, q_mask, x.d_mask)
         queries = queries_of(x.Q, x.q_mask, x.q_weight)
         score_sections(self.choice, c, queries, (self.sizes.Nq, self.sizes.Lq), scores, argmax)

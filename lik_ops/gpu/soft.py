@@ -24,6 +24,7 @@ from .arguments import (
     describable,
     descriptor,
     documents_of,
+    is_even,
     on_device,
     queries_of,
     sizes,
@@ -115,7 +116,7 @@ class _Call(NamedTuple):
 
     def launch(self) -> Launch:
         Q, wide = self.Q, wide_of(self.Q, self.D)
-        flat = self.candidates or Q.shape[0] == 1 or Q.stride(0) == Q.shape[1] * Q.stride(1)
+        flat = self.candidates or is_even(Q)
         kind = Kind(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
         return soft_configs.backward(kind, tf32=_tf32(Q), flat=flat)
 

@@ -29,7 +29,7 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
-from ..portable.blocks import slices_of
+from ..portable.blocks import slices_within
 from ..segments import Dense
 from .custom import custom_op
 from .documented import document_bodies
@@ -215,9 +215,8 @@ def _losses(
     Nq, columns = x.dense.scores_shape()
     losses, lse = _outputs(x)
     dtype = argmax_dtype_for(x.D.shape[-2]) if keeps else None
-    queries = Nq if keeps else _SCORE_BYTES // (losses.element_size() * max(columns, 1))
     kept: tuple[Tensor, ...] = ()
-    for i in slices_of(0, Nq, max(1, queries)):
+    for i in (slice(0, Nq),) if keeps else slices_within(Nq, losses.element_size() * columns, _SCORE_BYTES):
         part = x.part(i, slice(0, columns))
         kept = backend.forward(*part.dense, normalize, dtype)
         backend.label_losses(kept[0], part.labels, temperature, ignore_index, losses[i], lse[i])
@@ -321,10 +320,10 @@ def _parts(x: Labelled, needs: list[bool]) -> Iterator[tuple[slice, slice, list[
         return
     of_queries = needs if candidates else [needs[0], False, needs[2]]
     if any(of_queries):
-        for i in slices_of(0, Nq, max(1, _PART_BYTES // (columns * pair_bytes))):
+        for i in slices_within(Nq, columns * pair_bytes, _PART_BYTES):
             yield i, slice(0, columns), of_queries
     if needs[1] and not candidates:
-        for j in slices_of(0, columns, max(1, _PART_BYTES // (Nq * pair_bytes))):
+        for j in slices_within(columns, Nq * pair_bytes, _PART_BYTES):
             yield slice(0, Nq), j, [False, True, False]
 
 

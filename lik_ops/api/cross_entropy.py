@@ -71,7 +71,7 @@ def maxsim_cross_entropy(
     check_count(_OP, "ignore_index", ignore_index, -(2**63))
     sharding.register_if_needed()
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check_call(_OP, Q, D, labels, q_mask, d_mask, q_weight, normalize, reduction)
+    check_call(_OP, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
     if labels is None:
         labels = default_labels(Q, D)
     elif values.looks(labels):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..csrc_triton.cross_entropy import maxsim_count_labels, maxsim_label_gradients, maxsim_label_losses
+from ..portable.cross_entropy import Kept, LossOptions
 from . import launcher
 from .arguments import checked_grid, on_device
 from .configs import cdiv
@@ -14,13 +15,11 @@ BLOCK = 1024  # scores at a time: it decides in which order they are added, so i
 OPTIONS = {"num_warps": 4}
 
 
-def label_losses(
-    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, losses: Tensor, lse: Tensor
-) -> None:
+def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: Tensor, lse: Tensor) -> None:
     """As `portable.cross_entropy.label_losses`, of contiguous scores."""
     rows, columns = scores.shape
     if rows:
-        args = scores, labels, labels.stride(0), losses, lse, columns, temperature, ignore_index, BLOCK
+        args = scores, labels, labels.stride(0), losses, lse, columns, options.temperature, options.ignore_index, BLOCK
         with on_device(scores.device):
             launcher.launch(maxsim_label_losses, checked_grid(rows), args, OPTIONS)
 
@@ -35,22 +34,15 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def label_gradients(
-    scores: Tensor,
-    labels: Tensor,
-    temperature: float,
-    ignore_index: int,
-    upstream: Tensor,
-    count: Tensor | None,
-    lse: Tensor,
-    begin: int,
+    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: Kept, begin: int
 ) -> Tensor:
-    """As `portable.cross_entropy.label_gradients`, of contiguous scores and `lse`."""
+    """As `portable.cross_entropy.label_gradients`, of contiguous scores and `kept.lse`."""
     rows, columns = scores.shape
     gradients = torch.empty_like(scores)
     programs = rows * cdiv(columns, BLOCK)
     if programs:
-        of_rows = labels, labels.stride(0), upstream, upstream.stride(0), count, lse
-        args = scores, gradients, *of_rows, columns, begin, temperature, ignore_index, BLOCK
+        of_rows = labels, labels.stride(0), upstream, upstream.stride(0), kept.divisor, kept.lse
+        args = scores, gradients, *of_rows, columns, begin, options.temperature, options.ignore_index, BLOCK
         with on_device(scores.device):
             launcher.launch(maxsim_label_gradients, checked_grid(programs), args, OPTIONS)
     return gradients

@@ -30,6 +30,7 @@ from ..arguments import (
     shape_of,
 )
 from ..portable.blocks import slices_within
+from ..portable.cross_entropy import Kept, LossOptions
 from ..segments import Dense
 from .custom import custom_op
 from .documented import document_bodies
@@ -85,22 +86,17 @@ def check_labels(op: str, labels: Any, Q: Tensor) -> None:
     check_indices(op, "labels", labels, (Q.shape[0],), "[Nq], one for each query", Q.device)
 
 
-def check_call(
-    op: str,
-    Q: Any,
-    D: Any,
-    labels: Any,
-    q_mask: Any,
-    d_mask: Any,
-    q_weight: Any,
-    normalize: Any,
-    reduction: Any,
-) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` takes these."""
+def check_call(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` takes these.
+
+    `given`: what may become a `Labelled`; labels may be None.
+    """
+    *tensors, labels = given
+    Q, D = tensors[:2]
     check_flag(op, "normalize", normalize)
     check_choice(op, "reduction", reduction, _REDUCTIONS)
-    check_types(op, Q, D, q_mask, d_mask, q_weight)
-    check(op, Q, D, q_mask, d_mask, q_weight)
+    check_types(op, *tensors)
+    check(op, *tensors)
     if Q.dim() != 3 or D.dim() == 2:
         expected = "[Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d]"
         raise ValueError(f"{op}: Q, D: expected {expected}, got {shape_of(Q)} and {shape_of(D)}")
@@ -119,15 +115,6 @@ def default_labels(Q: Tensor, D: Tensor) -> Tensor:
     return torch.arange(Nq, device=Q.device)
 
 
-class Kept(NamedTuple):
-    """What a forward keeps for its gradients; scores and winners are found again where there are none."""
-
-    lse: Tensor
-    divisor: Tensor | None = None  # of the gradients
-    scores: Tensor | None = None
-    argmax: Tensor | None = None
-
-
 class Computed:
     """Who computes calls of one description, and what is kept of earlier ones."""
 
@@ -140,15 +127,17 @@ class Computed:
             return function()
         return self.calls.run((fp32_precision(), *key), (*x, *more), function, x.Q.device)
 
-    def losses(self, x: Labelled, *options: Any, keeps: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
-        """Those of `maxsim_cross_entropy_fwd`; scores and winners of a call that `is_part`; how many are not ignored.
+    def losses(
+        self, x: Labelled, options: LossOptions, keeps: bool = False, counts: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Those of `maxsim_cross_entropy_fwd`.
 
-        `options`: temperature, ignore_index, normalize.
+        Then scores and winners if it `keeps` them, of a call that `is_part`, and the number of labels that it `counts`.
         """
         function = partial(_losses, self.backend, x, options, keeps, counts)
         return self._again((*options, keeps, counts), x, (), function)
 
-    def gradients(self, grad: Tensor, x: Labelled, kept: Kept, *options: Any, needs: Sequence[bool]) -> tuple:
+    def gradients(self, grad: Tensor, x: Labelled, kept: Kept, options: LossOptions, needs: Sequence[bool]) -> tuple:
         """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all."""
         key = "gradients", *options, *grad.stride(), kept.scores is None, *needs
         function = partial(_gradients_of, self.backend, grad, x, kept, options, list(needs))
@@ -175,23 +164,25 @@ class LossCall(Call):
         self.reduction, self.computed = reduction, Computed(backend)
         self.keeps = wants and is_part(x)
 
+    def _arguments(self, given: tuple) -> tuple[Labelled, LossOptions]:
+        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
+        x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
+        return x, LossOptions(temperature, ignore_index, self.normalize)
+
     def forward(self, given: tuple) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The loss, and `Kept`."""
-        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
-        x, options = Labelled(Q, D, q_mask, d_mask, q_weight, labels), (temperature, ignore_index, self.normalize)
+        x, options = self._arguments(given)
         counts = self.reduction == "mean"
-        losses, lse, *more = self.computed.losses(x, *options, keeps=self.keeps, counts=counts)
+        losses, lse, *more = self.computed.losses(x, options, self.keeps, counts)
         count = more.pop() if counts else None
         loss = losses if self.reduction == "none" else losses.sum()
         return loss if count is None else loss / count, *Kept(lse, count, *more)
 
     def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple[Tensor, ...]:
-        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
-        x, options = Labelled(Q, D, q_mask, d_mask, q_weight, labels), (temperature, ignore_index, self.normalize)
-        found = Kept(*kept)
-        if backward_is_short(grad, Q, D):
-            return self.computed.gradients(grad, x, found, *options, needs=needs)
-        grad = (grad if found.divisor is None else grad / found.divisor).expand(labels.shape)
+        (x, options), found = self._arguments(given), Kept(*kept)
+        if backward_is_short(grad, x.Q, x.D):
+            return self.computed.gradients(grad, x, found, options, needs)
+        grad = (grad if found.divisor is None else grad / found.divisor).expand(x.labels.shape)
         return lik.maxsim_cross_entropy_bwd(grad, *x, found.lse, *options, needs)
 
 
@@ -205,22 +196,19 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     x = Labelled(*args[:6])
     computed = _computed(_FWD, x, (), x, partial(x.check, _FWD))
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
-    return computed.losses(x, *args[6:])  # type: ignore[return-value]
+    return computed.losses(x, LossOptions(*args[6:]))  # type: ignore[return-value]
 
 
-def _losses(
-    backend: ModuleType, x: Labelled, options: tuple[float, int, bool], keeps: bool, counts: bool
-) -> tuple[Tensor, ...]:
-    temperature, ignore_index, normalize = options
+def _losses(backend: ModuleType, x: Labelled, options: LossOptions, keeps: bool, counts: bool) -> tuple[Tensor, ...]:
     Nq, columns = x.dense.scores_shape()
     losses, lse = _outputs(x)
     dtype = argmax_dtype_for(x.D.shape[-2]) if keeps else None
     kept: tuple[Tensor, ...] = ()
     for i in (slice(0, Nq),) if keeps else slices_within(Nq, losses.element_size() * columns, _SCORE_BYTES):
         part = x.part(i, slice(0, columns))
-        kept = backend.forward(*part.dense, normalize, dtype)
-        backend.label_losses(kept[0], part.labels, temperature, ignore_index, losses[i], lse[i])
-    count = (backend.count_labels(x.labels, ignore_index),) if counts else ()
+        kept = backend.forward(*part.dense, options.normalize, dtype)
+        backend.label_losses(kept[0], part.labels, options, losses[i], lse[i])
+    count = (backend.count_labels(x.labels, options.ignore_index),) if counts else ()
     return losses, lse, *(kept if keeps else ()), *count
 
 
@@ -262,7 +250,7 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     x, needs = Labelled(*tensors), args[11]
     computed = _computed(_BWD, args[:8], tuple(needs), x, partial(_taken, args))
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
-    return computed.gradients(grad_losses, x, Kept(lse), *args[8:11], needs=needs)
+    return computed.gradients(grad_losses, x, Kept(lse), LossOptions(*args[8:11]), needs)
 
 
 def _gradients_of(
@@ -270,20 +258,19 @@ def _gradients_of(
     upstream: Tensor,
     x: Labelled,
     kept: Kept,
-    options: tuple[float, int, bool],
+    options: LossOptions,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    temperature, ignore_index, normalize = options
     upstream = upstream.expand(x.labels.shape)
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         part, scores, argmax = x.part(i, j), kept.scores, kept.argmax
         if scores is None:
-            scores, argmax = backend.forward(*part.dense, normalize, argmax_dtype_for(x.D.shape[-2]))
-        of_queries = temperature, ignore_index, upstream[i], kept.divisor, kept.lse[i].contiguous()
-        gradient = backend.label_gradients(scores, part.labels, *of_queries, j.start)
+            scores, argmax = backend.forward(*part.dense, options.normalize, argmax_dtype_for(x.D.shape[-2]))
+        of_queries = Kept(kept.lse[i].contiguous(), kept.divisor)
+        gradient = backend.label_gradients(scores, part.labels, options, upstream[i], of_queries, j.start)
         Q, D, *masks = part.dense
-        return backend.backward_lowmem(gradient, Q, D, argmax, *masks, normalize, wanted)
+        return backend.backward_lowmem(gradient, Q, D, argmax, *masks, options.normalize, wanted)
 
     parts = list(_parts(x, needs))
     if len(parts) == 1:

@@ -227,7 +227,7 @@ def maxsim_cross_entropy(
         return None
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None
-    given = Q, D, labels, q_mask, d_mask, q_weight, normalize, reduction
+    given = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
     call = family.found_once("maxsim_cross_entropy", given, (), partial(_new_loss_call, given))
     if call is None or (call.differentiable and is_below_autograd()):
         return None
@@ -242,11 +242,11 @@ def _new_loss_call(given: tuple) -> LossCall | None:
     """What is found out about calls like this one; None where they take the operator."""
     if described(given) is None:
         return None
-    check_call("maxsim_cross_entropy", *given)
-    Q, D, labels, q_mask, d_mask, q_weight, normalize, reduction = given
-    backend = backends.select(Q.device, Q.dtype)
-    x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
-    return LossCall(x, backend, normalize, reduction, _wants_gradients(Q, D, q_weight))
+    *tensors, normalize, reduction = given
+    check_call("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
+    x = Labelled(*tensors)
+    backend = backends.select(x.Q.device, x.Q.dtype)
+    return LossCall(x, backend, normalize, reduction, _wants_gradients(x.Q, x.D, x.q_weight))
 
 
 def _is_even(x: Tensor, features: int) -> bool:

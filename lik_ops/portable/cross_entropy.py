@@ -5,15 +5,32 @@ The largest score counts as 1 beside the sum of the others: so small losses, and
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .blocks import fold_sum
 
 
-def label_losses(
-    scores: Tensor, labels: Tensor, temperature: float, ignore_index: int, losses: Tensor, lse: Tensor
-) -> None:
+class LossOptions(NamedTuple):
+    """What a loss is besides its tensors."""
+
+    temperature: float
+    ignore_index: int
+    normalize: bool
+
+
+class Kept(NamedTuple):
+    """What a forward keeps for its gradients; scores and winners are found again where there are none."""
+
+    lse: Tensor  # of `label_losses`
+    divisor: Tensor | None = None  # of the gradients
+    scores: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: Tensor, lse: Tensor) -> None:
     """Fill ``losses [N]`` and ``lse [N, 2]`` of ``scores [N, columns]``.
 
     The latter are the largest ``score / temperature`` and the logarithm of the sum beside it. Both are 0 where the
@@ -22,10 +39,10 @@ def label_losses(
     columns = scores.shape[1]
     index = labels.clamp(0, max(columns - 1, 0))
     wrong = index != labels if columns else torch.ones_like(index, dtype=torch.bool)
-    ignored = labels == ignore_index
+    ignored = labels == options.ignore_index
     if columns:
         best, log_sum = lse.unbind(1)
-        scores = scores / temperature
+        scores = scores / options.temperature
         first = scores.argmax(1, keepdim=True)
         best.copy_(scores.gather(1, first).squeeze(1))
         at_label = scores.sub_(best[:, None]).gather(1, index[:, None].long()).squeeze(1)
@@ -43,27 +60,20 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def label_gradients(
-    scores: Tensor,
-    labels: Tensor,
-    temperature: float,
-    ignore_index: int,
-    upstream: Tensor,
-    count: Tensor | None,
-    lse: Tensor,
-    begin: int,
+    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: Kept, begin: int
 ) -> Tensor:
     """The gradient of ``scores [N, columns]``, whose first column has the label `begin`.
 
-    It is that of ``sum_i upstream[i] * loss[i]``, divided by `count` unless that is None. `lse` is of `label_losses`.
+    It is that of ``sum_i upstream[i] * loss[i]``, divided by `kept.divisor` unless that is None.
     """
     columns = scores.shape[1]
     if columns == 0:
         return scores
-    best, log_sum = lse[:, None].unbind(2)
-    x = (scores / temperature).sub_(best).sub_(log_sum)
+    best, log_sum = kept.lse[:, None].unbind(2)
+    x = (scores / options.temperature).sub_(best).sub_(log_sum)
     label = labels[:, None].long() - begin
     index = label.clamp(0, columns - 1)
     at_label = x.gather(1, index)
     x.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
-    upstream = (upstream if count is None else upstream / count) / temperature
-    return x.mul_(upstream[:, None]).masked_fill_((labels == ignore_index)[:, None], 0)
+    upstream = (upstream if kept.divisor is None else upstream / kept.divisor) / options.temperature
+    return x.mul_(upstream[:, None]).masked_fill_((labels == options.ignore_index)[:, None], 0)

@@ -135,13 +135,14 @@ def _cut_small(monkeypatch, **constants):
 
 
 # How the winners of a document reach its gradient: held by one program, looked through, listed, listed in parts and
-# summed in pieces, listed by larger tiles.
+# summed in pieces, listed by larger tiles, listed by a sort.
 WAYS = {
     "few": {},
     "unlisted": {"SPARSE_ROWS": 0},
     "lists": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0},
     "pieces": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
     "long": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "LEAST_LONG": 0, "_PIECE_ROWS": 8},
+    "sorted": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LEAST_SORTED": 0, "_LEAST_SORTED_ROWS": 0, "_LIST_BYTES": 200},
 }
 
 
@@ -166,6 +167,24 @@ def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkey
                 upstream = torch.randn_like(scores)
                 _, actual = _gradients(p, x, upstream, backward="lowmem")
             assert_gradients(p, x, list(actual), expected_gradients(p, x, argmax, upstream))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
+    """Tokens that win nothing or everything, rows that no token won, several tiles and blocks of rows."""
+    _cut_small(monkeypatch, SPARSE_ROWS=0, LEAST_LISTED=0)
+    p = Problem(layout, 3, 2, 70, 150, 17, torch.float32, "holes", "holes", True, False)
+    x = build(p, place.device)
+    with place.use():
+        scores, _ = run(p, x)
+        upstream = torch.randn_like(scores)
+        found = []
+        for least in (0, 10**9):
+            _cut_small(monkeypatch, _LEAST_SORTED=least, _LEAST_SORTED_ROWS=0)
+            found.append(_gradients(p, x, upstream, backward="lowmem")[1])
+    for ours, counted in zip(*found, strict=True):
+        assert torch.equal(ours, counted)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

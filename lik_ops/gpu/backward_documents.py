@@ -19,8 +19,11 @@ from .configs import Launch, cdiv
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
 _PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_MOST_PROGRAMS = 8 * _PROGRAMS
 _ENOUGH = 100  # documents of a launch, from which on no list is cut
 _PIECE_ROWS = 2048  # at least, of a list that is cut
+_LEAST_SORTED = 64  # tiles of a document, from which on torch sorts its winners: counting goes through them for each 8
+_LEAST_SORTED_ROWS = 4096  # that it meets
 _LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
@@ -42,13 +45,16 @@ def into_documents(call: GradientCall, grad_D: Tensor) -> None:
         return
     listing = backward_configs.lists(call.arch, launch, rows)
     blocks = cdiv(rows, listing.config.BM)
+    is_sorted = tiles >= _LEAST_SORTED and rows >= _LEAST_SORTED_ROWS
+    if is_sorted:
+        blocks = 1
     # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
     # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
     room = min(_LIST_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _LIST_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
-    cut = _pieces(step, rows, slot_bytes)
+    cut = _pieces(step, tiles, rows, slot_bytes)
     launch = table(pieces=cut > 1)
     new = partial(torch.empty, device=grad_D.device)
     starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
@@ -56,7 +62,10 @@ def into_documents(call: GradientCall, grad_D: Tensor) -> None:
     call = call.with_norms()
     for first in range(0, count, step):
         lists, documents = TileLists(entries, starts, first, blocks, tiles), min(step, count - first)
-        _list(call, listing, lists, rows, documents)
+        if is_sorted:
+            _sort(call, launch.config.BN, lists, rows, documents)
+        else:
+            _list(call, listing, lists, rows, documents)
         _sum_tiles(call, launch, lists, rows, Pieces(sums, cdiv(rows, cut)), documents, grad_D)
 
 
@@ -69,12 +78,26 @@ def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> No
     call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
 
 
-def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
+def _pieces(documents: int, tiles: int, rows: int, slot_bytes: int) -> int:
     """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
     if documents >= _ENOUGH:
         return 1
     most = min(cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
-    return max(1, most)
+    # Most programs find nothing in their piece: of many tiles that would cost more than a list that is cut seldom.
+    return max(1, min(most, cdiv(_MOST_PROGRAMS, documents * tiles)))
+
+
+def _sort(call: GradientCall, BN: int, lists: TileLists, rows: int, documents: int) -> None:
+    """The lists that `_list` makes, of documents of many tiles: a stable sort of the winners' tiles."""
+    assert lists.entries is not None and lists.starts is not None
+    winners = call.up.argmax.reshape(-1, rows)[lists.first : lists.first + documents]
+    tiles = (winners >> (BN.bit_length() - 1)).to(torch.int16 if lists.tiles < 2**15 else torch.int32)
+    tiles, order = tiles.sort(dim=1, stable=True)
+    edges = torch.arange(lists.tiles + 1, dtype=tiles.dtype, device=tiles.device).expand(documents, -1)
+    starts = lists.starts[: documents * (lists.tiles + 1)].view(documents, -1)
+    starts.copy_(torch.searchsorted(tiles, edges.contiguous(), out_int32=True))
+    entries = lists.entries[: documents * rows].view(documents, rows)
+    entries.copy_(winners.gather(1, order).bitwise_and_(BN - 1) + order * BN)
 
 
 def _list(call: GradientCall, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:

@@ -142,7 +142,7 @@ WAYS = {
     "lists": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0},
     "pieces": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
     "long": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "LEAST_LONG": 0, "_PIECE_ROWS": 8},
-    "sorted": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LEAST_SORTED": 0, "_LEAST_SORTED_ROWS": 0, "_LIST_BYTES": 200},
+    "sorted": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LEAST_SORTED": 0, "_LEAST_SORTED_ROWS": 0, "_SORT_BYTES": 0},
 }
 
 
@@ -173,7 +173,7 @@ def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkey
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
     """Tokens that win nothing or everything, rows that no token won, several tiles and blocks of rows."""
-    _cut_small(monkeypatch, SPARSE_ROWS=0, LEAST_LISTED=0)
+    _cut_small(monkeypatch, SPARSE_ROWS=0, LEAST_LISTED=0, _SORT_BYTES=0, _LIST_BYTES=200)
     p = Problem(layout, 3, 2, 70, 150, 17, torch.float32, "holes", "holes", True, False)
     x = build(p, place.device)
     with place.use():

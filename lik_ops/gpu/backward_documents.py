@@ -24,6 +24,7 @@ _ENOUGH = 100  # documents of a launch, from which on no list is cut
 _PIECE_ROWS = 2048  # at least, of a list that is cut
 _LEAST_SORTED = 64  # tiles of a document, from which on torch sorts its winners: counting goes through them for each 8
 _LEAST_SORTED_ROWS = 4096  # that it meets
+_SORT_BYTES = 36  # of a row, while it is sorted
 _LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
@@ -45,7 +46,7 @@ def into_documents(call: GradientCall, grad_D: Tensor) -> None:
         return
     listing = backward_configs.lists(call.arch, launch, rows)
     blocks = cdiv(rows, listing.config.BM)
-    is_sorted = tiles >= _LEAST_SORTED and rows >= _LEAST_SORTED_ROWS
+    is_sorted = tiles >= _LEAST_SORTED and rows >= _LEAST_SORTED_ROWS and _SORT_BYTES * rows * count <= _LIST_BYTES
     if is_sorted:
         blocks = 1
     # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more

@@ -19,12 +19,14 @@ from .configs import Launch, cdiv
 _LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
 _PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_MOST_PROGRAMS = 8 * _PROGRAMS
+_MOST_PROGRAMS = 8 * _PROGRAMS  # where lists of many tiles are cut: most find nothing in their piece
 _ENOUGH = 100  # documents of a launch, from which on no list is cut
 _PIECE_ROWS = 2048  # at least, of a list that is cut
-_LEAST_SORTED = 64  # tiles of a document, from which on torch sorts its winners: counting goes through them for each 8
-_LEAST_SORTED_ROWS = 4096  # that it meets
-_SORT_BYTES = 36  # of a row, while it is sorted
+# Tiles of a document. Counting takes a round for every 8 of them and each block of rows. From so many on
+# a sort is quicker, though it is a dozen launches or more.
+_LEAST_SORTED = 512
+_LEAST_SORTED_ROWS = 4096  # that the document meets
+_SORT_BYTES = 36  # of a row, while it is sorted: in all at most `_LIST_BYTES`, beside the lists
 _LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
@@ -45,17 +47,17 @@ def into_documents(call: GradientCall, grad_D: Tensor) -> None:
         _sum_tiles(call, launch, TileLists(None, None, 0, 1, tiles), rows, Pieces(None, rows), count, grad_D)
         return
     listing = backward_configs.lists(call.arch, launch, rows)
-    blocks = cdiv(rows, listing.config.BM)
     is_sorted = tiles >= _LEAST_SORTED and rows >= _LEAST_SORTED_ROWS and _SORT_BYTES * rows * count <= _LIST_BYTES
-    if is_sorted:
-        blocks = 1
+    blocks = 1 if is_sorted else cdiv(rows, listing.config.BM)
     # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
     # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
     room = min(_LIST_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _LIST_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
-    cut = _pieces(step, tiles, rows, slot_bytes)
+    cut = _pieces(step, rows, slot_bytes)
+    if is_sorted:
+        cut = min(cut, cdiv(_MOST_PROGRAMS, step * tiles))
     launch = table(pieces=cut > 1)
     new = partial(torch.empty, device=grad_D.device)
     starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
@@ -79,13 +81,12 @@ def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> No
     call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
 
 
-def _pieces(documents: int, tiles: int, rows: int, slot_bytes: int) -> int:
+def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
     """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
     if documents >= _ENOUGH:
         return 1
     most = min(cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
-    # Most programs find nothing in their piece: of many tiles that would cost more than a list that is cut seldom.
-    return max(1, min(most, cdiv(_MOST_PROGRAMS, documents * tiles)))
+    return max(1, most)
 
 
 def _sort(call: GradientCall, BN: int, lists: TileLists, rows: int, documents: int) -> None:

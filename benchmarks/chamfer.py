@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/chamfer.json)")
     args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds, ahead_ms=10), []  # the host takes several for a step
+    timer, records = gpu.Timer(args.rounds), []
     for case in CASES:
         if args.only in case.name:
             records.append(measure(case, timer))

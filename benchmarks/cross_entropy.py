@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/cross_entropy.json)")
     args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds, ahead_ms=5), []
+    timer, records = gpu.Timer(args.rounds), []
     ceiling = gpu.ceilings(timer)
     for case in CASES:
         if args.only in case.name:

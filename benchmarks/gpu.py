@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 FLUSH_BYTES = 512 * 2**20
+AHEAD_MS = 0.5, 30.0  # at least, at most
 CYCLES_PER_MS = 2_000_000
 
 
@@ -34,12 +35,12 @@ class Timer:
     """Times of single calls on the device, each on an L2 cache flushed by reading.
 
     A flush that writes leaves dirty lines, whose write-back the next call pays. Before the flush the device idles for
-    `ahead_ms`, so that the host has queued the whole call when it begins and launches are not part of its time.
+    thrice as long as the host takes for the slowest of the calls, within `AHEAD_MS`: the host has queued the whole call
+    when it begins, and launches are not part of its time.
     """
 
-    def __init__(self, rounds: int, ahead_ms: float = 0.5) -> None:
+    def __init__(self, rounds: int) -> None:
         self.rounds = rounds
-        self.cycles = int(ahead_ms * CYCLES_PER_MS)
         self.buffer = torch.randint(0, 7, (FLUSH_BYTES // 4,), dtype=torch.int32, device="cuda")
         self.out = torch.zeros(1, dtype=torch.int32, device="cuda")
 
@@ -50,24 +51,28 @@ class Timer:
         _empty[(1,)](self.out)
 
     @staticmethod
-    def affordable_rounds(function: Callable[[], object]) -> int:
-        """After two calls to warm up: how many fit in two seconds, at least five."""
+    def looked_at(function: Callable[[], object]) -> tuple[int, float]:
+        """After two calls to warm up: how many fit in two seconds, at least five; the host's milliseconds of one."""
         function(), function()
         torch.cuda.synchronize()
         start = time.perf_counter()
         function()
+        queued = time.perf_counter() - start
         torch.cuda.synchronize()
-        return max(5, int(2 / (time.perf_counter() - start)))
+        return max(5, int(2 / (time.perf_counter() - start))), queued * 1e3
 
     def compare(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Median milliseconds of each function, in rounds that call each of them once: what the clock of the device
         does meets them alike."""
-        rounds = min([self.rounds, *map(self.affordable_rounds, functions.values())])
+        looks = [self.looked_at(function) for function in functions.values()]
+        rounds = min([self.rounds, *(rounds for rounds, _ in looks)])
+        least, most = AHEAD_MS
+        ahead = min(max([least, *(3 * host_ms for _, host_ms in looks)]), most)
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
         for _ in range(rounds):
             for name, function in functions.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(self.cycles)
+                torch.cuda._sleep(int(ahead * CYCLES_PER_MS))
                 self.read(self.buffer)
                 start.record()
                 function()

@@ -243,7 +243,7 @@ def main() -> None:
     def on_cpu(functions: dict) -> dict[str, float]:
         return {name: t["median"] for name, t in common.interleaved(functions, args.rounds).items()}
 
-    compare = gpu.Timer(args.rounds, ahead_ms=2).compare if args.device == "cuda" else on_cpu
+    compare = gpu.Timer(args.rounds).compare if args.device == "cuda" else on_cpu
     records = []
     for case in CASES:
         if args.only in case.name:

@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/ragged.json)")
     args = parser.parse_args()
     start = time.monotonic()
-    timer = gpu.Timer(args.rounds, ahead_ms=5)  # a step keeps a busy host for more than one
+    timer = gpu.Timer(args.rounds)
     settings: dict = {"rounds": args.rounds, "ceilings": gpu.ceilings(timer)}
     print(", ".join(f"{name} {value:.4g}" for name, value in settings["ceilings"].items()), flush=True)
     records: list[dict] = []

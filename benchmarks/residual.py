@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/residual.json)")
     args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds, ahead_ms=2), []
+    timer, records = gpu.Timer(args.rounds), []
     ceiling = gpu.ceilings(timer)
     for row in ROWS:
         if args.only not in row.name:

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/soft.json)")
     args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds, ahead_ms=2), []
+    timer, records = gpu.Timer(args.rounds), []
     ceiling = gpu.ceilings(timer)
     for case in CASES:
         if args.only in case.name:

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/training.json)")
     args = parser.parse_args()
     start = time.monotonic()
-    timer = gpu.Timer(args.rounds, ahead_ms=2)
+    timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
     print(", ".join(f"{name} {value:.4g}" for name, value in ceiling.items()))
     records = []

@@ -324,11 +324,16 @@ def formats(results: Path = RESULTS) -> str:
             quality.append([shape(case), *(f"{q['error']:.0e}, {q['spearman']:.4f}" if q else "-" for q in off)])
     header = ["shape", *FORMATS, "fastest peer in 8 bits"]
     columns = ["tokens", "documents", "full", "int8", "two stages", "full, on the host", "two stages, on the host"]
-    return (
+    text = (
         f"{machine(document, 'torch', 'triton', 'flash-maxsim', 'late-interaction-kernels')}. Median device"
         " milliseconds on a flushed L2 cache, random unit tokens; shapes are `Nq x Nd, Lq, Ld, d`; `full` is bf16.\n\n"
         f"{table(header, rows)}\n\nLargest error beside the largest score, and Spearman's correlation, with fp64 scores"
-        f" of full precision:\n\n{table(header, quality)}\n\nMilliseconds of `retrieve` for the best 10 of one query"
+        f" of full precision:\n\n{table(header, quality)}"
+    )
+    if not searches:
+        return text + "\n\nSearches are not measured yet (`--only search`)."
+    return (
+        f"{text}\n\nMilliseconds of `retrieve` for the best 10 of one query"
         " among bf16 documents of 180 tokens, by the wall clock. `rescored`: the part of the documents that the second"
         f" stage scores; `recall`: that of int8 alone.\n\n{table([*columns, 'rescored', 'recall'], searches)}"
     )
@@ -355,7 +360,37 @@ def fidelity(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table(header, rows)}"
 
 
+def of_results(entries: dict, names: tuple[str, ...], scale: float, digits: int) -> list[str]:
+    """Times of contenders, in milliseconds times `scale`."""
+    ms = (entries.get(name, {}).get("ms") for name in names)
+    return [number(None if x is None else x * scale, digits) for x in ms]
+
+
+def long(results: Path = RESULTS) -> str:
+    document, names = load("long", results), ("uncut", OURS, "read", *COLUMNS[1:3])
+    rows = [
+        [r["case"]["name"], *of_results(r["results"], names, 1000, 1), f"{r['share']:.2f}"] for r in document["records"]
+    ]
+    text = f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median device microseconds on a flushed L2 cache."
+    return f"{text}\n\n{table(['documents', *names, 'of the rate of read'], rows)}"
+
+
+def soft(results: Path = RESULTS) -> str:
+    document, names = load("soft", results), (OURS, "hard", "compiled", "eager")
+    rows = [
+        [r["case"]["name"], shape(r["case"]), *of_results(r["results"], names, 1, 3), number(r["goal_ms"], 2)]
+        for r in document["records"]
+    ]
+    text = (
+        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache. `hard`:"
+        " `lik_ops.maxsim`; the others are the formula in plain torch."
+    )
+    return f"{text}\n\n{table(['case', 'shape', *names, 'goal'], rows)}"
+
+
 BLOCKS = {
+    "long": long,
+    "soft": soft,
     "formats": formats,
     "fidelity": fidelity,
     "forward": forward,

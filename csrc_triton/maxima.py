@@ -116,12 +116,24 @@ def first_token(hit, tokens, C: tl.constexpr):
 
 
 @triton.jit
+def lowest_of_largest(v0, t0, v1, t1):
+    """The larger value with its token, the lower token where both are equal. NaN wins, but may lose its token."""
+    return nan_max(v0, v1), tl.where((v1 > v0) | ((v1 == v0) & (t1 < t0)), t1, t0)
+
+
+@triton.jit
 def merged(best, where, Ld, C: tl.constexpr):
-    """Each row's winner from those of its lanes, the lowest token where they are equal; NO_TOKEN where best is NaN."""
+    """Each row's maximum and winner from those of its lanes, the lowest token where they are equal; NO_TOKEN for NaN.
+
+    In one reduction: values alone, then the tokens that attain them, are exchanged between warps twice.
+    """
     if C.TOKENS_FIRST:
-        where = tl.where(where == NO_TOKEN, NO_TOKEN, where + tl.arange(0, C.BN)[:, None])
+        tokens = where + tl.arange(0, C.BN)[:, None]
+        row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 0, lowest_of_largest)
     elif C.LANES > 1:
-        where = tl.where(where == NO_TOKEN, NO_TOKEN, where + 2 * tl.arange(0, C.LANES)[None, :])
-    row_best = merged_maxima(best, C)
-    where = first_token(best == per_row(row_best, C), where, C)
-    return row_best, tl.where(where == NO_TOKEN, NO_TOKEN, tl.minimum(where, Ld - 1))
+        tokens = where + 2 * tl.arange(0, C.LANES)[None, :]
+        row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 1, lowest_of_largest)
+    else:
+        row_best, first = tl.reduce((best, where), 1, lowest_of_largest)
+    found = (first != NO_TOKEN) & (row_best == row_best)
+    return row_best, tl.where(found, tl.minimum(first, Ld - 1), NO_TOKEN)

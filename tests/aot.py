@@ -184,7 +184,9 @@ def _launch(case: Case, arch: Architecture) -> Launch:
             return forward_configs.forward_split(launch, case.Lq)
         if case.short:
             launch = replace(launch, config=launch.config._replace(PACKED=True))
-        return launch.visiting() if case.argmax or not _reads_tiles(case, arch) else launch
+        if case.argmax:
+            return forward_configs.with_winners(launch, _reads_tiles(case, arch))
+        return launch if _reads_tiles(case, arch) else launch.visiting()
     if case.kernel == "split_tokens":
         launch = forward_configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)

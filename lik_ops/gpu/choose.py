@@ -134,7 +134,9 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
         argmax=argmax,
     )
     reads_tiles = arch.has_descriptors and describable(D)
-    if argmax or not reads_tiles:
+    if argmax:
+        launch = forward_configs.with_winners(launch, reads_tiles)
+    elif not reads_tiles:
         launch = launch.visiting()
     if Ld < launch.config.BN:
         launch = replace(launch, config=launch.config._replace(PACKED=True))

@@ -95,6 +95,13 @@ def forward(
     return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
 
 
+def with_winners(launch: Launch, reads_tiles: bool) -> Launch:
+    """The forward where winners are wanted: a program for each document. Beside one tile of one query, as many programs
+    share a multiprocessor as without them."""
+    few = reads_tiles and launch.config.TOKENS_FIRST and launch.num_stages == 1 and launch.config.BD <= 128
+    return replace(launch.visiting(), max_registers=64) if few else launch.visiting()
+
+
 def forward_split(launch: Launch, Lq: int) -> Launch:
     """The forward on rows that are split already: its registers serve deeper pipelines and more rows."""
     config = launch.config

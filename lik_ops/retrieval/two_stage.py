@@ -105,11 +105,7 @@ def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -
     k = min(s.top_k, count)
     rough = _intervals(s, coarse, _scores(s.Q, coarse, 0, count, s))
     chosen = _certain(rough, k) if n_candidates is None else _best(rough, max(n_candidates, k))
-    numbers = torch.arange(count, device=chosen.device).expand_as(chosen)
-    rescored = chosen.sum(1)
-    width = int(rescored.max()) if rescored.numel() else 0
-    order = torch.where(chosen, numbers, count).sort(1).values[:, :width]
-    documents = torch.where(order < count, order, -1)
+    documents, rescored = _listed(chosen)
     scores = _full(s, documents).masked_fill_(documents < 0, -torch.inf)
     values, indices = topk.of_candidates(scores, documents, k)
     proven = torch.full_like(rescored, k)
@@ -259,6 +255,20 @@ def _best(rough: _Coarse, n: int) -> Tensor:
     return chosen.scatter_(1, topk.first(rough.scores, n)[1], True)
 
 
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The documents that are chosen for each query, ascending, -1 after the last; and how many they are."""
+    rescored = chosen.sum(1)
+    query, document = chosen.nonzero(as_tuple=True)
+    if len(chosen) == 1:
+        return document.unsqueeze(0), rescored
+    width = int(rescored.max()) if rescored.numel() else 0
+    before = rescored.cumsum(0) - rescored
+    place = torch.arange(len(document), device=document.device) - before[query]
+    documents = document.new_full((len(chosen), width), -1)
+    documents[query, place] = document
+    return documents, rescored
+
+
 def _full(s: Search, documents: Tensor) -> Tensor:
     """Full scores ``[n, K]`` of documents by their index, -1 for none."""
     D, Q, there = s.D, s.Q, documents >= 0
@@ -270,8 +280,7 @@ def _full(s: Search, documents: Tensor) -> Tensor:
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
     if D.device != Q.device:  # only what is needed comes to the device
         chosen, inverse = at.cpu().unique(return_inverse=True)
-        D, cu_seqlens = _gathered(D, cu_seqlens, chosen)
-        D = D.to(Q.device)
+        D, cu_seqlens = _gathered(D, cu_seqlens, chosen, Q.device)
         d_mask = None if d_mask is None else d_mask[chosen].to(Q.device)
         at = inverse.to(Q.device)
     if cu_seqlens is None:
@@ -284,13 +293,19 @@ def _full(s: Search, documents: Tensor) -> Tensor:
     return inputs.candidates(g, offsets, lengths)[0]
 
 
-def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Some documents of a tensor on the CPU, ascending."""
-    if cu_seqlens is None:
-        return D[chosen], None
-    bounds = cu_seqlens.cpu().long()
-    rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
-    return D[rows], starts
+def _gathered(
+    D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Some documents of a tensor on the CPU, ascending, on the device."""
+    rows, starts = chosen, None
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.cpu().long()
+        rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
+    # Whole documents or tokens are copied, not element by element, and into memory that the device reads itself.
+    pinned = device.type == "cuda" and len(rows) * D[:1].nbytes <= _COARSE_BYTES
+    staged = torch.empty((len(rows), *D.shape[1:]), dtype=D.dtype, pin_memory=pinned)
+    torch.index_select(D, 0, rows, out=staged)
+    return staged.to(device, non_blocking=pinned), starts
 
 
 def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:

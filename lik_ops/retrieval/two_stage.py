@@ -301,11 +301,7 @@ def _gathered(
     if cu_seqlens is not None:
         bounds = cu_seqlens.cpu().long()
         rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
-    # Whole documents or tokens are copied, not element by element, and into memory that the device reads itself.
-    pinned = device.type == "cuda" and len(rows) * D[:1].nbytes <= _COARSE_BYTES
-    staged = torch.empty((len(rows), *D.shape[1:]), dtype=D.dtype, pin_memory=pinned)
-    torch.index_select(D, 0, rows, out=staged)
-    return staged.to(device, non_blocking=pinned), starts
+    return D.index_select(0, rows).to(device), starts  # whole rows: `D[rows]` copies element by element
 
 
 def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:

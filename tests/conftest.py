@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 # The compile caches on disk do not know the code below an operator: an old backward could be served.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# Without caches each process would compile trials of every width of vectors, for seven seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 for name, examples in (("default", 60), ("quick", 15), ("thorough", 600)):
     settings.register_profile(

@@ -1,4 +1,4 @@
-"""One of two processes that train the stand-in encoder together: run as ``python -m tests.distributed`` by torchrun.
+"""Two processes that train the stand-in encoder together: ``python -m tests.distributed``.
 
 Each has half of the queries and of the documents, gathers the documents of both with their gradients, and compares
 its gradients with those of one process that has everything. An AssertionError ends it with a status of its own.
@@ -19,6 +19,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from . import forked
 from .encoder import Encoder, batch, in_batch_loss
 
 WORLD, PER_RANK = 2, 3
@@ -87,7 +88,8 @@ def check(kind: str) -> None:
         assert not torch.equal(q, before)
 
 
-def main() -> None:
+def check_all() -> None:
+    """In one of the processes."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         for kind in sys.argv[1:]:
@@ -95,6 +97,12 @@ def main() -> None:
             print(f"{kind} {dist.get_rank()} agrees", flush=True)
     finally:
         dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    forked.import_now("torch._dynamo")
+    forked.run(WORLD, check_all)
     # Without the interpreter's own end: a thread of gloo that lets go of a tensor then asks for the GIL and aborts.
     os._exit(0)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from lik_ops import distributed
 from lik_ops.distributed import ring as _ring
 from lik_ops.retrieval import _retrieve
+
+from . import forked
 
 WORLD, LOST = 3, 1
 TIMEOUT = 2.0  # seconds, of the group
@@ -63,8 +65,8 @@ CASES: dict[str, tuple[Callable[[], None], object, str, int]] = {
 }
 
 
-def run(rank: int, store: str, case: str, lose: Callable[[], None]) -> int:
-    """Exit status of a process: 0 if it raised in time."""
+def run(rank: int, store: str, case: str, lose: Callable[[], None]) -> None:
+    """One process, which has to raise in time."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT)
     )
@@ -77,34 +79,22 @@ def run(rank: int, store: str, case: str, lose: Callable[[], None]) -> int:
     except RuntimeError as error:
         seconds = time.monotonic() - start
         print(f"  rank {rank} after {seconds:.1f} s: {str(error).splitlines()[0][:120]}", flush=True)
-        return 0 if seconds < MOST else 4
-    return 3
-
-
-def fork(rank: int, store: str, case: str, lose: Callable[[], None]) -> int:
-    """Start a process; its id."""
-    pid = os.fork()
-    if pid == 0:
-        status = 5
-        try:
-            status = run(rank, store, case, lose)
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    return pid
+        assert seconds < MOST
+    else:
+        raise AssertionError(f"rank {rank}: expected an error")
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    # What the first call imports is imported here.
-    Q, D = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 4, 8)
-    torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, torch.int32, "auto")[0].sum().backward()
+    forked.import_now()
     with tempfile.TemporaryDirectory() as directory:
         started = {}
         for lose in (end, sleep):
             for case in CASES:
                 store = f"{directory}/{case}-{lose.__name__}"
-                started[case, lose.__name__] = [fork(rank, store, case, lose) for rank in range(WORLD)]
+                started[case, lose.__name__] = [
+                    forked.start(partial(run, rank, store, case, lose)) for rank in range(WORLD)
+                ]
         for (case, how), pids in started.items():
             found = {rank: os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) for rank in (0, 2)}
             os.kill(pids[LOST], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One of several processes that search and score together: ``python -m tests.distributed_retrieve`` under torchrun.
+"""Processes that search and score together: ``python -m tests.distributed_retrieve``, also under torchrun.
 
 Each knows what a single process finds, and compares. An AssertionError ends it with a status of its own.
 """
@@ -23,6 +23,8 @@ from lik_ops import distributed
 from lik_ops.distributed import ring as _ring
 from lik_ops.distributed.agreement import on_host
 from lik_ops.retrieval import shards
+
+from . import forked
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -443,21 +445,34 @@ CHECKS = {
 }
 
 
-def main() -> None:
-    backend, directory = sys.argv[1], Path(sys.argv[2])
+def check_all(backend: str, directory: Path) -> None:
+    """In one process of a group."""
     device = "cpu"
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = "cuda"
-    torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
-        for name in sys.argv[3:]:
-            CHECKS[name](device, directory)
+        for name, check in CHECKS.items():
+            check(device, directory)
             dist.barrier()
-            print(f"{name} {dist.get_rank()} agrees", flush=True)
+            print(f"{name} {dist.get_rank()} of {dist.get_world_size()} agrees", flush=True)
     finally:
         dist.destroy_process_group()
+
+
+def main() -> None:
+    """``backend directory [processes ...]``: as one process of torchrun, or in groups of so many."""
+    backend, directory, *groups = sys.argv[1:]
+    torch.set_num_threads(1)
+    if not groups:
+        check_all(backend, Path(directory))
+    else:
+        forked.import_now("torch._dynamo", "torch._decomp.decompositions_for_jvp")
+    for processes in groups:
+        path = Path(directory) / processes
+        path.mkdir()
+        forked.run(int(processes), lambda path=path: check_all(backend, path))
     # Without the interpreter's own end: a thread of gloo that lets go of a tensor then asks for the GIL and aborts.
     os._exit(0)
 

@@ -1,7 +1,8 @@
-"""One rank of tests/test_distributed.py: sharded scores and gradients against those of one process."""
+"""The ranks of tests/test_distributed.py: sharded scores and gradients against those of one process."""
 
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lik_ops
-from tests.residual import quantize
+
+from . import forked
+from .residual import quantize
 
 Nq, K, Lq, Ld, d = 5, 7, 4, 6, 8  # neither number of queries nor of documents divides by two
 
@@ -242,8 +245,8 @@ def check_codes(mesh, Q) -> None:
             assert x.placements == (of_queries,) and torch.equal(x.full_tensor(), e)
 
 
-def main() -> None:
-    backend, device = sys.argv[1:]
+def check_all(backend: str, device: str) -> None:
+    """In one process of a group."""
     dist.init_process_group(backend)
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
@@ -292,6 +295,15 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     print("all equal", flush=True)
+
+
+def main() -> None:
+    """As one process of torchrun, or as two."""
+    check = partial(check_all, *sys.argv[1:])
+    if "RANK" in os.environ:
+        check()
+    else:
+        forked.run(2, check)
     os._exit(0)  # see tests/distributed.py
 
 

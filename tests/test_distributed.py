@@ -11,12 +11,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(backend: str, device: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def run(launcher: tuple[str, ...], backend: str, device: str) -> None:
     result = subprocess.run(
-        [*command, str(Path(__file__).with_name("dtensor_worker.py")), backend, device],
-        env=environment,
+        [sys.executable, *launcher, "-m", "tests.dtensor_worker", backend, device],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -27,10 +26,10 @@ def run(backend: str, device: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 def test_gloo():
-    run("gloo", "cpu")
+    run((), "gloo", "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_nccl():
-    run("nccl", "cuda")
+    run(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), "nccl", "cuda")

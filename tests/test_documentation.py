@@ -206,22 +206,29 @@ def test_examples_of_docstrings_run_and_give_what_they_say(name):
     assert not found.failed, "".join(told)
 
 
-RANK = """
-import doctest, os, sys, torch, lik_ops.distributed
-function = getattr(lik_ops.distributed, sys.argv[1])
-(test,) = doctest.DocTestFinder().find(function, globs={"torch": torch, "lik_ops": lik_ops})
-assert not doctest.DocTestRunner().run(test).failed
-print("done " + os.environ["RANK"])
+RANKS = """
+import doctest, sys, torch, lik_ops.distributed
+from tests import forked
+
+def example():
+    function = getattr(lik_ops.distributed, name)
+    (test,) = doctest.DocTestFinder().find(function, globs={"torch": torch, "lik_ops": lik_ops})
+    assert not doctest.DocTestRunner().run(test).failed
+
+torch.set_num_threads(1)
+forked.import_now()
+for name in sys.argv[1:]:
+    forked.run(2, example)
+    print("done", name)
 """
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith(DISTRIBUTED)])
-def test_examples_of_distributed_functions_run_on_two_processes(name, tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    out = run([*launch, "rank.py", name.removeprefix(DISTRIBUTED)], tmp_path)
-    assert "done 0" in out and "done 1" in out
+def test_examples_of_distributed_functions_run_on_two_processes(tmp_path):
+    names = [name.removeprefix(DISTRIBUTED) for name in EXAMPLES if name.startswith(DISTRIBUTED)]
+    assert names
+    out = run([sys.executable, "-c", RANKS, *names], tmp_path)
+    assert all(f"done {name}" in out for name in names)
 
 
 def test_every_public_function_has_an_example():

@@ -9,6 +9,7 @@ import sys
 import types
 import zlib
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -210,11 +211,16 @@ MISSING = sorted(set(docstring_corpus.PACKAGES) - set(docstring_corpus.installed
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the figure is that of a corpus with {', '.join(MISSING)}, not installed")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the figure is that of the docstrings of torch 2.13 and later")
-def test_known_items_of_all_packages():
+@pytest.mark.parametrize(("step", "least"), [(4, 0.61), pytest.param(1, 0.64, marks=pytest.mark.slow)])
+def test_known_items_of_all_packages(step, least, monkeypatch):
+    """Every fourth file of each package is a pool of its own, with a figure of its own: parsing is most of the time."""
+    files = docstring_corpus._source_files
+    monkeypatch.setattr(docstring_corpus, "_source_files", lambda *root: islice(files(*root), 0, None, step))
     pool = thousand(docstring_corpus.collect_docstrings(docstring_corpus.PACKAGES))
     maxsim, bm25 = known_item.evaluate_known_items(HashedEncoder(), pool, 300)
     assert len(pool) == 1000
-    assert maxsim.mrr >= 0.64
+    assert {docstring.name.split(".")[0] for docstring in pool}.issuperset(docstring_corpus.PACKAGES)
+    assert maxsim.mrr >= least
     assert bm25.mrr >= 0.64
 
 

@@ -94,6 +94,7 @@ def build(directory: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built through an sdist."""
     return build(tmp_path_factory.mktemp("build"), "sdist")
 
 
@@ -106,7 +107,9 @@ def target(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["checkout", "checkout without links", "sdist"])
-def test_wheels_hold_the_files_of_the_package_and_nothing_else(kind: str, tmp_path: Path) -> None:
+def test_wheels_hold_the_files_of_the_package_and_nothing_else(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """So what is installed of one of them below holds for the others."""
     expected = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "lik_ops").rglob("*.py")}
     expected = {
@@ -116,7 +119,8 @@ def test_wheels_hold_the_files_of_the_package_and_nothing_else(kind: str, tmp_pa
         expected["lik_ops/" + path.relative_to(ROOT).as_posix()] = path
     expected["lik_ops/py.typed"] = ROOT / "lik_ops" / "py.typed"
     assert {"lik_ops/csrc_triton/__init__.py", "lik_ops/opcheck/__main__.py"} <= set(expected)
-    with zipfile.ZipFile(build(tmp_path, kind)) as archive:
+    path = request.getfixturevalue("wheel") if kind == "sdist" else build(tmp_path, kind)
+    with zipfile.ZipFile(path) as archive:
         found = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
     assert found == {name: path.read_bytes() for name, path in expected.items()}
 

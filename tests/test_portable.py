@@ -390,8 +390,7 @@ def test_upstream_gradients_may_be_expanded_and_extreme():
 
 
 def peak_bytes(function) -> int:
-    """The most that was allocated at once while `function` ran, outputs included."""
-    function()
+    """The most that is allocated at once while `function` runs, outputs included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -449,9 +448,9 @@ def test_a_training_step_needs_the_gradients_the_argmax_and_a_constant():
     assert peak_bytes(step) < 1.3 * needed + WORKSPACE
 
 
-def test_similarities_of_40_gigabytes_never_exist():
-    Nq, Nd, Lq, Ld, d = 320, 500, 64, 1000, 2
-    assert 4 * Nq * Nd * Lq * Ld > 40e9
+def test_similarities_of_10_gigabytes_never_exist():
+    Nq, Nd, Lq, Ld, d = 160, 250, 64, 1000, 2
+    assert 4 * Nq * Nd * Lq * Ld > 10e9
     p = Problem((Nq, Nd, Lq, Ld, d))
     assert peak_bytes(lambda: p.forward(None)) < 4 * Nq * Nd + WORKSPACE
     p.Q, p.D = p.Q[:2], p.D[:2]

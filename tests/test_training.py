@@ -160,9 +160,8 @@ def test_compiled_steps_have_no_break_and_compile_once_for_all_sizes(place, comp
 
 def test_two_processes_have_the_gradients_of_one():
     """DDP and FSDP2 around the encoder, the documents gathered from both processes: `tests/distributed.py`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [*command, "-m", "tests.distributed", "ddp", "fsdp2"],
+        [sys.executable, "-m", "tests.distributed", "ddp", "fsdp2"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -105,9 +105,9 @@ def test_vmapped_gradients(layout, recompute):
         each = lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=w, normalize=True, recompute=recompute)
         return (each * torch.linspace(1, 2, each.numel()).view(each.shape)).sum()
 
-    for batched in SUBSETS:
+    for n, batched in enumerate(SUBSETS):
         args, in_dims = arguments(layout, batched)
-        for argnums in ((0,), (1,), (4,), (0, 1, 4)):
+        for argnums in ((0, 1, 4), ((0, 1, 4)[n % 3],)):  # one alone by turns: no more is computed, nothing else
             actual = vmap(grad(step, argnums), in_dims)(*args)
             expected = one_by_one(grad(step, argnums), args, in_dims)
             for a, e in zip(actual, expected, strict=True):

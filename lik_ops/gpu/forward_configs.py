@@ -53,6 +53,34 @@ def forward_tile(tiles: tuple[Tile, ...], Nq: int, Lq: int, candidates: bool, do
     return tile, slot
 
 
+def config_of(
+    arch: Architecture,
+    dtype: torch.dtype,
+    tile: Tile,
+    slot: int,
+    d: int,
+    *,
+    candidates: bool,
+    normalize: bool,
+    wide: int,
+    tf32: bool,
+) -> Config:
+    """What a tile, and the rows that a query has in it, say of a forward."""
+    BD = min(max(next_power_of_2(d), 16), tile.features)
+    return Config(
+        BM=tile.rows,
+        BN=tile.tokens,
+        BD=BD,
+        SLOT=slot,
+        LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
+        CANDIDATES=candidates,
+        ONE_CHUNK=d <= BD,
+        NORMALIZE=normalize,
+        WIDE=wide,
+        PRECISION=precision(dtype, arch, tf32),
+    )
+
+
 def forward(
     arch: Architecture,
     dtype: torch.dtype,
@@ -73,21 +101,12 @@ def forward(
     """
     tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide)
     tile, slot = forward_tile(tiles, Nq, Lq, candidates, documents)
-    BD = min(max(next_power_of_2(d), 16), tile.features)
-    splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and d <= BD
-    config = Config(
-        BM=tile.rows,
+    config = config_of(arch, dtype, tile, slot, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32)
+    splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and config.ONE_CHUNK
+    config = config._replace(
         BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # winners take registers
-        BD=BD,
-        SLOT=slot,
-        LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION=precision(dtype, arch, tf32),
         TOKENS_FIRST=tile.tokens_first,
-        WALK=tile.walkers > 0 and not splits and d <= BD and Lq <= slot and not candidates,
+        WALK=tile.walkers > 0 and not splits and config.ONE_CHUNK and Lq <= slot and not candidates,
         # Where it changes nothing it is set on mma and to split rows, for which ptxas spills without the loop.
         LONG=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
         SPLIT=splits,

@@ -7,13 +7,13 @@ are, but for rows of sm_90 beside each other: none of its sums crosses them.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
-from ..csrc_triton.arguments import Config
 from .backward_configs import Kind
 from .configs import INTERPRETER, Architecture, Launch, loads_vectors, next_power_of_2, precision
-from .forward_table import FORWARD
+from .forward_configs import config_of, forward_tiles
 
 _MOST_ROWS = 128
 
@@ -32,32 +32,19 @@ def forward(
     tf32: bool,
 ) -> Launch:
     """The tile of a forward: one of those of `maxsim_forward` that leave registers for the norms of tokens."""
-    reads = wide if loads_vectors(d, wide) else 2
-    rule = next(r for r in FORWARD if r.unit == arch.unit and r.normalize and r.covers(dtype, 1, d, True, reads))
-    tiles = [tile for tile in rule.tiles if not tile.tokens_first and tile.rows <= _MOST_ROWS]
+    # None that were measured: those are of another kernel.
+    tiles = forward_tiles(replace(arch, measured=()), dtype, 1, d, True, wide)
+    tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MOST_ROWS)
     most = tiles[-1]
     slot = min(next_power_of_2(max(Lq, 1)), most.rows)
     rows = slot if candidates else min(Nq * slot, most.rows)
     tile = next(t for t in tiles if t.rows >= rows) if arch.unit == "wgmma" else most
-    BD = min(max(next_power_of_2(d), 16), tile.features)
-    warps, stages = tile.warps, tile.stages
-    if arch.unit == "wgmma" and dtype != torch.float32 and d <= BD and not normalize and reads < 2:
+    config = config_of(
+        arch, dtype, tile, slot, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32
+    )._replace(LONG=Lq > slot or arch.unit == "mma", PACKED=True, SOFT=True)
+    warps, stages, half = tile.warps, tile.stages, dtype != torch.float32
+    if arch.unit == "wgmma" and half and config.ONE_CHUNK and not normalize and loads_vectors(d, wide):
         warps, stages = 4, 2
-    config = Config(
-        BM=tile.rows,
-        BN=tile.tokens,
-        BD=BD,
-        SLOT=slot,
-        LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION=precision(dtype, arch, tf32),
-        LONG=Lq > slot or arch.unit == "mma",
-        PACKED=True,
-        SOFT=True,
-    )
     return Launch(config, warps, stages, tile.registers or arch.registers)
 
 

@@ -233,6 +233,22 @@ def assert_scores(p: Problem, x: Inputs, scores: Tensor) -> None:
     assert error.numel() == 0 or float(error.max()) <= bound, f"{p}: worst error {float(error.max())}, bound {bound}"
 
 
+# Of scores and gradients, beside the largest of them.
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, least: float = 1.0) -> None:
+    """The same infinities and NaN, and close beside the largest number, `least` or more."""
+    assert found.shape == expected.shape
+    found, expected = found.double().cpu(), expected.double().cpu()
+    finite = expected.isfinite()
+    largest = max(least, float(expected[finite].abs().max())) if bool(finite.any()) else least
+    for those, atol in ((~finite, 0.0), (finite, TOLERANCE[dtype] * largest)):
+        torch.testing.assert_close(
+            found[those], expected[those], rtol=0, atol=atol, equal_nan=True, msg=lambda m: f"{dtype}: {m}"
+        )
+
+
 def assert_winners(p: Problem, x: Inputs, argmax: Tensor) -> None:
     """The first winner where similarities are exact, else a token whose similarity is within rounding of the best."""
     _, expected = oracle(p, x)

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, tables and pictures. What they time needs a GPU and is not run here."""
+"""The benchmarks' arithmetic and records. What they time needs a GPU and is not run here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import shutil
 import signal
 import sys
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -32,12 +30,9 @@ import forward  # noqa: E402
 import gpu  # noqa: E402
 import hosts  # noqa: E402
 import quantized  # noqa: E402
-import ragged  # noqa: E402
 import ragged_cases  # noqa: E402
-import ragged_contenders  # noqa: E402
 import retrieve  # noqa: E402
 import retrieve_gpus  # noqa: E402
-import tables  # noqa: E402
 import training  # noqa: E402
 
 VARIANTS = list(itertools.product(("", "prefix", "holes"), (False, True), (False, True), (False, True)))
@@ -46,6 +41,13 @@ VARIANTS = list(itertools.product(("", "prefix", "holes"), (False, True), (False
 def small(mask="", normalize=False, weighted=False, candidates=False, **more) -> common.Case:
     options = {"mask": mask, "normalize": normalize, "weighted": weighted, "candidates": candidates}
     return common.Case("small", 6, 70, 7, 11, d=16, **{"dtype": "float32", **options, **more})
+
+
+class Clock:
+    """In place of `gpu.Timer`: the first function takes a millisecond, each of the others one more."""
+
+    def compare(self, functions):
+        return {name: (function(), float(i))[1] for i, (name, function) in enumerate(functions.items(), 1)}
 
 
 # cases
@@ -139,109 +141,6 @@ def test_a_slow_first_call_ends():
 
     with pytest.raises(gpu.TooSlowError, match="not ready within 0 s"), gpu.time_limit(0.05):
         swallowing()
-
-
-# ragged lengths
-
-
-def ragged_case(layout: str, mean_q: float = 1.0, what: str = "scores", dtype: str = "float32") -> ragged_cases.Case:
-    more = {"candidates": {"K": 5}, "pairs": {"P": 90}}.get(layout, {})
-    return ragged_cases.Case("small", 6, 40, 9, 24, d=16, dtype=dtype, mean_q=mean_q, what=what, **more)
-
-
-RAGGED = list(itertools.product(("cross", "candidates", "pairs"), (1.0, 0.6)))
-
-
-@pytest.mark.parametrize("most", [32, 300, 1024])
-def test_lengths_have_the_mean_that_is_said(most):
-    lengths = ragged_cases.draw_lengths(50_000, most, 0.3, torch.Generator().manual_seed(0))
-    assert lengths.min() >= 1
-    assert lengths.max() == most
-    assert lengths.double().mean() / most == pytest.approx(0.3, abs=0.005)
-    again = ragged_cases.draw_lengths(50_000, most, 0.3, torch.Generator().manual_seed(0))
-    assert torch.equal(lengths, again)
-
-
-def test_names_of_ragged_cases_and_of_searches_are_unique():
-    names = [case.name for case in (*ragged.CASES, *ragged.MASKED)]
-    assert len(set(names)) == len(names)
-    assert len(set(retrieve.PLAN)) == len(retrieve.PLAN)
-
-
-@pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
-def test_work_of_kept_tokens(layout, mean_q):
-    x = ragged_cases.Inputs(ragged_case(layout, mean_q))
-    each = [int(x.q_lengths[i] * x.d_lengths[j]) for i, j in x.met.tolist()]
-    assert x.operations == 2 * 16 * sum(each)
-    met = [set(side.tolist()) for side in x.met.unbind(1)]
-    tokens = sum(int(x.q_lengths[i]) for i in met[0]) + sum(int(x.d_lengths[j]) for j in met[1])
-    assert x.bytes == 4 * (16 * tokens + len(each))
-    dense = ragged_contenders.dense_mean(x)
-    assert dense.score(*dense.tokens).shape == x.shape
-    assert x.dense_operations == 2 * 16 * len(each) * dense.tokens[0].shape[-2] * dense.tokens[1].shape[-2]
-    assert x.operations / x.dense_operations == pytest.approx(1, abs=0.15)
-
-
-@pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
-def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
-    for what in ("scores", "step"):
-        x = ragged_cases.Inputs(ragged_case(layout, mean_q, what))
-        found = {n: c for n, c in ragged_contenders.contenders(x).items() if not isinstance(c, str)}
-        for name in (ragged_contenders.PACKED, ragged_contenders.PADDED, ragged_contenders.EAGER):
-            score, tokens = found[name]
-            assert ragged_cases.error_of(x, score(*tokens)) < 1e-6
-            assert max(ragged_cases.errors_of(x, score, tokens).values()) < 1e-5
-
-
-@pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
-def test_wrong_ragged_results_are_seen(layout, mean_q):
-    x = ragged_cases.Inputs(ragged_case(layout, mean_q, "step"))
-    score, tokens = ragged_contenders.contenders(x)[ragged_contenders.PACKED]
-    scores = score(*tokens)
-    scores.view(-1)[-1] *= 1.1
-    assert ragged_cases.error_of(x, scores) > 1e-4
-    assert ragged_cases.errors_of(x, lambda Q, D: score(Q, 1.1 * D), tokens)["error_D"] > 0.05
-    leaking = ragged_cases.errors_of(x, lambda Q, D: score(Q, D) + 0.1 * D.sum(), tokens)
-    assert leaking["error_D"] > 0.05
-
-
-class Clock:
-    """In place of `gpu.Timer`: the first function takes a millisecond, each of the others one more."""
-
-    def compare(self, functions):
-        return {name: (function(), float(i))[1] for i, (name, function) in enumerate(functions.items(), 1)}
-
-
-CEILING = {"tflops": 1e-3, "gbs": 1.0}
-
-
-def test_a_ragged_record(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("broken\nin two lines")
-
-    monkeypatch.setattr(ragged_contenders, "_late", lambda x: broken)
-    monkeypatch.setattr(ragged_contenders, "_flash", lambda x: "why not")
-    monkeypatch.setattr(ragged_contenders, "_flash_padded", lambda x: lambda Q, D: Q.new_zeros(x.shape))
-    record = ragged.measure(ragged_case("cross", 0.6), Clock(), CEILING, time.monotonic() + 60, "cpu")
-    entries = record["contenders"]
-    assert entries["late-interaction-kernels packed"] == {"failed": "RuntimeError: broken"}
-    assert entries["flash-maxsim packed"] == {"skipped": "why not"}
-    assert entries["flash-maxsim padded"]["failed"].startswith("wrong")
-    assert [entries[n]["ms"] for n in ("lik_ops", "lik_ops padded", "padded eager")] == [1, 2, 3]
-    assert record["ratio_to_ours"] == {"lik_ops padded": 2, "padded eager": 3}
-    dense = record["dense_mean"]
-    assert record["ratio_to_dense"] == pytest.approx(dense["operations"] / (4 * record["operations"]))
-    assert record["floor_ms"] == max(record["operations"] / 1e6, record["bytes"] / 1e6)
-    late = ragged.measure(ragged_case("pairs"), Clock(), CEILING, time.monotonic() - 1, "cpu")
-    assert late["contenders"]["lik_ops"] == {"skipped": "no time left"}
-    assert "ratio_to_dense" not in late
-
-
-@pytest.mark.parametrize("what", ["scores", "step"])
-def test_a_record_of_masks(what):
-    record = ragged.measure_masked(small(what=what), Clock(), "cpu")
-    assert record["ratio_to_unmasked"] == {"holes": 2, "prefix": 3}
-    assert all(r["exact"] for r in record["contenders"].values())
 
 
 # searches
@@ -427,127 +326,6 @@ def test_losses_of_the_hosts(case):
     assert max(ours[f"error_{key}"] for key in ("loss", "Q", "D")) < 1e-5
 
 
-# tables
-
-
-@pytest.mark.parametrize("name", tables.DOCUMENTS)
-def test_documents_show_the_committed_results(name):
-    text = (tables.ROOT / name).read_text()
-    assert tables.rewritten(text) == text, "run make figures"
-
-
-def test_every_block_is_in_a_document():
-    text = "".join((tables.ROOT / name).read_text() for name in tables.DOCUMENTS)
-    for name in tables.BLOCKS:
-        assert f"<!-- {name}: " in text
-
-
-def test_a_stale_block_is_rewritten(tmp_path):
-    document = "before\n<!-- cpu: generated -->\nstale 1.23\n<!-- /cpu -->\nafter\n"
-    text = tables.rewritten(document)
-    assert "stale" not in text
-    assert text.startswith("before\n<!-- cpu: generated -->\n")
-    assert text.endswith("<!-- /cpu -->\nafter\n")
-    assert tables.rewritten(text) == text
-
-
-def test_another_precision_is_not_compared():
-    ours, exact = {"ms": 3.0, "exact": True}, {"ms": 2.0, "exact": True}
-    contenders = {"lik_ops": ours, "eager": exact, "half": {"ms": 1.0, "exact": False}, "gone": {"failed": "why"}}
-    assert tables.best_peer({"contenders": contenders}) == ("eager", 2.0)
-    assert tables.best_peer({"contenders": {"lik_ops": ours}}) is None
-    assert tables.cell(contenders["half"], best=2.0) == "1.0000 *"
-    assert tables.cell(exact, best=2.0) == "**2.0000**"
-    assert tables.cell(contenders["gone"], best=2.0) == "-"
-
-
-def written(directory: Path, name: str, records: list[dict], **settings) -> None:
-    versions = {"torch": "2.11.0", "late-interaction-kernels": "0.4.5"}
-    env = {"gpus": ["NVIDIA H200"], "versions": versions, "commit": "0123456789", "cpu": "", "threads": 1}
-    document = {"environment": env, "settings": settings, "records": records}
-    (directory / f"{name}.json").write_text(json.dumps(document))
-
-
-def test_tables_of_what_is_not_measured(tmp_path):
-    assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/ragged.py`)."
-    assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieve.py`)."
-    assert tables.hosts(tmp_path) == "Not measured yet (`benchmarks/hosts.py`)."
-
-
-def test_table_of_ragged_results(tmp_path):
-    case = dataclasses.asdict(ragged.CASES[0])
-    entries = {
-        "lik_ops": {"ms": 0.02, "exact": True, "peak_mb": 3.4, "host_us": 51.0},
-        "lik_ops padded": {"ms": 0.03, "exact": True},
-        "padded eager": {"ms": 0.05, "exact": False},
-        "flash-maxsim packed": {"failed": "why"},
-    }
-    record = {
-        "case": case,
-        "contenders": entries,
-        "dense_mean": {"ms": 0.016},
-        "ratio_to_dense": 1.234,
-        "of_floor": 0.5,
-    }
-    masks = {"no mask": {"ms": 0.02}, "holes": {"ms": 0.03}}
-    masked = {"case": dataclasses.asdict(ragged.MASKED[0]), "contenders": masks, "ratio_to_unmasked": {"holes": 1.5}}
-    gone = {"case": case, "contenders": {}, "failed": "no time left"}
-    written(tmp_path, "ragged", [masked, record, gone])
-    lines = tables.ragged(tmp_path).splitlines()
-    assert lines[0].startswith("NVIDIA H200, torch 2.11.0, late-interaction-kernels 0.4.5, commit 0123456.")
-    row = (
-        "| rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 0.0160 | 1.23 | 0.50 | 1.50x | - | - | - | 2.50x * | 3 | 51 |"
-    )
-    assert [line for line in lines if line.startswith("| rerank")] == [row]
-    assert lines[-1] == "| masked rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 1.50 | - |"
-
-
-def test_table_of_searches(tmp_path):
-    resident = retrieve.new_record("resident", 1, 1_000_000) | {"floor_ms": 10.5, "read_ms": 10.6}
-    ours = {"ms": 10.7, "of_floor": 0.9813, "of_sustained": 0.7421, "of_read": 0.9907, "exact": True}
-    resident["contenders"] = {"lik_ops": ours, "eager": {"ms": 21.4, "exact": False}, "flash-maxsim": {"failed": "why"}}
-    streamed = retrieve.new_record("streamed", 16, 170_000) | {"floor_ms": 150.0}
-    streamed["contenders"] = {
-        "lik_ops pinned": {"ms": 160.0, "of_floor": 0.9375},
-        "lik_ops pageable": {"failed": "why"},
-    }
-    gone = {"case": {"name": "disk 1", "kind": "disk"}, "contenders": {}, "failed": "no time left"}
-    written(tmp_path, "retrieve", [resident, streamed, gone])
-    lines = tables.retrieve(tmp_path).splitlines()
-    assert lines[-3:] == [
-        "| on the GPU | 1 | 1,000,000 | 10.50 | 10.70 | 0.981 | 0.742 | 0.991 | 0.97 | - | - | 2.00x * |",
-        "| pinned | 16 | 170,000 | 150.00 | 160.00 | 0.938 | - | - | 0.9 | - | - | - |",
-        "| pageable | 16 | 170,000 | 150.00 | - | - | - | - |  | - | - | - |",
-    ]
-    record = retrieve.new_record("gpus", 64, 1_000_000)
-    record["contenders"] = {"lik_ops": {"ms": 65.0, "one_ms": 120.0, "efficiency": 0.923}}
-    failed = {"case": {"name": "gpus 1"}, "contenders": {"lik_ops": {"failed": "wrong"}}}
-    whole = record | {"parts": {"local_ms": [60.5, 61.25], "agree_ms": [0.06, 0.05], "merge_ms": [0.1, 0.125]}}
-    whole["contenders"] = {"lik_ops": record["contenders"]["lik_ops"] | {"sustained_efficiency": 0.981}}
-    written(tmp_path, "retrieve_gpus", [record, whole, failed], gpus=2)
-    text = tables.retrieve(tmp_path)
-    assert text.startswith("\n".join(lines))
-    assert text.splitlines()[-2:] == [
-        "| 64 | 1,000,000 | 120.00 | 65.00 | - | - | - | 0.92 | - |",
-        "| 64 | 1,000,000 | 120.00 | 65.00 | 61.25 | 0.06 | 0.12 | 0.92 | 0.98 |",
-    ]
-    assert "2 GPUs" in text
-
-
-def test_table_of_losses(tmp_path):
-    theirs = {"ms": 40.0, "peak_mb": 900.4, "scoring_ms": 39.0, "scoring_peak_mb": 800, "error_Q": 0.2, "error_D": 0.3}
-    ours = {"ms": 10.0, "peak_mb": 90.0, "scoring_ms": 9.5, "scoring_peak_mb": 80, "error_Q": 1e-9, "error_D": 0.0}
-    case = dataclasses.asdict(hosts.CASES[3])
-    whole = {"case": case, "contenders": {"sentence-transformers": theirs, "lik_ops": ours, "eager": {"failed": "why"}}}
-    gone = {"case": case, "contenders": {}, "skipped": "why"}
-    written(tmp_path, "hosts", [whole, gone])
-    row = "| cached | sentence-transformers | 256 x 256, 128, 2048, 128 by 32 |"
-    assert tables.hosts(tmp_path).splitlines()[-2:] == [
-        f"{row} 40.00 (900) | 10.00 (90) | - | 39.00 (800) | 9.50 (80) | 4.00x | 2e-01 / 1e-09 | 3e-01 / 0e+00 |",
-        f"{row} - | - | - | - | - | - | - / - | - / - |",
-    ]
-
-
 # quantised documents
 
 
@@ -602,87 +380,6 @@ def test_formats_without_a_gpu_or_time_still_write(monkeypatch, tmp_path):
         records = json.loads(out.read_text())["records"]
         assert [r["case"]["name"] for r in records] == [row.case.name for row in quantized.ROWS]
         assert all(r["failed"].startswith("TimeoutError") for r in records)
-
-
-def test_tables_of_formats(tmp_path):
-    assert tables.formats(tmp_path) == "Not measured yet (`benchmarks/quantized.py`)."
-    assert tables.fidelity(tmp_path) == "Not measured yet (`benchmarks/fidelity.py`)."
-    each = {"error": 1e-3, "spearman": 0.99986, "recall10": 1.0, "recall100": 0.99}
-    ms = {"full": 0.5, "int8": 0.25, "flash-maxsim int8 x int8": 0.75, "flash-maxsim int8 x half": 1.0}
-    whole = {"case": dataclasses.asdict(quantized.ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
-    found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
-    found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
-    written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
-    text = tables.formats(tmp_path).splitlines()
-    row = "| 1 x 1000, 32, 300, 128 |"
-    assert f"{row} 0.5000 | 0.2500 | - | - | - | - | - | - | 0.7500 (flash-maxsim int8 x int8) |" in text
-    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | - | - | - | - | - | - | 1e-03, 0.9999 |" in text
-    assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
-    record = {
-        "case": {"name": "hashed"},
-        "formats": {"full": {"bytes": 256, "mrr": 0.5}, "int8": {"bytes": 132, **each}},
-    }
-    written(tmp_path, "fidelity", [record], queries=300)
-    assert tables.fidelity(tmp_path).splitlines()[-2:] == [
-        "| the demo's encoder | full | 256 | 0.500 | - | - | - | - |",
-        "| the demo's encoder | int8 | 132 | - | 1.0e-03 | 0.9999 | 1.000 | 0.990 |",
-    ]
-
-
-# pictures
-
-
-@pytest.fixture(scope="module")
-def plot():
-    pytest.importorskip("matplotlib", reason='pictures: pip install ".[docs]"')
-    import plot
-
-    return plot
-
-
-def texts(path: Path) -> str:
-    return "\n".join(t.text for t in ET.parse(path).iter("{http://www.w3.org/2000/svg}text") if t.text)
-
-
-def test_pictures_show_the_results(plot, tmp_path):
-    document = tables.load("forward")
-    path = plot.roofline(out=tmp_path)
-    shown = texts(path)
-    for record in plot.drawn(document):
-        assert record["case"]["name"] in shown
-    assert f"{document['settings']['ceilings']['tflops']:.0f} TFLOP/s" in shown
-    assert "lik_ops" in shown
-    ratios = texts(plot.speed(out=tmp_path))
-    for record in document["records"]:
-        if (peer := tables.best_peer(record)) and "lik_ops" in tables.timed(record):
-            assert f"{peer[1] / record['contenders']['lik_ops']['ms']:.2f}" in ratios
-            assert record["case"]["name"] in ratios
-
-
-def test_pictures_follow_dark_mode(plot, tmp_path):
-    svg = plot.roofline(out=tmp_path).read_text()
-    ET.fromstring(svg)
-    for light, dark in plot.DARK.items():
-        assert f": {light}" in svg.partition("@media")[0]
-        assert f'[style*="fill: {light}"]{{fill:{dark} !important}}' in svg.partition("prefers-color-scheme: dark")[2]
-
-
-def test_pictures_are_of_the_committed_results(plot, tmp_path):
-    for name in ("forward-roofline.svg", "forward-speed.svg"):
-        assert plot.digest() in (plot.IMAGES / name).read_text(), "run make figures"
-    shutil.copy(tables.RESULTS / "forward.json", tmp_path)
-    document = json.loads((tmp_path / "forward.json").read_text())
-    document["settings"]["ceilings"]["tflops"] += 1
-    (tmp_path / "forward.json").write_text(json.dumps(document))
-    assert plot.digest(tmp_path) != plot.digest()
-
-
-def test_cases_of_equal_intensity_stand_apart(plot):
-    xs = list(plot.spread([32.0, 32.0, 32.1, 128.0]))
-    assert xs == sorted(xs)
-    assert min(b / a for a, b in itertools.pairwise(xs)) > 1.1
-    assert xs[1] == pytest.approx(32)
-    assert xs[3] == 128
 
 
 # before

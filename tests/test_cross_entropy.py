@@ -17,7 +17,7 @@ from lik_ops import reference
 from lik_ops.arguments import score_dtype
 from lik_ops.ops import cross_entropy, eager
 
-from .support import INTERPRETING, PLACES, Problem, build
+from .support import INTERPRETING, PLACES, Problem, assert_near, build
 
 ROOT = Path(__file__).parent.parent
 at_places = pytest.mark.parametrize("place", PLACES, ids=str)
@@ -32,7 +32,6 @@ PROBLEMS = [
     replace(SMALL, Ld=16, strides="transposed", d_mask="empty_some"),
     replace(SMALL, layout="candidates", d_mask="empty_some", **{"q_mask": "prefix"}),
 ]
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
 
 
 class Watching(TorchDispatchMode):
@@ -69,15 +68,6 @@ def step(function, x, labels, normalize=False, upstream=None, more=(), **options
     loss = loss_of(function, y, labels, normalize, **options)
     grads = torch.autograd.grad(loss, [*leaves, *more], None if upstream is None else upstream.to(loss))
     return loss.detach(), grads
-
-
-def assert_near(found, expected, dtype):
-    """The same infinities and NaN, and close beside the largest number, 1 or more."""
-    found, expected = found.double().cpu(), expected.double().cpu()
-    finite = expected.isfinite()
-    torch.testing.assert_close(found[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
-    largest = max(1.0, float(expected[finite].abs().max())) if bool(finite.any()) else 1.0
-    torch.testing.assert_close(found[finite], expected[finite], rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
 @at_places

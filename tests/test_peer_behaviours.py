@@ -6,8 +6,8 @@ Tests called ``test_defect_*`` hold defects that peers have. Those of serving ar
 | behaviour | held by |
 | --- | --- |
 | no frozen side costs a buffer or a kernel | `test_portable`, `test_training_cost`: ``test_a_frozen_side_costs_*`` |
-| no size compiles a kernel or a graph anew | `test_launcher`: ``test_no_size_compiles_anything_anew``; `test_compile` |
-| calls and steps capture in CUDA graphs | `test_launcher`, `test_stack`: ``*cuda_graph*`` |
+| no size compiles anything anew | `test_launches_gpu`: ``test_no_size_compiles_anything_anew``; `test_compile` |
+| calls and steps capture in CUDA graphs | `test_launches_gpu`, `test_stack`: ``*cuda_graph*`` |
 | opcheck of every operator | ``python -m lik_ops.opcheck``, `opcheck/tests` |
 | random configurations of every entry point and dtype | `test_semantics`, `test_ragged`: hypothesis |
 | bad values and kinds of every ragged argument | `test_ragged_fuzz`, `test_checks` |

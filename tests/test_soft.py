@@ -11,7 +11,7 @@ import lik_ops
 from lik_ops import reference
 from lik_ops.arguments import score_dtype
 
-from .support import INTERPRETING, PLACES, Problem, build
+from .support import INTERPRETING, PLACES, TOLERANCE, Problem, assert_near, build
 
 at_places = pytest.mark.parametrize("place", PLACES, ids=str)
 SMALL = Problem(values="normal", Nq=3, Nd=3, Lq=5, Ld=9)
@@ -27,7 +27,6 @@ PROBLEMS = [
     replace(SMALL, layout="flat_q", d_mask="holes", strides="expanded"),
     replace(SMALL, layout="flat_d", q_mask="holes", d=1, Ld=1),
 ]
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
 
 
 def score(function, x, temperature, normalize):
@@ -44,17 +43,6 @@ def step(function, x, temperature, normalize, upstream):
     return scores.detach(), torch.autograd.grad(kept, wanted, upstream.to(scores))
 
 
-def check(p, found, expected, least=1.0):
-    """Of scores or a gradient: the same infinities, and close beside the largest number, `least` or more."""
-    found, expected = found.double(), expected.double()
-    assert found.shape == expected.shape
-    finite = expected.isfinite()
-    assert torch.equal(found[~finite], expected[~finite]), p
-    error = (found - expected)[finite].abs()
-    largest = max(least, float(expected[finite].abs().max())) if error.numel() else least
-    assert not error.numel() or float(error.max()) <= TOLERANCE[p.dtype] * largest, (p, float(error.max()), largest)
-
-
 @at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
 def test_scores_and_gradients_are_those_of_the_formula(place, number):
@@ -69,13 +57,13 @@ def test_scores_and_gradients_are_those_of_the_formula(place, number):
             same = score(lik_ops.maxsim_soft, x, 0.7, p.normalize)
         expected, expected_grads = step(reference.maxsim_soft, x.to64(), tau64, p.normalize, upstream)
         assert scores.dtype == score_dtype(dtype)
-        check(replace(p, dtype=score_dtype(dtype)), scores, expected)
-        check(replace(p, dtype=score_dtype(dtype)), same, expected)
+        assert_near(scores, expected, score_dtype(dtype))
+        assert_near(same, expected, score_dtype(dtype))
         # That of the temperature is a sum of differences of soft maxima and mean similarities.
         terms = float((expected[expected.isfinite()] / 0.7).abs().sum())
         for leaf, g, e in zip([*x.leaves(), tau], grads, expected_grads, strict=True):
             assert g.dtype == leaf.dtype
-            check(p, g, e, terms if leaf is tau else 1.0)
+            assert_near(g, e, dtype, terms if leaf is tau else 1.0)
 
 
 def test_the_formula_is_that_of_logsumexp():
@@ -114,7 +102,7 @@ def test_it_tends_to_maxsim_as_the_temperature_falls(place):
             expected = torch.autograd.grad(hard, leaves, upstream.to(hard))
             for tau in (small, 1e-30, 1e-300):
                 found, grads = step(lik_ops.maxsim_soft, x, tau, False, upstream)
-                check(replace(p, dtype=score_dtype(dtype)), found, hard.detach())
+                assert_near(found, hard.detach(), score_dtype(dtype))
                 # A probability is known to the rounding of similarities over the temperature.
                 error = TOLERANCE[dtype] + torch.finfo(score_dtype(dtype)).eps * float(first.abs().max()) / tau
                 for g, e in zip(grads, expected, strict=True):
@@ -293,13 +281,13 @@ def test_similarities_are_never_whole():
     """Memory of a step on a CPU: what is kept and the gradients, and blocks of a few MiB."""
     import resource
 
-    Q = torch.randn(64, 64, 64, requires_grad=True)
-    D = torch.randn(64, 256, 64, requires_grad=True)
+    Q = torch.randn(32, 64, 16, requires_grad=True)
+    D = torch.randn(32, 256, 16, requires_grad=True)
     lik_ops.maxsim_soft(Q[:2], D[:2], 0.1).sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lik_ops.maxsim_soft(Q, D, 0.1).sum().backward()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 64 * 64 * 64 * 256 * 4 / 3  # of the similarities in fp32
+    assert grown < 32 * 32 * 64 * 256 * 4 / 3  # of the similarities in fp32
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")

@@ -5,17 +5,12 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 import lik_ops
-from lik_ops.csrc_triton import topk
-from lik_ops.csrc_triton.arguments import Best, Candidates
 from lik_ops.gpu import topk as cuda_topk
 from lik_ops.ops.topk import WARMED, of_parts
 from lik_ops.portable import topk as portable_topk
 
-from .aot import compile_as_launched, cuda_resources
 from .support import INTERPRETING
 
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -174,34 +169,3 @@ def test_parts_of_any_length(counts, dtype):
     found, expected = of_parts(received, counts, 4, dtype), portable_topk.best(torch.cat(each, 1), 4)
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[0].view(integers), expected[0].view(integers))
-
-
-def source(X: Candidates, block: int, is_sorted: bool, kept: int) -> ASTSource:
-    none = "constexpr"
-    signature = {"X": X, "out": Best("*fp32", "*i64", "i32"), "n": "i32", "k": "i32"}
-    signature |= dict.fromkeys(("PARTS", "SORTED", "BLOCK", "KEPT"), none)
-    values: dict = {(0, n): None for n, kind in enumerate(X) if kind == none}
-    values |= {(4,): X.width != none, (5,): is_sorted, (6,): block, (7,): kept}
-    aligned = [(0, 0), (1, 0), (1, 1)] + [(0, 1)] * (X.indices != none)
-    return ASTSource(topk.maxsim_best, signature, values, {path: [["tt.divisibility", 16]] for path in aligned})
-
-
-KINDS_OF_CANDIDATES = {
-    "columns": Candidates("*fp32", "constexpr", "i32", "constexpr", "constexpr"),
-    "indices": Candidates("*fp32", "*i64", "i32", "constexpr", "constexpr"),
-    "parts": Candidates("*i64", "*i64", "i32", "i32", "i32"),
-}
-
-
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize("kept", [128, 256])
-@pytest.mark.parametrize("kind", KINDS_OF_CANDIDATES)
-def test_compiled_without_spills(kind, kept):
-    for block, is_sorted in ((1024, True), (8192, True), (8192, False)):
-        if kind == "parts" and not is_sorted:
-            continue
-        options = {"num_warps": cuda_topk._WARPS[block]}
-        compiled = source(KINDS_OF_CANDIDATES[kind], block, is_sorted, kept)
-        found = compile_as_launched(compiled, GPUTarget("cuda", 90, 32), options)
-        registers, spills = cuda_resources(found.asm["cubin"])
-        assert spills == 0, f"{block}, {is_sorted}: {spills} spill instructions, {registers} registers"

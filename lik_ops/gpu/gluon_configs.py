@@ -116,10 +116,14 @@ def _streamed(rows: int, choice: Specialized | RowMaxima) -> str:
 _WIDE = ((256, 4, 1.0), (128, 6, 1.05), (64, 8, 1.3))
 
 
+def _least_waste(tiles: tuple[tuple[int, int, float], ...], Ld: int) -> tuple[int, int]:
+    """Tokens and stages of the tile that fits and whose last one of a document wastes least."""
+    fitting = [tile for tile in tiles if tile[0] <= Ld] or [min(tiles)]
+    return min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])[:2]
+
+
 def _wide(Lq: int, Ld: int) -> WideSpecialization:
-    """The tile whose last one of a document wastes least."""
-    fitting = [tile for tile in _WIDE if tile[0] <= Ld] or [_WIDE[-1]]
-    tokens, stages, _ = min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])
+    tokens, stages = _least_waste(_WIDE, Ld)
     return WideSpecialization(BN=tokens, SLOT=min(next_power_of_2(Lq), WIDE_ROWS // 2), STAGES=stages)
 
 
@@ -187,11 +191,7 @@ def _programs(processors: int, row_tiles: int, pairs: int) -> int:
 
 def _int8_tile(Ld: int, few: bool) -> tuple[int, int]:
     """Tokens and stages. Few rows wait for documents: there the tile whose last one of a document wastes least."""
-    if not few:
-        return _INT8
-    fitting = [tile for tile in _INT8_FEW if tile[0] <= Ld] or [_INT8_FEW[0]]
-    tokens, stages, _ = min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])
-    return tokens, stages
+    return _least_waste(_INT8_FEW, Ld) if few else _INT8
 
 
 def int8(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._ops import ops as lik
 from ...segments import Ragged
@@ -41,19 +41,31 @@ def _register() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    placements: Any = Replicate(), Shard(0), Shard(1), Partial()
-    _register_dense(register_sharding, *placements)
-    _register_ragged(register_sharding, *placements)
+    at = _Placements(Replicate(), Shard(0), Shard(1), Partial())
+    for register in (_register_maxsim, _register_xtr_and_losses, _register_soft_and_searches, _register_ragged):
+        register(register_sharding, at)
 
 
-def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any, partial: Any) -> None:
-    def dense(D):
-        """Placements of scores, winners, queries, documents, and of the gradients of the last two."""
+class _Placements(NamedTuple):
+    """Whole on every process, cut along the first or the second axis, or a part of a sum."""
+
+    whole: Any
+    first: Any
+    second: Any
+    partial: Any
+
+    def dense(self, D: Any) -> tuple:
+        """Of scores, winners, queries, documents, and of the gradients of the last two."""
+        whole, first, second, partial = self
         if len(D.shape) == 4:
             sharded = (first,) * 6, (second, second, whole, second, partial, second)
         else:
             sharded = (first, second, first, whole, first, partial), (second, first, whole, first, partial, first)
         return (whole,) * 6, *sharded
+
+
+def _register_maxsim(register_sharding: Any, at: _Placements) -> None:
+    whole, dense = at.whole, at.dense
 
     @register_sharding(lik.maxsim_fwd.default)
     def _(*args):
@@ -88,6 +100,10 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             found.append((grads, [*_placed(args[:7], (scores, q, d, d, winners, q, q)), None, None, None]))
         return found
 
+
+def _register_xtr_and_losses(register_sharding: Any, at: _Placements) -> None:
+    whole, first, second, partial = at
+
     @register_sharding(lik.maxsim_xtr_fwd.default)
     def _(*args):
         return [
@@ -110,6 +126,10 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             grads = [g if need else whole for g, need in zip((q, grad_d, q), args[11], strict=True)]
             found.append((grads, [*_placed(args[:8], (q, q, d, q, d, q, q, q)), None, None, None, None]))
         return found
+
+
+def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None:
+    whole, first, partial, dense = at.whole, at.first, at.partial, at.dense
 
     @register_sharding(lik.maxsim_soft_fwd.default)
     def _(*args):
@@ -146,7 +166,9 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
         ]
 
 
-def _register_ragged(register_sharding: Any, whole: Any, first: Any, second: Any, partial: Any) -> None:
+def _register_ragged(register_sharding: Any, at: _Placements) -> None:
+    whole, first, second, partial = at
+
     def ragged(r):
         """Placements of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
         everything: Any = Ragged(*_placed(r, (whole,) * len(r)))

@@ -1,0 +1,224 @@
+"""The benchmarks' tables and pictures: of results that a test writes, and of those that are committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the GPU benchmarks import triton")
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import hosts  # noqa: E402
+import quantized  # noqa: E402
+import ragged  # noqa: E402
+import retrieve  # noqa: E402
+import tables  # noqa: E402
+
+# tables
+
+
+@pytest.mark.parametrize("name", tables.DOCUMENTS)
+def test_documents_show_the_committed_results(name):
+    text = (tables.ROOT / name).read_text()
+    assert tables.rewritten(text) == text, "run make figures"
+
+
+def test_every_block_is_in_a_document():
+    text = "".join((tables.ROOT / name).read_text() for name in tables.DOCUMENTS)
+    for name in tables.BLOCKS:
+        assert f"<!-- {name}: " in text
+
+
+def test_a_stale_block_is_rewritten(tmp_path):
+    document = "before\n<!-- cpu: generated -->\nstale 1.23\n<!-- /cpu -->\nafter\n"
+    text = tables.rewritten(document)
+    assert "stale" not in text
+    assert text.startswith("before\n<!-- cpu: generated -->\n")
+    assert text.endswith("<!-- /cpu -->\nafter\n")
+    assert tables.rewritten(text) == text
+
+
+def test_another_precision_is_not_compared():
+    ours, exact = {"ms": 3.0, "exact": True}, {"ms": 2.0, "exact": True}
+    contenders = {"lik_ops": ours, "eager": exact, "half": {"ms": 1.0, "exact": False}, "gone": {"failed": "why"}}
+    assert tables.best_peer({"contenders": contenders}) == ("eager", 2.0)
+    assert tables.best_peer({"contenders": {"lik_ops": ours}}) is None
+    assert tables.cell(contenders["half"], best=2.0) == "1.0000 *"
+    assert tables.cell(exact, best=2.0) == "**2.0000**"
+    assert tables.cell(contenders["gone"], best=2.0) == "-"
+
+
+def written(directory: Path, name: str, records: list[dict], **settings) -> None:
+    versions = {"torch": "2.11.0", "late-interaction-kernels": "0.4.5"}
+    env = {"gpus": ["NVIDIA H200"], "versions": versions, "commit": "0123456789", "cpu": "", "threads": 1}
+    document = {"environment": env, "settings": settings, "records": records}
+    (directory / f"{name}.json").write_text(json.dumps(document))
+
+
+def test_tables_of_what_is_not_measured(tmp_path):
+    assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/ragged.py`)."
+    assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieve.py`)."
+    assert tables.hosts(tmp_path) == "Not measured yet (`benchmarks/hosts.py`)."
+
+
+def test_table_of_ragged_results(tmp_path):
+    case = dataclasses.asdict(ragged.CASES[0])
+    entries = {
+        "lik_ops": {"ms": 0.02, "exact": True, "peak_mb": 3.4, "host_us": 51.0},
+        "lik_ops padded": {"ms": 0.03, "exact": True},
+        "padded eager": {"ms": 0.05, "exact": False},
+        "flash-maxsim packed": {"failed": "why"},
+    }
+    record = {
+        "case": case,
+        "contenders": entries,
+        "dense_mean": {"ms": 0.016},
+        "ratio_to_dense": 1.234,
+        "of_floor": 0.5,
+    }
+    masks = {"no mask": {"ms": 0.02}, "holes": {"ms": 0.03}}
+    masked = {"case": dataclasses.asdict(ragged.MASKED[0]), "contenders": masks, "ratio_to_unmasked": {"holes": 1.5}}
+    gone = {"case": case, "contenders": {}, "failed": "no time left"}
+    written(tmp_path, "ragged", [masked, record, gone])
+    lines = tables.ragged(tmp_path).splitlines()
+    assert lines[0].startswith("NVIDIA H200, torch 2.11.0, late-interaction-kernels 0.4.5, commit 0123456.")
+    row = (
+        "| rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 0.0160 | 1.23 | 0.50 | 1.50x | - | - | - | 2.50x * | 3 | 51 |"
+    )
+    assert [line for line in lines if line.startswith("| rerank")] == [row]
+    assert lines[-1] == "| masked rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 1.50 | - |"
+
+
+def test_table_of_searches(tmp_path):
+    resident = retrieve.new_record("resident", 1, 1_000_000) | {"floor_ms": 10.5, "read_ms": 10.6}
+    ours = {"ms": 10.7, "of_floor": 0.9813, "of_sustained": 0.7421, "of_read": 0.9907, "exact": True}
+    resident["contenders"] = {"lik_ops": ours, "eager": {"ms": 21.4, "exact": False}, "flash-maxsim": {"failed": "why"}}
+    streamed = retrieve.new_record("streamed", 16, 170_000) | {"floor_ms": 150.0}
+    streamed["contenders"] = {
+        "lik_ops pinned": {"ms": 160.0, "of_floor": 0.9375},
+        "lik_ops pageable": {"failed": "why"},
+    }
+    gone = {"case": {"name": "disk 1", "kind": "disk"}, "contenders": {}, "failed": "no time left"}
+    written(tmp_path, "retrieve", [resident, streamed, gone])
+    lines = tables.retrieve(tmp_path).splitlines()
+    assert lines[-3:] == [
+        "| on the GPU | 1 | 1,000,000 | 10.50 | 10.70 | 0.981 | 0.742 | 0.991 | 0.97 | - | - | 2.00x * |",
+        "| pinned | 16 | 170,000 | 150.00 | 160.00 | 0.938 | - | - | 0.9 | - | - | - |",
+        "| pageable | 16 | 170,000 | 150.00 | - | - | - | - |  | - | - | - |",
+    ]
+    record = retrieve.new_record("gpus", 64, 1_000_000)
+    record["contenders"] = {"lik_ops": {"ms": 65.0, "one_ms": 120.0, "efficiency": 0.923}}
+    failed = {"case": {"name": "gpus 1"}, "contenders": {"lik_ops": {"failed": "wrong"}}}
+    whole = record | {"parts": {"local_ms": [60.5, 61.25], "agree_ms": [0.06, 0.05], "merge_ms": [0.1, 0.125]}}
+    whole["contenders"] = {"lik_ops": record["contenders"]["lik_ops"] | {"sustained_efficiency": 0.981}}
+    written(tmp_path, "retrieve_gpus", [record, whole, failed], gpus=2)
+    text = tables.retrieve(tmp_path)
+    assert text.startswith("\n".join(lines))
+    assert text.splitlines()[-2:] == [
+        "| 64 | 1,000,000 | 120.00 | 65.00 | - | - | - | 0.92 | - |",
+        "| 64 | 1,000,000 | 120.00 | 65.00 | 61.25 | 0.06 | 0.12 | 0.92 | 0.98 |",
+    ]
+    assert "2 GPUs" in text
+
+
+def test_table_of_losses(tmp_path):
+    theirs = {"ms": 40.0, "peak_mb": 900.4, "scoring_ms": 39.0, "scoring_peak_mb": 800, "error_Q": 0.2, "error_D": 0.3}
+    ours = {"ms": 10.0, "peak_mb": 90.0, "scoring_ms": 9.5, "scoring_peak_mb": 80, "error_Q": 1e-9, "error_D": 0.0}
+    case = dataclasses.asdict(hosts.CASES[3])
+    whole = {"case": case, "contenders": {"sentence-transformers": theirs, "lik_ops": ours, "eager": {"failed": "why"}}}
+    gone = {"case": case, "contenders": {}, "skipped": "why"}
+    written(tmp_path, "hosts", [whole, gone])
+    row = "| cached | sentence-transformers | 256 x 256, 128, 2048, 128 by 32 |"
+    assert tables.hosts(tmp_path).splitlines()[-2:] == [
+        f"{row} 40.00 (900) | 10.00 (90) | - | 39.00 (800) | 9.50 (80) | 4.00x | 2e-01 / 1e-09 | 3e-01 / 0e+00 |",
+        f"{row} - | - | - | - | - | - | - / - | - / - |",
+    ]
+
+
+def test_tables_of_formats(tmp_path):
+    assert tables.formats(tmp_path) == "Not measured yet (`benchmarks/quantized.py`)."
+    assert tables.fidelity(tmp_path) == "Not measured yet (`benchmarks/fidelity.py`)."
+    each = {"error": 1e-3, "spearman": 0.99986, "recall10": 1.0, "recall100": 0.99}
+    ms = {"full": 0.5, "int8": 0.25, "flash-maxsim int8 x int8": 0.75, "flash-maxsim int8 x half": 1.0}
+    whole = {"case": dataclasses.asdict(quantized.ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
+    found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
+    found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
+    written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
+    text = tables.formats(tmp_path).splitlines()
+    row = "| 1 x 1000, 32, 300, 128 |"
+    assert f"{row} 0.5000 | 0.2500 | - | - | - | - | - | - | 0.7500 (flash-maxsim int8 x int8) |" in text
+    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | - | - | - | - | - | - | 1e-03, 0.9999 |" in text
+    assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
+    record = {
+        "case": {"name": "hashed"},
+        "formats": {"full": {"bytes": 256, "mrr": 0.5}, "int8": {"bytes": 132, **each}},
+    }
+    written(tmp_path, "fidelity", [record], queries=300)
+    assert tables.fidelity(tmp_path).splitlines()[-2:] == [
+        "| the demo's encoder | full | 256 | 0.500 | - | - | - | - |",
+        "| the demo's encoder | int8 | 132 | - | 1.0e-03 | 0.9999 | 1.000 | 0.990 |",
+    ]
+
+
+# pictures
+
+
+@pytest.fixture(scope="module")
+def plot():
+    pytest.importorskip("matplotlib", reason='pictures: pip install ".[docs]"')
+    import plot
+
+    return plot
+
+
+def texts(path: Path) -> str:
+    return "\n".join(t.text for t in ET.parse(path).iter("{http://www.w3.org/2000/svg}text") if t.text)
+
+
+def test_pictures_show_the_results(plot, tmp_path):
+    document = tables.load("forward")
+    path = plot.roofline(out=tmp_path)
+    shown = texts(path)
+    for record in plot.drawn(document):
+        assert record["case"]["name"] in shown
+    assert f"{document['settings']['ceilings']['tflops']:.0f} TFLOP/s" in shown
+    assert "lik_ops" in shown
+    ratios = texts(plot.speed(out=tmp_path))
+    for record in document["records"]:
+        if (peer := tables.best_peer(record)) and "lik_ops" in tables.timed(record):
+            assert f"{peer[1] / record['contenders']['lik_ops']['ms']:.2f}" in ratios
+            assert record["case"]["name"] in ratios
+
+
+def test_pictures_follow_dark_mode(plot, tmp_path):
+    svg = plot.roofline(out=tmp_path).read_text()
+    ET.fromstring(svg)
+    for light, dark in plot.DARK.items():
+        assert f": {light}" in svg.partition("@media")[0]
+        assert f'[style*="fill: {light}"]{{fill:{dark} !important}}' in svg.partition("prefers-color-scheme: dark")[2]
+
+
+def test_pictures_are_of_the_committed_results(plot, tmp_path):
+    for name in ("forward-roofline.svg", "forward-speed.svg"):
+        assert plot.digest() in (plot.IMAGES / name).read_text(), "run make figures"
+    shutil.copy(tables.RESULTS / "forward.json", tmp_path)
+    document = json.loads((tmp_path / "forward.json").read_text())
+    document["settings"]["ceilings"]["tflops"] += 1
+    (tmp_path / "forward.json").write_text(json.dumps(document))
+    assert plot.digest(tmp_path) != plot.digest()
+
+
+def test_cases_of_equal_intensity_stand_apart(plot):
+    xs = list(plot.spread([32.0, 32.0, 32.1, 128.0]))
+    assert xs == sorted(xs)
+    assert min(b / a for a, b in itertools.pairwise(xs)) > 1.1
+    assert xs[1] == pytest.approx(32)
+    assert xs[3] == 128

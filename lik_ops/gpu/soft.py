@@ -155,7 +155,7 @@ class _Call(NamedTuple):
 
     @property
     def sums_documents(self) -> bool:
-        """Whether gradients of documents are sums first, that another kernel takes through the norms of their tokens."""
+        """Whether gradients of documents are sums first, which another kernel takes through the norms of tokens."""
         return self.normalize and not self.launch().config.ONE_CHUNK
 
     def owners(self, rows_each: int, groups: int) -> int:

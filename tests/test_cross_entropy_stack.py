@@ -141,11 +141,13 @@ def test_flops_are_those_of_its_products(device, candidates):
 
 
 @at_devices
-@pytest.mark.parametrize(("learned", "cut"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("learned", "cut"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
 def test_training_goes_as_with_the_formula(device, learned, cut, monkeypatch):
     """200 steps, of one part or of many, with a learned temperature or not, beside the same of all similarities."""
     if cut:
-        monkeypatch.setattr(cross_entropy, "_PART_BYTES", 100)
+        monkeypatch.setattr(cross_entropy, "_PART_BYTES", 3 * 9 * 16)  # of three queries
         eager.forget()
 
     def fused(Q, D, tau, labels):

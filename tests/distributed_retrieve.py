@@ -24,6 +24,8 @@ from lik_ops.distributed import ring as _ring
 from lik_ops.distributed.agreement import on_host
 from lik_ops.retrieval import shards
 
+from .distributed_loss import check_loss, expect
+
 TIMEOUT = timedelta(seconds=60)
 
 CODEC = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-1.0, 0, 1, 2]), torch.tensor([-0.5, 0.5, 1.5]))
@@ -343,15 +345,6 @@ def check_frozen(device: str) -> None:
         assert (Q.grad is not None, D.grad is not None) == (of_queries, of_documents)
 
 
-def expect(error: type[Exception], message: str, call) -> None:
-    try:
-        call()
-    except error as e:
-        assert message in str(e), e
-    else:
-        raise AssertionError(f"expected {error.__name__}: {message}")
-
-
 def check_errors(device: str, directory: Path) -> None:
     """A mistake of one rank is an error in all, and leaves the group in order."""
     rank = dist.get_rank()
@@ -438,6 +431,7 @@ CHECKS = {
     "coded": check_coded,
     "messages": check_messages,
     "inbatch": check_inbatch,
+    "loss": check_loss,
     "errors": check_errors,
     "launched": check_while_ranks_agree,
 }

@@ -36,6 +36,7 @@ OPERATORS = {
     "cross_entropy.maxsim_cross_entropy_bwd": "maxsim_cross_entropy_bwd",
     "topk.maxsim_topk": "maxsim_topk",
     "topk_codes.maxsim_topk_codes": "maxsim_topk_codes",
+    "token_topk.maxsim_token_topk_fwd": "maxsim_token_topk_fwd",
     "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
     "packaged.maxsim_packaged": "maxsim_packaged",
 }

@@ -264,6 +264,7 @@ def main() -> None:
         for candidates in (False, True):
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim(Q, D, normalize=True, save="int8"))
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3))
+            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_token_topk(Q, D, 3))
             check_trained(mesh, candidates, device, losses)
         torch.manual_seed(0)
         clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)

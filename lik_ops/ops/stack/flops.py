@@ -123,6 +123,7 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 def register() -> None:
     """Tell torch's counter."""
     dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd, lik.maxsim_cross_entropy_fwd]
+    dense.append(lik.maxsim_token_topk_fwd)
     register_flop_formula(dense)(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)

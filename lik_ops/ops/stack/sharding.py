@@ -95,6 +95,14 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
             for q, winners in ((whole, whole), (first, second))
         ]
 
+    @register_sharding(lik.maxsim_token_topk_fwd.default)
+    def _(*args):
+        after = {whole: whole, first: second, second: type(first)(2)}  # of winners, whose first axis is the rank
+        return [
+            ([scores, after[winners] if args[7] else whole], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
+            for scores, winners, q, d, _, _ in dense(args[1])
+        ]
+
     def losses(D):
         """Placements of losses and queries, of documents and of their gradient: a loss needs all its documents."""
         return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, partial)

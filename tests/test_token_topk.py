@@ -57,7 +57,7 @@ def close(found, expected, tolerance):
 
 @at_devices
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
-@pytest.mark.parametrize("top_k", [1, 3, 12])
+@pytest.mark.parametrize("top_k", [1, 3, 40])
 def test_scores_and_gradients_are_those_of_the_formula(device, number, top_k):
     for dtype in TOLERANCE if number < 4 else (torch.float32, torch.float64):
         p = replace(PROBLEMS[number], dtype=dtype)
@@ -94,7 +94,7 @@ def test_more_than_there_are_is_all_of_them():
     torch.testing.assert_close(mean, found / 6)
 
 
-@pytest.mark.parametrize("count", [3, 12])
+@pytest.mark.parametrize("count", [3, 40])
 def test_of_equal_tokens_the_first_are_the_best(count):
     S = torch.randint(0, 3, (4, 20, 5)).float()
     S[2, 7] = torch.nan

@@ -30,7 +30,7 @@ def maxsim_token_topk(
     Zaharia, 2020) with the sum of the `top_k` largest in the place of the maximum. Differentiable in Q, D and
     `q_weight`, at the tokens that are among the best; of equal ones the first are. Computed by plain torch on every
     device, without keeping similarities: a step that has gradients keeps ``4 * top_k`` bytes for each query token and
-    document. Up to `top_k` = 8 time grows with it; above, similarities are sorted.
+    document. Up to 32 time grows with `top_k`; above, similarities are sorted.
 
     Args:
         Q, D, q_mask, d_mask, q_weight, normalize: as in `maxsim`, of tensors.

@@ -15,7 +15,7 @@ from .layout import Layout, unified_layout
 from .scores import NEG_INF
 from .slices import Panel, Slices, _Views
 
-_MOST_ROUNDS = 8  # of maxima, each of which reads all similarities; more are sorted
+_MOST_ROUNDS = 32  # of maxima, each of which reads all similarities; more are sorted
 
 
 def forward_token_topk(x: Dense, top_k: int, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:

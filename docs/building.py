@@ -20,6 +20,7 @@ OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANG
 NOTEBOOK = "late_interaction"
 # Where the text of each operator is.
 OPERATORS = {
+    "chamfer.chamfer_bwd": "chamfer_bwd",
     "chamfer.chamfer_fwd": "chamfer_fwd",
     "maxsim._composite": "maxsim",
     "maxsim.maxsim_fwd": "maxsim_fwd",

@@ -65,6 +65,7 @@ def compiled_step(device: str) -> str:
 
 
 _SCHEMAS = {  # of operators that are registered: one of them needs Triton
+    "chamfer_bwd": "lik::chamfer_bwd(Tensor? of_P, Tensor? of_R, Tensor P, Tensor R, Tensor nearest, Tensor nearest_R, str metric, bool[2] needs) -> (Tensor, Tensor)",
     "chamfer_fwd": "lik::chamfer_fwd(Tensor P, Tensor R, Tensor? p_lengths, Tensor? r_lengths, str metric) -> (Tensor, Tensor, Tensor, Tensor)",
     "maxsim": 'lik::maxsim(Tensor Q, Tensor D, Tensor? q_mask=None, Tensor? d_mask=None, *, Tensor? q_weight=None, bool normalize=False, str backward="auto", bool recompute=False) -> Tensor',
     "maxsim_bwd_lowmem": "lik::maxsim_bwd_lowmem(Tensor grad_scores, Tensor Q, Tensor D, Tensor argmax, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, bool[3] needs) -> (Tensor, Tensor, Tensor)",

@@ -364,6 +364,7 @@ def _sized_token_topk(sizes: tuple[int, int, int, int], candidates: bool, device
 _BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
 OPERATORS: dict[str, Operator] = {
     "chamfer_fwd": Operator(_named(chamfer.samples), chamfer.reference, chamfer.sized),
+    "chamfer_bwd": Operator(_named(chamfer.backward_samples), chamfer.backward_reference, chamfer.sized_backward),
     "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
     "maxsim_fwd": Operator(maxsim_fwd, _fwd_reference, _sized_fwd),
     "maxsim_bwd_lowmem": _BWD,

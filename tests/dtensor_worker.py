@@ -271,6 +271,12 @@ def main() -> None:
         found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))
         assert found.placements == (Shard(0),)
         assert torch.equal(found.full_tensor(), lik_ops.chamfer_distance(*clouds))
+        leaves = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in clouds]
+        whole = [x.clone().requires_grad_() for x in clouds]
+        for x in (leaves, whole):
+            lik_ops.chamfer_distance(*x).sum().backward()
+        for x, expected in zip(leaves, whole, strict=True):
+            assert torch.equal(x.grad.full_tensor(), expected.grad)
         Q, D, *_ = tensors(False, False, device)
         sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
         for shape in ((2, 1), (1, 2)):

@@ -140,6 +140,13 @@ def _register_dense(register_sharding: Any, whole: Any, first: Any, second: Any,
     def _(*args):
         return [([of] * 4, [*_placed(args[:4], (of,) * 4), None]) for of in (whole, first)]
 
+    @register_sharding(lik.chamfer_bwd.default)
+    def _(*args):
+        return [
+            ([of if need else whole for need in args[7]], [*_placed(args[:6], (of,) * 6), None, None])
+            for of in (whole, first)
+        ]
+
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):
         return [

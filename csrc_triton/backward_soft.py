@@ -10,6 +10,7 @@ What is masked is loaded as zeros, and adds nothing whatever its P.
 import triton
 import triton.language as tl
 
+from .backward import through_normalize
 from .common import (
     apart,
     document_base,
@@ -211,8 +212,20 @@ def _query_pointers(Q, up, owner, r, C: tl.constexpr):
 
 
 @triton.jit
+def _through_norm(G, own, columns, d, C: tl.constexpr):
+    """`G`, all features of what is owned, through its norms; rows that receive nothing get zero: they may hold NaN."""
+    x = load_rows(own.ptr, own.ok, columns, d, own.stride_d, C.WIDE).to(tl.float32)
+    squares = tl.sum(x * x, axis=1)
+    dot = tl.sum(x * G, axis=1) * inverse_norm(squares)
+    live = tl.max((G != 0.0).to(tl.int32), axis=1)
+    return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot), 0.0)
+
+
+@triton.jit
 def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
     """``sum_r g w P q_r`` of BM tokens of a document and BD features into ``grad [documents, Ld, d]``, of its dtype.
+
+    Through the norms of the tokens where one step covers their features, else `grad` is of unit tokens.
 
     Programs ``[token tiles of documents, 1, steps of features]``.
     """
@@ -249,6 +262,8 @@ def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
             other = Side(_query_pointers(Q, up, owner, r, C), ok, Q.stride_d, None, None)
         acc = _added(acc, own, other, lse, coefficient * inverse, rate, columns, d, False, C)
     acc = tl.where(own.ok[:, None], acc * most, 0.0)
+    if C.NORMALIZE and C.ONE_CHUNK:
+        acc = _through_norm(acc, own, columns, d, C)
     row = document.to(tl.int64) * up.Ld + t
     mask = (t < up.Ld)[:, None] & (columns < d)[None, :]
     tl.store(grad + row[:, None] * d + columns[None, :], acc.to(grad.dtype.element_ty), mask=mask)

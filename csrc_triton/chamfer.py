@@ -274,3 +274,30 @@ def chamfer_winners(X, Y, keys, distances, nearest, points, size, d, C: tl.const
     distance = tl.where(there, distance, tl.where(n < N, float("inf"), 0.0))
     tl.store(distances + at, tl.where(ok, distance, float("nan")), mask=inside)
     tl.store(nearest + at, tl.where(there, index, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["points"])
+def chamfer_slopes(X, Y, grad, grad_stride_batch, grad_stride_n, nearest, slopes, points, d, C: tl.constexpr):
+    """What the gradients of the distances of X give its `points` points, of all clouds: ``slopes [points, d]``.
+
+    0 where there is no nearest of Y, whatever lies there.
+    """
+    row = tl.program_id(0).to(tl.int64) * C.BM + tl.arange(0, C.BM)
+    ok = row < points
+    batch, n = row // X.count, row % X.count
+    at = tl.load(nearest + row, mask=ok, other=-1)
+    there = at >= 0
+    g = tl.load(grad + batch * grad_stride_batch + n * grad_stride_n, mask=there, other=0.0)
+    own, other = _points(X, batch, n), _points(Y, batch, at)
+    for c0 in range(0, d, C.BD):
+        k = c0 + tl.arange(0, C.BD)
+        inside = (k < d)[None, :]
+        offsets, mask = k.to(tl.int64)[None, :], there[:, None] & inside
+        x = tl.load(own[:, None] + offsets * X.stride_d, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(other[:, None] + offsets * Y.stride_d, mask=mask, other=0.0).to(tl.float32)
+        if C.METRIC == "l1":
+            slope = (x > y).to(tl.float32) - (x < y).to(tl.float32)
+        else:
+            slope = 2 * (x - y)
+        slope = tl.where(there[:, None], slope * g[:, None], 0.0)
+        tl.store(slopes + row[:, None] * d + k[None, :], slope, mask=ok[:, None] & inside)

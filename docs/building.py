@@ -20,6 +20,7 @@ OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANG
 NOTEBOOK = "late_interaction"
 # Where the text of each operator is.
 OPERATORS = {
+    "chamfer.chamfer_bwd": "chamfer_bwd",
     "chamfer.chamfer_fwd": "chamfer_fwd",
     "maxsim._composite": "maxsim",
     "maxsim.maxsim_fwd": "maxsim_fwd",
@@ -36,6 +37,7 @@ OPERATORS = {
     "cross_entropy.maxsim_cross_entropy_bwd": "maxsim_cross_entropy_bwd",
     "topk.maxsim_topk": "maxsim_topk",
     "topk_codes.maxsim_topk_codes": "maxsim_topk_codes",
+    "token_topk.maxsim_token_topk_fwd": "maxsim_token_topk_fwd",
     "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
     "packaged.maxsim_packaged": "maxsim_packaged",
 }

@@ -18,6 +18,7 @@ from .api.ragged_argmax import (
 from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
 from .api.soft import maxsim_soft
+from .api.token_topk import maxsim_token_topk
 from .api.warmup import warmup
 from .api.xtr import maxsim_xtr
 from .arguments import Backward as Backward
@@ -54,6 +55,7 @@ __all__ = [
     "maxsim_pairs",
     "maxsim_soft",
     "maxsim_streamed",
+    "maxsim_token_topk",
     "maxsim_varlen",
     "maxsim_varlen_with_argmax",
     "maxsim_with_argmax",

@@ -20,6 +20,7 @@ __all__ = [
     "maxsim_at",
     "maxsim_pairs",
     "maxsim_soft",
+    "maxsim_token_topk",
     "maxsim_with_argmax",
     "similarities",
 ]
@@ -235,6 +236,33 @@ def maxsim_xtr(
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
     found = terms.sum(-1) / retrieved.sum(-1).clamp(min=1e-3 if normalizer == "positive" else 1)
     return _dropped(found.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)
+
+
+def maxsim_token_topk(
+    Q: Tensor,
+    D: Tensor,
+    top_k: int,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+) -> Tensor:
+    """``sum_s w[i, s] *`` the sum of the `top_k` largest similarities of kept tokens, or their mean; as `maxsim`."""
+    _check(Q, D, q_mask, d_mask, q_weight, normalize)
+    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    (Qn, q_keep), (Dn, d_keep) = _prepared(Q3, q_mask, normalize), _prepared(D3, d_mask, normalize)
+    d_keep = d_keep if D3.dim() == 4 else d_keep[None]  # [Nq | 1, Nd | K, Ld]
+    S = similarities(Qn, Dn).masked_fill(~d_keep[:, :, None], float("-inf"))
+    best = S.sort(dim=-1, descending=True, stable=True).values[..., :top_k]
+    count = d_keep.sum(-1)[:, :, None]
+    terms = torch.where(torch.arange(best.shape[-1], device=Q.device) < count[..., None], best, 0).sum(-1)
+    if reduction == "mean":
+        terms = terms / count.clamp(1, top_k)
+    d_any = d_keep.any(-1)
+    there = d_any[:, :, None] & q_keep[:, None]
+    return _dropped(_scores(terms, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
 
 
 def chamfer_distance(

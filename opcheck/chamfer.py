@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::chamfer_fwd``, and what it should compute."""
+"""Sample inputs of ``lik::chamfer_fwd`` and ``lik::chamfer_bwd``, and what they should compute."""
 
 from __future__ import annotations
 
@@ -54,3 +54,34 @@ def sized(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
     lengths = (_lengths(B, N, device), _lengths(B, M, device)) if cut else (None, None)
     clouds = _cloud((B, N, 8), torch.float32, device, False), _cloud((B, M, 8), torch.float32, device, False)
     return *clouds, *lengths, "l1"
+
+
+def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    for n, (name, (P, R, *rest)) in enumerate(samples(dtype, device)):
+        P, R, metric = P.detach(), R.detach(), rest[-1]
+        of_P, nearest, of_R, nearest_R = torch.ops.lik.chamfer_fwd(P, R, *rest)
+        grads = [torch.randn(x.shape).to(x) for x in (of_P, of_R)]
+        for k in range(2):
+            if n % 4 == k + 1:
+                grads[k] = None  # type: ignore[call-overload]
+        yield name, (*grads, P, R, nearest, nearest_R, metric, [n % 3 != 1, n % 3 != 2])
+
+
+def backward_reference(of_P, of_R, P, R, nearest, nearest_R, metric, needs) -> tuple:
+    total = [torch.zeros_like(P), torch.zeros_like(R)]
+    for n, (g, X, Y, at) in enumerate(((of_P, P, R, nearest), (of_R, R, P, nearest_R))):
+        if g is None or Y.shape[1] == 0:
+            continue
+        there = (at >= 0)[..., None]
+        at = at.clamp(min=0).long()[..., None].expand(-1, -1, X.shape[2])
+        x = X - Y.gather(1, at)
+        slope = torch.where(there, (x.sign() if metric == "l1" else 2 * x) * g[..., None], 0)
+        total[n] = total[n] + slope
+        total[1 - n] = total[1 - n].scatter_add(1, at, -slope)
+    return tuple(x if need else None for x, need in zip(total, needs, strict=True))
+
+
+def sized_backward(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
+    P, R, *rest = sized(sizes, cut, device)
+    of_P, nearest, of_R, nearest_R = torch.ops.lik.chamfer_fwd(P, R, *rest)
+    return of_P, of_R, P, R, nearest, nearest_R, rest[-1], [True, True]

@@ -65,6 +65,7 @@ def compiled_step(device: str) -> str:
 
 
 _SCHEMAS = {  # of operators that are registered: one of them needs Triton
+    "chamfer_bwd": "lik::chamfer_bwd(Tensor? of_P, Tensor? of_R, Tensor P, Tensor R, Tensor nearest, Tensor nearest_R, str metric, bool[2] needs) -> (Tensor, Tensor)",
     "chamfer_fwd": "lik::chamfer_fwd(Tensor P, Tensor R, Tensor? p_lengths, Tensor? r_lengths, str metric) -> (Tensor, Tensor, Tensor, Tensor)",
     "maxsim": 'lik::maxsim(Tensor Q, Tensor D, Tensor? q_mask=None, Tensor? d_mask=None, *, Tensor? q_weight=None, bool normalize=False, str backward="auto", bool recompute=False) -> Tensor',
     "maxsim_bwd_lowmem": "lik::maxsim_bwd_lowmem(Tensor grad_scores, Tensor Q, Tensor D, Tensor argmax, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, bool[3] needs) -> (Tensor, Tensor, Tensor)",
@@ -80,6 +81,7 @@ _SCHEMAS = {  # of operators that are registered: one of them needs Triton
     "maxsim_ragged_fwd": "lik::maxsim_ragged_fwd(Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q, str backward) -> (Tensor, Tensor)",
     "maxsim_soft_bwd": "lik::maxsim_soft_bwd(Tensor grad_scores, Tensor Q, Tensor D, Tensor lse, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor? tau, float temperature, bool normalize, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     "maxsim_soft_fwd": "lik::maxsim_soft_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor? tau, float temperature, bool normalize, bool keep) -> (Tensor, Tensor)",
+    "maxsim_token_topk_fwd": "lik::maxsim_token_topk_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, int top_k, bool normalize, bool keep) -> (Tensor, Tensor)",
     "maxsim_topk": "lik::maxsim_topk(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, int? chunk) -> (Tensor, Tensor)",
     "maxsim_topk_codes": "lik::maxsim_topk_codes(Tensor Q, Tensor codes, Tensor centroids, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize, SymInt top_k, SymInt? n_probe) -> (Tensor, Tensor)",
     "maxsim_xtr_fwd": "lik::maxsim_xtr_fwd(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, SymInt top_k, str normalizer) -> (Tensor, Tensor, Tensor)",

@@ -344,9 +344,27 @@ def _sized_xtr(sizes: tuple[int, int, int, int], candidates: bool, device: str) 
     return *tensors((*sizes, 8), "contiguous", torch.float32, device, False, True), 3, "retrieved"
 
 
+def maxsim_token_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    for shape, layout, candidates, options in _variants():
+        for n, top_k in enumerate((1, 3, 12)):
+            inputs = _inputs(shape, layout, dtype, device, candidates, options, n != 2)
+            name = _name(shape, layout, candidates and "candidates", options and "options", top_k, dtype)
+            yield Sample(name, (*inputs, top_k, n == 1, n != 2), {})
+
+
+def _token_topk_reference(Q, D, q_mask, d_mask, q_weight, top_k, normalize, keep) -> tuple:
+    options = {"q_weight": q_weight, "normalize": normalize}
+    return lik_ops.reference.maxsim_token_topk(Q, D, top_k, q_mask, d_mask, **options), None
+
+
+def _sized_token_topk(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return *tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True), 3, False, True
+
+
 _BWD = Operator(maxsim_bwd, _bwd_reference, _sized_bwd)
 OPERATORS: dict[str, Operator] = {
     "chamfer_fwd": Operator(_named(chamfer.samples), chamfer.reference, chamfer.sized),
+    "chamfer_bwd": Operator(_named(chamfer.backward_samples), chamfer.backward_reference, chamfer.sized_backward),
     "maxsim": Operator(maxsim, _maxsim_reference, _sized_maxsim),
     "maxsim_fwd": Operator(maxsim_fwd, _fwd_reference, _sized_fwd),
     "maxsim_bwd_lowmem": _BWD,
@@ -366,6 +384,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
     "maxsim_topk_codes": Operator(maxsim_topk_codes, _codes_reference, _sized_codes),
+    "maxsim_token_topk_fwd": Operator(maxsim_token_topk, _token_topk_reference, _sized_token_topk),
     "maxsim_xtr_fwd": Operator(maxsim_xtr, _xtr_reference, _sized_xtr),
 }
 

@@ -355,7 +355,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         if of_queries:
             found |= {"sums": "*fp32", "weights": weight, "each": "i32", "d": "i32"}
             return backward_soft.maxsim_soft_queries, found
-        grad = "*fp32" if case.normalize else gradient
+        grad = "*fp32" if case.normalize and not config.ONE_CHUNK else gradient
         return backward_soft.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
     if case.kernel == "maxsim_grad_queries":
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}

@@ -25,6 +25,7 @@ from lik_ops.distributed.agreement import on_host
 from lik_ops.retrieval import shards
 
 from . import forked
+from .distributed_loss import check_loss, expect
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -345,15 +346,6 @@ def check_frozen(device: str) -> None:
         assert (Q.grad is not None, D.grad is not None) == (of_queries, of_documents)
 
 
-def expect(error: type[Exception], message: str, call) -> None:
-    try:
-        call()
-    except error as e:
-        assert message in str(e), e
-    else:
-        raise AssertionError(f"expected {error.__name__}: {message}")
-
-
 def check_errors(device: str, directory: Path) -> None:
     """A mistake of one rank is an error in all, and leaves the group in order."""
     rank = dist.get_rank()
@@ -440,6 +432,7 @@ CHECKS = {
     "coded": check_coded,
     "messages": check_messages,
     "inbatch": check_inbatch,
+    "loss": check_loss,
     "errors": check_errors,
     "launched": check_while_ranks_agree,
 }

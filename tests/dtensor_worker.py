@@ -267,12 +267,19 @@ def check_all(backend: str, device: str) -> None:
         for candidates in (False, True):
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim(Q, D, normalize=True, save="int8"))
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3))
+            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_token_topk(Q, D, 3))
             check_trained(mesh, candidates, device, losses)
         torch.manual_seed(0)
         clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
         found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))
         assert found.placements == (Shard(0),)
         assert torch.equal(found.full_tensor(), lik_ops.chamfer_distance(*clouds))
+        leaves = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in clouds]
+        whole = [x.clone().requires_grad_() for x in clouds]
+        for x in (leaves, whole):
+            lik_ops.chamfer_distance(*x).sum().backward()
+        for x, expected in zip(leaves, whole, strict=True):
+            assert torch.equal(x.grad.full_tensor(), expected.grad)
         Q, D, *_ = tensors(False, False, device)
         sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
         for shape in ((2, 1), (1, 2)):

@@ -23,6 +23,9 @@ CASES = [
     ("products", torch.float16, 16, "sqeuclidean", False),
     ("terms", torch.float32, 128, "sqeuclidean", False),
     ("terms", torch.bfloat16, 100, "sqeuclidean", True),
+    ("slopes", torch.float32, 3, "sqeuclidean", False),
+    ("slopes", torch.bfloat16, 100, "l1", False),
+    ("slopes", torch.float16, 128, "sqeuclidean", False),
     ("winners", torch.float32, 3, "sqeuclidean", True),
     ("winners of classes", torch.float32, 3, "sqeuclidean", False),
     ("winners of classes", torch.bfloat16, 128, "l1", False),
@@ -37,6 +40,10 @@ def _arguments(kernel, dtype, d, metric, arch, points):
     if kernel == "nearest":
         arguments = {"P": points, "R": points, "of_P": "*i64", "of_R": "*i64", "part": "i32", "d": "i32"}
         return chamfer.chamfer_nearest, launches.nearest_launch(arch, d, metric, 1), arguments
+    if kernel == "slopes":
+        arguments = {"X": points, "Y": points, "grad": "*fp32", "grad_stride_batch": "i32", "grad_stride_n": "i32"}
+        arguments |= {"nearest": "*i32", "slopes": "*fp32", "points": "i32", "d": "i32"}
+        return chamfer.chamfer_slopes, launches.slopes_launch(arch, d, metric), arguments
     if kernel == "terms":
         arguments = {"X": points, "terms": terms, "rows": "i32", "d": "i32"}
         return chamfer_products.chamfer_terms, launches.terms_launch(arch, launch), arguments

@@ -52,6 +52,7 @@ CALLS: dict[str, list[dict]] = {
     "unpack": [{"packed": Q3.flatten(0, 1), "cu_seqlens": CU_Q}],
     "pack_padded": [{name: PADDED[name] for name in ("Q", "D", "query_lengths", "doc_lengths")}],
     "lengths_to_mask": [{"lengths": CU_Q, "L": 3}],
+    "maxsim_token_topk": [{"Q": Q3, "D": D3, "top_k": 2, **MASKS, **WEIGHT, "normalize": False, "reduction": "mean"}],
     "maxsim_xtr": [{"Q": Q3, "D": D3, "top_k": 2, **MASKS, **WEIGHT, "normalizer": "positive"}],
     "chamfer_distance": [
         {

@@ -9,6 +9,8 @@ from torch.func import grad, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import lik_ops
+from lik_ops import reference
+from lik_ops.ops import cross_entropy, eager
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 at_devices = pytest.mark.parametrize("device", DEVICES)
@@ -139,15 +141,20 @@ def test_flops_are_those_of_its_products(device, candidates):
 
 
 @at_devices
-@pytest.mark.parametrize("learned", [False, True])
-def test_training_goes_as_with_the_scores(device, learned):
-    """200 steps, with a learned temperature or not, beside the same of `F.cross_entropy` of the scores."""
+@pytest.mark.parametrize(
+    ("learned", "cut"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_training_goes_as_with_the_formula(device, learned, cut, monkeypatch):
+    """200 steps, of one part or of many, with a learned temperature or not, beside the same of all similarities."""
+    if cut:
+        monkeypatch.setattr(cross_entropy, "_PART_BYTES", 3 * 9 * 16)  # of three queries
+        eager.forget()
 
     def fused(Q, D, tau, labels):
         return lik_ops.maxsim_cross_entropy(Q, D, labels, temperature=tau, normalize=True)
 
-    def scored(Q, D, tau, labels):
-        return F.cross_entropy(lik_ops.maxsim(Q, D, normalize=True) / tau, labels)
+    def formula(Q, D, tau, labels):
+        return F.cross_entropy(reference.maxsim(Q, D, normalize=True) / tau, labels)
 
     def train(loss_of):
         torch.manual_seed(0)
@@ -164,7 +171,7 @@ def test_training_goes_as_with_the_scores(device, learned):
             losses.append(loss.item())
         return losses
 
-    found, expected = train(fused), train(scored)
+    found, expected = train(fused), train(formula)
     assert found[-1] < found[0] / 2
     assert all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(found, expected, strict=True))
 

@@ -52,6 +52,7 @@ def calls(group):
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
     yield "retrieve", lambda: lik_ops.distributed.retrieve(Q, D, 2, group)
     yield "maxsim_inbatch", lambda: lik_ops.distributed.maxsim_inbatch(Q, D, group=group)
+    yield "maxsim_cross_entropy", lambda: lik_ops.distributed.maxsim_cross_entropy(Q, D, group=group)
 
 
 def test_without_a_group_of_processes_the_error_says_what_to_do():

@@ -258,22 +258,93 @@ def test_small_gradients_of_fp16_are_not_lost(place):
 
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, monkeypatch):
+@pytest.mark.parametrize(("frozen", "d"), [(False, 16), (True, 16), (False, 130)])
+def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, frozen, d, monkeypatch):
+    """In memory of their own, or in that of a gradient that is written later."""
     if place.backend == "portable":
         pytest.skip("the portable backend sums in blocks whatever the workspace")
     from lik_ops.gpu import soft
 
-    p = replace(SMALL, layout=layout, Nq=4, Nd=4, normalize=True, weight=True, q_mask="holes", d_mask="holes")
+    options = {"weight": True, "q_mask": "holes", "d_mask": "holes"}
+    p = replace(SMALL, layout=layout, Nq=4, Nd=4, d=d, normalize=True, **options)
     x = build(p, place.device)
     tau = torch.tensor(0.5, device=place.device, requires_grad=True)
     upstream = torch.randn(4, 4)
+
+    def gradients():
+        if not frozen:
+            return step(lik_ops.maxsim_soft, x, tau, True, upstream)[1]
+        Q, w = (t.detach().requires_grad_() for t in (x.Q, x.q_weight))
+        scores = lik_ops.maxsim_soft(Q, x.D, tau, x.q_mask, x.d_mask, q_weight=w, normalize=True)
+        return torch.autograd.grad(torch.where(scores.isfinite(), scores, 0), (Q, w, tau), upstream.to(scores))
+
     with place.use():
-        _, expected = step(lik_ops.maxsim_soft, x, tau, True, upstream)
-        monkeypatch.setattr(soft, "_SUM_BYTES", 1)
+        expected = gradients()
+        monkeypatch.setattr(soft, "_LEAST_SUM_BYTES", 1)
+        monkeypatch.setattr(soft, "_MOST_SUM_BYTES", 1)
         monkeypatch.setattr(soft, "_PART_TOKENS", 9)
-        _, found = step(lik_ops.maxsim_soft, x, tau, True, upstream)
+        found = gradients()
     for g, e in zip(found, expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
+
+
+MiB = 2**20
+# Queries, documents, tokens of each and features of steps in bf16, with candidates and without.
+STEPS = [
+    (256, 256, 32, 300, 128, False),
+    (32, 32, 1024, 1024, 128, False),
+    (256, 16, 32, 1024, 128, True),
+    (1024, 1024, 32, 180, 128, False),
+    (512, 512, 32, 300, 256, False),
+]
+
+
+def _bytes_of_a_step(Nq, K, Lq, Ld, d, candidates):
+    """Of the gradients in bf16, of that of D alone, and of the soft maxima."""
+    of_D = 2 * (Nq if candidates else 1) * K * Ld * d
+    return 2 * Nq * Lq * d + of_D, of_D, 4 * Nq * K * Lq
+
+
+@pytest.mark.parametrize("sizes", STEPS, ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sums_take_a_twentieth_of_what_a_step_keeps(sizes, frozen):
+    """Or 8 MiB where that is more; nothing if both gradients are wanted, as that of D has room for the sums of Q."""
+    soft = pytest.importorskip("lik_ops.gpu.soft", reason="needs Triton")
+    Nq, K, Lq, Ld, d, _ = sizes
+    of_both, of_D, lse = _bytes_of_a_step(*sizes)
+    own = of_both - frozen * of_D + lse
+    unwritten = None if frozen else torch.empty(of_D // 2, dtype=torch.bfloat16, device="meta")
+    room = soft.room_for_sums(Nq, 4 * Lq * d * soft._parts(K, Ld), own, unwritten)
+    assert frozen == (room.taken is None)
+    assert room.taken is not None or room.size <= max(own / 20, 8 * MiB)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", STEPS, ids=str)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_step_takes_a_twentieth_beyond_gradients_and_soft_maxima(sizes, normalize):
+    Nq, K, Lq, Ld, d, candidates = sizes
+    documents = (Nq, K) if candidates else (K,)
+    Q, D = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for shape in ((Nq, Lq, d), (*documents, Ld, d))
+    )
+    upstream = torch.randn(Nq, K, device="cuda")
+
+    def gradients():
+        return torch.autograd.grad(lik_ops.maxsim_soft(Q, D, 0.1, normalize=normalize), (Q, D), upstream)
+
+    gradients()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = gradients()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    of_both, _, lse = _bytes_of_a_step(*sizes)
+    assert sum(g.nbytes for g in grads) == of_both
+    sums = 8 * MiB if normalize and d > 128 else 0  # of documents whose tokens no program has whole
+    assert peak <= 1.05 * (of_both + lse) + sums + 4 * Nq * K, f"{peak / MiB:.1f} of {(of_both + lse) / MiB:.1f} MiB"
 
 
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._ops import ops as lik
 from ..arguments import as_bool, check_count, check_types
 from ..ops import eager, values
-from ..ops.cross_entropy import check_call, default_labels
+from ..ops.cross_entropy import check_call, default_labels, weights_over
 from ..ops.soft import check_temperature
 from ..ops.stack import autocast, functional, sharding
 
@@ -81,7 +81,7 @@ def maxsim_cross_entropy(
         raise NotImplementedError(f"torch.func cannot differentiate {_OP}: use torch.autograd")
     q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if isinstance(temperature, Tensor):
-        q_weight, temperature = _weights_over(temperature, Q, q_mask, q_weight), 1.0
+        q_weight, temperature = weights_over(temperature, Q, q_mask, q_weight), 1.0
     if not compiling:
         functional.reject_forward_ad(Q, D, q_weight)
     tensors = Q, D, q_mask, d_mask, q_weight, labels
@@ -89,10 +89,3 @@ def maxsim_cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
-
-
-def _weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
-    """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter."""
-    if q_weight is None:
-        return Q.new_ones(Q.shape[:-1], dtype=temperature.dtype) / temperature
-    return (q_weight if q_mask is None else torch.where(q_mask, q_weight, 0)) / temperature

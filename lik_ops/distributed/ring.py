@@ -1,10 +1,11 @@
-"""MaxSim against documents that go round a ring of processes, forward and backward."""
+"""MaxSim, and its contrastive loss, against documents that go round a ring of processes, forward and backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,46 +57,86 @@ class Ring:
 
 
 @dataclass
-class Options:
-    """What `RingMaxSim` needs beside tensors."""
+class Round:
+    """The documents of all processes on their way through all of them. While a block is here, the next one arrives."""
 
     ring: Ring
     shapes: list[tuple[int, ...]]  # of every process's documents
-    normalize: bool
-    backward: str
-    keeps_winners: bool
 
-    def columns(self, owner: int) -> slice:
-        """Of the scores, those of the documents of a process."""
-        starts = [0, *accumulate(shape[0] for shape in self.shapes)]
+    def columns(self, step: int) -> slice:
+        """Among the documents of all processes, those that are here at a step."""
+        starts, owner = [0, *accumulate(shape[0] for shape in self.shapes)], self.ring.owner(step)
         return slice(starts[owner], starts[owner + 1])
 
-    def next_block(self, step: int, block: list[Tensor]) -> Shift | None:
+    @property
+    def documents(self) -> int:
+        return sum(shape[0] for shape in self.shapes)
+
+    def _next_block(self, step: int, block: list[Tensor]) -> Shift | None:
         """Start the exchange of the documents, and their mask, for the step after this one; None after the last."""
         if step + 1 == self.ring.world:
             return None
         shape = self.shapes[self.ring.owner(step + 1)]
         return self.ring.shift(block, [shape, shape[:2]][: len(block)])
 
+    def visit(self, D: Tensor, d_mask: Tensor | None, block_at: Callable[[int, Tensor, Tensor | None], None]) -> None:
+        """Call ``block_at(step, D, d_mask)`` for the documents of each process."""
+        block = [D] if d_mask is None else [D, d_mask]
+        for step in range(self.ring.world):
+            coming = self._next_block(step, block)
+            block_at(step, block[0], block[1] if len(block) > 1 else None)
+            block = coming.wait() if coming is not None else []
+
+    def gradients(self, like: tuple, d_mask: Tensor | None, needs: list[bool], of_block: Callable) -> tuple:
+        """Gradients of Q, D and q_weight (`like`), from those that ``of_block(step, D, d_mask)`` has of each block.
+
+        Those of documents go round with them, and come home.
+        """
+        sums: list[Tensor | None] = [None, None, None]
+        carried = None  # the gradient of the documents that are here, from the processes where they have been
+
+        def add(step: int, D: Tensor, mask: Tensor | None) -> None:
+            nonlocal carried
+            grads = of_block(step, D, mask)
+            for i in (0, 2):
+                if needs[i]:
+                    sums[i] = _sum(sums[i], grads[i])
+            if needs[1]:
+                sums[1] = of_D = _sum(None if carried is None else carried.wait()[0], grads[1])
+                # After the last step too: then it comes home.
+                if self.ring.world > 1:
+                    carried = self.ring.shift([of_D], [self.shapes[self.ring.owner(step + 1)]])
+
+        self.visit(like[1], d_mask, add)
+        if carried is not None:
+            sums[1] = carried.wait()[0]
+        return tuple(g if g is None else g.to(x.dtype) for g, x in zip(sums, like, strict=True))
+
+
+class ScoreOptions(NamedTuple):
+    """What `RingMaxSim` needs beside tensors."""
+
+    round: Round
+    normalize: bool
+    backward: str
+    keeps_winners: bool
+
 
 class RingMaxSim(torch.autograd.Function):
-    """Scores of this process's queries against all documents. While a block is scored, the next one arrives."""
+    """Scores of this process's queries against all documents."""
 
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, options):
-        ring = options.ring
-        total = sum(shape[0] for shape in options.shapes)
-        scores = Q.new_empty((Q.shape[0], total), dtype=score_dtype(Q.dtype))
+        scores = Q.new_empty((Q.shape[0], options.round.documents), dtype=score_dtype(Q.dtype))
         winners = []
-        block = [D] if d_mask is None else [D, d_mask]
-        for step in range(ring.world):
-            coming = options.next_block(step, block)
-            mask = block[1] if len(block) > 1 else None
-            dtype = argmax_dtype_for(block[0].shape[1]) if options.keeps_winners else None
-            found = lik.maxsim_fwd(Q, block[0], q_mask, mask, q_weight, options.normalize, dtype, "auto")
-            scores[:, options.columns(ring.owner(step))] = found[0]
+
+        def score(step, block, mask):
+            dtype = argmax_dtype_for(block.shape[1]) if options.keeps_winners else None
+            found = lik.maxsim_fwd(Q, block, q_mask, mask, q_weight, options.normalize, dtype, "auto")
+            scores[:, options.round.columns(step)] = found[0]
             winners.append(found[1])
-            block = coming.wait() if coming is not None else []
+
+        options.round.visit(D, d_mask, score)
         ctx.options = options
         ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, *(winners if options.keeps_winners else ()))
         return scores
@@ -105,29 +146,111 @@ class RingMaxSim(torch.autograd.Function):
     def backward(ctx, grad_scores):
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, *winners = ctx.saved_tensors
-        op, ring = gradient(options.backward), options.ring
-        sums: list[Tensor | None] = [None, None, None]
-        block = [D] if d_mask is None else [D, d_mask]
-        carried = None  # the gradient of the documents that are here, from the processes where they have been
-        for step in range(ring.world):
-            coming = options.next_block(step, block)
-            mask = block[1] if len(block) > 1 else None
+        op = gradient(options.backward)
+
+        def of_block(step, block, mask):
             argmax = winners[step] if winners else Q.new_empty(0, dtype=torch.int32)
-            upstream = grad_scores[:, options.columns(ring.owner(step))].contiguous()
-            grads = op(upstream, Q, block[0], argmax, q_mask, mask, q_weight, options.normalize, needs)
-            for i in (0, 2):
-                if needs[i]:
-                    sums[i] = _sum(sums[i], grads[i])
-            if needs[1]:
-                sums[1] = _sum(None if carried is None else carried.wait()[0], grads[1])
-                # After the last step too: then it comes home.
-                if ring.world > 1:
-                    carried = ring.shift([sums[1]], [options.shapes[ring.owner(step + 1)]])
-            block = coming.wait() if coming is not None else []
-        if carried is not None:
-            sums[1] = carried.wait()[0]
-        like = (Q, D, q_weight)
-        return *(g if g is None else g.to(x.dtype) for g, x in zip(sums, like, strict=True)), None, None, None
+            upstream = grad_scores[:, options.round.columns(step)].contiguous()
+            return op(upstream, Q, block, argmax, q_mask, mask, q_weight, options.normalize, needs)
+
+        return *options.round.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None
+
+
+class RingLossOptions(NamedTuple):
+    """What `RingCrossEntropy` needs beside tensors."""
+
+    round: Round
+    temperature: float
+    ignore_index: int
+    normalize: bool
+
+
+_IGNORED, _ELSEWHERE = -1, -2  # labels beside those of a block
+
+
+class RingCrossEntropy(torch.autograd.Function):
+    """The losses of this process's queries among all documents: of each query two numbers stay, as of one process."""
+
+    @staticmethod
+    def forward(ctx, Q, D, q_weight, q_mask, d_mask, labels, options):
+        found = _Running.none(labels, score_dtype(Q.dtype))
+
+        def score(step, block, mask):
+            nonlocal found
+            if len(block):
+                here = _labels_of(labels, options, step)
+                # What is not here has the first document's loss, which is not looked at.
+                tensors = Q, block, q_mask, mask, q_weight, here.clamp(min=0)
+                losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
+                found = found.joined(_Running.of(losses, lse), here >= 0)
+
+        options.round.visit(D, d_mask, score)
+        losses, lse = found.results()
+        ignored = labels == options.ignore_index
+        wrong = (labels < 0) | (labels >= options.round.documents)
+        losses.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)
+        lse.masked_fill_(wrong[:, None], torch.nan).masked_fill_(ignored[:, None], 0)
+        ctx.options = options
+        ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, labels, lse)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_losses):
+        options, needs = ctx.options, list(ctx.needs_input_grad[:3])
+        Q, D, q_weight, q_mask, d_mask, labels, lse = ctx.saved_tensors
+
+        def of_block(step, block, mask):
+            tensors = Q, block, q_mask, mask, q_weight, _labels_of(labels, options, step), lse
+            rest = options.temperature, _IGNORED, options.normalize, needs
+            return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, *rest)
+
+        return *options.round.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None, None
+
+
+def _labels_of(labels: Tensor, options: RingLossOptions, step: int) -> Tensor:
+    """The labels as documents of the block of a step."""
+    columns = options.round.columns(step)
+    here = (labels >= columns.start) & (labels < columns.stop)
+    ignored = labels == options.ignore_index
+    return torch.where(ignored, _IGNORED, torch.where(here, labels - columns.start, _ELSEWHERE))
+
+
+class _Running(NamedTuple):
+    """Of each query, from the documents that it has met: small losses keep their digits, as those of one process do."""
+
+    best: Tensor  # the largest score over the temperature
+    others: Tensor  # the sum of exp(score / temperature - best) of all other documents
+    at_label: Tensor  # score / temperature - best of the right one, once it was met
+
+    @staticmethod
+    def none(labels: Tensor, dtype: torch.dtype) -> _Running:
+        zeros = torch.zeros(labels.shape, dtype=dtype, device=labels.device)
+        return _Running(zeros - torch.inf, zeros, zeros)
+
+    @staticmethod
+    def of(losses: Tensor, lse: Tensor) -> _Running:
+        """Of one block, by `lik::maxsim_cross_entropy_fwd`."""
+        best, log_sum = lse.unbind(1)
+        empty = best == -torch.inf  # no document that scores anything
+        others = torch.where(empty, 0, log_sum.expm1())
+        return _Running(best, others, torch.where(empty, -torch.inf, log_sum - losses))
+
+    def joined(self, block: _Running, here: Tensor) -> _Running:
+        """With another block, in which are the right documents of the queries `here`."""
+        best = torch.maximum(self.best, block.best)
+        equal, first = self.best == block.best, self.best >= block.best  # -inf may equal -inf
+        shrunk = torch.where(equal, 0, -(self.best - block.best).abs()).exp()
+        more, less = (torch.where(first, a, b) for a, b in ((self.others, block.others), (block.others, self.others)))
+        nearest = torch.where(here, block.at_label, self.at_label)
+        of_label = torch.where(here, block.best, self.best)
+        lowered = torch.where(of_label == best, 0, of_label - best)
+        return _Running(best, more + (1 + less) * shrunk, nearest + lowered)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Losses, and log-sum-exps in two numbers, as `lik::maxsim_cross_entropy_fwd` has them."""
+        log_sum = torch.where(self.best == -torch.inf, torch.nan, self.others.log1p())  # no document scores anything
+        return log_sum - self.at_label, torch.stack((self.best, log_sum), 1)
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:

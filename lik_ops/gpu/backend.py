@@ -8,7 +8,7 @@ from . import int8
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
-from .chamfer import forward_chamfer
+from .chamfer import backward_chamfer, forward_chamfer
 from .code_scores import code_scores
 from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward, forward_plan
@@ -24,6 +24,7 @@ __all__ = [
     "GradientPlan",
     "allow_tf32",
     "architecture",
+    "backward_chamfer",
     "backward_cut",
     "backward_lowmem",
     "backward_ragged",

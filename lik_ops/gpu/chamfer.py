@@ -10,11 +10,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton.arguments import Distances, Points, PointTerms
-from ..csrc_triton.chamfer import chamfer_nearest, chamfer_winners
+from ..csrc_triton.chamfer import chamfer_nearest, chamfer_slopes, chamfer_winners
 from ..csrc_triton.chamfer_products import chamfer_products, chamfer_terms
-from ..portable.chamfer import LEAST_PRODUCTS, Nearest
+from ..portable.chamfer import LEAST_PRODUCTS, Nearest, point_gradients
 from . import launcher
 from .arguments import architecture, checked_grid, features_span, on_device, wide_rows
+from .backward import backward_lowmem
 from .backward_configs import THREE_PROGRAMS
 from .configs import INTERPRETER, Architecture, Launch, cdiv, next_power_of_2
 
@@ -189,3 +190,36 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
         if B * N * M:
             sides = call.by_products() if metric == "sqeuclidean" and d >= LEAST_PRODUCTS else call.by_distances()
         return call.found(sides)
+
+
+def slopes_launch(arch: Architecture, d: int, metric: str) -> Launch:
+    """The tile of `chamfer_slopes`."""
+    BD = min(next_power_of_2(d), 64)
+    return Launch(Distances(1024 // BD, 1, BD, metric, 1), 4, 1, arch.registers)  # type: ignore[arg-type]
+
+
+def _slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
+    B, N, d = X.shape
+    slopes = torch.empty((B, N, d), dtype=torch.float32, device=X.device)
+    arch = architecture(X.device)
+    launch = slopes_launch(arch, d, metric)
+    if B * N:
+        args = _points(X, None), _points(Y, None), grad, *grad.stride(), nearest.contiguous(), slopes, B * N, d
+        grid = checked_grid(cdiv(B * N, launch.config.BM))
+        launcher.launch(chamfer_slopes, grid, (*args, launch.config), launch.options(arch))
+    return slopes
+
+
+def backward_chamfer(
+    of_P: Tensor | None,
+    of_R: Tensor | None,
+    P: Tensor,
+    R: Tensor,
+    nearest: Tensor,
+    nearest_R: Tensor,
+    metric: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """As `lik::chamfer_bwd` has them."""
+    with on_device(P.device):
+        return point_gradients((of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _slopes, backward_lowmem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,7 +34,9 @@ from .arguments import (
 from .backward_configs import Kind, gather
 from .configs import Launch, cdiv
 
-_SUM_BYTES = 24 * 2**20  # of sums in fp32; one query's or document's may be more
+# Of sums in fp32 beyond what a step is given and returns; one query's or document's may be more. The least is what two
+# programs on each unit of an H200 sum: fewer would leave it idle.
+_LEAST_SUM_BYTES, _MOST_SUM_BYTES = 8 * 2**20, 24 * 2**20
 _MOST_PARTS = 4  # of documents, whose sums for the queries are made side by side
 _PART_TOKENS = 2048  # document tokens of a part at least
 _INT32_MAX = 2**31 - 1
@@ -150,6 +153,11 @@ class _Call(NamedTuple):
         groups = self.groups(kernel is maxsim_soft_documents)
         launcher.launch(kernel, grid, (*groups, *args, self.Q.shape[-1], launch.config), options)
 
+    @property
+    def sums_documents(self) -> bool:
+        """Whether gradients of documents are sums first, which another kernel takes through the norms of tokens."""
+        return self.normalize and not self.launch().config.ONE_CHUNK
+
     def owners(self, rows_each: int, groups: int) -> int:
         """Programs that own the rows of groups."""
         return groups * cdiv(rows_each, self.launch().config.BM)
@@ -178,12 +186,37 @@ def _finish(
     launcher.launch(maxsim_finish, grid, args, launch.options(architecture(rows.device)))
 
 
-def _into_queries(c: _Call, needs: list[bool], grads: list[Tensor]) -> None:
+class Room(NamedTuple):
+    """Memory for sums."""
+
+    size: int  # bytes that they may take
+    taken: Tensor | None  # a gradient that is not written yet, if they lie there: then they take none
+
+    def sums(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        count = math.prod(shape)
+        if self.taken is None:
+            return like.new_empty(shape, dtype=torch.float32)
+        return self.taken.view(-1).view(torch.uint8)[: 4 * count].view(torch.float32).view(shape)
+
+
+def room_for_sums(count: int, bytes_each: int, own: int, unwritten: Tensor | None = None) -> Room:
+    """Memory for the sums of `count` queries or documents, or for those of so many at a time as it holds.
+
+    A twentieth of `own`, the bytes of gradients and soft maxima, within limits; or, if it has as many, the gradient
+    `unwritten`, whose turn comes later.
+    """
+    size = min(count * bytes_each, max(_LEAST_SUM_BYTES, min(own // 20, _MOST_SUM_BYTES)))
+    if unwritten is not None and unwritten.nbytes >= max(size, bytes_each):
+        return Room(unwritten.nbytes, unwritten)
+    return Room(size, None)
+
+
+def _into_queries(c: _Call, needs: list[bool], grads: list[Tensor], room: Room) -> None:
     """Gradients of Q, q_weight and the temperature of the queries of `c`, the last added to what is there."""
     Nq, K, Lq, Ld = sizes(c.Q, c.D)
     parts, each = _parts(K, Ld), cdiv(K, _parts(K, Ld))
     new = functools.partial(c.Q.new_empty, dtype=torch.float32)
-    sums = new((parts, *c.Q.shape)) if needs[0] or needs[3] else None
+    sums = room.sums((parts, *c.Q.shape), c.Q) if needs[0] or needs[3] else None
     weights = new((parts, Nq, Lq)) if needs[2] or needs[3] else None
     rows = c.owners(Lq, Nq) if c.candidates else c.owners(Nq * Lq, 1)
     c.run(maxsim_soft_queries, (rows, parts), sums, weights, each)
@@ -207,9 +240,9 @@ def _into_queries(c: _Call, needs: list[bool], grads: list[Tensor]) -> None:
 def _into_documents(c: _Call, grad: Tensor) -> None:
     Nq, K, _, Ld = sizes(c.Q, c.D)
     count = Nq * K if c.candidates else K
-    sums = c.Q.new_empty(grad.shape, dtype=torch.float32) if c.normalize else grad
+    sums = c.Q.new_empty(grad.shape, dtype=torch.float32) if c.sums_documents else grad
     c.run(maxsim_soft_documents, (c.owners(Ld, count), 1), sums)
-    if c.normalize:
+    if c.sums_documents:
         rows, sums = (x if c.candidates else x.unsqueeze(0) for x in (c.D, sums))
         _finish(rows, None, sums, grad, None, True)
 
@@ -239,14 +272,25 @@ def backward_soft(
             grad.zero_()
         return tuple(grads)  # type: ignore[return-value]
     call = _Call(grad_scores, Q, D, lse.contiguous(), q_mask, d_mask, q_weight, temperature, normalize)
-    Nq, K, Lq, Ld = sizes(Q, D)
-    d, candidates = Q.shape[-1], D.dim() == 4
     with on_device(Q.device):
-        if needs[0] or needs[2] or needs[3]:
-            for own in slices_within(Nq, 4 * d * Lq * _parts(K, Ld), _SUM_BYTES):
-                _into_queries(call.part(own), needs, [g[own] if n < 3 and needs[n] else g for n, g in enumerate(grads)])
-        if needs[1]:
-            bytes_each = 4 * d * Ld * (K if candidates else 1) if normalize else 0
-            for own in slices_within(D.shape[0], bytes_each, _SUM_BYTES):
-                _into_documents(call.part(own) if candidates else call.some_documents(own), grads[1][own])
+        _in_parts(call, needs, grads)
     return tuple(grads)  # type: ignore[return-value]
+
+
+def _in_parts(call: _Call, needs: list[bool], grads: list[Tensor]) -> None:
+    """Gradients of so many queries, then documents, at a time that there is room for their sums."""
+    Nq, K, Lq, Ld = sizes(call.Q, call.D)
+    d, candidates = call.Q.shape[-1], call.candidates
+    kept = sum(x.nbytes for x in (*grads, call.lse))
+    if needs[0] or needs[2] or needs[3]:
+        bytes_each = 4 * d * Lq * _parts(K, Ld) if needs[0] or needs[3] else 0
+        room = room_for_sums(Nq, bytes_each, kept, grads[1] if needs[1] else None)
+        for own in slices_within(Nq, bytes_each, room.size):
+            mine = [g[own] if n < 3 and needs[n] else g for n, g in enumerate(grads)]
+            _into_queries(call.part(own), needs, mine, room)
+    if needs[1]:
+        documents = call.D.shape[0]
+        bytes_each = 4 * d * Ld * (K if candidates else 1) if call.sums_documents else 0
+        room = room_for_sums(documents, bytes_each, kept)
+        for own in slices_within(documents, bytes_each, room.size):
+            _into_documents(call.part(own) if candidates else call.some_documents(own), grads[1][own])

@@ -1,6 +1,6 @@
-"""Nearest points of two clouds: ``lik::chamfer_fwd``.
+"""Nearest points of two clouds, and gradients of their distances: ``lik::chamfer_fwd``, ``lik::chamfer_bwd``.
 
-Its gradient is summed by that of MaxSim: a point's differences to those that chose it are rows that won it.
+Gradients are summed as those of MaxSim: a point's differences to those that chose it are rows that won it.
 """
 
 from types import ModuleType
@@ -22,14 +22,19 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
+from ..settings import requested_backend, use_backend
 from .custom import custom_op
 from .documented import document_bodies
-from .family import found_once
+from .family import check_shape, found_once, no_double_backward
 from .stack import batching, functional
 
 METRICS = ("sqeuclidean", "l1")
 _SCHEMA = "(Tensor P, Tensor R, Tensor? p_lengths, Tensor? r_lengths, str metric) -> (Tensor, Tensor, Tensor, Tensor)"
-_FWD = add_op_namespace_prefix("chamfer_fwd")
+_BWD_SCHEMA = (
+    "(Tensor? of_P, Tensor? of_R, Tensor P, Tensor R, Tensor nearest, Tensor nearest_R, str metric, bool[2] needs)"
+    " -> (Tensor, Tensor)"
+)
+_FWD, _BWD = map(add_op_namespace_prefix, ("chamfer_fwd", "chamfer_bwd"))
 
 
 class Clouds(NamedTuple):
@@ -115,53 +120,79 @@ def _(*args):
     return tuple(found)
 
 
-def _slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
-    """What the distances of X give its points, ``[B, N, d]``: 0 where there is no nearest, whatever lies there."""
-    if Y.shape[1] == 0:
-        return X.new_zeros(X.shape, dtype=grad.dtype)
-    there = (nearest >= 0)[:, :, None]
-    at = nearest.clamp_min(0).long()[:, :, None].expand(-1, -1, Y.shape[2])
-    x = X.to(grad.dtype) - Y.gather(1, at).to(grad.dtype)
-    slope = x.sign() if metric == "l1" else 2 * x
-    return torch.where(there, slope * grad[:, :, None], 0)
+class _Given(NamedTuple):
+    """The tensors of a backward: gradients of distances, None where there is none, the points, and who was nearest."""
+
+    of_P: Tensor | None
+    of_R: Tensor | None
+    P: Tensor
+    R: Tensor
+    nearest: Tensor
+    nearest_R: Tensor
+
+    def check(self, metric: str, needs: list[bool]) -> None:
+        """Raise ValueError or TypeError, naming the argument, unless all fit together."""
+        Clouds(self.P, self.R, None, None).check(_BWD)
+        check_choice(_BWD, "metric", metric, METRICS)
+        dtype = score_dtype(self.P.dtype)
+        for name, x, X, expected in (
+            ("of_P", self.of_P, self.P, dtype),
+            ("of_R", self.of_R, self.R, dtype),
+            ("nearest", self.nearest, self.P, torch.int32),
+            ("nearest_R", self.nearest_R, self.R, torch.int32),
+        ):
+            if x is None:
+                continue
+            check_shape(_BWD, name, x, X.shape[:2], X.device)
+            if x.dtype != expected:
+                raise TypeError(f"{_BWD}: {name}: expected {expected}, got {x.dtype}")
 
 
-def _received(slopes: Tensor, nearest: Tensor, like: Tensor) -> Tensor:
-    """The sums of the slopes of those that chose each point of `like`, ``[B, M, d]``."""
-    winners = nearest[:, None].contiguous()
-    ones = slopes.new_ones((slopes.shape[0], 1))
-    needs = [False, True, False]
-    found = lik.maxsim_bwd_lowmem(ones, slopes, like[:, None], winners, None, None, None, False, needs)
-    return found[1][:, 0]
+@custom_op(add_op_namespace_prefix("chamfer_bwd"), _BWD_SCHEMA)
+def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of P and R, of their dtype, each summed by its owner: no atomics, bitwise reproducible.
+
+    `of_P`, `of_R` are those of the distances of `chamfer_fwd`, of which one may be None; `nearest`, `nearest_R` its
+    winners. `needs` says which of the two are wanted; the other has size [0].
+    """
+    x, (metric, needs) = _Given(*args[:6]), args[6:]
+
+    def checked() -> ModuleType:
+        x.check(metric, needs)
+        return backends.select(x.P.device, x.P.dtype)
+
+    backend = found_once(_BWD, x, (metric, *needs), checked)
+    functional.reject_forward_ad(*x[:4])
+    return backend.backward_chamfer(*x, metric, list(needs))
+
+
+@chamfer_bwd.register_fake
+def _(*args):
+    x, (metric, needs) = _Given(*args[:6]), args[6:]
+    x.check(metric, needs)
+    return tuple(X.new_empty(X.shape if need else (0,)) for X, need in zip((x.P, x.R), needs, strict=True))
 
 
 def _setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.metric = inputs[4]
+    ctx.backend = requested_backend()
     ctx.save_for_backward(inputs[0], inputs[1], output[1], output[3])
     ctx.mark_non_differentiable(output[1], output[3])
 
 
 def _backward(ctx, of_P, _, of_R, __):
-    P, R, nearest, nearest_R = ctx.saved_tensors
-    sides = ((of_P, P, R, nearest), (of_R, R, P, nearest_R))
-    slopes = [None if g is None else _slopes(g, X, Y, at, ctx.metric) for g, X, Y, at in sides]
-    grads: list[Tensor | None] = []
-    for n, X in enumerate((P, R)):
-        own, other, at = slopes[n], slopes[1 - n], sides[1 - n][3]
-        if not ctx.needs_input_grad[n] or (own is None and other is None):
-            grads.append(None)
-            continue
-        like = X.to(score_dtype(X.dtype))
-        total = own
-        if other is not None:
-            received = _received(other, at, like)
-            total = -received if own is None else own - received
-        assert total is not None
-        grads.append(total.to(X.dtype))
+    needs = list(ctx.needs_input_grad[:2])
+    grads: list[Tensor | None] = [None, None]
+    if any(needs) and not (of_P is None and of_R is None):
+        with use_backend(ctx.backend):
+            found = lik.chamfer_bwd(of_P, of_R, *ctx.saved_tensors, ctx.metric, needs)
+        grads = [x if need else None for x, need in zip(found, needs, strict=True)]
     return *grads, None, None, None
 
 
 chamfer_fwd.register_autograd(_backward, setup_context=_setup)
+chamfer_bwd.register_autograd(no_double_backward("chamfer_distance"))
 chamfer_fwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(chamfer_fwd, 4, info, in_dims, *args))
-document_bodies(chamfer_fwd)
+chamfer_bwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(chamfer_bwd, 6, info, in_dims, *args))
+document_bodies(chamfer_fwd, chamfer_bwd)

@@ -115,6 +115,13 @@ def default_labels(Q: Tensor, D: Tensor) -> Tensor:
     return torch.arange(Nq, device=Q.device)
 
 
+def weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
+    """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter."""
+    if q_weight is None:
+        return Q.new_ones(Q.shape[:-1], dtype=temperature.dtype) / temperature
+    return (q_weight if q_mask is None else torch.where(q_mask, q_weight, 0)) / temperature
+
+
 class Computed:
     """Who computes calls of one description, and what is kept of earlier ones."""
 

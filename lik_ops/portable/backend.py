@@ -1,7 +1,7 @@
 """The portable backend: plain torch, for CPU and for any device or dtype without Triton kernels."""
 
 from .backward import backward_lowmem, backward_unified
-from .chamfer import forward_chamfer
+from .chamfer import backward_chamfer, forward_chamfer
 from .code_scores import code_scores
 from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward
@@ -12,6 +12,7 @@ from .soft import backward_soft, forward_soft
 from .topk import best, best_of_parts
 
 __all__ = [
+    "backward_chamfer",
     "backward_lowmem",
     "backward_ragged",
     "backward_soft",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ..arguments import score_dtype
+from .backward import backward_lowmem
 
 _BLOCK_BYTES = 2**20
 _ROWS = 128
@@ -32,6 +33,59 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
         of_P.measure(P, R, metric)
         of_R.measure(R, P, metric)
     return *of_P.found(keeps[0], ok), *of_R.found(keeps[1], ok)
+
+
+def backward_chamfer(
+    of_P: Tensor | None,
+    of_R: Tensor | None,
+    P: Tensor,
+    R: Tensor,
+    nearest: Tensor,
+    nearest_R: Tensor,
+    metric: str,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """As `lik::chamfer_bwd` has them."""
+    return point_gradients((of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _slopes, backward_lowmem)
+
+
+def point_gradients(
+    of: tuple[Tensor | None, Tensor | None],
+    clouds: tuple[Tensor, Tensor],
+    nearest: tuple[Tensor, Tensor],
+    metric: str,
+    needs: list[bool],
+    slopes_of: Callable[..., Tensor],
+    lowmem: Callable[..., tuple[Tensor, ...]],
+) -> tuple[Tensor, Tensor]:
+    """Of each point what its own distance gives it, less the slopes of those that chose it: these won it."""
+    sides = (clouds[0], clouds[1], nearest[0]), (clouds[1], clouds[0], nearest[1])
+    slopes = [None if g is None else slopes_of(g, *side, metric) for g, side in zip(of, sides, strict=True)]
+    grads = []
+    for n, X in enumerate(clouds):
+        own, other = slopes[n], slopes[1 - n]
+        if not needs[n]:
+            grads.append(X.new_empty(0))
+            continue
+        total = own
+        if other is not None:
+            like, winners = X.to(other.dtype).unsqueeze(1), nearest[1 - n].contiguous().unsqueeze(1)
+            ones = other.new_ones((len(other), 1))
+            found = lowmem(ones, other, like, winners, None, None, None, False, [False, True, False])[1].squeeze(1)
+            total = found.neg_() if own is None else torch.sub(own, found, out=found)
+        grads.append(X.new_zeros(X.shape) if total is None else total.to(X.dtype))
+    return grads[0], grads[1]
+
+
+def _slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
+    """What the distances of X give its points, ``[B, N, d]``: 0 where there is no nearest, whatever lies there."""
+    if Y.shape[1] == 0:
+        return X.new_zeros(X.shape, dtype=grad.dtype)
+    nobody = (nearest < 0)[:, :, None]
+    at = nearest.clamp_min(0).long()[:, :, None].expand(-1, -1, Y.shape[2])
+    x = X.to(grad.dtype).contiguous() - Y.gather(1, at).to(grad.dtype)
+    slope = x.sign_() if metric == "l1" else x.mul_(2)
+    return slope.mul_(grad[:, :, None]).masked_fill_(nobody, 0)
 
 
 def _lengths(

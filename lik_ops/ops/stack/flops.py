@@ -63,6 +63,11 @@ def _chamfer_flops(P, R, *args, out_shape=None, **kwargs):
     return 3 * P[0] * P[1] * R[1] * P[2]
 
 
+def _chamfer_backward_flops(of_P, of_R, P, R, *args, **kwargs):
+    """A difference, its product with a gradient and a sum, of each coordinate."""
+    return 3 * P[0] * (P[1] + R[1]) * P[2]
+
+
 def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
     tokens = D[0] if len(D) == 2 else D[0] * D[1]
     return 2 * Q[0] * Q[1] * tokens * Q[-1]
@@ -123,11 +128,13 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 def register() -> None:
     """Tell torch's counter."""
     dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd, lik.maxsim_cross_entropy_fwd]
+    dense.append(lik.maxsim_token_topk_fwd)
     register_flop_formula(dense)(_forward_flops)
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_soft_bwd])(_soft_backward_flops)
     register_flop_formula([lik.chamfer_fwd])(_chamfer_flops)
+    register_flop_formula([lik.chamfer_bwd])(_chamfer_backward_flops)
     register_flop_formula([lik.maxsim_cross_entropy_bwd])(_cross_entropy_backward_flops)
     register_flop_formula([lik.maxsim_topk])(_topk_flops)
     register_flop_formula([lik.maxsim_topk_codes])(_codes_flops)

@@ -111,6 +111,14 @@ def _register_xtr_and_losses(register_sharding: Any, at: _Placements) -> None:
             for q, winners in ((whole, whole), (first, second))
         ]
 
+    @register_sharding(lik.maxsim_token_topk_fwd.default)
+    def _(*args):
+        after = {whole: whole, first: second, second: type(first)(2)}  # of winners, whose first axis is the rank
+        return [
+            ([scores, after[winners] if args[7] else whole], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
+            for scores, winners, q, d, _, _ in at.dense(args[1])
+        ]
+
     def losses(D):
         """Placements of losses and queries, of documents and of their gradient: a loss needs all its documents."""
         return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, partial)
@@ -151,6 +159,13 @@ def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None
     @register_sharding(lik.chamfer_fwd.default)
     def _(*args):
         return [([of] * 4, [*_placed(args[:4], (of,) * 4), None]) for of in (whole, first)]
+
+    @register_sharding(lik.chamfer_bwd.default)
+    def _(*args):
+        return [
+            ([of if need else whole for need in args[7]], [*_placed(args[:6], (of,) * 6), None, None])
+            for of in (whole, first)
+        ]
 
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):

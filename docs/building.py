@@ -21,6 +21,8 @@ NOTEBOOK = "late_interaction"
 # Where the text of each operator is.
 OPERATORS = {
     "chamfer.chamfer_fwd": "chamfer_fwd",
+    "head.maxsim_from_hidden_fwd": "maxsim_from_hidden_fwd",
+    "head.maxsim_from_hidden_bwd": "maxsim_from_hidden_bwd",
     "maxsim._composite": "maxsim",
     "maxsim.maxsim_fwd": "maxsim_fwd",
     "maxsim.maxsim_bwd_lowmem": "maxsim_bwd_lowmem",

@@ -1,0 +1,153 @@
+"""Document tokens of hidden states: ``H W^T + b`` over its norm, rounded. A kernel that leaves them in memory, and one
+that scores them where they are made.
+
+Documents follow one another as rows; a tile of BN rows has tokens of one document or of several. The tokens of both
+kernels have the same bits, and so do their similarities to those that `maxsim_forward` finds.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import Hidden
+from .common import NORM_EPS, load_rows, nan_max, ordered_sum, query_keep, query_weight, row_pointers, square
+from .forward import any_row, store_scores
+from .fp32 import nearest_tf32
+
+
+@triton.jit
+def _step(u, x, row, pointers, ok, c0, C: tl.constexpr):
+    """`u` with the products of hidden features from c0 on."""
+    columns = c0 + tl.arange(0, C.BK)
+    if x.tiles is not None:
+        h = x.tiles.load([row, c0])
+    else:
+        h = load_rows(pointers, ok, columns, x.width, x.H.stride_d, C.WIDE)
+    if x.steps is not None:
+        w = x.steps.load([0, c0])
+    else:
+        n = tl.arange(0, C.BD)
+        w = load_rows(x.W.ptr + n.to(tl.int64) * x.W.stride_n, n < x.d, columns, x.width, x.W.stride_d, C.WIDE)
+    if C.PRECISION == "tf32":
+        h = nearest_tf32(h)
+        w = nearest_tf32(w)
+    return tl.dot(h, tl.trans(w), u, input_precision=C.PRECISION)
+
+
+@triton.jit
+def _bias(x, C: tl.constexpr):
+    """What the sums of a tile begin with: added at their end, a bias would take registers beside them."""
+    u = tl.zeros((C.BN, C.BD), tl.float32)
+    if x.W.bias is not None:
+        n = tl.arange(0, C.BD)
+        u += tl.load(x.W.bias + n * x.W.bias_stride, mask=n < x.d, other=0.0).to(tl.float32)[None, :]
+    return u
+
+
+@triton.jit
+def _tokens(u, x, C: tl.constexpr):
+    """The tokens of sums of products, rounded to the type of H, and their norms if normalising."""
+    norm = tl.full((C.BN,), 1, tl.float32)
+    if C.NORMALIZE:
+        norm = tl.maximum(tl.sqrt(tl.sum(square(u), axis=1)), NORM_EPS)
+        u = u * (1.0 / norm)[:, None]
+    return u.to(x.H.ptr.dtype.element_ty), norm
+
+
+@triton.jit
+def _pointers(x, r, Ld):
+    """Where rows r of hidden states begin."""
+    return x.H.ptr + (r // Ld).to(tl.int64) * x.H.stride_doc + (r % Ld).to(tl.int64) * x.H.stride_l
+
+
+@triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
+def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl.constexpr):
+    """Tokens ``[rows, d]``, contiguous, and their norms ``[rows]``, None where nobody asks for them."""
+    x = Hidden(H, W, tiles, steps, width, d)
+    row = tl.program_id(0) * C.BN
+    r = row + tl.arange(0, C.BN)
+    ok = r < rows
+    pointers = _pointers(x, r, Ld)
+    u = _bias(x, C)
+    for c0 in range(0, width, C.BK):
+        u = _step(u, x, row, pointers, ok, c0, C)
+    tokens, norm = _tokens(u, x, C)
+    n = tl.arange(0, C.BD)
+    at = out + r.to(tl.int64)[:, None] * d + n[None, :]
+    tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
+    if norms is not None:
+        tl.store(norms + r, norm, mask=ok)
+
+
+@triton.jit
+def _kept(H, r, end, Ld):
+    """Which rows r < end count."""
+    keep = r < end
+    if H.mask is not None:
+        at = (r // Ld).to(tl.int64) * H.mask_stride_doc + (r % Ld).to(tl.int64) * H.mask_stride_l
+        keep = keep & (tl.load(H.mask + at, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def _scored(found, u, x, q, query, scores, row, end, sizes, C: tl.constexpr):
+    """The maxima of the document that goes on behind a tile, after that tile: scores of all that end in it are stored.
+
+    `found`: the maxima [BM], and whether a token counts.
+    """
+    best, any_kept = found
+    keep, weight, keeps = query
+    tokens, _ = _tokens(u, x, C)
+    S = tl.dot(tokens, tl.trans(q), input_precision=C.PRECISION)
+    r = row + tl.arange(0, C.BN)
+    counts = _kept(x.H, r, end, sizes.Ld)
+    last = tl.minimum(row + C.BN, end)
+    for k in range(row // sizes.Ld, tl.cdiv(last, sizes.Ld)):
+        inside = counts & (r >= k * sizes.Ld) & (r < (k + 1) * sizes.Ld)
+        best = nan_max(best, tl.reduce(tl.where(inside[:, None], S, float("-inf")), 0, nan_max))
+        any_kept = tl.maximum(any_kept, tl.max(inside.to(tl.int32), axis=0))
+        if (k + 1) * sizes.Ld <= last:
+            GROUPS: tl.constexpr = C.BM // C.SLOT
+            sums = ordered_sum(tl.where(keep, weight * best, 0.0), GROUPS, C.SLOT)
+            store_scores(scores, sums, keeps, any_kept, tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
+            best = tl.full((C.BM,), float("-inf"), tl.float32)
+            any_kept = any_kept * 0
+    return best, any_kept
+
+
+@triton.jit(do_not_specialize=["width", "d"])
+def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.constexpr):
+    """Scores [Nq, K] of all query rows and documents that are hidden states; each program takes some documents."""
+    x = Hidden(H, W, tiles, steps, width, d)
+    programs = tl.num_programs(0)
+    k0 = (tl.program_id(0).to(tl.int64) * sizes.K // programs).to(tl.int32)
+    k1 = ((tl.program_id(0) + 1).to(tl.int64) * sizes.K // programs).to(tl.int32)
+    begin = k0 * sizes.Ld
+    end = k1 * sizes.Ld
+    lane = tl.arange(0, C.BM)
+    i = lane // C.SLOT
+    s = lane % C.SLOT
+    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    query = (keep, query_weight(Q, i, s, keep), any_row(keep, C))
+    q = load_rows(row_pointers(Q, i, s), keep, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
+    best = tl.full((C.BM,), float("-inf"), tl.float32)
+    any_kept = tl.full((), 0, tl.int32)
+    count = tl.cdiv(width, C.BK)
+    tiles_each = tl.cdiv(end - begin, C.BN)
+    if C.ONE_LOOP:
+        u = _bias(x, C)
+        for n in tl.range(0, tiles_each * count, disable_licm=True):
+            row = begin + n // count * C.BN
+            c0 = n % count * C.BK
+            r = row + tl.arange(0, C.BN)
+            u = _step(u, x, row, _pointers(x, r, sizes.Ld), r < end, c0, C)
+            if c0 + C.BK >= width:
+                best, any_kept = _scored((best, any_kept), u, x, q, query, scores, row, end, sizes, C)
+                u = _bias(x, C)
+    else:
+        for row in range(begin, end, C.BN):
+            r = row + tl.arange(0, C.BN)
+            pointers = _pointers(x, r, sizes.Ld)
+            u = _bias(x, C)
+            for c0 in range(0, width, C.BK):
+                u = _step(u, x, row, pointers, r < end, c0, C)
+            best, any_kept = _scored((best, any_kept), u, x, q, query, scores, row, end, sizes, C)

@@ -324,13 +324,12 @@ class PointTerms(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Those of a linear layer ``[d, width]``, and its bias ``[d]``, None where absent."""
+    """Those of a linear layer ``[d, width]``, and its bias ``[d]``, contiguous, None where absent."""
 
     ptr: Any
     stride_n: Any
     stride_d: Any
     bias: Any
-    bias_stride: Any
 
 
 class Hidden(NamedTuple):
@@ -349,13 +348,15 @@ class Hidden(NamedTuple):
 
 
 class HeadConfig(NamedTuple):
-    """Compile-time choices of the kernels of `head`, each correct for every shape with d <= BD and Nq * SLOT <= BM."""
+    """Compile-time choices of the kernels of `head`, each correct for every shape with d <= BD and
+    Nq * SLOT <= PARTS * BM."""
 
     BN: int  # document tokens of a tile, those of several documents if they are short
     BD: int  # their features: a power of two
     BK: int  # features of hidden states in a step
-    BM: int  # query rows
-    SLOT: int  # rows that one query takes, a power of two
+    BM: int  # query rows that meet a tile of tokens at a time
+    PARTS: int  # so many times, a power of two
+    SLOT: int  # rows that one query takes, a power of two <= BM
     NORMALIZE: bool
     WIDE: int  # 2: offsets of features may exceed 32 bits
     PRECISION: str

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Hidden
-from .common import NORM_EPS, load_rows, nan_max, ordered_sum, query_keep, query_weight, row_pointers, square
+from .common import NORM_EPS, apart, load_rows, nan_max, ordered_sum, query_keep, query_weight, row_pointers, square
 from .forward import any_row, store_scores
 from .fp32 import nearest_tf32
 
@@ -36,10 +36,10 @@ def _step(u, x, row, pointers, ok, c0, C: tl.constexpr):
 @triton.jit
 def _bias(x, C: tl.constexpr):
     """What the sums of a tile begin with: added at their end, a bias would take registers beside them."""
-    u = tl.zeros((C.BN, C.BD), tl.float32)
+    u = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.W.bias is not None:
         n = tl.arange(0, C.BD)
-        u += tl.load(x.W.bias + n * x.W.bias_stride, mask=n < x.d, other=0.0).to(tl.float32)[None, :]
+        u += tl.load(x.W.bias + n, mask=n < x.d, other=0.0).to(tl.float32)[None, :]
     return u
 
 
@@ -89,59 +89,78 @@ def _kept(H, r, end, Ld):
 
 
 @triton.jit
-def _scored(found, u, x, q, query, scores, row, end, sizes, C: tl.constexpr):
-    """The maxima of the document that goes on behind a tile, after that tile: scores of all that end in it are stored.
+def _part(Q, p, sizes, C: tl.constexpr):
+    """Query rows of part p: queries and tokens, and which count."""
+    row = p * C.BM + tl.arange(0, C.BM)
+    i = row // C.SLOT
+    s = row % C.SLOT
+    return i, s, query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
 
-    `found`: the maxima [BM], and whether a token counts.
+
+@triton.jit
+def _store(scores, best, any_kept, Q, p, k, sizes, C: tl.constexpr):
+    """The scores of the queries of part p and document k, of their rows' maxima."""
+    GROUPS: tl.constexpr = C.BM // C.SLOT
+    i, s, keep = _part(Q, p, sizes, C)
+    sums = ordered_sum(tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
+    query = p * GROUPS + tl.arange(0, GROUPS)
+    store_scores(scores, sums, any_row(keep, C), any_kept, query, sizes.Nq, sizes.K, k)
+
+
+@triton.jit
+def _scored(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
+    """What is found of the document that goes on behind a tile, after that tile; scores of all that end in it are
+    stored.
+
+    `found`: its maxima [PARTS, BM], and whether a token counts. A part of the rows at a time meets the tile: registers
+    hold no more similarities beside it.
     """
-    best, any_kept = found
-    keep, weight, keeps = query
+    maxima, any_before = found
     tokens, _ = _tokens(u, x, C)
-    S = tl.dot(tokens, tl.trans(q), input_precision=C.PRECISION)
     r = row + tl.arange(0, C.BN)
     counts = _kept(x.H, r, end, sizes.Ld)
     last = tl.minimum(row + C.BN, end)
-    for k in range(row // sizes.Ld, tl.cdiv(last, sizes.Ld)):
-        inside = counts & (r >= k * sizes.Ld) & (r < (k + 1) * sizes.Ld)
-        best = nan_max(best, tl.reduce(tl.where(inside[:, None], S, float("-inf")), 0, nan_max))
-        any_kept = tl.maximum(any_kept, tl.max(inside.to(tl.int32), axis=0))
-        if (k + 1) * sizes.Ld <= last:
-            GROUPS: tl.constexpr = C.BM // C.SLOT
-            sums = ordered_sum(tl.where(keep, weight * best, 0.0), GROUPS, C.SLOT)
-            store_scores(scores, sums, keeps, any_kept, tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
-            best = tl.full((C.BM,), float("-inf"), tl.float32)
-            any_kept = any_kept * 0
-    return best, any_kept
+    any_kept = any_before
+    for p in tl.range(0, C.PARTS, num_stages=1, disable_licm=True):
+        i, s, keep = _part(Q, p, sizes, C)
+        q = load_rows(row_pointers(Q, i, s), keep, tl.arange(0, C.BD), x.d, Q.stride_d, C.WIDE)
+        S = tl.dot(tokens, tl.trans(q), input_precision=C.PRECISION)
+        own = tl.arange(0, C.PARTS)[:, None] == p
+        best = tl.reduce(tl.where(own, maxima, float("-inf")), 0, nan_max)
+        any_kept = any_before
+        for k in tl.range(row // sizes.Ld, tl.cdiv(last, sizes.Ld), num_stages=1, disable_licm=True):
+            inside = counts & (r >= k * sizes.Ld) & (r < (k + 1) * sizes.Ld)
+            best = nan_max(best, tl.reduce(tl.where(inside[:, None], S, float("-inf")), 0, nan_max))
+            any_kept = tl.maximum(any_kept, tl.max(inside.to(tl.int32), axis=0))
+            if (k + 1) * sizes.Ld <= last:
+                _store(scores, best, any_kept, Q, p, k, sizes, C)
+                best = tl.full((C.BM,), float("-inf"), tl.float32)
+                any_kept = any_kept * 0
+        maxima = tl.where(own, apart(best)[None, :], maxima)
+    return maxima, any_kept
 
 
 @triton.jit(do_not_specialize=["width", "d"])
 def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.constexpr):
-    """Scores [Nq, K] of all query rows and documents that are hidden states; each program takes some documents."""
+    """Scores [Nq, K] of at most PARTS * BM query rows and documents that are hidden states.
+
+    Each program takes some documents, one behind the other.
+    """
     x = Hidden(H, W, tiles, steps, width, d)
     programs = tl.num_programs(0)
-    k0 = (tl.program_id(0).to(tl.int64) * sizes.K // programs).to(tl.int32)
-    k1 = ((tl.program_id(0) + 1).to(tl.int64) * sizes.K // programs).to(tl.int32)
-    begin = k0 * sizes.Ld
-    end = k1 * sizes.Ld
-    lane = tl.arange(0, C.BM)
-    i = lane // C.SLOT
-    s = lane % C.SLOT
-    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
-    query = (keep, query_weight(Q, i, s, keep), any_row(keep, C))
-    q = load_rows(row_pointers(Q, i, s), keep, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE)
-    best = tl.full((C.BM,), float("-inf"), tl.float32)
-    any_kept = tl.full((), 0, tl.int32)
-    count = tl.cdiv(width, C.BK)
-    tiles_each = tl.cdiv(end - begin, C.BN)
+    begin = (tl.program_id(0).to(tl.int64) * sizes.K // programs).to(tl.int32) * sizes.Ld
+    end = ((tl.program_id(0) + 1).to(tl.int64) * sizes.K // programs).to(tl.int32) * sizes.Ld
+    found = tl.full((C.PARTS, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if C.ONE_LOOP:
+        count = tl.cdiv(width, C.BK)
         u = _bias(x, C)
-        for n in tl.range(0, tiles_each * count, disable_licm=True):
+        for n in tl.range(0, tl.cdiv(end - begin, C.BN) * count, disable_licm=True):
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
             u = _step(u, x, row, _pointers(x, r, sizes.Ld), r < end, c0, C)
             if c0 + C.BK >= width:
-                best, any_kept = _scored((best, any_kept), u, x, q, query, scores, row, end, sizes, C)
+                found = _scored(found, u, x, Q, scores, row, end, sizes, C)
                 u = _bias(x, C)
     else:
         for row in range(begin, end, C.BN):
@@ -150,4 +169,4 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
             u = _bias(x, C)
             for c0 in range(0, width, C.BK):
                 u = _step(u, x, row, pointers, r < end, c0, C)
-            best, any_kept = _scored((best, any_kept), u, x, q, query, scores, row, end, sizes, C)
+            found = _scored(found, u, x, Q, scores, row, end, sizes, C)

@@ -71,8 +71,9 @@ def maxsim_from_hidden(
     sharding.register_if_needed()
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x[:4], q_weight))
     q_flat, h_flat = Q.dim() == 2, H.dim() == 2
-    Q, q_keep, weight = (lift(t, q_flat) for t in (Q, as_bool(q_mask), q_weight))
-    H, d_keep = (lift(t, h_flat) for t in (H, as_bool(d_mask)))
+    per_query = (lift(t, q_flat) for t in (as_bool(q_mask), q_weight))
+    Q, H, d_keep = lift(Q, q_flat), lift(H, h_flat), lift(as_bool(d_mask), h_flat)  # type: ignore[assignment]
+    q_keep, weight = per_query
     dtype = argmax_dtype_for(x.H.shape[-2]) if keeps else None
     scores = lik.maxsim_from_hidden_fwd(Q, H, *x[2:4], q_keep, d_keep, weight, normalize, dtype)[0]
     scores = scores.squeeze(1) if h_flat else scores

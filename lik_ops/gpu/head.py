@@ -4,6 +4,7 @@ in memory; for others tokens of some documents at a time are made, and scored as
 from __future__ import annotations
 
 import logging
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from .forward import forward
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
-Tiles = TensorDescriptor | None
+Tiles: TypeAlias = TensorDescriptor | None
 
 
 def _wide(H: Tensor, W: Tensor) -> int:
@@ -40,8 +41,7 @@ def _wide(H: Tensor, W: Tensor) -> int:
 
 
 def _weights(head: Head) -> Weights:
-    b = head.b
-    return Weights(head.W, *head.W.stride(), b, None if b is None else b.stride(0))
+    return Weights._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
 
 
 def _tiles(H: Tensor, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
@@ -76,11 +76,6 @@ def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
 _PARTS = Parts(_tokens, forward, backward_lowmem, 32 * MiB, True)
 
 
-def _programs(arch: Architecture, Nd: int) -> int:
-    """One for each multiprocessor, whose documents follow one another; none where there are fewer documents."""
-    return min(Nd, arch.processors)
-
-
 def _scores(x: Hidden, normalize: bool) -> Tensor:
     """Scores whose tokens are never in memory, of a call that `is_fused`."""
     (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, Head(x.W, x.b, normalize)
@@ -92,14 +87,17 @@ def _scores(x: Hidden, normalize: bool) -> Tensor:
         tiles = _tiles(x.H, x.W, arch, launch.config)
         groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
         args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config
-        launcher.launch(maxsim_forward_head, checked_grid(_programs(arch, Nd)), args, launch.options(arch))
+        launcher.launch(
+            maxsim_forward_head, checked_grid(min(Nd, head_configs.programs(arch))), args, launch.options(arch)
+        )
     return scores
 
 
 def forward_head(x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Scores and winners of `lik::maxsim_from_hidden_fwd`."""
     (Nq, Lq, d), (Nd, Ld, _) = x.Q.shape, x.H.shape
-    if Nq and Lq and head_configs.is_fused(x.Q.dtype, Nq, Nd, Lq, Ld, d, argmax_dtype is not None):
+    is_fused = head_configs.is_fused(architecture(x.Q.device), x.Q.dtype, Nq, Nd, Lq, Ld, d)
+    if Nq and Lq and is_fused and argmax_dtype is None:
         return _scores(x, normalize), torch.empty(0, dtype=torch.int32, device=x.Q.device)
     _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), sizes(x.Q, x.H))
     return scores_by_slices(_PARTS, x, normalize, argmax_dtype)

@@ -12,7 +12,11 @@ from ..csrc_triton.arguments import HeadConfig
 from .configs import Architecture, loads_vectors, next_power_of_2, precision
 
 MOST_FEATURES = 256  # of a token, which a program holds in fp32
-MOST_ROWS = 128  # of queries, beside a tile of tokens
+MOST_ROWS = 128  # of queries, that meet a tile of tokens part by part
+_MOST_SLOT = 64  # of a part
+_ROUNDS = 2  # documents of each program at least: else most would wait for those that have one more
+# Triton 3.9 cannot place the accumulators of sm_100; others were not tried.
+_FUSED = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
 FEWEST_TOKENS = 64  # of a document: each that a tile meets takes a reduction of its own
 
 
@@ -58,8 +62,9 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         BN, BK = (128 if BD <= 128 else 64), 32
     if not vectors and arch.unit != "interpreter":
         BN, BK, stages = 64, 32 if half else 16, 2
+        warps = 4 if half and arch.unit == "wgmma" else 8  # a warp group for 64 rows
     products = precision(dtype, arch, tf32)
-    config = HeadConfig(BN, BD, BK, 16, 1, normalize, wide, products, ONE_LOOP=arch.unit in ("wgmma", "interpreter"))
+    config = HeadConfig(BN, BD, BK, 16, 1, 1, normalize, wide, products, ONE_LOOP=arch.unit in ("wgmma", "interpreter"))
     return HeadLaunch(config, warps, stages, arch.registers)
 
 
@@ -71,16 +76,22 @@ def scores(
     found = tokens(arch, dtype, d, width, normalize, wide, False)
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
-    stages = found.num_stages - 1 if rows > 64 and found.num_stages > 2 else found.num_stages
-    return replace(found, config=found.config._replace(BM=rows, SLOT=slot), num_stages=stages)
+    BM = min(rows, max(slot, 32))
+    return replace(found, config=found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot))
 
 
-def is_fused(dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int, winners: bool) -> bool:
+def programs(arch: Architecture) -> int:
+    """How many a device runs at a time, which share the documents."""
+    return arch.processors * (1 if arch.unit in ("wgmma", "interpreter") else 2)
+
+
+def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> bool:
     """Whether tokens are scored where they are made: where all query rows stand beside a tile of them, of half types.
 
     Its scores have the bits of the other way, so the sizes of a batch may decide.
     """
     slot = next_power_of_2(max(Lq, 1))
-    few = Nq * slot <= MOST_ROWS and d <= MOST_FEATURES
+    few = slot <= _MOST_SLOT and Nq * slot <= MOST_ROWS and d <= MOST_FEATURES
+    many = Nd >= _ROUNDS * programs(arch)
     rows_fit = 0 < Nd * Ld < 2**31 - 2 * MOST_FEATURES
-    return dtype != torch.float32 and few and rows_fit and Ld >= FEWEST_TOKENS and not winners
+    return arch.name in _FUSED and dtype != torch.float32 and few and many and rows_fit and Ld >= FEWEST_TOKENS

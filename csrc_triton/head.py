@@ -54,6 +54,15 @@ def _tokens(u, x, C: tl.constexpr):
 
 
 @triton.jit
+def _held(u, C: tl.constexpr):
+    """`u`, known before a loop goes on: where sums are in flight from step to step, and a branch reads them, ptxas
+    waits for each of their products."""
+    if C.HELD:
+        u = tl.inline_asm_elementwise("", "=f,0", [u], dtype=tl.float32, is_pure=False, pack=1)
+    return u
+
+
+@triton.jit
 def _pointers(x, r, Ld):
     """Where rows r of hidden states begin."""
     return x.H.ptr + (r // Ld).to(tl.int64) * x.H.stride_doc + (r % Ld).to(tl.int64) * x.H.stride_l
@@ -158,7 +167,7 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
-            u = _step(u, x, row, _pointers(x, r, sizes.Ld), r < end, c0, C)
+            u = _held(_step(u, x, row, _pointers(x, r, sizes.Ld), r < end, c0, C), C)
             if c0 + C.BK >= width:
                 found = _scored(found, u, x, Q, scores, row, end, sizes, C)
                 u = _bias(x, C)

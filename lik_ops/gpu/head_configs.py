@@ -13,7 +13,7 @@ from .configs import Architecture, loads_vectors, next_power_of_2, precision
 
 MOST_FEATURES = 256  # of a token, which a program holds in fp32
 MOST_ROWS = 128  # of queries, that meet a tile of tokens part by part
-_MOST_SLOT = 64  # of a part
+_PART_ROWS = 32  # of a part: more would not leave registers for its similarities
 _ROUNDS = 2  # documents of each program at least: else most would wait for those that have one more
 # Triton 3.9 cannot place the accumulators of sm_100; others were not tried.
 _FUSED = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
@@ -64,7 +64,19 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         BN, BK, stages = 64, 32 if half else 16, 2
         warps = 4 if half and arch.unit == "wgmma" else 8  # a warp group for 64 rows
     products = precision(dtype, arch, tf32)
-    config = HeadConfig(BN, BD, BK, 16, 1, 1, normalize, wide, products, ONE_LOOP=arch.unit in ("wgmma", "interpreter"))
+    config = HeadConfig(
+        BN,
+        BD,
+        BK,
+        16,
+        1,
+        1,
+        normalize,
+        wide,
+        products,
+        ONE_LOOP=arch.unit in ("wgmma", "interpreter"),
+        HELD=arch.unit == "wgmma",
+    )
     return HeadLaunch(config, warps, stages, arch.registers)
 
 
@@ -76,7 +88,7 @@ def scores(
     found = tokens(arch, dtype, d, width, normalize, wide, False)
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
-    BM = min(rows, max(slot, 32))
+    BM = min(rows, _PART_ROWS)
     return replace(found, config=found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot))
 
 
@@ -91,7 +103,7 @@ def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, 
     Its scores have the bits of the other way, so the sizes of a batch may decide.
     """
     slot = next_power_of_2(max(Lq, 1))
-    few = slot <= _MOST_SLOT and Nq * slot <= MOST_ROWS and d <= MOST_FEATURES
+    few = slot <= _PART_ROWS and Nq * slot <= MOST_ROWS and d <= MOST_FEATURES
     many = Nd >= _ROUNDS * programs(arch)
     rows_fit = 0 < Nd * Ld < 2**31 - 2 * MOST_FEATURES
     return arch.name in _FUSED and dtype != torch.float32 and few and many and rows_fit and Ld >= FEWEST_TOKENS

@@ -361,6 +361,7 @@ class HeadConfig(NamedTuple):
     WIDE: int  # 2: offsets of features may exceed 32 bits
     PRECISION: str
     ONE_LOOP: bool  # over the steps of all tiles: the next tile is asked for while one is scored
+    WHOLE: bool  # BD is d
     HELD: bool  # then the sums of a step are waited for: of wgmma
 
 

@@ -81,8 +81,12 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
         u = _step(u, x, row, pointers, ok, c0, C)
     tokens, norm = _tokens(u, x, C)
     n = tl.arange(0, C.BD)
-    at = out + r.to(tl.int64)[:, None] * d + n[None, :]
-    tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
+    if C.WHOLE:
+        at = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
+        tl.store(at, tokens, mask=ok[:, None])
+    else:
+        at = out + row.to(tl.int64) * d + tl.arange(0, C.BN)[:, None] * d + n[None, :]
+        tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
     if norms is not None:
         tl.store(norms + r, norm, mask=ok)
 

@@ -75,6 +75,7 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         wide,
         products,
         ONE_LOOP=arch.unit in ("wgmma", "interpreter"),
+        WHOLE=d == BD,
         HELD=arch.unit == "wgmma",
     )
     return HeadLaunch(config, warps, stages, arch.registers)

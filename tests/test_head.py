@@ -257,6 +257,23 @@ def test_winners_do_not_decide_bits(place):
         assert torch.equal(scores, alone)
 
 
+@pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
+def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
+    """As units without wgmma have it."""
+    from lik_ops.gpu import head_configs
+
+    def apart(*args):
+        found = made(*args)
+        return replace(found, config=found.config._replace(ONE_LOOP=False))
+
+    made, (place,) = head_configs.scores, PLACES
+    x, W, b = draw(Hidden(Nq=3, Ld=75, d=20, dtype=torch.float16, **EVERYTHING), place.device)
+    with place.use():
+        expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
+        monkeypatch.setattr(head_configs, "scores", apart)
+        assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

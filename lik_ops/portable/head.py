@@ -154,7 +154,7 @@ class Gradients:
     def _slices(self) -> Iterator[slice]:
         """Documents for which a slice has room: for the gradient of tokens, and what it is made into."""
         Nd, Ld, width = self.x.H.shape
-        copied = self.x.d_mask is not None or self.x.H.dtype != self.dtype
+        copied = self.x.d_mask is not None or (self.x.H.dtype != self.dtype and not self.parts.rounds)
         each = 4 * self.head.W.shape[0] + (width if copied else 0)
         return slices_within(Nd, Ld * each * self.dtype.itemsize, GRADIENT_BYTES)
 

@@ -126,13 +126,13 @@ class Gradients:
         """Gradients of Q, H, W, b and q_weight, each ``[0]`` where `needs` says no."""
         x, needs = self.x, self.needs
         grads = [
-            x.Q.new_zeros(t.shape if need and t is not None else (0,), dtype=dtype)
+            x.Q.new_empty(t.shape if need and t is not None else (0,), dtype=dtype)
             for t, need, dtype in zip(
                 (x.Q, x.H, x.W, x.b, x.q_weight), needs, (*(x.Q.dtype,) * 4, self.dtype), strict=True
             )
         ]
         if 0 in (*x.Q.shape, *x.H.shape):
-            return tuple(grads)
+            return tuple(grad.zero_() for grad in grads)
         whole: tuple[Tensor, Tensor | None] | None = None
         if needs[0] or needs[4]:
             whole = self.parts.tokens(x.H, self.head)
@@ -171,7 +171,7 @@ class Gradients:
                 D, norms = whole[0][own], None if whole[1] is None else whole[1][own]
             g = self._through(self._winners(own, Q, D.to(Q.dtype), [False, True, False])[1], D, norms, keep)
             if needs[1]:
-                grads[1][own] = self._product(g, x.W).view(H.shape)
+                self._write(g, grads[1][own].view(-1, H.shape[-1]))
             if of_W is not None:
                 h = H if keep is None else torch.where(keep.unsqueeze(-1), H, 0)
                 of_W += self._product(g.t(), h.reshape(-1, h.shape[-1]))
@@ -191,6 +191,13 @@ class Gradients:
         if keep is not None:
             g = torch.where(keep.unsqueeze(-1), g, 0)
         return g.reshape(-1, g.shape[-1])
+
+    def _write(self, g: Tensor, grad: Tensor) -> None:
+        """The gradient of hidden states, ``g W``."""
+        if grad.dtype == self.dtype or grad.device.type == "cuda":
+            torch.mm(g.to(grad.dtype), self.x.W.contiguous(), out=grad)
+        else:
+            grad.copy_(self._product(g, self.x.W))
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """``a b`` summed in fp32 (fp64); of half types on a GPU by its matrix unit."""

@@ -79,6 +79,8 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
     u = _bias(x, C)
     for c0 in range(0, width, C.BK):
         u = _step(u, x, row, pointers, ok, c0, C)
+        if C.BD > 128:  # as in the loop over all tiles; narrower ones stay in flight
+            u = _held(u, C)
     tokens, norm = _tokens(u, x, C)
     n = tl.arange(0, C.BD)
     if C.WHOLE:

@@ -61,8 +61,9 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
     else:
         BN, BK = (128 if BD <= 128 else 64), 32
     if not vectors and arch.unit != "interpreter":
-        BN, BK, stages = 64, 32 if half else 16, 2
-        warps = 4 if half and arch.unit == "wgmma" else 8  # a warp group for 64 rows
+        BN, BK, stages = 64, 32 if half and BD <= 128 else 16, 2
+        if half and arch.unit == "wgmma":  # a warp group for 64 rows, two where their sums leave few registers
+            BN, warps = (64, 4) if BD <= 128 else (128, 8)
     products = precision(dtype, arch, tf32)
     config = HeadConfig(
         BN,

@@ -323,6 +323,48 @@ class PointTerms(NamedTuple):
     first: Any
 
 
+class Weights(NamedTuple):
+    """Those of a linear layer ``[d, width]``, and its bias ``[d]``, contiguous, None where absent."""
+
+    ptr: Any
+    stride_n: Any
+    stride_d: Any
+    bias: Any
+
+
+class Hidden(NamedTuple):
+    """What document tokens are made of: hidden states ``[K, Ld, width]``, a layer to d features, both perhaps as
+    tensor descriptors too.
+
+    Those of all documents are rows of one: `tiles`, in blocks ``[BN, BK]``; `steps` of the layer, ``[BD, BK]``.
+    """
+
+    H: Any
+    W: Any
+    tiles: Any
+    steps: Any
+    width: Any
+    d: Any
+
+
+class HeadConfig(NamedTuple):
+    """Compile-time choices of the kernels of `head`, each correct for every shape with d <= BD and
+    Nq * SLOT <= PARTS * BM."""
+
+    BN: int  # document tokens of a tile, those of several documents if they are short
+    BD: int  # their features: a power of two
+    BK: int  # features of hidden states in a step
+    BM: int  # query rows that meet a tile of tokens at a time
+    PARTS: int  # so many times, a power of two
+    SLOT: int  # rows that one query takes, a power of two <= BM
+    NORMALIZE: bool
+    WIDE: int  # 2: offsets of features may exceed 32 bits
+    PRECISION: str
+    ONE_LOOP: bool  # over the steps of all tiles: the next tile is asked for while one is scored
+    WHOLE: bool  # BD is d
+    HELD: bool  # then the sums of a step are waited for: of wgmma
+
+
 class Distances(NamedTuple):
     """Compile-time choices of the kernels of nearest points, each correct for every shape."""
 
@@ -343,11 +385,13 @@ class Distances(NamedTuple):
 VECTOR: dict[type, tuple[str, ...]] = {
     Queries: ("stride_n", "stride_l"),
     Documents: ("stride_owner", "stride_doc", "stride_l"),
+    Weights: ("stride_n",),
     Points: ("stride_batch", "stride_n"),
     PointTerms: ("room", "width", "each"),
 }
 UNIT: dict[type, tuple[str, ...]] = {
     Queries: ("stride_d", "mask_stride_l", "weight_stride_l"),
     Documents: ("stride_d", "mask_stride_l"),
+    Weights: ("stride_d",),
     Points: ("stride_d",),
 }

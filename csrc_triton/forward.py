@@ -206,7 +206,7 @@ def any_row(keep, C: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(scores, sums, keeps, any_kept, query, queries, K, k):
+def store_scores(scores, sums, keeps, any_kept, query, queries, K, k):
     """The sums as scores, or those of a document that keeps no token: -inf, 0 for queries that keep none either."""
     empty = tl.where(keeps > 0, float("-inf"), 0.0)
     tl.store(scores + query.to(tl.int64) * K + k, tl.where(any_kept > 0, sums, empty), mask=query < queries)
@@ -285,7 +285,7 @@ def visit(x, out, sizes, C: tl.constexpr):
             more, keeps_more, any_kept = score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
             total += more
             keeps = keeps | keeps_more
-    _store_scores(out.scores, total, keeps, any_kept, first_query + tl.arange(0, GROUPS), queries, sizes.K, k)
+    store_scores(out.scores, total, keeps, any_kept, first_query + tl.arange(0, GROUPS), queries, sizes.K, k)
 
 
 @triton.jit
@@ -336,7 +336,7 @@ def _walk(x, scores, sizes, C: tl.constexpr):
             any_kept = _any_kept(x, document, kept)
             row_best = normalized(merged_maxima(best, C), x, rows, C)
             sums = ordered_sum(tl.where(keep, weight * row_best, 0.0), GROUPS, C.SLOT)
-            _store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
+            store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
             best = per_lane(float("-inf"), tl.float32, C)
             kept = tl.full((C.BN,), 0, tl.int32)
 

@@ -22,6 +22,8 @@ NOTEBOOK = "late_interaction"
 OPERATORS = {
     "chamfer.chamfer_bwd": "chamfer_bwd",
     "chamfer.chamfer_fwd": "chamfer_fwd",
+    "head.maxsim_from_hidden_fwd": "maxsim_from_hidden_fwd",
+    "head.maxsim_from_hidden_bwd": "maxsim_from_hidden_bwd",
     "maxsim._composite": "maxsim",
     "maxsim.maxsim_fwd": "maxsim_fwd",
     "maxsim.maxsim_bwd_lowmem": "maxsim_bwd_lowmem",

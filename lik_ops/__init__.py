@@ -7,6 +7,7 @@ from . import export, reference
 from ._version import __version__
 from .api.chamfer import chamfer_distance
 from .api.cross_entropy import maxsim_cross_entropy
+from .api.head import maxsim_from_hidden
 from .api.packing import lengths_to_mask, pack, pack_padded, unpack
 from .api.ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .api.ragged_argmax import (
@@ -48,6 +49,7 @@ __all__ = [
     "maxsim_candidates_varlen",
     "maxsim_candidates_varlen_with_argmax",
     "maxsim_cross_entropy",
+    "maxsim_from_hidden",
     "maxsim_padded",
     "maxsim_padded_with_argmax",
     "maxsim_pair_list",

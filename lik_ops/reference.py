@@ -18,6 +18,7 @@ __all__ = [
     "chamfer_distance",
     "maxsim",
     "maxsim_at",
+    "maxsim_from_hidden",
     "maxsim_pairs",
     "maxsim_soft",
     "maxsim_token_topk",
@@ -151,6 +152,37 @@ def maxsim_soft(
     d_any = d_any if D3.dim() == 4 else d_any[None]
     there = d_any[:, :, None] & q_keep[:, None]
     return _dropped(_scores(best, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
+
+
+def maxsim_from_hidden(
+    Q: Tensor,
+    H: Tensor,
+    W: Tensor,
+    b: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """`maxsim` of Q and ``D = H W^T + b``, over ``max(||D||, 1e-12)`` if normalising: queries are not."""
+    for name, x in (("H", H), ("W", W), ("b", b)):
+        is_right = isinstance(x, Tensor) and x.dtype in _WEIGHTS and x.layout == torch.strided
+        if not is_right and not (x is None and name == "b"):
+            raise TypeError(f"reference: {name}: expected a dense Tensor of floats, got {type(x).__name__}")
+    if W.dim() != 2 or H.dim() not in (2, 3) or W.shape != (Q.shape[-1], H.shape[-1]):
+        expected = f"[{Q.shape[-1]}, d_model] and [Nd, Ld, d_model]"
+        raise ValueError(f"reference: W, H: expected {expected}, got {list(W.shape)}, {list(H.shape)}")
+    if b is not None and b.shape != W.shape[:1]:
+        raise ValueError(f"reference: b: expected {list(W.shape[:1])}, got {list(b.shape)}")
+    if d_mask is not None and d_mask.shape != H.shape[:-1]:
+        raise ValueError(f"reference: d_mask: expected {list(H.shape[:-1])}, got {list(d_mask.shape)}")
+    if not isinstance(normalize, bool):
+        raise TypeError(f"reference: normalize: expected a bool, got {type(normalize).__name__}")
+    kept, _ = _prepared(H, d_mask, False)
+    D = kept @ W.to(kept).t() + (0 if b is None else b.to(kept))
+    D = F.normalize(D, dim=-1) if normalize else D
+    return maxsim(Q, D, q_mask, d_mask, q_weight=q_weight)
 
 
 def maxsim_pairs(

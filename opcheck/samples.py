@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lik_ops  # registers torch.ops.lik
-from lik_ops.opcheck import chamfer, cross_entropy, quantized, ragged, saved, soft
+from lik_ops.opcheck import chamfer, cross_entropy, head, quantized, ragged, saved, soft
 from lik_ops.opcheck.gradients import gradients
 
 try:
@@ -265,6 +265,24 @@ def _sized_cross_entropy_bwd(sizes: tuple[int, int, int, int], candidates: bool,
     return cross_entropy.backward_arguments(_sized_bwd(sizes, candidates, device), 0)
 
 
+def maxsim_from_hidden_fwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    cross = (s for s in maxsim_fwd(dtype, device) if s.args[1].dim() == 3)
+    return (Sample(s.name, head.forward_arguments(s.args, n), {}) for n, s in enumerate(cross))
+
+
+def maxsim_from_hidden_bwd(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    cross = (s for s in maxsim_bwd(dtype, device) if s.args[2].dim() == 3)
+    return (Sample(s.name, head.backward_arguments(s.args, n), {}) for n, s in enumerate(cross))
+
+
+def _sized_head_fwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return head.forward_arguments(_sized_fwd(sizes, False, device), 1)
+
+
+def _sized_head_bwd(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    return head.backward_arguments(_sized_bwd(sizes, False, device), 1)
+
+
 def _topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
     if cu_seqlens_d is not None:
         ends = cu_seqlens_d.tolist()
@@ -382,6 +400,8 @@ OPERATORS: dict[str, Operator] = {
     "maxsim_cross_entropy_bwd": Operator(
         maxsim_cross_entropy_bwd, cross_entropy.backward_reference, _sized_cross_entropy_bwd
     ),
+    "maxsim_from_hidden_fwd": Operator(maxsim_from_hidden_fwd, head.forward_reference, _sized_head_fwd),
+    "maxsim_from_hidden_bwd": Operator(maxsim_from_hidden_bwd, head.backward_reference, _sized_head_bwd),
     "maxsim_topk": Operator(maxsim_topk, _topk_reference, _sized_topk),
     "maxsim_topk_codes": Operator(maxsim_topk_codes, _codes_reference, _sized_codes),
     "maxsim_token_topk_fwd": Operator(maxsim_token_topk, _token_topk_reference, _sized_token_topk),

@@ -192,6 +192,15 @@ def losses(Q, D):
     return each
 
 
+def from_hidden(Q, H):
+    """Of documents that are hidden states, for a head that every process has whole."""
+    head = torch.randn(Q.shape[-1], H.shape[-1] + 1, generator=torch.Generator().manual_seed(0)).to(Q.device)
+    W, b = head[:, :-1].contiguous(), head[:, -1].contiguous()
+    if isinstance(Q, DTensor):
+        W, b = (place(t, Q.device_mesh, [Replicate()]) for t in (W, b))
+    return lik_ops.maxsim_from_hidden(Q, H, W, b)
+
+
 def check_ragged_functions(mesh, device: str) -> None:
     """The functions of packed tokens, with what they are given as DTensors; gradients too."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged("pairs", False, device)
@@ -269,6 +278,7 @@ def check_all(backend: str, device: str) -> None:
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3))
             check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_token_topk(Q, D, 3))
             check_trained(mesh, candidates, device, losses)
+        check_trained(mesh, False, device, from_hidden)
         torch.manual_seed(0)
         clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
         found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))

@@ -28,6 +28,7 @@ PADDED |= {"Q": Q3, "D": D4, **WEIGHT, **OPTIONS}
 STREAM = {"chunk": None, "normalize": False, "progress": None}
 SEARCH = {"top_k": 2, **STREAM, "largest": True, "sorted": True}
 WARM = {"device": "cpu", "dtype": torch.float32, "d": 4, "Lq": 3, "Nq": 1, "Ld": 4, "Nd": 2, "top_k": 1}
+HEAD = {"H": torch.randn(Nd, Ld, 6), "W": torch.randn(d, 6), "b": torch.randn(d)}
 CODED = lik_ops.quantize(D3, lik_ops.ResidualCodec.train(D3, nbits=4, n_centroids=2))
 FLAGS = ("candidates", "q_mask", "d_mask", "q_weight", "normalize", "argmax", "training", "ragged")
 
@@ -41,6 +42,7 @@ CALLS: dict[str, list[dict]] = {
         {**FORMULA, "labels": torch.tensor([2, 0]), "temperature": tau, "ignore_index": -100, "reduction": "mean"}
         for tau in (0.5, torch.tensor(0.5))
     ],
+    "maxsim_from_hidden": [{"Q": Q3, **HEAD, **MASKS, **WEIGHT, "normalize": True}],
     "maxsim_varlen": [PACKED | BOUNDS],
     "maxsim_candidates_varlen": [{**PACKED, **LISTED, "cu_seqlens_q": CU_Q}],
     "maxsim_pair_list": [
@@ -156,6 +158,7 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{("warmup", name): FLAG for name in FLAGS},
     ("maxsim_cross_entropy", "labels"): OPTIONAL,
     ("maxsim_cross_entropy", "ignore_index"): {"negative"},
+    "b": OPTIONAL,
     ("MaxSimScorer", "pad_id"): OPTIONAL,
     **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
     **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates", "n_probe")},
@@ -236,6 +239,7 @@ REFERENCE = {
     "maxsim_with_argmax": FORMULA,
     "maxsim_pairs": {**FORMULA, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]},
     "maxsim_soft": {**FORMULA, "temperature": torch.tensor(0.5)},
+    "maxsim_from_hidden": {"Q": Q3, **HEAD, **MASKS, **WEIGHT, "normalize": True},
     "maxsim_at": {
         "Q": Q3,
         "D": D3,

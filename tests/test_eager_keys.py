@@ -218,8 +218,9 @@ def ways(monkeypatch):
 
 
 def test_every_scoring_function_is_here():
-    # `maxsim_streamed` calls two of these, part by part; soft, XTR and top-k scores always take their operators.
+    # `maxsim_streamed` calls two of these, part by part; the others always take their operators, or plans of their own.
     others = {"maxsim_streamed", "maxsim_soft", "maxsim_xtr", "maxsim_token_topk", "maxsim_cross_entropy"}
+    others.add("maxsim_from_hidden")
     scoring = {name for name in lik_ops.__all__ if name.startswith("maxsim")} - others
     scoring |= {f"torch.ops.lik.{name}" for name in OPERATORS}
     assert {name.split(" of ")[0] for name in VALID} == scoring

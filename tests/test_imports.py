@@ -72,6 +72,7 @@ CALLS = {
     "retrieve, lowest": lambda: lik_ops.retrieve(Q.detach(), D.detach(), 2, largest=False)[0],
     "maxsim_streamed": lambda: lik_ops.maxsim_streamed(Q.detach(), D.detach()),
     "maxsim_token_topk": lambda: lik_ops.maxsim_token_topk(Q, D, 2),
+    "maxsim_from_hidden": lambda: lik_ops.maxsim_from_hidden(Q, D, torch.eye(8)),
     "maxsim_xtr": lambda: lik_ops.maxsim_xtr(Q, D, 2),
     "maxsim_cross_entropy": lambda: lik_ops.maxsim_cross_entropy(Q, D, torch.zeros(len(Q), dtype=torch.long)),
     "maxsim_soft": lambda: lik_ops.maxsim_soft(Q, D, 0.1),

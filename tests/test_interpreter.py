@@ -20,6 +20,7 @@ MODULES = [
     "test_chamfer",
     "test_ragged_lists",
     "test_soft",
+    "test_head",
     "test_ragged_few",
     "test_fp32",
     "test_semantics",

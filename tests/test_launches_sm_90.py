@@ -118,6 +118,19 @@ def one(rows=slice(None), step=1):
     return partial(lik_ops.maxsim, Q[rows], D[::step]), (Q, D)
 
 
+def hidden(rows, trains=False):
+    Q, H, _, d_mask = drawn()
+    Q, W, H = Q[:rows], H[0, :64], H[:60].clone() if trains else H
+    given = (
+        Q[..., :64].contiguous(),
+        H.requires_grad_(trains),
+        W.contiguous().requires_grad_(trains),
+        W[:, 0].contiguous(),
+    )
+    score = partial(lik_ops.maxsim_from_hidden, *given, d_mask=None if trains else d_mask)
+    return (lambda: torch.autograd.grad(score().sum(), given[1:3])) if trains else score, (*given, d_mask)
+
+
 def few_long():
     Q, D, *_ = drawn()
     D = D.view(-1, d)[:8192].view(2, 4096, d)
@@ -156,6 +169,12 @@ CALLS = {
     "soft step": (
         partial(step, function=lik_ops.maxsim_soft, temperature=0.5),
         ["maxsim_forward_soft", "maxsim_soft_queries", "maxsim_finish", "maxsim_soft_documents"],
+    ),
+    "hidden states, few rows": (partial(hidden, 4), ["maxsim_forward_head"]),
+    "hidden states, many rows": (partial(hidden, Nq), ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima"]),
+    "hidden states, step": (
+        partial(hidden, Nq, trains=True),
+        ["maxsim_head_tokens", RING, "maxsim_head_tokens", "maxsim_grad_documents"],
     ),
     "loss step": (
         partial(step, function=lik_ops.maxsim_cross_entropy, temperature=0.5),

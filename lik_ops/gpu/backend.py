@@ -12,6 +12,7 @@ from .chamfer import backward_chamfer, forward_chamfer
 from .code_scores import code_scores
 from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward, forward_plan
+from .head import backward_head, forward_head
 from .quantized import forward_quantized, forward_quantized_cut, keep_int8
 from .ragged_backward import backward_cut, backward_ragged
 from .ragged_forward import forward_ragged, ragged_plan
@@ -26,6 +27,7 @@ __all__ = [
     "architecture",
     "backward_chamfer",
     "backward_cut",
+    "backward_head",
     "backward_lowmem",
     "backward_ragged",
     "backward_soft",
@@ -37,6 +39,7 @@ __all__ = [
     "forget",
     "forward",
     "forward_chamfer",
+    "forward_head",
     "forward_plan",
     "forward_quantized",
     "forward_quantized_cut",

@@ -17,7 +17,7 @@ from ..segments import Dense, Ragged, Shape
 from ..settings import requested_backend, use_backend
 from .watchers import described, fp32_precision
 
-_ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
+ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
 _MOST_FOUND = 4096
 _found: dict[tuple, Any] = {}  # by operators and descriptions of their arguments
 T = TypeVar("T")
@@ -62,9 +62,14 @@ def check_forward(op: str, tensors: Dense | Ragged, argmax_dtype: Any, backward:
     """Raise ValueError or TypeError, naming the argument, unless a forward takes these."""
     tensors.check(op)
     check_choice(op, "backward", backward, BACKWARDS)
-    if argmax_dtype not in _ARGMAX_DTYPES:
+    check_argmax_dtype(op, argmax_dtype, tensors.D.shape[-2])
+
+
+def check_argmax_dtype(op: str, argmax_dtype: Any, tokens: Any) -> None:
+    """Raise ValueError or TypeError unless winners among so many document tokens can be of this type; None: there are
+    none."""
+    if argmax_dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{op}: argmax_dtype: expected None, int16, int32 or int64, got {argmax_dtype}")
-    tokens = tensors.D.shape[-2]
     if argmax_dtype == torch.int16 and isinstance(tokens, int) and tokens > 32768:
         raise ValueError(f"{op}: argmax_dtype: int16 cannot index {tokens} document tokens")
 
@@ -99,7 +104,7 @@ def check_gradient(
     check_shape(op, "argmax", argmax, argmax_shape, Q.device)
     if grad_scores.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: grad_scores: expected {score_dtype(Q.dtype)}, got {grad_scores.dtype}")
-    if argmax.dtype not in _ARGMAX_DTYPES:
+    if argmax.dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
     if needs[2] and tensors.q_weight is None:
         raise ValueError(f"{op}: needs: a gradient of q_weight was asked for, and q_weight is None")

@@ -5,6 +5,7 @@ from .chamfer import backward_chamfer, forward_chamfer
 from .code_scores import code_scores
 from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward
+from .head import backward_head, forward_head
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
 from .quantized import forward_quantized, keep_int8
@@ -13,6 +14,7 @@ from .topk import best, best_of_parts
 
 __all__ = [
     "backward_chamfer",
+    "backward_head",
     "backward_lowmem",
     "backward_ragged",
     "backward_soft",
@@ -23,6 +25,7 @@ __all__ = [
     "count_labels",
     "forward",
     "forward_chamfer",
+    "forward_head",
     "forward_quantized",
     "forward_ragged",
     "forward_soft",

@@ -68,6 +68,23 @@ def _chamfer_backward_flops(of_P, of_R, P, R, *args, **kwargs):
     return 3 * P[0] * (P[1] + R[1]) * P[2]
 
 
+def _projection_flops(H, W) -> int:
+    return 2 * H[0] * H[1] * H[2] * W[0]
+
+
+def _head_flops(Q, H, W, *args, out_shape=None, **kwargs):
+    return _projection_flops(H, W) + _forward_flops(Q, (*H[:2], W[0]))
+
+
+def _head_backward_flops(grad_scores, Q, H, W, b, argmax, *args, out_shape=None, **kwargs):
+    """The projection again, a product as large for each gradient of H and W, and those of the winners."""
+    needs, tokens = args[-1], (*H[:2], W[0])
+    of_winners = needs[0], any(needs[1:4]), needs[4]
+    products = int(any(needs)) + int(needs[1]) + int(needs[2])
+    found = _backward_flops(grad_scores, Q, tokens, argmax, None, None, None, False, of_winners)
+    return products * _projection_flops(H, W) + found
+
+
 def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
     tokens = D[0] if len(D) == 2 else D[0] * D[1]
     return 2 * Q[0] * Q[1] * tokens * Q[-1]
@@ -130,6 +147,8 @@ def register() -> None:
     dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd, lik.maxsim_cross_entropy_fwd]
     dense.append(lik.maxsim_token_topk_fwd)
     register_flop_formula(dense)(_forward_flops)
+    register_flop_formula([lik.maxsim_from_hidden_fwd])(_head_flops)
+    register_flop_formula([lik.maxsim_from_hidden_bwd])(_head_backward_flops)
     register_flop_formula([lik.maxsim_bwd_int8])(_int8_backward_flops)
     register_flop_formula([lik.maxsim_bwd_lowmem, lik.maxsim_bwd_unified])(_backward_flops)
     register_flop_formula([lik.maxsim_soft_bwd])(_soft_backward_flops)

@@ -156,6 +156,30 @@ def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None
             found.append((grads, [*_placed(args[:8], (scores, q, d, kept, q, d, q, whole)), None, None, None]))
         return found
 
+    def heads(H):
+        """Placements as of `dense`, and of the gradients of W and b, which all processes have whole."""
+        return [(*each, whole if n == 0 else partial) for n, each in enumerate(dense(H))]
+
+    @register_sharding(lik.maxsim_from_hidden_fwd.default)
+    def _(*args):
+        return [
+            (
+                [scores, winners if args[8] is not None else whole],
+                [*_placed(args[:7], (q, h, whole, whole, q, h, q)), None, None],
+            )
+            for scores, winners, q, h, *_ in heads(args[1])
+        ]
+
+    @register_sharding(lik.maxsim_from_hidden_bwd.default)
+    def _(*args):
+        found = []
+        for scores, winners, q, h, grad_q, grad_h, of_head in heads(args[2]):
+            each = zip((grad_q, grad_h, of_head, of_head, grad_q), args[10], strict=True)
+            winners = winners if len(args[5].shape) == 3 else whole
+            placed = _placed(args[:9], (scores, q, h, whole, whole, winners, q, h, q))
+            found.append(([g if need else whole for g, need in each], [*placed, None, None]))
+        return found
+
     @register_sharding(lik.chamfer_fwd.default)
     def _(*args):
         return [([of] * 4, [*_placed(args[:4], (of,) * 4), None]) for of in (whole, first)]

@@ -1,0 +1,183 @@
+"""How fast are documents scored that are hidden states of a model, on this GPU?
+
+    python benchmarks/head.py [--only "1 x 1000"] [--rounds 30] [--out FILE]
+
+Median device times of calls that find the L2 cache flushed. ``by hand`` is a linear layer, `normalize` and
+`lik_ops.maxsim`; ``linear`` is the layer alone; ``read`` a kernel that only reads the hidden states, which no call can
+beat; ``unfused`` is ours with its tokens made first, as for many queries, where the call itself does not: its bits are
+compared. Each is checked against fp64 first. ``peak_mb`` is what a call takes beyond its inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import common
+import gpu
+import torch
+import torch.nn.functional as F
+from common import Case
+from torch import Tensor
+
+import lik_ops
+from lik_ops import reference
+
+TOLERANCE = 1e-2
+PEER_SECONDS = 60
+SHAPE = {"Lq": 32, "Ld": 300}
+
+
+@dataclass(frozen=True)
+class Head(Case):
+    """A question of hidden states of `width` features."""
+
+    width: int = 768
+
+
+CASES = (
+    Head("1 x 1000", 1, 1000, **SHAPE, goal_ms=0.125),
+    Head("4 x 1000", 4, 1000, **SHAPE),
+    Head("16 x 1000", 16, 1000, **SHAPE),
+    Head("holes 1 x 1000", 1, 1000, **SHAPE, mask="holes"),
+    Head("1 x 100", 1, 100, **SHAPE),
+    Head("384 to 128, 1 x 1000", 1, 1000, **SHAPE, width=384),
+    Head("768 to 64, 1 x 1000", 1, 1000, **SHAPE, d=64),
+    Head("1024 to 128, 1 x 1000, Ld 180", 1, 1000, 32, 180, width=1024),
+    Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
+    Head("step 128 x 128", 128, 128, **SHAPE, what="step"),
+)
+Scorer = Callable[..., Tensor]  # of Q, H, W and b
+
+
+class Inputs:
+    """Query tokens of unit norm, hidden states, a head, and a mask of documents or None."""
+
+    def __init__(self, case: Head) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, case.dtype))
+
+        self.Q = F.normalize(draw(case.Nq, case.Lq, case.d), dim=-1)
+        self.H = draw(case.Nd, case.Ld, case.width)
+        self.W, self.b = draw(case.d, case.width) / case.width**0.5, draw(case.d) / 4
+        self.upstream = torch.rand((case.Nq, case.Nd), generator=generator, device="cuda") - 0.5
+        self.d_mask = None
+        if case.mask:
+            self.d_mask = torch.rand((case.Nd, case.Ld), generator=generator, device="cuda") > 0.25
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.Q, self.H, self.W, self.b
+
+
+def by_hand(Q: Tensor, H: Tensor, W: Tensor, b: Tensor, d_mask: Tensor | None = None) -> Tensor:
+    return lik_ops.maxsim(Q, F.normalize(F.linear(H, W, b), dim=-1), None, d_mask)
+
+
+def _peer(x: Inputs) -> Scorer | str:
+    try:
+        from late_interaction_kernels.fused_head import maxsim_from_hidden
+    except ImportError:
+        return "not installed"
+    return lambda *given: maxsim_from_hidden(*given, d_mask=x.d_mask, normalize=True)
+
+
+def scorers(x: Inputs) -> dict[str, Scorer | str]:
+    return {
+        "lik_ops": lambda *given: lik_ops.maxsim_from_hidden(*given, d_mask=x.d_mask),
+        "by hand": lambda *given: by_hand(*given, x.d_mask),
+        "late-interaction-kernels": _peer(x),
+    }
+
+
+def unfused(x: Inputs) -> Tensor:
+    """Scores of the way that keeps winners, without these: tokens first."""
+    from lik_ops.gpu import head
+    from lik_ops.portable.head import Hidden, scores_by_slices
+
+    return scores_by_slices(head._PARTS, Hidden(*x.tensors, None, x.d_mask, None), True, None)[0]
+
+
+def step(score: Scorer, x: Inputs) -> tuple[Tensor, ...]:
+    """Scores, and gradients of all four."""
+    leaves = [t.detach().requires_grad_() for t in x.tensors]
+    scores = score(*leaves)
+    return scores.detach(), *torch.autograd.grad(scores, leaves, x.upstream.to(scores.dtype))
+
+
+def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
+    """Relative errors beside fp64 of scores of the last documents; of a step also of all gradients."""
+    if case.what == "scores":
+        last, mask = x.H[-64:], None if x.d_mask is None else x.d_mask[-64:]
+        given = [t.double() for t in (x.Q, last, x.W, x.b)]
+        return [common.relative_error(score(*x.tensors)[:, -64:], reference.maxsim_from_hidden(*given, None, mask))]
+    found = step(score, x)
+    leaves = [t.detach().double().requires_grad_() for t in x.tensors]
+    grads, scores = [torch.zeros_like(t) for t in leaves], []
+    for part in torch.arange(case.Nd).split(8):  # all similarities of a part in memory
+        n = slice(int(part[0]), int(part[-1]) + 1)
+        of_part = reference.maxsim_from_hidden(leaves[0], leaves[1][n], *leaves[2:])
+        for total, g in zip(grads, torch.autograd.grad(of_part, leaves, x.upstream[:, n].double()), strict=True):
+            total += g
+        scores.append(of_part.detach())
+    expected = torch.cat(scores, 1), *grads
+    return [common.relative_error(a, e) for a, e in zip(found, expected, strict=True)]
+
+
+def measure(case: Head, timer: gpu.Timer) -> dict:
+    x, functions, results = Inputs(case), {}, {}
+    trains = case.what == "step"
+    with torch.set_grad_enabled(trains):
+        for name, score in scorers(x).items():
+            if isinstance(score, str):
+                results[name] = {"skipped": score}
+                continue
+            call = (lambda score=score: step(score, x)) if trains else (lambda score=score: score(*x.tensors))
+            try:
+                gpu.first_call(call, PEER_SECONDS)
+                results[name] = {"errors": errors_of(case, x, score), "peak_mb": gpu.peak_bytes(call) / 2**20}
+                functions[name] = call
+            except (gpu.TooSlowError, RuntimeError, TypeError, ValueError) as failure:
+                results[name] = {"failed": gpu.reason(failure)}
+        # Winners that rounding moved have other gradients: those by hand say how far.
+        allowed = max(TOLERANCE, *(2 * e for e in results["by hand"].get("errors", [0.0])))
+        if "failed" in results["lik_ops"] or not max(results["lik_ops"]["errors"]) < allowed:
+            raise AssertionError(f"{case.name}: {results['lik_ops']}, allowed {allowed}")
+        if not trains:
+            if not torch.equal(unfused(x), functions["lik_ops"]()):
+                raise AssertionError(f"{case.name}: tokens made first have other scores")
+            functions["unfused"] = lambda: unfused(x)
+        functions["linear"] = lambda: F.linear(x.H, x.W, x.b)
+        bits = x.H.view(torch.int32)
+        functions["read"] = lambda: timer.read(bits)
+        for name, ms in timer.compare(functions).items():
+            results.setdefault(name, {})["ms"] = ms
+    return {"case": asdict(case), "goal_ms": case.goal_ms, "results": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/head.json)")
+    args = parser.parse_args()
+    timer, records = gpu.Timer(args.rounds), []
+    ceilings = gpu.ceilings(timer)
+    for case in CASES:
+        if args.only in case.name:
+            records.append(measure(case, timer))
+            found = records[-1]["results"]
+            times = ", ".join(f"{name} {r['ms']:.4f}" for name, r in found.items() if "ms" in r)
+            goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
+            print(f"{case.name:30} {times} ms{goal}; {found['lik_ops']['peak_mb']:.0f} MiB", flush=True)
+            torch.cuda.empty_cache()
+    peers = ("late-interaction-kernels",)
+    print("wrote", common.write("head", records, *peers, path=args.out, rounds=args.rounds, ceilings=ceilings))
+
+
+if __name__ == "__main__":
+    main()

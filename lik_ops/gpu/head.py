@@ -1,0 +1,110 @@
+"""MaxSim of hidden states by Triton kernels: few query rows are scored where tokens are made, without these ever being
+in memory; for others tokens of some documents at a time are made, and scored as any."""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..csrc_triton.arguments import HeadConfig, Weights
+from ..csrc_triton.head import maxsim_forward_head, maxsim_head_tokens
+from ..portable.blocks import MiB
+from ..portable.head import Gradients, Head, Hidden, Parts, scores_by_slices, tokens_of
+from . import head_configs, launcher
+from .arguments import (
+    allow_tf32,
+    architecture,
+    checked_grid,
+    describable,
+    documents_of,
+    on_device,
+    queries_of,
+    sizes,
+    wide_of,
+)
+from .backward import backward_lowmem
+from .configs import Architecture, cdiv
+from .forward import forward
+
+_log = logging.getLogger("lik_ops")
+_INT32_MAX = 2**31 - 1
+Tiles: TypeAlias = TensorDescriptor | None
+
+
+def _wide(H: Tensor, W: Tensor) -> int:
+    """`HeadConfig.WIDE`."""
+    return max(wide_of(W, H), 1)
+
+
+def _weights(head: Head) -> Weights:
+    return Weights._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
+
+
+def _tiles(H: Tensor, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
+    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them."""
+
+    def described(x: Tensor, block: int) -> Tiles:
+        if not (arch.has_descriptors and describable(x)) or x.data_ptr() % 16:
+            return None
+        width = x.shape[-1]
+        return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [block, config.BK])
+
+    return described(H, config.BN), described(W, config.BD)
+
+
+def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+    """Those of `tokens_of`, by a kernel that holds them whole."""
+    (n, L, width), d = H.shape, head.W.shape[0]
+    rows = n * L
+    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_FEATURES:
+        return tokens_of(H, head)
+    arch, tf32 = architecture(H.device), H.dtype == torch.float32 and allow_tf32()
+    launch = head_configs.tokens(arch, H.dtype, d, width, head.normalize, _wide(H, head.W), tf32)
+    out = H.new_empty((n, L, d))
+    norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
+    with on_device(H.device):
+        tiles = _tiles(H, head.W, arch, launch.config)
+        args = documents_of(H, None), _weights(head), *tiles, out, norms, width, d, rows, L, launch.config
+        launcher.launch(maxsim_head_tokens, checked_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
+    return out, norms
+
+
+_PARTS = Parts(_tokens, forward, backward_lowmem, 32 * MiB, True)
+
+
+def _scores(x: Hidden, normalize: bool) -> Tensor:
+    """Scores whose tokens are never in memory, of a call that `is_fused`."""
+    (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, Head(x.W, x.b, normalize)
+    arch, wide = architecture(x.Q.device), max(_wide(x.H, x.W), wide_of(x.Q, x.Q))
+    launch = head_configs.scores(arch, x.Q.dtype, Nq, Lq, d, width, normalize, wide)
+    _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, sizes(x.Q, x.H), launch.tile())
+    scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
+    with on_device(x.Q.device):
+        tiles = _tiles(x.H, x.W, arch, launch.config)
+        groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
+        args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config
+        launcher.launch(
+            maxsim_forward_head, checked_grid(min(Nd, head_configs.programs(arch))), args, launch.options(arch)
+        )
+    return scores
+
+
+def forward_head(x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Scores and winners of `lik::maxsim_from_hidden_fwd`."""
+    (Nq, Lq, d), (Nd, Ld, _) = x.Q.shape, x.H.shape
+    is_fused = head_configs.is_fused(architecture(x.Q.device), x.Q.dtype, Nq, Nd, Lq, Ld, d)
+    if Nq and Lq and is_fused and argmax_dtype is None:
+        return _scores(x, normalize), torch.empty(0, dtype=torch.int32, device=x.Q.device)
+    _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), sizes(x.Q, x.H))
+    return scores_by_slices(_PARTS, x, normalize, argmax_dtype)
+
+
+def backward_head(
+    grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
+    return Gradients(_PARTS, grad_scores, x, argmax, normalize, needs).run()

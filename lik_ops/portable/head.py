@@ -1,0 +1,218 @@
+"""MaxSim of hidden states on plain torch: document tokens are made slice by slice, and scored as any others.
+
+A backend says how it makes tokens, scores them and sums gradients (`Parts`); the rest is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import score_dtype
+from .backward import backward_lowmem
+from .blocks import NORM_EPS, STEPS, MiB, round_up, row_norms, slices_of, slices_within
+from .forward import forward, outputs
+
+TOKEN_BYTES = 8 * MiB  # of the tokens of a slice; one document may have more
+GRADIENT_BYTES = 32 * MiB  # of what a slice of the backward takes; one document may need more
+_BLOCK_BYTES = 4 * MiB
+_MOST_ROWS, _LEAST_ROWS = 256, 32  # of a product
+
+
+class Head(NamedTuple):
+    """What makes tokens of hidden states: ``H W^T + b``, over their norms if `normalize`."""
+
+    W: Tensor  # [d, d_model]
+    b: Tensor | None  # [d]
+    normalize: bool
+
+
+class Hidden(NamedTuple):
+    """The tensors of a call, with all their axes; masks are bool."""
+
+    Q: Tensor  # [Nq, Lq, d]
+    H: Tensor  # [Nd, Ld, d_model]
+    W: Tensor  # [d, d_model]
+    b: Tensor | None  # [d]
+    q_mask: Tensor | None  # [Nq, Lq]
+    d_mask: Tensor | None  # [Nd, Ld]
+    q_weight: Tensor | None  # [Nq, Lq], fp32 (fp64 for fp64)
+
+    def documents(self, own: slice) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of some documents, and their mask."""
+        return self.H[own], None if self.d_mask is None else self.d_mask[own]
+
+
+class Parts(NamedTuple):
+    """What a call is made of."""
+
+    tokens: Callable[[Tensor, Head], tuple[Tensor, Tensor | None]]  # and their norms, unless not normalising
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    token_bytes: int  # of a slice of the forward
+    rounds: bool  # whether the gradient of tokens is of their type, not of that of scores
+
+
+def tokens_of(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+    """Tokens ``[n, Ld, d]`` of hidden states, rounded to their type, and norms ``[n, Ld, 1]``, no less than 1e-12.
+
+    Products have one shape, whatever else is in the batch: so have tokens their bits.
+    """
+    (n, L, width), d = H.shape, head.W.shape[0]
+    dtype = score_dtype(H.dtype)
+    row_step, step, _ = STEPS[dtype]
+    most = _BLOCK_BYTES // (width * dtype.itemsize) // (16 * row_step) * 16 * row_step
+    rows = max(_LEAST_ROWS, min(_MOST_ROWS, most))
+    columns = H.new_zeros((width, round_up(d, step)), dtype=dtype)
+    columns[:, :d] = head.W.t()
+    bias = None if head.b is None else head.b.to(dtype)
+    block, product = H.new_zeros((rows, width), dtype=dtype), H.new_empty((rows, columns.shape[1]), dtype=dtype)
+    flat, tokens = H.reshape(-1, width), H.new_empty((n * L, d))
+    norms = H.new_empty((n * L, 1), dtype=dtype) if head.normalize else None
+    for own in slices_of(0, n * L, rows):
+        count = own.stop - own.start
+        block[:count] = flat[own]
+        block[count:] = 0
+        torch.mm(block, columns, out=product)
+        u = product[:count, :d] if bias is None else product[:count, :d] + bias
+        if norms is not None:
+            norms[own] = row_norms(u.contiguous())
+            u = u / norms[own]
+        tokens[own] = u
+    return tokens.view(n, L, d), None if norms is None else norms.view(n, L, 1)
+
+
+PORTABLE = Parts(tokens_of, forward, backward_lowmem, TOKEN_BYTES, False)
+
+
+def scores_by_slices(
+    parts: Parts, x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, Nd]``, and winners ``[Nd, Nq, Lq]`` of `argmax_dtype`, ``[0]`` where that is None."""
+    dtype = torch.int32 if argmax_dtype is None else argmax_dtype
+    scores, argmax, is_trivial = outputs(x.Q, x.H, x.q_mask, dtype, argmax_dtype is not None, -1)
+    if is_trivial:
+        return scores, argmax
+    head, (Nd, Ld, _) = Head(x.W, x.b, normalize), x.H.shape
+    for own in slices_within(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
+        H, d_mask = x.documents(own)
+        D, _ = parts.tokens(H, head)
+        found = parts.forward(x.Q, D, x.q_mask, d_mask, x.q_weight, False, argmax_dtype)
+        if own.stop - own.start == Nd:
+            return found
+        scores[:, own] = found[0]
+        if argmax_dtype is not None:
+            argmax[own] = found[1]
+    return scores, argmax
+
+
+class Gradients:
+    """A backward: what the winners send, through the tokens to what they are made of.
+
+    ``G[j, t]``, the gradient of a token, is summed by its owner as that of documents is. With ``u = H W^T + b`` and
+    ``n = ||u||``, that of u is ``g = (G - D <D, G>) / n``; that of H ``g W``, of W ``g^T H``, of b ``sum g``.
+    """
+
+    def __init__(
+        self, parts: Parts, grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+    ) -> None:
+        self.parts, self.grad_scores, self.x, self.argmax, self.needs = parts, grad_scores, x, argmax, needs
+        self.head, self.dtype = Head(x.W, x.b, normalize), score_dtype(x.Q.dtype)
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Gradients of Q, H, W, b and q_weight, each ``[0]`` where `needs` says no."""
+        x, needs = self.x, self.needs
+        grads = [
+            x.Q.new_empty(t.shape if need and t is not None else (0,), dtype=dtype)
+            for t, need, dtype in zip(
+                (x.Q, x.H, x.W, x.b, x.q_weight), needs, (*(x.Q.dtype,) * 4, self.dtype), strict=True
+            )
+        ]
+        if 0 in (*x.Q.shape, *x.H.shape):
+            return tuple(grad.zero_() for grad in grads)
+        whole: tuple[Tensor, Tensor | None] | None = None
+        if needs[0] or needs[4]:
+            whole = self.parts.tokens(x.H, self.head)
+            wanted = [needs[0], False, needs[4]]
+            of_Q, _, of_weight = self._winners(slice(0, x.H.shape[0]), x.Q, whole[0], wanted)
+            for n, found in ((0, of_Q), (4, of_weight)):
+                grads[n] = found if needs[n] else grads[n]
+        if any(needs[1:4]):
+            self._into_head(whole, grads)
+        return tuple(grads)
+
+    def _winners(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of MaxSim whose documents are the tokens D."""
+        x, argmax = self.x, None if self.argmax is None else self.argmax[own]
+        d_mask = x.documents(own)[1]
+        g = self.grad_scores[:, own]
+        return self.parts.backward(g, Q, D, argmax, x.q_mask, d_mask, x.q_weight, False, needs)
+
+    def _slices(self) -> Iterator[slice]:
+        """Documents for which a slice has room: for the gradient of tokens, and what it is made into."""
+        Nd, Ld, width = self.x.H.shape
+        copied = self.x.d_mask is not None or (self.x.H.dtype != self.dtype and not self.parts.rounds)
+        each = 4 * self.head.W.shape[0] + (width if copied else 0)
+        return slices_within(Nd, Ld * each * self.dtype.itemsize, GRADIENT_BYTES)
+
+    def _into_head(self, whole: tuple[Tensor, Tensor | None] | None, grads: list[Tensor]) -> None:
+        x, needs = self.x, self.needs
+        of_W = x.W.new_zeros(x.W.shape, dtype=self.dtype) if needs[2] else None
+        Q = x.Q if self.parts.rounds else x.Q.to(self.dtype)
+        of_b = x.W.new_zeros(x.W.shape[:1], dtype=self.dtype) if needs[3] else None
+        for own in self._slices():
+            H, keep = x.documents(own)
+            if whole is None:
+                D, norms = self.parts.tokens(H, self.head)
+            else:
+                D, norms = whole[0][own], None if whole[1] is None else whole[1][own]
+            g = self._through(self._winners(own, Q, D.to(Q.dtype), [False, True, False])[1], D, norms, keep)
+            if needs[1]:
+                self._write(g, grads[1][own].view(-1, H.shape[-1]))
+            if of_W is not None:
+                h = H if keep is None else torch.where(keep.unsqueeze(-1), H, 0)
+                of_W += self._product(g.t(), h.reshape(-1, h.shape[-1]))
+            if of_b is not None:
+                of_b += g.sum(0)
+        for n, total in ((2, of_W), (3, of_b)):
+            if total is not None:
+                grads[n] = total.to(x.W.dtype)
+
+    def _through(self, G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None) -> Tensor:
+        """The gradient ``[tokens, d]`` of ``H W^T + b`` from that of tokens; 0 of masked ones, which may hold NaN."""
+        g = G.to(self.dtype)
+        if norms is not None:
+            unit = D.to(self.dtype)
+            along = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
+            g = (g - unit * along) / norms
+        if keep is not None:
+            g = torch.where(keep.unsqueeze(-1), g, 0)
+        return g.reshape(-1, g.shape[-1])
+
+    def _write(self, g: Tensor, grad: Tensor) -> None:
+        """The gradient of hidden states, ``g W``."""
+        if grad.dtype == self.dtype or grad.device.type == "cuda":
+            torch.mm(g.to(grad.dtype), self.x.W.contiguous(), out=grad)
+        else:
+            grad.copy_(self._product(g, self.x.W))
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a b`` summed in fp32 (fp64); of half types on a GPU by its matrix unit."""
+        if b.dtype == self.dtype or b.device.type != "cuda":
+            return a @ b.to(self.dtype).contiguous()  # strides of the caller's would decide bits
+        return torch.mm(a.to(b.dtype), b, out_dtype=self.dtype)
+
+
+def forward_head(x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Scores and winners of `lik::maxsim_from_hidden_fwd`; arguments are validated and lifted already."""
+    return scores_by_slices(PORTABLE, x, normalize, argmax_dtype)
+
+
+def backward_head(
+    grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
+    return Gradients(PORTABLE, grad_scores, x, argmax, normalize, needs).run()

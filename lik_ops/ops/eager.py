@@ -92,8 +92,6 @@ def maxsim(*arguments: Any) -> Tensor | None:
     if call.differentiable:
         given = Q, D, q_mask, d_mask, q_weight
         return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
-    if call.plan is not None:
-        return call.plan.scores(call.shape, Q, D, q_mask, d_mask, q_weight, None)
     return call.forward((Q, D, q_mask, d_mask, q_weight))[0]
 
 

@@ -57,8 +57,7 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """
     call = found_once(_FWD, args, (), partial(_forward_call, args))
     functional.reject_forward_ad(args[0], args[1], args[4])
-    scores, argmax = call.forward(args[:5])
-    return scores, call.no_winners(scores) if argmax is None else argmax
+    return call.forward(args[:5], True)
 
 
 def _forward_call(args: tuple) -> DenseCall:

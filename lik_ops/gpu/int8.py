@@ -53,7 +53,7 @@ class Int8Plan(SpecializedPlan):
             return ()
 
         try:
-            self.calls.run((), (*x, scores), fill, self.device)
+            self.calls.run((), (*x, scores), self.device, fill)
         except launcher.DoesNotCompile as error:
             launcher.fall_back(error, self.instead)
             return None

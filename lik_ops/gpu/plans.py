@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,14 +66,13 @@ class DensePlan(Plan):
         return new_memory(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
 
     def forward(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
-        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; and winners, where they are asked for.
+        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; and winners, if they are asked for.
 
         Args:
             given: Q, D, q_mask, d_mask and q_weight.
             returned: whether something, of size [0], is returned in place of winners that are not asked for.
         """
-        function = partial(self._in_full, shape, given, returned)
-        return self.calls.run((shape, returned), given, function, self.device)
+        return self.calls.run((shape, returned), given, self.device, self._in_full, shape, given, returned)
 
     def _in_full(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
         argmax = None if self.argmax_dtype is None else self.new_argmax()

@@ -230,7 +230,12 @@ class _Function:
     """
 
     def __init__(self, given: list[bool], device: torch.device) -> None:
-        self.given, self.constants = given, [device, device.index]
+        self.given = given
+        self.constants: list = []
+        named = device, device.index, current_device, launcher.hooks_set, raw_stream, maker
+        self.device, self.index, self.current_device, self.hooks_set, self.raw_stream, self.maker = map(
+            self._kept, named
+        )
 
     def written(self, steps: list, outputs: list[int]) -> Callable[[Tensors], Any]:
         slots = [n for n, is_given in enumerate(self.given) if is_given]
@@ -238,9 +243,9 @@ class _Function:
         body += [f"p{n} = t{n}.data_ptr()" for n in slots]
         merged = " | ".join(f"p{n}" for n in slots) or "0"
         body += [
-            f"if ({merged}) & 15 or current_device() != c1 or launcher.hooks_set():",
+            f"if ({merged}) & 15 or {self.current_device}() != {self.index} or {self.hooks_set}():",
             "    return None",
-            "stream, new = raw_stream(c1), maker(c0)",
+            f"stream, new = {self.raw_stream}({self.index}), {self.maker}({self.device})",
         ]
         made = len(self.given)
         for step in steps:
@@ -255,7 +260,7 @@ class _Function:
         names = ", ".join(f"c{n}" for n in range(len(self.constants)))
         lines = [f"def make({names}):", "    def again(given):", *(f"        {x}" for x in body), "    return again"]
         found: dict[str, Any] = {}
-        exec(_compiled("\n".join(lines)), globals(), found)
+        exec(_compiled("\n".join(lines)), found)
         return found["make"](*self.constants)
 
     def _kept(self, constant: Any) -> str:
@@ -324,22 +329,23 @@ class Calls:
         self._found: dict[tuple, Replay | bool] = {}  # True once a call was seen, False where none is replayed
         Calls.every.add(self)
 
-    def run(self, key: tuple, given: Tensors, function: Callable[[], Sequence[Tensor]], device: torch.device) -> Any:
-        """What `function` returns: tensors that it makes. It is called unless a call of this key can be replayed."""
+    def run(self, key: tuple, given: Tensors, device: torch.device, function: Callable, *arguments: Any) -> Any:
+        """What ``function(*arguments)`` returns: a sequence of tensors that it makes. It is called unless a call of
+        this key can be replayed."""
         found = self._found.get(key)
         if found.__class__ is Replay:
             results = found.again(given)
-            return function() if results is None else results
+            return function(*arguments) if results is None else results
         if found is None:
             if len(self._found) >= _MOST_CALLS:
                 self._found.clear()
             self._found[key] = True
         elif found and launcher.recording.by is None and not launcher.hooks_set():
             with Recorder(given) as recorder:
-                results = function()
+                results = function(*arguments)
             self._found[key] = recorder.replay(results, device) or False
             return results
-        return function()
+        return function(*arguments)
 
     @classmethod
     def forget(cls) -> None:

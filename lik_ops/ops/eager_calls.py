@@ -65,7 +65,7 @@ class DenseCall(Call):
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
 
     def forward(self, given: tuple, returned: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Winners have all their axes; if `returned`, some of size [0] stand for those not asked for. Masks are bool."""
+        """Winners have all their axes; if `returned`, some of size [0] where none are asked for. Masks are bool."""
         argmax_dtype = self.argmax_dtype
         if self.plan is not None:
             found = self.plan.forward(self.shape, given, returned)

@@ -55,7 +55,7 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     The winners are ``[Nd, Nq, Lq]`` (cross product) or ``[Nq, K, Lq]`` (candidates), relative to their document, -1
     where there is none. `backward` names the op that its gradient runs.
     """
-    call = found_once(_FWD, args, (), partial(_forward_call, args))
+    call = found_once(_FWD, args, (), _forward_call, args)
     functional.reject_forward_ad(args[0], args[1], args[4])
     return call.forward(args[:5], True)
 
@@ -83,16 +83,17 @@ def _gradient_arguments(op: str, args: tuple) -> tuple[Dense, Sequence[bool]]:
 
 
 def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
-
-    def checked() -> Callable:
-        _gradient_arguments(op, args)
-        return planned(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
-
-    run = found_once(op, args[:-1], tuple(needs), checked)
+    *given, needs = args
+    run = found_once(op, given, tuple(needs), _gradient_call, op, args)
+    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize = given
     functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     winners = argmax if argmax.dim() != 1 else None
-    return run(grad_scores, Q, D, winners, q_mask, d_mask, q_weight, normalize, list(needs))
+    return run(grad_scores, Q, D, winners, q_mask, d_mask, q_weight, normalize, needs)
+
+
+def _gradient_call(op: str, args: tuple) -> Callable[..., tuple]:
+    Q = _gradient_arguments(op, args)[0].Q
+    return planned(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
 
 
 @custom_op(add_op_namespace_prefix("maxsim_bwd_lowmem"), _BWD_SCHEMA)

@@ -290,6 +290,20 @@ def test_memory_is_filled_again(log):
     assert torch.equal(zeros, torch.zeros(4, 3)) and torch.equal(ones, torch.ones(5))
 
 
+@without_kernels
+def test_calls_that_differ_in_sizes_share_code(log):
+    """What is written for a recorded call is compiled once for all of its kind: sizes are no part of it."""
+    found = []
+    for shape in ((8, 8, 32, 64, 64), (8, 9, 32, 72, 32)):
+        x = drawn(shape, False, False, torch.bfloat16)
+        backward.calls.forget()
+        for _ in range(3):
+            gradients(x, "lowmem", winners_of(x), False, NEEDS[3])
+        (recorded,) = backward.calls._found.values()
+        found.append(recorded.again.__code__)
+    assert found[0] is found[1]
+
+
 @pytest.mark.skipif(not INTERPRETING, reason="runs the kernels in Triton's interpreter: see test_interpreter.py")
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])

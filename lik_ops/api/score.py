@@ -93,7 +93,7 @@ def maxsim(
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
     if not (q_mask is None and d_mask is None and q_weight is None):
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)
-    if not (normalize is False and recompute is False and backward == "auto"):
+    if not (normalize is False and recompute is False and isinstance(backward, str) and backward == "auto"):
         check_options("maxsim", normalize, backward, recompute)
     if not compiling and functional.is_transforming():
         tensors = Q, D, q_mask, d_mask, q_weight

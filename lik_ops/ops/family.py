@@ -29,7 +29,7 @@ def found_once(op: str, given: Sequence, options: tuple, find: Callable[..., T],
 
     Args:
         given: tensors and what else an operator's body gets.
-        options: more of that, hashable.
+        options: more of that, hashable; or what else describes it.
     """
     key = (op, options, requested_backend(), fp32_precision(), *described_below(given))
     found = _found.get(key)

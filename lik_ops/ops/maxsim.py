@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, as_bool, check, lifted
+from ..arguments import argmax_dtype_for, as_bool, check, lifted, metadata
 from ..segments import Dense
 from . import eager
 from .custom import custom_op
@@ -55,9 +55,9 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     The winners are ``[Nd, Nq, Lq]`` (cross product) or ``[Nq, K, Lq]`` (candidates), relative to their document, -1
     where there is none. `backward` names the op that its gradient runs.
     """
-    call = found_once(_FWD, args, (), _forward_call, args)
+    call = found_once(_FWD, (), (*args[5:], metadata(*args[:5])), _forward_call, args)
     functional.reject_forward_ad(args[0], args[1], args[4])
-    return call.forward(args[:5], True)
+    return call.forward(args[:5], True)  # type: ignore[return-value]
 
 
 def _forward_call(args: tuple) -> DenseCall:
@@ -83,9 +83,9 @@ def _gradient_arguments(op: str, args: tuple) -> tuple[Dense, Sequence[bool]]:
 
 
 def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    *given, needs = args
-    run = found_once(op, given, tuple(needs), _gradient_call, op, args)
-    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize = given
+    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
+    options = normalize, *needs, metadata(Q, D, q_mask, d_mask, q_weight)
+    run = found_once(op, (grad_scores, argmax), options, _gradient_call, op, args)
     functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     winners = argmax if argmax.dim() != 1 else None
     return run(grad_scores, Q, D, winners, q_mask, d_mask, q_weight, normalize, needs)

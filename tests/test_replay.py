@@ -222,6 +222,12 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
     with replay.Recorder(()):
         gradients(x, "lowmem", winners, False, NEEDS[3])
     assert log and all(len(launch) == 4 for launch in log)
+    cuda.forget()  # and where such a call comes when others are recorded, the next one is
+    for given in (x, odd, x):
+        gradients(given, "lowmem", winners, False, NEEDS[3])
+    log.clear()
+    gradients(x, "lowmem", winners, False, NEEDS[3])
+    assert log and all(len(launch) == 3 for launch in log)
 
 
 @without_kernels

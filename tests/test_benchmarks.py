@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -380,7 +381,9 @@ def test_host_time_without_a_gpu(tmp_path):
     """In a process of its own: launches do nothing in it from then on."""
     out = tmp_path / "found.json"
     options = ["--without-gpu", "--only", "no grad", "--rounds", "60", "--out", str(out)]
-    run = subprocess.run([sys.executable, str(BENCHMARKS / "host.py"), *options], capture_output=True, text=True)
+    command = [sys.executable, str(BENCHMARKS / "host.py"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and "failed" not in run.stdout, run.stdout + run.stderr[-2000:]
     names = {record["name"] for record in json.loads(out.read_text())["records"]}
     assert {"lik_ops.maxsim", "lik::maxsim_fwd"} <= names and "eager einsum" not in names

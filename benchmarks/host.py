@@ -1,10 +1,13 @@
 """What does a call cost the host on this GPU, beside late-interaction-kernels and flash-maxsim, and where does it go?
 
-    python benchmarks/host.py [--rounds 300] [--out FILE]
+    python benchmarks/host.py [--rounds 300] [--out FILE] [--without-gpu]
 
 Host microseconds of tiny calls (8 x 8, Lq 32, Ld 64, d 64, bf16), the best of blocks of calls: the GPU runs behind the
 host, is waited for between blocks, and a block is short enough for its queue. ``steps`` are parts of a call alone.
 ``ragged`` and ``ragged step`` are calls of as few tokens of many lengths, packed and padded, the peers' beside ours.
+
+``--without-gpu`` measures ``no grad``, ``training`` and ``compiled`` on a CPU, up to the launches, which do nothing
+there. Peers and einsum, which would compute, are left out; blocks are shorter, as other processes come between.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import common
 import torch
+import without_gpu
 from ragged_cases import Case, Inputs
 from ragged_contenders import contenders
 from torch import Tensor
@@ -25,7 +29,7 @@ from torch import Tensor
 import lik_ops
 from lik_ops.gpu import launcher
 
-BLOCK = 50
+BLOCK, BLOCK_WITHOUT_GPU = 50, 20
 _kept: list[torch.library.Library] = []  # whose operators would go with them
 RAGGED = (
     Case("cross", 8, 8, 32, 64, d=64, mean_q=0.6),
@@ -38,19 +42,24 @@ RAGGED = (
 def warm(function: Callable[[], object]) -> None:
     for _ in range(20):
         function()
-    torch.cuda.synchronize()
+    _wait()
 
 
-def microseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def microseconds(functions: dict[str, Callable[[], object]], rounds: int, block: int = BLOCK) -> dict[str, float]:
     """Of each call. Blocks of calls take turns, as a host is not as fast in one second as in the next."""
     best = dict.fromkeys(functions, float("inf"))
-    for _ in range(max(rounds // BLOCK, 3)):
+    for _ in range(max(rounds // block, 3)):
         for name, function in functions.items():
             start = time.perf_counter()
-            for _ in range(BLOCK):
+            for _ in range(block):
                 function()
-            best[name] = min(best[name], (time.perf_counter() - start) / BLOCK * 1e6)
-            torch.cuda.synchronize()
+            best[name] = min(best[name], (time.perf_counter() - start) / block * 1e6)
+            _wait()
     return best
 
 
@@ -59,12 +68,12 @@ def einsum(Q: Tensor, D: Tensor) -> Tensor:
 
 
 def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
-    q_mask, d_mask = (torch.ones(t.shape[:2], dtype=torch.bool, device="cuda") for t in (Q, D))
-    weight = torch.ones(Q.shape[:2], device="cuda")
-    varied = [torch.randn(8, Ld, 64, device="cuda", dtype=Q.dtype) for Ld in range(64, 64 + 40)]
+    q_mask, d_mask = (torch.ones(t.shape[:2], dtype=torch.bool, device=Q.device) for t in (Q, D))
+    weight = torch.ones(Q.shape[:2], device=Q.device)
+    varied = [torch.randn(8, Ld, 64, device=Q.device, dtype=Q.dtype) for Ld in range(64, 64 + 40)]
     turn = iter(range(10**9))
-    wide_Q, wide_D = (torch.randn(*n, 128, device="cuda", dtype=Q.dtype) for n in ((16, 32), (1000, 300)))
-    holes = torch.rand(1000, 300, device="cuda") < 0.7
+    wide_Q, wide_D = (torch.randn(*n, 128, device=Q.device, dtype=Q.dtype) for n in ((16, 32), (1000, 300)))
+    holes = torch.rand(1000, 300, device=Q.device) < 0.7
     found: dict[str, Callable[[], object]] = {
         "lik_ops.maxsim": lambda: lik_ops.maxsim(Q, D),
         "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
@@ -95,7 +104,7 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
 
 def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     Q, D = Q.clone().requires_grad_(), D.clone().requires_grad_()
-    upstream = torch.ones(8, 8, device="cuda")
+    upstream = torch.ones(8, 8, device=Q.device)
 
     def step(forward: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), (Q, D), upstream)
@@ -127,9 +136,9 @@ def compiled(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     "nothing" is what torch takes itself: operators with the arguments of ours, whose results lie ready. Steps are timed
     with autograd in its own thread, as ever, and "one thread" without: a host may take long to wake another thread.
     """
-    upstream, labels = torch.ones(8, 8, device="cuda"), torch.arange(8, device="cuda")
+    upstream, labels = torch.ones(8, 8, device=Q.device), torch.arange(8, device=Q.device)
     leaf_Q, leaf_D = Q.clone().requires_grad_(), D.clone().requires_grad_()
-    weight = torch.randn(64, 64, device="cuda", dtype=Q.dtype).requires_grad_()
+    weight = torch.randn(64, 64, device=Q.device, dtype=Q.dtype).requires_grad_()
     found: dict[str, Callable[[], object]] = {}
     for name, score in {"lik_ops.maxsim": lik_ops.maxsim, "einsum": einsum, "nothing": nothing(Q, D)}.items():
 
@@ -172,8 +181,8 @@ def nothing(Q: Tensor, D: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     library = torch.library.Library("host_benchmark", "FRAGMENT")
     library.define("nothing(Tensor Q, Tensor D) -> (Tensor, Tensor)")
     library.define("nothing_backward(Tensor grad, Tensor Q, Tensor D, Tensor argmax) -> (Tensor, Tensor)")
-    library.impl("nothing", lambda Q, D: ready, "CUDA")
-    library.impl("nothing_backward", lambda *tensors: gradients, "CUDA")
+    library.impl("nothing", lambda Q, D: ready, Q.device.type.upper())
+    library.impl("nothing_backward", lambda *tensors: gradients, Q.device.type.upper())
     ops = torch.ops.host_benchmark
     torch.library.register_fake(
         "host_benchmark::nothing", lambda Q, D: tuple(Q.new_empty(x.shape, dtype=x.dtype) for x in ready)
@@ -288,8 +297,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each contender (default 1000)")
     parser.add_argument("--only", default="", help="kinds between commas: no grad, training, compiled, ragged, ...")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/host.json)")
+    parser.add_argument("--without-gpu", action="store_true", help="on a CPU, with launches that do nothing")
     args = parser.parse_args()
-    Q, D = (torch.randn(8, n, 64, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
+    if args.without_gpu:
+        without_gpu.install()
+    device = "cpu" if args.without_gpu else "cuda"
+    Q, D = (torch.randn(8, n, 64, device=device, dtype=torch.bfloat16) for n in (32, 64))
     records = []
     print(f"launched {launcher.way()}")
     kinds: tuple[tuple[str, Callable[[], dict[str, Callable[[], object]]], bool], ...] = (
@@ -300,12 +313,17 @@ def main() -> None:
         ("ragged step", lambda: ragged("step"), True),
         ("steps", lambda: steps(Q, D), False),
     )
-    chosen = args.only.split(",") if args.only else [title for title, _, _ in kinds]
+    titles = [title for title, _, _ in kinds]
+    chosen = args.only.split(",") if args.only else titles[:3] if args.without_gpu else titles
+    block = BLOCK_WITHOUT_GPU if args.without_gpu else BLOCK
     for title, make, grad in kinds:
         if title not in chosen:
             continue
         with torch.set_grad_enabled(grad or title == "steps"):
             functions = make()
+        if args.without_gpu:
+            others = ("einsum", "late-interaction", "flash-maxsim")
+            functions = {name: f for name, f in functions.items() if not any(other in name for other in others)}
         with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, function in list(functions.items()):
@@ -314,7 +332,7 @@ def main() -> None:
                 except Exception as failure:
                     print(f"{title:11} {name:49} failed: {type(failure).__name__}: {failure}"[:200])
                     del functions[name]
-            for name, us in microseconds(functions, args.rounds).items():
+            for name, us in microseconds(functions, args.rounds, block).items():
                 print(f"{title:11} {name:49} {us:8.2f} us", flush=True)
                 records.append({"kind": title, "name": name, "us": us})
     peers = ("late-interaction-kernels", "flash-maxsim")

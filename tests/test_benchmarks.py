@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -269,6 +271,21 @@ def test_records_of_several_gpus(monkeypatch, tmp_path):
     assert [ours[name] for name in ("one_ms", "ms", "sustained_one_ms", "sustained_ms")] == pytest.approx([3.0] * 4)
     assert set(record["parts"]) == {"local_ms", "agree_ms", "merge_ms", "launch_ms"}
     assert record["parts"]["local_ms"] == pytest.approx([3.0]) and record["parts"]["merge_ms"] == [0.0]
+
+
+# host time
+
+
+def test_host_time_without_a_gpu(tmp_path):
+    """In a process of its own: launches do nothing in it from then on."""
+    out = tmp_path / "found.json"
+    options = ["--without-gpu", "--only", "no grad", "--rounds", "60", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "host.py"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "failed" not in run.stdout, run.stdout + run.stderr[-2000:]
+    names = {record["name"] for record in json.loads(out.read_text())["records"]}
+    assert {"lik_ops.maxsim", "lik::maxsim_fwd"} <= names and "eager einsum" not in names
 
 
 # losses of hosts

@@ -1,6 +1,7 @@
 """`torch.compile` of every function and operator: no graph break, the bits of eager, few compilations, no old code."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,16 @@ def test_one_dynamic_compilation_serves_all_sizes(name, dynamic, candidates):
                 sizes = tuple(size if i == axis else n for i, n in enumerate((3, 5, 4, 6)))
                 compiled(*arguments(name, sizes, candidates=candidates and name != "pairs"))
             assert compilations <= before + 1, f"axis {axis} of size {size}"
+
+
+def test_guards_are_of_the_operator_and_not_of_what_was_looked_at_on_the_way():
+    """Each name that is looked up while a call is traced is looked up again at every compiled call."""
+    compiled = torch.compile(lambda Q, D: lik_ops.maxsim(Q, D), backend="eager", fullgraph=True)
+    compiled(torch.randn(2, 3, 8), torch.randn(4, 5, 8))
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(compiled._torchdynamo_orig_callable)
+    names = set(re.findall(r"accessed_by=\w*GuardAccessor\('?(\w+)", str(entry.guard_manager)))
+    assert {"lik", "maxsim"} <= names
+    assert not names & {"eager", "arguments", "check_types", "check_options", "is_sequences", "Quantized", "Index"}
 
 
 class Encoder(torch.nn.Module):

@@ -222,6 +222,12 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
     with replay.Recorder(()):
         gradients(x, "lowmem", winners, False, NEEDS[3])
     assert log and all(len(launch) == 4 for launch in log)
+    cuda.forget()  # and where such a call comes when others are recorded, the next one is
+    for given in (x, odd, x):
+        gradients(given, "lowmem", winners, False, NEEDS[3])
+    log.clear()
+    gradients(x, "lowmem", winners, False, NEEDS[3])
+    assert log and all(len(launch) == 3 for launch in log)
 
 
 @without_kernels
@@ -285,9 +291,23 @@ def test_memory_is_filled_again(log):
         launcher.launch(kernel_of(3), (1,), (Q, zeros, ones), {})
         return zeros, ones
 
-    _, again = record((Q,), call)
-    zeros, ones = again((Q,))
+    _, found = record((Q,), call)
+    zeros, ones = found.again((Q,))
     assert torch.equal(zeros, torch.zeros(4, 3)) and torch.equal(ones, torch.ones(5))
+
+
+@without_kernels
+def test_calls_that_differ_in_sizes_share_code(log):
+    """What is written for a recorded call is compiled once for all of its kind: sizes are no part of it."""
+    found = []
+    for shape in ((8, 8, 32, 64, 64), (8, 9, 32, 72, 32)):
+        x = drawn(shape, False, False, torch.bfloat16)
+        backward.calls.forget()
+        for _ in range(3):
+            gradients(x, "lowmem", winners_of(x), False, NEEDS[3])
+        (recorded,) = backward.calls._found.values()
+        found.append(recorded.again.__code__)
+    assert found[0] is found[1]
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="runs the kernels in Triton's interpreter: see test_interpreter.py")

@@ -19,6 +19,8 @@ from .packing import is_sequences
 
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+
 
 def maxsim(
     Q: Tokens,
@@ -75,17 +77,25 @@ def maxsim(
     """
     if save is not None:
         return _saved(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute, save)
-    # The dispatcher takes microseconds. An operator that has to be seen tries this too, for those who call it itself.
-    scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
-    if scores is not None:
-        return scores
-    if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
-        options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
-        g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
-        return inputs.varlen(g)[0]
-    check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
-    check_options("maxsim", normalize, backward, recompute)
-    if not torch.compiler.is_dynamo_compiling() and functional.is_transforming():
+    compiling = _is_compiling()
+    if not compiling:
+        # The dispatcher takes microseconds. An operator that has to be seen tries this too, for its own callers.
+        scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+        if scores is not None:
+            return scores
+    # Of everything that is looked at below, compiled code looks at every call whether it is still the same: so what
+    # most calls have is looked at first, and with few names.
+    if not (isinstance(Q, Tensor) and isinstance(D, Tensor)) or Q.is_nested or D.is_nested:
+        if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
+            options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+            g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
+            return inputs.varlen(g)[0]
+        check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
+    if not (q_mask is None and d_mask is None and q_weight is None):
+        check_types("maxsim", Q, D, q_mask, d_mask, q_weight)
+    if not (normalize is False and recompute is False and isinstance(backward, str) and backward == "auto"):
+        check_options("maxsim", normalize, backward, recompute)
+    if not compiling and functional.is_transforming():
         tensors = Q, D, q_mask, d_mask, q_weight
         return operators.watched("maxsim", functional.forward, tensors, normalize, backward, recompute)[0]
     return lik.maxsim(

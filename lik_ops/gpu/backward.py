@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +131,7 @@ def _again(function: Callable[[Arguments], Gradients], a: Arguments) -> Gradient
         winners = a.argmax.dtype, a.argmax.stride()
     found = metadata(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
     key = (function, *found, stride, *winners, a.normalize, *a.needs)
-    return calls.run(key, a.tensors(), partial(function, a), a.Q.device)
+    return calls.run(key, a.tensors(), a.Q.device, function, a)
 
 
 class GradientPlan:
@@ -144,9 +143,11 @@ class GradientPlan:
     def __call__(self, *arguments: Any) -> Gradients:
         if self.unified:
             require_nondeterminism_allowed()
-        a = Arguments(*arguments)
-        function = partial(_unified if self.unified else _lowmem, a)
-        return self.calls.run((), a.tensors(), function, a.Q.device)
+        tensors = arguments[:7] if len(arguments) < len(Arguments._fields) else (*arguments[:7], arguments[-1])
+        return self.calls.run((), tensors, arguments[1].device, self._in_full, arguments)
+
+    def _in_full(self, arguments: tuple) -> Gradients:
+        return (_unified if self.unified else _lowmem)(Arguments(*arguments))
 
 
 def _lowmem(a: Arguments) -> Gradients:

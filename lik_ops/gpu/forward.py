@@ -72,9 +72,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Scores [Nq, Nd] or [Nq, K] in fp32, and the winners (an empty tensor if `argmax_dtype` is None)."""
     plan = forward_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
-    argmax = plan.new_argmax()
-    wanted = None if argmax_dtype is None else argmax
-    return plan.scores(plan.scores_shape, Q, D, q_mask, d_mask, q_weight, wanted), argmax
+    return plan.forward(plan.scores_shape, (Q, D, q_mask, d_mask, q_weight), True)
 
 
 def forget() -> None:

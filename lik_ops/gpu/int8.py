@@ -41,7 +41,7 @@ class Int8Plan(SpecializedPlan):
         super().__init__(choice, Q, data, None)
         self.each_token = choice.config.GIVEN  # type: ignore[union-attr]
 
-    def forward(self, x: Inputs) -> Tensor | None:
+    def forward(self, x: Inputs) -> Tensor | None:  # type: ignore[override]
         """The scores, or None where another kernel has to serve."""
         if x.D.data_ptr() % 16 or (self.each_token and x.scale.data_ptr() % 16):
             return None
@@ -53,7 +53,7 @@ class Int8Plan(SpecializedPlan):
             return ()
 
         try:
-            self.calls.run((), (*x, scores), fill, self.device)
+            self.calls.run((), (*x, scores), self.device, fill)
         except launcher.DoesNotCompile as error:
             launcher.fall_back(error, self.instead)
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,27 +65,29 @@ class DensePlan(Plan):
             return new_memory((0,), (1,), torch.int32, self.device)
         return new_memory(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
 
-    def scores(
-        self,
-        shape: tuple[int, ...],
-        Q: Tensor,
-        D: Tensor,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-        argmax: Tensor | None,
-    ) -> Tensor:
-        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; winners go to `argmax`."""
+    def forward(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
+        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; and winners, if they are asked for.
+
+        Args:
+            given: Q, D, q_mask, d_mask and q_weight.
+            returned: whether something, of size [0], is returned in place of winners that are not asked for.
+        """
+        return self.calls.run((shape, returned), given, self.device, self._in_full, shape, given, returned)
+
+    def _in_full(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
+        argmax = None if self.argmax_dtype is None else self.new_argmax()
+        scores = self.scores(shape, *given, argmax)
+        if argmax is None:
+            return (scores, self.new_argmax()) if returned else (scores,)
+        return scores, argmax
+
+    def scores(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
+        """The same of Q, D, q_mask, d_mask and q_weight; winners go to what follows these, unless it is None."""
+        *given, argmax = tensors
         scores = self.new_scores(shape, self.score_strides[len(shape)])
-
-        def fill() -> tuple[Tensor, ...]:
-            x = Dense._make(lifted(Q, D, q_mask, d_mask, q_weight))
-            with on_device(self.device):
-                # A view goes to the kernels: autograd would keep callers from writing to one.
-                self._score(x, scores.view(self.scores_shape), argmax)
-            return ()
-
-        self.calls.run((), (Q, D, q_mask, d_mask, q_weight, scores, argmax), fill, self.device)
+        with on_device(self.device):
+            # A view goes to the kernels: autograd would keep callers from writing to one.
+            self._score(Dense._make(lifted(*given)), scores.view(self.scores_shape), argmax)
         return scores
 
     def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:

@@ -255,8 +255,8 @@ def backward_cut(
         require_nondeterminism_allowed()
     winners = argmax.shape, argmax.stride(), argmax.dtype
     key = (*c.metadata(), grad_scores.stride(), *winners, normalize, *needs, unified)
-    function = partial(_backward, grad_scores, c, argmax, normalize, needs, unified)
-    return calls.run(key, (grad_scores, argmax, *c.tensors), function, c.Q.device)
+    arguments = grad_scores, c, argmax, normalize, needs, unified
+    return calls.run(key, (grad_scores, argmax, *c.tensors), c.Q.device, _backward, *arguments)
 
 
 def _backward(

@@ -108,7 +108,7 @@ class PackedPlan(Plan):
             queries, _, segments = self._grouped(c, c.tensors)
             return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), self.argmax_dtype)
 
-        scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
+        scores, *argmax = self.calls.run(c.metadata(), c.tensors, self.device, compute)
         return scores, argmax[0] if argmax else None
 
     def _by_sections(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
@@ -124,7 +124,7 @@ class PackedPlan(Plan):
             argmax = None if self.argmax_dtype is None else self._new_winners(c)
             return sections.forward_packed(choice, c, packed_queries(c), argmax)
 
-        scores, *argmax = self.calls.run(c.metadata(), c.tensors, compute, self.device)
+        scores, *argmax = self.calls.run(c.metadata(), c.tensors, self.device, compute)
         return scores, argmax[0] if argmax else None
 
     def _plain(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:

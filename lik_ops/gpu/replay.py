@@ -3,6 +3,8 @@
 What a backend does with tensors hangs on their metadata alone, so a second call of the same metadata takes the same
 memory and launches the same kernels: only pointers differ. The second call is recorded; later ones need little of the
 host's time. What cannot be replayed, as an operation of torch that is no allocation, is not recorded, and runs as ever.
+
+A recorded call is written down as a Python function, which takes half the time of going through what was recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -47,12 +50,6 @@ class _Memory(NamedTuple):
     dtype: torch.dtype
     value: float | None = None
 
-    def make(self, new: Callable[..., Tensor], held: list) -> int:
-        """Add a new one to `held`, where nothing else keeps it beyond its last launch. Where it begins."""
-        found = new(self.shape, self.strides, self.dtype)
-        held.append(found if self.value is None else found.fill_(self.value))
-        return found.data_ptr()
-
 
 class _Fill(NamedTuple):
     slot: int
@@ -73,7 +70,14 @@ class _Descriptor(NamedTuple):
     n: int  # among the descriptors
     slot: int
     made: Callable[[Tensor], Any]
+    bound: launcher.Bound
     encoded: dict[int, tuple]
+
+    def encode(self, pointer: int, tensor: Tensor) -> tuple:
+        if len(self.encoded) >= _MOST_DESCRIPTORS:
+            self.encoded.clear()
+        found = self.encoded[pointer] = self.bound.encoded(self.n, self.made(tensor))
+        return found
 
 
 class _Launch(NamedTuple):
@@ -87,35 +91,13 @@ class _Launch(NamedTuple):
     descriptors: list[_Descriptor]
     last: list[int]  # slots of memory that no later launch reads
 
-    def again(self, pointers: list[int], held: list[Tensor | None], stream: int) -> None:
-        values = self.values.copy()
-        for n, (slot, offset) in self.pointers:
-            values[n] = pointers[slot] + offset
-        for n, places in self.groups:
-            group = values[n] = values[n].copy()
-            for m, (slot, offset) in places:
-                group[m] = pointers[slot] + offset
-        for descriptor in reversed(self.descriptors):
-            values[descriptor.place : descriptor.place + 1] = self._encoded(descriptor, pointers, held)
-        self.bound.direct(*self.grid, stream, values)  # type: ignore[misc]
-
-    def _encoded(self, descriptor: _Descriptor, pointers: list[int], held: list[Tensor | None]) -> tuple:
-        _, n, slot, made, encoded = descriptor
-        found = encoded.get(pointers[slot])
-        if found is None:
-            if len(encoded) >= _MOST_DESCRIPTORS:
-                encoded.clear()
-            tensor = held[slot]
-            assert tensor is not None
-            found = encoded[pointers[slot]] = self.bound.encoded(n, made(tensor))
-        return found
-
 
 class Recorder(TorchDispatchMode):
     """Sees what a call does: memory by way of torch, launches by way of `launcher`."""
 
     def __init__(self, given: Tensors) -> None:
         super().__init__()
+        self.given = [x is not None for x in given]
         self.count = len(given)
         self.steps: list[_Memory | _Fill | _Launch] = []
         self.spans: dict[int, tuple[int, int]] = {}  # of what is alive: where a slot's memory begins and ends
@@ -125,8 +107,6 @@ class Recorder(TorchDispatchMode):
             if x is not None and x.numel():
                 reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
                 self.spans[slot] = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
-        if any(begin % 16 for begin, _ in self.spans.values()):
-            self.obstacle = "a tensor begins at no multiple of 16 bytes"
 
     def __enter__(self):
         launcher.recording.by = self
@@ -192,17 +172,17 @@ class Recorder(TorchDispatchMode):
                 groups += [(n, places)] if places else []
             elif launcher.is_descriptor(x):
                 template[n] = None
-                descriptors.append(self._descriptor(n, len(descriptors), x))
+                descriptors.append(self._descriptor(n, len(descriptors), x, bound))
         x, y, z = (*grid, 1, 1)[:3]
         self.steps.append(_Launch(bound, (x, y, z), template, pointers, groups, descriptors, []))
 
-    def _descriptor(self, place: int, n: int, descriptor: Any) -> _Descriptor:
+    def _descriptor(self, place: int, n: int, descriptor: Any, bound: launcher.Bound) -> _Descriptor:
         slot, offset = self._pointer(descriptor.base)
         if offset:
             self.obstacle = self.obstacle or "a descriptor begins within a tensor"
         kind: Any = type(descriptor)
         but_base = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
-        return _Descriptor(place, n, slot, partial(kind, **but_base), {})
+        return _Descriptor(place, n, slot, partial(kind, **but_base), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """What makes the call again; None where that cannot be."""
@@ -221,7 +201,7 @@ class Recorder(TorchDispatchMode):
                 used |= {pointer.slot for _, places in step.groups for _, pointer in places}
                 step.last.extend(slot for slot in used - found if slot >= self.count)
                 found |= used
-        return Replay(self.steps, slots, device)
+        return Replay(_Function(self.given, device).written(self.steps, slots))
 
     def _output(self, x: Tensor, taken: list[int]) -> int:
         expected = tuple(x.shape), x.stride(), x.dtype
@@ -235,32 +215,107 @@ class Recorder(TorchDispatchMode):
         return 0
 
 
-class Replay:
-    """What a call does, for other tensors of the same metadata."""
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<replay>", "exec")
 
-    def __init__(self, steps: list, outputs: list[int], device: torch.device) -> None:
-        self.steps, self.outputs, self.device = steps, outputs, device
 
-    def __call__(self, given: Tensors) -> Any:
-        """The results, or None where the call has to be made in full; nothing is launched then."""
-        pointers = [0 if x is None else x.data_ptr() for x in given]
-        merged = 0
-        for pointer in pointers:
-            merged |= pointer
-        if merged & 15 or current_device() != self.device.index or launcher.hooks_set():
-            return None
-        held, stream, new = list(given), raw_stream(self.device.index), maker(self.device)
-        for step in self.steps:
-            kind = step.__class__
-            if kind is _Launch:
-                step.again(pointers, held, stream)
-                for slot in step.last:
-                    held[slot] = None
-            elif kind is _Memory:
-                pointers.append(step.make(new, held))
+class _Function:
+    """Writes the function that makes a call again. Calls that differ in numbers alone have the same source: numbers and
+    all else that is known are constants, by name.
+
+    Of slot n, the tensor is ``t<n>`` and where it begins ``p<n>``.
+    """
+
+    def __init__(self, given: list[bool], device: torch.device) -> None:
+        self.given = given
+        self.constants: list = []
+        named = device, device.index, current_device, launcher.hooks_set, raw_stream, maker
+        self.device, self.index, self.current_device, self.hooks_set, self.raw_stream, self.maker = map(
+            self._kept, named
+        )
+
+    def written(self, steps: list, outputs: list[int]) -> Callable[[Tensors], Any]:
+        slots = [n for n, is_given in enumerate(self.given) if is_given]
+        body = [f"{', '.join(f't{n}' for n in range(len(self.given)))}, = given"] if self.given else []
+        body += [f"p{n} = t{n}.data_ptr()" for n in slots]
+        merged = " | ".join(f"p{n}" for n in slots) or "0"
+        body += [
+            f"if ({merged}) & 15 or {self.current_device}() != {self.index} or {self.hooks_set}():",
+            "    return None",
+            f"stream, new = {self.raw_stream}({self.index}), {self.maker}({self.device})",
+        ]
+        made = len(self.given)
+        for step in steps:
+            if isinstance(step, _Launch):
+                body += self._launch(step)
+            elif isinstance(step, _Memory):
+                body += self._memory(made, step)
+                made += 1
             else:
-                held[step.slot].fill_(step.value)
-        return tuple([held[slot] for slot in self.outputs])
+                body.append(f"t{step.slot}.fill_({self._kept(step.value)})")
+        body.append(f"return ({''.join(f't{n}, ' for n in outputs)})")
+        names = ", ".join(f"c{n}" for n in range(len(self.constants)))
+        lines = [f"def make({names}):", "    def again(given):", *(f"        {x}" for x in body), "    return again"]
+        found: dict[str, Any] = {}
+        exec(_compiled("\n".join(lines)), found)
+        return found["make"](*self.constants)
+
+    def _kept(self, constant: Any) -> str:
+        self.constants.append(constant)
+        return f"c{len(self.constants) - 1}"
+
+    def _memory(self, slot: int, memory: _Memory) -> list[str]:
+        shape, strides, dtype, value = memory
+        lines = [f"t{slot} = new({self._kept(shape)}, {self._kept(strides)}, {self._kept(dtype)})"]
+        if value is not None:
+            lines.append(f"t{slot}.fill_({self._kept(value)})")
+        return [*lines, f"p{slot} = t{slot}.data_ptr()"]
+
+    def _launch(self, launch: _Launch) -> list[str]:
+        lines = []
+        written = {n: self._pointer(pointer) for n, pointer in launch.pointers}
+        for n, places in launch.groups:
+            written[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in places})
+        for x in launch.descriptors:
+            known, encode = self._kept(x.encoded.get), self._kept(x.encode)
+            lines.append(f"e{x.n} = {known}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
+            written[x.place] = f"*e{x.n}"
+        grid = ", ".join(map(self._kept, launch.grid))
+        lines.append(f"{self._kept(launch.bound.direct)}({grid}, stream, {self._list(launch.values, written)})")
+        # Nothing keeps memory beyond its last launch.
+        return lines + [f"t{slot} = None" for slot in launch.last]
+
+    def _pointer(self, pointer: _Pointer) -> str:
+        return f"p{pointer.slot} + {self._kept(pointer.offset)}" if pointer.offset else f"p{pointer.slot}"
+
+    def _list(self, values: list, written: dict[int, str]) -> str:
+        """A list of what is `written` for some places, and of `values` for the others."""
+        parts: list[str] = []
+        known: list = []
+        for n, value in enumerate(values):
+            if n not in written:
+                known.append(value)
+                continue
+            if known:
+                parts.append(f"*{self._kept(tuple(known))}")
+                known = []
+            parts.append(written[n])
+        if known:
+            parts.append(f"*{self._kept(tuple(known))}")
+        return f"[{', '.join(parts)}]"
+
+
+class Replay:
+    """What a call does, for other tensors of the same metadata.
+
+    ``again(given)`` returns the results, or None where the call has to be made in full; nothing is launched then.
+    """
+
+    __slots__ = ("again",)
+
+    def __init__(self, again: Callable[[Tensors], Any]) -> None:
+        self.again = again
 
 
 class Calls:
@@ -272,22 +327,23 @@ class Calls:
         self._found: dict[tuple, Replay | bool] = {}  # True once a call was seen, False where none is replayed
         Calls.every.add(self)
 
-    def run(self, key: tuple, given: Tensors, function: Callable[[], Sequence[Tensor]], device: torch.device) -> Any:
-        """What `function` returns: tensors that it makes. It is called unless a call of this key can be replayed."""
+    def run(self, key: tuple, given: Tensors, device: torch.device, function: Callable, *arguments: Any) -> Any:
+        """What ``function(*arguments)`` returns: a sequence of tensors that it makes. It is called unless a call of
+        this key can be replayed."""
         found = self._found.get(key)
         if found.__class__ is Replay:
-            results = found(given)
-            return function() if results is None else results
+            results = found.again(given)
+            return function(*arguments) if results is None else results
         if found is None:
             if len(self._found) >= _MOST_CALLS:
                 self._found.clear()
             self._found[key] = True
-        elif found and launcher.recording.by is None and not launcher.hooks_set():
+        elif found and not launcher.hooks_set() and all(x is None or x.data_ptr() % 16 == 0 for x in given):
             with Recorder(given) as recorder:
-                results = function()
+                results = function(*arguments)
             self._found[key] = recorder.replay(results, device) or False
             return results
-        return function()
+        return function(*arguments)
 
     @classmethod
     def forget(cls) -> None:

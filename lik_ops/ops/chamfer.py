@@ -3,13 +3,11 @@
 Gradients are summed as those of MaxSim: a point's differences to those that chose it are rows that won it.
 """
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import (
@@ -25,7 +23,7 @@ from ..arguments import (
 from ..settings import requested_backend, use_backend
 from .custom import custom_op
 from .documented import document_bodies
-from .family import check_shape, found_once, no_double_backward
+from .family import backend_once, check_shape, no_double_backward
 from .stack import batching, functional
 
 METRICS = ("sqeuclidean", "l1")
@@ -98,22 +96,20 @@ def chamfer_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     infinite coordinate the distance is NaN or infinite.
     """
     x, metric = Clouds(*args[:4]), args[4]
-
-    def checked() -> ModuleType:
-        x.check(_FWD)
-        check_choice(_FWD, "metric", metric, METRICS)
-        return backends.select(x.P.device, x.P.dtype)
-
-    backend = found_once(_FWD, x, (metric,), checked)
+    backend = backend_once(_FWD, x, (metric,), x.P, _check, x, metric)
     functional.reject_forward_ad(x.P, x.R)
     return backend.forward_chamfer(*x, metric)
+
+
+def _check(x: Clouds, metric: str) -> None:
+    x.check(_FWD)
+    check_choice(_FWD, "metric", metric, METRICS)
 
 
 @chamfer_fwd.register_fake
 def _(*args):
     x, metric = Clouds(*args[:4]), args[4]
-    x.check(_FWD)
-    check_choice(_FWD, "metric", metric, METRICS)
+    _check(x, metric)
     dtype, found = score_dtype(x.P.dtype), []
     for X in (x.P, x.R):
         found += [X.new_empty(X.shape[:2], dtype=dtype), X.new_empty(X.shape[:2], dtype=torch.int32)]
@@ -156,12 +152,7 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     winners. `needs` says which of the two are wanted; the other has size [0].
     """
     x, (metric, needs) = _Given(*args[:6]), args[6:]
-
-    def checked() -> ModuleType:
-        x.check(metric, needs)
-        return backends.select(x.P.device, x.P.dtype)
-
-    backend = found_once(_BWD, x, (metric, *needs), checked)
+    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric, needs)
     functional.reject_forward_ad(*x[:4])
     return backend.backward_chamfer(*x, metric, list(needs))
 

@@ -129,10 +129,12 @@ class Computed:
         self.backend = backend
         self.calls = backend.Calls() if hasattr(backend, "Calls") else None
 
-    def _again(self, key: tuple, x: Labelled, more: tuple[Tensor | None, ...], function: Callable[[], tuple]) -> tuple:
+    def _again(
+        self, key: tuple, x: Labelled, more: tuple[Tensor | None, ...], function: Callable[..., tuple], *arguments: Any
+    ) -> tuple:
         if self.calls is None:
-            return function()
-        return self.calls.run((fp32_precision(), *key), (*x, *more), function, x.Q.device)
+            return function(*arguments)
+        return self.calls.run((fp32_precision(), *key), (*x, *more), x.Q.device, function, *arguments)
 
     def losses(
         self, x: Labelled, options: LossOptions, keeps: bool = False, counts: bool = False
@@ -141,24 +143,19 @@ class Computed:
 
         Then scores and winners if it `keeps` them, of a call that `is_part`, and the number of labels that it `counts`.
         """
-        function = partial(_losses, self.backend, x, options, keeps, counts)
-        return self._again((*options, keeps, counts), x, (), function)
+        return self._again((*options, keeps, counts), x, (), _losses, self.backend, x, options, keeps, counts)
 
     def gradients(self, grad: Tensor, x: Labelled, kept: Kept, options: LossOptions, needs: Sequence[bool]) -> tuple:
         """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all."""
         key = "gradients", *options, *grad.stride(), kept.scores is None, *needs
-        function = partial(_gradients_of, self.backend, grad, x, kept, options, list(needs))
-        return self._again(key, x, (grad, *kept), function)
+        arguments = self.backend, grad, x, kept, options, list(needs)
+        return self._again(key, x, (grad, *kept), _gradients_of, *arguments)
 
 
-def _computed(op: str, given: Sequence, options: tuple, x: Labelled, check: Callable[[], Any]) -> Computed:
-    """Who computes for arguments that `check` let pass: see `found_once`."""
-
-    def find() -> Computed:
-        check()
-        return Computed(backends.select(x.Q.device, x.Q.dtype))
-
-    return found_once(op, given, options, find)
+def _computed(check: Callable[..., Any], x: Labelled, *arguments: Any) -> Computed:
+    """Who computes for arguments that `check` let pass."""
+    check(*arguments)
+    return Computed(backends.select(x.Q.device, x.Q.dtype))
 
 
 class LossCall(Call):
@@ -201,7 +198,7 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     would round small losses away. A query whose label is `ignore_index` has loss 0, one whose label is no document NaN.
     """
     x = Labelled(*args[:6])
-    computed = _computed(_FWD, x, (), x, partial(x.check, _FWD))
+    computed = found_once(_FWD, x, (), _computed, x.check, x, _FWD)
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
     return computed.losses(x, LossOptions(*args[6:]))  # type: ignore[return-value]
 
@@ -255,7 +252,7 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     """
     grad_losses, *tensors, lse = args[:8]
     x, needs = Labelled(*tensors), args[11]
-    computed = _computed(_BWD, args[:8], tuple(needs), x, partial(_taken, args))
+    computed = found_once(_BWD, args[:8], tuple(needs), _computed, _taken, x, args)
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
     return computed.gradients(grad_losses, x, Kept(lse), LossOptions(*args[8:11]), needs)
 

@@ -69,7 +69,7 @@ def _register_directly(op: CustomOpDef, body: Callable) -> None:
         from torch._library.autograd import make_autograd_impl
 
         records, below = make_autograd_impl(op._opoverload, op), _C._after_autograd_keyset
-        wants = _C._any_requires_grad
+        wants, may_record = _C._any_requires_grad, _C.is_grad_enabled
     except (AttributeError, ImportError):
         return
     assert below is not None
@@ -86,7 +86,7 @@ def _register_directly(op: CustomOpDef, body: Callable) -> None:
         unusual = ~_union([getattr(_C.DispatchKey, key) for key in keys])
 
         def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
-            if keyset.raw_repr() & unusual or (_C.is_grad_enabled() and wants(*args)):
+            if keyset.raw_repr() & unusual or (may_record() and wants(*args)):
                 return records(keyset, *args)
             return body(*args)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +91,6 @@ def maxsim(*arguments: Any) -> Tensor | None:
     if call.differentiable:
         given = Q, D, q_mask, d_mask, q_weight
         return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
-    if call.plan is not None:
-        return call.plan.scores(call.shape, Q, D, q_mask, d_mask, q_weight, None)
     return call.forward((Q, D, q_mask, d_mask, q_weight))[0]
 
 
@@ -228,8 +225,12 @@ def maxsim_cross_entropy(
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None
     given = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
-    call = family.found_once("maxsim_cross_entropy", given, (), partial(_new_loss_call, given))
-    if call is None or (call.differentiable and is_below_autograd()):
+    description = described(given)
+    if description is None:
+        return None
+    key = ("maxsim_cross_entropy", fp32_precision(), requested_backend(), *description)
+    call = _calls.get(key) or _remember(key, _new_loss_call(given))
+    if call.differentiable and is_below_autograd():
         return None
     if labels is None:
         labels = default_labels(Q, D)
@@ -238,10 +239,8 @@ def maxsim_cross_entropy(
     return _MaxSim.apply(Q, D, q_weight, call, found) if call.differentiable else call.forward(found)[0]
 
 
-def _new_loss_call(given: tuple) -> LossCall | None:
-    """What is found out about calls like this one; None where they take the operator."""
-    if described(given) is None:
-        return None
+def _new_loss_call(given: tuple) -> LossCall:
+    """What is found out about calls like this one."""
     *tensors, normalize, reduction = given
     check_call("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
     x = Labelled(*tensors)

@@ -64,21 +64,19 @@ class DenseCall(Call):
             args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
 
-    def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
-        """Winners have all their axes. Masks are bool."""
+    def forward(self, given: tuple, returned: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Winners have all their axes; if `returned`, some of size [0] where none are asked for. Masks are bool."""
         argmax_dtype = self.argmax_dtype
         if self.plan is not None:
-            argmax = None if argmax_dtype is None else self.plan.new_argmax()
-            return self.plan.scores(self.shape, *given, argmax), argmax
+            found = self.plan.forward(self.shape, given, returned)
+            return found if len(found) == 2 else (*found, None)
         scores, argmax = self.backend.forward(*lifted(*given), self.normalize, argmax_dtype)
         for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
             if is_flat:
                 scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
-        return scores, None if argmax_dtype is None else argmax
-
-    def no_winners(self, scores: Tensor) -> Tensor:
-        """What an operator returns in place of winners that are not asked for."""
-        return scores.new_empty(0, dtype=torch.int32) if self.plan is None else self.plan.new_argmax()
+        if argmax_dtype is None:
+            return scores, scores.new_empty(0, dtype=torch.int32) if returned else None
+        return scores, argmax
 
     def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""

@@ -15,7 +15,7 @@ from .._ops import add_op_namespace_prefix
 from ..arguments import BACKWARDS, check_choice, score_dtype
 from ..segments import Dense, Ragged, Shape
 from ..settings import requested_backend, use_backend
-from .watchers import described, fp32_precision
+from .watchers import described_below, fp32_precision
 
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
 _MOST_FOUND = 4096
@@ -23,34 +23,34 @@ _found: dict[tuple, Any] = {}  # by operators and descriptions of their argument
 T = TypeVar("T")
 
 
-def found_once(op: str, given: Sequence, options: tuple, find: Callable[[], T]) -> T:
-    """What `find` returns, which checks the arguments of an operator and finds who computes: once a description.
+def found_once(op: str, given: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
+    """What ``find(*arguments)`` returns, which checks the arguments of an operator and finds who computes: once for
+    those of one description.
 
     Args:
-        given: tensors and what else `described` knows; where it cannot describe one, `find` is called each time.
-        options: values that the dispatcher has made sure are of one type.
+        given: tensors and what else an operator's body gets.
+        options: more of that, hashable; or what else describes it.
     """
-    description = described(given)
-    if description is None:
-        return find()
-    key = (op, options, requested_backend(), fp32_precision(), *description)
+    key = (op, options, requested_backend(), fp32_precision(), *described_below(given))
     found = _found.get(key)
     if found is None:
-        found = find()
+        found = find(*arguments)
         if len(_found) >= _MOST_FOUND:
             _found.clear()
         _found[key] = found
     return found
 
 
-def backend_once(op: str, given: Sequence, options: tuple, Q: Tensor, check: Callable[[], Any]) -> ModuleType:
-    """Who computes for the device and dtype of Q, once `check` let the arguments pass: see `found_once`."""
+def backend_once(
+    op: str, given: Sequence, options: tuple, Q: Tensor, check: Callable[..., Any], *arguments: Any
+) -> ModuleType:
+    """Who computes for the device and dtype of Q, once ``check(*arguments)`` let these pass: see `found_once`."""
+    return found_once(op, given, options, _selected, Q, check, arguments)
 
-    def find() -> ModuleType:
-        check()
-        return backends.select(Q.device, Q.dtype)
 
-    return found_once(op, given, options, find)
+def _selected(Q: Tensor, check: Callable[..., Any], arguments: tuple) -> ModuleType:
+    check(*arguments)
+    return backends.select(Q.device, Q.dtype)
 
 
 def forget() -> None:

@@ -102,7 +102,7 @@ def maxsim_from_hidden_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     `lik_ops.maxsim_from_hidden` says what is computed.
     """
     x, (normalize, argmax_dtype) = Hidden(*args[:7]), args[7:]
-    backend = backend_once(_FWD, x, (argmax_dtype,), x.Q, partial(_check_forward, x, argmax_dtype))
+    backend = backend_once(_FWD, x, (argmax_dtype,), x.Q, _check_forward, x, argmax_dtype)
     functional.reject_forward_ad(x.Q, x.H, x.W, x.b, x.q_weight)
     return backend.forward_head(x, normalize, argmax_dtype)
 
@@ -146,7 +146,7 @@ def maxsim_from_hidden_bwd(*args: Any) -> tuple[Tensor, ...]:
     winners again. Beside the gradients it holds the document tokens ``[Nd, Ld, d]``.
     """
     (x, needs), grad_scores, argmax, normalize = _taken(args), args[0], args[5], args[9]
-    backend = backend_once(_BWD, args[:9], tuple(needs), x.Q, partial(_check_backward, args))
+    backend = backend_once(_BWD, args[:9], tuple(needs), x.Q, _check_backward, args)
     functional.reject_forward_ad(grad_scores, x.Q, x.H, x.W, x.b, x.q_weight)
     winners = argmax if argmax.dim() != 1 else None
     return backend.backward_head(grad_scores, x, winners, normalize, list(needs))

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, as_bool, check, lifted
+from ..arguments import argmax_dtype_for, as_bool, check, lifted, metadata
 from ..segments import Dense
 from . import eager
 from .custom import custom_op
@@ -55,10 +55,9 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     The winners are ``[Nd, Nq, Lq]`` (cross product) or ``[Nq, K, Lq]`` (candidates), relative to their document, -1
     where there is none. `backward` names the op that its gradient runs.
     """
-    call = found_once(_FWD, args, (), partial(_forward_call, args))
+    call = found_once(_FWD, (), (*args[5:], metadata(*args[:5])), _forward_call, args)
     functional.reject_forward_ad(args[0], args[1], args[4])
-    scores, argmax = call.forward(args[:5])
-    return scores, call.no_winners(scores) if argmax is None else argmax
+    return call.forward(args[:5], True)  # type: ignore[return-value]
 
 
 def _forward_call(args: tuple) -> DenseCall:
@@ -85,15 +84,16 @@ def _gradient_arguments(op: str, args: tuple) -> tuple[Dense, Sequence[bool]]:
 
 def _gradients_of(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
-
-    def checked() -> Callable:
-        _gradient_arguments(op, args)
-        return planned(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
-
-    run = found_once(op, args[:-1], tuple(needs), checked)
+    options = normalize, *needs, metadata(Q, D, q_mask, d_mask, q_weight)
+    run = found_once(op, (grad_scores, argmax), options, _gradient_call, op, args)
     functional.reject_forward_ad(grad_scores, Q, D, q_weight)
     winners = argmax if argmax.dim() != 1 else None
-    return run(grad_scores, Q, D, winners, q_mask, d_mask, q_weight, normalize, list(needs))
+    return run(grad_scores, Q, D, winners, q_mask, d_mask, q_weight, normalize, needs)
+
+
+def _gradient_call(op: str, args: tuple) -> Callable[..., tuple]:
+    Q = _gradient_arguments(op, args)[0].Q
+    return planned(op.rpartition("_")[2], backends.select(Q.device, Q.dtype))
 
 
 @custom_op(add_op_namespace_prefix("maxsim_bwd_lowmem"), _BWD_SCHEMA)

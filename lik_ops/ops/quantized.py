@@ -1,6 +1,5 @@
 """The family of quantised documents: ``lik::maxsim_quantized_fwd``, the forward of the ragged family for them."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,8 +93,8 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     queries to int8. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
     """
     (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
-    check = partial(_check, r, stored, argmax_dtype, max_seqlen_q)
-    backend = backend_once(_FWD, args[:_OPTIONS], args[_OPTIONS:], r.Q, check)
+    given, options = args[:_OPTIONS], args[_OPTIONS:]
+    backend = backend_once(_FWD, given, options, r.Q, _check, r, stored, argmax_dtype, max_seqlen_q)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.q_weight)
     return backend.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)

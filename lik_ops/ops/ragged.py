@@ -4,7 +4,6 @@ One forward for three layouts: every query against every document, each query ag
 pairs. Opaque custom ops, whose bodies pick a backend at run time.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,8 +57,7 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     without winners kept, it finds them again.
     """
     r, (normalize, argmax_dtype, max_seqlen_q, backward) = Ragged(*args[:9]), args[9:]
-    check = partial(_check_forward, r, argmax_dtype, max_seqlen_q, backward)
-    backend = backend_once(_FWD, r, args[9:], r.Q, check)
+    backend = backend_once(_FWD, r, args[9:], r.Q, _check_forward, r, argmax_dtype, max_seqlen_q, backward)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     return backend.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
@@ -84,8 +82,7 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Without `unified` each is summed by its owner in a fixed order; with it a GPU may add atomically.
     """
     grad_scores, r, (argmax, normalize, unified, needs) = args[0], Ragged(*args[1:10]), args[10:]
-    check = partial(_check_gradient, grad_scores, r, argmax, needs)
-    backend = backend_once(_BWD, args[:11], tuple(needs), r.Q, check)
+    backend = backend_once(_BWD, args[:11], tuple(needs), r.Q, _check_gradient, grad_scores, r, argmax, needs)
     functional.reject_forward_ad(grad_scores, r.Q, r.D, r.q_weight)
     return backend.backward_ragged(grad_scores, r, argmax, normalize, list(needs), unified)
 

@@ -49,8 +49,7 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_fwd_int8", "maxsim_bwd_int8")
 def maxsim_fwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and winners of `maxsim_fwd`; D as int8, and the scale of each token: what the backward needs of it."""
     tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
-    check = partial(check_forward, _FWD, tensors, argmax_dtype, backward)
-    backend = backend_once(_FWD, args, (), tensors.Q, check)
+    backend = backend_once(_FWD, args, (), tensors.Q, check_forward, _FWD, tensors, argmax_dtype, backward)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
     return *backend.forward(*tensors, normalize, argmax_dtype), *backend.keep_int8(tensors.D)
 
@@ -86,16 +85,15 @@ def maxsim_bwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     Without `unified` each is summed by its owner in a fixed order; with it a GPU adds atomically.
     """
-    *tensors, normalize, unified, needs = args
-    grad_scores, Q, data, scale, argmax, q_mask, q_weight = tensors
-
-    def checked() -> Callable:
-        _taken(args)
-        return planned("unified" if unified else "lowmem", backends.select(Q.device, Q.dtype))
-
-    run = found_once(_BWD, args[:-1], tuple(needs), checked)
+    grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, _, needs = args
+    run = found_once(_BWD, args[:-1], tuple(needs), _gradient_call, args)
     functional.reject_forward_ad(grad_scores, Q, q_weight)
     return run(grad_scores, Q, data, argmax, q_mask, None, q_weight, normalize, list(needs), scale)
+
+
+def _gradient_call(args: tuple) -> Callable[..., tuple]:
+    Q = _taken(args).Q
+    return planned("unified" if args[-2] else "lowmem", backends.select(Q.device, Q.dtype))
 
 
 @maxsim_bwd_int8.register_fake

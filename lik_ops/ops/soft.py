@@ -5,13 +5,11 @@ token and document, in fp32; the backward recomputes the probabilities from it. 
 there is no correction of the probabilities as in the backward of attention.
 """
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import check_strided, kind_of, score_dtype, shape_of
@@ -19,7 +17,7 @@ from ..segments import Dense
 from . import maxsim as operators
 from .custom import custom_op
 from .documented import document_bodies
-from .family import check_shape, fake_gradient, found_once, no_double_backward, register_autograd
+from .family import backend_once, check_shape, fake_gradient, no_double_backward, register_autograd
 from .stack import batching, functional
 
 _FWD_SCHEMA = (
@@ -81,12 +79,7 @@ def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     no axes, or, where that is None, the number `temperature`.
     """
     tensors, (temperature, normalize, keep) = Soft(*args[:6]), args[6:]
-
-    def checked() -> ModuleType:
-        tensors.check(_FWD)
-        return backends.select(tensors.Q.device, tensors.Q.dtype)
-
-    backend = found_once(_FWD, tensors, (), checked)
+    backend = backend_once(_FWD, tensors, (), tensors.Q, tensors.check, _FWD)
     if tensors.tau is None:
         check_temperature(_FWD, temperature, tensors.Q)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight, tensors.tau)
@@ -131,12 +124,7 @@ def maxsim_soft_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     `lse` is what `maxsim_soft_fwd` keeps. `needs` says which of the four are wanted; the others have size [0].
     """
     grad_scores, Q, D, lse, q_mask, d_mask, q_weight, tau, temperature, normalize, needs = args
-
-    def checked() -> ModuleType:
-        _taken(args)
-        return backends.select(Q.device, Q.dtype)
-
-    backend = found_once(_BWD, args[:8], tuple(needs), checked)
+    backend = backend_once(_BWD, args[:8], tuple(needs), Q, _taken, args)
     functional.reject_forward_ad(grad_scores, Q, D, q_weight, tau)
     value = _value(tau, temperature, Q.dtype)
     return backend.backward_soft(grad_scores, Q, D, lse, q_mask, d_mask, q_weight, value, normalize, list(needs))

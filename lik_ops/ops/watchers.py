@@ -105,6 +105,18 @@ def described(arguments: Sequence) -> list | None:
     return found
 
 
+def described_below(arguments: Sequence) -> list:
+    """`described` of what an operator's body is given: the dispatcher has made sure of types, and let nobody but memory
+    through. Whether a gradient is recorded is no matter there."""
+    found: list = []
+    for x in arguments:
+        if x is None or x is True or x is False or not isinstance(x, _Tensor):
+            found.append(x)
+        else:
+            found += x.shape, x.stride(), x.dtype, x.get_device()
+    return found
+
+
 def described_but_rows(per_token: tuple, indices: tuple) -> list | None:
     """`described` of tensors or None, without their leading sizes, which differ from one ragged call to the next.
 

@@ -1,0 +1,59 @@
+"""The host code of sm_90 on CPU tensors, with launches that do nothing: for a host's time where there is no GPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from lik_ops import backends
+from lik_ops.gpu import backend, configs, launcher
+
+_empty_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+_bound: dict[tuple, Bound] = {}
+
+
+class Bound(launcher.Bound):
+    """Stands for a compiled kernel."""
+
+    def __init__(self) -> None:
+        self._encoded, self._descriptor_metadata, self.direct = {}, [], _direct
+
+    def launch(self, grid: tuple[int, ...], args: tuple, values: list) -> None:
+        pass
+
+    def encoded(self, n: int, descriptor: Any) -> tuple:
+        return ("descriptor", *descriptor.shape, *descriptor.strides)
+
+
+def _direct(x: int, y: int, z: int, stream: int, values: Any) -> None:
+    pass
+
+
+def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, list]:
+    description, values = launcher.describe(kernel, args)
+    return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
+
+
+def _maker(device: torch.device) -> Any:
+    if torch.are_deterministic_algorithms_enabled() or launcher.recording.by is not None:
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return _empty_cpu
+
+
+def install() -> None:
+    """Let CPU tensors of this process take the way of CUDA ones, as far as their launches, which do nothing."""
+    torch.set_num_threads(1)
+    stand_ins = {
+        "architecture": lambda device: configs.ARCHITECTURES["sm_90"],
+        "current_device": lambda: None,
+        "raw_stream": lambda index: 0,
+        "maker": _maker,
+    }
+    for module in [module for name, module in sys.modules.items() if name.startswith("lik_ops.gpu.")]:
+        for name, stand_in in stand_ins.items():
+            if hasattr(module, name):
+                setattr(module, name, stand_in)
+    launcher.bind, launcher.enter_context = _bind, lambda: None  # type: ignore[assignment]
+    backends.select = lambda device, dtype: backend

@@ -205,10 +205,10 @@ def room_for_sums(count: int, bytes_each: int, own: int, unwritten: Tensor | Non
     A twentieth of `own`, the bytes of gradients and soft maxima, within limits; or, if it has as many, the gradient
     `unwritten`, whose turn comes later.
     """
-    size = min(count * bytes_each, max(_LEAST_SUM_BYTES, min(own // 20, _MOST_SUM_BYTES)))
-    if unwritten is not None and unwritten.nbytes >= max(size, bytes_each):
+    most = max(_LEAST_SUM_BYTES, min(own // 20, _MOST_SUM_BYTES))
+    if unwritten is not None and unwritten.nbytes >= max(min(count * bytes_each, most), bytes_each):
         return Room(unwritten.nbytes, unwritten)
-    return Room(size, None)
+    return Room(most, None)
 
 
 def _into_queries(c: _Call, needs: list[bool], grads: list[Tensor], room: Room) -> None:

@@ -280,7 +280,8 @@ def _full(s: Search, documents: Tensor) -> Tensor:
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
     if D.device != Q.device:  # only what is needed comes to the device
         chosen, inverse = at.cpu().unique(return_inverse=True)
-        D, cu_seqlens = _gathered(D, cu_seqlens, chosen, Q.device)
+        D, cu_seqlens = _gathered(D, cu_seqlens, chosen)
+        D = D.to(Q.device)
         d_mask = None if d_mask is None else d_mask[chosen].to(Q.device)
         at = inverse.to(Q.device)
     if cu_seqlens is None:
@@ -293,15 +294,13 @@ def _full(s: Search, documents: Tensor) -> Tensor:
     return inputs.candidates(g, offsets, lengths)[0]
 
 
-def _gathered(
-    D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Some documents of a tensor on the CPU, ascending, on the device."""
+def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Some documents of a tensor on the CPU, ascending."""
     rows, starts = chosen, None
     if cu_seqlens is not None:
         bounds = cu_seqlens.cpu().long()
         rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
-    return D.index_select(0, rows).to(device), starts  # whole rows: `D[rows]` copies element by element
+    return D.index_select(0, rows), starts  # whole rows: `D[rows]` copies element by element
 
 
 def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:

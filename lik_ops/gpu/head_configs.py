@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..csrc_triton.arguments import HeadConfig
-from .configs import Architecture, loads_vectors, next_power_of_2, precision
+from .configs import Architecture, Launch, loads_vectors, next_power_of_2, precision
 
 MOST_FEATURES = 256  # of a token, which a program holds in fp32
 MOST_ROWS = 128  # of queries, that meet a tile of tokens part by part
@@ -21,20 +21,10 @@ FEWEST_TOKENS = 64  # of a document: each that a tile meets takes a reduction of
 
 
 @dataclass(frozen=True)
-class HeadLaunch:
+class HeadLaunch(Launch):
     """A configuration with its warps and pipeline stages."""
 
-    config: HeadConfig
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-    def options(self, arch: Architecture) -> dict[str, int]:
-        """Triton's launch options."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.max_registers and not arch.is_amd:
-            options["maxnreg"] = self.max_registers
-        return options
+    config: HeadConfig  # type: ignore[assignment]
 
     def tile(self) -> str:
         """What a program makes at a time, for people."""

@@ -247,6 +247,14 @@ class Slices(Forward):
                 S.view(-1, self.shape.columns).index_fill_(0, self.masked_rows, NEG_INF)
         return S
 
+    def _new_products(self, start: int, documents: Tensor, views: _Views, panel: Panel) -> Tensor:
+        """`_products` for what counts a token more than once: -inf where the last slice overlaps the one before."""
+        S = self._products(documents, views, panel)
+        repeated = self.shape.starts.index(start) * self.tokens - start
+        if repeated > 0:
+            S[:, :repeated] = NEG_INF
+        return S
+
     def _keep_winners(
         self, b: slice, x: slice, start: int, panel: Panel, best: Tensor, value: Tensor, index: Tensor
     ) -> None:

@@ -67,10 +67,7 @@ class SoftMaxima(Slices):
         self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
     ) -> None:
         shape, tokens = self.shape, self.tokens
-        S = self._products(documents, views, panel)
-        repeated = shape.starts.index(start) * tokens - start  # the last slice overlaps the one before
-        if repeated > 0:
-            S[:, :repeated] = NEG_INF
+        S = self._new_products(start, documents, views, panel)
         if shape.documents * tokens < shape.rows:
             S = S[:, : shape.documents * tokens]
         if shape.documents > 1:

@@ -76,10 +76,7 @@ class TokenSums(Slices):
         self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
     ) -> None:
         shape, tokens = self.shape, self.tokens
-        S = self._products(documents, views, panel)
-        repeated = shape.starts.index(start) * tokens - start  # the last slice overlaps the one before
-        if repeated > 0:
-            S[:, :repeated] = NEG_INF
+        S = self._new_products(start, documents, views, panel)
         S = S[:, : shape.documents * tokens].unflatten(1, (-1, tokens)).flatten(0, 1)  # [documents, tokens, columns]
         values, indices = best_of(S, min(self.count, tokens))
         values, indices = values.transpose(0, 1), indices.transpose(0, 1).to(torch.int32).add_(start)

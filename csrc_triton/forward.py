@@ -47,6 +47,8 @@ from .similarities import (
 from .soft import rate_of, row_scales, soft_merged, soft_taken
 from .stored import counted, of_one_term, row_sums
 
+_MASK_STEP = tl.constexpr(512)  # tokens whose mask is read at once
+
 
 @triton.jit
 def _search(best, where, q, x, rows, document, C: tl.constexpr):
@@ -154,10 +156,28 @@ def normalized(best, x, rows, C: tl.constexpr):
 
 
 @triton.jit
+def _without_padding(x, document, C: tl.constexpr):
+    """The document up to the tile of the last token that its mask keeps: behind it nothing is read or multiplied."""
+    Document: tl.constexpr = group("Document")
+    length = document.length
+    if x.D.mask is not None and C.BM < 256:  # with more rows registers spill
+        end = length * 0
+        for t0 in tl.range(0, length, _MASK_STEP, num_stages=1):
+            t = t0 + tl.arange(0, _MASK_STEP)
+            pointers = (document.mask + t.to(tl.int64) * x.D.mask_stride_l).to(tl.pointer_type(tl.int8), bitcast=True)
+            keep = tl.load(pointers, mask=t < length, other=0) != 0
+            end = tl.maximum(end, tl.max(tl.where(keep, t + 1, 0), axis=0))
+        # No less than a tile, which a descriptor that shifts the last one back asks for.
+        length = tl.minimum(length, tl.cdiv(tl.maximum(end, 1), C.BN) * C.BN)
+    return Document(document.ptr, document.mask, document.row, length)
+
+
+@triton.jit
 def row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
     """Each row's maximum over a document's kept tokens, not `normalized`, the first token that attains it, and whether
     any is kept; of rows that are `query_rows`."""
     q, scale, plain, unscaled = query
+    document = _without_padding(x, document, C)
     best = per_lane(float("-inf"), tl.float32, C)
     where = nothing_found(C)
     kept = tl.full((C.BN,), 0, tl.int32)

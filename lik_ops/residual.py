@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._ops import ops as lik
 from .arguments import (
     DTYPES,
     check_choice,
@@ -30,6 +31,7 @@ BitOrder: TypeAlias = Literal["plaid", "big", "little"]
 _EPS = 1e-12  # of torch.nn.functional.normalize
 _HELD_OUT = 50_000  # tokens that buckets are taken from, at most, and one in 20
 _EACH = 256  # tokens for each centroid that k-means looks at, at most
+_QUERY = 64  # rows that look for their centroid as one query
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -150,9 +152,9 @@ class ResidualCodec:
         codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         residuals = torch.empty((len(rows), self.width), dtype=torch.uint8, device=rows.device)
         centroids = self.centroids.float()
-        for part in parts(len(rows), max(len(centroids), self.d)):
+        for part in parts(len(rows), self.d):
             x = rows[part].float().nan_to_num(0)
-            codes[part] = nearest = (x @ centroids.t()).argmax(-1)
+            codes[part] = nearest = _nearest(x, centroids)
             off = x - centroids[nearest]
             residuals[part] = self._packed(torch.bucketize(off, self.cutoffs))  # one that equals a cutoff is below it
         return codes.view(shape), residuals.view(*shape, self.width)
@@ -294,7 +296,7 @@ class ResidualCodec:
         count = n_centroids or 1 << max(0, (int(16 * len(rows) ** 0.5)).bit_length() - 1)
         centroids = _k_means(rows[seen[: _EACH * count]].float(), min(count, len(seen)), iterations, generator)
         kept = centroids.half().float()
-        residuals = torch.cat([held[p] - kept[(held[p] @ kept.t()).argmax(-1)] for p in parts(len(held), len(kept))])
+        residuals = torch.cat([held[p] - kept[_nearest(held[p], kept)] for p in parts(len(held), held.shape[1])])
         n = 2**nbits
         quantiles = _quantiles(residuals.flatten(), torch.arange(1, 2 * n, dtype=torch.float64) / (2 * n))
         return cls(centroids.half(), quantiles[0::2].clone(), quantiles[1::2].clone(), bit_order)
@@ -312,13 +314,24 @@ def reversed_bits(x: Tensor, nbits: int) -> Tensor:
     return found
 
 
+def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
+    """The centroid that each row has the largest product with: the winner among the tokens of one document."""
+    whole = len(rows) // _QUERY * _QUERY
+    queries = rows[:whole].view(-1, _QUERY, rows.shape[1]), rows[whole:].unsqueeze(0)
+    found = [
+        lik.maxsim_fwd(Q, centroids.unsqueeze(0), None, None, None, False, torch.int32, "auto")[1].flatten()
+        for Q in queries
+    ]
+    return torch.cat(found)
+
+
 def _k_means(rows: Tensor, count: int, iterations: int, generator: torch.Generator) -> Tensor:
     """Unit centroids: each the direction of the sum of the rows that it has the largest product with."""
     centroids = F.normalize(rows[:count], dim=-1)  # of rows in random order
     for _ in range(iterations):
         sums, members = torch.zeros_like(centroids), torch.zeros(count, device=rows.device)
-        for part in parts(len(rows), max(count, rows.shape[1])):
-            nearest = (rows[part] @ centroids.t()).argmax(-1)
+        for part in parts(len(rows), rows.shape[1]):
+            nearest = _nearest(rows[part], centroids)
             sums.index_add_(0, nearest, rows[part])
             members += torch.bincount(nearest, minlength=count)
         # One that no row is near to begins again where another row is.

@@ -1,6 +1,7 @@
 """The table of tiles: it covers every call, and what decides the bits of a score does not depend on the batch."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def test_tiles_of_a_rule_ascend():
         sizes = [(tile.rows, tile.documents) for tile in rule.tiles]
         assert sizes == sorted(set(sizes)), rule
         assert rule.tiles[-1].documents > 2**32
+
+
+@pytest.mark.parametrize(("documents", "stages"), [(300, 4), (1_000, 2), (100_000, 3)])
+def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
+    arch = ARCHITECTURES["sm_90"]
+    h100 = replace(arch, gpu="NVIDIA H100 80GB HBM3")
+    launch = forward_configs.forward(
+        arch, torch.bfloat16, 1, 32, 128, candidates=False, normalize=False, wide=0, tf32=False, documents=documents
+    )
+    assert forward_configs.paced(launch, h100, documents) == replace(launch, num_stages=stages)
+    assert forward_configs.paced(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
+    assert forward_configs.paced(launch, replace(h100, measured=FORWARD[:1]), documents) == launch  # a user's table
+    queries = _forward(arch, torch.bfloat16, 4, 32, 128, False)
+    assert forward_configs.paced(queries, h100, documents) == queries
 
 
 def _lying(D, how):

@@ -57,7 +57,7 @@ def _built_in(device: torch.device) -> Architecture:
         name = f"sm_{properties.major}{properties.minor}"
         shared_memory = properties.shared_memory_per_block_optin
         found = ARCHITECTURES.get(name, Architecture(name, shared_memory))
-    return replace(found, processors=properties.multi_processor_count)
+    return replace(found, processors=properties.multi_processor_count, gpu=properties.name)
 
 
 def on_device(device: torch.device):

@@ -120,6 +120,7 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
     """How the plain kernel computes a call."""
     candidates = D.dim() == 4
     Nq, K, Lq, Ld = sizes(Q, D)
+    documents = K * (Nq if candidates else 1)
     launch = forward_configs.forward(
         arch,
         Q.dtype,
@@ -130,7 +131,7 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
         normalize=normalize,
         wide=wide_of(Q, D),
         tf32=allow_tf32(),
-        documents=K * (Nq if candidates else 1),
+        documents=documents,
         argmax=argmax,
     )
     reads_tiles = arch.has_descriptors and describable(D)
@@ -138,6 +139,8 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
         launch = forward_configs.with_winners(launch, reads_tiles)
     elif not reads_tiles:
         launch = launch.visiting()
+    else:
+        launch = forward_configs.paced(launch, arch, documents)
     if Ld < launch.config.BN:
         launch = replace(launch, config=launch.config._replace(PACKED=True))
     return Plain(launch, arch, reads_tiles)

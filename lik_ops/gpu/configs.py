@@ -24,6 +24,7 @@ class Architecture:
     registers: int | None = None  # of a thread, where ptxas must be told its limit or spills to run more warps
     measured: tuple[Rule, ...] = field(default=(), compare=False)  # of a table made by `lik_ops.tune`: they come first
     processors: int = field(default=1, compare=False)  # multiprocessors of a device
+    gpu: str = field(default="", compare=False)  # its name
 
     @property
     def unit(self) -> str:

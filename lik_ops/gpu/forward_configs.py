@@ -19,6 +19,7 @@ from .forward_table import ANY, FORWARD, Tile
 
 SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
 _PROCESSORS = 132  # of an H100 or H200
+_SOME = 3_000  # documents of one query, beyond which an H100 is busy for long
 # Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
 RESIDENT = 8 * _PROCESSORS
 LEAST_SLOT = 16  # rows of a query of ragged layouts
@@ -112,6 +113,13 @@ def forward(
         SPLIT=splits,
     )
     return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
+
+
+def paced(launch: Launch, arch: Architecture, documents: int) -> Launch:
+    """The forward of scores alone. An H100 is faster with fewer programs that each ask further ahead: its memory is
+    slower than that of the H200, which the table was measured on."""
+    few = launch.config.TOKENS_FIRST and launch.num_stages == 1 and not arch.measured
+    return replace(launch, num_stages=2 if documents <= _SOME else 3) if few and "H100" in arch.gpu else launch
 
 
 def with_winners(launch: Launch, reads_tiles: bool) -> Launch:

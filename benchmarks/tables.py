@@ -375,22 +375,76 @@ def long(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table(['documents', *names, 'of the rate of read'], rows)}"
 
 
+def _cases(name: str, names: tuple[str, ...], note: str, results: Path, packages: tuple[str, ...] = ()) -> str:
+    """Milliseconds of each case of a result that has contenders and a goal."""
+    document = load(name, results)
+    rows = []
+    for r in document["records"]:
+        case = [r["case"]["name"], *([shape(r["case"])] if "Nq" in r["case"] else [])]
+        rows.append([*case, *of_results(r["results"], names, 1, 3), number(r["goal_ms"], 3)])
+    shapes = ["shape"] if "Nq" in document["records"][0]["case"] else []
+    text = f"{machine(document, 'torch', 'triton', *packages)}. Median device milliseconds on a flushed L2 cache{note}"
+    return f"{text}\n\n{table(['case', *shapes, *names, 'goal'], rows)}"
+
+
 def soft(results: Path = RESULTS) -> str:
-    document, names = load("soft", results), (OURS, "hard", "compiled", "eager")
+    note = ". `hard`: `lik_ops.maxsim`; the others are the formula in plain torch."
+    return _cases("soft", (OURS, "hard", "compiled", "eager"), note, results)
+
+
+def chamfer(results: Path = RESULTS) -> str:
+    return _cases("chamfer", (OURS, COLUMNS[2], "eager"), ".", results, COLUMNS[2:3])
+
+
+def head(results: Path = RESULTS) -> str:
+    names, note = (
+        (OURS, "by hand", COLUMNS[1], "unfused", "linear", "read"),
+        (
+            ". `by hand`: `F.linear`, `F.normalize` and `lik_ops.maxsim`; `unfused`: tokens first, as where winners are"
+            " wanted; `linear`, `read`: the linear layer alone, the hidden states read once."
+        ),
+    )
+    return _cases("head", names, note, results, COLUMNS[1:2])
+
+
+def residual(results: Path = RESULTS) -> str:
+    document, names = load("residual", results), ("codes", "codes, search", "decoded", COLUMNS[1])
     rows = [
-        [r["case"]["name"], shape(r["case"]), *of_results(r["results"], names, 1, 3), number(r["goal_ms"], 2)]
+        [
+            r["row"]["name"],
+            str(r["row"]["nbits"]),
+            *(number(r["ms"].get(n), 4) for n in names),
+            number(r["row"]["goal"], 3),
+        ]
         for r in document["records"]
     ]
     text = (
-        f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache. `hard`:"
-        " `lik_ops.maxsim`; the others are the formula in plain torch."
+        f"{machine(document, 'torch', 'triton', COLUMNS[1])}. Median device milliseconds on a flushed L2 cache."
+        " `codes`: `maxsim` of codes, `codes, search` `retrieve`; `decoded`: `maxsim` of the tokens in bf16."
     )
-    return f"{text}\n\n{table(['case', 'shape', *names, 'goal'], rows)}"
+    return f"{text}\n\n{table(['case', 'bits', *names, 'goal'], rows)}"
+
+
+def staged(results: Path = RESULTS) -> str:
+    document, rows = load("staged", results), []
+    for r in document["records"]:
+        for name, of in r.get("searches", {}).items():
+            ms = [number(of.get(f"ms{n}"), 2) for n in (1, 64)]
+            rows.append([r["case"]["name"], name, *ms, f"{of['recall']:.3f}", f"{of['recall_codes']:.3f}"])
+    text = (
+        f"{machine(document, 'torch', 'triton', 'fast-plaid')}. Median milliseconds of whole calls by the wall clock."
+        " Recall at 10: of what full precision finds, and of what all codes find."
+    )
+    return f"{text}\n\n{table(['documents', 'search', '1 query', '64 queries', 'recall', 'of codes'], rows)}"
 
 
 BLOCKS = {
     "long": long,
     "soft": soft,
+    "chamfer": chamfer,
+    "head": head,
+    "residual": residual,
+    "staged": staged,
     "formats": formats,
     "fidelity": fidelity,
     "forward": forward,

@@ -147,6 +147,12 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
         target[..., full, :rest, :, :].copy_(source[..., full * group :, :, :])
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Of matrices or batches of them, in their own dtype: a region of autocast casts products without an `out`."""
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
+    return multiply(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """``max(||row||, eps)`` as ``[..., 1]``."""
     if rows.device.type == "cpu":

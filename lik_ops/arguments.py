@@ -110,6 +110,20 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
+def check_dtype(op: str, name: str, dtype: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is one that tokens may have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype)
+        raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+
+
+def check_floats(op: str, name: str, x: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is a dense tensor of such a dtype."""
+    check_tensor(op, name, x)
+    check_strided(op, name, x)
+    check_dtype(op, name, x.dtype)
+
+
 def _has_rank(t: Tensor, shape: str) -> bool:
     rank = shape.count(",") + 1
     return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank

@@ -191,6 +191,4 @@ def maxsim_cross_entropy(
         labels = ready.round.columns(0).start + cross_entropy.default_labels(Q, D)
     options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
     losses = RingCrossEntropy.apply(*ready.tensors, labels, options)
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
+    return cross_entropy.reduced(losses, labels, ignore_index, reduction)

@@ -3,6 +3,7 @@
 Gradients are summed as those of MaxSim: a point's differences to those that chose it are rows that won it.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import (
-    DTYPES,
     INDEX_DTYPES,
     check_choice,
+    check_dtype,
     check_strided,
     check_tensor,
     same_size,
@@ -51,8 +52,7 @@ class Clouds(NamedTuple):
             if X.dim() != 3 and not (one and X.dim() == 2):
                 expected = f"[{points}, d] or " * one + f"[B, {points}, d]"
                 raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(X)}")
-            if X.dtype not in DTYPES:
-                raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {X.dtype}")
+            check_dtype(op, name, X.dtype)
         self._check_alike(op)
         for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
             if n is not None:
@@ -184,6 +184,6 @@ def _backward(ctx, of_P, _, of_R, __):
 
 chamfer_fwd.register_autograd(_backward, setup_context=_setup)
 chamfer_bwd.register_autograd(no_double_backward("chamfer_distance"))
-chamfer_fwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(chamfer_fwd, 4, info, in_dims, *args))
-chamfer_bwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(chamfer_bwd, 6, info, in_dims, *args))
+chamfer_fwd.register_vmap(partial(batching.one_by_one, chamfer_fwd, 4))
+chamfer_bwd.register_vmap(partial(batching.one_by_one, chamfer_bwd, 6))
 document_bodies(chamfer_fwd, chamfer_bwd)

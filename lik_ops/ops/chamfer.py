@@ -126,7 +126,7 @@ class _Given(NamedTuple):
     nearest: Tensor
     nearest_R: Tensor
 
-    def check(self, metric: str, needs: list[bool]) -> None:
+    def check(self, metric: str) -> None:
         """Raise ValueError or TypeError, naming the argument, unless all fit together."""
         Clouds(self.P, self.R, None, None).check(_BWD)
         check_choice(_BWD, "metric", metric, METRICS)
@@ -152,7 +152,7 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     winners. `needs` says which of the two are wanted; the other has size [0].
     """
     x, (metric, needs) = _Given(*args[:6]), args[6:]
-    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric, needs)
+    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric)
     functional.reject_forward_ad(*x[:4])
     return backend.backward_chamfer(*x, metric, list(needs))
 
@@ -160,7 +160,7 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
 @chamfer_bwd.register_fake
 def _(*args):
     x, (metric, needs) = _Given(*args[:6]), args[6:]
-    x.check(metric, needs)
+    x.check(metric)
     return tuple(X.new_empty(X.shape if need else (0,)) for X, need in zip((x.P, x.R), needs, strict=True))
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import (
-    INDEX_DTYPES,
     check_choice,
     check_dtype,
+    check_indices,
     check_strided,
     check_tensor,
     same_size,
@@ -56,7 +56,8 @@ class Clouds(NamedTuple):
         self._check_alike(op)
         for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
             if n is not None:
-                self._check_lengths(op, name, n)
+                clouds = list(self.P.shape[:-2])
+                check_indices(op, name, n, clouds, str(clouds), self.P.device, of="P")
 
     def _check_alike(self, op: str) -> None:
         P, R = self.P, self.R
@@ -71,20 +72,6 @@ class Clouds(NamedTuple):
             same_size(R.shape[axis], P.shape[axis], lambda: expected)
         if isinstance(P.shape[-1], int) and P.shape[-1] < 1:
             raise ValueError(f"{op}: P: expected d >= 1, got {shape_of(P)}")
-
-    def _check_lengths(self, op: str, name: str, n: Any) -> None:
-        check_tensor(op, name, n)
-        check_strided(op, name, n)
-        if n.dtype not in INDEX_DTYPES:
-            raise TypeError(f"{op}: {name}: expected int32 or int64, got {n.dtype}")
-        if n.device != self.P.device:
-            raise ValueError(f"{op}: {name}: expected the device of P, {self.P.device}, got {n.device}")
-        clouds = list(self.P.shape[:-2])
-        message = f"{op}: {name}: expected {clouds}, got {shape_of(n)}"
-        if n.dim() != len(clouds):
-            raise ValueError(message)
-        for found, size in zip(n.shape, clouds, strict=True):
-            same_size(found, size, lambda: message)
 
 
 @custom_op(add_op_namespace_prefix("chamfer_fwd"), _SCHEMA)

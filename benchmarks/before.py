@@ -1,12 +1,14 @@
 """What did changes do to speed and bits: this checkout beside an older one, on one GPU?
 
     git worktree add /tmp/old COMMIT
-    python benchmarks/before.py /tmp/old [--only pages] [--rounds 20] [--turns 3] [--out FILE]
+    python benchmarks/before.py /tmp/old [--only pages] [--rounds 20] [--turns 3] [--seconds 300] [--out FILE]
 
-Every row of forward.py, training.py and ragged.py that has only lik_ops in it, and searches. Each checkout runs in a
-process of its own, and they take turns at each row, so that the device's clock meets them alike. Median device times of
-calls that find the L2 cache flushed; `host_us` is what the host takes for a call of a small row. `same` says whether
-scores, winners and gradients have the same bits. The script fails where a row is slower, beyond `NOISE`, or differs.
+Every row of forward.py, training.py and ragged.py that has only lik_ops in it, searches, and tiny calls. Several
+processes compile first. Then each checkout runs in a process of its own, and they take turns at each row, so that the
+device's clock meets them alike. Median device times of calls that find the L2 cache flushed; `host_us` is the least
+that the host takes for a call of a small row. `same` says whether scores, winners and gradients have the same bits.
+Rows that seem slower than before are measured again, as long as there is time, and all their turns count. The script
+fails where a row is slower, beyond `NOISE`, or differs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +34,7 @@ import ragged
 import ragged_cases
 import ragged_contenders
 import torch
+import torch.nn.functional as F
 import training
 from torch import Tensor
 
@@ -39,16 +43,39 @@ import lik_ops
 NOISE = 1.02
 SMALL = 10**9  # operations of a call whose host time counts
 BEST = 100  # documents of a search
-SEARCHES = tuple(
-    common.Case(f"retrieve {Nq}x{Nd // 1000}k", Nq, Nd, 32, 180)
-    for Nq, Nd in ((1, 20_000), (16, 20_000), (64, 100_000))
+ROW_SECONDS = 20
+COMPILERS = 6  # processes of each checkout
+AGAIN = 4  # times that a row is measured again, at most
+SEARCHES = (
+    *(
+        common.Case(f"retrieve {Nq}x{Nd // 1000}k", Nq, Nd, 32, 180)
+        for Nq, Nd in ((1, 20_000), (16, 20_000), (64, 100_000))
+    ),
+    common.Case("tiny 8x100", 8, 100, 32, 64),
+)
+TINY = (
+    ("forward", common.Case("tiny 8x8 winners", 8, 8, 32, 64, what="winners")),
+    ("forward", common.Case("tiny 8x8 holes", 8, 8, 32, 64, mask="holes")),
+    ("forward", common.Case("tiny 8x8 normalize", 8, 8, 32, 64, normalize=True)),
+    ("training", training.Case("tiny 8x8", 8, 8, 32, 64)),
+    ("ragged", ragged.Case("tiny 8x8", 8, 8, 32, 64, mean_q=0.6)),
+    ("ragged", ragged.Case("tiny 8x8 candidates", 8, 8, 32, 64, K=8)),
+    ("ragged", ragged.Case("tiny 8x8 step", 8, 8, 32, 64, mean_q=0.6, what="step")),
 )
 ROWS: tuple[tuple[str, Any], ...] = (
+    *TINY,
     *(("forward", case) for case in forward.CASES),
     *(("training", case) for case in training.CASES),
     *(("ragged", case) for case in ragged.CASES),
     *(("retrieve", case) for case in SEARCHES),
 )
+
+
+def is_small(case: Any) -> bool:
+    pairs = case.Nq * case.Nd
+    if isinstance(case, ragged.Case):
+        pairs = case.P or case.Nq * (case.K or case.Nd)
+    return 2 * pairs * case.Lq * case.Ld * case.d < SMALL
 
 
 def call_of(kind: str, case: Any, device: str = "cuda") -> Callable[[], object]:
@@ -66,12 +93,37 @@ def call_of(kind: str, case: Any, device: str = "cuda") -> Callable[[], object]:
 
 
 def digest(found: object) -> str:
-    """Of the bits of tensors."""
+    """Of the bits of tensors: a sum of their words, each times an odd number of its own, on their device."""
     tensors = [found] if isinstance(found, Tensor) else [t for t in found if isinstance(t, Tensor)]  # type: ignore
     total = hashlib.sha256()
     for x in tensors:
-        total.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+        data = x.detach().contiguous().flatten().view(torch.uint8)
+        words = F.pad(data, (0, -len(data) % 8)).view(torch.int64)
+        total.update(f"{tuple(x.shape)} {x.dtype}".encode())
+        for part in words.split(2**24):
+            n = torch.arange(len(part), device=x.device)
+            factors = (n ^ (n << 13)).mul_(-7046029254386353131).bitwise_or_(1)
+            total.update(str(int((part * factors).sum())).encode())
     return total.hexdigest()
+
+
+def made(n: int) -> Callable[[], object]:
+    torch.cuda.empty_cache()
+    return call_of(*ROWS[n])
+
+
+def with_gradients(n: int) -> torch.set_grad_enabled:
+    kind, case = ROWS[n]
+    return torch.set_grad_enabled(kind == "training" or case.what == "step")
+
+
+def compile_all(rows: list[int]) -> None:
+    for n in rows:
+        try:
+            with with_gradients(n), gpu.time_limit(ROW_SECONDS):
+                made(n)()
+        except (Exception, gpu.TooSlowError):
+            continue  # its turn will say why
 
 
 def serve(rounds: int) -> None:
@@ -80,56 +132,104 @@ def serve(rounds: int) -> None:
     ready: tuple[int, Callable[[], object]] = -1, dict
     for line in sys.stdin:
         n = int(line)
-        kind, case = ROWS[n]
-        with torch.set_grad_enabled(kind == "training" or case.what == "step"):
-            try:
+        try:
+            with with_gradients(n), gpu.time_limit(ROW_SECONDS):
                 if ready[0] != n:
-                    ready = n, call_of(kind, case)
+                    ready = -1, dict  # its memory goes first
+                    ready = n, made(n)
                 found: dict[str, object] = {"bits": digest(ready[1]()), "ms": timer(ready[1])}
-                if case.operations < SMALL:
-                    found["host_us"] = gpu.host_microseconds(ready[1], 300)
-            except Exception as failure:
-                found = {"failed": gpu.reason(failure)}
+                if is_small(ROWS[n][1]):
+                    found["host_us"] = min(gpu.host_microseconds(ready[1], 50) for _ in range(8))
+        except (Exception, gpu.TooSlowError) as failure:
+            found = {"failed": gpu.reason(failure)}
         print(json.dumps(found), flush=True)
 
 
 class Checkout:
-    """A process that scores with the lik_ops of a folder."""
+    """Processes that score with the lik_ops of a folder."""
 
     def __init__(self, folder: Path, rounds: int) -> None:
-        command = [sys.executable, __file__, str(folder), "--serve", "--rounds", str(rounds)]
-        environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self.folder = folder.resolve()
+        self.process = self._started("--serve", "--rounds", str(rounds))
+
+    def _started(self, *arguments: str) -> subprocess.Popen:
+        command = [sys.executable, __file__, str(self.folder), *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def compilers(self, rows: list[int]) -> list[subprocess.Popen]:
+        parts = [rows[first::COMPILERS] for first in range(COMPILERS)]
+        return [self._started("--compile", ",".join(map(str, part))) for part in parts if part]
 
     def row(self, n: int) -> dict:
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(n, file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
+        try:
+            print(n, file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        return json.loads(line) if line else {"failed": "its process ended"}
+
+    def commit(self) -> str:
+        """What it is, or where, if git does not know it."""
+        git = ["git", "-C", str(self.folder), "rev-parse", "HEAD"]
+        known = (self.folder / ".git").exists()
+        return (subprocess.run(git, capture_output=True, text=True).stdout.strip() if known else "") or str(self.folder)
+
+
+def compile_first(checkouts: tuple[Checkout, Checkout], rows: list[int], seconds: float) -> None:
+    """What is not compiled by then is compiled where it is measured."""
+    end = time.monotonic() + seconds
+    processes = [process for checkout in checkouts for process in checkout.compilers(rows)]
+    for process in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+Turns = tuple[list[dict], list[dict]]  # of the older and of this checkout
+
+
+def measure(checkouts: tuple[Checkout, Checkout], n: int, turns: int, found: Turns) -> dict:
+    """A record of a row, of so many more turns; who begins changes."""
+    for turn in range(turns):
+        for at in ((0, 1), (1, 0))[turn % 2]:
+            found[at].append(checkouts[at].row(n))
+    return joined(*ROWS[n], *found)
 
 
 def joined(kind: str, case: Any, old: list[dict], new: list[dict]) -> dict:
     """A record of a row from what both checkouts found in their turns."""
-    record: dict[str, Any] = {"kind": kind, "case": asdict(case)}
+    record: dict[str, Any] = {"kind": kind, "case": asdict(case), "turns": len(new)}
     failed = [found["failed"] for found in (*old, *new) if "failed" in found]
     if failed:
         return record | {"failed": failed[0]}
-    for what in ("ms", "host_us"):
+    for what, typical in (("ms", statistics.median), ("host_us", min)):
         if what in new[0]:
-            times = {name: statistics.median(x[what] for x in turns) for name, turns in (("old", old), ("new", new))}
+            times = {name: typical([x[what] for x in turns]) for name, turns in (("old", old), ("new", new))}
             record[what] = times | {"ratio": times["new"] / times["old"]}
     return record | {"same": len({found["bits"] for found in (*old, *new)}) == 1}
 
 
+def is_slower(record: dict) -> bool:
+    return any(record[what]["ratio"] > NOISE for what in ("ms", "host_us") if what in record)
+
+
 def verdict(records: list[dict]) -> list[str]:
     """The rows that are slower than before, that differ, or that failed."""
-    found = []
-    for r in records:
-        slower = any(r[what]["ratio"] > NOISE for what in ("ms", "host_us") if what in r)
-        if "failed" in r or slower or not r["same"]:
-            found.append(f"{r['kind']}, {r['case']['name']}")
-    return found
+    wrong = [r for r in records if "failed" in r or is_slower(r) or not r["same"]]
+    return [f"{r['kind']}, {r['case']['name']}" for r in wrong]
+
+
+def report(r: dict) -> None:
+    times = [
+        f"{what} {r[what]['old']:9.4f} -> {r[what]['new']:9.4f} ({r[what]['ratio']:.3f})"
+        for what in ("ms", "host_us")
+        if what in r
+    ]
+    differ = "" if r.get("same", True) else "BITS DIFFER"
+    print(f"{r['kind']:9} {r['case']['name']:26}", r.get("failed") or "  ".join(times), differ, flush=True)
 
 
 def main() -> None:
@@ -138,28 +238,36 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each turn (default 20)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each checkout (default 3)")
+    parser.add_argument("--seconds", type=float, default=300, help="start nothing after this time (default 300)")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/before.json)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.compile:
+        return compile_all([int(n) for n in args.compile.split(",")])
     if args.serve:
         return serve(args.rounds)
-    old, new = (Checkout(folder, args.rounds) for folder in (args.old, Path(__file__).resolve().parents[1]))
-    git = ["git", "-C", str(args.old), "rev-parse", "HEAD"]
-    before = subprocess.run(git, capture_output=True, text=True).stdout.strip() or str(args.old)
-    records: list[dict] = []
-    for n, (kind, case) in enumerate(ROWS):
-        if args.only not in case.name:
-            continue
-        turns = [(old.row(n), new.row(n)) for _ in range(args.turns)]
-        records.append(joined(kind, case, *map(list, zip(*turns, strict=True))))
-        r = records[-1]
-        times = {
-            what: "{old:.4f} -> {new:.4f} ({ratio:.3f})".format(**r[what]) for what in ("ms", "host_us") if what in r
-        }
-        print(f"{kind:9} {case.name:26}", r.get("failed") or times, "" if r.get("same") else "BITS DIFFER", flush=True)
-        common.write("before", records, path=args.out, old=before, rounds=args.rounds, turns=args.turns)
-    if wrong := verdict(records):
-        sys.exit(f"slower than before, or different: {'; '.join(wrong)}")
+    start = time.monotonic()
+    end = start + args.seconds
+    rows = [n for n, (_, case) in enumerate(ROWS) if args.only in case.name]
+    checkouts = Checkout(args.old, args.rounds), Checkout(Path(__file__).parents[1], args.rounds)
+    compile_first(checkouts, rows, args.seconds / 2)
+    print(f"compiled after {time.monotonic() - start:.0f} s")
+    found: dict[int, Turns] = {}
+    records: dict[int, dict] = {}
+    settings = {"old": checkouts[0].commit(), "rounds": args.rounds}
+    for again in range(1 + AGAIN):
+        for n in rows:
+            if time.monotonic() > end or (again and (n not in records or not is_slower(records[n]))):
+                continue
+            records[n] = measure(checkouts, n, args.turns, found.setdefault(n, ([], [])))
+            report(records[n])
+            common.write("before", list(records.values()), path=args.out, **settings)
+    if left := [ROWS[n][1].name for n in rows if n not in records]:
+        print("no time left for", ", ".join(left))
+    if wrong := verdict(list(records.values())):
+        sys.exit(f"{time.monotonic() - start:.0f} s; slower than before, or different: {'; '.join(wrong)}")
+    print(f"{time.monotonic() - start:.0f} s; nothing is slower than before, or different")
 
 
 if __name__ == "__main__":

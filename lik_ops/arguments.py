@@ -110,6 +110,20 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
+def check_dtype(op: str, name: str, dtype: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is one that tokens may have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype)
+        raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+
+
+def check_floats(op: str, name: str, x: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is a dense tensor of such a dtype."""
+    check_tensor(op, name, x)
+    check_strided(op, name, x)
+    check_dtype(op, name, x.dtype)
+
+
 def _has_rank(t: Tensor, shape: str) -> bool:
     rank = shape.count(",") + 1
     return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank
@@ -151,15 +165,18 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
             same_size(found, size, message)
 
 
-def check_indices(op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device) -> None:
-    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `spelled` says."""
+def check_indices(
+    op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
+) -> None:
+    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `spelled` says, on the
+    device of `of`."""
     check_tensor(op, name, x)
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
     check_strided(op, name, x)
     _check_sizes(x, expected, lambda: f"{op}: {name}: expected {spelled}, got {shape_of(x)}")
     if x.device != device:
-        raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {x.device}")
+        raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
 
 
 def check_cu_seqlens(op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]") -> None:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from .arguments import DTYPES, INDEX_DTYPES, check_choice, check_count, check_strided, check_tensor, kind_of, shape_of
+from .arguments import (
+    DTYPES,
+    INDEX_DTYPES,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_strided,
+    check_tensor,
+    kind_of,
+    shape_of,
+)
 from .formats import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
 from .residual import ResidualCodec
 
@@ -78,9 +88,7 @@ class Quantized:
         if self.data.dtype != kept.dtype:
             raise TypeError(f"{op}: data: expected {kept.dtype} for {self.format}, got {self.data.dtype}")
         check_count(op, "d", self.d, 1)
-        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
-            found = self.dtype if isinstance(self.dtype, torch.dtype) else kind_of(self.dtype)
-            raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
+        check_dtype(op, "dtype", self.dtype)
         if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
             raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {shape_of(self.data)}")
         tokens = self.data.shape[:-1]

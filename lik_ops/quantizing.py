@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from .arguments import DTYPES, check_choice, check_cu_seqlens, check_mask, check_strided, check_tensor, shape_of
+from .arguments import check_choice, check_cu_seqlens, check_floats, check_mask, shape_of
 from .formats import FORMATS, FormatName, Query, encoded, extremes, part_of, parts, scales_of
 from .quantized import Quantized
 from .residual import ResidualCodec
@@ -147,10 +147,7 @@ class Bounds:
 
 
 def _check(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: Any) -> None:
-    check_tensor(op, "D", D)
-    check_strided(op, "D", D)
-    if D.dtype not in DTYPES:
-        raise TypeError(f"{op}: D: expected float16, bfloat16, float32 or float64, got {D.dtype}")
+    check_floats(op, "D", D)
     if isinstance(format, ResidualCodec):
         check_choice(op, "scale", scale, ("token",))
         if D.dim() < 2 or (D.shape[-1], D.device) != (format.d, format.centroids.device):

@@ -20,6 +20,7 @@ from .arguments import (
     check_choice,
     check_count,
     check_flag,
+    check_floats,
     check_strided,
     check_tensor,
     kind_of,
@@ -216,10 +217,7 @@ class ResidualCodec:
             raise ValueError(f"{op}: residuals: expected {expected}, got {shape_of(residuals)}")
 
     def _check_tokens(self, op: str, tokens: Any) -> None:
-        check_tensor(op, "tokens", tokens)
-        check_strided(op, "tokens", tokens)
-        if tokens.dtype not in DTYPES:
-            raise TypeError(f"{op}: tokens: expected float16, bfloat16, float32 or float64, got {tokens.dtype}")
+        check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] != self.d:
             raise ValueError(f"{op}: tokens: expected [..., {self.d}], got {shape_of(tokens)}")
         if tokens.device != self.centroids.device:
@@ -272,10 +270,7 @@ class ResidualCodec:
             ValueError: a shape or option is wrong, or no token is finite.
         """
         op = "ResidualCodec.train"
-        check_tensor(op, "tokens", tokens)
-        check_strided(op, "tokens", tokens)
-        if tokens.dtype not in DTYPES:
-            raise TypeError(f"{op}: tokens: expected float16, bfloat16, float32 or float64, got {tokens.dtype}")
+        check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] < 1:
             raise ValueError(f"{op}: tokens: expected [..., d], got {shape_of(tokens)}")
         if not isinstance(nbits, int) or nbits not in (1, 2, 4, 8):

@@ -40,11 +40,11 @@ def forward_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, b
     return scores, argmax if D.dim() == 4 else argmax.transpose(0, 1), None, None
 
 
-def backward_arguments(args: tuple, unified: bool) -> tuple:
+def backward_arguments(args: tuple, n: int) -> tuple:
     """Those of a backward of documents as they are, with these as int8."""
     grad_scores, Q, D, argmax, q_mask, _, q_weight, normalize, needs = args
     made = lik_ops.quantize(D, "int8")
-    return grad_scores, Q, made.data, made.scale, argmax, q_mask, q_weight, normalize, unified, needs
+    return grad_scores, Q, made.data, made.scale, argmax, q_mask, q_weight, normalize, n % 2 > 0, needs
 
 
 def backward_reference(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs) -> tuple:

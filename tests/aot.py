@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton import (
     backward_disjoint,
@@ -58,7 +52,8 @@ from lik_ops.csrc_triton.backward_arguments import (
 from lik_ops.formats import INT8_QUERIES
 from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward, soft_configs
 from lik_ops.gpu.configs import Architecture, Launch, next_power_of_2
-from lik_ops.gpu.triton_versions import compile_options
+
+from .machine_code import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 # Of quantised documents: `Config.STORED`.
@@ -477,65 +472,6 @@ def fingerprint(case: Case, arch: Architecture) -> str:
     """What the compiler is given: equal where two cases compile to the same kernel."""
     src, launch = source(case, arch)
     return repr((case.kernel, arch.name, launch.options(arch), src.signature, src.constants, sorted(src.attrs)))
-
-
-def target(arch: Architecture) -> GPUTarget:
-    if arch.is_amd:
-        return GPUTarget("hip", arch.name, arch.wavefront)
-    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wavefront)
-
-
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);")
-_SPILL = re.compile(r"\b(?:LDL|STL)\b")
-
-
-def _disassembled(cubin: bytes) -> tuple[int, list[tuple[int, str]]]:
-    """Registers of a thread, and the machine code: addresses with instructions."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = str(tool) if tool.exists() else shutil.which("cuobjdump")
-    assert path is not None, "Triton's wheel carries cuobjdump; neither it nor another was found"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        arguments = [path, "-res-usage", "-sass", file.name]
-        report = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
-    registers = int(re.search(r"REG:(\d+)", report).group(1))  # type: ignore[union-attr]
-    return registers, [(int(address, 16), text) for address, text in _INSTRUCTION.findall(report)]
-
-
-def cuda_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and how many instructions of the machine code touch local memory: spills.
-
-    The size of the stack will not do: a 64-bit division is a call, which takes 8 bytes of it.
-    """
-    registers, code = _disassembled(cubin)
-    return registers, sum(bool(_SPILL.search(text)) for _, text in code)
-
-
-def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
-    """The same of a kernel with specialised warps, of spills inside of loops: others happen once a program.
-
-    What takes or gives registers is in no loop: that from which warps are sent to their parts would count as one.
-
-    Args:
-        products: look at the inner loops that multiply alone, not at those over documents.
-    """
-    registers, code = _disassembled(cubin)
-    jumps = [(int(found.group(1), 16), at) for at, text in code if (found := re.search(r"\bBRA.* 0x([0-9a-f]+)", text))]
-    once = [at for at, text in code if "USETMAXREG" in text]
-    loops = [(to, at) for to, at in jumps if to < at and not any(to <= n <= at for n in once)]
-    if products:
-        multiply = [at for at, text in code if "GMMA" in text]
-        loops = [(to, end) for to, end in loops if any(to <= at <= end for at in multiply)]
-        loops = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    assert loops
-    repeated = (any(to <= at <= end for to, end in loops) for at, text in code if _SPILL.search(text))
-    return registers, sum(repeated)
-
-
-def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
-    """A kernel as `launcher` compiles it, by default with the four warps that most take."""
-    return triton.compile(source, target=target, options=compile_options(options or {"num_warps": 4}))
 
 
 def compile_for(case: Case, arch: Architecture) -> Compiled:

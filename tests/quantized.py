@@ -4,8 +4,10 @@ import dataclasses
 
 import torch
 
+from lik_ops import reference
 from lik_ops.formats import ALL, INT8_QUERIES, RESIDUAL, Stored, bucket_weights, decoded
 from lik_ops.gpu import backend
+from lik_ops.portable import backend as portable
 from lik_ops.segments import Ragged
 
 from .residual import quantize
@@ -131,3 +133,45 @@ def bounds_of(p, q, x, tokens, normalize):
     if normalize:
         bound = bound / q.norm(dim=1).clamp_min(1e-12)[:, None] / x.norm(dim=1).clamp_min(1e-12)
     return bound
+
+
+def dtypes(place):
+    return [dtype for dtype in place.dtypes if dtype != torch.float64]
+
+
+def assert_right(p, scores, argmax, normalize):
+    """Scores are within the rounding of the formula, and winners within that of the best."""
+    tokens, r, nothing = p.tokens(), p.r, torch.zeros(())
+    for i, j, at in p.meetings:
+        rows, part = p.part(i, j)
+        q, x = r.Q[rows].double(), tokens[part]
+        q_keep, x_keep = (None if m is None else m[n] for m, n in ((r.q_mask, rows), (r.d_mask, part)))
+        q, x = (y if m is None else torch.where(m[:, None], y, 0) for y, m in ((q, q_keep), (x, x_keep)))
+        weight = None if r.q_weight is None else r.q_weight[rows].double()
+        score, won = reference.maxsim_with_argmax(q, x, q_keep, x_keep, q_weight=weight, normalize=normalize)
+        if not score.isfinite() or not len(q) or not len(x):
+            assert scores[at].item() == score.item(), (i, j)
+            continue
+        off = bounds_of(p, q, x, part, normalize)
+        if x_keep is not None:
+            off = off.where(x_keep, 0)
+        off = off.amax(1)
+        counted = off if weight is None else off * weight.abs()
+        allowed = counted.where(q_keep, nothing.to(off)).sum() if q_keep is not None else counted.sum()
+        error = (scores[at].double() - score).abs() / (allowed + ROUNDING * score.abs() + 1e-30)
+        assert error <= 1, (i, j, float(scores[at]), float(score), float(error))
+        if argmax is None:
+            continue
+        found = p.winners(argmax, i, at).long()
+        assert torch.equal(found < 0, won < 0), (i, j)
+        if normalize:
+            q, x = (y / y.norm(dim=1, keepdim=True).clamp_min(1e-12) for y in (q, x))
+        S, kept = q @ x.T, won >= 0
+        gap = S.gather(1, won.clamp(min=0)[:, None]) - S.gather(1, found.clamp(min=0)[:, None])
+        assert (gap[kept, 0] <= 2 * off[kept]).all(), (i, j)
+
+
+def assert_near_portable(p, scores, normalize):
+    """NaN and infinities alike; how near the others are is looked at elsewhere."""
+    expected, _ = p.to("cpu").forward(portable, normalize)
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=0.05, equal_nan=True)

@@ -10,7 +10,7 @@ from lik_ops.formats import INT8_QUERIES
 from lik_ops.gpu.configs import ARCHITECTURES
 from lik_ops.gpu.triton_versions import release
 
-from .aot import Case, Compiled, compile_as_launched, compile_for, cuda_resources, knows, target
+from .aot import Case, Compiled, compile_for, knows
 from .aot_cases import (
     DOCUMENTS,
     FORWARD,
@@ -26,6 +26,7 @@ from .aot_cases import (
     TERMS,
     common_and_others,
 )
+from .machine_code import compile_as_launched, cuda_resources, target
 
 SUMS = (DOCUMENTS, PACKED, SHARED)
 MATRIX_KERNELS = (FORWARD, SPARSE, *SUMS)

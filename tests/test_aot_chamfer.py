@@ -9,7 +9,7 @@ from lik_ops.csrc_triton.arguments import Points, PointTerms
 from lik_ops.gpu import chamfer as launches
 from lik_ops.gpu.configs import ARCHITECTURES
 
-from .aot import compile_as_launched, cuda_resources, target
+from .machine_code import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _OF_P, _OF_R = launches.Side(4096, 128, 1), launches.Side(32, 1, 1)

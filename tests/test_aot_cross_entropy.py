@@ -9,7 +9,7 @@ from lik_ops.csrc_triton import cross_entropy
 from lik_ops.gpu.configs import ARCHITECTURES
 from lik_ops.gpu.cross_entropy import BLOCK, OPTIONS
 
-from .aot import compile_as_launched, cuda_resources, target
+from .machine_code import compile_as_launched, cuda_resources, target
 
 ARGUMENTS = {
     "count": {"count": "*i64", "rows": "i32"},

@@ -14,7 +14,7 @@ from lik_ops.gpu import head_configs
 from lik_ops.gpu.configs import ARCHITECTURES, Architecture, loads_vectors
 from lik_ops.gpu.triton_versions import release
 
-from .aot import _disassembled, compile_as_launched, cuda_resources, target
+from .machine_code import compile_as_launched, cuda_resources, disassembled, target
 from .test_aot import MATRIX_UNIT
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -117,7 +117,7 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
         assert MATRIX_UNIT.get(name, "mma.sync") in text, "not on the matrix unit"
     if name == "sm_90" and loads_vectors(case.width, case.wide):
         assert "cp.async.bulk.tensor" in text
-        code = [text for _, text in _disassembled(compiled.asm["cubin"])[1]]
+        code = [text for _, text in disassembled(compiled.asm["cubin"])[1]]
         products, waits = (sum(word in text for text in code) for word in ("GMMA", "WARPGROUP.DEPBAR"))
         assert waits <= products / 2, f"{waits} waits for {products} products: ptxas serialises them"
     return re.findall(r"nvidia_mma<(.*?)>", compiled.asm["ttgir"])

@@ -16,7 +16,8 @@ from lik_ops.csrc_triton.ring import tile_layout
 from lik_ops.gpu import choose, gluon_configs
 from lik_ops.gpu.triton_versions import release
 
-from .aot import Case, _queries, compile_as_launched, cuda_resources
+from .aot import Case, _queries
+from .machine_code import compile_as_launched, cuda_resources
 from .test_aot_specialized import SM_90, check
 
 TARGET = GPUTarget("cuda", 90, 32)

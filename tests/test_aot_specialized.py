@@ -17,7 +17,8 @@ from lik_ops.csrc_triton.arguments import Numbers, Output, Queries, Sizes
 from lik_ops.csrc_triton.ring import tile_layout
 from lik_ops.gpu import configs, gluon_configs
 
-from .aot import Case, _documents, _queries, compile_as_launched, cuda_resources, repeated_spills
+from .aot import Case, _documents, _queries
+from .machine_code import compile_as_launched, cuda_resources, repeated_spills
 
 SM_90 = configs.ARCHITECTURES["sm_90"]
 

@@ -8,7 +8,7 @@ from lik_ops.csrc_triton import topk
 from lik_ops.csrc_triton.arguments import Best, Candidates
 from lik_ops.gpu import topk as cuda_topk
 
-from .aot import compile_as_launched, cuda_resources
+from .machine_code import compile_as_launched, cuda_resources
 
 
 def source(X: Candidates, block: int, is_sorted: bool, kept: int) -> ASTSource:

@@ -4,12 +4,21 @@ import math
 
 import pytest
 import torch
-import torch.utils.flop_counter
 from torch.autograd import forward_ad, gradcheck
 
 import lik_ops
 from lik_ops import reference
 
+from .stack import (
+    assert_compiled_steps,
+    assert_derives_no_further,
+    assert_exported,
+    assert_same,
+    assert_vmap_is_a_loop,
+    flops,
+    losses,
+    step,
+)
 from .support import INTERPRETING, PLACES
 
 metrics = pytest.mark.parametrize("metric", ["sqeuclidean", "l1"])
@@ -267,72 +276,50 @@ def test_fitting_a_cloud_goes_as_with_the_formula(device, metric):
     def fit(distance):
         torch.manual_seed(0)
         P = torch.randn(1, 40, 3, device=device, requires_grad=True)
-        R, losses = torch.randn(1, 50, 3, device=device), []
-        optimizer = torch.optim.SGD([P], lr=0.5)
-        for _ in range(10 if INTERPRETING else 100):
-            loss = distance(P, R, metric=metric).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+        R = torch.randn(1, 50, 3, device=device)
+        steps = 10 if INTERPRETING else 100
+        return losses(lambda: distance(P, R, metric=metric).sum(), [P], lr=0.5, steps=steps)
 
     found, expected = fit(lik_ops.chamfer_distance), fit(reference.chamfer_distance)
     assert found[-1] < found[0] * (1 if INTERPRETING else 0.8)
     assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True))
 
 
-def gradients(function, P, R, lengths):
-    p, r = P.detach().requires_grad_(), R.detach().requires_grad_()
-    function(p, r, r_lengths=lengths).sum().backward()
-    return p.grad, r.grad
-
-
 @pytest.mark.skipif(INTERPRETING, reason="what is compiled is not the kernels")
 def test_compiled_steps_have_the_bits_of_eager_ones(device):
     given = *clouds(30, 40, 3, device), torch.tensor([40, 11], device=device)
-    compiled = torch.compile(lik_ops.chamfer_distance, backend="aot_eager", fullgraph=True)
-    for a, b in zip(gradients(compiled, *given), gradients(lik_ops.chamfer_distance, *given), strict=True):
-        assert torch.equal(a, b)
-
-
-class Distance(torch.nn.Module):
-    def forward(self, P, R, lengths):
-        return lik_ops.chamfer_distance(P, R, metric="l1", r_lengths=lengths)
+    assert_compiled_steps(lambda P, R, lengths: lik_ops.chamfer_distance(P, R, r_lengths=lengths), given)
 
 
 def test_it_exports_with_every_size_dynamic():
-    from torch.export import Dim
+    def function(P, R, lengths):
+        return lik_ops.chamfer_distance(P, R, metric="l1", r_lengths=lengths)
 
-    shapes = {"P": dict.fromkeys(range(3), Dim.DYNAMIC), "R": dict.fromkeys(range(3), Dim.DYNAMIC)}
     given = *clouds(30, 40, 5, "cpu"), torch.tensor([40, 11])
-    program = torch.export.export(Distance(), given, dynamic_shapes=shapes | {"lengths": {0: Dim.DYNAMIC}})
-    given = *clouds(7, 9, 3, "cpu", B=4), torch.tensor([9, 0, 3, 4])
-    assert torch.equal(program.module()(*given), Distance()(*given))
+    others = *clouds(7, 9, 3, "cpu", B=4), torch.tensor([9, 0, 3, 4])
+    assert_exported(function, given, others, "chamfer_fwd")
 
 
 def test_vmap_is_a_loop(device):
     P, R = torch.randn(3, 2, 20, 3, device=device), torch.randn(2, 25, 3, device=device)
-    found = torch.func.vmap(lik_ops.chamfer_distance, in_dims=(0, None))(P, R)
-    assert torch.equal(found, torch.stack([lik_ops.chamfer_distance(x, R) for x in P]))
+    assert_vmap_is_a_loop(lik_ops.chamfer_distance, (P, R), (0, None))
 
 
 def test_what_it_cannot_derive_raises(device):
     P, R = clouds(6, 5, 3, device)
-    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate chamfer_distance"):
-        torch.func.grad(lambda P: lik_ops.chamfer_distance(P, R).sum())(P)
-    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate chamfer_distance"):
-        torch.func.jvp(lambda P: lik_ops.chamfer_distance(P, R), (P,), (P,))
+    assert_derives_no_further(lambda P: lik_ops.chamfer_distance(P, R), P, "chamfer_distance")
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         lik_ops.chamfer_distance(forward_ad.make_dual(P, P), R)
-    leaf = P.detach().requires_grad_()
-    (first,) = torch.autograd.grad(lik_ops.chamfer_distance(leaf, R).sum(), leaf, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no double backward"):
-        first.sum().backward()
+
+
+@pytest.mark.parametrize("d", [3, 20])
+def test_autocast_changes_nothing(device, d):
+    given = clouds(30, 40, d, device)
+    expected = step(lik_ops.chamfer_distance, given)
+    with torch.autocast(device, torch.bfloat16):
+        assert_same(step(lik_ops.chamfer_distance, given), expected)
 
 
 def test_flops_are_those_of_its_distances(device):
-    P, R = clouds(30, 40, 3, device)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        lik_ops.chamfer_distance(P, R)
-    assert counter.get_total_flops() == 3 * 2 * 30 * 40 * 3
+    forward, _ = flops(lik_ops.chamfer_distance, *clouds(30, 40, 3, device))
+    assert forward == 3 * 2 * 30 * 40 * 3

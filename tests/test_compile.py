@@ -13,6 +13,8 @@ from torch._inductor.utils import run_and_get_code
 
 import lik_ops
 
+from .stack import Compilations
+
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODES = ["default", "reduce-overhead", pytest.param("max-autotune", marks=pytest.mark.slow)]
@@ -91,24 +93,18 @@ def test_compiled_gradients_have_the_bits_of_eager_ones(name, mode, device):
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("maxsim unified", "operator")])
 def test_one_dynamic_compilation_serves_all_sizes(name, dynamic, candidates):
     """With ``dynamic=None`` torch takes the first sizes for fixed, and compiles for any when the second come."""
-    compilations = 0
-
-    def backend(module, inputs):
-        nonlocal compilations
-        compilations += 1
-        return module.forward
-
-    compiled = torch.compile(FUNCTIONS[name], backend=backend, fullgraph=True, dynamic=dynamic)
+    compilations = Compilations()
+    compiled = torch.compile(FUNCTIONS[name], backend=compilations, fullgraph=True, dynamic=dynamic)
     for sizes in ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 8, 3), (4, 4, 4, 4), (2, 3, 100, 2), (5, 33, 2, 257)):
         compiled(*arguments(name, sizes, candidates=candidates and name != "pairs"))
-    assert compilations == (1 if dynamic else 2)
+    assert compilations.count == (1 if dynamic else 2)
     for axis in range(4):
         for size in (1, 0):
-            before = compilations
+            before = compilations.count
             for _ in range(2):
                 sizes = tuple(size if i == axis else n for i, n in enumerate((3, 5, 4, 6)))
                 compiled(*arguments(name, sizes, candidates=candidates and name != "pairs"))
-            assert compilations <= before + 1, f"axis {axis} of size {size}"
+            assert compilations.count <= before + 1, f"axis {axis} of size {size}"
 
 
 def test_guards_are_of_the_operator_and_not_of_what_was_looked_at_on_the_way():

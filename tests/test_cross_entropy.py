@@ -17,6 +17,7 @@ from lik_ops import reference
 from lik_ops.arguments import score_dtype
 from lik_ops.ops import cross_entropy, eager
 
+from .stack import kept_for_backward
 from .support import INTERPRETING, PLACES, Problem, assert_near, build
 
 ROOT = Path(__file__).parent.parent
@@ -341,17 +342,10 @@ def test_labels_are_the_first_documents():
 def test_a_step_of_many_pairs_keeps_two_numbers_a_query(few, monkeypatch):
     """One of few keeps their scores and winners; both have the same gradients."""
     Q, D = torch.randn(8, 4, 16, requires_grad=True), torch.randn(300, 10, 16, requires_grad=True)
-    kept = []
     if not few:
         monkeypatch.setattr(cross_entropy, "_PART_BYTES", 8 * 300 * 8)
     eager.forget()
-
-    def pack(t):
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = lik_ops.maxsim_cross_entropy(Q, D)
+    loss, kept = kept_for_backward(lik_ops.maxsim_cross_entropy, Q, D)
     others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
     # With the labels, and what the mean divides by.
     assert sum(t.numel() for t in others) == 8 * 3 + 1 + (8 * 300 * (4 + 1) if few else 0)

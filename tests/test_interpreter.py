@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = [
     "test_quantized_kernels",
     "test_ragged_kernels",
+    "test_code_kernels",
     "test_cross_entropy",
     "test_gradients",
     "test_replay",

@@ -1,6 +1,5 @@
 """The kernels that read quantised documents: beside fp64 sums of the tokens as they count, and the portable backend."""
 
-import contextlib
 import dataclasses
 import itertools
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import Quantized, reference
-from lik_ops.formats import ALL, FORMATS, INT8_QUERIES, RESIDUAL, Stored
+from lik_ops import Quantized
+from lik_ops.formats import ALL, FORMATS, INT8_QUERIES, Stored
 from lik_ops.ops import eager
 from lik_ops.ops.topk import Search
 from lik_ops.portable import backend as portable
@@ -18,14 +17,10 @@ from lik_ops.retrieval import two_stage
 from .support import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-import triton
-
-from lik_ops.gpu import backend, forward_configs, launcher
-from lik_ops.gpu import quantized as quantized_calls
+from lik_ops.gpu import backend, forward_configs
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
-from . import ptx
-from .quantized import ONE_TERM, QUERIES, ROUNDING, TERMS, Problem, bounds_of, problem
+from .quantized import ONE_TERM, QUERIES, TERMS, Problem, assert_near_portable, assert_right, dtypes, problem
 from .residual import quantize
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -36,48 +31,6 @@ every_format_and_codes = pytest.mark.parametrize("format", ALL)
 MODES = ("cross", "candidates", "pairs")
 SCALES = ("token", "document", "tensor")
 FEATURES = (20, 96, 128, 160, 300)
-
-
-def dtypes(place):
-    return [dtype for dtype in place.dtypes if dtype != torch.float64]
-
-
-def assert_right(p, scores, argmax, normalize):
-    """Scores are within the rounding of the formula, and winners within that of the best."""
-    tokens, r, nothing = p.tokens(), p.r, torch.zeros(())
-    for i, j, at in p.meetings:
-        rows, part = p.part(i, j)
-        q, x = r.Q[rows].double(), tokens[part]
-        q_keep, x_keep = (None if m is None else m[n] for m, n in ((r.q_mask, rows), (r.d_mask, part)))
-        q, x = (y if m is None else torch.where(m[:, None], y, 0) for y, m in ((q, q_keep), (x, x_keep)))
-        weight = None if r.q_weight is None else r.q_weight[rows].double()
-        score, won = reference.maxsim_with_argmax(q, x, q_keep, x_keep, q_weight=weight, normalize=normalize)
-        if not score.isfinite() or not len(q) or not len(x):
-            assert scores[at].item() == score.item(), (i, j)
-            continue
-        off = bounds_of(p, q, x, part, normalize)
-        if x_keep is not None:
-            off = off.where(x_keep, 0)
-        off = off.amax(1)
-        counted = off if weight is None else off * weight.abs()
-        allowed = counted.where(q_keep, nothing.to(off)).sum() if q_keep is not None else counted.sum()
-        error = (scores[at].double() - score).abs() / (allowed + ROUNDING * score.abs() + 1e-30)
-        assert error <= 1, (i, j, float(scores[at]), float(score), float(error))
-        if argmax is None:
-            continue
-        found = p.winners(argmax, i, at).long()
-        assert torch.equal(found < 0, won < 0), (i, j)
-        if normalize:
-            q, x = (y / y.norm(dim=1, keepdim=True).clamp_min(1e-12) for y in (q, x))
-        S, kept = q @ x.T, won >= 0
-        gap = S.gather(1, won.clamp(min=0)[:, None]) - S.gather(1, found.clamp(min=0)[:, None])
-        assert (gap[kept, 0] <= 2 * off[kept]).all(), (i, j)
-
-
-def assert_near_portable(p, scores, normalize):
-    """NaN and infinities alike; how near the others are is looked at elsewhere."""
-    expected, _ = p.to("cpu").forward(portable, normalize)
-    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=0.05, equal_nan=True)
 
 
 CASES = [
@@ -357,24 +310,6 @@ def test_plans_tell_tensors_apart(place):
     assert len(cuda_ragged._plans) == len(ALL) + 3  # one of these was there
 
 
-@pytest.mark.parametrize("format", RESIDUAL)
-@pytest.mark.parametrize("codes", [torch.int32, torch.int64])
-def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, codes):
-    for dtype, centroids in zip(dtypes(place), itertools.cycle((torch.float16, torch.float32))):
-        p = problem("cross", dtype, 20, format, queries=(3, 5), documents=(5, 20, 9, 7))
-        stored = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
-        p = dataclasses.replace(p, stored=stored)
-        whole, winners = p.to(place.device).forward()
-        assert_right(p, whole.cpu(), winners.cpu(), False)
-        for j, code in ((0, -1), (2, len(stored.centroids)), (3, torch.iinfo(codes).max)):
-            stored.codes[p.r.d_offsets[j] + 2] = code
-        for normalize in (False, True):
-            scores, found = p.to(place.device).forward(normalize=normalize)
-            assert scores[:, [0, 2, 3]].isnan().all() and scores[:, 1].isfinite().all()
-            if not normalize:
-                assert torch.equal(scores[:, 1], whole[:, 1]) and torch.equal(found[1], winners[1])
-
-
 @every_format_and_codes
 def test_nothing_to_score(place, format):
     p = problem("cross", torch.float16, 20, format, queries=(3,), documents=(5,)).to(place.device)
@@ -439,98 +374,3 @@ def test_public_functions_come_here(place, format):
     with place.use():
         found = lik_ops.maxsim(Q.to(place.device), one.to(place.device))
     torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, one), rtol=0, atol=2e-3)
-
-
-def halved(p):
-    """Beside fp16 centroids, as files have them."""
-    return dataclasses.replace(p, stored=p.stored._replace(centroids=p.stored.centroids.half()))
-
-
-@contextlib.contextmanager
-def in_words(monkeypatch):
-    """Residuals are read as words, in the interpreter too."""
-    with monkeypatch.context() as patch:
-        if INTERPRETING:
-            patch.setattr(quantized_calls, "_permutes", lambda device: True)
-            patch.setattr(triton.language, "inline_asm_elementwise", ptx.inline_asm_elementwise)
-        yield
-
-
-WORDS = [
-    ("cross", 128, False, False, False),
-    ("cross", 96, True, False, False),
-    ("cross", 64, True, False, True),
-    ("cross", 16, False, False, False),
-    ("cross", 20, False, False, False),
-    ("cross", 160, True, False, False),
-    ("cross", 128, True, True, True),
-    ("candidates", 128, True, True, False),
-    ("pairs", 96, True, False, False),
-]
-
-
-@pytest.mark.parametrize("format", RESIDUAL)
-@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
-def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, normalize, monkeypatch):
-    """Residuals that are read as words, where they can be, have the bits of those that are read as bytes."""
-    for dtype in dtypes(place)[:2]:
-        if dtype == torch.float32:
-            continue
-        p = halved(problem(mode, dtype, d, format, options=options)).to(place.device)
-        asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
-        with in_words(monkeypatch):
-            scores, argmax = p.forward(**asked)
-        assert_right(p, scores, argmax if winners else None, normalize)
-        with monkeypatch.context() as patch:
-            patch.setattr(quantized_calls, "_WORDS", {})
-            again = p.forward(**asked)
-        assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
-
-
-@pytest.mark.parametrize("format", RESIDUAL)
-def test_bits_beside_fp16_centroids_hang_on_nothing_else(place, format, monkeypatch):
-    with in_words(monkeypatch):
-        _bits_hang_on_nothing_else(place, format)
-
-
-def _bits_hang_on_nothing_else(place, format):
-    many = (3, 0, 16, 5, 7) if INTERPRETING else (*[32] * 19, 300, 0, 5, 64)
-    p = halved(problem("cross", torch.float16, 128, format, queries=many)).to(place.device)
-    p.stored.codes[3] = 7  # no centroid: the document is NaN, and no other
-    whole, _ = p.forward(argmax_dtype=None)
-    assert whole[:, 0].isnan().sum() == sum(n > 0 for n in many) and not whole[:, 2:].isnan().any()
-    bounds = p.r.cu_seqlens_q
-    for i, n in enumerate(many):
-        rows = slice(int(bounds[i]), int(bounds[i + 1]))
-        one = p.r._replace(Q=p.r.Q[rows], cu_seqlens_q=bounds[i : i + 2] - bounds[i])
-        found = dataclasses.replace(p, r=one).forward(argmax_dtype=None)[0]
-        assert torch.equal(found[0].nan_to_num(7), whole[i].nan_to_num(7)), (i, n)
-    some = p.r._replace(d_offsets=p.r.d_offsets[2:3], d_lengths=p.r.d_lengths[2:3])
-    assert torch.equal(dataclasses.replace(p, r=some).forward(argmax_dtype=None)[0], whole[:, 2:3])
-
-
-@pytest.mark.parametrize("queries", [(3, 16, 5), (3, 18)], ids=["one slot each", "one takes two"])
-@pytest.mark.parametrize("format", ["residual2", "residual4"])
-def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, queries, monkeypatch):
-    """No more are launched than run at a time, and every document has the bits that it has alone."""
-    lengths = (5, 0, 9, 20, 1, 0, 33) if INTERPRETING else (180, 0, 33, 1, 300, 64) * 400
-    p = halved(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(place.device)
-    grids, launch = [], launcher.launch
-
-    def noted(kernel, grid, *rest):
-        grids.append(grid[0])
-        return launch(kernel, grid, *rest)
-
-    with in_words(monkeypatch):
-        cuda_ragged.forget()
-        monkeypatch.setattr(launcher, "launch", noted)
-        scores, _ = p.forward(argmax_dtype=None)
-        assert 0 < grids[-1] < len(lengths) * len(queries) // 2
-        monkeypatch.setattr(launcher, "launch", launch)
-        assert torch.equal(p.forward(argmax_dtype=None)[0], scores)  # launched directly
-        for j in (0, 2, 6, len(lengths) - 1):
-            one = p.r._replace(d_offsets=p.r.d_offsets[j : j + 1], d_lengths=p.r.d_lengths[j : j + 1])
-            alone = dataclasses.replace(p, r=one).forward(argmax_dtype=None)[0]
-            assert torch.equal(alone, scores[:, j : j + 1]), j
-    empty = p.r.d_lengths == 0
-    assert (scores[:, empty] == -torch.inf).all() and scores[:, ~empty].isfinite().all()

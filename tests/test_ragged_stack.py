@@ -16,6 +16,7 @@ import lik_ops
 from lik_ops.ops.stack import sharding
 
 from .ragged import DEVICES, build, same_bits
+from .stack import Compilations
 from .support import Calls
 from .test_stack import Wrapper
 
@@ -234,15 +235,8 @@ def _fresh_compiler():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiled_calls_and_gradients_have_the_bits_of_eager_ones(name, device):
-    function = FUNCTIONS[name]
-    compilations = 0
-
-    def backend(module, inputs):
-        nonlocal compilations
-        compilations += 1
-        return module.forward
-
-    counted = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    function, compilations = FUNCTIONS[name], Compilations()
+    counted = torch.compile(function, backend=compilations, fullgraph=True, dynamic=True)
     compiled = torch.compile(lambda *a: finite(function(*a)), backend="aot_eager", fullgraph=True, dynamic=True)
     for lengths in (((3, 1, 7), (5, 2, 8, 1)), ((2, 9, 0, 30), (1, 40, 6, 0, 3, 11))):
         args = arguments(*lengths, device=device, grad=True)
@@ -252,7 +246,7 @@ def test_compiled_calls_and_gradients_have_the_bits_of_eager_ones(name, device):
         expected = torch.autograd.grad(finite(function(*args)), leaves)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=0, atol=0 if device == "cpu" else 1e-6)
-    assert compilations == 1
+    assert compilations.count == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -12,6 +12,7 @@ from lik_ops import quantize
 from lik_ops._ops import ops as lik
 from lik_ops.arguments import score_dtype
 
+from .stack import kept_for_backward
 from .support import INTERPRETING, PLACES, PORTABLE
 
 at_places = pytest.mark.parametrize("place", PLACES, ids=str)
@@ -134,14 +135,8 @@ def test_a_gradient_does_not_depend_on_other_queries(place):
 
 def kept_bytes(call):
     """Of what autograd keeps of a call, each memory once."""
-    found = {}
-
-    def pack(t):
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = call()
+    result, kept = kept_for_backward(call)
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return sum(found.values()), result
 
 

@@ -2,16 +2,27 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import lik_ops
 from lik_ops import reference
 from lik_ops.portable import token_topk
 
+from .stack import (
+    assert_autocast,
+    assert_compiled_steps,
+    assert_derives_no_further,
+    assert_exported,
+    assert_vmap_is_a_loop,
+    at_devices,
+    flops,
+    kept_for_backward,
+    losses,
+)
 from .support import Problem, build
 
 SMALL = Problem(values="normal", Nq=3, Nd=3, Lq=5, Ld=9)
@@ -31,8 +42,6 @@ PROBLEMS = [
     replace(SMALL, layout="flat_d", q_mask="holes", d=1, Ld=1),
 ]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-at_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def score(function, x, top_k, **options):
@@ -153,14 +162,7 @@ def test_gradients_alone_are_those_of_all():
 
 def test_a_step_keeps_winners_and_nothing_without_a_gradient():
     Q, D = torch.randn(8, 16, 16, requires_grad=True), torch.randn(30, 100, 16, requires_grad=True)
-    kept = []
-
-    def pack(t):
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        lik_ops.maxsim_token_topk(Q, D, 4)
+    _, kept = kept_for_backward(lik_ops.maxsim_token_topk, Q, D, 4)
     others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
     assert sum(t.nbytes for t in others) == 4 * 4 * 8 * 16 * 30
     assert torch.ops.lik.maxsim_token_topk_fwd(Q, D, None, None, None, 4, False, False)[1].shape == (0,)
@@ -183,75 +185,51 @@ def test_compiled_steps_are_those_of_eager(dynamic):
     def function(Q, D, d_mask):
         return lik_ops.maxsim_token_topk(Q, D, 3, None, d_mask, normalize=True, reduction="mean")
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    calls = []
     for Nq, Nd, Lq, Ld in ((3, 5, 4, 6), (4, 7, 5, 9)):
-        Q, D = torch.randn(Nq, Lq, 8, requires_grad=True), torch.randn(Nd, Ld, 8, requires_grad=True)
-        d_mask, upstream = torch.rand(Nd, Ld) < 0.7, torch.randn(Nq, Nd)
+        d_mask = torch.rand(Nd, Ld) < 0.7
         d_mask[:, 0] = True
-        pairs = [f(Q, D, d_mask) for f in (compiled, function)]
-        assert torch.equal(*pairs)
-        for a, b in zip(*(torch.autograd.grad(s, (Q, D), upstream) for s in pairs), strict=True):
-            assert torch.equal(a, b)
+        calls.append((torch.randn(Nq, Lq, 8), torch.randn(Nd, Ld, 8), d_mask))
+    assert_compiled_steps(function, *calls, dynamic=dynamic)
 
 
 def test_exported_it_is_its_operator():
-    class Model(torch.nn.Module):
-        def forward(self, Q, D):
-            return lik_ops.maxsim_token_topk(Q, D, 3, reduction="mean")
-
-    sizes = torch.export.Dim.DYNAMIC
-    given = torch.randn(3, 4, 8), torch.randn(5, 6, 8)
-    program = torch.export.export(Model(), given, dynamic_shapes=({0: sizes, 1: sizes}, {0: sizes, 1: sizes}))
-    assert "lik.maxsim_token_topk_fwd.default" in [str(node.target) for node in program.graph.nodes]
-    more = torch.randn(4, 9, 8), torch.randn(6, 11, 8)
-    assert torch.equal(program.module()(*more), Model()(*more))
+    given, others = ((torch.randn(a, b, 8), torch.randn(c, e, 8)) for a, b, c, e in ((3, 4, 5, 6), (4, 9, 6, 11)))
+    function = partial(lik_ops.maxsim_token_topk, top_k=3, reduction="mean")
+    assert_exported(function, given, others, "maxsim_token_topk_fwd")
 
 
 def test_autocast_multiplies_in_its_dtype():
-    Q, D = torch.randn(2, 3, 8, requires_grad=True), torch.randn(4, 5, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = lik_ops.maxsim_token_topk(Q, D, 2)
-    assert torch.equal(scores, lik_ops.maxsim_token_topk(Q.bfloat16(), D.bfloat16(), 2))
-    scores.sum().backward()
-    assert Q.grad.dtype == torch.float32
+    assert_autocast(partial(lik_ops.maxsim_token_topk, top_k=2), torch.randn(2, 3, 8), torch.randn(4, 5, 8))
 
 
 def test_flops_are_those_of_its_products():
-    Q, D = torch.randn(2, 3, 8, requires_grad=True), torch.randn(4, 5, 8, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        scores = lik_ops.maxsim_token_topk(Q, D, 2)
-        assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5 * 8
-        scores.sum().backward()
-    assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5 * 8 + 2 * 2 * (2 * 2 * 3 * 4 * 8)
+    found = flops(partial(lik_ops.maxsim_token_topk, top_k=2), torch.randn(2, 3, 8), torch.randn(4, 5, 8))
+    assert found == (2 * 2 * 3 * 4 * 5 * 8, 2 * 2 * (2 * 2 * 3 * 4 * 8))
 
 
 def test_torch_func_is_refused_and_vmap_is_not():
     Q, D = torch.randn(3, 4, 8), torch.randn(5, 6, 8)
-    with pytest.raises(NotImplementedError, match=r"use torch\.autograd"):
-        torch.func.grad(lambda q: lik_ops.maxsim_token_topk(q, D, 3).sum())(Q)
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.jvp(lambda q: lik_ops.maxsim_token_topk(q, D, 3), (Q,), (Q,))
-    many = torch.stack([Q, Q + 1])
-    found = torch.vmap(lambda q: lik_ops.maxsim_token_topk(q, D, 3))(many)
-    assert torch.equal(found, torch.stack([lik_ops.maxsim_token_topk(q, D, 3) for q in many]))
+    function = partial(lik_ops.maxsim_token_topk, top_k=3)
+    assert_derives_no_further(lambda q: function(q, D), Q, "maxsim_token_topk")
+    assert_vmap_is_a_loop(function, (torch.stack([Q, Q + 1]), D), (0, None))
 
 
 def test_training_steps_are_those_of_the_formula():
     torch.manual_seed(0)
     tokens, documents = torch.randn(6, 5, 16, dtype=torch.float64), torch.randn(6, 9, 16, dtype=torch.float64)
-    losses = []
-    for function in (lik_ops.maxsim_token_topk, reference.maxsim_token_topk):
+
+    def train(function):
         weight = torch.eye(16, dtype=torch.float64, requires_grad=True)
-        optimizer, found = torch.optim.SGD([weight], lr=0.1), []
-        for _ in range(60):
-            loss = F.cross_entropy(function(tokens @ weight, documents @ weight, 3, normalize=True), torch.arange(6))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(found)
-    assert losses[0][-1] < losses[0][0] / 2
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]))
+
+        def loss():
+            return F.cross_entropy(function(tokens @ weight, documents @ weight, 3, normalize=True), torch.arange(6))
+
+        return losses(loss, [weight], lr=0.1, steps=60)
+
+    found, expected = train(lik_ops.maxsim_token_topk), train(reference.maxsim_token_topk)
+    assert found[-1] < found[0] / 2
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

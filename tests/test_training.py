@@ -20,6 +20,7 @@ import lik_ops
 from lik_ops import reference
 
 from .encoder import Encoder, batch, in_batch_loss
+from .stack import kept_for_backward
 from .support import CUDA, PLACES, PORTABLE
 
 ROOT = Path(__file__).parent.parent
@@ -156,15 +157,9 @@ def test_distillation_has_the_gradients_of_the_formula(place, loss):
 def test_distillation_keeps_scores_and_winners_alone(loss, recompute):
     """What docs/training.md says of this shape: nothing of the size of the similarities, 11.3 MiB."""
     Q, D = (torch.randn(*shape, 128, requires_grad=True) for shape in ((32, 32), (32, 16, 180)))
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss(lik_ops.maxsim(Q, D, recompute=recompute), torch.randn(32, 16))
-    others = sum(size for at, size in kept.items() if at not in (Q.data_ptr(), D.data_ptr()))
+    _, kept = kept_for_backward(lambda: loss(lik_ops.maxsim(Q, D, recompute=recompute), torch.randn(32, 16)))
+    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    others = sum(size for at, size in memory.items() if at not in (Q.data_ptr(), D.data_ptr()))
     assert others <= (4 if recompute else 36) * 1024, others
 
 

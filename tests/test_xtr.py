@@ -1,6 +1,7 @@
 """XTR: scores and gradients against the formula, in blocks of any size, and beside what hosts compute."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,16 @@ import torch.nn.functional as F
 import lik_ops
 from lik_ops.portable import xtr
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+from .stack import (
+    DEVICES,
+    assert_autocast,
+    assert_compiled_steps,
+    assert_derives_no_further,
+    assert_exported,
+    assert_vmap_is_a_loop,
+    kept_for_backward,
+    losses,
+)
 
 
 def drawn(device="cpu", dtype=torch.float32, ties=False, options=True, shape=(3, 5, 4, 6, 8)):
@@ -121,64 +131,47 @@ def test_empty_sets(sizes):
 def test_a_step_keeps_no_similarities():
     """Beside its gradients a step holds winners and blocks: a tenth of the similarities here."""
     Q, D = torch.randn(8, 64, 16, requires_grad=True), torch.randn(300, 100, 16, requires_grad=True)
-    kept = []
-
-    def pack(t):
-        kept.append(t.numel() * t.element_size())
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        scores = lik_ops.maxsim_xtr(Q, D, 256)
-    assert sum(kept) < 4 * 8 * 64 * 300 * 100 / 10
+    scores, kept = kept_for_backward(lik_ops.maxsim_xtr, Q, D, 256)
+    assert sum(x.nbytes for x in kept) < 4 * 8 * 64 * 300 * 100 / 10
     F.cross_entropy(scores, torch.arange(8)).backward()
     assert Q.grad.isfinite().all() and D.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_steps_are_those_of_eager(dynamic):
-    compiled = torch.compile(lambda *x: scored(lik_ops.maxsim_xtr, x, 7, "retrieved"), fullgraph=True, dynamic=dynamic)
-    for seed, shape in enumerate(((3, 5, 4, 6, 8), (4, 7, 5, 9, 8))):
-        torch.manual_seed(seed)
-        x = drawn(shape=shape)
-        scores = compiled(*x)
-        expected = scored(lik_ops.maxsim_xtr, x, 7, "retrieved")
-        assert torch.equal(scores, expected)
-        leaves, upstream = (*x[:2], x[4]), torch.randn(expected.shape)
-        for a, b in zip(*(torch.autograd.grad(s, leaves, upstream) for s in (scores, expected)), strict=True):
-            assert torch.equal(a, b)
+    calls = [drawn(shape=shape) for shape in ((3, 5, 4, 6, 8), (4, 7, 5, 9, 8))]
+
+    def function(*x):
+        return scored(lik_ops.maxsim_xtr, x, 7, "retrieved")
+
+    assert_compiled_steps(function, *calls, dynamic=dynamic, backend="inductor")
 
 
 def test_exported_it_is_its_operator():
-    class Model(torch.nn.Module):
-        def forward(self, Q, D):
-            return lik_ops.maxsim_xtr(Q, D, 7)
+    given, others = drawn(options=False)[:2], (torch.randn(4, 9, 8), torch.randn(6, 11, 8))
+    assert_exported(partial(lik_ops.maxsim_xtr, top_k=7), [t.detach() for t in given], others, "maxsim_xtr_fwd")
 
-    Q, D = (t.detach() for t in drawn(options=False)[:2])
-    sizes = torch.export.Dim.DYNAMIC
-    program = torch.export.export(Model(), (Q, D), dynamic_shapes=({0: sizes, 1: sizes}, {0: sizes, 1: sizes}))
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert "lik.maxsim_xtr_fwd.default" in targets
-    more_Q, more_D = torch.randn(4, 9, 8), torch.randn(6, 11, 8)
-    assert torch.equal(program.module()(more_Q, more_D), lik_ops.maxsim_xtr(more_Q, more_D, 7))
+
+def test_autocast_multiplies_in_its_dtype():
+    assert_autocast(partial(lik_ops.maxsim_xtr, top_k=7), *(t.detach() for t in drawn(options=False)[:2]))
 
 
 def test_training_steps_are_those_of_the_formula():
     torch.manual_seed(0)
     tokens, documents = torch.randn(6, 5, 16, dtype=torch.float64), torch.randn(6, 9, 16, dtype=torch.float64)
-    losses = []
-    for function in (lik_ops.maxsim_xtr, lik_ops.reference.maxsim_xtr):
+
+    def train(function):
         weight = torch.eye(16, dtype=torch.float64, requires_grad=True)
-        optimizer, found = torch.optim.SGD([weight], lr=0.1), []
-        for _ in range(60):
+
+        def loss():
             scores = function(F.normalize(tokens @ weight, dim=-1), F.normalize(documents @ weight, dim=-1), 12)
-            loss = F.cross_entropy(scores * 10, torch.arange(6))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(found)
-    assert losses[0][-1] < losses[0][0] / 2
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]))
+            return F.cross_entropy(scores * 10, torch.arange(6))
+
+        return losses(loss, [weight], lr=0.1, steps=60)
+
+    found, expected = train(lik_ops.maxsim_xtr), train(lik_ops.reference.maxsim_xtr)
+    assert found[-1] < found[0] / 2
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -199,10 +192,6 @@ def test_what_does_not_fit_is_named(change, error, message):
 
 def test_torch_func_is_refused_and_vmap_is_not():
     Q, D = (t.detach() for t in drawn(options=False)[:2])
-    with pytest.raises(NotImplementedError, match=r"use torch\.autograd"):
-        torch.func.grad(lambda q: lik_ops.maxsim_xtr(q, D, 3).sum())(Q)
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.jvp(lambda q: lik_ops.maxsim_xtr(q, D, 3), (Q,), (Q,))
-    many = torch.stack([Q, Q + 1])
-    found = torch.vmap(lambda q: lik_ops.maxsim_xtr(q, D, 3))(many)
-    assert torch.equal(found, torch.stack([lik_ops.maxsim_xtr(q, D, 3) for q in many]))
+    function = partial(lik_ops.maxsim_xtr, top_k=3)
+    assert_derives_no_further(lambda q: function(q, D), Q, "maxsim_xtr")
+    assert_vmap_is_a_loop(function, (torch.stack([Q, Q + 1]), D), (0, None))

@@ -62,8 +62,7 @@ def chamfer_distance(
     for name, w, X in (("p_weight", p_weight, P), ("r_weight", r_weight, R)):
         if w is not None:
             _check_weight(name, w, X)
-    if not torch.compiler.is_dynamo_compiling() and functional.is_deriving():
-        raise NotImplementedError(f"torch.func cannot differentiate {_OP}: use torch.autograd")
+    functional.reject_transforms(_OP)
     sharding.register_if_needed()
     single = P.dim() == 2
     lifted = [x if x is None or not single else x.unsqueeze(0) for x in (*clouds, p_weight, r_weight)]

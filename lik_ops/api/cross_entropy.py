@@ -8,7 +8,7 @@ from torch import Tensor
 from .._ops import ops as lik
 from ..arguments import as_bool, check_count, check_types
 from ..ops import eager, values
-from ..ops.cross_entropy import check_call, default_labels, weights_over
+from ..ops.cross_entropy import check_call, default_labels, reduced, weights_over
 from ..ops.soft import check_temperature
 from ..ops.stack import autocast, functional, sharding
 
@@ -76,16 +76,12 @@ def maxsim_cross_entropy(
         labels = default_labels(Q, D)
     elif values.looks(labels):
         values.check_labels(_OP, labels, D.shape[-3], ignore_index)
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling and functional.is_differentiating():
-        raise NotImplementedError(f"torch.func cannot differentiate {_OP}: use torch.autograd")
+    functional.reject_transforms(_OP, functional.is_differentiating)
     q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if isinstance(temperature, Tensor):
         q_weight, temperature = weights_over(temperature, Q, q_mask, q_weight), 1.0
-    if not compiling:
+    if not torch.compiler.is_dynamo_compiling():
         functional.reject_forward_ad(Q, D, q_weight)
     tensors = Q, D, q_mask, d_mask, q_weight, labels
     losses = lik.maxsim_cross_entropy_fwd(*tensors, float(temperature), ignore_index, normalize)[0]
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
+    return reduced(losses, labels, ignore_index, reduction)

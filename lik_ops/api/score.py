@@ -76,7 +76,7 @@ def maxsim(
         torch.Size([2, 3])
     """
     if save is not None:
-        return _saved(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute, save)
+        return _saved((Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute, save)
     compiling = _is_compiling()
     if not compiling:
         # The dispatcher takes microseconds. An operator that has to be seen tries this too, for its own callers.
@@ -110,22 +110,12 @@ def _check_saved(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> None:
             raise TypeError(f"{op}: {name}: expected a dense Tensor beside save={save!r}, got {type(x).__name__}")
 
 
-def _saved(
-    Q: Any,
-    D: Any,
-    q_mask: Any,
-    d_mask: Any,
-    q_weight: Any,
-    normalize: bool,
-    backward: str,
-    recompute: bool,
-    save: Any,
-) -> Tensor:
+def _saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
     """`maxsim` of tensors, of which autograd keeps the documents as int8."""
-    _check_saved("maxsim", Q, D, recompute, save)
-    check_types("maxsim", Q, D, q_mask, d_mask, q_weight)
+    _check_saved("maxsim", given[0], given[1], recompute, save)
+    check_types("maxsim", *given)
     check_options("maxsim", normalize, backward, recompute)
-    return operators.watched("maxsim", saved.forward, (Q, D, q_mask, d_mask, q_weight), normalize, backward)[0]
+    return operators.watched("maxsim", saved.forward, given, normalize, backward)[0]
 
 
 def maxsim_pairs(

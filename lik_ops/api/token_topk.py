@@ -55,8 +55,7 @@ def maxsim_token_topk(
     check_count(_OP, "top_k", top_k, 1)
     check_flag(_OP, "normalize", normalize)
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
-    if not torch.compiler.is_dynamo_compiling() and functional.is_deriving():
-        raise NotImplementedError(f"torch.func cannot differentiate {_OP}: use torch.autograd")
+    functional.reject_transforms(_OP)
     sharding.register_if_needed()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (Q, D, q_weight))
     tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)

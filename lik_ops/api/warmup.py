@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES, Backward, check_count, check_flag, check_options, kind_of, score_dtype, shape_of
+from ..arguments import Backward, check_count, check_dtype, check_flag, check_options, kind_of, score_dtype, shape_of
 from ..ops import topk
 from .ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .score import maxsim, maxsim_with_argmax
@@ -84,9 +84,7 @@ def warmup(
         check_flag("warmup", name, flag)
     check_options("warmup", normalize, backward)
     device = _device(device)
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype)
-        raise TypeError(f"warmup: dtype: expected float16, bfloat16, float32 or float64, got {found}")
+    check_dtype("warmup", "dtype", dtype)
     options: dict = {"normalize": normalize, "backward": backward}
     calls = _Calls(device)
     for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):

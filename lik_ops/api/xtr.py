@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .._ops import ops as lik
@@ -61,8 +60,7 @@ def maxsim_xtr(
     check(_OP, Q, D, q_mask, d_mask, q_weight)
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
-    if not torch.compiler.is_dynamo_compiling() and functional.is_deriving():
-        raise NotImplementedError("torch.func cannot differentiate maxsim_xtr: use torch.autograd")
+    functional.reject_transforms(_OP)
     sharding.register_if_needed()
     tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
     scores = lik.maxsim_xtr_fwd(*tensors, top_k, normalizer)[0]

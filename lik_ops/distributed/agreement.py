@@ -64,6 +64,11 @@ def wire(group: Any, device: torch.device, everywhere: bool) -> torch.device:
     return torch.device("cpu") if on_host(group) else current_device(group)
 
 
+def kind(device: torch.device) -> int:
+    """A number of the type of a device."""
+    return int(device.type != "cpu")
+
+
 def on_host(group: Any) -> bool:
     """Whether the group sends from the memory of the host: then `Agreement` needs nothing of a GPU."""
     return "cpu" in _backends(group)

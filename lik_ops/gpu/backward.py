@@ -12,7 +12,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from ..arguments import argmax_dtype_for, metadata
 from ..csrc_triton.backward_arguments import Upstream
-from ..portable.blocks import slices_within
+from ..portable.blocks import slices_within, winners_within
 from .arguments import allow_tf32, documents_of, on_device, queries_of, wide_of
 from .arguments import sizes as sizes_of
 from .backward_call import GradientCall
@@ -91,26 +91,13 @@ def _call(a: Arguments) -> GradientCall:
 
 
 def _parts(a: Arguments, outputs: Gradients) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
-    """The call in parts whose winners fit the workspace, with the gradients that each part completes.
-
-    Candidates belong to their query. In the cross product a query needs all documents and a document all queries: the
-    winners are found twice, by queries for the gradients of the queries and by documents for that of the documents.
-    """
-    everything = slice(None)
+    """The call in parts whose winners fit the workspace, with the gradients that each part completes."""
     sizes, candidates = sizes_of(a.Q, a.D), a.D.dim() == 4
     row_bytes = sizes.Lq * argmax_dtype_for(sizes.Ld).itemsize
-    if sizes.Nq * sizes.K * row_bytes <= _ARGMAX_BYTES:
-        yield a.part(everything, everything), outputs
-        return
-    needs = list(a.needs) if candidates else [a.needs[0], False, a.needs[2]]
-    if any(needs):
-        for part in slices_within(sizes.Nq, sizes.K * row_bytes, _ARGMAX_BYTES):
-            cut = [t[part] if need else t for t, need in zip(outputs, needs, strict=True)]
-            yield a.part(part, everything)._replace(needs=needs), cut
-    if a.needs[1] and not candidates:
-        for part in slices_within(sizes.K, sizes.Nq * row_bytes, _ARGMAX_BYTES):
-            cut = [outputs[0], outputs[1][part], outputs[2]]
-            yield a.part(everything, part)._replace(needs=[False, True, False]), cut
+    for i, j, needs in winners_within(sizes.Nq, sizes.K, row_bytes, _ARGMAX_BYTES, candidates, a.needs):
+        places = i, i if candidates else j, i
+        cut = [t[own] if need else t for t, own, need in zip(outputs, places, needs, strict=True)]
+        yield a.part(i, j)._replace(needs=needs), cut
 
 
 def backward_lowmem(*arguments: Any) -> Gradients:

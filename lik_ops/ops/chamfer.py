@@ -3,6 +3,7 @@
 Gradients are summed as those of MaxSim: a point's differences to those that chose it are rows that won it.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import (
-    DTYPES,
-    INDEX_DTYPES,
     check_choice,
+    check_dtype,
+    check_indices,
     check_strided,
     check_tensor,
     same_size,
@@ -51,12 +52,12 @@ class Clouds(NamedTuple):
             if X.dim() != 3 and not (one and X.dim() == 2):
                 expected = f"[{points}, d] or " * one + f"[B, {points}, d]"
                 raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(X)}")
-            if X.dtype not in DTYPES:
-                raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {X.dtype}")
+            check_dtype(op, name, X.dtype)
         self._check_alike(op)
         for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
             if n is not None:
-                self._check_lengths(op, name, n)
+                clouds = list(self.P.shape[:-2])
+                check_indices(op, name, n, clouds, str(clouds), self.P.device, of="P")
 
     def _check_alike(self, op: str) -> None:
         P, R = self.P, self.R
@@ -71,20 +72,6 @@ class Clouds(NamedTuple):
             same_size(R.shape[axis], P.shape[axis], lambda: expected)
         if isinstance(P.shape[-1], int) and P.shape[-1] < 1:
             raise ValueError(f"{op}: P: expected d >= 1, got {shape_of(P)}")
-
-    def _check_lengths(self, op: str, name: str, n: Any) -> None:
-        check_tensor(op, name, n)
-        check_strided(op, name, n)
-        if n.dtype not in INDEX_DTYPES:
-            raise TypeError(f"{op}: {name}: expected int32 or int64, got {n.dtype}")
-        if n.device != self.P.device:
-            raise ValueError(f"{op}: {name}: expected the device of P, {self.P.device}, got {n.device}")
-        clouds = list(self.P.shape[:-2])
-        message = f"{op}: {name}: expected {clouds}, got {shape_of(n)}"
-        if n.dim() != len(clouds):
-            raise ValueError(message)
-        for found, size in zip(n.shape, clouds, strict=True):
-            same_size(found, size, lambda: message)
 
 
 @custom_op(add_op_namespace_prefix("chamfer_fwd"), _SCHEMA)
@@ -126,7 +113,7 @@ class _Given(NamedTuple):
     nearest: Tensor
     nearest_R: Tensor
 
-    def check(self, metric: str, needs: list[bool]) -> None:
+    def check(self, metric: str) -> None:
         """Raise ValueError or TypeError, naming the argument, unless all fit together."""
         Clouds(self.P, self.R, None, None).check(_BWD)
         check_choice(_BWD, "metric", metric, METRICS)
@@ -152,7 +139,7 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     winners. `needs` says which of the two are wanted; the other has size [0].
     """
     x, (metric, needs) = _Given(*args[:6]), args[6:]
-    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric, needs)
+    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric)
     functional.reject_forward_ad(*x[:4])
     return backend.backward_chamfer(*x, metric, list(needs))
 
@@ -160,7 +147,7 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
 @chamfer_bwd.register_fake
 def _(*args):
     x, (metric, needs) = _Given(*args[:6]), args[6:]
-    x.check(metric, needs)
+    x.check(metric)
     return tuple(X.new_empty(X.shape if need else (0,)) for X, need in zip((x.P, x.R), needs, strict=True))
 
 
@@ -184,6 +171,6 @@ def _backward(ctx, of_P, _, of_R, __):
 
 chamfer_fwd.register_autograd(_backward, setup_context=_setup)
 chamfer_bwd.register_autograd(no_double_backward("chamfer_distance"))
-chamfer_fwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(chamfer_fwd, 4, info, in_dims, *args))
-chamfer_bwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(chamfer_bwd, 6, info, in_dims, *args))
+chamfer_fwd.register_vmap(partial(batching.one_by_one, chamfer_fwd, 4))
+chamfer_bwd.register_vmap(partial(batching.one_by_one, chamfer_bwd, 6))
 document_bodies(chamfer_fwd, chamfer_bwd)

@@ -8,7 +8,7 @@ one part keeps both: finding them again would cost a forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
-from ..portable.blocks import slices_within
+from ..portable.blocks import slices_within, winners_within
 from ..portable.cross_entropy import Kept, LossOptions
 from ..segments import Dense
 from .custom import custom_op
 from .documented import document_bodies
 from .eager_calls import Call
-from .family import check_shape, fake_gradient, found_once, no_double_backward, register_autograd
+from .family import check_needed, check_upstream, fake_gradient, found_once, no_double_backward, register_autograd
 from .stack import batching, functional
 from .watchers import backward_is_short, fp32_precision
 
@@ -120,6 +120,13 @@ def weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight
     if q_weight is None:
         return Q.new_ones(Q.shape[:-1], dtype=temperature.dtype) / temperature
     return (q_weight if q_mask is None else torch.where(q_mask, q_weight, 0)) / temperature
+
+
+def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses, their sum, or their mean over the queries that are not ignored."""
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
 
 
 class Computed:
@@ -233,13 +240,10 @@ def _taken(args: tuple) -> Labelled:
     grad_losses, *tensors, lse = args[:8]
     x, needs = Labelled(*tensors), args[11]
     x.check(_BWD)
-    Nq, dtype = x.Q.shape[0], score_dtype(x.Q.dtype)
-    for name, t, shape in (("grad_losses", grad_losses, (Nq,)), ("lse", lse, (Nq, 2))):
-        check_shape(_BWD, name, t, shape, x.Q.device)
-        if t.dtype != dtype:
-            raise TypeError(f"{_BWD}: {name}: expected {dtype}, got {t.dtype}")
-    if needs[2] and x.q_weight is None:
-        raise ValueError(f"{_BWD}: needs: a gradient of q_weight was asked for, and q_weight is None")
+    Nq = x.Q.shape[0]
+    check_upstream(_BWD, "grad_losses", grad_losses, (Nq,), x.Q)
+    check_upstream(_BWD, "lse", lse, (Nq, 2), x.Q)
+    check_needed(_BWD, "q_weight", x.q_weight, needs[2])
     return x
 
 
@@ -276,12 +280,13 @@ def _gradients_of(
         Q, D, *masks = part.dense
         return backend.backward_lowmem(gradient, Q, D, argmax, *masks, options.normalize, wanted)
 
-    parts = list(_parts(x, needs))
+    (Nq, columns), candidates = x.dense.scores_shape(), x.D.dim() == 4
+    parts = list(winners_within(Nq, columns, _pair_bytes(x), _PART_BYTES, candidates, needs))
     if len(parts) == 1:
         return of_part(*parts[0])
     grads = fake_gradient(x.dense, needs)
     for i, j, wanted in parts:
-        places = i, i if x.D.dim() == 4 else j, i
+        places = i, i if candidates else j, i
         for grad, place, found, want in zip(grads, places, of_part(i, j, wanted), wanted, strict=True):
             if want:
                 grad[place] = found
@@ -296,26 +301,6 @@ def is_part(x: Labelled) -> bool:
     """Whether winners and scores of the call are few enough to be there at a time."""
     Nq, columns = x.dense.scores_shape()
     return 0 < Nq * columns * _pair_bytes(x) <= _PART_BYTES
-
-
-def _parts(x: Labelled, needs: list[bool]) -> Iterator[tuple[slice, slice, list[bool]]]:
-    """The call in parts of queries and documents, with the gradients that each completes.
-
-    Candidates belong to their query. In the cross product a query needs all documents and a document all queries:
-    where the call has to be cut, its scores are found twice, and no gradient is a sum of parts.
-    """
-    (Nq, columns), candidates = x.dense.scores_shape(), x.D.dim() == 4
-    pair_bytes = _pair_bytes(x)
-    if Nq * columns * pair_bytes <= _PART_BYTES:
-        yield slice(0, Nq), slice(0, columns), needs
-        return
-    of_queries = needs if candidates else [needs[0], False, needs[2]]
-    if any(of_queries):
-        for i in slices_within(Nq, columns * pair_bytes, _PART_BYTES):
-            yield i, slice(0, columns), of_queries
-    if needs[1] and not candidates:
-        for j in slices_within(columns, Nq * pair_bytes, _PART_BYTES):
-            yield slice(0, Nq), j, [False, True, False]
 
 
 @maxsim_cross_entropy_bwd.register_fake

@@ -201,25 +201,18 @@ def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: 
     return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
 
 
-def maxsim_cross_entropy(
-    Q: Any,
-    D: Any,
-    labels: Any,
-    q_mask: Any,
-    d_mask: Any,
-    q_weight: Any,
-    temperature: Any,
-    normalize: Any,
-    ignore_index: Any,
-    reduction: Any,
-) -> Tensor | None:
+def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     """`lik_ops.maxsim_cross_entropy` at a temperature that is a number; None where the call has to take the operator.
+
+    Args:
+        arguments: Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index and reduction.
 
     Raises:
         TypeError, ValueError: as there.
     """
     if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
         return None
+    Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index, reduction = arguments
     if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
         return None
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:

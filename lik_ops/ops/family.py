@@ -94,20 +94,30 @@ def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.de
         raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {t.device}")
 
 
+def check_upstream(op: str, name: str, x: Tensor, expected: Shape, Q: Tensor) -> None:
+    """`check_shape` of what has the dtype of scores."""
+    check_shape(op, name, x, expected, Q.device)
+    if x.dtype != score_dtype(Q.dtype):
+        raise TypeError(f"{op}: {name}: expected {score_dtype(Q.dtype)}, got {x.dtype}")
+
+
+def check_needed(op: str, name: str, x: Tensor | None, need: bool) -> None:
+    """Raise ValueError where the gradient of an argument that is None is asked for."""
+    if need and x is None:
+        raise ValueError(f"{op}: needs: a gradient of {name} was asked for, and {name} is None")
+
+
 def check_gradient(
     op: str, grad_scores: Tensor, tensors: Dense | Ragged, argmax: Tensor, argmax_shape: Shape, needs: Sequence[bool]
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless a backward takes these."""
     tensors.check(op)
     Q = tensors.Q
-    check_shape(op, "grad_scores", grad_scores, tensors.scores_shape(), Q.device)
+    check_upstream(op, "grad_scores", grad_scores, tensors.scores_shape(), Q)
     check_shape(op, "argmax", argmax, argmax_shape, Q.device)
-    if grad_scores.dtype != score_dtype(Q.dtype):
-        raise TypeError(f"{op}: grad_scores: expected {score_dtype(Q.dtype)}, got {grad_scores.dtype}")
     if argmax.dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
-    if needs[2] and tensors.q_weight is None:
-        raise ValueError(f"{op}: needs: a gradient of q_weight was asked for, and q_weight is None")
+    check_needed(op, "q_weight", tensors.q_weight, needs[2])
 
 
 def fake_gradient(tensors: Dense | Ragged, needs: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ def _taken(args: tuple) -> tuple[Ragged, Stored]:
     return Ragged(Q, D, *args[_STORED.stop : _OPTIONS]), stored
 
 
-def _check(r: Ragged, stored: Stored, argmax_dtype: Any, max_seqlen_q: Any) -> None:
+def _check(r: Ragged, stored: Stored, argmax_dtype: Any) -> None:
     check_forward(_FWD, r, argmax_dtype, "auto")
     check_choice(_FWD, "format", stored.format, tuple(OPERANDS))
     kept = OPERANDS[stored.format]
@@ -94,7 +94,7 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """
     (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
     given, options = args[:_OPTIONS], args[_OPTIONS:]
-    backend = backend_once(_FWD, given, options, r.Q, _check, r, stored, argmax_dtype, max_seqlen_q)
+    backend = backend_once(_FWD, given, options, r.Q, _check, r, stored, argmax_dtype)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.q_weight)
     return backend.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)
@@ -103,7 +103,7 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 @maxsim_quantized_fwd.register_fake
 def _(*args):
     (r, stored), (_, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
-    _check(r, stored, argmax_dtype, max_seqlen_q)
+    _check(r, stored, argmax_dtype)
     return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
 
 

@@ -128,6 +128,5 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """
     if args[6] is None:  # no gradient is wanted
         return lik.maxsim_fwd(*args)
-    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
-        raise NotImplementedError("torch.func cannot differentiate MaxSim with save='int8': use torch.autograd")
+    functional.reject_transforms("MaxSim with save='int8'", functional.is_differentiating)
     return lik.maxsim_fwd_int8(*args)[:2]

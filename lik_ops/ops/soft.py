@@ -5,6 +5,7 @@ token and document, in fp32; the backward recomputes the probabilities from it. 
 there is no correction of the probabilities as in the backward of attention.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..segments import Dense
 from . import maxsim as operators
 from .custom import custom_op
 from .documented import document_bodies
-from .family import backend_once, check_shape, fake_gradient, no_double_backward, register_autograd
+from .family import backend_once, check_needed, check_upstream, fake_gradient, no_double_backward, register_autograd
 from .stack import batching, functional
 
 _FWD_SCHEMA = (
@@ -106,14 +107,10 @@ def _taken(args: tuple) -> Soft:
     needs = args[10]
     tensors = Soft(Q, D, *options)
     tensors.check(_BWD)
-    shapes = tensors.dense.scores_shape(), tensors.dense.argmax_shape()
-    for name, x, shape in zip(("grad_scores", "lse"), (grad_scores, lse), shapes, strict=True):
-        check_shape(_BWD, name, x, shape, Q.device)
-        if x.dtype != score_dtype(Q.dtype):
-            raise TypeError(f"{_BWD}: {name}: expected {score_dtype(Q.dtype)}, got {x.dtype}")
-    for name, x, need in zip(("q_weight", "tau"), (tensors.q_weight, tensors.tau), needs[2:], strict=True):
-        if need and x is None:
-            raise ValueError(f"{_BWD}: needs: a gradient of {name} was asked for, and {name} is None")
+    check_upstream(_BWD, "grad_scores", grad_scores, tensors.dense.scores_shape(), Q)
+    check_upstream(_BWD, "lse", lse, tensors.dense.argmax_shape(), Q)
+    check_needed(_BWD, "q_weight", tensors.q_weight, needs[2])
+    check_needed(_BWD, "tau", tensors.tau, needs[3])
     return tensors
 
 
@@ -145,8 +142,8 @@ def _gradients(grad_scores, tensors, lse, options, needs):
 
 register_autograd(maxsim_soft_fwd, Soft, _gradients, wanted=(0, 1, 4, 5))
 maxsim_soft_bwd.register_autograd(no_double_backward("maxsim_soft"))
-maxsim_soft_fwd.register_vmap(batching.forward_soft)
-maxsim_soft_bwd.register_vmap(batching.backward_soft)
+maxsim_soft_fwd.register_vmap(partial(batching.one_by_one, maxsim_soft_fwd, 6))
+maxsim_soft_bwd.register_vmap(partial(batching.one_by_one, maxsim_soft_bwd, 8))
 document_bodies(maxsim_soft_fwd, maxsim_soft_bwd)
 
 
@@ -156,8 +153,7 @@ def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:
     Raises:
         NotImplementedError: `torch.func` would differentiate it.
     """
-    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
-        raise NotImplementedError("torch.func cannot differentiate maxsim_soft: use torch.autograd")
+    functional.reject_transforms("maxsim_soft", functional.is_differentiating)
     tau = temperature if isinstance(temperature, Tensor) else None
     number = 1.0 if tau is not None else float(temperature)
 

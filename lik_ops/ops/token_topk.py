@@ -5,8 +5,8 @@ Plain torch on every device. The gradient is the sum of those of MaxSim at the w
 
 from __future__ import annotations
 
-import functools
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,5 +73,5 @@ def _gradients(grad_scores, tensors, winners, options, needs):
 
 
 register_autograd(maxsim_token_topk_fwd, Dense, _gradients)
-maxsim_token_topk_fwd.register_vmap(functools.partial(batching.one_by_one, maxsim_token_topk_fwd, 5))
+maxsim_token_topk_fwd.register_vmap(partial(batching.one_by_one, maxsim_token_topk_fwd, 5))
 document_bodies(maxsim_token_topk_fwd)

@@ -7,6 +7,7 @@ codes up in the products. Queries and documents come in parts, so that neither a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -162,9 +163,7 @@ def _(*args):
 maxsim_topk_codes.register_autograd(
     no_gradient("maxsim_topk_codes", "score the tokens of Quantized.dequantize() that it found")
 )
-maxsim_topk_codes.register_vmap(
-    lambda info, in_dims, *args: batching.one_by_one(maxsim_topk_codes, 7, info, in_dims, *args)
-)
+maxsim_topk_codes.register_vmap(partial(batching.one_by_one, maxsim_topk_codes, 7))
 document_bodies(maxsim_topk_codes)
 
 

@@ -4,6 +4,7 @@ Plain torch on every device. The gradient is that of MaxSim at the winners that 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,5 +67,5 @@ def _gradients(grad_scores, tensors, argmax, options, needs):
 
 
 register_autograd(maxsim_xtr_fwd, Dense, _gradients, _kept)
-maxsim_xtr_fwd.register_vmap(lambda info, in_dims, *args: batching.one_by_one(maxsim_xtr_fwd, 5, info, in_dims, *args))
+maxsim_xtr_fwd.register_vmap(partial(batching.one_by_one, maxsim_xtr_fwd, 5))
 document_bodies(maxsim_xtr_fwd)

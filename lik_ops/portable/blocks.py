@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -147,6 +147,12 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
         target[..., full, :rest, :, :].copy_(source[..., full * group :, :, :])
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Of matrices or batches of them, in their own dtype: a region of autocast casts products without an `out`."""
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
+    return multiply(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """``max(||row||, eps)`` as ``[..., 1]``."""
     if rows.device.type == "cpu":
@@ -179,6 +185,26 @@ def slices_of(first: int, last: int, step: int) -> Iterator[slice]:
 def slices_within(total: int, bytes_each: int, room: int) -> Iterator[slice]:
     """``[0, total)`` cut so that what belongs to a slice fits `room` bytes; one alone may need more."""
     return slices_of(0, total, max(1, room // max(bytes_each, 1)))
+
+
+def winners_within(
+    queries: int, documents: int, bytes_each: int, room: int, candidates: bool, needs: Sequence[bool]
+) -> Iterator[tuple[slice, slice, list[bool]]]:
+    """A backward in parts of queries and documents whose winners fit `room`, with the gradients that each completes.
+
+    Candidates belong to their query. In the cross product a query needs all documents and a document all queries:
+    where the call has to be cut, its winners are found twice, and no gradient is a sum of parts.
+    """
+    if queries * documents * bytes_each <= room:
+        yield slice(0, queries), slice(0, documents), list(needs)
+        return
+    of_queries = list(needs) if candidates else [needs[0], False, needs[2]]
+    if any(of_queries):
+        for i in slices_within(queries, documents * bytes_each, room):
+            yield i, slice(0, documents), of_queries
+    if needs[1] and not candidates:
+        for j in slices_within(documents, queries * bytes_each, room):
+            yield slice(0, queries), j, [False, True, False]
 
 
 class Piece(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from .backward import backward_lowmem
+from .blocks import product
 
 _BLOCK_BYTES = 2**20
 _ROWS = 128
@@ -132,7 +133,7 @@ def _distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
 def _products(P: Tensor, R: Tensor) -> Tensor:
     """Squared distances as ``|p|^2 + |r|^2 - 2 <p, r>``: near enough to find who is nearest."""
     norms = [X.square().sum(2) for X in (P, R)]
-    return norms[0][:, :, None] + (norms[1][:, None] - 2 * torch.matmul(P[0], R[0].mT)[None])
+    return norms[0][:, :, None] + (norms[1][:, None] - 2 * product(P[0], R[0].mT)[None])
 
 
 class _Least:

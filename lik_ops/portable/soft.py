@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from .backward import PIECE_BYTES, sum_tensors, through_norm
-from .blocks import MiB, Piece, pieces_of, row_norms, slices_of
+from .blocks import MiB, Piece, pieces_of, product, row_norms, slices_of
 from .forward import outputs
 from .layout import Layout, unified_layout
 from .scores import NEG_INF
@@ -164,7 +164,7 @@ class SoftBackward:
         """``g P`` of a block, and its document tokens."""
         q, _ = self._tokens(query, True)
         x, keep = self._tokens(document, False)
-        S = torch.bmm(q, x.mT)
+        S = product(q, x.mT)
         lse, g = self._of_rows(query, document.items)
         P = S.unflatten(2, (lse.shape[1], -1))  # [batches, rows, items, tokens]
         P.sub_(lse.mT.unsqueeze(-1)).div_(self.temperature).clamp_max_(0).exp_()
@@ -185,7 +185,7 @@ class SoftBackward:
 
     def _sum_into(self, query: Piece, documents: list[Piece]) -> None:
         """The gradients of a piece of query tokens."""
-        total = sum_tensors(torch.bmm(*self._block(query, document)) for document in documents)
+        total = sum_tensors(product(*self._block(query, document)) for document in documents)
         whole = (self._of_rows(query, document.items) for document in documents if document.tokens.start == 0)
         of_maxima = sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
         unit, keep = self._tokens(query, True)
@@ -228,7 +228,7 @@ class SoftBackward:
         P, _ = self._block(query, document)
         q, keep = self._tokens(query, True)
         w = self._weights(query, keep)
-        return torch.bmm(P.mT, q if w is None else q * w.unsqueeze(-1))
+        return product(P.mT, q if w is None else q * w.unsqueeze(-1))
 
     def _weights(self, query: Piece, keep: Tensor | None) -> Tensor | None:
         """Of query tokens, 0 of masked ones; None without."""

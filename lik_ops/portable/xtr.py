@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from ..segments import Dense
-from .blocks import slices_within
+from .blocks import product, slices_within
 
 _BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
 
@@ -49,7 +49,7 @@ def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[T
     if Ld == 0 or count == 0:
         return best, where, rows.new_full((count,), -torch.inf)
     for j in slices_within(Nd, rows.element_size() * count * Ld, _BLOCK_BYTES):
-        S = (rows @ D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
+        S = product(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
         if d_mask is not None:
             S = S.masked_fill_(~d_mask[j], -torch.inf)
         best[:, j], where[:, j] = S.max(2)

@@ -14,7 +14,7 @@ from ..api.packing import is_sequences
 from ..arguments import check_flag, lift
 from ..index import Index
 from ..ops import topk
-from ..ops.stack import autocast, sharding
+from ..ops.stack import sharding
 from ..ops.topk import Best, Search
 from ..quantized import Quantized
 from . import _streamed, sources
@@ -164,6 +164,7 @@ def retrieve(
     check_flag(_OP, "sorted", sorted)
     if isinstance(D, Index):
         D, cu_seqlens_d = inputs.unpacked(_OP, D, cu_seqlens_d)
+    search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
     if n_probe is not None and coarse is not None:
         raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {n_probe}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
@@ -172,22 +173,21 @@ def retrieve(
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")
-        search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
         with torch.no_grad():
             if coarse is not None:
                 return two_stage(search, coarse, n_candidates)
             return of_quantized(search, n_probe, n_candidates)
     if not largest:
-        search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
         return _streamed.lowest(_OP, search, progress)
     if is_sequences(D):
         D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)
+        search = search._replace(D=D, cu_seqlens_d=cu_seqlens_d)
     if (
         isinstance(D, Tensor)
         and (not isinstance(Q, Tensor) or D.device == Q.device)
         and (not progress or D.device.type != "cpu")
     ):
-        return of_tensors(Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
+        return of_tensors(search)
     source = sources.source(_OP, D, d_mask, cu_seqlens_d)
     known: Any = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
     return of_source(Q, source, top_k, 0, len(source), **known)
@@ -195,11 +195,7 @@ def retrieve(
 
 def of_tensors(s: Search) -> Best:
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
-    Q, D, q_weight = autocast.to_region(s.Q, s.D, s.q_weight)
-    sources.check_dtype(_OP, Q, D.dtype)
-    s = s._replace(Q=Q, D=D, q_weight=q_weight)
-    topk.check_arguments(_OP, s)
-    return of_checked(s)
+    return of_checked(_streamed.checked(_OP, s))
 
 
 def of_checked(s: Search) -> Best:

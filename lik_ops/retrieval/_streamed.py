@@ -95,17 +95,14 @@ def scored(op: str, s: Search, progress: bool | None) -> Iterator[tuple[int, Ten
         D, cu_seqlens_d = sources.packed(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
         s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
     if isinstance(s.D, Tensor) and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device):
-        Q, D, q_weight = autocast.to_region(s.Q, s.D, s.q_weight)
-        sources.check_dtype(op, Q, D.dtype)
-        s = s._replace(Q=Q, D=D, q_weight=q_weight)
-        topk.check_arguments(op, s)
+        s = checked(op, s)
         step = s.chunk or _AT_ONCE
         for begin in range(0, max(s.documents, 1), step):
             at = slice(begin, begin + step)
             if s.cu_seqlens_d is not None:
                 part = s._replace(cu_seqlens_d=s.cu_seqlens_d[begin : at.stop + 1])
             else:
-                part = s._replace(D=D[at], d_mask=None if s.d_mask is None else s.d_mask[at])
+                part = s._replace(D=s.D[at], d_mask=None if s.d_mask is None else s.d_mask[at])
             yield begin, _scores(op, part)
         return
     source = sources.source(op, s.D, s.d_mask, s.cu_seqlens_d)
@@ -115,6 +112,15 @@ def scored(op: str, s: Search, progress: bool | None) -> Iterator[tuple[int, Ten
     for (begin, _), read in parts(source, 0, len(source), s.chunk, Q.device, progress):
         D = scorable(read.D, like.dtype, read.cu_seqlens)
         yield begin, _scores(op, s._replace(D=D, d_mask=read.d_mask, cu_seqlens_d=read.cu_seqlens))
+
+
+def checked(op: str, s: Search) -> Search:
+    """A search among tensors, in the dtype of a region of autocast; raises unless all fit together."""
+    Q, D, q_weight = autocast.to_region(s.Q, s.D, s.q_weight)
+    sources.check_dtype(op, Q, D.dtype)
+    s = s._replace(Q=Q, D=D, q_weight=q_weight)
+    topk.check_arguments(op, s)
+    return s
 
 
 def check_source(op: str, s: Search, source: sources.Source) -> None:

@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES, check_flag
+from ..arguments import check_dtype, check_flag
 from ..formats import FormatName, Residual
 from ..quantized import Quantized
 from ..residual import ResidualCodec
@@ -94,9 +94,7 @@ class Corpus:
         path, d = _path(op, path), arguments.index(op, "d", d)
         if not 1 <= d < _LARGEST_D:
             raise ValueError(f"{op}: d: expected 1 or more, below 2^31, got {d}")
-        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-            found = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
-            raise TypeError(f"{op}: dtype: expected float16, bfloat16, float32 or float64, got {found}")
+        check_dtype(op, "dtype", dtype)
         check_format(op, format, scale, or_none=True)
         storage.safetensors()
         manifest = Manifest.new(op, d, dtype, format, scale)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import DTYPES, as_bool, check, check_count, check_strided, check_tensor, lift, score_dtype
+from ..arguments import as_bool, check, check_count, check_dtype, check_floats, check_strided, lift, score_dtype
 from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.topk import Best, Search
@@ -48,7 +48,7 @@ class _Coarse(NamedTuple):
 def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Best:
     """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages."""
     D: Quantized = s.D
-    _check_queries(s.Q)
+    check_floats(_OP, "Q", s.Q)  # before a stand-in is made: torch makes none of some dtypes
     like = torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)
     beside = like.new_empty(()).expand(1, 1, D.d)
     topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
@@ -123,9 +123,8 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     if n_candidates is not None:
         check_count(_OP, "n_candidates", n_candidates, 1)
     shape, dtype, device = _about(s.D)
-    _check_queries(s.Q)
-    if dtype not in DTYPES:
-        raise TypeError(f"{_OP}: D: expected float16, bfloat16, float32 or float64, got {dtype}")
+    check_floats(_OP, "Q", s.Q)
+    check_dtype(_OP, "D", dtype)
     Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
     # Queries and documents may lie on two devices: each side is checked beside a stand-in for the other.
     beside = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
@@ -146,14 +145,6 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     if coarse.error is None or coarse.norm is None or coarse.error.shape != (count,):
         raise ValueError(f"{_OP}: coarse: expected the errors of {count} documents, as `quantize` finds them")
     return Q, q_weight, Q.dim() == 2
-
-
-def _check_queries(Q: Any) -> None:
-    """Before a stand-in is made of them: torch makes none of some dtypes."""
-    check_tensor(_OP, "Q", Q)
-    check_strided(_OP, "Q", Q)
-    if Q.dtype not in DTYPES:
-        raise TypeError(f"{_OP}: Q: expected float16, bfloat16, float32 or float64, got {Q.dtype}")
 
 
 def _about(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

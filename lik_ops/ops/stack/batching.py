@@ -92,16 +92,6 @@ def one_by_one(op: Any, tensors: int, info: Any, in_dims: tuple, *args: Any) -> 
     return _Batch(info.batch_size, in_dims, args[:tensors]).one_by_one(op, *args[tensors:])
 
 
-def forward_soft(info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """`lik::maxsim_soft_fwd` of a batch."""
-    return _Batch(info.batch_size, in_dims, args[:6]).one_by_one(lik.maxsim_soft_fwd, *args[6:])
-
-
-def backward_soft(info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """`lik::maxsim_soft_bwd` of a batch."""
-    return _Batch(info.batch_size, in_dims, args[:8]).one_by_one(lik.maxsim_soft_bwd, *args[8:])
-
-
 def topk(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize: bool, top_k: int, chunk
 ) -> Outputs:

@@ -6,6 +6,7 @@ by the operators' batching rules. Calling ``torch.ops.lik.maxsim`` itself there 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ def is_deriving() -> bool:
 
 # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: see `sharding`.
 is_deriving._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def reject_transforms(op: str, asked: Callable[[], bool] = is_deriving) -> None:
+    """Raise NotImplementedError inside transforms that take gradients or tangents, or what is `asked`."""
+    if not torch.compiler.is_dynamo_compiling() and asked():
+        raise NotImplementedError(f"torch.func cannot differentiate {op}: use torch.autograd")
 
 
 def are_differentiated(*tensors: Tensor | None) -> bool:

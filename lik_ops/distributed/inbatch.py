@@ -1,0 +1,194 @@
+"""A process's queries against the documents of all processes: scores, and the contrastive loss of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arguments import as_bool, check, check_count, check_flag
+from ..ops import cross_entropy
+from ..ops.soft import check_temperature
+from ..ops.stack import autocast
+from .agreement import Agreement, check_group, kind, wire
+from .ring import Ring, RingCrossEntropy, RingLossOptions, RingMaxSim, Round, ScoreOptions
+
+_GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
+
+
+def _alike(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[str, Any], Exception | None]:
+    """What has to be alike on all ranks, or what is wrong with this one's arguments."""
+    Q, D, q_mask, d_mask, q_weight = given
+    try:
+        check_flag(op, "normalize", normalize)
+        check(op, Q, D, q_mask, d_mask, q_weight, backward)
+        if Q.dim() != 3 or D.dim() != 3:
+            raise ValueError(f"{op}: Q, D: expected [Nq, Lq, d], [Nd, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
+    except (TypeError, ValueError) as error:
+        return {}, error
+    of_Q, of_D, of_weight = (torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight))
+    gradients = dict(zip(_GRADIENTS, (of_Q or of_weight, of_D), strict=True))
+    return {"d": D.shape[2], "dtype": D.dtype, "normalize": normalize, **gradients}, None
+
+
+class _Ready(NamedTuple):
+    """Tensors of a ring that all ranks agreed on."""
+
+    round: Round
+    Q: Tensor
+    D: Tensor
+    q_weight: Tensor | None
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    needs_grad: bool
+
+    @property
+    def tensors(self) -> tuple:
+        return self[1:6]
+
+
+def _agreed(
+    op: str, given: tuple, normalize: bool, group: Any, backward: str = "auto", error: Exception | None = None
+) -> _Ready:
+    """Q, D, q_mask, d_mask and q_weight, once all ranks have said that theirs are right; else their errors.
+
+    `error` is what is already known to be wrong with this one's arguments.
+    """
+    Q, D, q_mask, d_mask, q_weight = given
+    alike, error = _alike(op, given, normalize, backward) if error is None else ({}, error)
+    numbers = [0] * 5 if error is not None else [int(d_mask is not None), kind(D.device), *D.shape]
+    told = Agreement(op, group, (D, Q), alike, numbers, error).wait()
+    if d_mask is None and any(masked for masked, *_ in told):
+        d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
+    everywhere = len({kind for _, kind, *_ in told}) == 1
+    ring = Ring(group, wire(group, D.device, everywhere), D.device)
+    needs_grad = any(alike[name] for name in _GRADIENTS)
+    around = Round(ring, [tuple(shape) for _, _, *shape in told])
+    return _Ready(around, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
+
+
+def maxsim_inbatch(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    backward: str = "auto",
+    recompute: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """`lik_ops.maxsim` of this process's queries against the documents of all processes, as negatives of each other.
+
+    The documents go round a ring, one block at a time: no process ever holds more than two blocks, its own beside them,
+    however many there are. The backward goes round once more and brings each block's gradient home. Every process has
+    to call it, and has to call ``backward`` where one does.
+
+    Args:
+        Q: this process's queries ``[Nq, Lq, d]``; as many or as long as it likes.
+        D: this process's documents ``[Nd, Ld, d]``; the same `d` and dtype on all ranks.
+        q_mask, d_mask, q_weight, normalize, backward: as in `lik_ops.maxsim`. A rank without `d_mask` keeps all tokens.
+        recompute: find the winners again in the backward. False keeps those of all blocks, which is faster, but takes
+            memory that grows with the number of processes.
+        group: the processes; None is all of them.
+
+    Returns:
+        Scores ``[Nq, sum of Nd]``, the documents in the order of the ranks: with the same `Nd` everywhere, document j
+        of this process is column ``rank * Nd + j``. Differentiable in Q, D and `q_weight`: D receives the gradients of
+        all processes' scores, as if one process had computed their sum. A process's part of them is rounded to the
+        dtype of D, the parts are added in fp32 (fp64).
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.maxsim`; also when the ranks' arguments do not fit together, on all ranks.
+        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
+            within the timeout of the group.
+
+    Example:
+        >>> # torchrun --nproc-per-node 2 train.py
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
+        >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)  # [8, 8 * the number of ranks]
+        >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))  # document i answers query i
+        >>> torch.nn.functional.cross_entropy(scores, labels).backward()
+        >>> torch.distributed.destroy_process_group()
+    """
+    op = "distributed.maxsim_inbatch"
+    check_group(op, group)
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward)
+    options = ScoreOptions(ready.round, normalize, backward, ready.needs_grad and not recompute)
+    return RingMaxSim.apply(*ready.tensors, options)
+
+
+def maxsim_cross_entropy(
+    Q: Tensor,
+    D: Tensor,
+    labels: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """`lik_ops.maxsim_cross_entropy` of this process's queries, with the documents of all processes.
+
+    ``F.cross_entropy(maxsim_inbatch(Q, D) / temperature, labels)`` without the scores: documents go round a ring as in
+    `maxsim_inbatch`, and of each query two numbers stay. The backward goes round once more, finds the scores and
+    winners of each block again, in parts of at most 24 MiB, and brings the gradients of the documents home. Every
+    process has to call it, and has to call ``backward`` where one does.
+
+    Args:
+        Q: this process's queries ``[Nq, Lq, d]``; as many or as long as it likes.
+        D: this process's documents ``[Nd, Ld, d]``; the same `d` and dtype on all ranks.
+        labels: ``[Nq]``, int32 or int64: the right document of each query among those of all processes, in the order of
+            the ranks. None: document i of this process for its query i. A label that is no document makes the loss of
+            its query NaN.
+        q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`. A rank without `d_mask` keeps all tokens.
+        temperature, ignore_index: as in `lik_ops.maxsim_cross_entropy`.
+        reduction: ``"mean"`` over this process's queries that are not ignored, ``"sum"``, or ``"none"``.
+        group: the processes; None is all of them.
+
+    Returns:
+        The loss of this process's queries, as `lik_ops.maxsim_cross_entropy` has it. Differentiable in Q, D, `q_weight`
+        and the temperature: D receives the gradients of all processes' losses, as if one process had computed their
+        sum. A process's part of them is rounded to the dtype of D, the parts are added in fp32 (fp64).
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.maxsim_cross_entropy`; also when the ranks' arguments do not fit together, on
+            all ranks.
+        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
+            within the timeout of the group.
+
+    Example:
+        >>> # torchrun --nproc-per-node 2 train.py
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
+        >>> loss = lik_ops.distributed.maxsim_cross_entropy(Q, D, temperature=0.02, normalize=True)
+        >>> loss.backward()  # with negatives of all ranks
+        >>> torch.distributed.destroy_process_group()
+    """
+    op = "distributed.maxsim_cross_entropy"
+    check_group(op, group)
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    error: Exception | None = None
+    try:
+        cross_entropy.check_call(op, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
+        check_temperature(op, temperature, Q)
+        check_count(op, "ignore_index", ignore_index, -(2**63))
+        if isinstance(temperature, Tensor):
+            q_weight, temperature = cross_entropy.weights_over(temperature, Q, as_bool(q_mask), q_weight), 1.0
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
+    if labels is None:
+        labels = ready.round.columns(0).start + cross_entropy.default_labels(Q, D)
+    options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
+    losses = RingCrossEntropy.apply(*ready.tensors, labels, options)
+    return cross_entropy.reduced(losses, labels, ignore_index, reduction)

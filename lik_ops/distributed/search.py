@@ -1,0 +1,235 @@
+"""Top-k over processes, each of which searches a part of the corpus."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arguments import check_flag, check_strided
+from ..ops import topk
+from ..ops.stack import autocast
+from ..retrieval import shards, sources
+from .agreement import Agreement, check_group, current_device, kind, members, on_host
+from .gathering import NO_QUERIES, Queries, broadcast, described, merged
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..index import Index
+    from ..quantized import Quantized
+    from ..retrieval import Corpus
+
+_RETRIEVE = "distributed.retrieve"
+
+# Groups of which rank 0 did not have to send its queries in the last call. It has to before it searches, or a GPU that
+# is full lets them wait; in these groups it searches before it knows. A wrong guess costs time, nothing else.
+_have_queries: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Rank(NamedTuple):
+    """The arguments of a rank, found right."""
+
+    shard: shards.Read | shards.Resident
+    begin: int
+    end: int
+    queries: Queries | None  # None: they come from rank 0
+    device: torch.device  # where it searches
+
+    def is_launched(self) -> bool:
+        """Whether the host need not wait for the search."""
+        return isinstance(self.shard, shards.Resident) and self.shard.is_launched
+
+    def best(self, queries: Queries, top_k: int, options: dict) -> shards.Found:
+        return self.shard.best(queries, top_k, self.begin, self.end, options)
+
+    def numbers(self) -> list[int]:
+        """What the other ranks have to know."""
+        about = NO_QUERIES if self.queries is None else described(self.queries)
+        return [self.begin, self.end, kind(self.device), *about]
+
+
+def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _Rank:
+    """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
+    op, top_k, (corpus, d_mask, cu_seqlens_d) = _RETRIEVE, alike["top_k"], documents
+    for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
+    if isinstance(corpus, Tensor) and not corpus.is_nested:
+        check_strided(op, "D", corpus)
+    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages)
+    D, d_mask, cu_seqlens_d = shard.sample()
+    Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
+    if isinstance(shard, shards.Read):
+        D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)
+    Q, like, q_weight = autocast.to_region(Q, D[:0], q_weight)
+    sources.check_dtype(op, Q, like.dtype)
+    # Of the region's dtype, and as large, without the memory.
+    D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
+    tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+    topk.check_arguments(op, topk.Search(*tensors, normalize=False, top_k=top_k, chunk=None))
+    begin, end = 0, shard.size
+    if not alike["sharded"]:
+        begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]
+        alike["documents"] = shard.size
+    alike.update(dtype=D.dtype, d=D.shape[-1])
+    if queries[0] is not None:
+        return _Rank(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device)
+    at = shard.device or torch.device(current_device(group) if device is None else device)
+    return _Rank(shard, begin, end, None, at)
+
+
+def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:
+    """Whether rank 0 alone has queries, of which each rank told `about`; raises what does not go together."""
+    given = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
+    if given == [0] and len(about) > 1:
+        return True
+    if len(given) < len(about):
+        raise ValueError(f"{_RETRIEVE}: Q: expected it on rank 0 alone or on all ranks, got it on {given}")
+    if any(x != about[0] for x in about):
+        assert queries is not None
+        kinds = {n: None if x is None else (tuple(x.shape), x.dtype) for n, x in queries._asdict().items()}
+        agreement.compare(kinds)
+    return False
+
+
+def _documents(ranges: list[list[int]], sharded: bool) -> list[int]:
+    """How many documents each rank searches; they follow each other if the ranks were given the same corpus."""
+    if not sharded and any(a[1] != b[0] for a, b in pairwise(ranges)):
+        raise ValueError(f"{_RETRIEVE}: corpus: expected the same on all ranks, which would search {ranges} of it")
+    return [end - begin for begin, end in ranges]
+
+
+@torch.no_grad()
+def retrieve(
+    Q: Tensor | None,
+    corpus: Tensor | np.ndarray | Corpus | Quantized | Index,
+    top_k: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+    device: torch.device | str | None = None,
+    sharded: bool = False,
+    n_candidates: int | None = None,
+    n_probe: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`lik_ops.retrieve` by all processes of a group, each searching a part of the corpus: the same bits.
+
+    Each process is given the whole corpus, but reads only its part of it, a contiguous range of documents with about as
+    many tokens as the others'; or, with `sharded`, it is given its part alone. The best of each are gathered and merged
+    on all processes.
+
+    A call has two collectives: a hundred bytes of each rank at its beginning, and the best at its end; a third one in
+    between where rank 0 sends its queries. The host waits once, for the first of them. If all ranks have queries and
+    corpus on their GPUs, the search runs meanwhile, and nothing else waits for a GPU. A group with a backend for the
+    CPU beside NCCL, ``init_process_group("cpu:gloo,cuda:nccl")``, hides the first message wholly: it is sent once
+    the search is launched, where NCCL alone needs the GPU for it before.
+
+    Args:
+        Q: queries, as in `lik_ops.retrieve`, the same on all ranks; or on rank 0 of the group alone, with its `q_mask`
+            and `q_weight`, and None on all others.
+        corpus: what `lik_ops.retrieve` takes as D, the same on all ranks; a `Corpus` in a shared directory, or a
+            memory-mapped array, costs each process its part only. On a GPU it is split by tokens if it is packed with
+            `cu_seqlens_d` on the CPU, else by number. Quantised documents, or an `Index`, are searched where they are.
+        top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress: as in `lik_ops.retrieve`.
+        group: the processes; None is all of them.
+        device: where ranks that are sent their queries score, unless the corpus is on a GPU; None: the current CUDA
+            device if the group has NCCL, else the CPU.
+        sharded: `corpus` is this rank's shard, with its `d_mask` or `cu_seqlens_d`: the whole corpus is the shards one
+            after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype.
+        n_candidates, n_probe: as in `lik_ops.retrieve`, of residual codes in memory; each process keeps so many
+            candidates of its own documents, so that more is found than one process would.
+
+    Returns:
+        ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank; indices count from the first
+        document of rank 0.
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.retrieve`; also when the ranks' arguments do not fit together, on all ranks.
+        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
+            within the timeout of the group.
+
+    Example:
+        >>> # torchrun --nproc-per-node 2 search.py
+        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> D = torch.ones(100, 300, 128).cumsum(0)  # the same on all ranks; or a lik_ops.Corpus
+        >>> Q = torch.randn(2, 32, 128) if torch.distributed.get_rank() == 0 else None
+        >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10)
+        >>> # each rank its own documents: a corpus larger than one GPU
+        >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10, sharded=True)
+        >>> scores.shape, indices.max().item() < 100 * torch.distributed.get_world_size()
+        (torch.Size([2, 10]), True)
+        >>> torch.distributed.destroy_process_group()
+    """
+    check_group(_RETRIEVE, group)
+    options = {"chunk": chunk, "normalize": normalize, "progress": progress}
+    alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
+    stages = {"n_candidates": n_candidates, "n_probe": n_probe}
+    alike |= stages
+    call, found, error = None, None, None
+    try:
+        for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):
+            check_flag(_RETRIEVE, name, flag)
+        topk.reject_derivatives(_RETRIEVE, Q, corpus, q_weight)
+        topk.check_counts(_RETRIEVE, top_k, chunk)
+        documents = corpus, d_mask, cu_seqlens_d
+        call = _opened(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
+        if on_host(group):
+            found = _launched(call, top_k, group, options)
+    except Exception as failure:  # of any kind: the others wait for this rank
+        error = failure
+    numbers = [0, 0, 0, *NO_QUERIES] if call is None else call.numbers()
+    agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
+    if call is not None and not on_host(group):
+        found = _launched(call, top_k, group, options)
+    return _together(call, found, agreement, top_k, sharded, group, options)
+
+
+def _launched(call: _Rank, top_k: int, group: Any, options: dict) -> shards.Found | None:
+    """The search, where it can begin before it is known what the other ranks say: else None."""
+    if call.queries is None or not call.is_launched():
+        return None
+    if dist.get_rank(group) == 0 and members(group) not in _have_queries:
+        return None
+    return call.best(call.queries, top_k, options)
+
+
+def _together(
+    call: _Rank | None,
+    found: shards.Found | None,
+    agreement: Agreement,
+    top_k: int,
+    sharded: bool,
+    group: Any,
+    options: dict,
+) -> topk.Best:
+    """The search, unless it was `found`, and the best of all ranks."""
+    told = agreement.wait()
+    assert call is not None, "or waiting had raised what is wrong"
+    rank, all_ranks = dist.get_rank(group), members(group)
+    documents, everywhere = _documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
+    queries = call.queries
+    if _has_to_send(agreement, queries, [x[3:] for x in told]):
+        _have_queries.discard(all_ranks)
+        queries = broadcast(queries, told[0][3:], group, call.device, everywhere)
+    else:
+        _have_queries.add(all_ranks)
+    assert queries is not None
+    if found is None:
+        found = call.best(queries, top_k, options)
+    first = found.first + (sum(documents[:rank]) if sharded else 0)
+    if isinstance(call.shard, shards.Resident) and call.shard.is_staged:
+        values, indices = found.best
+        found.best = values, indices.where(indices >= 0, -1 - first)  # -1 again, once `first` is added
+    scores, indices = merged(found.best, first, documents, top_k, group, everywhere)
+    return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)

@@ -87,7 +87,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
         at = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
         tl.store(at, tokens, mask=ok[:, None])
     else:
-        at = out + row.to(tl.int64) * d + tl.arange(0, C.BN)[:, None] * d + n[None, :]
+        at = out + (row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :]))
         tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
     if norms is not None:
         tl.store(norms + r, norm, mask=ok)

@@ -12,7 +12,6 @@ from lik_ops.csrc_triton.arguments import Documents, HeadConfig, Queries, Sizes,
 from lik_ops.csrc_triton.head import maxsim_forward_head, maxsim_head_tokens
 from lik_ops.gpu import head_configs
 from lik_ops.gpu.configs import ARCHITECTURES, Architecture, loads_vectors
-from lik_ops.gpu.triton_versions import release
 
 from .aot import _disassembled, compile_as_launched, cuda_resources, target
 from .test_aot import MATRIX_UNIT
@@ -110,9 +109,7 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
         spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
     else:
         spills = cuda_resources(compiled.asm["cubin"])[1]
-    # Triton 3.6 stores tokens of other widths than powers of two from 64-bit addresses, once a tile.
-    stores_apart = not fused and case.d & (case.d - 1) and release() < (3, 7)
-    assert spills <= (48 if stores_apart else 0), f"{spills} spill instructions"
+    assert spills == 0, f"{spills} spill instructions"
     if name != "sm_100" or case.dtype != _FP32:  # which Triton 3.6 multiplies by mma.sync in small steps
         assert MATRIX_UNIT.get(name, "mma.sync") in text, "not on the matrix unit"
     if name == "sm_90" and loads_vectors(case.width, case.wide):

@@ -65,7 +65,8 @@ def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
 def _tiles(case: Case, arch: Architecture, C: HeadConfig) -> dict[str, str]:
     if not arch.has_descriptors or case.width * case.dtype.itemsize % 16 or case.wide == 2:
         return {"tiles": "constexpr", "steps": "constexpr"}
-    return {n: f"tensordesc<{_NAMES[case.dtype]}[{rows}, {C.BK}]>" for n, rows in (("tiles", C.BN), ("steps", C.BD))}
+    blocks = {"tiles": [1, C.BN, C.BK], "steps": [C.BD, C.BK]}
+    return {name: f"tensordesc<{_NAMES[case.dtype]}{block}>" for name, block in blocks.items()}
 
 
 def _compiled(case: Case, arch: Architecture, fused: bool):

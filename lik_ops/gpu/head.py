@@ -44,16 +44,18 @@ def _weights(head: Head) -> Weights:
     return Weights._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
 
 
-def _tiles(H: Tensor, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
-    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them."""
+def _tiles(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
+    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them. `most`: in how
+    many documents' rows a program's end."""
 
-    def described(x: Tensor, block: int) -> Tiles:
+    def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
         if not (arch.has_descriptors and describable(x)) or x.data_ptr() % 16:
             return None
-        width = x.shape[-1]
-        return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [block, config.BK])
+        return TensorDescriptor(x, shape, strides, block)
 
-    return described(H, config.BN), described(W, config.BD)
+    n, L, width = H.shape
+    rows = described(H, [n - most + 1, most * L, width], [L * width, width, 1], [1, config.BN, config.BK])
+    return rows, described(W, list(W.shape), [width, 1], [config.BD, config.BK])
 
 
 def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +69,7 @@ def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     out = H.new_empty((n, L, d))
     norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
     with on_device(H.device):
-        tiles = _tiles(H, head.W, arch, launch.config)
+        tiles = _tiles(H, n, head.W, arch, launch.config)
         args = documents_of(H, None), _weights(head), *tiles, out, norms, width, d, rows, L, launch.config
         launcher.launch(maxsim_head_tokens, checked_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
     return out, norms
@@ -84,12 +86,11 @@ def _scores(x: Hidden, normalize: bool) -> Tensor:
     _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, sizes(x.Q, x.H), launch.tile())
     scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
     with on_device(x.Q.device):
-        tiles = _tiles(x.H, x.W, arch, launch.config)
+        programs = min(Nd, head_configs.programs(arch))
+        tiles = _tiles(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
         groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
         args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config
-        launcher.launch(
-            maxsim_forward_head, checked_grid(min(Nd, head_configs.programs(arch))), args, launch.options(arch)
-        )
+        launcher.launch(maxsim_forward_head, checked_grid(programs), args, launch.options(arch))
     return scores
 
 

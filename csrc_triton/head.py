@@ -1,5 +1,5 @@
-"""Document tokens of hidden states: ``H W^T + b`` over its norm, rounded. A kernel that leaves them in memory, and one
-that scores them where they are made.
+"""Document tokens of hidden states: ``H W^T + b`` over its norm, rounded. A kernel that leaves them in memory, one that
+scores them where they are made, and one for the gradient of what is normalised.
 
 Documents follow one another as rows; a tile of BN rows has tokens of one document or of several. The tokens of both
 kernels have the same bits, and so do their similarities to those that `maxsim_forward` finds.
@@ -101,6 +101,34 @@ def _kept(H, r, end, Ld):
         at = (r // Ld).to(tl.int64) * H.mask_stride_doc + (r % Ld).to(tl.int64) * H.mask_stride_l
         keep = keep & (tl.load(H.mask + at, mask=keep, other=0) != 0)
     return keep
+
+
+@triton.jit(do_not_specialize=["rows", "Ld"])
+def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.constexpr):
+    """Put the gradients of ``u = H W^T + b`` where those of tokens are, ``G [rows, d]``: ``(G - D <D, G>) / n``.
+
+    Masked tokens have zeros. `norms`: None where tokens are u. `sums [programs, d]`, or None: of what each program
+    found, before it is rounded.
+    """
+    n = tl.arange(0, BD)
+    total = tl.zeros((BN, BD), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BN), tl.num_programs(0)):
+        r = tile * BN + tl.arange(0, BN)
+        at = r.to(tl.int64)[:, None] * d + n[None, :]
+        inside = (r < rows)[:, None] & (n < d)[None, :]
+        g = tl.load(G.ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if norms is not None:
+            unit = tl.load(D + at, mask=inside, other=0.0).to(tl.float32)
+            norm = tl.load(norms + r, mask=r < rows, other=1.0)
+            along = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
+            g = (g - unit * along[:, None]) * (1.0 / norm)[:, None]
+        if G.mask is not None:
+            g = tl.where(_kept(G, r, rows, Ld)[:, None], g, 0.0)
+        tl.store(G.ptr + at, g.to(G.ptr.dtype.element_ty), mask=inside)
+        if sums is not None:
+            total += g
+    if sums is not None:
+        tl.store(sums + tl.program_id(0) * d + n, tl.sum(total, axis=0), mask=n < d)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.arguments import Documents, HeadConfig, Queries, Sizes, Weights
-from lik_ops.csrc_triton.head import maxsim_forward_head, maxsim_head_tokens
+from lik_ops.csrc_triton.head import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from lik_ops.gpu import head_configs
 from lik_ops.gpu.configs import ARCHITECTURES, Architecture, loads_vectors
 
@@ -157,6 +157,29 @@ def test_tokens_of_both_kernels_are_summed_in_one_order(case):
     """The layout of the sums of a token is that of its product, the one as wide as a token."""
     tokens, fused = (_check(case, "sm_90", fused) for fused in (False, True))
     assert tokens[0] in fused
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("dtype", "d", "more"),
+    [(_BF16, 128, True), (_FP16, 128, True), (_FP16, 96, False), (_FP32, 128, False), (_FP32, 20, True)],
+    ids=str,
+)
+def test_slopes(dtype, d, more, name):
+    """Gradients of tokens become those of sums, in vectors."""
+    arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
+    G, members = _groups(Case(dtype, masks=more))["H"]
+    BN, BD, _, options = head_configs.slopes(arch, d, 10**6)
+    given = {"G": G, "D": pointer} | dict.fromkeys(("norms", "sums"), "*fp32" if more else "constexpr")
+    given |= dict.fromkeys(("d", "rows", "Ld"), "i32") | {"BN": "constexpr", "BD": "constexpr"}
+    constants = {(0, n): value for n, value in members.items()} | {(7,): BN, (8,): BD}
+    constants |= {} if more else {(2,): None, (3,): None}
+    aligned = [(0, 0), (1,), *([(2,), (3,)] if more else []), *([(4,)] if d % 16 == 0 else [])]
+    src = ASTSource(maxsim_head_slopes, given, constants, {path: [["tt.divisibility", 16]] for path in aligned})
+    compiled = compile_as_launched(src, target(arch), options)
+    if not arch.is_amd:
+        assert cuda_resources(compiled.asm["cubin"])[1] == 0
+        assert d % 16 or "ld.global.v4" in compiled.asm["ptx"]
 
 
 @pytest.mark.slow

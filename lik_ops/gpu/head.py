@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton.arguments import HeadConfig, Weights
-from ..csrc_triton.head import maxsim_forward_head, maxsim_head_tokens
+from ..csrc_triton.head import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from ..portable.blocks import MiB
-from ..portable.head import Gradients, Head, Hidden, Parts, scores_by_slices, tokens_of
+from ..portable.head import Gradients, Head, Hidden, Parts, scores_by_slices, slopes, tokens_of
 from . import head_configs, launcher
 from .arguments import (
     allow_tf32,
@@ -62,7 +62,7 @@ def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     """Those of `tokens_of`, by a kernel that holds them whole."""
     (n, L, width), d = H.shape, head.W.shape[0]
     rows = n * L
-    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_FEATURES:
+    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
         return tokens_of(H, head)
     arch, tf32 = architecture(H.device), H.dtype == torch.float32 and allow_tf32()
     launch = head_configs.tokens(arch, H.dtype, d, width, head.normalize, _wide(H, head.W), tf32)
@@ -75,7 +75,24 @@ def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     return out, norms
 
 
-_PARTS = Parts(_tokens, forward, backward_lowmem, 32 * MiB, True)
+def _slopes(
+    G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Those of `slopes`, rounded, in place of G."""
+    n, L, d = G.shape
+    rows = n * L
+    if rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
+        return slopes(G, D, norms, keep, summed)
+    arch = architecture(G.device)
+    BN, BD, programs, options = head_configs.slopes(arch, d, rows)
+    sums = G.new_empty((programs, d), dtype=torch.float32) if summed else None
+    with on_device(G.device):
+        args = documents_of(G, keep), D, norms, sums, d, rows, L, BN, BD
+        launcher.launch(maxsim_head_slopes, checked_grid(programs), args, options)
+    return G.view(rows, d), None if sums is None else sums.sum(0)
+
+
+_PARTS = Parts(_tokens, forward, backward_lowmem, _slopes, 32 * MiB, True, 1)
 
 
 def _scores(x: Hidden, normalize: bool) -> Tensor:

@@ -280,11 +280,11 @@ def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, progra
     """Programs whose shares differ by a document, which a tile's end cuts."""
     from lik_ops.gpu import head_configs
 
-    (place,) = PLACES
+    made, (place,) = head_configs.scores, PLACES
     x, W, b = draw(Hidden(Nq=1, Nd=7, Ld=70, d=16, width=48, dtype=torch.float16, d_mask="holes"), place.device)
     with place.use():
         expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
-        monkeypatch.setattr(head_configs, "programs", lambda arch: programs)
+        monkeypatch.setattr(head_configs, "scores", lambda *args: replace(made(*args), walkers=programs))
         assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
 
 

@@ -103,7 +103,7 @@ def _scores(x: Hidden, normalize: bool) -> Tensor:
     _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, sizes(x.Q, x.H), launch.tile())
     scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
     with on_device(x.Q.device):
-        programs = min(Nd, head_configs.programs(arch))
+        programs = min(Nd, launch.walkers)
         tiles = _tiles(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
         groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
         args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config

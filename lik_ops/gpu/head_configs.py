@@ -83,7 +83,8 @@ def scores(
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
     BM = min(rows, _PART_ROWS)
-    return replace(found, config=found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot))
+    config = found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot)
+    return replace(found, config=config, walkers=programs(arch))
 
 
 def slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:

@@ -128,6 +128,7 @@ FEW = [
     Case(_FP16, bias=False, normalize=False),
     Case(width=384, Lq=20, Nq=2, masks=True),
     Case(d=256, Nq=2, masks=True),
+    Case(d=64, width=1024, Nq=4, masks=True),
     Case(_FP16, d=20, width=100, masks=True),
     Case(_FP16, d=200, width=90, Nq=4),
 ]

@@ -47,7 +47,7 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         if BD > 128:
             BK = 16
     elif arch.unit == "wgmma":
-        BN, stages = (256 if BD <= 128 else 128), 4
+        BN, stages = (256 if BD <= 128 else 128), (5 if BD <= 64 else 4)  # as many as shared memory holds
     elif arch.unit == "mfma":
         BN, BK, stages = 64, 32, 1
     else:

@@ -336,7 +336,8 @@ class Hidden(NamedTuple):
     """What document tokens are made of: hidden states ``[K, Ld, width]``, a layer to d features, both perhaps as
     tensor descriptors too.
 
-    Those of all documents are rows of one: `tiles`, in blocks ``[BN, BK]``; `steps` of the layer, ``[BD, BK]``.
+    `tiles`: all rows of some documents that follow one another, for each that may be their first: ``[n, rows, width]``
+    in blocks ``[1, BN, BK]``. `steps`: blocks ``[BD, BK]`` of the layer.
     """
 
     H: Any

@@ -1,5 +1,5 @@
-"""Document tokens of hidden states: ``H W^T + b`` over its norm, rounded. A kernel that leaves them in memory, and one
-that scores them where they are made.
+"""Document tokens of hidden states: ``H W^T + b`` over its norm, rounded. A kernel that leaves them in memory, one that
+scores them where they are made, and one for the gradient of what is normalised.
 
 Documents follow one another as rows; a tile of BN rows has tokens of one document or of several. The tokens of both
 kernels have the same bits, and so do their similarities to those that `maxsim_forward` finds.
@@ -15,11 +15,11 @@ from .fp32 import nearest_tf32
 
 
 @triton.jit
-def _step(u, x, row, pointers, ok, c0, C: tl.constexpr):
-    """`u` with the products of hidden features from c0 on."""
+def _step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
+    """`u` with the products of hidden features from c0 on, of rows from `row` on of documents from `first` on."""
     columns = c0 + tl.arange(0, C.BK)
     if x.tiles is not None:
-        h = x.tiles.load([row, c0])
+        h = tl.reshape(x.tiles.load([first, row, c0]), (C.BN, C.BK))
     else:
         h = load_rows(pointers, ok, columns, x.width, x.H.stride_d, C.WIDE)
     if x.steps is not None:
@@ -78,7 +78,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
     pointers = _pointers(x, r, Ld)
     u = _bias(x, C)
     for c0 in range(0, width, C.BK):
-        u = _step(u, x, row, pointers, ok, c0, C)
+        u = _step(u, x, 0, row, pointers, ok, c0, C)
         if C.BD > 128:  # as in the loop over all tiles; narrower ones stay in flight
             u = _held(u, C)
     tokens, norm = _tokens(u, x, C)
@@ -87,7 +87,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
         at = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
         tl.store(at, tokens, mask=ok[:, None])
     else:
-        at = out + row.to(tl.int64) * d + tl.arange(0, C.BN)[:, None] * d + n[None, :]
+        at = out + (row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :]))
         tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
     if norms is not None:
         tl.store(norms + r, norm, mask=ok)
@@ -101,6 +101,34 @@ def _kept(H, r, end, Ld):
         at = (r // Ld).to(tl.int64) * H.mask_stride_doc + (r % Ld).to(tl.int64) * H.mask_stride_l
         keep = keep & (tl.load(H.mask + at, mask=keep, other=0) != 0)
     return keep
+
+
+@triton.jit(do_not_specialize=["rows", "Ld"])
+def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.constexpr):
+    """Put the gradients of ``u = H W^T + b`` where those of tokens are, ``G [rows, d]``: ``(G - D <D, G>) / n``.
+
+    Masked tokens have zeros. `norms`: None where tokens are u. `sums [programs, d]`, or None: of what each program
+    found, before it is rounded.
+    """
+    n = tl.arange(0, BD)
+    total = tl.zeros((BN, BD), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BN), tl.num_programs(0)):
+        r = tile * BN + tl.arange(0, BN)
+        at = r.to(tl.int64)[:, None] * d + n[None, :]
+        inside = (r < rows)[:, None] & (n < d)[None, :]
+        g = tl.load(G.ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if norms is not None:
+            unit = tl.load(D + at, mask=inside, other=0.0).to(tl.float32)
+            norm = tl.load(norms + r, mask=r < rows, other=1.0)
+            along = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
+            g = (g - unit * along[:, None]) * (1.0 / norm)[:, None]
+        if G.mask is not None:
+            g = tl.where(_kept(G, r, rows, Ld)[:, None], g, 0.0)
+        tl.store(G.ptr + at, g.to(G.ptr.dtype.element_ty), mask=inside)
+        if sums is not None:
+            total += g
+    if sums is not None:
+        tl.store(sums + tl.program_id(0) * d + n, tl.sum(total, axis=0), mask=n < d)
 
 
 @triton.jit
@@ -155,16 +183,26 @@ def _scored(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     return maxima, any_kept
 
 
+@triton.jit
+def _before(p, programs, K):
+    """How many of K documents programs before p take."""
+    return ((p.to(tl.int64) * K + programs - 1) // programs).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["width", "d"])
 def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.constexpr):
     """Scores [Nq, K] of at most PARTS * BM query rows and documents that are hidden states.
 
-    Each program takes some documents, one behind the other.
+    Each program takes some documents, one behind the other: `most` or one fewer, the first of them `most`. So `most`
+    documents end where its own do: as rows of these they end for `tiles`, too, and what follows them is not read.
     """
     x = Hidden(H, W, tiles, steps, width, d)
     programs = tl.num_programs(0)
-    begin = (tl.program_id(0).to(tl.int64) * sizes.K // programs).to(tl.int32) * sizes.Ld
-    end = ((tl.program_id(0) + 1).to(tl.int64) * sizes.K // programs).to(tl.int32) * sizes.Ld
+    most = tl.cdiv(sizes.K, programs)
+    last = _before(tl.program_id(0) + 1, programs, sizes.K)
+    begin, end = _before(tl.program_id(0), programs, sizes.K) * sizes.Ld, last * sizes.Ld
+    first = last - most
+    origin = first * sizes.Ld
     found = tl.full((C.PARTS, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if C.ONE_LOOP:
         count = tl.cdiv(width, C.BK)
@@ -173,7 +211,7 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
-            u = _held(_step(u, x, row, _pointers(x, r, sizes.Ld), r < end, c0, C), C)
+            u = _held(_step(u, x, first, row - origin, _pointers(x, r, sizes.Ld), r < end, c0, C), C)
             if c0 + C.BK >= width:
                 found = _scored(found, u, x, Q, scores, row, end, sizes, C)
                 u = _bias(x, C)
@@ -183,5 +221,5 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
             pointers = _pointers(x, r, sizes.Ld)
             u = _bias(x, C)
             for c0 in range(0, width, C.BK):
-                u = _step(u, x, row, pointers, r < end, c0, C)
+                u = _step(u, x, first, row - origin, pointers, r < end, c0, C)
             found = _scored(found, u, x, Q, scores, row, end, sizes, C)

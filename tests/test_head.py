@@ -274,6 +274,20 @@ def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
         assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
 
 
+@pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
+@pytest.mark.parametrize("programs", [2, 3])
+def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, programs):
+    """Programs whose shares differ by a document, which a tile's end cuts."""
+    from lik_ops.gpu import head_configs
+
+    made, (place,) = head_configs.scores, PLACES
+    x, W, b = draw(Hidden(Nq=1, Nd=7, Ld=70, d=16, width=48, dtype=torch.float16, d_mask="holes"), place.device)
+    with place.use():
+        expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
+        monkeypatch.setattr(head_configs, "scores", lambda *args: replace(made(*args), walkers=programs))
+        assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

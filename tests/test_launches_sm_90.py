@@ -174,7 +174,7 @@ CALLS = {
     "hidden states, many rows": (partial(hidden, Nq), ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima"]),
     "hidden states, step": (
         partial(hidden, Nq, trains=True),
-        ["maxsim_head_tokens", RING, "maxsim_head_tokens", "maxsim_grad_documents"],
+        ["maxsim_head_tokens", RING, "maxsim_head_tokens", "maxsim_grad_documents", "maxsim_head_slopes"],
     ),
     "loss step": (
         partial(step, function=lik_ops.maxsim_cross_entropy, temperature=0.5),

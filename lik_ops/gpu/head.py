@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton.arguments import HeadConfig, Weights
-from ..csrc_triton.head import maxsim_forward_head, maxsim_head_tokens
+from ..csrc_triton.head import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from ..portable.blocks import MiB
-from ..portable.head import Gradients, Head, Hidden, Parts, scores_by_slices, tokens_of
+from ..portable.head import Gradients, Head, Hidden, Parts, scores_by_slices, slopes, tokens_of
 from . import head_configs, launcher
 from .arguments import (
     allow_tf32,
@@ -44,36 +44,55 @@ def _weights(head: Head) -> Weights:
     return Weights._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
 
 
-def _tiles(H: Tensor, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
-    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them."""
+def _tiles(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
+    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them. `most`: in how
+    many documents' rows a program's end."""
 
-    def described(x: Tensor, block: int) -> Tiles:
+    def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
         if not (arch.has_descriptors and describable(x)) or x.data_ptr() % 16:
             return None
-        width = x.shape[-1]
-        return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [block, config.BK])
+        return TensorDescriptor(x, shape, strides, block)
 
-    return described(H, config.BN), described(W, config.BD)
+    n, L, width = H.shape
+    rows = described(H, [n - most + 1, most * L, width], [L * width, width, 1], [1, config.BN, config.BK])
+    return rows, described(W, list(W.shape), [width, 1], [config.BD, config.BK])
 
 
 def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     """Those of `tokens_of`, by a kernel that holds them whole."""
     (n, L, width), d = H.shape, head.W.shape[0]
     rows = n * L
-    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_FEATURES:
+    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
         return tokens_of(H, head)
     arch, tf32 = architecture(H.device), H.dtype == torch.float32 and allow_tf32()
     launch = head_configs.tokens(arch, H.dtype, d, width, head.normalize, _wide(H, head.W), tf32)
     out = H.new_empty((n, L, d))
     norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
     with on_device(H.device):
-        tiles = _tiles(H, head.W, arch, launch.config)
+        tiles = _tiles(H, n, head.W, arch, launch.config)
         args = documents_of(H, None), _weights(head), *tiles, out, norms, width, d, rows, L, launch.config
         launcher.launch(maxsim_head_tokens, checked_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
     return out, norms
 
 
-_PARTS = Parts(_tokens, forward, backward_lowmem, 32 * MiB, True)
+def _slopes(
+    G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Those of `slopes`, rounded, in place of G."""
+    n, L, d = G.shape
+    rows = n * L
+    if rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
+        return slopes(G, D, norms, keep, summed)
+    arch = architecture(G.device)
+    BN, BD, programs, options = head_configs.slopes(arch, d, rows)
+    sums = G.new_empty((programs, d), dtype=torch.float32) if summed else None
+    with on_device(G.device):
+        args = documents_of(G, keep), D, norms, sums, d, rows, L, BN, BD
+        launcher.launch(maxsim_head_slopes, checked_grid(programs), args, options)
+    return G.view(rows, d), None if sums is None else sums.sum(0)
+
+
+_PARTS = Parts(_tokens, forward, backward_lowmem, _slopes, 32 * MiB, True, 1)
 
 
 def _scores(x: Hidden, normalize: bool) -> Tensor:
@@ -84,12 +103,11 @@ def _scores(x: Hidden, normalize: bool) -> Tensor:
     _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, sizes(x.Q, x.H), launch.tile())
     scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
     with on_device(x.Q.device):
-        tiles = _tiles(x.H, x.W, arch, launch.config)
+        programs = min(Nd, launch.walkers)
+        tiles = _tiles(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
         groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
         args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config
-        launcher.launch(
-            maxsim_forward_head, checked_grid(min(Nd, head_configs.programs(arch))), args, launch.options(arch)
-        )
+        launcher.launch(maxsim_forward_head, checked_grid(programs), args, launch.options(arch))
     return scores
 
 

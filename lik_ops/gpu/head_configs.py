@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..csrc_triton.arguments import HeadConfig
-from .configs import Architecture, Launch, loads_vectors, next_power_of_2, precision
+from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 
 MOST_FEATURES = 256  # of a token, which a program holds in fp32
 MOST_ROWS = 128  # of queries, that meet a tile of tokens part by part
@@ -17,6 +17,8 @@ _PART_ROWS = 32  # of a part: more would not leave registers for its similaritie
 _ROUNDS = 2  # documents of each program at least: else most would wait for those that have one more
 # Triton 3.9 cannot place the accumulators of sm_100; others were not tried.
 _FUSED = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
+_SLOPES = 2048  # numbers of a tile of gradients, 16 of a thread: with 32 what is no vector spills
+MOST_TILE_ROWS = 256  # of any tile
 FEWEST_TOKENS = 64  # of a document: each that a tile meets takes a reduction of its own
 
 
@@ -45,7 +47,7 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         if BD > 128:
             BK = 16
     elif arch.unit == "wgmma":
-        BN, stages = (256 if BD <= 128 else 128), 4
+        BN, stages = (256 if BD <= 128 else 128), (5 if BD <= 64 else 4)  # as many as shared memory holds
     elif arch.unit == "mfma":
         BN, BK, stages = 64, 32, 1
     else:
@@ -81,7 +83,16 @@ def scores(
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
     BM = min(rows, _PART_ROWS)
-    return replace(found, config=found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot))
+    config = found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot)
+    return replace(found, config=config, walkers=programs(arch))
+
+
+def slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:
+    """Rows and features of a tile, how many programs share the tiles, and Triton's launch options."""
+    BD = max(next_power_of_2(d), 16)
+    BN = max(_SLOPES // BD, 1)
+    options = {"num_warps": 4} | ({"maxnreg": arch.registers} if arch.registers else {})
+    return BN, BD, min(cdiv(rows, BN), 8 * arch.processors), options
 
 
 def programs(arch: Architecture) -> int:

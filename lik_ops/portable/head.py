@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from .backward import backward_lowmem
-from .blocks import NORM_EPS, STEPS, MiB, round_up, row_norms, slices_of, slices_within
+from .blocks import NORM_EPS, STEPS, MiB, product, round_up, row_norms, slices_of, slices_within
 from .forward import forward, outputs
 
 TOKEN_BYTES = 8 * MiB  # of the tokens of a slice; one document may have more
-GRADIENT_BYTES = 32 * MiB  # of what a slice of the backward takes; one document may need more
+# Of what a slice of the backward takes, half of it for hidden states if these are copied; one document may need more.
+GRADIENT_BYTES = 32 * MiB
 _BLOCK_BYTES = 4 * MiB
 _MOST_ROWS, _LEAST_ROWS = 256, 32  # of a product
 
@@ -52,8 +53,10 @@ class Parts(NamedTuple):
     tokens: Callable[[Tensor, Head], tuple[Tensor, Tensor | None]]  # and their norms, unless not normalising
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    slopes: Callable[..., tuple[Tensor, Tensor | None]]  # as `slopes`
     token_bytes: int  # of a slice of the forward
     rounds: bool  # whether the gradient of tokens is of their type, not of that of scores
+    copies: int  # that it needs of itself, itself included, to become that of ``H W^T + b``
 
 
 def tokens_of(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +88,26 @@ def tokens_of(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     return tokens.view(n, L, d), None if norms is None else norms.view(n, L, 1)
 
 
-PORTABLE = Parts(tokens_of, forward, backward_lowmem, TOKEN_BYTES, False)
+def slopes(
+    G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient ``[tokens, d]`` of ``H W^T + b`` from that of tokens, which may be lost; its sum, where asked for.
+
+    0 of masked tokens, which may hold NaN.
+    """
+    dtype = score_dtype(D.dtype)
+    g = G.to(dtype)
+    if norms is not None:
+        unit = D.to(dtype)
+        along = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
+        g = (g - unit * along) / norms
+    if keep is not None:
+        g = torch.where(keep.unsqueeze(-1), g, 0)
+    g = g.reshape(-1, g.shape[-1])
+    return g, g.sum(0) if summed else None
+
+
+PORTABLE = Parts(tokens_of, forward, backward_lowmem, slopes, TOKEN_BYTES, False, 4)
 
 
 def scores_by_slices(
@@ -121,6 +143,7 @@ class Gradients:
     ) -> None:
         self.parts, self.grad_scores, self.x, self.argmax, self.needs = parts, grad_scores, x, argmax, needs
         self.head, self.dtype = Head(x.W, x.b, normalize), score_dtype(x.Q.dtype)
+        self.multiplied = x.H.dtype if parts.rounds else self.dtype
 
     def run(self) -> tuple[Tensor, ...]:
         """Gradients of Q, H, W, b and q_weight, each ``[0]`` where `needs` says no."""
@@ -133,15 +156,18 @@ class Gradients:
         ]
         if 0 in (*x.Q.shape, *x.H.shape):
             return tuple(grad.zero_() for grad in grads)
-        whole: tuple[Tensor, Tensor | None] | None = None
-        if needs[0] or needs[4]:
-            whole = self.parts.tokens(x.H, self.head)
-            wanted = [needs[0], False, needs[4]]
-            of_Q, _, of_weight = self._winners(slice(0, x.H.shape[0]), x.Q, whole[0], wanted)
+        of_queries, into_head = needs[0] or needs[4], any(needs[1:4])
+        whole = self.parts.tokens(x.H, self.head) if of_queries else None
+        slices = list(self._slices(whole is not None)) if into_head else []
+        G: Tensor | None = None
+        if whole is not None:
+            at_once = self.parts.rounds and len(slices) == 1
+            of_Q, of_D, of_weight = self._winners(slice(0, x.H.shape[0]), x.Q, whole[0], [needs[0], at_once, needs[4]])
+            G = of_D if at_once else None
             for n, found in ((0, of_Q), (4, of_weight)):
                 grads[n] = found if needs[n] else grads[n]
-        if any(needs[1:4]):
-            self._into_head(whole, grads)
+        if into_head:
+            self._into_head(whole, slices, G, grads)
         return tuple(grads)
 
     def _winners(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,46 +177,59 @@ class Gradients:
         g = self.grad_scores[:, own]
         return self.parts.backward(g, Q, D, argmax, x.q_mask, d_mask, x.q_weight, False, needs)
 
-    def _slices(self) -> Iterator[slice]:
-        """Documents for which a slice has room: for the gradient of tokens, and what it is made into."""
-        Nd, Ld, width = self.x.H.shape
-        copied = self.x.d_mask is not None or (self.x.H.dtype != self.dtype and not self.parts.rounds)
-        each = 4 * self.head.W.shape[0] + (width if copied else 0)
-        return slices_within(Nd, Ld * each * self.dtype.itemsize, GRADIENT_BYTES)
+    @property
+    def _copied(self) -> bool:
+        """Whether a product for the gradient of W needs hidden states as rows, of another type, or none masked."""
+        H = self.x.H
+        return self.x.d_mask is not None or H.dtype != self.multiplied or not H.is_contiguous()
 
-    def _into_head(self, whole: tuple[Tensor, Tensor | None] | None, grads: list[Tensor]) -> None:
+    def _slices(self, has_tokens: bool) -> Iterator[slice]:
+        """Documents for which a slice has room: for the gradient of tokens, what it is made into, and tokens unless
+        there are some."""
+        (Nd, Ld, _), parts = self.x.H.shape, self.parts
+        each = parts.copies * self.multiplied.itemsize + (0 if has_tokens else self.x.H.dtype.itemsize)
+        room = GRADIENT_BYTES // 2 if self._copied else GRADIENT_BYTES
+        return slices_within(Nd, Ld * self.head.W.shape[0] * each, room)
+
+    def _into_head(
+        self, whole: tuple[Tensor, Tensor | None] | None, slices: list[slice], G: Tensor | None, grads: list[Tensor]
+    ) -> None:
+        """Gradients of H, W and b; of tokens it is G, if that is known."""
         x, needs = self.x, self.needs
-        of_W = x.W.new_zeros(x.W.shape, dtype=self.dtype) if needs[2] else None
         Q = x.Q if self.parts.rounds else x.Q.to(self.dtype)
-        of_b = x.W.new_zeros(x.W.shape[:1], dtype=self.dtype) if needs[3] else None
-        for own in self._slices():
+        of_W: Tensor | None = None
+        of_b: Tensor | None = None
+        for own in slices:
             H, keep = x.documents(own)
             if whole is None:
                 D, norms = self.parts.tokens(H, self.head)
             else:
                 D, norms = whole[0][own], None if whole[1] is None else whole[1][own]
-            g = self._through(self._winners(own, Q, D.to(Q.dtype), [False, True, False])[1], D, norms, keep)
+            if G is None:
+                G = self._winners(own, Q, D.to(Q.dtype), [False, True, False])[1]
+            g, sum_b = self.parts.slopes(G, D, norms, keep, needs[3])
+            G = None
             if needs[1]:
                 self._write(g, grads[1][own].view(-1, H.shape[-1]))
-            if of_W is not None:
-                h = H if keep is None else torch.where(keep.unsqueeze(-1), H, 0)
-                of_W += self._product(g.t(), h.reshape(-1, h.shape[-1]))
-            if of_b is not None:
-                of_b += g.sum(0)
+            if needs[2]:
+                of_W = self._add_weights(of_W, g, H, keep)
+            if sum_b is not None:
+                of_b = sum_b if of_b is None else of_b + sum_b
         for n, total in ((2, of_W), (3, of_b)):
             if total is not None:
                 grads[n] = total.to(x.W.dtype)
 
-    def _through(self, G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None) -> Tensor:
-        """The gradient ``[tokens, d]`` of ``H W^T + b`` from that of tokens; 0 of masked ones, which may hold NaN."""
-        g = G.to(self.dtype)
-        if norms is not None:
-            unit = D.to(self.dtype)
-            along = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
-            g = (g - unit * along) / norms
-        if keep is not None:
-            g = torch.where(keep.unsqueeze(-1), g, 0)
-        return g.reshape(-1, g.shape[-1])
+    def _add_weights(self, total: Tensor | None, g: Tensor, H: Tensor, keep: Tensor | None) -> Tensor:
+        """`total` with the gradient of W; masked hidden states are zeros beside those of g, as they may hold NaN."""
+        n, Ld, width = H.shape
+        copied = Ld * width * self.multiplied.itemsize if self._copied else 0
+        for own in slices_within(n, copied, GRADIENT_BYTES // 2):
+            h = H[own] if keep is None else torch.where(keep[own].unsqueeze(-1), H[own], 0)
+            of_own = g[own.start * Ld : own.stop * Ld].t()
+            product = self._product(of_own, h.reshape(-1, width))
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
 
     def _write(self, g: Tensor, grad: Tensor) -> None:
         """The gradient of hidden states, ``g W``."""
@@ -202,7 +241,7 @@ class Gradients:
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """``a b`` summed in fp32 (fp64); of half types on a GPU by its matrix unit."""
         if b.dtype == self.dtype or b.device.type != "cuda":
-            return a @ b.to(self.dtype).contiguous()  # strides of the caller's would decide bits
+            return product(a.to(self.dtype), b.to(self.dtype).contiguous())  # strides of the caller's would decide bits
         return torch.mm(a.to(b.dtype), b, out_dtype=self.dtype)
 
 

@@ -75,7 +75,7 @@ def test_scores_have_the_bits_of_the_plain_kernel(sizes, dtype, options, served,
     w = torch.rand(Nq, Lq, device="cuda") if options else None
     if options:
         Q[~q_mask] = torch.nan
-        D[1, -1], D[2, 0] = torch.inf, torch.nan
+        D[0, -1], D[1, 0] = torch.inf, torch.nan
     scores, lse = forward(Q, D, q_mask, w)
     assert served == [("scored", True)]
     without(monkeypatch)

@@ -84,14 +84,22 @@ def _joined(parts: Tensor) -> Tensor:
 
 
 def _finish(
-    rows: Tensor, weight: Tensor | None, sums: Tensor, grad: Tensor | None, dot: Tensor | None, normalize: bool
-):
-    """Write the gradient of `rows` ``[N, K, L, d]`` from their sums, and unless it is None ``dot = <rows, sums>``."""
+    rows: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    grad: Tensor | None,
+    dot: Tensor | None,
+    normalize: bool,
+    parts: int = 1,
+) -> None:
+    """Write the gradient of `rows` ``[N, K, L, d]`` from parts of their sums, and unless it is None ``dot = <rows,
+    sums>``."""
     N, K, L, d = rows.shape
+    found = RowSums(sums, K, L) if parts == 1 else RowSums(sums, K, L, None, parts, rows.numel())
     wide = wide_of(rows, rows)
     launch = gather(Kind(architecture(rows.device), rows.dtype, d, False, normalize, wide))
     queries = queries_of(rows[:, 0], None, weight)
-    args = documents_of(rows, None), queries, RowSums(sums, K, L), grad, dot, d, launch.config
+    args = documents_of(rows, None), queries, found, grad, dot, d, launch.config
     grid = checked_grid(N * K * cdiv(L, launch.config.BM))
     launcher.launch(maxsim_finish, grid, args, launch.options(architecture(rows.device)))
 
@@ -134,8 +142,7 @@ def _into_queries(c: SoftCall, needs: list[bool], grads: list[Tensor], room: Roo
         c.run(maxsim_soft_queries, (rows, parts), None if made else sums, weights, each)
     dot = new((Nq, Lq)) if needs[3] else None
     if sums is not None:
-        total, grad = _joined(sums).unsqueeze(1), grads[0] if needs[0] else None
-        _finish(c.Q.unsqueeze(1), c.q_weight, total, grad, dot, c.normalize)
+        _finish(c.Q.unsqueeze(1), c.q_weight, sums, grads[0] if needs[0] else None, dot, c.normalize, parts)
     if weights is None:
         return
     of_maxima = _joined(weights)

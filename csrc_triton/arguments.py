@@ -253,6 +253,16 @@ class Specialization(NamedTuple):
     GIVEN: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
     ROWS: int = 64  # query rows of a product of 64 rows: 32 where each is two int8 terms
     FEW: bool = False  # int8 documents, at most ROWS query rows: each warp group has documents of its own
+    SOFT: bool = False  # soft maxima, of any Ld; no ARGMAX, NORMALIZE or FEW
+
+
+class SoftSpecialization(NamedTuple):
+    """Compile-time choices of `maxsim_soft_rows` and `maxsim_soft_tokens`, each correct for every shape."""
+
+    BN: int  # others of a tile
+    BD: int  # features, all of them: a power of two >= d
+    STAGES: int  # tiles of the ring, at least 2
+    RESIDENT: bool  # what is owned in registers, else in shared memory
 
 
 class Found(NamedTuple):

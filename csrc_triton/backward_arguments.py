@@ -173,12 +173,17 @@ class Items(NamedTuple):
 
 class RowSums(NamedTuple):
     """fp32 sums over the rows of a tensor ``[N, K, Lq, d]``, which their gradient is made of; `scale` is that of the
-    rows, as in `Upstream`."""
+    rows, as in `Upstream`.
+
+    Where they come in `parts`, else None, each begins `step` numbers behind the one before.
+    """
 
     ptr: Any
     K: Any
     Lq: Any
     scale: Any = None
+    parts: Any = None
+    step: Any = None
 
 
 class Zeros(NamedTuple):

@@ -26,7 +26,7 @@ from .common import (
 )
 from .fp32 import nearest_tf32
 from .similarities import add_product
-from .soft import rate_of, temperature
+from .soft import probabilities, rate_of, temperature
 
 _ROWS = tl.constexpr(128)  # whose upstream gradients are looked at together
 
@@ -75,10 +75,7 @@ def _similarities(own, other, columns, d, C: tl.constexpr):
 def _added(acc, own, other, lse, coefficient, rate, columns, d, ROWS_FIRST: tl.constexpr, C: tl.constexpr):
     """`acc` with the features `columns` of others, times their probabilities and the coefficients of query rows."""
     S, y = _similarities(own, other, columns, d, C)
-    exponents = (S - _beside(lse, ROWS_FIRST)) * rate
-    # A similarity is above lse by its rounding alone.
-    P = tl.exp2(tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)) * _beside(coefficient, ROWS_FIRST)
-    P = P.to(y.dtype)
+    P = probabilities(S, _beside(lse, ROWS_FIRST), _beside(coefficient, ROWS_FIRST), rate).to(y.dtype)
     if C.PRECISION == "tf32":
         P = nearest_tf32(P)
         y = nearest_tf32(y)
@@ -98,7 +95,7 @@ def _own(pointers, ok, columns, stride_d, d, C: tl.constexpr):
 
 
 @triton.jit
-def _upstream(up, owner, k, i, r, ok):
+def upstream(up, owner, k, i, r, ok):
     """Of query rows in document k: soft maxima and gradients of the scores; zeros where there is no maximum."""
     k = k.to(tl.int64)
     lse = tl.load(up.lse + owner.to(tl.int64) * up.lse_stride_owner + k * up.lse_stride_k + r, mask=ok, other=0.0)
@@ -149,7 +146,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, each, d, C: tl.cons
     if weights is not None:
         total = tl.full((C.BM,), 0, tl.float32)
         for k in range(k0, k1):
-            lse, g = _upstream(up, owner, wide(k), i, r, ok)
+            lse, g = upstream(up, owner, wide(k), i, r, ok)
             total += tl.where(g != 0.0, g * lse, 0.0)
         if tl.program_id(2) == 0:
             tl.store(weights + row, total, mask=row_ok)
@@ -157,7 +154,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, each, d, C: tl.cons
         most = tl.full((C.BM,), 0, tl.float32)
         if Q.ptr.dtype.element_ty == tl.float16:
             for k in range(k0, k1):
-                _, g = _upstream(up, owner, wide(k), i, r, ok)
+                _, g = upstream(up, owner, wide(k), i, r, ok)
                 most = nan_max(most, tl.abs(g))
         most = _range(most, Q.ptr.dtype.element_ty)
         inverse = 1.0 / most
@@ -172,7 +169,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, each, d, C: tl.cons
             else:
                 t = t0 + tl.arange(0, C.BN)
                 other = Side(*_tokens(D, up, owner, document, t), D.stride_d, None, None)
-            lse, g = _upstream(up, owner, document, i, r, ok)
+            lse, g = upstream(up, owner, document, i, r, ok)
             acc = _added(acc, own, other, lse, g * inverse, rate, columns, d, True, C)
         mask = row_ok[:, None] & (columns < d)[None, :]
         tl.store(sums + row[:, None] * d + columns[None, :], acc * most[:, None], mask=mask)
@@ -197,7 +194,7 @@ def _coefficients(Q, up, owner, k, r, ok):
     i = owner + r // up.Lq
     s = r % up.Lq
     ok = query_keep(Q, i, s, ok)
-    lse, g = _upstream(up, owner, k, i, r, ok)
+    lse, g = upstream(up, owner, k, i, r, ok)
     return ok, apart(lse), apart(g * query_weight(Q, i, s, ok & (g != 0.0)))
 
 

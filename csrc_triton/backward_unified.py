@@ -4,7 +4,16 @@ import triton
 import triton.language as tl
 
 from .backward import counted_rows, gathered, query_tile, through_normalize
-from .common import document_base, inverse_norm, load_rows, query_keep, query_weight, row_pointers, rows_sum_of_squares
+from .common import (
+    document_base,
+    inverse_norm,
+    load_rows,
+    query_keep,
+    query_weight,
+    row_pointers,
+    rows_sum_of_squares,
+    wide,
+)
 from .items import most_met
 
 
@@ -37,6 +46,17 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
 
 
 @triton.jit
+def _sums_of(sums, row, ok, columns, d, C: tl.constexpr):
+    """Features `columns` of the sums of rows, of their parts in order."""
+    pointers = sums.ptr + row * d
+    G = load_rows(pointers, ok, columns, d, 1, C.WIDE)
+    if sums.parts is not None:
+        for p in range(1, sums.parts):
+            G += load_rows(pointers + wide(p) * sums.step, ok, columns, d, 1, C.WIDE)
+    return G
+
+
+@triton.jit
 def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     """Turn `sums` over the rows of X into their gradient, through the norm and times the weight; and the weight's own.
 
@@ -49,13 +69,13 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     w = query_weight(Q, n, s, ok)
     live = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
-        G = load_rows(sums.ptr + row * d, ok, c0 + tl.arange(0, C.BD), d, 1, C.WIDE)
+        G = _sums_of(sums, row, ok, c0 + tl.arange(0, C.BD), d, C)
         live = live | tl.max((G != 0.0).to(tl.int32), axis=1)
     dot = tl.full((C.BM,), 0, tl.float32)
     squares = tl.full((C.BM,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        G = load_rows(sums.ptr + row * d, ok, columns, d, 1, C.WIDE)
+        G = _sums_of(sums, row, ok, columns, d, C)
         x = counted_rows(load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE), sums.scale, row, live > 0)
         dot += tl.sum(x * G, axis=1)
         squares += tl.sum(x * x, axis=1)
@@ -64,7 +84,7 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     if grad is not None:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            G = load_rows(sums.ptr + row * d, ok, columns, d, 1, C.WIDE) * w[:, None]
+            G = _sums_of(sums, row, ok, columns, d, C) * w[:, None]
             if C.NORMALIZE:
                 x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE)
                 x = counted_rows(x, sums.scale, row, live > 0)

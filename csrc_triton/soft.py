@@ -22,7 +22,12 @@ def temperature(tau):
     """`tau`, a number or where one lies; NaN unless it is above 0."""
     if hasattr(tau, "dtype") and tau.dtype.is_ptr():  # in the interpreter a number is no tensor
         tau = tl.load(tau)
-    tau = tl.full((), tau, tl.float32)
+    return checked_temperature(tl.full((), tau, tl.float32))
+
+
+@triton.jit
+def checked_temperature(tau):
+    """`tau`, NaN unless it is above 0."""
     return tl.where(tau > 0, tl.maximum(tau, _LEAST), float("nan"))
 
 
@@ -42,43 +47,68 @@ def row_scales(x, pointers, ok, C: tl.constexpr):
 
 
 @triton.jit
-def _reference(m):
+def reference_of(m):
     """What exponents are taken relative to: `m`, or 0 where it is infinite."""
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
-def _rescaled(total, best, top, rate):
-    """Sums relative to `best` as ones relative to `top`: nothing, whatever they are, where the factor is 0."""
+def rescaled(total, best, top, rate, more):
+    """Sums relative to `best` as ones relative to `top`, and `more`; of the former nothing where the factor is 0."""
     factor = tl.exp2((best - top) * rate)
-    return tl.where(factor > 0, total * factor, 0.0)
+    return tl.fma(tl.where(factor > 0, total, 0.0), factor, more)
 
 
 @triton.jit
 def _terms(S, rate, top):
     """Two of the shape of S, in one rounding."""
-    return tl.exp2(tl.fma(S, tl.broadcast_to(rate, S.shape), tl.broadcast_to(-top * rate, S.shape)))
+    return tl.exp2(tl.fma(S, rate, -top * rate))
+
+
+@triton.jit
+def soft_lanes(best, total, m, x, rate):
+    """The maxima and sums of lanes after a tile, of similarities ``x [rows, n, lanes, 2]`` with the lanes' maxima m.
+
+    What is added to what does not depend on the rows beside each other, nor on the kernel.
+    """
+    high = nan_max(best, m)
+    top = reference_of(high)
+    terms = _terms(x, rate[:, None, :, None], top[:, None, :, None])
+    return high, rescaled(total, best, top, rate, tl.sum(tl.sum(terms, axis=3), axis=1))
 
 
 @triton.jit
 def soft_taken(best, total, S, rate, C: tl.constexpr):
     """The lanes' maxima and sums after a tile."""
-    high = nan_max(best, lane_maxima(S, C))
-    top = _reference(high)
-    total = _rescaled(total, best, top, rate[:, None])
+    m = lane_maxima(S, C)
+    rate = rate[:, None]
     if C.LANES == 1:
-        total += tl.sum(_terms(S, rate[:, None], top), axis=1)[:, None]
+        high = nan_max(best, m)
+        top = reference_of(high)
+        total = rescaled(total, best, top, rate, tl.sum(_terms(S, rate, top), axis=1)[:, None])
     else:
-        terms = _terms(lanes_of(S, C), rate[:, None, None, None], tl.reshape(top, (C.BM, 1, C.LANES, 1)))
-        total += tl.sum(tl.sum(terms, axis=3), axis=1)
+        high, total = soft_lanes(best, total, m, lanes_of(S, C), rate)
     return high, total
+
+
+@triton.jit
+def probabilities(S, lse, coefficient, rate):
+    """``2^(rate (S - lse))`` times coefficients; a similarity is above lse by its rounding alone."""
+    exponents = (S - lse) * rate
+    return tl.exp2(tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)) * coefficient
+
+
+@triton.jit
+def soft_maximum(top, total, tau, rate, scale):
+    """Of rows, from the sum of what is relative to `top`."""
+    far = tl.abs(top * rate) > _FAR
+    return tl.where(far, top * scale, tl.fma(tl.log2(total), tau * _LN_2, top * scale))
 
 
 @triton.jit
 def soft_merged(best, total, x, rows, C: tl.constexpr):
     """Each row's soft maximum from what its lanes have."""
-    top = _reference(merged_maxima(best, C))
-    total = _rescaled(total, best, top[:, None], rows.rate[:, None])
+    top = reference_of(merged_maxima(best, C))
+    total = rescaled(total, best, top[:, None], rows.rate[:, None], 0.0)
     total = ordered_sum(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)
-    more = tl.log2(total) * (x.tau * _LN_2)
-    return top * rows.scale + tl.where(tl.abs(top * rows.rate) > _FAR, 0.0, more)
+    return soft_maximum(top, total, x.tau, rows.rate, rows.scale)

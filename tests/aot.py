@@ -90,12 +90,25 @@ class Case:
     chunks: bool = False  # of lists of winners
     sections: bool = False  # forward of few long documents, dense ones or with bounds
     int32: bool = False  # backward: winners of 4 bytes, not of 2
+    parts: bool = False  # finish: sums come in parts
     # Ragged forward: `Config.STORED` of quantised documents, or the type of their numbers; backward: the latter.
     stored: str = ""
     fp32_centroids: bool = False  # of residual codes
 
     def __str__(self) -> str:
-        named = ("candidates", "normalize", "options", "argmax", "pieces", "split", "tf32", "ragged", "pairs", "int32")
+        named = (
+            "candidates",
+            "normalize",
+            "options",
+            "argmax",
+            "pieces",
+            "split",
+            "tf32",
+            "ragged",
+            "pairs",
+            "int32",
+            "parts",
+        )
         named += ("bounds", "padded", "chunks", "short", "long", "sections", "fp32_centroids")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
@@ -422,7 +435,8 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_scatter":
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
-    sums = RowSums("*fp32", "i32", "i32", "*fp32" if case.stored else "constexpr")
+    parts = ("i32", "i32") if case.parts else ("constexpr", "constexpr")
+    sums = RowSums("*fp32", "i32", "i32", "*fp32" if case.stored else "constexpr", *parts)
     found = {"X": None, "Q": None, "sums": sums, "grad": gradient, "grad_weight": weight}
     return backward_unified.maxsim_finish, found | {"d": "i32"}
 

@@ -10,7 +10,7 @@ from lik_ops.gpu.configs import ARCHITECTURES
 from .aot import SOFT, Case
 from .test_aot import MATRIX_UNIT, _check
 
-FORWARD = "maxsim_forward_soft"
+FORWARD, FINISH = "maxsim_forward_soft", "maxsim_finish"
 KERNELS = (FORWARD, *SOFT)
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _ALL = {"candidates": True, "normalize": True, "options": True, "argmax": True}
@@ -48,6 +48,13 @@ def _compiles(case: Case, arch: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_compile(case, arch):
     _compiles(case, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("more", [{}, {"options": True, "normalize": True}], ids=str)
+@pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
+def test_sums_that_come_in_parts_take_no_spills(dtype, more, arch):
+    _check(Case(FINISH, dtype, parts=True, **more), arch)
 
 
 @pytest.mark.slow

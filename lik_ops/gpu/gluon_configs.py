@@ -179,10 +179,10 @@ def specialized(
     worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
-    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs))
 
 
-def _programs(processors: int, row_tiles: int, pairs: int) -> int:
+def programs_of(processors: int, row_tiles: int, pairs: int) -> int:
     """A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then
     all of a document's programs read it at the same time."""
     aligned = processors // row_tiles * row_tiles
@@ -229,4 +229,4 @@ def int8(
     fits = fits and d <= 128 and d % 16 == 0 and not (each_token and Ld % 4)
     if not fits or pairs < processors // 2:
         return None
-    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)
+    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs), tree // slot)

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton.arguments import Output
-from ..csrc_triton.backward_arguments import RowSums, SoftUpstream
+from ..csrc_triton.backward_arguments import RowSums
 from ..csrc_triton.backward_soft import maxsim_soft_documents, maxsim_soft_queries
 from ..csrc_triton.backward_unified import maxsim_finish
 from ..csrc_triton.forward_soft import maxsim_forward_soft
 from ..portable.blocks import slices_within
-from . import launcher, soft_configs
+from . import launcher, soft_configs, soft_specialized
 from .arguments import (
-    allow_tf32,
     architecture,
     checked_grid,
     describable,
     descriptor,
     documents_of,
-    is_even,
     on_device,
     queries_of,
     sizes,
     wide_of,
 )
 from .backward_configs import Kind, gather
-from .configs import Launch, cdiv
+from .configs import cdiv
+from .soft_call import SoftCall, Temperature, allows_tf32
 
 # Of sums in fp32 beyond what a step is given and returns; one query's or document's may be more. The least is what two
 # programs on each unit of an H200 sum: fewer would leave it idle.
@@ -40,7 +37,6 @@ _LEAST_SUM_BYTES, _MOST_SUM_BYTES = 8 * 2**20, 24 * 2**20
 _MOST_PARTS = 4  # of documents, whose sums for the queries are made side by side
 _PART_TOKENS = 2048  # document tokens of a part at least
 _INT32_MAX = 2**31 - 1
-Temperature = Tensor | float
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -61,106 +57,20 @@ def forward_soft(
     lse = torch.empty(shape, dtype=torch.float32, device=Q.device)
     if Nq * K == 0 or Lq == 0:
         return scores.zero_(), lse
+    out = Output(scores, lse if keep else None)
+    if d_mask is None and soft_specialized.scored(Q, D, q_mask, q_weight, temperature, normalize, out):
+        return scores, lse
     arch, wide = architecture(Q.device), wide_of(Q, D)
     launch = soft_configs.forward(
-        arch, Q.dtype, Nq, Lq, Q.shape[-1], candidates=candidates, normalize=normalize, wide=wide, tf32=_tf32(Q)
+        arch, Q.dtype, Nq, Lq, Q.shape[-1], candidates=candidates, normalize=normalize, wide=wide, tf32=allows_tf32(Q)
     )
     reads = arch.has_descriptors and describable(D)
     tiles = descriptor(D, launch.config) if reads else None
-    out = Output(scores, lse if keep else None)
     args = queries_of(Q, q_mask, q_weight), documents_of(D, d_mask), tiles, out, temperature, sizes(Q, D), Q.shape[-1]
     with on_device(Q.device):
         grid = checked_grid(launch.programs(Nq, K))
         launcher.launch(maxsim_forward_soft, grid, (*args, launch.config), launch.options(arch))
     return scores, lse
-
-
-def _tf32(Q: Tensor) -> bool:
-    return Q.dtype == torch.float32 and allow_tf32()
-
-
-class _Call(NamedTuple):
-    """A backward, or one of some queries."""
-
-    grad_scores: Tensor
-    Q: Tensor
-    D: Tensor
-    lse: Tensor
-    q_mask: Tensor | None
-    d_mask: Tensor | None
-    q_weight: Tensor | None
-    temperature: Temperature
-    normalize: bool
-
-    @property
-    def candidates(self) -> bool:
-        return self.D.dim() == 4
-
-    def part(self, own: slice) -> _Call:
-        """Of some queries; of candidates theirs, with all that belongs to them."""
-        lse, D, d_mask = self.lse[:, own], self.D, self.d_mask
-        if self.candidates:
-            lse, D, d_mask = self.lse[own], D[own], None if d_mask is None else d_mask[own]
-        q_mask, q_weight = (None if x is None else x[own] for x in (self.q_mask, self.q_weight))
-        return self._replace(
-            grad_scores=self.grad_scores[own],
-            Q=self.Q[own],
-            D=D,
-            lse=lse,
-            q_mask=q_mask,
-            d_mask=d_mask,
-            q_weight=q_weight,
-        )
-
-    def some_documents(self, own: slice) -> _Call:
-        """Of some documents of the cross product."""
-        d_mask = None if self.d_mask is None else self.d_mask[own]
-        return self._replace(grad_scores=self.grad_scores[:, own], D=self.D[own], lse=self.lse[own], d_mask=d_mask)
-
-    def launch(self) -> Launch:
-        Q, wide = self.Q, wide_of(self.Q, self.D)
-        flat = self.candidates or is_even(Q)
-        kind = Kind(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
-        return soft_configs.backward(kind, tf32=_tf32(Q), flat=flat)
-
-    def tiles(self, of_queries: bool) -> TensorDescriptor | None:
-        """The other side of a product for the tensor memory access unit: whole rows, of which none are masked.
-
-        Of document tokens as documents, of whose ends it knows: what follows counts as zeros.
-        """
-        x, config = (self.Q if of_queries else self.D), self.launch().config
-        masked = self.q_mask if of_queries else self.d_mask
-        readable = describable(x) and x.data_ptr() % 16 == 0 and config.ONE_CHUNK and masked is None
-        if not (architecture(x.device).has_descriptors and readable) or (of_queries and self.candidates):
-            return None
-        *_, L, d = x.shape
-        if of_queries:
-            return TensorDescriptor(x, [x.numel() // d, d], [d, 1], [config.BN, config.BD])
-        return TensorDescriptor(x, [x.numel() // (L * d), L, d], [L * d, d, 1], [1, config.BN, config.BD])
-
-    def groups(self, of_queries: bool) -> tuple:
-        """What both kernels take first; `of_queries` are the others."""
-        strides = (*self.lse.stride()[:2],) if self.candidates else (0, self.lse.stride(0))
-        g = self.grad_scores
-        up = SoftUpstream._make((g, *g.stride(), self.lse, *strides, *sizes(self.Q, self.D)))
-        queries = queries_of(self.Q, self.q_mask, self.q_weight)
-        return queries, documents_of(self.D, self.d_mask), self.tiles(of_queries), up, self.temperature
-
-    def run(self, kernel: Callable, grid: tuple[int, ...], *args: object) -> None:
-        launch = self.launch()
-        options = launch.options(architecture(self.Q.device))
-        grid = (*checked_grid(grid[0]), grid[1], cdiv(self.Q.shape[-1], launch.config.BD))
-        groups = self.groups(kernel is maxsim_soft_documents)
-        launcher.launch(kernel, grid, (*groups, *args, self.Q.shape[-1], launch.config), options)
-
-    @property
-    def sums_documents(self) -> bool:
-        """Whether gradients of documents are sums first, which another kernel takes through the norms of tokens."""
-        return self.normalize and not self.launch().config.ONE_CHUNK
-
-    def owners(self, rows_each: int, groups: int) -> int:
-        """Programs that own the rows of groups."""
-        return groups * cdiv(rows_each, self.launch().config.BM)
 
 
 def _parts(K: int, Ld: int) -> int:
@@ -174,14 +84,22 @@ def _joined(parts: Tensor) -> Tensor:
 
 
 def _finish(
-    rows: Tensor, weight: Tensor | None, sums: Tensor, grad: Tensor | None, dot: Tensor | None, normalize: bool
-):
-    """Write the gradient of `rows` ``[N, K, L, d]`` from their sums, and unless it is None ``dot = <rows, sums>``."""
+    rows: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    grad: Tensor | None,
+    dot: Tensor | None,
+    normalize: bool,
+    parts: int = 1,
+) -> None:
+    """Write the gradient of `rows` ``[N, K, L, d]`` from parts of their sums, and unless it is None ``dot = <rows,
+    sums>``."""
     N, K, L, d = rows.shape
+    found = RowSums(sums, K, L) if parts == 1 else RowSums(sums, K, L, None, parts, rows.numel())
     wide = wide_of(rows, rows)
     launch = gather(Kind(architecture(rows.device), rows.dtype, d, False, normalize, wide))
     queries = queries_of(rows[:, 0], None, weight)
-    args = documents_of(rows, None), queries, RowSums(sums, K, L), grad, dot, d, launch.config
+    args = documents_of(rows, None), queries, found, grad, dot, d, launch.config
     grid = checked_grid(N * K * cdiv(L, launch.config.BM))
     launcher.launch(maxsim_finish, grid, args, launch.options(architecture(rows.device)))
 
@@ -211,19 +129,20 @@ def room_for_sums(count: int, bytes_each: int, own: int, unwritten: Tensor | Non
     return Room(most, None)
 
 
-def _into_queries(c: _Call, needs: list[bool], grads: list[Tensor], room: Room) -> None:
+def _into_queries(c: SoftCall, needs: list[bool], grads: list[Tensor], room: Room) -> None:
     """Gradients of Q, q_weight and the temperature of the queries of `c`, the last added to what is there."""
     Nq, K, Lq, Ld = sizes(c.Q, c.D)
     parts, each = _parts(K, Ld), cdiv(K, _parts(K, Ld))
     new = functools.partial(c.Q.new_empty, dtype=torch.float32)
     sums = room.sums((parts, *c.Q.shape), c.Q) if needs[0] or needs[3] else None
     weights = new((parts, Nq, Lq)) if needs[2] or needs[3] else None
-    rows = c.owners(Lq, Nq) if c.candidates else c.owners(Nq * Lq, 1)
-    c.run(maxsim_soft_queries, (rows, parts), sums, weights, each)
+    made = sums is not None and soft_specialized.into_rows(c, sums, parts, each)
+    if not made or weights is not None:
+        rows = c.owners(Lq, Nq) if c.candidates else c.owners(Nq * Lq, 1)
+        c.run(maxsim_soft_queries, (rows, parts), None if made else sums, weights, each)
     dot = new((Nq, Lq)) if needs[3] else None
     if sums is not None:
-        total, grad = _joined(sums).unsqueeze(1), grads[0] if needs[0] else None
-        _finish(c.Q.unsqueeze(1), c.q_weight, total, grad, dot, c.normalize)
+        _finish(c.Q.unsqueeze(1), c.q_weight, sums, grads[0] if needs[0] else None, dot, c.normalize, parts)
     if weights is None:
         return
     of_maxima = _joined(weights)
@@ -237,8 +156,10 @@ def _into_queries(c: _Call, needs: list[bool], grads: list[Tensor], room: Room) 
         grads[3].add_(entropy.sum() / c.temperature)
 
 
-def _into_documents(c: _Call, grad: Tensor) -> None:
+def _into_documents(c: SoftCall, grad: Tensor) -> None:
     Nq, K, _, Ld = sizes(c.Q, c.D)
+    if soft_specialized.into_tokens(c, grad):
+        return
     count = Nq * K if c.candidates else K
     sums = c.Q.new_empty(grad.shape, dtype=torch.float32) if c.sums_documents else grad
     c.run(maxsim_soft_documents, (c.owners(Ld, count), 1), sums)
@@ -271,13 +192,13 @@ def backward_soft(
         for grad in grads:
             grad.zero_()
         return tuple(grads)  # type: ignore[return-value]
-    call = _Call(grad_scores, Q, D, lse.contiguous(), q_mask, d_mask, q_weight, temperature, normalize)
+    call = SoftCall(grad_scores, Q, D, lse.contiguous(), q_mask, d_mask, q_weight, temperature, normalize)
     with on_device(Q.device):
         _in_parts(call, needs, grads)
     return tuple(grads)  # type: ignore[return-value]
 
 
-def _in_parts(call: _Call, needs: list[bool], grads: list[Tensor]) -> None:
+def _in_parts(call: SoftCall, needs: list[bool], grads: list[Tensor]) -> None:
     """Gradients of so many queries, then documents, at a time that there is room for their sums."""
     Nq, K, Lq, Ld = sizes(call.Q, call.D)
     d, candidates = call.Q.shape[-1], call.candidates

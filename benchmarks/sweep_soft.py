@@ -1,0 +1,206 @@
+"""Which tiles are fastest for the kernels of soft MaxSim on this GPU? Times alternatives to those of `soft_configs`.
+
+    python benchmarks/sweep_soft.py [--only pages] [--part queries] [--kind Tile] [--seconds 100] [--out FILE]
+
+Parts: the forward, the gradient of queries, that of documents; each by the plain kernel and by the Gluon kernel. Every
+alternative is checked against the table's result before it is timed; ``=``: it has its bits. Processes compile all of
+them first, side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import common
+import torch
+from common import Case, Inputs
+from gpu import Timer
+from soft import PAGES, SHORT, TAU
+
+from lik_ops.gpu import soft_configs
+from lik_ops.ops import eager
+
+PARTS = ("forward", "queries", "documents")
+CASES = (Case("256x256", 256, 256, **SHORT), Case("pages 32x32", 32, 32, **PAGES))
+_FORWARD, _BACKWARD, _SPECIALIZED = soft_configs.forward, soft_configs.backward, soft_configs.specialized
+_SPECIALIZED_BACKWARD = soft_configs.specialized_backward
+
+
+class Tile(NamedTuple):
+    """Of a plain kernel."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+class Stream(NamedTuple):
+    """Of a Gluon kernel."""
+
+    BN: int
+    stages: int
+    resident: bool
+
+
+Choice = Tile | Stream | None
+FORWARD = [
+    *(Stream(64, stages, resident) for stages, resident in ((4, True), (6, True), (8, True), (6, False))),
+    *(Tile(64, 64, 4, stages, registers) for stages, registers in ((2, None), (2, 96), (3, 128))),
+    *(Tile(128, 64, 4, stages, registers) for stages, registers in ((2, None), (2, 128), (3, None))),
+    *(Tile(128, 64, 8, stages, registers) for stages, registers in ((2, None), (3, 80), (3, 128))),
+]
+QUERIES = [
+    *(Stream(BN, n, resident) for (BN, n), resident in itertools.product(((64, 4), (64, 6), (128, 3)), (True, False))),
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 2, 128),
+    Tile(64, 128, 4, 2),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3, 128),
+    Tile(128, 64, 8, 2, 128),
+    Tile(128, 128, 8, 2),
+    Tile(128, 32, 8, 3, 128),
+]
+DOCUMENTS = [
+    *(Stream(64, stages, resident) for stages, resident in itertools.product((3, 4, 6), (True, False))),
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 2, 160),
+    Tile(64, 128, 4, 2),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 128, 8, 2),
+]
+CHOICES: dict[str, list] = {"forward": FORWARD, "queries": QUERIES, "documents": DOCUMENTS}
+
+
+def _plain(launch: Any, tile: Tile, slot: bool) -> Any:
+    config = launch.config._replace(BM=tile.BM, BN=tile.BN)
+    if slot:  # of a query longer than a tile the rows are met tile by tile
+        config = config._replace(SLOT=min(config.SLOT, tile.BM), LONG=config.LONG or config.SLOT > tile.BM)
+    return replace(launch, config=config, num_warps=tile.warps, num_stages=tile.stages, max_registers=tile.registers)
+
+
+@contextmanager
+def forced(part: str, choice: Choice) -> Iterator[None]:
+    """The kernel of a part as `choice` has it; as the table has it where that is None."""
+    with ExitStack() as stack:
+
+        def put(name: str, function: Any) -> None:
+            stack.enter_context(mock.patch.object(soft_configs, name, function))
+
+        if isinstance(choice, Tile):
+            put("specialized", lambda *_: None)
+            put("specialized_backward", lambda *_: None)
+            put("forward", lambda *a, **k: _plain(_FORWARD(*a, **k), choice, True))
+            put("backward", lambda *a, **k: _plain(_BACKWARD(*a, **k), choice, False))
+        elif isinstance(choice, Stream) and part == "forward":
+            put("specialized", lambda *a: _streamed(_SPECIALIZED(*a), choice))
+        elif isinstance(choice, Stream):
+            put("specialized_backward", lambda *a: _SPECIALIZED_BACKWARD(*a)._replace(**_fields(choice)))
+        eager.forget()
+        yield
+    eager.forget()
+
+
+def _fields(choice: Stream) -> dict:
+    return {"BN": choice.BN, "STAGES": choice.stages, "RESIDENT": choice.resident}
+
+
+def _streamed(found: Any, choice: Stream) -> Any:
+    return found._replace(config=found.config._replace(**_fields(choice)))
+
+
+def called(part: str, x: Inputs) -> Any:
+    """What the part computes, as a function; a backward is given soft maxima that are made now."""
+    if part == "forward":
+        return lambda: torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, None, None, None, None, TAU, False, False)[0]
+    lse = torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, None, None, None, None, TAU, False, True)[1]
+    needs = [part == "queries", part == "documents", False, False]
+    args = x.grad_scores, x.Q, x.D, lse, None, None, None, None, TAU, False, needs
+    return lambda: torch.ops.lik.maxsim_soft_bwd(*args)[PARTS.index(part) - 1]
+
+
+def compiled(job: tuple[Case, str, Choice]) -> str:
+    """Run one alternative, so that it is compiled; what went wrong."""
+    case, part, choice = job
+    function = called(part, Inputs(case, "cuda"))
+    try:
+        with torch.no_grad(), forced(part, choice):
+            function()
+            torch.cuda.synchronize()
+        return ""
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}".splitlines()[0][:120]
+
+
+def measure(case: Case, part: str, choices: list[Choice], timer: Timer, until: float) -> dict:
+    function = called(part, Inputs(case, "cuda"))
+    with forced(part, None):
+        expected = function()
+        tried = [{"choice": "table", "ms": timer(function), "error": 0.0, "same_bits": True}]
+    for choice in choices:
+        if time.monotonic() > until:
+            break
+        named = {"choice": f"{type(choice).__name__}{tuple(choice)}"}
+        try:
+            with forced(part, choice):
+                found = function()
+                error = common.relative_error(found, expected)
+                tried.append(
+                    {**named, "ms": timer(function), "error": error, "same_bits": torch.equal(found, expected)}
+                )
+        except Exception as failure:
+            tried.append({**named, "failed": f"{type(failure).__name__}"})
+    return {"case": asdict(case), "part": part, "tried": tried}
+
+
+def printed(record: dict) -> None:
+    print(f"{record['case']['name']}, {record['part']}")
+    for t in sorted(record["tried"], key=lambda t: t.get("ms", float("inf"))):
+        if "ms" in t:
+            print(f"  {t['ms']:.4f} {t['choice']} {'=' if t['same_bits'] else format(t['error'], '.0e')}")
+        else:
+            print(f"  failed {t['choice']} {t['failed']}", flush=True)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--part", default="", help="parts whose name contains this")
+    parser.add_argument("--kind", default="", help="Tile: those of plain kernels alone; Stream: of Gluon kernels")
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each (default 7)")
+    parser.add_argument("--seconds", type=float, default=600, help="of which none is timed after (default 600)")
+    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/sweep_soft.json)")
+    args = parser.parse_args()
+    until = time.monotonic() + args.seconds
+    asked = [(case, part) for case in CASES for part in PARTS if args.only in case.name and args.part in part]
+    chosen = {part: [c for c in CHOICES[part] if args.kind in type(c).__name__] for part in PARTS}
+    jobs = [(case, part, choice) for case, part in asked for choice in chosen[part]]
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for (case, part, choice), failure in zip(jobs, pool.map(compiled, jobs), strict=True):
+            if failure:
+                print(f"{case.name}, {part}, {choice}: {failure}")
+    print(f"compiled, {args.seconds - (until - time.monotonic()):.0f} s", flush=True)
+    timer, records = Timer(args.rounds), []
+    for case, part in asked:
+        records.append(measure(case, part, chosen[part], timer, until))
+        printed(records[-1])
+    print("wrote", common.write("sweep_soft", records, path=args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -99,7 +99,8 @@ class Rows(NamedTuple):
     """Query rows of a tile: where each begins, its number in the terms of Q, whether it counts, and the sum of its
     features, where `Counts` have a minimum, else None.
 
-    With `Config.SOFT` what similarities are multiplied by, and what exponents are; None without.
+    With `Config.SOFT` what similarities are multiplied by, and what exponents are; the former also where rows are held
+    over powers of two, as `stored` has them. None without.
     """
 
     ptr: Any

@@ -300,5 +300,6 @@ def packed(
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
         few=few,
+        bare=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
         stored=stored,
     )

@@ -64,7 +64,7 @@ def _as_read(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any
     """The numbers as the kernel reads them, and `Config.STORED`."""
     kept = OPERANDS[format]
     if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
-        return data.view(kept.dtype), "number"
+        return data.view(kept.dtype), "fp8"
     return data, kept.kernel
 
 

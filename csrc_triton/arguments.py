@@ -68,7 +68,7 @@ class CodedCounts(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """int8 documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
+    """int8 or FP8 documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
 
     What token t of document k counts as is times ``scale[k * stride_doc + t * stride_l]``; `stride_l` is 0 where a
     document has one scale, `stride_doc` too where all have.
@@ -254,6 +254,7 @@ class Specialization(NamedTuple):
     GIVEN: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
     ROWS: int = 64  # query rows of a product of 64 rows: 32 where each is two int8 terms
     FEW: bool = False  # int8 documents, at most ROWS query rows: each warp group has documents of its own
+    STORED: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
 
 
 class Found(NamedTuple):

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import NO_TOKEN, nan_max, query_keep, query_weight
+from .converted import CONVERTING_WARPS, convert, held
 from .forward_few import consume_few
 from .gluon_names import async_load
 from .halves import UNRESOLVED, Half, fresh, fresh_halves, joined, settle, taken, winners_of
@@ -37,8 +38,9 @@ from .norms import (
     scaled,
     wait_for_tile,
 )
-from .ring import HALF_ROWS, advance, products, shared_ring
+from .ring import HALF_ROWS, advance, products, raw_ring, shared_ring
 from .slots import half_queries, slot_rows, sums_of
+from .stored import is_over
 from .terms import any_odd, counted, document_scale, half_terms
 
 HALVES = gl.constexpr(4)  # of a program: two of each warp group
@@ -62,7 +64,7 @@ def _copy(D, norms, ring, k, t0, stage, phase, Ld, C: gl.constexpr):
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), phase)
     row = k * Ld + gl.minimum(t0, Ld - C.BN)
-    if C.GIVEN:
+    if C.GIVEN and C.STORED == "":
         mbarrier.expect(full, D.block_type.nbytes + norms.block_type.nbytes)
         at = row if D.dtype == gl.int8 else k * gl.cdiv(Ld, C.BN) * C.BN + t0
         async_load(norms, [at], full, ring.norms.inverse.index(stage))
@@ -120,7 +122,7 @@ def _absorbed(products, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexp
     S_a, S_b, inverse = products
     S = warpgroup_mma_wait(1, [S_a])
     a = taken(S, inverse, halves[0], start, C)
-    if C.NORMALIZE or C.ARGMAX or ring.tiles.dtype == gl.int8:
+    if C.NORMALIZE or C.ARGMAX or C.GIVEN or ring.tiles.dtype == gl.int8:
         # A wait that has long been over ends a block of instructions: else ptxas waits for both products, then reduces.
         mbarrier.wait(ring.full.index(stage), phase)
         S, a = _settled_before(S_b, a, C)
@@ -149,6 +151,10 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, layout: gl.constexpr, G: gl
     else:
         a = half_queries(Q, first, 0, parts, sizes, d, C)
         b = half_queries(Q, first, 1, parts, sizes, d, C)
+        if C.STORED != "":
+            a, over_a = held(a, layout, C)
+            b, over_b = held(b, layout, C)
+            inverse = over_a, over_b
         q_smem.index(2 * G).store(a)
         q_smem.index(2 * G + 1).store(b)
         if C.NORMALIZE:
@@ -178,7 +184,7 @@ def _finished(half, inverse, x, H: gl.constexpr, first, k, each, argmax, unresol
         gl.store(out, where.to(argmax.dtype.element_ty), mask=ok)
     if x.numbers is not None:
         best = counted(best, inverse, each[0], each[1], Q, x.numbers, first, H, x.parts, k, sizes, x.d, C)
-    elif C.NORMALIZE:
+    elif C.NORMALIZE or is_over(Q.ptr.dtype.element_ty, C.STORED):
         best = best * inverse
     return gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), unresolved
 
@@ -198,11 +204,11 @@ def _score(halves, inverse, x, first, k, each, out, unresolved, sizes, C: gl.con
 @gluon.jit
 def _consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 128 rows of products of each row tile against the tile's documents."""
-    ACC: gl.constexpr = products(C.BN, D.dtype)
+    ACC: gl.constexpr = products(C.BN, q_smem.dtype)
     stage = 0
     phase = 0
     turn = 1 - G
-    S = gl.full([HALF_ROWS, C.BN], 0, gl.int32 if D.dtype == gl.int8 else gl.float32, ACC)
+    S = gl.full([HALF_ROWS, C.BN], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, ACC)
     halves = (fresh(S, C), fresh(S, C))
     layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     unresolved = gl.full([C.ROWS], 0, gl.int32, layout)
@@ -299,8 +305,8 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
 
     A group is a query, or the next tokens of one that is longer (its `parts`), C.SLOT of them. D is a tensor descriptor
     of all document tokens as rows, in blocks [BN, BD]; with C.GIVEN, `norms` is one of what `maxsim_tile_norms` leaves,
-    or of the scales of int8 tokens. `numbers` are the `Numbers` of int8 documents, or None. Programs share the (row
-    tile, document) pairs evenly, row tiles first.
+    or of the scales of int8 tokens. `numbers` are the `Numbers` of int8 documents, or FP8 ones, or None. Programs share
+    the (row tile, document) pairs evenly, row tiles first.
     """
     row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, HALVES * C.ROWS)
     pairs = row_tiles.to(gl.int64) * sizes.K
@@ -317,6 +323,19 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif C.STORED != "":
+        raw = raw_ring(D, C)
+        x = Beside(Q, None, parts, d)  # warps that convert read the scales
+        gl.warp_specialize(
+            [
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 1, C)),
+                (_produce, (D, norms, raw, begin, end, sizes.K, sizes.Ld, C)),
+                (convert, (raw, ring, numbers, begin, end, sizes.K, sizes.Ld, C)),
+            ],
+            [4, 1, CONVERTING_WARPS],
+            [NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS],
         )
     elif C.NORMALIZE and not C.GIVEN:
         gl.warp_specialize(

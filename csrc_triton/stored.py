@@ -77,12 +77,23 @@ def row_powers(x, pointers, ok, C: tl.constexpr):
     """What rows that are held in fp16 are over."""
     most = tl.zeros(ok.shape, tl.float32)
     if C.ONE_CHUNK:
-        q = load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE)
-        most = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+        most = largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE))
     else:
         for c0 in range(0, x.d, C.BD):
             q = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE)
-            most = tl.maximum(most, tl.max(tl.abs(q.to(tl.float32)), axis=1))
+            most = tl.maximum(most, largest(q))
+    return powers_over(most)
+
+
+@triton.jit
+def largest(q):
+    """The largest magnitude of each row, but for NaN."""
+    return tl.max(tl.abs(q.to(tl.float32)), axis=1)
+
+
+@triton.jit
+def powers_over(most):
+    """What rows with these largest features are over."""
     exponent = most.to(tl.int32, bitcast=True) & _EXPONENT
     exponent = tl.where(exponent > _MOST, _MOST, tl.where(exponent < _LEAST, _LEAST, exponent))
     return (exponent - _TOP).to(tl.float32, bitcast=True)
@@ -92,7 +103,7 @@ def row_powers(x, pointers, ok, C: tl.constexpr):
 def over_powers(q, powers):
     """Rows of bf16 in fp16."""
     bits = powers.to(tl.int32, bitcast=True)
-    inverse = (tl.full(bits.shape, _ONE, tl.int32) - bits).to(tl.float32, bitcast=True)
+    inverse = (bits * -1 + _ONE).to(tl.float32, bitcast=True)
     return (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
 
 

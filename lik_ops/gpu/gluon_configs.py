@@ -23,6 +23,8 @@ _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed 
 
 # Of int8 documents: tokens of a tile and stages; for few query rows, with what a token costs beside the smaller tile.
 _INT8 = 64, 8
+_FP8 = 64, 6  # the same of FP8 documents
+_LEAST_CONVERTED = 64  # query rows, more than which share what converting takes
 _INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
 
 
@@ -230,3 +232,32 @@ def int8(
     if not fits or pairs < processors // 2:
         return None
     return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)
+
+
+def fp8(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    kept: str,
+    processors: int,
+) -> Specialized | None:
+    """The choice for dense FP8 documents without mask, kept as `kept`, likewise."""
+    if arch.name != "sm_90" or dtype not in HALF:
+        return None
+    slot = min(next_power_of_2(Lq), 128)
+    parts = cdiv(Lq, slot)
+    row_tiles = cdiv(Nq * parts * slot, SPECIALIZED_ROWS)
+    tokens, stages = _FP8
+    config = Specialization(tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=True, STORED=kept)
+    pairs = row_tiles * K
+    fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31
+    fits = fits and d <= 128 and d % 16 == 0
+    # The kernel of packed documents converts what it multiplies by up to 128 rows.
+    if not fits or Nq * parts * slot <= _LEAST_CONVERTED or pairs < processors // 2:
+        return None
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))

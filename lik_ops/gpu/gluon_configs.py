@@ -21,8 +21,9 @@ _MOST_WASTE = 1.07  # what larger tiles may multiply beside what smaller ones do
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
-# Of int8 documents: tokens of a tile and stages; for few query rows, with what a token costs beside the smaller tile.
-_INT8 = 64, 8
+# Of int8 documents: tokens of a tile and stages, and whether registers keep the query rows; for few query rows, with
+# what a token costs beside the smaller tile.
+_INT8, _INT8_LARGE = (64, 8, True), (128, 6, False)
 _FP8 = 64, 6  # the same of FP8 documents
 _LEAST_CONVERTED = 64  # query rows, more than which share what converting takes
 _INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
@@ -191,9 +192,17 @@ def _programs(processors: int, row_tiles: int, pairs: int) -> int:
     return min(aligned if aligned >= 0.95 * processors else processors, pairs)
 
 
-def _int8_tile(Ld: int, few: bool) -> tuple[int, int]:
-    """Tokens and stages. Few rows wait for documents: there the tile whose last one of a document wastes least."""
-    return _least_waste(_INT8_FEW, Ld) if few else _INT8
+def _int8_tile(Ld: int, few: bool, each_token: bool, terms: int) -> tuple[int, int, bool]:
+    """Tokens and stages, and whether registers keep the query rows. Few rows wait for documents: there the tile whose
+    last one of a document wastes least.
+
+    With two terms a group's way round a tile is longer than its products: larger tiles, where scales of tokens do not
+    take the registers that they need and the last tile of a document wastes nothing.
+    """
+    if few:
+        return *_least_waste(_INT8_FEW, Ld), True
+    large = terms == 2 and not each_token and Ld >= _LARGE and -Ld % _LARGE < _SMALL
+    return _INT8_LARGE if large else _INT8
 
 
 def int8(
@@ -221,9 +230,9 @@ def int8(
     parts = cdiv(Lq, slot)
     few = Nq * parts * slot <= rows
     row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
-    tokens, stages = _int8_tile(Ld, few)
+    tokens, stages, resident = _int8_tile(Ld, few, each_token, terms)
     config = Specialization(
-        tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=each_token, ROWS=rows, FEW=few
+        tokens, 64 if d <= 64 else 128, slot, stages, resident, False, GIVEN=each_token, ROWS=rows, FEW=few
     )
     pairs = row_tiles * K
     fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31

@@ -2,7 +2,7 @@
 
     python benchmarks/sweep_soft.py [--only pages] [--part queries] [--kind Tile] [--seconds 100] [--out FILE]
 
-Parts: the forward, the gradient of queries, that of documents; each by the plain kernel and by the Gluon kernel. Every
+Parts: the forward, the gradient of queries, that of documents; gradients by the plain and by the Gluon kernel. Every
 alternative is checked against the table's result before it is timed; ``=``: it has its bits. Processes compile all of
 them first, side by side.
 """
@@ -33,7 +33,7 @@ from lik_ops.ops import eager
 
 PARTS = ("forward", "queries", "documents")
 CASES = (Case("256x256", 256, 256, **SHORT), Case("pages 32x32", 32, 32, **PAGES))
-_FORWARD, _BACKWARD, _SPECIALIZED = soft_configs.forward, soft_configs.backward, soft_configs.specialized
+_FORWARD, _BACKWARD = soft_configs.forward, soft_configs.backward
 _SPECIALIZED_BACKWARD = soft_configs.specialized_backward
 
 
@@ -57,7 +57,6 @@ class Stream(NamedTuple):
 
 Choice = Tile | Stream | None
 FORWARD = [
-    *(Stream(64, stages, resident) for stages, resident in ((4, True), (6, True), (8, True), (6, False))),
     *(Tile(64, 64, 4, stages, registers) for stages, registers in ((2, None), (2, 96), (3, 128))),
     *(Tile(128, 64, 4, stages, registers) for stages, registers in ((2, None), (2, 128), (3, None))),
     *(Tile(128, 64, 8, stages, registers) for stages, registers in ((2, None), (3, 80), (3, 128))),
@@ -101,25 +100,18 @@ def forced(part: str, choice: Choice) -> Iterator[None]:
             stack.enter_context(mock.patch.object(soft_configs, name, function))
 
         if isinstance(choice, Tile):
-            put("specialized", lambda *_: None)
             put("specialized_backward", lambda *_: None)
             put("forward", lambda *a, **k: _plain(_FORWARD(*a, **k), choice, True))
             put("backward", lambda *a, **k: _plain(_BACKWARD(*a, **k), choice, False))
-        elif isinstance(choice, Stream) and part == "forward":
-            put("specialized", lambda *a: _streamed(_SPECIALIZED(*a), choice))
         elif isinstance(choice, Stream):
-            put("specialized_backward", lambda *a: _SPECIALIZED_BACKWARD(*a)._replace(**_fields(choice)))
+            put("specialized_backward", lambda *a: _streamed(_SPECIALIZED_BACKWARD(*a), choice))
         eager.forget()
         yield
     eager.forget()
 
 
-def _fields(choice: Stream) -> dict:
-    return {"BN": choice.BN, "STAGES": choice.stages, "RESIDENT": choice.resident}
-
-
 def _streamed(found: Any, choice: Stream) -> Any:
-    return found._replace(config=found.config._replace(**_fields(choice)))
+    return found._replace(BN=choice.BN, STAGES=choice.stages, RESIDENT=choice.resident)
 
 
 def called(part: str, x: Inputs) -> Any:

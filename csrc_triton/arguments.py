@@ -68,7 +68,7 @@ class CodedCounts(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """int8 documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
+    """int8 or FP8 documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
 
     What token t of document k counts as is times ``scale[k * stride_doc + t * stride_l]``; `stride_l` is 0 where a
     document has one scale, `stride_doc` too where all have.
@@ -99,7 +99,8 @@ class Rows(NamedTuple):
     """Query rows of a tile: where each begins, its number in the terms of Q, whether it counts, and the sum of its
     features, where `Counts` have a minimum, else None.
 
-    With `Config.SOFT` what similarities are multiplied by, and what exponents are; None without.
+    With `Config.SOFT` what similarities are multiplied by, and what exponents are; the former also where rows are held
+    over powers of two, as `stored` has them. None without.
     """
 
     ptr: Any
@@ -253,7 +254,7 @@ class Specialization(NamedTuple):
     GIVEN: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
     ROWS: int = 64  # query rows of a product of 64 rows: 32 where each is two int8 terms
     FEW: bool = False  # int8 documents, at most ROWS query rows: each warp group has documents of its own
-    SOFT: bool = False  # soft maxima, of any Ld; no ARGMAX, NORMALIZE or FEW
+    STORED: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
 
 
 class SoftSpecialization(NamedTuple):

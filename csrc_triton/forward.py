@@ -45,7 +45,7 @@ from .similarities import (
     tokens_from,
 )
 from .soft import rate_of, row_scales, soft_merged, soft_taken
-from .stored import counted, of_one_term, row_sums
+from .stored import counted, is_over, of_one_term, row_powers, row_sums
 
 _MASK_STEP = tl.constexpr(512)  # tokens whose mask is read at once
 
@@ -211,6 +211,8 @@ def row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
         lost = rows.ok & (row_where == NO_TOKEN)
         if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
             row_where = _search(row_best, row_where, q, x, rows, document, C)
+    if is_over(x.Q.ptr.dtype.element_ty, C.STORED):
+        row_best = row_best * rows.scale
     if C.TERMS > 0:
         row_best = row_best * scale
         if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
@@ -256,6 +258,8 @@ def score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexp
     if C.SOFT:
         scale = row_scales(x, pointers, keep, C)
         rate = rate_of(x.tau, scale)
+    elif is_over(x.Q.ptr.dtype.element_ty, C.STORED):
+        scale = row_powers(x, pointers, keep, C)
     rows = Rows(pointers, number, keep, row_sum, scale, rate)
     best, where, any_kept = row_maxima(query_rows(x, rows, C), x, rows, document, argmax is not None, C)
     best = normalized(best, x, rows, C)

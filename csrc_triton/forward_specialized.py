@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .common import NO_TOKEN, nan_max, query_keep, query_weight
+from .converted import CONVERTING_WARPS, convert, held
 from .forward_few import consume_few
 from .gluon_names import async_load
 from .halves import UNRESOLVED, Half, fresh, fresh_halves, joined, settle, taken, winners_of
@@ -37,9 +38,9 @@ from .norms import (
     scaled,
     wait_for_tile,
 )
-from .ring import HALF_ROWS, advance, products, shared_ring
+from .ring import HALF_ROWS, advance, products, raw_ring, shared_ring
 from .slots import half_queries, slot_rows, sums_of
-from .soft_halves import soft_rows, softly_taken
+from .stored import is_over
 from .terms import any_odd, counted, document_scale, half_terms
 
 HALVES = gl.constexpr(4)  # of a program: two of each warp group
@@ -48,30 +49,22 @@ CONSUMER_REGISTERS = gl.constexpr(232)
 
 
 class Beside(NamedTuple):
-    """What documents meet: queries, each in so many `parts`, and what int8 numbers are scaled by.
-
-    `tau` and `rate` of C.SOFT: the temperature, and what differences of similarities are multiplied by.
-    """
+    """What documents meet: queries, each in so many `parts`, and what int8 numbers are scaled by."""
 
     Q: Any
     numbers: Any
     parts: Any
     d: Any
-    tau: Any = None
-    rate: Any = None
 
 
 @gluon.jit
 def _copy(D, norms, ring, k, t0, stage, phase, Ld, C: gl.constexpr):
-    """Copy the tile of document k that begins with token t0, and what its tokens are scaled by.
-
-    Unless C.SOFT, which counts each token once, the last is shifted back to end where the document ends. Inverse norms
-    lie tile by tile, scales of int8 tokens as these do.
-    """
+    """Copy the tile of document k that begins with token t0, the last shifted back to end where the document ends; and
+    what its tokens are scaled by. Inverse norms lie tile by tile, scales of int8 tokens as these do."""
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), phase)
-    row = k * Ld + (t0 if C.SOFT else gl.minimum(t0, Ld - C.BN))
-    if C.GIVEN:
+    row = k * Ld + gl.minimum(t0, Ld - C.BN)
+    if C.GIVEN and C.STORED == "":
         mbarrier.expect(full, D.block_type.nbytes + norms.block_type.nbytes)
         at = row if D.dtype == gl.int8 else k * gl.cdiv(Ld, C.BN) * C.BN + t0
         async_load(norms, [at], full, ring.norms.inverse.index(stage))
@@ -81,7 +74,7 @@ def _copy(D, norms, ring, k, t0, stage, phase, Ld, C: gl.constexpr):
 
 
 @gluon.jit
-def produce(D, norms, ring, begin, end, K, Ld, C: gl.constexpr):
+def _produce(D, norms, ring, begin, end, K, Ld, C: gl.constexpr):
     """Copy the tiles of every document into the ring, with C.FEW of two at a time."""
     stage = 0
     phase = 1
@@ -114,7 +107,7 @@ def issued(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr
 @gluon.jit
 def _settled_before(S_b, a, C: gl.constexpr):
     """The other half's product once it is done, and half `a`, which is to be reduced before that is waited for."""
-    if C.ARGMAX or C.SOFT:
+    if C.ARGMAX:
         S_b, best, where = warpgroup_mma_wait(0, [S_b, a.best, a.where])
     else:
         S_b, best = warpgroup_mma_wait(0, [S_b, a.best])
@@ -123,46 +116,22 @@ def _settled_before(S_b, a, C: gl.constexpr):
 
 
 @gluon.jit
-def _reduced(S, inverse, half, t0, Ld, rate, LAST: gl.constexpr, C: gl.constexpr):
-    """A half after the tile of token t0."""
-    if C.SOFT:
-        half = softly_taken(S, half, Ld - t0, rate, LAST, C)
-    else:
-        half = taken(S, inverse, half, gl.minimum(t0, Ld - C.BN), C)
-    return half
-
-
-@gluon.jit
-def _absorbed(products, ring, halves, t0, place, Ld, rate, G: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs.
-
-    `place` is the stage of the tile, its phase and the turn. LAST: it may be the document's last tile.
-    """
-    stage, phase, turn = place
+def _absorbed(products, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexpr, C: gl.constexpr):
+    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
+    start = gl.minimum(t0, Ld - C.BN)
     S_a, S_b, inverse = products
     S = warpgroup_mma_wait(1, [S_a])
-    a = _reduced(S, inverse, halves[0], t0, Ld, rate, LAST, C)
-    if C.NORMALIZE or C.ARGMAX or C.SOFT or ring.tiles.dtype == gl.int8:
+    a = taken(S, inverse, halves[0], start, C)
+    if C.NORMALIZE or C.ARGMAX or C.GIVEN or ring.tiles.dtype == gl.int8:
         # A wait that has long been over ends a block of instructions: else ptxas waits for both products, then reduces.
         mbarrier.wait(ring.full.index(stage), phase)
         S, a = _settled_before(S_b, a, C)
     else:
         S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    b = _reduced(S, inverse, halves[1], t0, Ld, rate, LAST, C)
+    b = taken(S, inverse, halves[1], start, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1
-
-
-@gluon.jit
-def _over(q, ring, halves, begin, stop, place, Ld, rate, G: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
-    """The halves after the tiles from token `begin` on that begin before `stop`, and the `place` after them."""
-    stage, phase, turn = place
-    for t0 in range(begin, stop, C.BN):
-        found = issued(q, ring, halves, stage, phase, turn, G, C)
-        place = stage, phase, turn
-        halves, stage, phase, turn = _absorbed(found, ring, halves, t0, place, Ld, rate, G, LAST, C)
-    return halves, stage, phase, turn
 
 
 @gluon.jit
@@ -182,6 +151,10 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, layout: gl.constexpr, G: gl
     else:
         a = half_queries(Q, first, 0, parts, sizes, d, C)
         b = half_queries(Q, first, 1, parts, sizes, d, C)
+        if C.STORED != "":
+            a, over_a = held(a, layout, C)
+            b, over_b = held(b, layout, C)
+            inverse = over_a, over_b
         q_smem.index(2 * G).store(a)
         q_smem.index(2 * G + 1).store(b)
         if C.NORMALIZE:
@@ -199,22 +172,19 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, layout: gl.constexpr, G: gl
 
 @gluon.jit
 def _finished(half, inverse, x, H: gl.constexpr, first, k, each, argmax, unresolved, sizes, C: gl.constexpr):
-    """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf, or
-    their soft maxima."""
+    """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf."""
     Q = x.Q
     i, s = slot_rows(first, H, x.parts, gl.SliceLayout(1, half.best.type.layout), C)
     ok = (i < sizes.Nq) & (s < sizes.Lq)
     keep = query_keep(Q, i, s, ok)
-    at = (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
-    best = soft_rows(half, x.tau, x.rate) if C.SOFT else gl.reduce(half.best, 1, nan_max)
-    if C.SOFT and argmax is not None:
-        gl.store(argmax + at, gl.where(keep, best, float("-inf")), mask=ok)
+    best = gl.reduce(half.best, 1, nan_max)
     if C.ARGMAX:
         where, unresolved = winners_of(half, best, keep, unresolved)
-        gl.store(argmax + at, where.to(argmax.dtype.element_ty), mask=ok)
+        out = argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
+        gl.store(out, where.to(argmax.dtype.element_ty), mask=ok)
     if x.numbers is not None:
         best = counted(best, inverse, each[0], each[1], Q, x.numbers, first, H, x.parts, k, sizes, x.d, C)
-    elif C.NORMALIZE:
+    elif C.NORMALIZE or is_over(Q.ptr.dtype.element_ty, C.STORED):
         best = best * inverse
     return gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), unresolved
 
@@ -232,13 +202,13 @@ def _score(halves, inverse, x, first, k, each, out, unresolved, sizes, C: gl.con
 
 
 @gluon.jit
-def consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
+def _consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: its 128 rows of products of each row tile against the tile's documents."""
-    ACC: gl.constexpr = products(C.BN, D.dtype)
+    ACC: gl.constexpr = products(C.BN, q_smem.dtype)
     stage = 0
     phase = 0
     turn = 1 - G
-    S = gl.full([HALF_ROWS, C.BN], 0, gl.int32 if D.dtype == gl.int8 else gl.float32, ACC)
+    S = gl.full([HALF_ROWS, C.BN], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, ACC)
     halves = (fresh(S, C), fresh(S, C))
     layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     unresolved = gl.full([C.ROWS], 0, gl.int32, layout)
@@ -253,8 +223,9 @@ def consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, 
         end_k = begin_k + last - task
         for k in range(begin_k, end_k):
             if C.ARGMAX:
-                place = stage, phase, turn
-                halves, stage, phase, turn = _over(q, ring, halves, 0, sizes.Ld, place, sizes.Ld, x.rate, G, False, C)
+                for t0 in range(0, sizes.Ld, C.BN):
+                    found = issued(q, ring, halves, stage, phase, turn, G, C)
+                    halves, stage, phase, turn = _absorbed(found, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C)
                 unresolved = _score(halves, inverse, x, first, k, (each, odd), out, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             else:
@@ -264,16 +235,10 @@ def consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, 
                 if x.numbers is not None:
                     each = document_scale(x.numbers, k, C)
                 halves = fresh_halves(halves, C)
-                place = stage, phase, turn
-                halves, stage, phase, turn = _absorbed(found, ring, halves, 0, place, sizes.Ld, x.rate, G, True, C)
-                place = stage, phase, turn
-                whole = sizes.Ld // C.BN * C.BN if C.SOFT else sizes.Ld
-                halves, stage, phase, turn = _over(q, ring, halves, C.BN, whole, place, sizes.Ld, x.rate, G, False, C)
-                if C.SOFT:
-                    place = stage, phase, turn
-                    whole = gl.maximum(whole, C.BN)
-                    found = _over(q, ring, halves, whole, sizes.Ld, place, sizes.Ld, x.rate, G, True, C)
-                    halves, stage, phase, turn = found
+                halves, stage, phase, turn = _absorbed(found, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
+                for t0 in range(C.BN, sizes.Ld, C.BN):
+                    found = issued(q, ring, halves, stage, phase, turn, G, C)
+                    halves, stage, phase, turn = _absorbed(found, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C)
         if not C.ARGMAX:
             _score(halves, inverse, x, first, end_k - 1, (each, odd), out, unresolved, sizes, C)
         task = last
@@ -334,26 +299,19 @@ def _resolve(Q, D, norms, ring, q_smem, argmax, begin, end, parts, sizes, d, G: 
             gl.store(out, found.to(argmax.dtype.element_ty), mask=ok)
 
 
-@gluon.jit
-def share_of_pairs(sizes, parts, C: gl.constexpr):
-    """Which (row tile, document) pairs a program has: as many as each other, row tiles first."""
-    row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, HALVES * C.ROWS)
-    pairs = row_tiles.to(gl.int64) * sizes.K
-    begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
-    end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
-    return begin, end
-
-
 @gluon.jit(do_not_specialize=["parts"])
 def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl.constexpr):
     """Sums ``[groups, K]`` of each group of query rows over documents without mask, and winners: `out`, an `Output`.
 
     A group is a query, or the next tokens of one that is longer (its `parts`), C.SLOT of them. D is a tensor descriptor
     of all document tokens as rows, in blocks [BN, BD]; with C.GIVEN, `norms` is one of what `maxsim_tile_norms` leaves,
-    or of the scales of int8 tokens. `numbers` are the `Numbers` of int8 documents, or None. Programs share the (row
-    tile, document) pairs evenly, row tiles first.
+    or of the scales of int8 tokens. `numbers` are the `Numbers` of int8 documents, or FP8 ones, or None. Programs share
+    the (row tile, document) pairs evenly, row tiles first.
     """
-    begin, end = share_of_pairs(sizes, parts, C)
+    row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, HALVES * C.ROWS)
+    pairs = row_tiles.to(gl.int64) * sizes.K
+    begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     ring, q_smem = shared_ring(D, C, norms)
     x = Beside(Q, numbers, parts, d)
     if C.FEW:
@@ -361,17 +319,30 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
             [
                 (consume_few, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
                 (consume_few, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 1, C)),
-                (produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
+                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+    elif C.STORED != "":
+        raw = raw_ring(D, C)
+        x = Beside(Q, None, parts, d)  # warps that convert read the scales
+        gl.warp_specialize(
+            [
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 1, C)),
+                (_produce, (D, norms, raw, begin, end, sizes.K, sizes.Ld, C)),
+                (convert, (raw, ring, numbers, begin, end, sizes.K, sizes.Ld, C)),
+            ],
+            [4, 1, CONVERTING_WARPS],
+            [NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS],
+        )
     elif C.NORMALIZE and not C.GIVEN:
         gl.warp_specialize(
             [
-                (consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),
-                (consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 1, C)),
-                (produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 1, C)),
+                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
                 (measure, (ring, begin, end, sizes.Ld, C)),
             ],
             [4, 1, NORM_WARPS],
@@ -380,9 +351,9 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     else:
         gl.warp_specialize(
             [
-                (consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),
-                (consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 1, C)),
-                (produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),
+                (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 1, C)),
+                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -14,10 +14,7 @@ UNRESOLVED = gl.constexpr(-2)  # the winner of a maximum that is NaN or -inf, un
 
 
 class Half(NamedTuple):
-    """64 rows of a warp group: their similarities to the tile at hand, and per lane of a row its best so far.
-
-    With C.SOFT `where` are the lanes' sums.
-    """
+    """64 rows of a warp group: their similarities to the tile at hand, and per lane of a row its best so far."""
 
     S: Any
     best: Any
@@ -92,7 +89,7 @@ def settle(half, C: gl.constexpr):
     So the next product may overwrite the registers of `half.S`. Without it the reduction sinks below the product, which
     then needs a copy of them, and ptxas lets one product at a time run.
     """
-    if C.ARGMAX or C.SOFT:
+    if C.ARGMAX:
         S, best, where = warpgroup_mma_wait(0, [half.S, half.best, half.where])
     else:
         S, best = warpgroup_mma_wait(0, [half.S, half.best])
@@ -109,10 +106,7 @@ def fresh(S, C: gl.constexpr):
     else:
         none = gl.full_like(x.to(gl.float32), float("-inf"))
     best = gl.reduce(gl.reduce(lanes(none), 3, nan_max), 1, nan_max)
-    if C.SOFT:
-        where = gl.full_like(best, 0)
-    else:
-        where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
+    where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
     return Half(S, best, where)
 
 

@@ -55,10 +55,12 @@ def tiles_of(C):
 
 @gluon.jit
 def _room_for_norms(norms, C: gl.constexpr):
-    if C.GIVEN:
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if C.STORED != "":
+        return Norms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], PLAIN), 0)
+    elif C.GIVEN:
         return Norms(gl.allocate_shared_memory(gl.float32, [tiles_of(C), C.BN], norms.layout), 0)
     elif C.NORMALIZE:
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
         return Norms(inverse, gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout()))
     else:
@@ -70,15 +72,17 @@ def shared_ring(D, C: gl.constexpr, norms=None):
     """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     TILES: gl.constexpr = tiles_of(C)
+    DTYPE: gl.constexpr = gl.float16 if C.STORED != "" else D.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if C.STORED != "" else D.layout
     ring = Ring(
-        gl.allocate_shared_memory(D.dtype, [TILES, C.BN, C.BD], D.layout),
+        gl.allocate_shared_memory(DTYPE, [TILES, C.BN, C.BD], LAYOUT),
         gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
         _room_for_norms(norms, C),
     )
-    q_smem = gl.allocate_shared_memory(D.dtype, [4, HALF_ROWS, C.BD], D.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [4, HALF_ROWS, C.BD], LAYOUT)
     for n in gl.static_range(TILES):
         mbarrier.init(ring.full.index(n), count=1)
         mbarrier.init(ring.empty.index(n), count=1 if C.FEW else 2)
@@ -89,6 +93,19 @@ def shared_ring(D, C: gl.constexpr, norms=None):
         mbarrier.init(ring.search.index(n), count=1)
     mbarrier.init(ring.search.index(2), count=2)
     return ring, q_smem
+
+
+@gluon.jit
+def raw_ring(D, C: gl.constexpr):
+    """A ring of tiles as documents are kept, which one partition reads; of its barriers those that it needs."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = C.STAGES
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=1)
+    return Ring(gl.allocate_shared_memory(D.dtype, [STAGES, C.BN, C.BD], D.layout), full, empty, 0, 0, 0)
 
 
 @gluon.jit

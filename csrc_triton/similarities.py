@@ -6,7 +6,7 @@ import triton.language as tl
 from .common import inverse_norm, load_rows, ordered_sum, square, squares_from
 from .fp32 import nearest_tf32, split, split_product
 from .maxima import per_token
-from .stored import counted, numbers, stored_tile, terms_product
+from .stored import counted, factor_type, is_over, numbers, over_powers, stored_tile, terms_product
 
 
 @triton.jit
@@ -17,14 +17,17 @@ def document_tile(x, document, row, t, c0, C: tl.constexpr):
     else:
         tile = stored_tile(document.ptr, t, document.row, c0, x.d, x.D, x.counts, x.Q.ptr.dtype.element_ty, C)
     if C.STORED != "" and C.TERMS == 0:
-        tile = numbers(tile, x.Q.ptr.dtype.element_ty, C)
+        tile = numbers(tile, factor_type(x.Q.ptr.dtype.element_ty, C.STORED), C)
     return tile
 
 
 @triton.jit
 def query_tile(x, rows, columns, C: tl.constexpr):
     """Features `columns` of query rows."""
-    return load_rows(rows.ptr, rows.ok, columns, x.d, x.Q.stride_d, C.WIDE)
+    q = load_rows(rows.ptr, rows.ok, columns, x.d, x.Q.stride_d, C.WIDE)
+    if is_over(x.Q.ptr.dtype.element_ty, C.STORED):
+        q = over_powers(q, rows.scale)
+    return q
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Features of quantised documents: the numbers that a product takes, and what they count as.
 
-`Config.STORED` says how a feature is kept: "int8"; "number", of another type that Triton converts; "e4m3" and "e5m2",
-FP8 as bytes, for units that know none; "bits", eight to a byte, 1 where set and -1 else. Every number is exact in fp16
-and bf16. Of residual codes, which `residual` decodes, numbers are the tokens as they count. Formats of
-others bring a function in place of a name, which loads a tile of numbers as `load_bits` does.
+`Config.STORED` says how a feature is kept: "int8"; "fp8", or "e4m3" and "e5m2" as bytes, for units that know no FP8;
+"number", of another type that Triton converts; "bits", eight to a byte, 1 where set and -1 else. Every number is exact
+in fp16 and bf16. Of residual codes, which `residual` decodes, numbers are the tokens as they count. Formats of others
+bring a function in place of a name, which loads a tile of numbers as `load_bits` does.
 
 Converting takes longer than multiplying. So where documents are int8, query rows become sums of int8 terms, hi and lo:
 
@@ -13,6 +13,10 @@ to ``scale / 2``, a 64,000th of the largest feature. Integers are summed exactly
 times ``254 scale``, keeps q to ``127 scale``, a 254th. What is so held is "plain": zeros, and rows whose largest
 feature is between 1e-30 and 1e30; other rows, those with NaN or an infinity included, are multiplied feature by
 feature, as in `fp32`.
+
+FP8 is multiplied in fp16, to which one instruction converts two numbers; to bf16 it takes five. A bf16 row is then held
+over a power of two that brings its largest feature to the upper end of fp16: features of at least 2^-32 of it are held
+exactly, others to 2^-40 of it. Rows with an infinity take the largest power, so that nothing else becomes infinite.
 """
 
 import triton
@@ -23,6 +27,10 @@ from .maxima import per_row, per_token
 from .residual import bucket_bits, load_coded
 
 LOW = tl.constexpr(254)
+_EXPONENT = tl.constexpr(0x7F800000)
+_LEAST, _MOST = tl.constexpr(16 << 23), tl.constexpr(254 << 23)  # exponents: below, an inverse is no normal number
+_TOP = tl.constexpr(15 << 23)  # fp16 ends below 2^16
+_ONE = tl.constexpr(254 << 23)  # less the bits of a power of two: those of its inverse
 
 
 @triton.jit
@@ -45,6 +53,58 @@ def numbers(tile, dtype: tl.constexpr, C: tl.constexpr):
     elif C.STORED == "e5m2":
         tile = (tile.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return tile.to(dtype)
+
+
+@triton.constexpr_function
+def is_fp8(stored):
+    return stored in ("fp8", "e4m3", "e5m2")
+
+
+@triton.constexpr_function
+def is_over(query, stored):
+    """Whether query rows of a dtype are held in fp16, over powers of two."""
+    return is_fp8(stored) and query == tl.bfloat16
+
+
+@triton.constexpr_function
+def factor_type(query, stored):
+    """What numbers are multiplied in beside query rows of a dtype."""
+    return tl.float16 if is_over(query, stored) else query
+
+
+@triton.jit
+def row_powers(x, pointers, ok, C: tl.constexpr):
+    """What rows that are held in fp16 are over."""
+    most = tl.zeros(ok.shape, tl.float32)
+    if C.ONE_CHUNK:
+        most = largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE))
+    else:
+        for c0 in range(0, x.d, C.BD):
+            q = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE)
+            most = tl.maximum(most, largest(q))
+    return powers_over(most)
+
+
+@triton.jit
+def largest(q):
+    """The largest magnitude of each row, but for NaN."""
+    return tl.max(tl.abs(q.to(tl.float32)), axis=1)
+
+
+@triton.jit
+def powers_over(most):
+    """What rows with these largest features are over."""
+    exponent = most.to(tl.int32, bitcast=True) & _EXPONENT
+    exponent = tl.where(exponent > _MOST, _MOST, tl.where(exponent < _LEAST, _LEAST, exponent))
+    return (exponent - _TOP).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def over_powers(q, powers):
+    """Rows of bf16 in fp16."""
+    bits = powers.to(tl.int32, bitcast=True)
+    inverse = (bits * -1 + _ONE).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
 
 
 @triton.constexpr_function

@@ -57,7 +57,7 @@ from .machine_code import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 # Of quantised documents: `Config.STORED`.
-_STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "number", "*fp8e5": "number"}
+_STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
 _READ = _WORDS | {INT8_QUERIES: "*i8"}
 
@@ -181,6 +181,7 @@ def _launch(case: Case, arch: Architecture) -> Launch:
         sizes = case.Nq, case.Lq, case.d
         if case.ragged:
             choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case), "few": case.sections}
+            choices["bare"] = not (case.options or case.padded)
             launch = forward_configs.forward_ragged(arch, case.dtype, *sizes, **choices, **shared)[0]
             if case.sections:
                 config = launch.config._replace(SECTIONS=True, PACKED=case.bounds, EARLY=arch.name == "sm_90")

@@ -186,6 +186,7 @@ STORED = [
     Case(FORWARD, ragged=True, stored="*i8"),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
     Case(FORWARD, d=8, Nq=1, ragged=True, stored="*i8"),
+    *(Case(FORWARD, dtype, Nq=1, ragged=True, stored="*fp8e4nv") for dtype in (_BF16, _FP16)),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=INT8_QUERIES, **_EVERYTHING) for Nq in (1, 256)),
     Case(FORWARD, _FP32, Lq=1024, ragged=True, stored=INT8_QUERIES, **_ALL_OPTIONS),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),

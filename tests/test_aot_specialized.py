@@ -100,6 +100,45 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
     check(compiled, tmp_path, products=True)
 
 
+def fp8_source(dtype: torch.dtype, kept: str, d: int, Lq: int, Ld: int, options: bool):
+    choice = gluon_configs.fp8(SM_90, dtype, 64, 256, Lq, Ld, d, kept=kept, processors=132)
+    assert choice is not None
+    C = choice.config
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<i8[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], 'int8')!r}>",
+        "norms": "constexpr",
+        "numbers": Numbers("*i8", "*fp32", "i32", "i32"),
+        "out": Output("*fp32", "constexpr"),
+        "sizes": Sizes(*["i32"] * 4),
+    }
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
+    values[(names.index("norms"),)] = None
+    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (names.index("out"), 0)]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "d", "Lq", "Ld", "options"),
+    [
+        (torch.bfloat16, "e4m3", 128, 1024, 1024, False),
+        (torch.bfloat16, "e4m3", 96, 32, 300, True),
+        (torch.float16, "e5m2", 64, 5, 180, True),
+        (torch.float16, "e4m3", 128, 32, 300, False),
+    ],
+    ids=str,
+)
+def test_fp8_documents_compile_as_meant(dtype, kept, d, Lq, Ld, options, tmp_path):
+    compiled = compile_as_launched(fp8_source(dtype, kept, d, Lq, Ld, options), GPUTarget("cuda", 90, 32))
+    assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
+    assert compiled.metadata.shared <= SM_90.shared_memory
+
+
 def described_norms(BN: int) -> str:
     return f"tensordesc<fp32[{BN}],{tile_layout([BN], 'float32')!r}>"
 

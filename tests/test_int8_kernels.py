@@ -41,7 +41,9 @@ def test_when_it_is_chosen():
 
 
 def test_tiles_of_the_length_that_wastes_least():
-    assert choice(Ld=1024).config.BN == 64
+    assert [choice(Ld=Ld).config.BN for Ld in (127, 128, 180, 192, 193, 300, 1024)] == [64, 128, 64, 64, 128, 64, 128]
+    assert not choice(Ld=1024).config.RESIDENT and choice(Ld=180).config.RESIDENT
+    assert choice(Ld=1024, each_token=True).config.BN == 64 and choice(Ld=1024, terms=1).config.BN == 64
     assert [choice(Nq=1, Ld=Ld).config.BN for Ld in (127, 128, 180, 300)] == [64, 128, 64, 128]
 
 

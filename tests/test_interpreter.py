@@ -22,6 +22,7 @@ MODULES = [
     "test_ragged_lists",
     "test_soft",
     "test_head",
+    "test_fp8_kernels",
     "test_ragged_few",
     "test_fp32",
     "test_semantics",

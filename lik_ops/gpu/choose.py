@@ -163,15 +163,27 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture)
 
     `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all. A descriptor reads those of tokens: all of them.
     """
-    if Q.dim() != 3 or data.dim() != 3 or not (Q.numel() and data.numel() and describable(data)):
-        return None
-    if not _finds_features(Q, data):
+    if not _describes_numbers(Q, data):
         return None
     each_token = scale.shape[1] > 1
     if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
     call = arch, Q.dtype, *sizes(Q, data), Q.shape[-1]
     found = gluon_configs.int8(*call, each_token=each_token, terms=terms, processors=arch.processors)
+    return None if found is None or kernels() is None else found
+
+
+def _describes_numbers(Q: Tensor, data: Tensor) -> bool:
+    """Whether the kernels of dense documents can read these numbers of 8 bits."""
+    dense = Q.dim() == 3 and data.dim() == 3 and Q.numel() and data.numel()
+    return bool(dense) and describable(data) and _finds_features(Q, data)
+
+
+def fp8(Q: Tensor, data: Tensor, kept: str, arch: Architecture) -> Specialized | None:
+    """The same for FP8 documents that are kept as "e4m3" or "e5m2", whatever lies apart in their scales."""
+    if not _describes_numbers(Q, data):
+        return None
+    found = gluon_configs.fp8(arch, Q.dtype, *sizes(Q, data), Q.shape[-1], kept=kept, processors=arch.processors)
     return None if found is None or kernels() is None else found
 
 
@@ -303,5 +315,6 @@ def packed(
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
         few=few,
+        bare=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
         stored=stored,
     )

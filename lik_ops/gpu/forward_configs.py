@@ -12,6 +12,7 @@ import torch
 
 from ..csrc_triton.arguments import Config
 from ..csrc_triton.residual import bucket_bits, in_words
+from ..csrc_triton.stored import is_fp8
 from ..formats import INT8_QUERIES
 from . import triton_versions
 from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
@@ -27,6 +28,7 @@ _RAGGED_ROWS = 128  # query rows of a tile of ragged layouts, at most
 _MOST_CODED = 512  # that decoded codes meet
 _INT8_STEP = 32  # features of one instruction of the matrix unit
 TERMS = {"int8": 2, INT8_QUERIES: 1}  # of a query row, by `Config.STORED`
+_FP8_REGISTERS = 96
 _MOST_INT8 = 256  # features whose products of int8 terms are sums of 32 bits
 
 
@@ -154,6 +156,7 @@ class _Ragged(NamedTuple):
     argmax: bool
     sums_squares: bool
     few: bool
+    bare: bool  # nothing is asked for that takes registers
     converts: bool  # numbers of documents to fp32
     codes: bool  # decodes residual codes
     crowded: bool  # the same beside winners or offsets of 64 bits
@@ -187,6 +190,13 @@ class _Ragged(NamedTuple):
             warps = 8 if many else launch.num_warps
             return replace(launch, num_warps=warps, max_registers=255)
         return replace(launch, num_warps=8) if self.converts and stored == "bits" and wgmma else launch
+
+    def registers(self, launch: Launch, stored: Any) -> Launch:
+        """FP8 beside few rows: five programs share a multiprocessor, not four, where ptxas does not spill, as that of
+        Triton 3.9 does."""
+        few_rows = launch.config.TOKENS_FIRST and launch.config.ONE_CHUNK and self.unit == "wgmma"
+        shares = is_fp8(stored) and few_rows and self.bare and not self.converts and triton_versions.release() < (3, 7)
+        return replace(launch, max_registers=_FP8_REGISTERS) if shares else launch
 
     def stages(self, launch: Launch) -> Launch:
         config = launch.config
@@ -238,13 +248,15 @@ def forward_ragged(
     argmax: bool,
     longest: int | None = None,
     few: bool = False,
+    bare: bool = False,
     stored: Any = "",
 ) -> tuple[Launch, int]:
     """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
 
     No query has more tokens than `longest`, if it is known. One takes as many steps of the slot as it needs. Bounds
     that are read take registers: fewer rows than elsewhere. `few`: at most `RESIDENT` documents are scored.
-    `stored`: `Config.STORED`. The norms of such documents are in what their numbers count as.
+    `bare`: there is no mask, no weight and no length of a query. `stored`: `Config.STORED`. The norms of such documents
+    are in what their numbers count as.
     """
     sums_squares = _sums_squares(dtype, normalize, stored)
     launch = forward(
@@ -255,8 +267,9 @@ def forward_ragged(
         launch = _by_terms(launch, arch, d, TERMS[stored])
     codes = bucket_bits(stored) > 0
     converts = bool(stored) and dtype == torch.float32 and not launch.config.TERMS
-    choice = _Ragged(arch.unit, argmax, sums_squares, few, converts, codes, codes and (argmax or wide > 0))
-    launch = choice.stages(choice.warps(choice.rows(launch, arch), stored))
+    bare = bare and not (argmax or normalize) and loads_vectors(d, wide)
+    choice = _Ragged(arch.unit, argmax, sums_squares, few, bare, converts, codes, codes and (argmax or wide > 0))
+    launch = choice.stages(choice.registers(choice.warps(choice.rows(launch, arch), stored), stored))
     words = in_words(stored)
     if words and launch.config.ONE_CHUNK and not (argmax or candidates):
         launch = _walking(launch, arch, Nq, normalize)

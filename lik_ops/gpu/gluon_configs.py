@@ -21,8 +21,11 @@ _MOST_WASTE = 1.07  # what larger tiles may multiply beside what smaller ones do
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
-# Of int8 documents: tokens of a tile and stages; for few query rows, with what a token costs beside the smaller tile.
-_INT8 = 64, 8
+# Of int8 documents: tokens of a tile and stages, and whether registers keep the query rows; for few query rows, with
+# what a token costs beside the smaller tile.
+_INT8, _INT8_LARGE = (64, 8, True), (128, 6, False)
+_FP8 = 64, 6  # the same of FP8 documents
+_LEAST_CONVERTED = 64  # query rows, more than which share what converting takes
 _INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
 
 
@@ -179,19 +182,27 @@ def specialized(
     worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
-    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
 
 
-def programs_of(processors: int, row_tiles: int, pairs: int) -> int:
+def _programs(processors: int, row_tiles: int, pairs: int) -> int:
     """A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then
     all of a document's programs read it at the same time."""
     aligned = processors // row_tiles * row_tiles
     return min(aligned if aligned >= 0.95 * processors else processors, pairs)
 
 
-def _int8_tile(Ld: int, few: bool) -> tuple[int, int]:
-    """Tokens and stages. Few rows wait for documents: there the tile whose last one of a document wastes least."""
-    return _least_waste(_INT8_FEW, Ld) if few else _INT8
+def _int8_tile(Ld: int, few: bool, each_token: bool, terms: int) -> tuple[int, int, bool]:
+    """Tokens and stages, and whether registers keep the query rows. Few rows wait for documents: there the tile whose
+    last one of a document wastes least.
+
+    With two terms a group's way round a tile is longer than its products: larger tiles, where scales of tokens do not
+    take the registers that they need and the last tile of a document wastes nothing.
+    """
+    if few:
+        return *_least_waste(_INT8_FEW, Ld), True
+    large = terms == 2 and not each_token and Ld >= _LARGE and -Ld % _LARGE < _SMALL
+    return _INT8_LARGE if large else _INT8
 
 
 def int8(
@@ -219,9 +230,9 @@ def int8(
     parts = cdiv(Lq, slot)
     few = Nq * parts * slot <= rows
     row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
-    tokens, stages = _int8_tile(Ld, few)
+    tokens, stages, resident = _int8_tile(Ld, few, each_token, terms)
     config = Specialization(
-        tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=each_token, ROWS=rows, FEW=few
+        tokens, 64 if d <= 64 else 128, slot, stages, resident, False, GIVEN=each_token, ROWS=rows, FEW=few
     )
     pairs = row_tiles * K
     fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31
@@ -229,4 +240,33 @@ def int8(
     fits = fits and d <= 128 and d % 16 == 0 and not (each_token and Ld % 4)
     if not fits or pairs < processors // 2:
         return None
-    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs), tree // slot)
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)
+
+
+def fp8(
+    arch: Architecture,
+    dtype: torch.dtype,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    kept: str,
+    processors: int,
+) -> Specialized | None:
+    """The choice for dense FP8 documents without mask, kept as `kept`, likewise."""
+    if arch.name != "sm_90" or dtype not in HALF:
+        return None
+    slot = min(next_power_of_2(Lq), 128)
+    parts = cdiv(Lq, slot)
+    row_tiles = cdiv(Nq * parts * slot, SPECIALIZED_ROWS)
+    tokens, stages = _FP8
+    config = Specialization(tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=True, STORED=kept)
+    pairs = row_tiles * K
+    fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31
+    fits = fits and d <= 128 and d % 16 == 0
+    # The kernel of packed documents converts what it multiplies by up to 128 rows.
+    if not fits or Nq * parts * slot <= _LEAST_CONVERTED or pairs < processors // 2:
+        return None
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))

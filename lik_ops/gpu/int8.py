@@ -1,4 +1,4 @@
-"""Dense int8 documents on sm_90: `maxsim_forward_specialized` beside query rows of int8 terms."""
+"""Dense int8 and FP8 documents on sm_90: `maxsim_forward_specialized` beside query rows of int8 terms or of fp16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import metadata
 from ..csrc_triton.arguments import Numbers
-from ..formats import Stored
+from ..formats import FORMATS, Stored
 from ..segments import Cut
 from . import choose, gluon, gluon_configs, launcher
 from .arguments import architecture, on_device
@@ -32,14 +32,14 @@ class Inputs(NamedTuple):
 
 
 class Int8Plan(SpecializedPlan):
-    """As `SpecializedPlan`, but row tiles hold 128 query tokens, or 32 where there are no more, and parts of a longer
-    query 64 tokens; of one term each twice as many."""
+    """As `SpecializedPlan`. Beside int8 row tiles hold 128 query tokens, or 32 where there are no more, and parts of a
+    longer query 64 tokens; of one term each twice as many."""
 
     instead = "maxsim_forward_ragged"
 
     def __init__(self, choice: gluon_configs.Specialized, Q: Tensor, data: Tensor) -> None:
         super().__init__(choice, Q, data, None)
-        self.each_token = choice.config.GIVEN  # type: ignore[union-attr]
+        self.each_token = choice.config.GIVEN and not choice.config.STORED  # type: ignore[union-attr]
 
     def forward(self, x: Inputs) -> Tensor | None:  # type: ignore[override]
         """The scores, or None where another kernel has to serve."""
@@ -74,14 +74,17 @@ class Int8Plan(SpecializedPlan):
 def forward(c: Cut, stored: Stored) -> Tensor | None:
     """The scores of the cross product of dense queries, and dense documents without mask; None where
     `maxsim_forward_ragged` serves. `stored` has the axes of documents."""
-    data, scale = stored.data, stored.scale
-    terms = TERMS[stored.format]
-    key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride(), terms)
+    data, scale = stored.data.view(torch.int8), stored.scale
+    key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride(), stored.format)
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        choice = choose.int8(c.Q, data, scale, terms, architecture(c.Q.device))
+        arch, terms = architecture(c.Q.device), TERMS.get(stored.format)
+        if terms:
+            choice = choose.int8(c.Q, data, scale, terms, arch)
+        else:
+            choice = choose.fp8(c.Q, data, FORMATS[stored.format].kernel, arch)
         plan = _plans[key] = None if choice is None else Int8Plan(choice, c.Q, data)
     if plan is None:
         return None

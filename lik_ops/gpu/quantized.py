@@ -26,6 +26,7 @@ from .ragged_forward import ragged_plan
 
 _TOKENS, _FEATURES = 32, 64  # of a tile
 _WORDS = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
+_DENSE = (*forward_configs.TERMS, "fp8_e4m3", "fp8_e5m2")  # formats with a kernel for dense documents
 KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -41,7 +42,7 @@ def forward_quantized_cut(
     c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a `Cut` and tokens with the axes that they have, whose numbers are its D."""
-    if stored.format in forward_configs.TERMS and not (c.candidates or normalize or argmax_dtype):
+    if stored.format in _DENSE and not (c.candidates or normalize or argmax_dtype):
         is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
         scores = int8.forward(c, stored) if is_dense else None
         if scores is not None:
@@ -64,7 +65,7 @@ def _as_read(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any
     """The numbers as the kernel reads them, and `Config.STORED`."""
     kept = OPERANDS[format]
     if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
-        return data.view(kept.dtype), "number"
+        return data.view(kept.dtype), "fp8"
     return data, kept.kernel
 
 

@@ -46,7 +46,7 @@ _INT32_MAX = 2**31 - 1
 _MOST_PLANS = _MOST_TILES = 4096
 _MOST_DESCRIPTORS = 64  # that a plan keeps
 # `Config.STORED` that descriptors can read.
-_A_FEATURE_AN_ELEMENT = ("", *forward_configs.TERMS, "number", "e4m3", "e5m2")
+_A_FEATURE_AN_ELEMENT = ("", *forward_configs.TERMS, "number", "fp8", "e4m3", "e5m2")
 _TERM_ROWS = 16  # of a program of `maxsim_query_terms`
 
 

@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP_NOW := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(PIP_NOW) --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-AOT := $(addprefix tests/test_aot,.py _chamfer.py _cross_entropy.py _head.py _rows.py _soft.py _specialized.py _topk.py)
+AOT := $(addprefix tests/test_aot,.py _chamfer.py _cross_entropy.py _head.py _rows.py _soft.py _soft_specialized.py _specialized.py _topk.py)
 # What hangs on Triton alone: these, what is launched, and the interpreter.
 COMPILED := $(AOT) $(addprefix tests/test_,fallback.py launcher.py packaged.py topk.py)
 INTERPRETED := tests/test_interpreter.py

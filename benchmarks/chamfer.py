@@ -9,15 +9,13 @@ fp64, of some points; ``peak_mb`` is what a call takes beyond its inputs.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import common
 import gpu
 import torch
+from runs import Run
 from torch import Tensor
 
 import lik_ops
@@ -111,20 +109,13 @@ def measure(case: Clouds, timer: gpu.Timer) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each (default 20)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/chamfer.json)")
-    args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
-    for case in CASES:
-        if args.only in case.name:
-            records.append(measure(case, timer))
-            r = records[-1]["results"]
-            times = ", ".join(f"{name} {found.get('ms', float('nan')):.4f}" for name, found in r.items())
-            print(f"{case.name:18} {times} ms, goal {case.goal_ms}; error {r['lik_ops']['error']:.1e}", flush=True)
-            torch.cuda.empty_cache()
-    print("wrote", common.write("chamfer", records, "flash-maxsim", path=args.out, rounds=args.rounds))
+    run = Run("chamfer", __doc__, "flash-maxsim", rounds=20)
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
+    for case in run.asked(((case.name, case) for case in CASES), args):
+        r = run.keep(measure(case, timer), args)["results"]
+        times = ", ".join(f"{name} {found.get('ms', float('nan')):.4f}" for name, found in r.items())
+        print(f"{case.name:18} {times} ms, goal {case.goal_ms}; error {r['lik_ops']['error']:.1e}", flush=True)
 
 
 if __name__ == "__main__":

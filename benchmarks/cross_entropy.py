@@ -11,10 +11,8 @@ host ahead; ``host_us`` is what the host takes for a step; ``own_mb`` what no st
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import common
 import contenders
@@ -22,6 +20,7 @@ import gpu
 import torch
 import torch.nn.functional as F
 from common import Case, Inputs
+from runs import Run
 from torch import Tensor
 
 import lik_ops
@@ -118,20 +117,12 @@ def report(record: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/cross_entropy.json)")
-    args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
+    run = Run("cross_entropy", __doc__, *contenders.PEERS)
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
-    for case in CASES:
-        if args.only in case.name:
-            records.append(measure(case, timer.compare))
-            report(records[-1])
-            torch.cuda.empty_cache()
-    settings = {"rounds": args.rounds, "ceilings": ceiling}
-    print("wrote", common.write("cross_entropy", records, *contenders.PEERS, path=args.out, **settings))
+    for case in run.asked(((case.name, case) for case in CASES), args):
+        report(run.keep(measure(case, timer.compare), args, ceilings=ceiling))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import gpu
 import torch
 from common import Case, Inputs
 from contenders import Contender
+from runs import compile_first
 from torch import Tensor
 
 import lik_ops
@@ -150,11 +151,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each contender (default 30)")
     parser.add_argument("--only", default="", help="cases whose name contains this, or one of these between commas")
     parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
+    parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows side by side (default 0)")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/forward.json)")
     args = parser.parse_args()
+    cases = [case for case in CASES if any(part in case.name for part in args.only.split(","))]
+    compile_first((case.name for case in cases), args.first)
     start = time.monotonic()
     end = start + args.seconds
-    cases = [case for case in CASES if any(part in case.name for part in args.only.split(","))]
     timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
     print(", ".join(f"{name} {value:.4g}" for name, value in ceiling.items()))

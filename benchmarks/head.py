@@ -10,16 +10,15 @@ compared. Each is checked against fp64 first. ``peak_mb`` is what a call takes b
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import common
 import gpu
 import torch
 import torch.nn.functional as F
 from common import Case
+from runs import Run
 from torch import Tensor
 
 import lik_ops
@@ -160,23 +159,15 @@ def measure(case: Head, timer: gpu.Timer) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/head.json)")
-    args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
+    run = Run("head", __doc__, "late-interaction-kernels")
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
     ceilings = gpu.ceilings(timer)
-    for case in CASES:
-        if args.only in case.name:
-            records.append(measure(case, timer))
-            found = records[-1]["results"]
-            times = ", ".join(f"{name} {r['ms']:.4f}" for name, r in found.items() if "ms" in r)
-            goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
-            print(f"{case.name:30} {times} ms{goal}; {found['lik_ops']['peak_mb']:.0f} MiB", flush=True)
-            torch.cuda.empty_cache()
-    peers = ("late-interaction-kernels",)
-    print("wrote", common.write("head", records, *peers, path=args.out, rounds=args.rounds, ceilings=ceilings))
+    for case in run.asked(((case.name, case) for case in CASES), args):
+        found = run.keep(measure(case, timer), args, ceilings=ceilings)["results"]
+        times = ", ".join(f"{name} {r['ms']:.4f}" for name, r in found.items() if "ms" in r)
+        goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
+        print(f"{case.name:30} {times} ms{goal}; {found['lik_ops']['peak_mb']:.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,16 @@ and tune: none is begun with once the time is up. Rows of Lq 128 are those of th
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import common
 import contenders
 import gpu
 import torch
 from common import Case, Inputs
+from runs import Run
 from torch import Tensor
 
 import lik_ops
@@ -97,24 +96,17 @@ def measure(case: Long, timer: gpu.Timer, until: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each (default 20)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=60, help="until when peers are begun with (default 60)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/long.json)")
-    args = parser.parse_args()
-    timer, records, until = gpu.Timer(args.rounds), [], time.monotonic() + args.seconds
+    run = Run("long", __doc__, *contenders.PEERS, rounds=20)
+    run.parser.add_argument("--seconds", type=float, default=60, help="until when peers are begun with (default 60)")
+    args = run.parser.parse_args()
+    timer, until = gpu.Timer(args.rounds), time.monotonic() + args.first + args.seconds
     ceilings = gpu.ceilings(timer)
     print(f"read {ceilings['gbs']:.0f} GB/s, an empty kernel {ceilings['empty_ms']:.4f} ms")
     with torch.no_grad():
-        for case in CASES:
-            if args.only in case.name:
-                records.append(measure(case, timer, until))
-                times = [f"{name} {r['ms']:.4f}" for name, r in records[-1]["results"].items() if "ms" in r]
-                print(f"{case.name:28} {', '.join(times)} ms; {records[-1]['share']:.2f} of the read rate", flush=True)
-                torch.cuda.empty_cache()
-    settings = {"rounds": args.rounds, "ceilings": ceilings, "goal": SHARE}
-    print("wrote", common.write("long", records, *contenders.PEERS, path=args.out, **settings))
+        for case in run.asked(((case.name, case) for case in CASES), args):
+            record = run.keep(measure(case, timer, until), args, ceilings=ceilings, goal=SHARE)
+            times = [f"{name} {r['ms']:.4f}" for name, r in record["results"].items() if "ms" in r]
+            print(f"{case.name:28} {', '.join(times)} ms; {record['share']:.2f} of the read rate", flush=True)
 
 
 if __name__ == "__main__":

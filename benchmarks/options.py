@@ -9,17 +9,16 @@ slower than doing without it, beyond `NOISE`. ``goal`` is the most that it may c
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import common
 import gpu
 import torch
 import training
 from common import Case, Inputs
+from runs import Run
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -112,23 +111,16 @@ def measure(row: Row, timer: gpu.Timer) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/options.json)")
-    args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
+    run = Run("options", __doc__)
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
-    for row in ROWS:
-        if args.only in row.case.name:
-            records.append(measure(row, timer))
-            r = records[-1]
-            times = ", ".join(f"{name} {ms:.4f}" for name, ms in r["ms"].items())
-            print(f"{row.case.name:28} {times} ms: {r['cost']:.2f}, goal {row.goal:.2f}; {r['kernel']}", flush=True)
-            torch.cuda.empty_cache()
-    settings = {"rounds": args.rounds, "ceilings": ceiling}
-    print("wrote", common.write("options", records, path=args.out, **settings))
-    slower = [r["case"]["name"] for r in records if r["ms"]["option"] > NOISE * r["ms"].get("by hand", float("inf"))]
+    for row in run.asked(((row.case.name, row) for row in ROWS), args):
+        r = run.keep(measure(row, timer), args, ceilings=ceiling)
+        times = ", ".join(f"{name} {ms:.4f}" for name, ms in r["ms"].items())
+        print(f"{row.case.name:28} {times} ms: {r['cost']:.2f}, goal {row.goal:.2f}; {r['kernel']}", flush=True)
+    found = [(r["case"]["name"], r["ms"]) for r in run.records]
+    slower = [name for name, ms in found if ms["option"] > NOISE * ms.get("by hand", float("inf"))]
     if slower:
         sys.exit(f"slower than by hand: {', '.join(slower)}")
 

@@ -34,6 +34,7 @@ import gpu
 import retrieve
 import torch
 from common import Case, Inputs
+from runs import compile_first
 from torch import Tensor
 
 import lik_ops
@@ -233,8 +234,10 @@ def main() -> None:
     parser.add_argument("--own", action="store_true", help="without peers, whose tuning takes most of the time")
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this time (default 400)")
     parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
+    parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows side by side (default 0)")
     parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/quantized.json)")
     args = parser.parse_args()
+    compile_first((row.name if isinstance(row, Found) else row.case.name for row in planned(args.only)), args.first)
     end, records, path = time.monotonic() + args.seconds, list[dict](), args.out
     timer = gpu.Timer(args.rounds) if args.device == "cuda" else None
     settings = {"rounds": args.rounds, "ceilings": gpu.ceilings(timer) if timer else None}

@@ -12,15 +12,13 @@ late-interaction-kernels reads bits in another order than these libraries write:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import common
 import contenders
 import gpu
 import torch
+from runs import Run
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -104,27 +102,18 @@ def measure(row: Row, timer: gpu.Timer) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/residual.json)")
-    args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
+    run = Run("residual", __doc__, *contenders.PEERS)
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
-    for row in ROWS:
-        if args.only not in row.name:
-            continue
-        r = measure(row, timer)
-        records.append(r)
+    for row in run.asked(((f"{row.name}, {row.nbits} bits", row) for row in ROWS), args):
+        r = run.keep(measure(row, timer), args, ceilings=ceiling)
         goal = "" if row.goal is None else f", goal {row.goal:.3f}"
         print(f"{row.name}, {row.nbits} bits{goal}; {r['gigabytes']:.0f} GB/s, scores off by {r['error']:.1e}")
         for name, ms in r["ms"].items():
             print(f"  {name:36} {ms:.4f} ms", flush=True)
         for name, why in r["failed"].items():
             print(f"  {name:36} {why}", flush=True)
-        torch.cuda.empty_cache()
-    settings = {"rounds": args.rounds, "ceilings": ceiling}
-    print("wrote", common.write("residual", records, *contenders.PEERS, path=args.out, **settings))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ number for each query token and document.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import common
 import gpu
@@ -22,6 +20,7 @@ import torch
 import training
 from common import Case, Inputs
 from contenders import EAGER_LIMIT
+from runs import Run
 from torch import Tensor
 
 import lik_ops
@@ -100,24 +99,18 @@ def measure(case: Case, timer: gpu.Timer, compiles: bool) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/soft.json)")
-    args = parser.parse_args()
-    timer, records = gpu.Timer(args.rounds), []
+    run = Run("soft", __doc__)
+    run.parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
-    for case in CASES:
-        if args.only in case.name:
-            records.append(measure(case, timer, not args.no_compile))
-            r = records[-1]["results"]
-            times = ", ".join(f"{name} {found.get('ms', float('nan')):.4f}" for name, found in r.items())
-            goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
-            memory = f"{r['lik_ops']['peak_mb']:.0f} MiB of {records[-1]['own_mb']:.0f}"
-            print(f"{case.name:22} {times} ms{goal}; {memory}", flush=True)
-            torch.cuda.empty_cache()
-    print("wrote", common.write("soft", records, path=args.out, rounds=args.rounds, ceilings=ceiling))
+    for case in run.asked(((case.name, case) for case in CASES), args):
+        record = run.keep(measure(case, timer, not args.no_compile), args, ceilings=ceiling)
+        r = record["results"]
+        times = ", ".join(f"{name} {found.get('ms', float('nan')):.4f}" for name, found in r.items())
+        goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
+        memory = f"{r['lik_ops']['peak_mb']:.0f} MiB of {record['own_mb']:.0f}"
+        print(f"{case.name:22} {times} ms{goal}; {memory}", flush=True)
 
 
 if __name__ == "__main__":

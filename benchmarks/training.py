@@ -11,11 +11,9 @@ is what no implementation can do without: gradients, winners and scores.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import common
 import contenders
@@ -23,6 +21,7 @@ import gpu
 import torch
 from common import Inputs
 from contenders import Scorer
+from runs import Run
 from torch import Tensor
 
 from lik_ops import reference
@@ -161,25 +160,15 @@ def report(record: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each part (default 20)")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/training.json)")
-    args = parser.parse_args()
-    start = time.monotonic()
+    run = Run("training", __doc__, *contenders.PEERS, rounds=20)
+    run.parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
+    args = run.parser.parse_args()
+    start = time.monotonic() + args.first
     timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)
     print(", ".join(f"{name} {value:.4g}" for name, value in ceiling.items()))
-    records = []
-    for case in CASES:
-        if args.only in case.name:
-            records.append(measure(case, timer, start + args.seconds))
-            report(records[-1])
-            torch.cuda.empty_cache()
-    seconds = time.monotonic() - start
-    settings = {"rounds": args.rounds, "seconds": seconds, "ceilings": ceiling}
-    print(f"{seconds:.0f} s; wrote", common.write("training", records, *contenders.PEERS, path=args.out, **settings))
+    for case in run.asked(((case.name, case) for case in CASES), args):
+        report(run.keep(measure(case, timer, start + args.seconds), args, ceilings=ceiling))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import quantized  # noqa: E402
 import ragged_cases  # noqa: E402
 import retrieve  # noqa: E402
 import retrieve_gpus  # noqa: E402
+import runs  # noqa: E402
 import training  # noqa: E402
 
 VARIANTS = list(itertools.product(("", "prefix", "holes"), (False, True), (False, True), (False, True)))
@@ -455,3 +456,31 @@ def test_what_two_checkouts_time_has_bits_that_can_be_compared():
             first, again = (before.digest(before.call_of(kind, case, "cpu")()) for _ in range(2))
         assert first == again
     assert before.digest(torch.zeros(3)) != before.digest(torch.tensor([0.0, -0.0, 0.0]))
+
+
+def test_rows_compile_side_by_side_and_a_slow_one_is_given_up(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "at = {name: sys.argv[sys.argv.index(name, n) + 1] for name, n in (('--only', 1), ('--first', 3))}\n"
+        "pathlib.Path(sys.argv[1], at['--only']).write_text(at['--first'])\n"
+        "time.sleep(60 if at['--only'] == 'slow' else 0)\n"
+    )
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), "--first", "9"])
+    start = time.monotonic()
+    runs.compile_first(("one", "two", "slow"), 5)
+    assert time.monotonic() - start < 30
+    found = {path.name: path.read_text() for path in tmp_path.iterdir() if path != script}
+    assert found == {"one": "0", "two": "0", "slow": "0"}
+
+
+def test_a_run_keeps_each_record_at_once(tmp_path, monkeypatch):
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["script.py", "--only", "b", "--out", str(out)])
+    run = runs.Run("some", "What it does.", rounds=7)
+    args = run.parser.parse_args()
+    for n, row in enumerate(run.asked((("a", 1), ("b", 2), ("ab", 3)), args)):
+        run.keep({"row": row}, args, more=1)
+        document = json.loads(out.read_text())
+        assert [r["row"] for r in document["records"]] == [2, 3][: n + 1]
+        assert document["settings"] == {"rounds": 7, "more": 1}

@@ -1,0 +1,68 @@
+"""A run of a GPU benchmark: which rows are asked for, what compiles before any is timed, where the records go."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import common
+import torch
+
+T = TypeVar("T")
+
+
+def compile_first(names: Iterable[str], seconds: float) -> None:
+    """Run this script once for each row, in processes side by side that end after `seconds`: Triton finds then what
+    they compiled. One at a time rows take ten times as long."""
+    if not seconds:
+        return
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as path:
+        running = [
+            subprocess.Popen(
+                [sys.executable, *sys.argv, "--first", "0", "--rounds", "1", "--only", name, "--out", f"{path}/{n}"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for n, name in enumerate(names)
+        ]
+        for process in running:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Run:
+    """The arguments of a benchmark, and its records, written after each: what ends early loses none."""
+
+    def __init__(self, name: str, doc: str | None, *packages: str, rounds: int = 30) -> None:
+        self.name, self.packages, self.records = name, packages, list[dict]()
+        self.parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add = self.parser.add_argument
+        add("--rounds", type=int, default=rounds, help=f"timed calls of each (default {rounds})")
+        add("--only", default="", help="rows whose name contains this")
+        add("--first", type=float, default=0, metavar="SECONDS", help="compile all rows side by side first, so long")
+        add("--out", type=Path, help=f"where to write (default benchmarks/results/{name}.json)")
+
+    def asked(self, rows: Iterable[tuple[str, T]], args: argparse.Namespace) -> Iterator[T]:
+        """The rows that `args` ask for, once what they compile is compiled."""
+        chosen = {name: row for name, row in rows if args.only in name}
+        compile_first(chosen, args.first)
+        for row in chosen.values():
+            yield row
+            torch.cuda.empty_cache()
+
+    def keep(self, record: dict, args: argparse.Namespace, **settings: object) -> dict:
+        """`record`, once it is in the file."""
+        self.records.append(record)
+        settings = {"rounds": args.rounds, **settings}
+        common.write(self.name, self.records, *self.packages, path=args.out, **settings)
+        return record

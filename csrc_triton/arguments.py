@@ -257,15 +257,6 @@ class Specialization(NamedTuple):
     STORED: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
 
 
-class SoftSpecialization(NamedTuple):
-    """Compile-time choices of `maxsim_soft_rows` and `maxsim_soft_tokens`, each correct for every shape."""
-
-    BN: int  # others of a tile
-    BD: int  # features, all of them: a power of two >= d
-    STAGES: int  # tiles of the ring, at least 2
-    RESIDENT: bool  # what is owned in registers, else in shared memory
-
-
 class Found(NamedTuple):
     """Where `maxsim_row_maxima` stores what it finds: the rows' maxima ``[K, rows]``, or scores ``[Nq, stride]``; and
     winners ``[K, rows]``, None where nobody asks for them."""

@@ -220,3 +220,12 @@ class Side(NamedTuple):
     stride_d: Any
     tile: Any
     scale: Any
+
+
+class SoftSpecialization(NamedTuple):
+    """Compile-time choices of `maxsim_soft_rows` and `maxsim_soft_tokens`, each correct for every shape."""
+
+    BN: int  # others of a tile
+    BD: int  # features, all of them: a power of two >= d
+    STAGES: int  # tiles of the ring, at least 2
+    RESIDENT: bool  # what is owned in registers, else in shared memory

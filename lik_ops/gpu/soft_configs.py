@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ..csrc_triton.arguments import SoftSpecialization
+from ..csrc_triton.backward_arguments import SoftSpecialization
 from . import triton_versions
 from .backward_configs import Kind
 from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision

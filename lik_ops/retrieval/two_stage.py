@@ -180,16 +180,16 @@ def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
         lengths = lengths * s.q_weight.abs()
     if s.q_mask is not None:
         lengths = lengths.masked_fill(~s.q_mask, 0)
-    error, norm = coarse.error.double(), coarse.norm.double()
     _, Lq, d = s.Q.shape
     rounding = 2 * (d + Lq + 16) * _roundoff(s.Q)
-    reach = lengths.sum(1, keepdim=True) * (
-        error + (rounding + _held(s.Q, coarse)) * (norm + error) + rounding * _apart(s, coarse)
-    )
-    rough = scores.double()
-    known = reach.isfinite() & (rough.isfinite() | (rough == -torch.inf))
-    lower, upper = (torch.where(known, x, end) for x, end in ((rough - reach, -torch.inf), (rough + reach, torch.inf)))
-    return _Coarse(scores, lower, upper)
+    relative = rounding + _held(s.Q, coarse)
+    each = torch.add(coarse.error.double() * (1 + relative), coarse.norm.double(), alpha=relative)
+    if (apart := _apart(s, coarse)) is not None:
+        each = each + rounding * apart
+    rough, lengths = scores.double(), lengths.sum(1, keepdim=True)
+    lower, upper = (torch.addcmul(rough, lengths, each, value=sign) for sign in (-1, 1))
+    inf = torch.inf
+    return _Coarse(scores, lower.nan_to_num_(-inf, -inf, -inf), upper.nan_to_num_(inf, inf, -inf))
 
 
 def _held(Q: Tensor, coarse: Quantized) -> float:
@@ -202,7 +202,7 @@ def _held(Q: Tensor, coarse: Quantized) -> float:
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
 
-def _apart(s: Search, coarse: Quantized) -> Tensor | float:
+def _apart(s: Search, coarse: Quantized) -> Tensor | None:
     """Bounds on the L2 norms of what documents may be multiplied as, apart from what they count as: of "uint8" numbers
     and minima, whose sums cancel; of residual codes weights, which a GPU rounds to fp16 beside halves, over that."""
     if coarse.codec is not None:
@@ -210,7 +210,7 @@ def _apart(s: Search, coarse: Quantized) -> Tensor | float:
         largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _roundoff(s.Q)) if halves else 0.0)
         each = coarse.d**0.5 * largest * coarse.scale.double().abs()
     elif coarse.minimum is None:
-        return 0.0
+        return None
     else:
         each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
     each = each.nan_to_num(0)  # their scores are NaN

@@ -96,7 +96,7 @@ def of_both(s: Search, coarse: Quantized, n_candidates: int | None) -> TwoStage:
         some = slice(begin, begin + step)
         masked, weighted = (None if x is None else x[some] for x in (s.q_mask, s.q_weight))
         found.append(_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, count, n_candidates))
-    joined = TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
+    joined = found[0] if len(found) == 1 else TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
     return TwoStage(*(x.squeeze(0) for x in joined)) if flat else joined
 
 

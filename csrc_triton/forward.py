@@ -160,7 +160,7 @@ def _without_padding(x, document, C: tl.constexpr):
     """The document up to the tile of the last token that its mask keeps: behind it nothing is read or multiplied."""
     Document: tl.constexpr = group("Document")
     length = document.length
-    if x.D.mask is not None and C.TOKENS_FIRST:  # beside more rows registers spill
+    if x.D.mask is not None and C.TOKENS_FIRST and not C.SECTIONS:  # elsewhere registers spill
         end = length * 0
         for t0 in tl.range(0, length, _MASK_STEP, num_stages=1):
             t = t0 + tl.arange(0, _MASK_STEP)

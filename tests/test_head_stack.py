@@ -4,14 +4,21 @@ import math
 
 import pytest
 import torch
-from torch.func import grad, jvp, vmap
-from torch.utils.flop_counter import FlopCounterMode
 
 import lik_ops
 from lik_ops import reference
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-at_devices = pytest.mark.parametrize("device", DEVICES)
+from .stack import (
+    assert_autocast,
+    assert_compiled_steps,
+    assert_derives_no_further,
+    assert_exported,
+    assert_vmap_is_a_loop,
+    at_devices,
+    flops,
+    losses,
+)
+
 Nq, Nd, Lq, Ld, d, width = 2, 4, 5, 6, 8, 12
 
 
@@ -27,89 +34,49 @@ def scored(Q, H, W, b, q_mask, d_mask, w):
     return lik_ops.maxsim_from_hidden(Q, H, W, b, q_mask, d_mask, q_weight=w)
 
 
-def gradients(function, args):
-    leaves = [t.detach().requires_grad_() for t in (*args[:4], args[6])]
-    function(*leaves[:4], *args[4:6], leaves[4]).square().sum().backward()
-    return [t.grad for t in leaves]
-
-
 @at_devices
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_steps_have_the_bits_of_eager_ones(device, dynamic):
-    torch.compiler.reset()
-    args = inputs(device)
-    compiled = torch.compile(scored, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for found, e in zip(gradients(compiled, args), gradients(scored, args), strict=True):
-        assert torch.equal(found, e)
-
-
-class Retriever(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(width, d)
-
-    def forward(self, Q, H, d_mask):
-        return lik_ops.maxsim_from_hidden(Q, H, self.head.weight, self.head.bias, d_mask=d_mask)
+    assert_compiled_steps(scored, inputs(device), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_it_exports_with_every_size_dynamic(strict):
-    from torch.export import Dim
+    def retrieved(Q, H, W, b, d_mask):
+        return lik_ops.maxsim_from_hidden(Q, H, W, b, d_mask=d_mask)
 
-    Q, H, _, _, _, d_mask, _ = inputs("cpu")
-    names = dict(enumerate([Dim.DYNAMIC] * 2))
-    module = Retriever()
-    program = torch.export.export(
-        module, (Q, H, d_mask), dynamic_shapes={"Q": names, "H": names, "d_mask": names}, strict=strict
-    )
-    targets = [str(node.target) for node in program.graph.nodes if "lik" in str(node.target)]
-    assert targets == ["lik.maxsim_from_hidden_fwd.default"]
-    Q, H, d_mask = torch.randn(3, 7, d), torch.randn(6, 9, width), torch.rand(6, 9) > 0.2
-    assert torch.equal(program.module()(Q, H, d_mask), module(Q, H, d_mask))
+    Q, H, W, b, _, d_mask, _ = inputs("cpu")
+    others = *(torch.randn(shape) for shape in ((3, 7, 9), (6, 8, 13), (9, 13), (9,))), torch.rand(6, 8) > 0.2
+    assert_exported(retrieved, (Q, H, W, b, d_mask), others, "maxsim_from_hidden_fwd", strict=strict)
 
 
 @at_devices
 def test_vmap_is_a_loop(device):
     batch = [torch.stack(x) for x in zip(*(inputs(device) for _ in range(3)), strict=True)]
-    expected = torch.stack([scored(*x) for x in zip(*batch, strict=True)])
-    assert torch.equal(vmap(scored)(*batch), expected)
-    shared = vmap(scored, in_dims=(0, None, None, None, 0, None, 0))
+    assert_vmap_is_a_loop(scored, batch, (0,) * 7)
     one = [x[0] for x in batch]
-    found = shared(batch[0], *one[1:4], batch[4], one[5], batch[6])
-    assert torch.equal(found[1], scored(batch[0][1], *one[1:4], batch[4][1], one[5], batch[6][1]))
+    assert_vmap_is_a_loop(scored, (batch[0], *one[1:4], batch[4], one[5], batch[6]), (0, None, None, None, 0, None, 0))
 
 
 def test_what_it_cannot_derive_raises():
     Q, H, W, *_ = inputs("cpu")
-    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate maxsim_from_hidden"):
-        grad(lambda W: lik_ops.maxsim_from_hidden(Q, H, W).sum())(W)
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        jvp(lambda H: lik_ops.maxsim_from_hidden(Q, H, W), (H,), (H,))
-    leaf = H.detach().requires_grad_()
-    (first,) = torch.autograd.grad(lik_ops.maxsim_from_hidden(Q, leaf, W).sum(), leaf, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no double backward"):
-        first.sum().backward()
+    assert_derives_no_further(lambda H: lik_ops.maxsim_from_hidden(Q, H, W), H, "maxsim_from_hidden")
 
 
 @at_devices
 def test_autocast_multiplies_in_its_dtype(device):
     Q, H, W, b, *_ = inputs(device)
+    assert_autocast(lambda Q, H: lik_ops.maxsim_from_hidden(Q, H, W.to(Q), b.to(Q)), Q, H)
     with torch.autocast(device, torch.bfloat16):
         found = lik_ops.maxsim_from_hidden(Q, H, W, b)
-    assert found.dtype == torch.float32
     assert torch.equal(found, lik_ops.maxsim_from_hidden(*(t.bfloat16() for t in (Q, H, W, b))))
 
 
 @at_devices
 def test_flops_are_those_of_its_products(device):
-    Q, H, W, b, *_ = (None if t is None else t.requires_grad_() for t in inputs(device, options=False))
-    with FlopCounterMode(display=False) as counter:
-        scores = lik_ops.maxsim_from_hidden(Q, H, W, b)
-        forward = counter.get_total_flops()
-        scores.sum().backward()
     projection, products, winners = 2 * Nd * Ld * width * d, 2 * Nq * Nd * Lq * Ld * d, 2 * Nq * Nd * Lq * d
-    assert forward == projection + products
-    assert counter.get_total_flops() == forward + 3 * projection + 2 * winners
+    found = flops(lik_ops.maxsim_from_hidden, *inputs(device)[:4])
+    assert found == (projection + products, 3 * projection + 2 * winners)
 
 
 def test_nothing_is_kept_without_a_gradient():
@@ -138,14 +105,8 @@ def test_training_goes_as_with_the_formula(device):
         torch.manual_seed(0)
         shapes = (6, 4, 16), (6, 9, 24), (16, 24), (16,)
         leaves = [torch.randn(shape).to(device).requires_grad_() for shape in shapes]
-        optimizer, losses = torch.optim.SGD(leaves, lr=0.05), []
-        for _ in range(200):
-            loss = torch.nn.functional.cross_entropy(score(*leaves), torch.arange(6, device=device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
-        return losses
+        labels = torch.arange(6, device=device)
+        return losses(lambda: torch.nn.functional.cross_entropy(score(*leaves), labels), leaves, 0.05, 200)
 
     found, expected = train(lik_ops.maxsim_from_hidden), train(reference.maxsim_from_hidden)
     assert found[-1] < found[0] - 0.5

@@ -104,7 +104,8 @@ def check_call(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
         check_labels(op, labels, Q)
     elif D.dim() == 3:
         message = f"{op}: labels: expected [Nq] where there are fewer documents than queries, got None"
-        torch._check_value(D.shape[0] >= Q.shape[0], lambda: message)
+        explained = () if torch.compiler.is_dynamo_compiling() else (lambda: message,)  # torch 2.11 traces none
+        torch._check_value(D.shape[0] >= Q.shape[0], *explained)
 
 
 def default_labels(Q: Tensor, D: Tensor) -> Tensor:

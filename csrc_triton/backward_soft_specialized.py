@@ -5,8 +5,6 @@ tile a group has two products in turn, similarities and the sum: it issues the s
 the next together, and while it makes probabilities the other group's two take the matrix unit.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,35 +18,17 @@ from .backward_soft import upstream
 from .common import query_keep, query_weight, row_pointers
 from .forward_specialized import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
-from .ring import HALF_ROWS, advance
+from .ring import HALF_ROWS, advance, plain_ring
 from .soft import checked_temperature, probabilities, rate_of
-
-
-class Ring(NamedTuple):
-    """Tiles of the other side in shared memory, and the barriers that say which are full or may be filled again."""
-
-    tiles: Any
-    full: Any
-    empty: Any
 
 
 @gluon.jit
 def _ring(x, C: gl.constexpr):
-    """The ring, its barriers ready, and room for what both groups own; `x` describes the tiles."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    """The ring of the other side's tiles, and room for what both groups own; `x` describes the tiles."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
     OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, C.BD], x.dtype)
-    STAGES: gl.constexpr = C.STAGES
-    ring = Ring(
-        gl.allocate_shared_memory(x.dtype, [C.STAGES, C.BN, C.BD], TILE),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-    )
-    own = gl.allocate_shared_memory(x.dtype, [2, HALF_ROWS, C.BD], OWN)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
-    return ring, own
+    ring = plain_ring(x, TILE, 2, C)
+    return ring, gl.allocate_shared_memory(x.dtype, [2, HALF_ROWS, C.BD], OWN)
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ from .norms import (
     scaled,
     wait_for_tile,
 )
-from .ring import HALF_ROWS, advance, products, raw_ring, shared_ring
+from .ring import HALF_ROWS, advance, plain_ring, products, shared_ring
 from .slots import half_queries, slot_rows, sums_of
 from .stored import is_over
 from .terms import any_odd, counted, document_scale, half_terms
@@ -325,7 +325,8 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     elif C.STORED != "":
-        raw = raw_ring(D, C)
+        RAW: gl.constexpr = D.layout
+        raw = plain_ring(D, RAW, 1, C)  # of bytes, which one partition reads
         x = Beside(Q, None, parts, d)  # warps that convert read the scales
         gl.warp_specialize(
             [

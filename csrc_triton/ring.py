@@ -96,16 +96,17 @@ def shared_ring(D, C: gl.constexpr, norms=None):
 
 
 @gluon.jit
-def raw_ring(D, C: gl.constexpr):
-    """A ring of tiles as documents are kept, which one partition reads; of its barriers those that it needs."""
+def plain_ring(x, layout: gl.constexpr, READERS: gl.constexpr, C: gl.constexpr):
+    """A ring of tiles of what a descriptor reads, each read by so many partitions; no other barriers."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
+    tiles = gl.allocate_shared_memory(x.dtype, [STAGES, C.BN, C.BD], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for n in gl.static_range(STAGES):
         mbarrier.init(full.index(n), count=1)
-        mbarrier.init(empty.index(n), count=1)
-    return Ring(gl.allocate_shared_memory(D.dtype, [STAGES, C.BN, C.BD], D.layout), full, empty, 0, 0, 0)
+        mbarrier.init(empty.index(n), count=READERS)
+    return Ring(tiles, full, empty, 0, 0, 0)
 
 
 @gluon.jit

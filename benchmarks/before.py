@@ -33,6 +33,7 @@ import gpu
 import ragged
 import ragged_cases
 import ragged_contenders
+import runs
 import torch
 import torch.nn.functional as F
 import training
@@ -180,12 +181,7 @@ class Checkout:
 def compile_first(checkouts: tuple[Checkout, Checkout], rows: list[int], seconds: float) -> None:
     """What is not compiled by then is compiled where it is measured."""
     end = time.monotonic() + seconds
-    processes = [process for checkout in checkouts for process in checkout.compilers(rows)]
-    for process in processes:
-        try:
-            process.wait(max(end - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            process.kill()
+    runs.wait([process for checkout in checkouts for process in checkout.compilers(rows)], end)
 
 
 Turns = tuple[list[dict], list[dict]]  # of the older and of this checkout

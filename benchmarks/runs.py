@@ -17,6 +17,16 @@ import torch
 T = TypeVar("T")
 
 
+def wait(processes: Iterable[subprocess.Popen], end: float) -> None:
+    """Until they have ended, or it is `end` by the monotonic clock: what runs then is killed."""
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def compile_first(names: Iterable[str], seconds: float) -> None:
     """Run this script once for each row, in processes side by side that end after `seconds`: Triton finds then what
     they compiled. One at a time rows take ten times as long."""
@@ -32,12 +42,7 @@ def compile_first(names: Iterable[str], seconds: float) -> None:
             )
             for n, name in enumerate(names)
         ]
-        for process in running:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        wait(running, end)
 
 
 class Run:

@@ -54,16 +54,15 @@ def source(
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
 
-def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
-    chosen = {"each_token": each_token, "terms": terms, "processors": 132}
-    choice = gluon_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
+    """Of documents of numbers of 8 bits; `scales`: a descriptor reads those of tokens."""
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     signature = {
         "Q": Queries(*queries),
         "D": f"tensordesc<i8[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], 'int8')!r}>",
-        "norms": described_norms(C.BN) if each_token else "constexpr",
+        "norms": described_norms(C.BN) if scales else "constexpr",
         "numbers": Numbers("*i8", "*fp32", "i32", "i32"),
         "out": Output("*fp32", "constexpr"),
         "sizes": Sizes(*["i32"] * 4),
@@ -71,10 +70,16 @@ def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: 
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
-    values |= {} if each_token else {(names.index("norms"),): None}
+    values |= {} if scales else {(names.index("norms"),): None}
     aligned = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (names.index("out"), 0)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
+    chosen = {"each_token": each_token, "terms": terms, "processors": 132}
+    choice = gluon_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    return numbers_source(choice, dtype, d, options, each_token)
 
 
 @pytest.mark.parametrize("each_token", [False, True])
@@ -102,24 +107,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Lq: int, Ld: int, options: bool):
     choice = gluon_configs.fp8(SM_90, dtype, 64, 256, Lq, Ld, d, kept=kept, processors=132)
-    assert choice is not None
-    C = choice.config
-    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
-    signature = {
-        "Q": Queries(*queries),
-        "D": f"tensordesc<i8[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], 'int8')!r}>",
-        "norms": "constexpr",
-        "numbers": Numbers("*i8", "*fp32", "i32", "i32"),
-        "out": Output("*fp32", "constexpr"),
-        "sizes": Sizes(*["i32"] * 4),
-    }
-    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
-    names = list(signature)
-    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
-    values[(names.index("norms"),)] = None
-    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (names.index("out"), 0)]
-    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+    return numbers_source(choice, dtype, d, options, False)
 
 
 @pytest.mark.parametrize(

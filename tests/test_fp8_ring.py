@@ -5,10 +5,9 @@ import torch
 
 import lik_ops
 from lik_ops.formats import FORMATS
-from lik_ops.segments import Cut
 
 from .support import INTERPRETING
-from .test_int8_kernels import CASES, packed
+from .test_int8_kernels import CASES, fast, packed
 
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
@@ -56,17 +55,6 @@ def documents(Nd, Ld, d, format, scale, seed=0):
     torch.manual_seed(seed)
     D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))
     return lik_ops.quantize(D, format, scale).to("cuda")
-
-
-def fast(Q, D, q_mask=None, q_weight=None):
-    """The scores of the kernel that is tested, which it is an error to be without."""
-    from lik_ops.gpu import int8
-
-    (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
-    c = Cut(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
-    found = int8.forward(c, D.kept())
-    assert found is not None
-    return found
 
 
 MANY = [case for case in CASES if choice(Nq=case[0], K=case[1], Lq=case[2], Ld=case[3], d=case[4]) is not None]

@@ -36,18 +36,13 @@ def kernels() -> Kernels | None:
     try:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from ..csrc_triton import (
-            backward_soft_specialized,
-            forward_rows,
-            forward_specialized,
-            forward_wide,
-        )
+        from ..csrc_triton import backward_soft_specialized, forward_rows, forward_specialized, forward_wide
         from ..csrc_triton.ring import tile_layout
     except (ImportError, AttributeError) as error:
         _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
         return None
-    kernels = forward_specialized, forward_wide, forward_rows, backward_soft_specialized
-    return Kernels(*kernels, tile_layout, TensorDescriptor)
+    modules = forward_specialized, forward_wide, forward_rows, backward_soft_specialized
+    return Kernels(*modules, tile_layout, TensorDescriptor)
 
 
 def found() -> Kernels:

@@ -205,6 +205,14 @@ def _int8_tile(Ld: int, few: bool, each_token: bool, terms: int) -> tuple[int, i
     return _INT8_LARGE if large else _INT8
 
 
+def _reads_numbers(config: Specialization, Lq: int, Ld: int, d: int, counts: tuple[int, ...]) -> bool:
+    """Whether a kernel serves dense documents of numbers of 8 bits; `counts`: of what 32 bits have to number.
+
+    The memory access unit begins at multiples of 16 bytes.
+    """
+    return Lq >= 2 and Ld >= config.BN and d <= 128 and d % 16 == 0 and max(counts) < 2**31
+
+
 def int8(
     arch: Architecture,
     dtype: torch.dtype,
@@ -235,9 +243,7 @@ def int8(
         tokens, 64 if d <= 64 else 128, slot, stages, resident, False, GIVEN=each_token, ROWS=rows, FEW=few
     )
     pairs = row_tiles * K
-    fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31
-    # The memory access unit begins at multiples of 16 bytes.
-    fits = fits and d <= 128 and d % 16 == 0 and not (each_token and Ld % 4)
+    fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld)) and not (each_token and Ld % 4)
     if not fits or pairs < processors // 2:
         return None
     return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)
@@ -264,8 +270,7 @@ def fp8(
     tokens, stages = _FP8
     config = Specialization(tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=True, STORED=kept)
     pairs = row_tiles * K
-    fits = Lq >= 2 and Ld >= tokens and pairs < 2**31 and Nq * parts * slot < 2**31 and K * Ld < 2**31
-    fits = fits and d <= 128 and d % 16 == 0
+    fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld))
     # The kernel of packed documents converts what it multiplies by up to 128 rows.
     if not fits or Nq * parts * slot <= _LEAST_CONVERTED or pairs < processors // 2:
         return None

@@ -72,15 +72,15 @@ def tokens_of(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     columns = H.new_zeros((width, round_up(d, step)), dtype=dtype)
     columns[:, :d] = head.W.t()
     bias = None if head.b is None else head.b.to(dtype)
-    block, product = H.new_zeros((rows, width), dtype=dtype), H.new_empty((rows, columns.shape[1]), dtype=dtype)
+    block, found = H.new_zeros((rows, width), dtype=dtype), H.new_empty((rows, columns.shape[1]), dtype=dtype)
     flat, tokens = H.reshape(-1, width), H.new_empty((n * L, d))
     norms = H.new_empty((n * L, 1), dtype=dtype) if head.normalize else None
     for own in slices_of(0, n * L, rows):
         count = own.stop - own.start
         block[:count] = flat[own]
         block[count:] = 0
-        torch.mm(block, columns, out=product)
-        u = product[:count, :d] if bias is None else product[:count, :d] + bias
+        torch.mm(block, columns, out=found)
+        u = found[:count, :d] if bias is None else found[:count, :d] + bias
         if norms is not None:
             norms[own] = row_norms(u.contiguous())
             u = u / norms[own]
@@ -226,8 +226,8 @@ class Gradients:
         for own in slices_within(n, copied, GRADIENT_BYTES // 2):
             h = H[own] if keep is None else torch.where(keep[own].unsqueeze(-1), H[own], 0)
             of_own = g[own.start * Ld : own.stop * Ld].t()
-            product = self._product(of_own, h.reshape(-1, width))
-            total = product if total is None else total.add_(product)
+            found = self._product(of_own, h.reshape(-1, width))
+            total = found if total is None else total.add_(found)
         assert total is not None
         return total
 

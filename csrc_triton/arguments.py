@@ -252,8 +252,8 @@ class Specialization(NamedTuple):
     SUMS: bool = False  # `maxsim_row_maxima`: scores, not maxima
     NORMALIZE: bool = False
     GIVEN: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
-    ROWS: int = 64  # query rows of a product of 64 rows: 32 where each is two int8 terms
-    FEW: bool = False  # int8 documents, at most ROWS query rows: each warp group has documents of its own
+    ROWS: int = 64  # query rows of a product: 32 where each is two int8 terms
+    FEW: bool = False  # int8 or FP8 documents, at most ROWS query rows: each warp group has documents of its own
     STORED: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
 
 

@@ -27,7 +27,7 @@ def _ring(x, C: gl.constexpr):
     """The ring of the other side's tiles, and room for what both groups own; `x` describes the tiles."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
     OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, C.BD], x.dtype)
-    ring = plain_ring(x, TILE, 2, C)
+    ring = plain_ring(x, TILE, C.STAGES, 2, C)
     return ring, gl.allocate_shared_memory(x.dtype, [2, HALF_ROWS, C.BD], OWN)
 
 

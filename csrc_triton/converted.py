@@ -16,15 +16,15 @@ _PART = gl.constexpr(32)  # tokens at a time: more take registers
 
 
 @gluon.jit
-def _scales(numbers, k, t0, Ld, C: gl.constexpr):
+def scales_of(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
     """Of the tokens of the tile of document k that begins with token t0, or ends where the document ends."""
-    t = gl.minimum(t0, Ld - C.BN) + gl.arange(0, C.BN, layout=gl.BlockedLayout([1], [32], [CONVERTING_WARPS], [0]))
+    t = gl.minimum(t0, Ld - C.BN) + gl.arange(0, C.BN, layout=layout)
     at = numbers.scale + k.to(gl.int64) * numbers.stride_doc
     return gl.load(at + t.to(gl.int64) * numbers.stride_l)
 
 
 @gluon.jit
-def _in_fp16(x, C: gl.constexpr):
+def in_fp16(x, C: gl.constexpr):
     """Bytes of FP8."""
     if C.STORED == "e4m3":
         x = x.to(gl.float8e4nv, bitcast=True)
@@ -37,21 +37,22 @@ def _in_fp16(x, C: gl.constexpr):
 def convert(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
     """Fill the ring from the raw one. Scales were asked for a tile before."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTING_WARPS, 1], [1, 0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [CONVERTING_WARPS], [0])
     PARTS: gl.constexpr = C.BN // _PART
     stage = 0
     phase = 0
     k = begin % K
-    scale = _scales(numbers, k, 0, Ld, C)
+    scale = scales_of(numbers, k, 0, Ld, TOKENS, C)
     for _ in range(begin, end):
         after = gl.where(k + 1 == K, 0, k + 1)
         for t0 in range(0, Ld, C.BN):
             last = t0 + C.BN >= Ld
-            ahead = _scales(numbers, gl.where(last, after, k), gl.where(last, 0, t0 + C.BN), Ld, C)
+            ahead = scales_of(numbers, gl.where(last, after, k), gl.where(last, 0, t0 + C.BN), Ld, TOKENS, C)
             mbarrier.wait(raw.full.index(stage), phase)
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             for n in gl.static_range(PARTS):
                 x = raw.tiles.index(stage).slice(n * _PART, _PART, 0).load(LAYOUT)
-                ring.tiles.index(stage).slice(n * _PART, _PART, 0).store(_in_fp16(x, C))
+                ring.tiles.index(stage).slice(n * _PART, _PART, 0).store(in_fp16(x, C))
             ring.norms.inverse.index(stage).store(scale)
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import NO_TOKEN, nan_max, query_keep, query_weight
 from .converted import CONVERTING_WARPS, convert, held
-from .forward_few import consume_few
+from .forward_few import consume_few, consume_few_fp8, few_ring
 from .gluon_names import async_load
 from .halves import UNRESOLVED, Half, fresh, fresh_halves, joined, settle, taken, winners_of
 from .norms import (
@@ -312,9 +312,22 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     pairs = row_tiles.to(gl.int64) * sizes.K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
-    ring, q_smem = shared_ring(D, C, norms)
     x = Beside(Q, numbers, parts, d)
-    if C.FEW:
+    if C.FEW and C.STORED != "":
+        raw, q_smem = few_ring(D, C)
+    else:
+        ring, q_smem = shared_ring(D, C, norms)
+    if C.FEW and C.STORED != "":
+        gl.warp_specialize(
+            [
+                (consume_few_fp8, (Q, numbers, raw, q_smem, out.scores, begin, end, sizes, d, 0, C)),
+                (consume_few_fp8, (Q, numbers, raw, q_smem, out.scores, begin, end, sizes, d, 1, C)),
+                (_produce, (D, norms, raw, begin, end, sizes.K, sizes.Ld, C)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif C.FEW:
         gl.warp_specialize(
             [
                 (consume_few, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
@@ -326,7 +339,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
         )
     elif C.STORED != "":
         RAW: gl.constexpr = D.layout
-        raw = plain_ring(D, RAW, 1, C)  # of bytes, which one partition reads
+        raw = plain_ring(D, RAW, C.STAGES, 1, C)  # of bytes, which one partition reads
         x = Beside(Q, None, parts, d)  # warps that convert read the scales
         gl.warp_specialize(
             [

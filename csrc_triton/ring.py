@@ -96,14 +96,13 @@ def shared_ring(D, C: gl.constexpr, norms=None):
 
 
 @gluon.jit
-def plain_ring(x, layout: gl.constexpr, READERS: gl.constexpr, C: gl.constexpr):
+def plain_ring(x, layout: gl.constexpr, TILES: gl.constexpr, READERS: gl.constexpr, C: gl.constexpr):
     """A ring of tiles of what a descriptor reads, each read by so many partitions; no other barriers."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = C.STAGES
-    tiles = gl.allocate_shared_memory(x.dtype, [STAGES, C.BN, C.BD], layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for n in gl.static_range(STAGES):
+    tiles = gl.allocate_shared_memory(x.dtype, [TILES, C.BN, C.BD], layout)
+    full = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
+    for n in gl.static_range(TILES):
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=READERS)
     return Ring(tiles, full, empty, 0, 0, 0)

@@ -105,23 +105,26 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
     check(compiled, tmp_path, products=True)
 
 
-def fp8_source(dtype: torch.dtype, kept: str, d: int, Lq: int, Ld: int, options: bool):
-    choice = gluon_configs.fp8(SM_90, dtype, 64, 256, Lq, Ld, d, kept=kept, processors=132)
+def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
+    choice = gluon_configs.fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept, processors=132)
     return numbers_source(choice, dtype, d, options, False)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kept", "d", "Lq", "Ld", "options"),
+    ("dtype", "kept", "d", "Nq", "Lq", "Ld", "options"),
     [
-        (torch.bfloat16, "e4m3", 128, 1024, 1024, False),
-        (torch.bfloat16, "e4m3", 96, 32, 300, True),
-        (torch.float16, "e5m2", 64, 5, 180, True),
-        (torch.float16, "e4m3", 128, 32, 300, False),
+        (torch.bfloat16, "e4m3", 128, 64, 1024, 1024, False),
+        (torch.bfloat16, "e4m3", 96, 64, 32, 300, True),
+        (torch.float16, "e5m2", 64, 64, 5, 180, True),
+        (torch.float16, "e4m3", 128, 64, 32, 300, False),
+        (torch.bfloat16, "e4m3", 128, 1, 32, 300, False),
+        (torch.float16, "e5m2", 64, 2, 32, 180, True),
+        (torch.bfloat16, "e5m2", 96, 7, 5, 300, True),
     ],
     ids=str,
 )
-def test_fp8_documents_compile_as_meant(dtype, kept, d, Lq, Ld, options, tmp_path):
-    compiled = compile_as_launched(fp8_source(dtype, kept, d, Lq, Ld, options), GPUTarget("cuda", 90, 32))
+def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp_path):
+    compiled = compile_as_launched(fp8_source(dtype, kept, d, Nq, Lq, Ld, options), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
     assert compiled.metadata.shared <= SM_90.shared_memory

@@ -9,7 +9,7 @@ from lik_ops import Quantized, maxsim, maxsim_with_argmax
 from lik_ops.formats import FORMATS
 
 from .support import CUDA, INTERPRETER, INTERPRETING
-from .test_quantized_kernels import assert_near_portable, assert_right
+from .test_quantized_kernels import assert_right
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from .quantized import problem
@@ -100,8 +100,8 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, nor
     p.r.Q.mul_(2.0 ** torch.randint(-60, 60, (len(p.r.Q), 1), device=place.device))
     p.r.q_weight.mul_(p.r.Q.float().abs().amax(1).reciprocal().nan_to_num(0, 0, 0))
     scores, argmax = p.forward(normalize=normalize)
+    # Not beside the portable path: sums of rows so unlike cancel, and what is left of both is off by more than a part.
     assert_right(p, scores, argmax, normalize)
-    assert_near_portable(p, scores, normalize)
 
 
 @pytest.mark.parametrize("d", [96, 160])

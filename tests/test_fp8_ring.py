@@ -1,4 +1,4 @@
-"""Dense FP8 documents on sm_90, which warps convert for many query rows: bit for bit as the kernel of packed ones."""
+"""Dense FP8 documents on sm_90, in the ring that is converted: bit for bit as the kernel of packed ones."""
 
 import pytest
 import torch
@@ -28,19 +28,29 @@ def test_when_it_is_chosen():
     assert choice() is not None and choice(Ld=181) is not None and choice(Nq=3) is not None
     assert choice(dtype=torch.float32) is None and choice(arch=configs.ARCHITECTURES["sm_80"]) is None
     assert choice(d=136) is None and choice(d=120) is None and choice(Ld=63) is None
-    assert choice(Nq=2) is None and choice(Nq=1, Lq=65) is not None and choice(Nq=300, Lq=1) is None
+    assert choice(Nq=300, Lq=1) is None
     assert choice(K=2**24, Ld=128) is None and choice(K=10) is None
 
 
+def test_few_rows_are_one_product():
+    for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (3, 9, 64), (1, 33, 64), (2, 32, 64), (1, 64, 64)):
+        found = choice(Nq=Nq, Lq=Lq)
+        assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
+        assert str(rows) in found.tile()
+    assert not choice(Nq=3).config.FEW and not choice(Nq=1, Lq=65).config.FEW
+
+
 @pytest.mark.parametrize("Lq", [2, 31, 33, 64, 65, 129, 1024])
+@pytest.mark.parametrize("Nq", [1, 64])
 @pytest.mark.parametrize("dtype", HALF)
-def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Lq, dtype):
-    found = choice(Nq=64, Lq=Lq, dtype=dtype)
+def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, dtype):
+    found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
     options = {"candidates": False, "normalize": False, "wide": 0, "tf32": False, "argmax": False, "stored": "fp8"}
     for few in (False, True):
-        launch, levels = forward_configs.forward_ragged(SM_90, dtype, 64, Lq, 128, few=few, **options)
+        launch, levels = forward_configs.forward_ragged(SM_90, dtype, Nq, Lq, 128, few=few, **options)
         assert found.parts == 1 or found.config.SLOT * found.tree == launch.config.SLOT << levels
-    assert found.row_tiles * gluon_configs.SPECIALIZED_ROWS >= 64 * found.parts * found.config.SLOT
+    rows = found.config.ROWS if found.config.FEW else gluon_configs.SPECIALIZED_ROWS
+    assert found.row_tiles * rows >= Nq * found.parts * found.config.SLOT
 
 
 def test_scales_may_lie_anyhow():
@@ -59,6 +69,7 @@ def documents(Nd, Ld, d, format, scale, seed=0):
 
 MANY = [case for case in CASES if choice(Nq=case[0], K=case[1], Lq=case[2], Ld=case[3], d=case[4]) is not None]
 MANY += [(9, 150, 31, 65, 96), (16, 140, 32, 301, 128), (3, 70, 1024, 128, 64)]
+MANY += [(1, 141, 32, 301, 128), (2, 300, 30, 64, 96), (1, 67, 64, 193, 48), (7, 133, 5, 130, 128), (1, 900, 2, 77, 80)]
 
 
 @pytest.mark.gpu
@@ -87,7 +98,7 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scal
 def test_bits_hang_on_nothing_else_in_the_call(format):
     D, Q = documents(400, 132, 128, format, "token"), torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
     whole = fast(Q, D)
-    for part in (slice(3, 4), slice(0, 2), slice(7, 20)):
+    for part in (slice(3, 4), slice(0, 2), slice(5, 8), slice(7, 20)):
         assert torch.equal(lik_ops.maxsim(Q[part], D), whole[part])
         assert torch.equal(lik_ops.maxsim(Q[part], D[100:300]), whole[part, 100:300])
     assert torch.equal(lik_ops.maxsim_with_argmax(Q, D)[0], whole)
@@ -106,6 +117,8 @@ def test_nan_infinities_and_scales_below_zero(format, dtype):
     Q[2, 3, 4], Q[3, 3, 4], Q[4, 3] = float("nan"), float("inf"), 0
     scores = fast(Q, D)
     torch.testing.assert_close(scores, packed(Q, D), rtol=0, atol=0, equal_nan=True)
+    for i in range(9):
+        torch.testing.assert_close(fast(Q[i : i + 1], D), scores[i : i + 1], rtol=0, atol=0, equal_nan=True)
     assert scores[:, [7, 9, 20]].isnan().all() and (scores[0, 3] == 0) and scores[2].isnan().all()
     assert not scores[[0, 1, 4, 5]][:, 30:].isnan().any()
 
@@ -136,5 +149,6 @@ def test_the_last_of_more_than_int32_numbers():
     scale = torch.ones(count, 1, device="cuda")
     scale[-70:] = few.scale
     D = lik_ops.Quantized(data.view(FORMATS["fp8_e4m3"].dtype), scale, "fp8_e4m3", d, torch.float16)
-    Q = torch.randn(9, 32, d, dtype=torch.float16, device="cuda")
-    assert torch.equal(fast(Q, D)[:, -70:], fast(Q, few))
+    for Nq in (1, 9):
+        Q = torch.randn(Nq, 32, d, dtype=torch.float16, device="cuda")
+        assert torch.equal(fast(Q, D)[:, -70:], fast(Q, few))

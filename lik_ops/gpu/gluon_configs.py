@@ -24,9 +24,8 @@ _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed 
 # Of int8 documents: tokens of a tile and stages, and whether registers keep the query rows; for few query rows, with
 # what a token costs beside the smaller tile.
 _INT8, _INT8_LARGE = (64, 8, True), (128, 6, False)
-_FP8 = 64, 6  # the same of FP8 documents
-_LEAST_CONVERTED = 64  # query rows, more than which share what converting takes
 _INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
+_FP8, _FP8_FEW = (64, 6), (64, 10)  # tokens and stages, likewise
 
 
 class RowMaxima(NamedTuple):
@@ -266,12 +265,23 @@ def fp8(
         return None
     slot = min(next_power_of_2(Lq), 128)
     parts = cdiv(Lq, slot)
-    row_tiles = cdiv(Nq * parts * slot, SPECIALIZED_ROWS)
-    tokens, stages = _FP8
-    config = Specialization(tokens, 64 if d <= 64 else 128, slot, stages, True, False, GIVEN=True, STORED=kept)
+    rows = Nq * parts * slot
+    few = rows <= 64
+    row_tiles = 1 if few else cdiv(rows, SPECIALIZED_ROWS)
+    tokens, stages = _FP8_FEW if few else _FP8
+    config = Specialization(
+        tokens,
+        64 if d <= 64 else 128,
+        slot,
+        stages,
+        True,
+        False,
+        GIVEN=True,
+        ROWS=max(32, next_power_of_2(rows)) if few else 64,
+        FEW=few,
+        STORED=kept,
+    )
     pairs = row_tiles * K
-    fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld))
-    # The kernel of packed documents converts what it multiplies by up to 128 rows.
-    if not fits or Nq * parts * slot <= _LEAST_CONVERTED or pairs < processors // 2:
+    if not _reads_numbers(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < processors // 2:
         return None
     return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))

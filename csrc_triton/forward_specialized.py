@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import NO_TOKEN, nan_max, query_keep, query_weight
 from .converted import CONVERTING_WARPS, convert, held
-from .forward_few import consume_few, consume_few_fp8, few_ring
+from .forward_few import consume_few, consume_few_int8, few_ring
 from .gluon_names import async_load
 from .halves import UNRESOLVED, Half, fresh, fresh_halves, joined, settle, taken, winners_of
 from .norms import (
@@ -313,16 +313,17 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     x = Beside(Q, numbers, parts, d)
-    if C.FEW and C.STORED != "":
-        raw, q_smem = few_ring(D, C)
+    INT8: gl.constexpr = D.dtype == gl.int8 and C.STORED == ""
+    if C.FEW and not INT8:
+        ring, q_smem = few_ring(D, C)
     else:
         ring, q_smem = shared_ring(D, C, norms)
-    if C.FEW and C.STORED != "":
+    if C.FEW and INT8:
         gl.warp_specialize(
             [
-                (consume_few_fp8, (Q, numbers, raw, q_smem, out.scores, begin, end, sizes, d, 0, C)),
-                (consume_few_fp8, (Q, numbers, raw, q_smem, out.scores, begin, end, sizes, d, 1, C)),
-                (_produce, (D, norms, raw, begin, end, sizes.K, sizes.Ld, C)),
+                (consume_few_int8, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
+                (consume_few_int8, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 1, C)),
+                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -330,8 +331,8 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     elif C.FEW:
         gl.warp_specialize(
             [
-                (consume_few, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
-                (consume_few, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 1, C)),
+                (consume_few, (Q, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
+                (consume_few, (Q, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 1, C)),
                 (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],

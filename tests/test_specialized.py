@@ -34,11 +34,19 @@ def test_when_it_is_chosen():
     assert choice(Ld=63) is None and choice(Lq=1) is None
     assert choice(Nq=1) is None and choice(Nq=1, Lq=300) is not None
     assert choice(Nq=8, K=8) is None
-    assert choice(Nq=3, normalize=True) is not None and choice(Nq=2, normalize=True) is None
+    assert choice(Nq=1, normalize=True, argmax=True) is None and choice(Nq=3, normalize=True, argmax=True) is not None
     assert choice(Nq=4) is None
     assert choice(d=72, normalize=True) is None
     assert choice(Nq=5, d=320, normalize=True).is_wide and choice(d=320, normalize=True, argmax=True) is None
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
+
+
+def test_few_rows_are_one_product_if_normalising():
+    for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (2, 32, 64), (3, 32, 128), (1, 128, 128)):
+        found = choice(Nq=Nq, Lq=Lq, normalize=True)
+        assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
+    assert not choice(Nq=5, normalize=True).config.FEW and not choice(Nq=1, Lq=129, normalize=True).config.FEW
+    assert not choice(Nq=4, normalize=True, argmax=True).config.FEW and not choice(Nq=5).config.FEW
 
 
 def test_which_tiles_are_large():
@@ -185,6 +193,26 @@ def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, str
     assert_winners(p, x, argmax.transpose(0, 1).long())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    ("Nq", "Nd", "Lq", "Ld", "d"),
+    [(1, 501, 32, 300, 128), (4, 131, 32, 64, 96), (2, 133, 20, 130, 64), (1, 67, 100, 180, 128), (9, 300, 5, 65, 48)],
+)
+def test_few_rows_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, dtype):
+    for n, values in enumerate(("integer", "negative", "normal")):
+        q_mask = ("none", "holes", "empty_some")[n]
+        p = Problem(Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=q_mask, weight=n > 0, values=values, seed=n)
+        p = dataclasses.replace(p, normalize=True)
+        x = build(p, "cuda")
+        x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
+        x.Q[0, 1], x.D[2, 5] = 0, 0
+        scores, _ = specialized(x, None, normalize=True)
+        assert torch.equal(scores, plain(x, None, normalize=True)[0])
+        assert torch.equal(lik_ops.maxsim(x.Q, x.D, x.q_mask, q_weight=x.q_weight, normalize=True), scores)
+        assert_scores(p, x, scores)
+
+
 def wide_cases():
     """Steps of features and tiles of tokens that end anywhere; queries in one part or several."""
     for n, (Nq, Nd, Lq, Ld, d) in enumerate(
@@ -266,6 +294,9 @@ def test_norms_that_are_no_numbers(Lq, norms):
     expected, winners = plain(x, torch.int16, normalize=True)
     torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(argmax, winners)
+    for i in range(p.Nq):
+        one = lik_ops.maxsim(x.Q[i : i + 1], x.D, normalize=True)
+        torch.testing.assert_close(one, scores[i : i + 1], rtol=0, atol=0, equal_nan=True)
     rows = torch.arange(p.Nq, device="cuda") != 2
     assert scores[2].isnan().all() and scores[:, [3, 7, 9]].isnan().all() and (scores[rows][:, 11] == 0).all()
     assert (argmax[3, rows] == 120).all() and (argmax[7, rows, 1:] == 5).all() and (argmax[9, rows] == 0).all()

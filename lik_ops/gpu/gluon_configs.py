@@ -25,6 +25,9 @@ _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed 
 # what a token costs beside the smaller tile.
 _INT8, _INT8_LARGE = (64, 8, True), (128, 6, False)
 _INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
+_FEW = 128  # query rows, at most, that each warp group of `maxsim_forward_specialized` multiplies by documents of its own
+_FEW_TILE = 64, 3, False
+_FEW_FP8 = 64
 _FP8, _FP8_FEW = (64, 6), (64, 10)  # tokens and stages, likewise
 
 
@@ -159,15 +162,20 @@ def specialized(
     Nq and K may decide, as all give the same bits. `processors` are the device's multiprocessors.
     """
     config: Specialization | WideSpecialization
+    few = False
     if (normalize or d > 128) and not loads_vectors(d, 0):  # `maxsim_forward` adds up in another order there
         return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
-        given = normalize and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
-        tokens, stages, resident = _tile(Ld, argmax, normalize, given)
+        few = normalize and not argmax and Nq * cdiv(Lq, slot) * slot <= _FEW
+        given = normalize and not few and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
+        tokens, stages, resident = _FEW_TILE if few else _tile(Ld, argmax, normalize, given)
         config = Specialization(
             tokens, 64 if d <= 64 else 128, slot, stages, resident, argmax, NORMALIZE=normalize, GIVEN=given
         )
+        if few:
+            rows = max(32, next_power_of_2(Nq * slot))
+            config = config._replace(ROWS=rows, FEW=True)
     elif argmax or (normalize and Nq * Lq > MOST_QUERY_NORMS):
         return None  # with winners `maxsim_forward` sums the parts of a query in another order
     else:
@@ -177,7 +185,7 @@ def specialized(
     pairs = row_tiles * K
     fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
     # The plain kernel finds norms between its products, this one beside them.
-    least = rows // 4 if normalize and d <= 128 else rows // 2
+    least = 0 if few else rows // 4 if normalize and d <= 128 else rows // 2
     worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
@@ -266,7 +274,7 @@ def fp8(
     slot = min(next_power_of_2(Lq), 128)
     parts = cdiv(Lq, slot)
     rows = Nq * parts * slot
-    few = rows <= 64
+    few = rows <= _FEW_FP8
     row_tiles = 1 if few else cdiv(rows, SPECIALIZED_ROWS)
     tokens, stages = _FP8_FEW if few else _FP8
     config = Specialization(

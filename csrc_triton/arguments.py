@@ -252,8 +252,9 @@ class Specialization(NamedTuple):
     SUMS: bool = False  # `maxsim_row_maxima`: scores, not maxima
     NORMALIZE: bool = False
     GIVEN: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
-    ROWS: int = 64  # query rows of a product: 32 where each is two int8 terms
-    FEW: bool = False  # int8 or FP8 documents, at most ROWS query rows: each warp group has documents of its own
+    ROWS: int = 64  # query rows of a product
+    FEW: bool = False  # at most ROWS query rows, not RESIDENT: each warp group has documents of its own
+    TERMS: int = 0  # of int8 documents: the int8 terms of a query row; unless FEW a product has 64 of them
     STORED: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
 
 

@@ -1,8 +1,8 @@
 """Few query rows, for `forward_specialized`: one product of a tile serves all of them.
 
 So each warp group has documents of its own, every second one, and tiles of its own in the ring. Tokens are the rows of
-its products, but for int8 documents: a maximum over tokens then takes no more than one over tiles, a tile of FP8 is
-converted in registers, where a product's first operand may lie, and what normalises a token is found by its warp.
+its products: a maximum over tokens is one over tiles until the document ends, registers of a warp may hold the tokens
+that it converts, and what normalises a token is found by the warp that has its products.
 """
 
 from triton.experimental import gluon
@@ -16,64 +16,43 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import nan_max, ordered_sum, query_keep, query_weight
 from .converted import held, in_fp16, scales_of
-from .halves import fresh, joined, taken
-from .norms import inverse_norms, inverse_of_tile, row_norms
-from .ring import HALF_ROWS, advance, plain_ring, products
+from .halves import together
+from .norms import inverse_norms, row_norms
+from .ring import Norms, Ring, advance, plain_ring, products
 from .slots import half_queries, slot_rows
 from .stored import is_over
 from .terms import any_odd, counted, document_scale, half_terms
 
 
 @gluon.jit
-def _store(best, Q, k, scores, sizes, C: gl.constexpr):
-    """Store the sums of the maxima of each query's rows, [Nq, K]."""
-    GROUPS: gl.constexpr = C.ROWS // C.SLOT
-    LAYOUT: gl.constexpr = best.type.layout
-    i, s = slot_rows(0, 0, 1, LAYOUT, C)
-    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
-    total = ordered_sum(gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
-    i = gl.arange(0, GROUPS, layout=total.type.layout)
-    gl.store(scores + i.to(gl.int64) * sizes.K + k, total, mask=i < sizes.Nq)
-
-
-@gluon.jit
-def consume_few_int8(Q, D, numbers, ring, q_smem, scores, begin, end, sizes, d, G: gl.constexpr, C: gl.constexpr):
-    """Warp group G: all query rows against every second of int8 documents."""
-    ACC: gl.constexpr = products(C.BN, D.dtype)
-    stage = 0
-    phase = 0
-    S = gl.full([HALF_ROWS, C.BN], 0, gl.int32, ACC)
-    half = fresh(S, C)
-    layout: gl.constexpr = gl.SliceLayout(1, half.best.type.layout)
-    scale = half_terms(Q, q_smem.index(G), 0, 0, 1, sizes, d, layout, C)
-    odd = any_odd(scale)
-    q = q_smem.index(G).load(gl.DotOperandLayout(0, ACC, 4))
-    for k in range(begin + G, end, 2):
-        each = document_scale(numbers, k, C)
-        for t0 in range(0, sizes.Ld, C.BN):
-            slot = stage + G * C.STAGES
-            mbarrier.wait(ring.full.index(slot), phase)
-            tile = ring.tiles.index(slot).permute((1, 0))
-            S = warpgroup_mma(q, tile, half.S, use_acc=False, is_async=True)
-            scales = inverse_of_tile(ring, slot, phase, joined(half.S, C), C)
-            S = warpgroup_mma_wait(0, [S])
-            mbarrier.arrive(ring.empty.index(slot), count=1)
-            half = taken(S, scales, half, t0, C)
-            stage, phase = advance(stage, phase, C)
-        best = gl.reduce(half.best, 1, nan_max)
-        best = counted(best, scale, each, odd, Q, numbers, 0, 0, 1, k, sizes, d, C)
-        _store(best, Q, k, scores, sizes, C)
-        half = fresh(half.S, C)
-
-
-@gluon.jit
-def few_ring(D, C: gl.constexpr):
-    """The ring of documents that are no int8, and room for each warp group's query rows."""
+def few_ring(D, norms, C: gl.constexpr):
+    """A ring of C.STAGES tiles for each warp group, with what is read beside them, and room for its query rows."""
     TILE: gl.constexpr = D.layout
     DTYPE: gl.constexpr = gl.float16 if C.STORED != "" else D.dtype
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if C.STORED != "" else D.layout
+    COLUMNS: gl.constexpr = C.ROWS * max(C.TERMS, 1)
     ring = plain_ring(D, TILE, 2 * C.STAGES, 1, C)
-    return ring, gl.allocate_shared_memory(DTYPE, [2, C.ROWS, C.BD], ROWS)
+    if C.GIVEN and C.STORED == "":
+        scales = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], norms.layout)
+        ring = Ring(ring.tiles, ring.full, ring.empty, 0, 0, Norms(scales, 0))
+    return ring, gl.allocate_shared_memory(DTYPE, [2, COLUMNS, C.BD], OPERAND)
+
+
+@gluon.jit
+def _queries(x, place, sizes, layout: gl.constexpr, C: gl.constexpr):
+    """The query rows go to shared memory; what their maxima are multiplied by, in a layout."""
+    if C.TERMS > 0:
+        factor = half_terms(x.Q, place, 0, 0, 1, sizes, x.d, layout, C)
+    else:
+        rows = half_queries(x.Q, 0, 0, 1, sizes, x.d, C)
+        factor = 0
+        if C.STORED != "":
+            rows, factor = held(rows, layout, C)
+        elif C.NORMALIZE:
+            factor = gl.convert_layout(row_norms(rows), layout)
+        place.store(rows)
+    fence_async_shared()
+    return factor
 
 
 @gluon.jit
@@ -94,54 +73,84 @@ def _scales_after(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _tokens_first(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
-    """Products of a tile's tokens, which are rows of them, and the query's; over the tokens' norms or times their
-    scales."""
-    mbarrier.wait(ring.full.index(slot), phase)
-    tile = ring.tiles.index(slot)
-    if C.STORED != "":
-        x = tile.load(gl.DotOperandLayout(0, S.type.layout, 2))
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-        S = warpgroup_mma(in_fp16(x, C), q, S, use_acc=False, is_async=True)
-        S = warpgroup_mma_wait(0, [S])
-    else:
-        S = warpgroup_mma(tile, q, S, use_acc=False, is_async=True)
-        scale = gl.convert_layout(inverse_norms(tile, 4, C), layout)
-        S = warpgroup_mma_wait(0, [S])
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-    return S, S * scale[:, None]
+def _of_rows(S, C: gl.constexpr):
+    """Products as those of query rows: hi and lo of a row lie 8 columns apart, in one thread."""
+    if C.TERMS == 2:
+        terms = gl.reduce(gl.reshape(S, (C.BN, C.ROWS // 8, 2, 8)), 2, together)
+        S = gl.reshape(terms, (C.BN, C.ROWS))
+    return S
 
 
 @gluon.jit
-def consume_few(Q, numbers, ring, q_smem, scores, begin, end, sizes, d, G: gl.constexpr, C: gl.constexpr):
-    """Likewise of FP8 documents, or of others if normalising. Scales are asked for two tiles before: they are not in
-    the ring."""
-    ACC: gl.constexpr = products(C.ROWS, q_smem.dtype)
-    TOKEN: gl.constexpr = gl.SliceLayout(1, ACC)
+def _similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
+    """Of a tile's tokens to the query rows, over the tokens' norms or times their scales; with the products, whose
+    registers the next ones take."""
+    mbarrier.wait(ring.full.index(slot), phase)
+    tile = ring.tiles.index(slot)
+    if C.STORED != "":
+        a = tile.load(gl.DotOperandLayout(0, S.type.layout, 2))
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+        S = warpgroup_mma(in_fp16(a, C), q, S, use_acc=False, is_async=True)
+    else:
+        S = warpgroup_mma(tile, q, S, use_acc=False, is_async=True)
+    if C.NORMALIZE:
+        scale = gl.convert_layout(inverse_norms(tile, 4, C), layout)
+    elif C.GIVEN and C.STORED == "":
+        scale = ring.norms.inverse.index(slot).load(layout)
+    S = warpgroup_mma_wait(0, [S])
+    if C.STORED == "":
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    x = _of_rows(S, C)
+    if C.NORMALIZE or C.GIVEN:
+        x = x.to(gl.float32) * scale[:, None]
+    return S, x
+
+
+@gluon.jit
+def _store(best, Q, k, scores, sizes, C: gl.constexpr):
+    """Store the sums of the maxima of each query's rows, [Nq, K]."""
+    GROUPS: gl.constexpr = C.ROWS // C.SLOT
+    LAYOUT: gl.constexpr = best.type.layout
+    i, s = slot_rows(0, 0, 1, LAYOUT, C)
+    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    total = ordered_sum(gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
+    i = gl.arange(0, GROUPS, layout=total.type.layout)
+    gl.store(scores + i.to(gl.int64) * sizes.K + k, total, mask=i < sizes.Nq)
+
+
+@gluon.jit
+def consume_few(x, ring, q_smem, scores, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
+    """Warp group G: all query rows against every second document. Scales of FP8 tokens are asked for two tiles before:
+    they are not in the ring."""
+    INT8: gl.constexpr = C.TERMS > 0
+    ACC: gl.constexpr = products(C.ROWS * max(C.TERMS, 1), q_smem.dtype)
     ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))
     stage = 0
     phase = 0
-    S = gl.full([C.BN, C.ROWS], 0.0, gl.float32, ACC)
-    none = gl.full([C.BN, C.ROWS], float("-inf"), gl.float32, ACC)
-    rows = half_queries(Q, 0, 0, 1, sizes, d, C)
-    if C.STORED != "":
-        rows, factor = held(rows, ROW, C)
+    S = gl.full([C.BN, C.ROWS * max(C.TERMS, 1)], 0, gl.int32 if INT8 else gl.float32, ACC)
+    if INT8 and not C.GIVEN:
+        none = gl.full_like(_of_rows(S, C), -(2**31))
     else:
-        factor = gl.convert_layout(row_norms(rows), ROW)
-    q_smem.index(G).store(rows)
-    fence_async_shared()
+        none = gl.full_like(_of_rows(S, C).to(gl.float32), float("-inf"))
+    TOKEN: gl.constexpr = gl.SliceLayout(1, none.type.layout)
+    factor = _queries(x, q_smem.index(G), sizes, ROW, C)
     q = q_smem.index(G).permute((1, 0))
-    scale, k_ahead, t_ahead = _scales_after(numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
-    ahead, k_ahead, t_ahead = _scales_after(numbers, k_ahead, t_ahead, sizes, TOKEN, C)
+    odd = any_odd(factor) if INT8 else 0
+    scale, k_ahead, t_ahead = _scales_after(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
+    ahead, k_ahead, t_ahead = _scales_after(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
     for k in range(begin + G, end, 2):
         best = none
+        if INT8:
+            each = document_scale(x.numbers, k, C)
         for _ in range(0, sizes.Ld, C.BN):
-            last, k_ahead, t_ahead = _scales_after(numbers, k_ahead, t_ahead, sizes, TOKEN, C)
-            S, x = _tokens_first(ring, q, S, scale, stage + G * C.STAGES, phase, TOKEN, C)
-            best = nan_max(best, x)
+            last, k_ahead, t_ahead = _scales_after(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
+            S, found = _similarities(ring, q, S, scale, stage + G * C.STAGES, phase, TOKEN, C)
+            best = nan_max(best, found)
             scale, ahead = ahead, last
             stage, phase = advance(stage, phase, C)
         best = gl.convert_layout(gl.reduce(best, 0, nan_max), ROW)
-        if C.NORMALIZE or is_over(Q.ptr.dtype.element_ty, C.STORED):
+        if INT8:
+            best = counted(best, factor, each, odd, x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, C)
+        elif C.NORMALIZE or is_over(x.Q.ptr.dtype.element_ty, C.STORED):
             best = best * factor
-        _store(best, Q, k, scores, sizes, C)
+        _store(best, x.Q, k, scores, sizes, C)

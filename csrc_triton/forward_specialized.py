@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .common import NO_TOKEN, nan_max, query_keep, query_weight
 from .converted import CONVERTING_WARPS, convert, held
-from .forward_few import consume_few, consume_few_int8, few_ring
+from .forward_few import consume_few, few_ring
 from .gluon_names import async_load
 from .halves import UNRESOLVED, Half, fresh, fresh_halves, joined, settle, taken, winners_of
 from .norms import (
@@ -75,7 +75,7 @@ def _copy(D, norms, ring, k, t0, stage, phase, Ld, C: gl.constexpr):
 
 @gluon.jit
 def _produce(D, norms, ring, begin, end, K, Ld, C: gl.constexpr):
-    """Copy the tiles of every document into the ring, with C.FEW of two at a time."""
+    """Copy the tiles of every document into the ring. With C.FEW those of two by turns: the second one's lie behind."""
     stage = 0
     phase = 1
     for task in range(begin, end, 2 if C.FEW else 1):
@@ -313,26 +313,15 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     x = Beside(Q, numbers, parts, d)
-    INT8: gl.constexpr = D.dtype == gl.int8 and C.STORED == ""
-    if C.FEW and not INT8:
-        ring, q_smem = few_ring(D, C)
+    if C.FEW:
+        ring, q_smem = few_ring(D, norms, C)
     else:
         ring, q_smem = shared_ring(D, C, norms)
-    if C.FEW and INT8:
+    if C.FEW:
         gl.warp_specialize(
             [
-                (consume_few_int8, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
-                (consume_few_int8, (Q, D, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 1, C)),
-                (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    elif C.FEW:
-        gl.warp_specialize(
-            [
-                (consume_few, (Q, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 0, C)),
-                (consume_few, (Q, numbers, ring, q_smem, out.scores, begin, end, sizes, d, 1, C)),
+                (consume_few, (x, ring, q_smem, out.scores, begin, end, sizes, 0, C)),
+                (consume_few, (x, ring, q_smem, out.scores, begin, end, sizes, 1, C)),
                 (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],

@@ -62,15 +62,16 @@ def reduced(S, best, where, t0, C: gl.constexpr):
 
 
 @gluon.jit
-def _together(hi, lo):
+def together(hi, lo):
+    """The product of a row of two terms."""
     return hi * LOW + lo
 
 
 @gluon.jit
 def joined(S, C: gl.constexpr):
     """Products as those of query rows: hi and lo of a row lie 8 rows apart, in one thread."""
-    if C.ROWS < S.shape[0]:
-        terms = gl.reduce(gl.reshape(S, (S.shape[0] // 16, 2, 8, S.shape[1])), 1, _together)
+    if C.TERMS == 2:
+        terms = gl.reduce(gl.reshape(S, (S.shape[0] // 16, 2, 8, S.shape[1])), 1, together)
         S = gl.reshape(terms, (C.ROWS, S.shape[1]))
     return S
 

@@ -25,7 +25,6 @@ class Ring(NamedTuple):
 
     `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
     each group, and one that both pass when they have read their last tile. `norms` are 0 unless normalising.
-    With C.FEW each group has C.STAGES tiles of its own, the second behind the first.
     """
 
     tiles: Any
@@ -47,19 +46,13 @@ def tile_layout(block: list[int], dtype: str):
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
 
 
-@triton.constexpr_function
-def tiles_of(C):
-    """How many tiles the ring has."""
-    return 2 * C.STAGES if C.FEW else C.STAGES
-
-
 @gluon.jit
 def _room_for_norms(norms, C: gl.constexpr):
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if C.STORED != "":
         return Norms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], PLAIN), 0)
     elif C.GIVEN:
-        return Norms(gl.allocate_shared_memory(gl.float32, [tiles_of(C), C.BN], norms.layout), 0)
+        return Norms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout), 0)
     elif C.NORMALIZE:
         inverse = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], PLAIN)
         return Norms(inverse, gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout()))
@@ -71,7 +64,7 @@ def _room_for_norms(norms, C: gl.constexpr):
 def shared_ring(D, C: gl.constexpr, norms=None):
     """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    TILES: gl.constexpr = tiles_of(C)
+    TILES: gl.constexpr = C.STAGES
     DTYPE: gl.constexpr = gl.float16 if C.STORED != "" else D.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if C.STORED != "" else D.layout
     ring = Ring(
@@ -85,7 +78,7 @@ def shared_ring(D, C: gl.constexpr, norms=None):
     q_smem = gl.allocate_shared_memory(DTYPE, [4, HALF_ROWS, C.BD], LAYOUT)
     for n in gl.static_range(TILES):
         mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=1 if C.FEW else 2)
+        mbarrier.init(ring.empty.index(n), count=2)
         if C.NORMALIZE and not C.GIVEN:
             mbarrier.init(ring.norms.ready.index(n), count=1)
     for n in gl.static_range(2):

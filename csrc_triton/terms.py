@@ -1,22 +1,21 @@
 """Queries beside int8 documents in the kernels of sm_90: as int8 terms, see `stored`, and what terms cannot hold.
 
-A product of 64 rows holds 64 query rows of one term, or 32 of two: 8 rows of hi and 8 of lo by turns, so that a thread
-has both of a query row. Maxima are of integers where a document has one scale, else of fp32.
+Rows of two terms lie 8 rows of hi and 8 of lo by turns, so that a thread has both products of a query row. Maxima are
+of integers where a document has one scale, else of fp32.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .common import nan_max, query_keep, row_pointers
-from .ring import HALF_ROWS
 from .slots import slot_rows, slots_of
 from .stored import of_one_term, term_values
 
 
 @gluon.jit
 def _row_of(m, C: gl.constexpr):
-    """The query row of row m of a product."""
-    if C.ROWS < HALF_ROWS:
+    """The query row of term m."""
+    if C.TERMS == 2:
         m = m // 16 * 8 + m % 8
     return m
 
@@ -25,17 +24,18 @@ def _row_of(m, C: gl.constexpr):
 def half_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout: gl.constexpr, C: gl.constexpr):
     """The terms of half H go to shared memory; the scales of its rows in a layout, negative where terms cannot hold
     them."""
+    TERMS: gl.constexpr = C.ROWS * C.TERMS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
-    m = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    m = gl.arange(0, TERMS, layout=gl.SliceLayout(1, LAYOUT))
     i, s = slots_of(_row_of(m, C), first, H, parts, C)
     ok = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     pointers = row_pointers(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
     q = gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0).to(gl.float32)
     hi, lo, scale = term_values(q)
-    if C.ROWS < HALF_ROWS:
+    if C.TERMS == 2:
         place.store(gl.where((m % 16 < 8)[:, None], hi, lo).to(gl.int8))
-        scale = gl.reshape(gl.max(gl.reshape(scale, (HALF_ROWS // 16, 2, 8)), axis=1), (C.ROWS,))
+        scale = gl.reshape(gl.max(gl.reshape(scale, (C.ROWS // 8, 2, 8)), axis=1), (C.ROWS,))
     else:
         place.store(hi.to(gl.int8))
         scale = of_one_term(scale)

@@ -37,7 +37,7 @@ def test_few_rows_are_one_product():
         found = choice(Nq=Nq, Lq=Lq)
         assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
         assert str(rows) in found.tile()
-    assert not choice(Nq=3).config.FEW and not choice(Nq=1, Lq=65).config.FEW
+    assert choice(Nq=4).config.FEW and not choice(Nq=5).config.FEW and not choice(Nq=1, Lq=129).config.FEW
 
 
 @pytest.mark.parametrize("Lq", [2, 31, 33, 64, 65, 129, 1024])

@@ -34,17 +34,17 @@ def test_when_it_is_chosen():
     assert choice(Ld=63) is None and choice(Lq=1) is None and choice(K=10, Nq=1) is None
     assert choice(Ld=181) is not None and choice(Ld=181, each_token=True) is None
     assert choice(K=2**24, Ld=128) is None
-    assert choice(Nq=1).config.FEW and choice(Nq=2, Lq=16).config.FEW and not choice(Nq=2).config.FEW
+    assert choice(Nq=1).config.FEW and choice(Nq=2).config.FEW and not choice(Nq=3).config.FEW
     assert choice(Nq=4).row_tiles == 1 and choice(Nq=8).row_tiles == 2 and choice(Nq=1, Lq=33).row_tiles == 1
-    assert choice(Nq=2, terms=1).config.FEW and choice(Nq=8, terms=1).row_tiles == 1
-    assert not choice(Nq=1, Lq=65, terms=1, dtype=torch.float32).config.FEW
+    assert choice(Nq=4, terms=1).config.FEW and choice(Nq=8, terms=1).row_tiles == 1
+    assert choice(Nq=1, Lq=65, terms=1).config.FEW and not choice(Nq=1, Lq=65, terms=1, dtype=torch.float32).config.FEW
 
 
 def test_tiles_of_the_length_that_wastes_least():
     assert [choice(Ld=Ld).config.BN for Ld in (127, 128, 180, 192, 193, 300, 1024)] == [64, 128, 64, 64, 128, 64, 128]
     assert not choice(Ld=1024).config.RESIDENT and choice(Ld=180).config.RESIDENT
     assert choice(Ld=1024, each_token=True).config.BN == 64 and choice(Ld=1024, terms=1).config.BN == 64
-    assert [choice(Nq=1, Ld=Ld).config.BN for Ld in (127, 128, 180, 300)] == [64, 128, 64, 128]
+    assert [choice(Nq=1, Ld=Ld).config.BN for Ld in (127, 128, 180, 300)] == [64] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

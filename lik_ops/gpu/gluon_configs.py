@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,14 +21,11 @@ _MOST_WASTE = 1.07  # what larger tiles may multiply beside what smaller ones do
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
-# Of int8 documents: tokens of a tile and stages, and whether registers keep the query rows; for few query rows, with
-# what a token costs beside the smaller tile.
-_INT8, _INT8_LARGE = (64, 8, True), (128, 6, False)
-_INT8_FEW = ((64, 10, 1.0), (128, 4, 0.8))
-_FEW = 128  # query rows, at most, that each warp group of `maxsim_forward_specialized` multiplies by documents of its own
-_FEW_TILE = 64, 3, False
-_FEW_FP8 = 64
-_FP8, _FP8_FEW = (64, 6), (64, 10)  # tokens and stages, likewise
+# Tokens of a tile and stages, and whether registers keep the query rows: of int8 documents, of FP8.
+_INT8, _INT8_LARGE, _FP8 = (64, 8, True), (128, 6, False), (64, 6, True)
+_MOST_FEW = 128  # query rows, or terms of them, whose products with a tile are one
+# For few query rows: tokens and stages, and what a token costs beside the smaller tile.
+_FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 3, 1.0),), ((64, 2, 1.0), (128, 2, 0.93))
 
 
 class RowMaxima(NamedTuple):
@@ -162,20 +159,15 @@ def specialized(
     Nq and K may decide, as all give the same bits. `processors` are the device's multiprocessors.
     """
     config: Specialization | WideSpecialization
-    few = False
+    few = 0
     if (normalize or d > 128) and not loads_vectors(d, 0):  # `maxsim_forward` adds up in another order there
         return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
-        few = normalize and not argmax and Nq * cdiv(Lq, slot) * slot <= _FEW
+        few = _few_rows(Nq, Lq) if normalize and not argmax else 0
         given = normalize and not few and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
-        tokens, stages, resident = _FEW_TILE if few else _tile(Ld, argmax, normalize, given)
-        config = Specialization(
-            tokens, 64 if d <= 64 else 128, slot, stages, resident, argmax, NORMALIZE=normalize, GIVEN=given
-        )
-        if few:
-            rows = max(32, next_power_of_2(Nq * slot))
-            config = config._replace(ROWS=rows, FEW=True)
+        tile = (*_least_waste(_FEW, Ld), False) if few else _tile(Ld, argmax, normalize, given)
+        config = _specialization(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, GIVEN=given)
     elif argmax or (normalize and Nq * Lq > MOST_QUERY_NORMS):
         return None  # with winners `maxsim_forward` sums the parts of a query in another order
     else:
@@ -199,7 +191,21 @@ def _programs(processors: int, row_tiles: int, pairs: int) -> int:
     return min(aligned if aligned >= 0.95 * processors else processors, pairs)
 
 
-def _int8_tile(Ld: int, few: bool, each_token: bool, terms: int) -> tuple[int, int, bool]:
+def _few_rows(Nq: int, Lq: int, terms: int = 1) -> int:
+    """Query rows of the one product of a tile, of so many terms each; 0 where there are too many for it."""
+    rows = Nq * next_power_of_2(Lq)
+    return max(32, next_power_of_2(rows)) if rows * terms <= _MOST_FEW else 0
+
+
+def _specialization(tile: tuple[int, int, bool], slot: int, d: int, few: int, **options: Any) -> Specialization:
+    tokens, stages, resident = tile
+    rows = {"ROWS": few, "FEW": True} if few else {}
+    return Specialization(
+        BN=tokens, BD=64 if d <= 64 else 128, SLOT=slot, STAGES=stages, RESIDENT=resident, **{**options, **rows}
+    )
+
+
+def _int8_tile(Ld: int, few: int, each_token: bool, terms: int) -> tuple[int, int, bool]:
     """Tokens and stages, and whether registers keep the query rows. Few rows wait for documents: there the tile whose
     last one of a document wastes least.
 
@@ -207,7 +213,7 @@ def _int8_tile(Ld: int, few: bool, each_token: bool, terms: int) -> tuple[int, i
     take the registers that they need and the last tile of a document wastes nothing.
     """
     if few:
-        return *_least_waste(_INT8_FEW, Ld), True
+        return *_least_waste(_INT8_FEW, Ld), False
     large = terms == 2 and not each_token and Ld >= _LARGE and -Ld % _LARGE < _SMALL
     return _INT8_LARGE if large else _INT8
 
@@ -241,14 +247,12 @@ def int8(
     if arch.name != "sm_90":
         return None
     rows, tree = 64 // terms, forward_configs.ragged_tree(arch, dtype, Lq, d, stored="int8")
-    slot = min(next_power_of_2(Lq), 2 * rows, tree)
+    few = _few_rows(Nq, Lq, terms) if next_power_of_2(Lq) <= tree else 0
+    slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
     parts = cdiv(Lq, slot)
-    few = Nq * parts * slot <= rows
     row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
-    tokens, stages, resident = _int8_tile(Ld, few, each_token, terms)
-    config = Specialization(
-        tokens, 64 if d <= 64 else 128, slot, stages, resident, False, GIVEN=each_token, ROWS=rows, FEW=few
-    )
+    tile = _int8_tile(Ld, few, each_token, terms)
+    config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=each_token, ROWS=rows, TERMS=terms)
     pairs = row_tiles * K
     fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld)) and not (each_token and Ld % 4)
     if not fits or pairs < processors // 2:
@@ -271,24 +275,12 @@ def fp8(
     """The choice for dense FP8 documents without mask, kept as `kept`, likewise."""
     if arch.name != "sm_90" or dtype not in HALF:
         return None
-    slot = min(next_power_of_2(Lq), 128)
+    slot, few = min(next_power_of_2(Lq), 128), _few_rows(Nq, Lq)
     parts = cdiv(Lq, slot)
     rows = Nq * parts * slot
-    few = rows <= _FEW_FP8
     row_tiles = 1 if few else cdiv(rows, SPECIALIZED_ROWS)
-    tokens, stages = _FP8_FEW if few else _FP8
-    config = Specialization(
-        tokens,
-        64 if d <= 64 else 128,
-        slot,
-        stages,
-        True,
-        False,
-        GIVEN=True,
-        ROWS=max(32, next_power_of_2(rows)) if few else 64,
-        FEW=few,
-        STORED=kept,
-    )
+    tile = (*_least_waste(_FP8_FEW if few == 32 else _FP8_FEW[:1], Ld), False) if few else _FP8
+    config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=True, STORED=kept)
     pairs = row_tiles * K
     if not _reads_numbers(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < processors // 2:
         return None

@@ -107,19 +107,51 @@ def _similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def _store(best, Q, k, scores, sizes, C: gl.constexpr):
-    """Store the sums of the maxima of each query's rows, [Nq, K]."""
-    GROUPS: gl.constexpr = C.ROWS // C.SLOT
-    LAYOUT: gl.constexpr = best.type.layout
-    i, s = slot_rows(0, 0, 1, LAYOUT, C)
-    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
-    total = ordered_sum(gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
-    i = gl.arange(0, GROUPS, layout=total.type.layout)
-    gl.store(scores + i.to(gl.int64) * sizes.K + k, total, mask=i < sizes.Nq)
+def _taken(best, where, found, start, C: gl.constexpr):
+    """`best` and the tiles that it is of, after one that begins with token `start`. The first NaN wins for good."""
+    if C.ARGMAX:
+        where = gl.where(((found > best) | (found != found)) & (best == best), start, where)
+    return nan_max(best, found), where
 
 
 @gluon.jit
-def consume_few(x, ring, q_smem, scores, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
+def _first_largest(v0, t0, v1, t1):
+    """The larger value with its token, the lower token where they are alike. NaN is larger than any number."""
+    larger = (v1 > v0) | ((v1 != v1) & (v0 == v0))
+    alike = (v1 == v0) | ((v1 != v1) & (v0 != v0))
+    return nan_max(v0, v1), gl.where(larger | (alike & (t1 < t0)), t1, t0)
+
+
+@gluon.jit
+def _over_tokens(best, where, layout: gl.constexpr, C: gl.constexpr):
+    """Each row's maximum, and its winner, in a layout."""
+    if C.ARGMAX:
+        t = gl.arange(0, C.BN, layout=gl.SliceLayout(1, best.type.layout))
+        best, where = gl.reduce((best, where + t[:, None]), 0, _first_largest)
+        where = gl.convert_layout(where, layout)
+    else:
+        best = gl.reduce(best, 0, nan_max)
+    return gl.convert_layout(best, layout), where
+
+
+@gluon.jit
+def _store(best, where, Q, k, out, sizes, C: gl.constexpr):
+    """Store the sums of the maxima of each query's rows, [Nq, K], and winners, -1 of rows that do not count."""
+    GROUPS: gl.constexpr = C.ROWS // C.SLOT
+    LAYOUT: gl.constexpr = best.type.layout
+    i, s = slot_rows(0, 0, 1, LAYOUT, C)
+    ok = (i < sizes.Nq) & (s < sizes.Lq)
+    keep = query_keep(Q, i, s, ok)
+    if C.ARGMAX:
+        places = out.argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
+        gl.store(places, gl.where(keep, where, -1).to(out.argmax.dtype.element_ty), mask=ok)
+    total = ordered_sum(gl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
+    i = gl.arange(0, GROUPS, layout=total.type.layout)
+    gl.store(out.scores + i.to(gl.int64) * sizes.K + k, total, mask=i < sizes.Nq)
+
+
+@gluon.jit
+def consume_few(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: all query rows against every second document. Scales of FP8 tokens are asked for two tiles before:
     they are not in the ring."""
     INT8: gl.constexpr = C.TERMS > 0
@@ -140,17 +172,18 @@ def consume_few(x, ring, q_smem, scores, begin, end, sizes, G: gl.constexpr, C: 
     ahead, k_ahead, t_ahead = _scales_after(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
     for k in range(begin + G, end, 2):
         best = none
+        where = gl.full_like(none, 0).to(gl.int32) if C.ARGMAX else 0
         if INT8:
             each = document_scale(x.numbers, k, C)
-        for _ in range(0, sizes.Ld, C.BN):
+        for t0 in range(0, sizes.Ld, C.BN):
             last, k_ahead, t_ahead = _scales_after(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
             S, found = _similarities(ring, q, S, scale, stage + G * C.STAGES, phase, TOKEN, C)
-            best = nan_max(best, found)
+            best, where = _taken(best, where, found, gl.minimum(t0, sizes.Ld - C.BN), C)
             scale, ahead = ahead, last
             stage, phase = advance(stage, phase, C)
-        best = gl.convert_layout(gl.reduce(best, 0, nan_max), ROW)
+        best, where = _over_tokens(best, where, ROW, C)
         if INT8:
             best = counted(best, factor, each, odd, x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, C)
         elif C.NORMALIZE or is_over(x.Q.ptr.dtype.element_ty, C.STORED):
             best = best * factor
-        _store(best, x.Q, k, scores, sizes, C)
+        _store(best, where, x.Q, k, out, sizes, C)

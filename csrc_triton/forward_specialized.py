@@ -320,8 +320,8 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     if C.FEW:
         gl.warp_specialize(
             [
-                (consume_few, (x, ring, q_smem, out.scores, begin, end, sizes, 0, C)),
-                (consume_few, (x, ring, q_smem, out.scores, begin, end, sizes, 1, C)),
+                (consume_few, (x, ring, q_smem, out, begin, end, sizes, 0, C)),
+                (consume_few, (x, ring, q_smem, out, begin, end, sizes, 1, C)),
                 (_produce, (D, norms, ring, begin, end, sizes.K, sizes.Ld, C)),
             ],
             [4, 1],

@@ -87,16 +87,16 @@ def test_scales_that_documents_share_are_no_row_of_scales_for_all():
 
 
 def test_plans_that_another_thread_drops(monkeypatch):
-    from lik_ops.gpu import int8
+    from lik_ops.gpu import numbers
 
     class Dropping(dict):
         def __setitem__(self, key, value):
             pass
 
-    monkeypatch.setattr(int8, "_plans", Dropping())
+    monkeypatch.setattr(numbers, "_plans", Dropping())
     D = lik_ops.quantize(torch.randn(3, 70, 32), "int8")
     c = Cut(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
-    assert int8.forward(c, D.kept()) is None  # a CPU has no plan
+    assert numbers.forward(c, D.kept()) is None  # a CPU has no plan
 
 
 def documents(Nd, Ld, d, scale, seed=0, query="half"):
@@ -107,11 +107,11 @@ def documents(Nd, Ld, d, scale, seed=0, query="half"):
 
 def fast(Q, D, q_mask=None, q_weight=None):
     """The scores of the kernel that is tested, which it is an error to be without."""
-    from lik_ops.gpu import int8
+    from lik_ops.gpu import numbers
 
     (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
     c = Cut(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
-    found = int8.forward(c, D.kept())
+    found = numbers.forward(c, D.kept())
     assert found is not None
     return found
 

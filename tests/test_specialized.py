@@ -1,6 +1,7 @@
 """The Gluon kernels against the oracle, and bit for bit against `maxsim_forward`, which serves elsewhere."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -34,17 +35,20 @@ def test_when_it_is_chosen():
     assert choice(Ld=63) is None and choice(Lq=1) is None
     assert choice(Nq=1) is None and choice(Nq=1, Lq=300) is not None
     assert choice(Nq=8, K=8) is None
-    assert choice(Nq=1, normalize=True, argmax=True) is None and choice(Nq=3, normalize=True, argmax=True) is not None
+    assert choice(Nq=3, normalize=True, argmax=True) is not None and choice(Nq=3, argmax=True) is None
     assert choice(Nq=4) is None
     assert choice(d=72, normalize=True) is None
     assert choice(Nq=5, d=320, normalize=True).is_wide and choice(d=320, normalize=True, argmax=True) is None
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
 
 
-def test_few_rows_are_one_product_if_normalising():
+def test_few_rows_are_one_product_if_normalising_or_with_winners():
     for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (2, 32, 64), (3, 32, 128), (1, 128, 128)):
         found = choice(Nq=Nq, Lq=Lq, normalize=True)
         assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
+        for normalize in (False, True):
+            with_winners = choice(Nq=Nq, Lq=Lq, normalize=normalize, argmax=True)
+            assert (with_winners is not None and with_winners.config.FEW) is (rows <= 64)
     assert not choice(Nq=5, normalize=True).config.FEW and not choice(Nq=1, Lq=129, normalize=True).config.FEW
     assert not choice(Nq=4, normalize=True, argmax=True).config.FEW and not choice(Nq=5).config.FEW
 
@@ -199,18 +203,25 @@ def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, str
     ("Nq", "Nd", "Lq", "Ld", "d"),
     [(1, 501, 32, 300, 128), (4, 131, 32, 64, 96), (2, 133, 20, 130, 64), (1, 67, 100, 180, 128), (9, 300, 5, 65, 48)],
 )
-def test_few_rows_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, dtype):
-    for n, values in enumerate(("integer", "negative", "normal")):
-        q_mask = ("none", "holes", "empty_some")[n]
-        p = Problem(Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=q_mask, weight=n > 0, values=values, seed=n)
-        p = dataclasses.replace(p, normalize=True)
+def test_few_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, dtype):
+    for n, (values, normalize) in enumerate(itertools.product(("integer", "negative", "normal"), (False, True))):
+        q_mask = ("none", "holes", "empty_some")[n % 3]
+        p = Problem(Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=q_mask, weight=n > 1, values=values, seed=n)
+        p = dataclasses.replace(p, normalize=normalize)
         x = build(p, "cuda")
-        x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
-        x.Q[0, 1], x.D[2, 5] = 0, 0
-        scores, _ = specialized(x, None, normalize=True)
-        assert torch.equal(scores, plain(x, None, normalize=True)[0])
-        assert torch.equal(lik_ops.maxsim(x.Q, x.D, x.q_mask, q_weight=x.q_weight, normalize=True), scores)
-        assert_scores(p, x, scores)
+        if normalize:
+            x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
+            x.Q[0, 1], x.D[2, 5] = 0, 0
+        expected, winners = plain(x, torch.int16, normalize)
+        if normalize:
+            scores, _ = specialized(x, None, normalize=True)
+            assert torch.equal(scores, expected)
+            assert torch.equal(lik_ops.maxsim(x.Q, x.D, x.q_mask, q_weight=x.q_weight, normalize=True), scores)
+        if Nq * configs.next_power_of_2(Lq) <= 64:
+            scores, argmax = specialized(x, torch.int16, normalize)
+            assert torch.equal(scores, expected) and torch.equal(argmax, winners)
+            assert_winners(p, x, argmax.transpose(0, 1).long())
+        assert_scores(p, x, expected)
 
 
 def wide_cases():
@@ -295,6 +306,9 @@ def test_norms_that_are_no_numbers(Lq, norms):
     torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(argmax, winners)
     for i in range(p.Nq):
+        one, won = lik_ops.maxsim_with_argmax(x.Q[i : i + 1], x.D, normalize=True)
+        torch.testing.assert_close(one, scores[i : i + 1], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(won[0].short(), argmax[:, i])
         one = lik_ops.maxsim(x.Q[i : i + 1], x.D, normalize=True)
         torch.testing.assert_close(one, scores[i : i + 1], rtol=0, atol=0, equal_nan=True)
     rows = torch.arange(p.Nq, device="cuda") != 2
@@ -322,6 +336,10 @@ def test_nan_and_infinities(Lq):
     rows = torch.arange(p.Nq, device="cuda") != 2
     assert (argmax[3, rows] == 150).all() and (argmax[9, rows] == 0).all() and (argmax[:, 2, 4] == 0).all()
     assert (scores[rows][:, 9] == float("-inf")).all()
+    for i in range(p.Nq):
+        one, won = lik_ops.maxsim_with_argmax(x.Q[i : i + 1], x.D)
+        torch.testing.assert_close(one, scores[i : i + 1], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(won[0].short(), argmax[:, i])
 
 
 @pytest.mark.gpu

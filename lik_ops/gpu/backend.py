@@ -4,7 +4,7 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 """
 
 from . import forward as cuda_forward
-from . import int8
+from . import numbers
 from . import ragged_forward as cuda_ragged
 from .arguments import allow_tf32, architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
@@ -57,5 +57,5 @@ def forget() -> None:
     """Drop what was worked out from the table of configurations."""
     Calls.forget()
     cuda_forward.forget()
-    int8.forget()
+    numbers.forget()
     cuda_ragged.forget()

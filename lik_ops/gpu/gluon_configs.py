@@ -25,7 +25,7 @@ _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed 
 _INT8, _INT8_LARGE, _FP8 = (64, 8, True), (128, 6, False), (64, 6, True)
 _MOST_FEW = 128  # query rows, or terms of them, whose products with a tile are one
 # For few query rows: tokens and stages, and what a token costs beside the smaller tile.
-_FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 3, 1.0),), ((64, 2, 1.0), (128, 2, 0.93))
+_FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 6, 1.0),), ((64, 2, 1.0), (128, 2, 0.93))
 
 
 class RowMaxima(NamedTuple):
@@ -164,7 +164,7 @@ def specialized(
         return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
-        few = _few_rows(Nq, Lq) if normalize and not argmax else 0
+        few = _few_rows(Nq, Lq, 1 + argmax) if normalize or argmax else 0
         given = normalize and not few and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
         tile = (*_least_waste(_FEW, Ld), False) if few else _tile(Ld, argmax, normalize, given)
         config = _specialization(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, GIVEN=given)
@@ -191,10 +191,11 @@ def _programs(processors: int, row_tiles: int, pairs: int) -> int:
     return min(aligned if aligned >= 0.95 * processors else processors, pairs)
 
 
-def _few_rows(Nq: int, Lq: int, terms: int = 1) -> int:
-    """Query rows of the one product of a tile, of so many terms each; 0 where there are too many for it."""
+def _few_rows(Nq: int, Lq: int, each: int = 1) -> int:
+    """Query rows of the one product of a tile; 0 where there are too many for it. Each takes one column of registers,
+    or two of terms, or of maxima and winners."""
     rows = Nq * next_power_of_2(Lq)
-    return max(32, next_power_of_2(rows)) if rows * terms <= _MOST_FEW else 0
+    return max(32, next_power_of_2(rows)) if rows * each <= _MOST_FEW else 0
 
 
 def _specialization(tile: tuple[int, int, bool], slot: int, d: int, few: int, **options: Any) -> Specialization:

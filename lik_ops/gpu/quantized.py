@@ -11,7 +11,7 @@ from ..csrc_triton.arguments import CodedCounts, Config, Counts
 from ..csrc_triton.stored import maxsim_keep_int8, maxsim_unit_counts
 from ..formats import OPERANDS, Stored
 from ..segments import Cut, Ragged
-from . import forward_configs, int8, launcher
+from . import forward_configs, launcher, numbers
 from .arguments import (
     architecture,
     checked_grid,
@@ -44,7 +44,7 @@ def forward_quantized_cut(
     """The same of a `Cut` and tokens with the axes that they have, whose numbers are its D."""
     if stored.format in _DENSE and not (c.candidates or normalize or argmax_dtype):
         is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
-        scores = int8.forward(c, stored) if is_dense else None
+        scores = numbers.forward(c, stored) if is_dense else None
         if scores is not None:
             return scores, None
     return _forward(c, stored.flat(), normalize, argmax_dtype)

@@ -25,7 +25,8 @@ _WIDE_FEATURES = 128  # whose squares `maxsim_forward` sums at a time, where the
 
 
 class SpecializedPlan(GluonPlan):
-    """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens.
+    """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens. Few
+    query rows are one tile, beside which each of two warp groups has documents of its own.
 
     The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time. So
     do inverse norms that the kernel reads.

@@ -18,7 +18,7 @@ from .specialized import SpecializedPlan
 
 _MOST_PLANS = 4096
 _UNKNOWN: Any = object()
-_plans: dict[tuple, Int8Plan | None] = {}
+_plans: dict[tuple, NumbersPlan | None] = {}
 
 
 class Inputs(NamedTuple):
@@ -31,9 +31,8 @@ class Inputs(NamedTuple):
     scale: Tensor
 
 
-class Int8Plan(SpecializedPlan):
-    """As `SpecializedPlan`. Beside int8 row tiles hold 128 query tokens, or 32 where there are no more, and parts of a
-    longer query 64 tokens; of one term each twice as many."""
+class NumbersPlan(SpecializedPlan):
+    """As `SpecializedPlan`. Beside int8 row tiles hold 128 query tokens, parts of a query 64; of one term twice as many."""
 
     instead = "maxsim_forward_ragged"
 
@@ -85,7 +84,7 @@ def forward(c: Cut, stored: Stored) -> Tensor | None:
             choice = choose.int8(c.Q, data, scale, terms, arch)
         else:
             choice = choose.fp8(c.Q, data, FORMATS[stored.format].kernel, arch)
-        plan = _plans[key] = None if choice is None else Int8Plan(choice, c.Q, data)
+        plan = _plans[key] = None if choice is None else NumbersPlan(choice, c.Q, data)
     if plan is None:
         return None
     return plan.forward(Inputs(c.Q, data, c.q_mask, c.q_weight, scale.expand(data.shape[:2])))

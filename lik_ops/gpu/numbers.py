@@ -32,7 +32,10 @@ class Inputs(NamedTuple):
 
 
 class NumbersPlan(SpecializedPlan):
-    """As `SpecializedPlan`. Beside int8 row tiles hold 128 query tokens, parts of a query 64; of one term twice as many."""
+    """As `SpecializedPlan`. Beside int8 row tiles hold 128 query tokens, and parts of a longer query 64.
+
+    Of one term they hold twice as many.
+    """
 
     instead = "maxsim_forward_ragged"
 

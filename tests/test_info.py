@@ -19,8 +19,8 @@ from lik_ops.gpu import (
     configs,
     forward_configs,
     gluon_configs,
-    int8,
     launcher,
+    numbers,
     quantized,
     ragged_forward,
     triton_versions,
@@ -62,7 +62,7 @@ def launched(monkeypatch):
     found = []
     arch = [None]
     monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
-    for module in (choose, cuda_arguments, cuda_plain, int8, quantized, ragged_forward):
+    for module in (choose, cuda_arguments, cuda_plain, numbers, quantized, ragged_forward):
         monkeypatch.setattr(module, "architecture", lambda device: arch[0])
 
     def launch(kernel, grid, args, options):

@@ -23,7 +23,7 @@ _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed 
 
 # Tokens of a tile and stages, and whether registers keep the query rows: of int8 documents, of FP8.
 _INT8, _INT8_LARGE, _FP8 = (64, 8, True), (128, 6, False), (64, 6, True)
-_MOST_FEW = 128  # query rows, or terms of them, whose products with a tile are one
+_LEAST_FEW, _MOST_FEW = 32, 128  # query rows, or terms of them, whose products with a tile are one
 # For few query rows: tokens and stages, and what a token costs beside the smaller tile.
 _FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 6, 1.0),), ((64, 2, 1.0), (128, 2, 0.93))
 
@@ -164,7 +164,7 @@ def specialized(
         return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SPECIALIZED_ROWS
-        few = _few_rows(Nq, Lq, 1 + argmax) if normalize or argmax else 0
+        few = _few_rows(Nq, Lq, _LEAST_FEW if argmax else _MOST_FEW) if normalize or argmax else 0
         given = normalize and not few and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
         tile = (*_least_waste(_FEW, Ld), False) if few else _tile(Ld, argmax, normalize, given)
         config = _specialization(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, GIVEN=given)
@@ -191,11 +191,10 @@ def _programs(processors: int, row_tiles: int, pairs: int) -> int:
     return min(aligned if aligned >= 0.95 * processors else processors, pairs)
 
 
-def _few_rows(Nq: int, Lq: int, each: int = 1) -> int:
-    """Query rows of the one product of a tile; 0 where there are too many for it. Each takes one column of registers,
-    or two of terms, or of maxima and winners."""
-    rows = Nq * next_power_of_2(Lq)
-    return max(32, next_power_of_2(rows)) if rows * each <= _MOST_FEW else 0
+def _few_rows(Nq: int, Lq: int, most: int = _MOST_FEW) -> int:
+    """Query rows of the one product of a tile, `most` at most; 0 where there are more."""
+    rows = max(_LEAST_FEW, Nq * next_power_of_2(Lq))
+    return next_power_of_2(rows) if rows <= most else 0
 
 
 def _specialization(tile: tuple[int, int, bool], slot: int, d: int, few: int, **options: Any) -> Specialization:
@@ -248,7 +247,7 @@ def int8(
     if arch.name != "sm_90":
         return None
     rows, tree = 64 // terms, forward_configs.ragged_tree(arch, dtype, Lq, d, stored="int8")
-    few = _few_rows(Nq, Lq, terms) if next_power_of_2(Lq) <= tree else 0
+    few = _few_rows(Nq, Lq, _MOST_FEW // terms) if next_power_of_2(Lq) <= tree else 0
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
     parts = cdiv(Lq, slot)
     row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
@@ -280,7 +279,7 @@ def fp8(
     parts = cdiv(Lq, slot)
     rows = Nq * parts * slot
     row_tiles = 1 if few else cdiv(rows, SPECIALIZED_ROWS)
-    tile = (*_least_waste(_FP8_FEW if few == 32 else _FP8_FEW[:1], Ld), False) if few else _FP8
+    tile = (*_least_waste(_FP8_FEW if few == _LEAST_FEW else _FP8_FEW[:1], Ld), False) if few else _FP8
     config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=True, STORED=kept)
     pairs = row_tiles * K
     if not _reads_numbers(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < processors // 2:

@@ -26,7 +26,7 @@ _MOST = tl.constexpr((127 + 40) << 23)
 _NARROW = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
 _FACTOR = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14; fp16 ends below 2^16
 _SCALE = tl.constexpr(14 << 23)
-_LOW = tl.constexpr(2048.0)
+LOW_PART = tl.constexpr(2048.0)
 _TF32_HALF, _TF32_KEPT = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
 _STEP = tl.constexpr(16)  # tokens at a time that are not plain: rare, so few registers matter more than speed
 
@@ -41,7 +41,7 @@ def _measure(x):
     most = tl.max(bits & _MAGNITUDE, axis=1)
     complement = tl.max(-bits & _MAGNITUDE, axis=1)  # 2^31 less the smallest magnitude that is not zero
     exponent = most & _EXPONENT
-    narrow = complement <= tl.full(exponent.shape, _NARROW, tl.int32) - exponent
+    narrow = complement <= exponent * -1 + _NARROW
     near = (exponent >= _LEAST) & (exponent <= _MOST)
     return (narrow & near) | (most == 0), most == 0, exponent
 
@@ -70,9 +70,9 @@ def split(x):
     What is not plain gives values of no use.
     """
     plain, zero, exponent = _measure(x)
-    y = x * (tl.full(exponent.shape, _FACTOR, tl.int32) - exponent).to(tl.float32, bitcast=True)[:, None]
+    y = x * (exponent * -1 + _FACTOR).to(tl.float32, bitcast=True)[:, None]
     hi = y.to(tl.float16)
-    lo = ((y - hi.to(tl.float32)) * _LOW).to(tl.float16)
+    lo = ((y - hi.to(tl.float32)) * LOW_PART).to(tl.float16)
     return (hi, lo), ((exponent - _SCALE) & _MAGNITUDE).to(tl.float32, bitcast=True), plain, zero
 
 
@@ -84,11 +84,11 @@ def split_product(q, x, C: tl.constexpr):
     if C.TOKENS_FIRST:
         S = tl.dot(x_lo, tl.trans(q_hi))
         S = tl.dot(x_hi, tl.trans(q_lo), S)
-        S = tl.dot(x_hi, tl.trans(q_hi), S * (1.0 / _LOW))
+        S = tl.dot(x_hi, tl.trans(q_hi), S * (1.0 / LOW_PART))
     else:
         S = tl.dot(q_hi, tl.trans(x_lo))
         S = tl.dot(q_lo, tl.trans(x_hi), S)
-        S = tl.dot(q_hi, tl.trans(x_hi), S * (1.0 / _LOW))
+        S = tl.dot(q_hi, tl.trans(x_hi), S * (1.0 / LOW_PART))
     return S
 
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .common import nan_max, query_keep, row_pointers
+from .fp32 import plain_rows
 from .slots import slot_rows, slots_of
 from .stored import of_one_term, term_values
 
@@ -68,29 +69,48 @@ def counted(best, scale, each, odd, Q, numbers, first, H: gl.constexpr, parts, k
         odd = gl.maximum(odd, (each < 0).to(gl.int32))
     best = best * scale
     if odd > 0:
-        best = gl.where(scale < 0, _odd_maxima(Q, numbers, first, H, parts, k, sizes, d, scale, C), best)
+        best = gl.where(scale < 0, odd_maxima(Q, numbers, first, H, parts, k, sizes, d, scale, C), best)
     return best
 
 
 @gluon.jit
-def _odd_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, scale, C: gl.constexpr):
-    """Maxima of a half's rows that are not in their terms, in fp32, feature after feature as `fp32.odd_maxima`."""
+def odd_tokens(D, row, d, layout: gl.constexpr, C: gl.constexpr):
+    """Which of these rows of fp32 tokens two fp16 terms cannot hold, in a layout."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = D + gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)) * d
+    x = gl.load(tokens[:, None] + columns[None, :], mask=(columns < d)[None, :], other=0.0)
+    return gl.convert_layout(plain_rows(x).to(gl.int32), layout) == 0
+
+
+@gluon.jit
+def odd_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, scale, C: gl.constexpr):
+    """Maxima of a half's rows that are not in their terms, in fp32, feature after feature as `fp32.odd_maxima`; with
+    C.SPLIT also of tokens that are not in theirs."""
     STEP: gl.constexpr = 1024 // C.ROWS  # tokens at a time: more would take registers from what is in flight
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // STEP, STEP], [4, 1], [1, 0])
     i, s = slot_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
-    odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & (i < sizes.Nq) & (s < sizes.Lq)
+    ok = (i < sizes.Nq) & (s < sizes.Lq)
+    odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & ok
+    read = query_keep(Q, i, s, ok) if C.SPLIT else odd
     first_feature = row_pointers(Q, i, s)
     best = gl.full([C.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     for t0 in range(0, sizes.Ld, STEP):
         t = gl.minimum(t0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT)), sizes.Ld - 1).to(gl.int64)
-        each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
-        tokens = numbers.ptr + (k.to(gl.int64) * sizes.Ld + t) * d
+        each = 1.0
+        if not C.SPLIT:
+            each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
+        row = k.to(gl.int64) * sizes.Ld + t
+        tokens = numbers.ptr + row * d
         S = gl.full([C.ROWS, STEP], 0.0, gl.float32, LAYOUT)
         rows = first_feature
         for n in range(0, d):
-            q = gl.load(rows, mask=odd, other=0.0).to(gl.float32)
+            q = gl.load(rows, mask=read, other=0.0).to(gl.float32)
             rows += Q.stride_d
             y = gl.load(tokens + n).to(gl.float32) * each
             S += q[:, None] * y[None, :]
+        if C.SPLIT:
+            use = odd[:, None] | odd_tokens(numbers.ptr, row, d, gl.SliceLayout(0, LAYOUT), C)[None, :]
+            S = gl.where(use, S, float("-inf"))
         best = nan_max(best, gl.reduce(S, 1, nan_max))
     return gl.convert_layout(best, scale.type.layout)

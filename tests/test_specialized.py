@@ -28,9 +28,27 @@ def choice(
     return gluon_configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, **options)
 
 
+def few_split(Nq=1, K=1000, Lq=32, Ld=180, d=128):
+    return gluon_configs.few_split(SM_90, Nq, K, Lq, Ld, d, processors=132)
+
+
+def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(monkeypatch):
+    Q, D = (torch.empty(*shape, 128, device="meta") for shape in ((1, 32), (1000, 180)))
+
+    def kernel(Q=Q, D=D, normalize=False, argmax=None):
+        return choose.dense(Q, D, None, normalize, argmax, SM_90).kernel
+
+    assert kernel() == "maxsim_forward_specialized"
+    assert {kernel(normalize=True), kernel(argmax=torch.int16), kernel(Q=Q[:, :1])} == {"maxsim_forward"}
+    monkeypatch.setattr(choose, "allow_tf32", lambda: True)
+    assert kernel() == "maxsim_forward"
+
+
 def test_when_it_is_chosen():
     assert choice() is not None
-    assert choice(dtype=torch.float32) is None
+    assert choice(dtype=torch.float32) is None and few_split() is not None
+    assert few_split(Nq=2) is None and few_split(Ld=63) is None and few_split(K=65) is None
+    assert few_split(d=132) is None
     assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
     assert choice(Ld=63) is None and choice(Lq=1) is None
     assert choice(Nq=1) is None and choice(Nq=1, Lq=300) is not None
@@ -197,12 +215,13 @@ def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, str
     assert_winners(p, x, argmax.transpose(0, 1).long())
 
 
+FEW = [(1, 501, 32, 300, 128), (2, 300, 9, 190, 128), (4, 131, 32, 64, 96), (2, 133, 20, 130, 64)]
+FEW += [(1, 67, 100, 180, 128), (9, 300, 5, 65, 48)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(
-    ("Nq", "Nd", "Lq", "Ld", "d"),
-    [(1, 501, 32, 300, 128), (2, 300, 9, 190, 128), (4, 131, 32, 64, 96), (2, 133, 20, 130, 64), (1, 67, 100, 180, 128), (9, 300, 5, 65, 48)],
-)
+@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), FEW)
 def test_few_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, dtype):
     for n, (values, normalize) in enumerate(itertools.product(("integer", "negative", "normal"), (False, True))):
         q_mask = ("none", "holes", "empty_some")[n % 3]
@@ -222,6 +241,36 @@ def test_few_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, 
             assert torch.equal(scores, expected) and torch.equal(argmax, winners)
             assert_winners(p, x, argmax.transpose(0, 1).long())
         assert_scores(p, x, expected)
+
+
+def odd_fp32(x):
+    """Some rows and tokens that two fp16 terms cannot hold, and some of zeros."""
+    Q, D = x.Q, x.D
+    Q[0, 1], D[2, 5], D[3, :9] = 0, 0, 0
+    D[5, 7, 2], D[6, -1, 1], D[7, 3, 0], D[8, 4] = 1e-12, 1e15, float("inf"), float("nan")
+    D[9] = 1e-20
+    Q[-1, 0, 1], Q[-1, 1], Q[0, -1, :2] = 2.0**-40, 1e20, torch.tensor([1e10, 1e-10])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize(
+    ("Nq", "Nd", "Lq", "Ld", "d"),
+    [(1, 501, 32, 300, 128), (2, 300, 9, 190, 128), (3, 131, 6, 64, 96), (1, 133, 20, 130, 64), (1, 70, 2, 65, 48)],
+)
+def test_few_fp32_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, odd):
+    for n, values in enumerate(("integer", "normal", "normal")):
+        q_mask = ("none", "holes", "empty_some")[n]
+        p = Problem(Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, q_mask=q_mask, weight=n > 0, values=values, seed=n)
+        x = build(p, "cuda")
+        if odd:
+            odd_fp32(x)
+        scores, _ = specialized(x, None)
+        torch.testing.assert_close(scores, plain(x, None)[0], rtol=0, atol=0, equal_nan=True)
+        found = lik_ops.maxsim(x.Q, x.D, x.q_mask, q_weight=x.q_weight)
+        torch.testing.assert_close(found, scores, rtol=0, atol=0, equal_nan=True)
+        if not odd:
+            assert_scores(p, x, scores)
 
 
 def wide_cases():

@@ -149,7 +149,11 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
 def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Specialized | None:
     """The choice for documents without mask, None where another kernel serves better or alone."""
     call = arch, Q.dtype, *sizes(Q, D), Q.shape[-1]
-    found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
+    if Q.dtype == torch.float32:
+        splits = not argmax and plain(Q, D, normalize, argmax, arch).launch.config.SPLIT
+        found = gluon_configs.few_split(arch, *call[2:], processors=arch.processors) if splits else None
+    else:
+        found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
     if found is None or D.shape[-2] < found.config.BN or not describable(D) or kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):

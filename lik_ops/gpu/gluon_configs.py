@@ -26,6 +26,7 @@ _INT8, _INT8_LARGE, _FP8 = (64, 8, True), (128, 6, False), (64, 6, True)
 _LEAST_FEW, _MOST_FEW = 32, 128  # query rows, or terms of them, whose products with a tile are one
 # For few query rows: tokens and stages, and what a token costs beside the smaller tile.
 _FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 6, 1.0),), ((64, 2, 1.0), (128, 2, 0.93))
+_SPLIT_FEW = ((64, 2, 1.0),)
 
 
 class RowMaxima(NamedTuple):
@@ -182,6 +183,19 @@ def specialized(
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
     return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
+
+
+def few_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, processors: int) -> Specialized | None:
+    """The choice for few fp32 query rows, which `maxsim_forward` would split, and documents without mask.
+
+    None where that serves.
+    """
+    tile, few = (*_least_waste(_SPLIT_FEW, Ld), False), _few_rows(Nq, Lq, _LEAST_FEW)
+    config = _specialization(tile, next_power_of_2(Lq), d, few, ARGMAX=False, SPLIT=True)
+    fits = few and Lq >= 2 and Ld >= config.BN and d <= 128 and K * Ld < 2**31
+    if arch.name != "sm_90" or not fits or processors // 2 > K:
+        return None
+    return Specialized(config, 1, 1, min(processors, K))
 
 
 def _programs(processors: int, row_tiles: int, pairs: int) -> int:

@@ -109,8 +109,9 @@ class SpecializedPlan(GluonPlan):
         return tokens, norms[0], self._numbers(x), Output(sums, argmax)
 
     def _numbers(self, x: Any) -> Numbers | None:
-        """int8 documents beside their descriptor."""
-        return None
+        """Documents beside their descriptor, where some tokens are read again."""
+        splits = isinstance(self.choice.config, Specialization) and self.choice.config.SPLIT
+        return Numbers(x.D, None, 0, 0) if splits else None
 
 
 class WidePlan(SpecializedPlan):

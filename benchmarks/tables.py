@@ -48,7 +48,12 @@ def machine(document: dict, *packages: str) -> str:
     env = document["environment"]
     names = [env["gpus"][0]] if env["gpus"] else [env["cpu"], f"{env['threads']} threads"]
     versions = [f"{name} {env['versions'][name]}" for name in packages if env["versions"].get(name)]
-    return ", ".join([*names, *versions, f"commit {(env['commit'] or 'unknown')[:7]}"])
+    text = ", ".join([*names, *versions, f"commit {(env['commit'] or 'unknown')[:7]}"])
+    others: dict[str, list[str]] = {}
+    for record in document["records"]:
+        if "commit" in record:
+            others.setdefault(record["commit"][:7], []).append(record["case"]["name"])
+    return text + "".join(f"; {commit} of {', '.join(cases)}" for commit, cases in others.items())
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

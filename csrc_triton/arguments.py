@@ -68,10 +68,9 @@ class CodedCounts(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """int8 or FP8 documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
+    """Documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
 
-    What token t of document k counts as is times ``scale[k * stride_doc + t * stride_l]``; `stride_l` is 0 where a
-    document has one scale, `stride_doc` too where all have.
+    Of int8 and FP8 ``scale[k * stride_doc + t * stride_l]`` is what token t of document k is times; None of fp32.
     """
 
     ptr: Any
@@ -240,8 +239,7 @@ class Config(NamedTuple):
 
 
 class Specialization(NamedTuple):
-    """Compile-time choices of `maxsim_forward_specialized`, each correct for every shape with Ld >= BN, and of
-    `maxsim_row_maxima`, correct for every shape."""
+    """Compile-time choices of `maxsim_forward_specialized`, correct for Ld >= BN, and of `maxsim_row_maxima`."""
 
     BN: int  # document tokens of a tile
     BD: int  # features, all of them: a power of two >= d

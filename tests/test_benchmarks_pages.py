@@ -16,11 +16,34 @@ pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import add  # noqa: E402
 import hosts  # noqa: E402
 import quantized  # noqa: E402
 import ragged  # noqa: E402
 import retrieve  # noqa: E402
 import tables  # noqa: E402
+
+# add
+
+
+def test_rows_of_a_short_run_stand_beside_the_rest(tmp_path, monkeypatch):
+    def result(commit, gpu="H100", **rows):
+        records = [{"case": {"name": name}, **row} for name, row in rows.items()]
+        return {"benchmark": "x", "environment": {"commit": commit, "gpus": [gpu]}, "records": records}
+
+    old = result("old", a={"ms": 1}, b={"ms": 2, "commit": "older"}, c={"ms": 3})
+    new = result("new", c={"ms": 4}, a={"failed": "no time left"}, d={"ms": 5, "failed": {"peer": "why"}})
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    (tmp_path / "new.json").write_text(json.dumps(new))
+    monkeypatch.setattr(sys, "argv", ["add.py", str(tmp_path / "new.json"), "--to", str(tmp_path / "old.json")])
+    add.main()
+    found = json.loads((tmp_path / "old.json").read_text())
+    rows = [(r["case"]["name"], r["ms"], r.get("commit")) for r in found["records"]]
+    assert rows == [("a", 1, "old"), ("b", 2, "older"), ("c", 4, None), ("d", 5, None)]
+    assert found["environment"]["commit"] == "new"
+    with pytest.raises(ValueError, match="gpus"):
+        add.joined(old, result("new", gpu="H200"))
+
 
 # tables
 

@@ -305,11 +305,10 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
 
     A group is a query, or the next tokens of one that is longer (its `parts`), C.SLOT of them. D is a tensor descriptor
     of all document tokens as rows, in blocks [BN, BD]; with C.GIVEN, `norms` is one of what `maxsim_tile_norms` leaves,
-    or of the scales of int8 tokens. `numbers` are the `Numbers` of int8 documents, or FP8 ones, or None. Programs share
-    the (row tile, document) pairs evenly, row tiles first.
+    or of the scales of int8 tokens. `numbers`: the `Numbers` of int8, FP8 or split fp32 documents, or None.
     """
     row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, HALVES * C.ROWS)
-    pairs = row_tiles.to(gl.int64) * sizes.K
+    pairs = row_tiles.to(gl.int64) * sizes.K  # shared evenly by the programs, row tiles first
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     x = Beside(Q, numbers, parts, d)

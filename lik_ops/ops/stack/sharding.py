@@ -42,7 +42,8 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     at = _Placements(Replicate(), Shard(0), Shard(1), Partial())
-    for register in (_register_maxsim, _register_xtr_and_losses, _register_soft_and_searches, _register_ragged):
+    families = _register_maxsim, _register_xtr_and_losses, _register_soft, _register_head, _register_chamfer
+    for register in (*families, _register_searches, _register_ragged):
         register(register_sharding, at)
 
 
@@ -136,8 +137,8 @@ def _register_xtr_and_losses(register_sharding: Any, at: _Placements) -> None:
         return found
 
 
-def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None:
-    whole, first, partial, dense = at.whole, at.first, at.partial, at.dense
+def _register_soft(register_sharding: Any, at: _Placements) -> None:
+    whole, partial, dense = at.whole, at.partial, at.dense
 
     @register_sharding(lik.maxsim_soft_fwd.default)
     def _(*args):
@@ -156,9 +157,13 @@ def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None
             found.append((grads, [*_placed(args[:8], (scores, q, d, kept, q, d, q, whole)), None, None, None]))
         return found
 
+
+def _register_head(register_sharding: Any, at: _Placements) -> None:
+    whole, partial = at.whole, at.partial
+
     def heads(H):
         """Placements as of `dense`, and of the gradients of W and b, which all processes have whole."""
-        return [(*each, whole if n == 0 else partial) for n, each in enumerate(dense(H))]
+        return [(*each, whole if n == 0 else partial) for n, each in enumerate(at.dense(H))]
 
     @register_sharding(lik.maxsim_from_hidden_fwd.default)
     def _(*args):
@@ -180,6 +185,10 @@ def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None
             found.append(([g if need else whole for g, need in each], [*placed, None, None]))
         return found
 
+
+def _register_chamfer(register_sharding: Any, at: _Placements) -> None:
+    whole, first = at.whole, at.first
+
     @register_sharding(lik.chamfer_fwd.default)
     def _(*args):
         return [([of] * 4, [*_placed(args[:4], (of,) * 4), None]) for of in (whole, first)]
@@ -190,6 +199,10 @@ def _register_soft_and_searches(register_sharding: Any, at: _Placements) -> None
             ([of if need else whole for need in args[7]], [*_placed(args[:6], (of,) * 6), None, None])
             for of in (whole, first)
         ]
+
+
+def _register_searches(register_sharding: Any, at: _Placements) -> None:
+    whole, first = at.whole, at.first
 
     @register_sharding(lik.maxsim_topk.default)
     def _(*args):

@@ -18,7 +18,7 @@ from .backward_soft import upstream
 from .common import query_keep, query_weight, row_pointers
 from .forward_specialized import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
-from .ring import HALF_ROWS, Ring, advance, plain_ring
+from .ring import HALF_ROWS, advance, plain_ring
 from .soft import checked_temperature, probabilities, rate_of
 
 
@@ -27,12 +27,7 @@ def _ring(x, C: gl.constexpr):
     """The ring of the other side's tiles, and room for what both groups own; `x` describes the tiles."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
     OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, C.BD], x.dtype)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     ring = plain_ring(x, TILE, C.STAGES, 2, C)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for n in gl.static_range(2):
-        mbarrier.init(turn.index(n), count=1)
-    ring = Ring(ring.tiles, ring.full, ring.empty, turn, 0, 0)
     return ring, gl.allocate_shared_memory(x.dtype, [2, HALF_ROWS, C.BD], OWN)
 
 
@@ -101,29 +96,22 @@ def _begun(own, ring, C: gl.constexpr):
 
 
 @gluon.jit
-def _issued(S, acc, own, ring, lse, coefficient, rate, place, G: gl.constexpr, C: gl.constexpr):
-    """In flight: the sum of a tile, and similarities to the next one; and the `place` of that: stage, phase, turn."""
-    done, phase, turn = place
+def _issued(S, acc, own, ring, lse, coefficient, rate, stage, phase, C: gl.constexpr):
+    """In flight: the sum of a tile, and similarities to the next one; and where that is."""
     P = probabilities(S, lse, coefficient, rate).to(ring.tiles.dtype)
     P = gl.convert_layout(P, gl.DotOperandLayout(0, acc.type.layout, 2))
-    stage, phase = advance(done, phase, C)
+    acc = warpgroup_mma(P, ring.tiles.index(stage), acc, is_async=True)
+    stage, phase = advance(stage, phase, C)
     mbarrier.wait(ring.full.index(stage), phase)
-    mbarrier.wait(ring.turn.index(G), turn)
-    acc = warpgroup_mma(P, ring.tiles.index(done), acc, is_async=True)
     S = warpgroup_mma(own, ring.tiles.index(stage).permute((1, 0)), S, use_acc=False, is_async=True)
-    return S, acc, stage, phase, turn ^ 1
+    return S, acc, stage, phase
 
 
 @gluon.jit
-def _settled(S, acc, ring, stage, G: gl.constexpr):
-    """What `_issued` has in flight once it is there; the tile at `stage` may be overwritten.
-
-    Now it is the other group's turn to multiply: handed on before, products of both would end together, and both groups
-    then wait for exponentials.
-    """
+def _settled(S, acc, ring, stage):
+    """What `_issued` has in flight once it is there; the tile at `stage` may be overwritten."""
     S, acc = warpgroup_mma_wait(0, [S, acc])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    mbarrier.arrive(ring.turn.index(1 - G), count=1)
     return S, acc
 
 
@@ -150,15 +138,13 @@ def _own_rows(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.constexpr, 
     lse, g = upstream(up, k0 * 0, gl.minimum(k0, up.K - 1), i, r, ok)
     stage = 0
     phase = 0
-    turn = 1 - G
     for k in range(k0, k1):
         # Asked for a document ahead.
         next_lse, next_g = upstream(up, k0 * 0, gl.minimum(k + 1, up.K - 1), i, r, ok)
         for _ in range(0, up.Ld, C.BN):
             done = stage
-            place = stage, phase, turn
-            S, acc, stage, phase, turn = _issued(S, acc, own, ring, lse[:, None], g[:, None], rate, place, G, C)
-            S, acc = _settled(S, acc, ring, done, G)
+            S, acc, stage, phase = _issued(S, acc, own, ring, lse[:, None], g[:, None], rate, stage, phase, C)
+            S, acc = _settled(S, acc, ring, done)
         lse = next_lse
         g = next_g
     r = first + G * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
@@ -219,18 +205,16 @@ def _own_tokens(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.cons
     next_lse, next_g = _columns(Q, up, k, C.BN, C)
     stage = 0
     phase = 0
-    turn = 1 - G
     for r0 in range(0, up.Nq * up.Lq, C.BN):
         # Asked for two tiles ahead, shared among threads while products run.
         later_lse, later_g = _columns(Q, up, k, r0 + 2 * C.BN, C)
         done = stage
-        place = stage, phase, turn
-        S, acc, stage, phase, turn = _issued(S, acc, own, ring, lse[None, :], g[None, :], rate, place, G, C)
+        S, acc, stage, phase = _issued(S, acc, own, ring, lse[None, :], g[None, :], rate, stage, phase, C)
         lse = gl.convert_layout(next_lse, COLUMN)
         g = gl.convert_layout(next_g, COLUMN)
         next_lse = later_lse
         next_g = later_g
-        S, acc = _settled(S, acc, ring, done, G)
+        S, acc = _settled(S, acc, ring, done)
     t = t0 + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     _stored(grad + document.to(gl.int64) * up.Ld * d, acc, t, t < end, d, C)
 

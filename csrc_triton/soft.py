@@ -47,13 +47,13 @@ def row_scales(x, pointers, ok, C: tl.constexpr):
 
 
 @triton.jit
-def reference_of(m):
+def _reference(m):
     """What exponents are taken relative to: `m`, or 0 where it is infinite."""
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
-def rescaled(total, best, top, rate, more):
+def _rescaled(total, best, top, rate, more):
     """Sums relative to `best` as ones relative to `top`, and `more`; of the former nothing where the factor is 0."""
     factor = tl.exp2((best - top) * rate)
     return tl.fma(tl.where(factor > 0, total, 0.0), factor, more)
@@ -66,29 +66,17 @@ def _terms(S, rate, top):
 
 
 @triton.jit
-def soft_lanes(best, total, m, x, rate):
-    """The maxima and sums of lanes after a tile, of similarities ``x [rows, n, lanes, 2]`` with the lanes' maxima m.
-
-    What is added to what does not depend on the rows beside each other, nor on the kernel.
-    """
-    high = nan_max(best, m)
-    top = reference_of(high)
-    terms = _terms(x, rate[:, None, :, None], top[:, None, :, None])
-    return high, rescaled(total, best, top, rate, tl.sum(tl.sum(terms, axis=3), axis=1))
-
-
-@triton.jit
 def soft_taken(best, total, S, rate, C: tl.constexpr):
     """The lanes' maxima and sums after a tile."""
-    m = lane_maxima(S, C)
+    high = nan_max(best, lane_maxima(S, C))
+    top = _reference(high)
     rate = rate[:, None]
     if C.LANES == 1:
-        high = nan_max(best, m)
-        top = reference_of(high)
-        total = rescaled(total, best, top, rate, tl.sum(_terms(S, rate, top), axis=1)[:, None])
+        more = tl.sum(_terms(S, rate, top), axis=1)[:, None]
     else:
-        high, total = soft_lanes(best, total, m, lanes_of(S, C), rate)
-    return high, total
+        terms = _terms(lanes_of(S, C), rate[:, None, :, None], top[:, None, :, None])
+        more = tl.sum(tl.sum(terms, axis=3), axis=1)
+    return high, _rescaled(total, best, top, rate, more)
 
 
 @triton.jit
@@ -99,16 +87,10 @@ def probabilities(S, lse, coefficient, rate):
 
 
 @triton.jit
-def soft_maximum(top, total, tau, rate, scale):
-    """Of rows, from the sum of what is relative to `top`."""
-    far = tl.abs(top * rate) > _FAR
-    return tl.where(far, top * scale, tl.fma(tl.log2(total), tau * _LN_2, top * scale))
-
-
-@triton.jit
 def soft_merged(best, total, x, rows, C: tl.constexpr):
     """Each row's soft maximum from what its lanes have."""
-    top = reference_of(merged_maxima(best, C))
-    total = rescaled(total, best, top[:, None], rows.rate[:, None], 0.0)
+    top = _reference(merged_maxima(best, C))
+    total = _rescaled(total, best, top[:, None], rows.rate[:, None], 0.0)
     total = ordered_sum(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)
-    return soft_maximum(top, total, x.tau, rows.rate, rows.scale)
+    far = tl.abs(top * rows.rate) > _FAR
+    return tl.where(far, top * rows.scale, tl.fma(tl.log2(total), x.tau * _LN_2, top * rows.scale))

@@ -168,7 +168,7 @@ CALLS = {
     ),
     "soft step": (
         partial(step, function=lik_ops.maxsim_soft, temperature=0.5),
-        ["maxsim_forward_soft_specialized", "maxsim_soft_rows", "maxsim_finish", "maxsim_soft_tokens"],
+        ["maxsim_forward_soft", "maxsim_soft_rows", "maxsim_finish", "maxsim_soft_tokens"],
     ),
     "hidden states, few rows": (partial(hidden, 4), ["maxsim_forward_head"]),
     "hidden states, many rows": (partial(hidden, Nq), ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima"]),

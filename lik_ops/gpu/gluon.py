@@ -23,7 +23,6 @@ class Kernels(NamedTuple):
     specialized: ModuleType
     wide: ModuleType
     rows: ModuleType
-    soft: ModuleType
     soft_backward: ModuleType
     layout: Callable[[list[int], str], Any]
     descriptor: Any
@@ -37,19 +36,13 @@ def kernels() -> Kernels | None:
     try:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from ..csrc_triton import (
-            backward_soft_specialized,
-            forward_rows,
-            forward_soft_specialized,
-            forward_specialized,
-            forward_wide,
-        )
+        from ..csrc_triton import backward_soft_specialized, forward_rows, forward_specialized, forward_wide
         from ..csrc_triton.ring import tile_layout
     except (ImportError, AttributeError) as error:
         _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
         return None
-    soft = forward_soft_specialized, backward_soft_specialized
-    return Kernels(forward_specialized, forward_wide, forward_rows, *soft, tile_layout, TensorDescriptor)
+    modules = forward_specialized, forward_wide, forward_rows, backward_soft_specialized
+    return Kernels(*modules, tile_layout, TensorDescriptor)
 
 
 def found() -> Kernels:

@@ -182,7 +182,7 @@ def specialized(
     worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
-    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
 
 
 def few_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, processors: int) -> Specialized | None:
@@ -198,7 +198,7 @@ def few_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, 
     return Specialized(config, 1, 1, min(processors, K))
 
 
-def programs_of(processors: int, row_tiles: int, pairs: int) -> int:
+def _programs(processors: int, row_tiles: int, pairs: int) -> int:
     """A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then
     all of a document's programs read it at the same time."""
     aligned = processors // row_tiles * row_tiles
@@ -271,7 +271,7 @@ def int8(
     fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld)) and not (each_token and Ld % 4)
     if not fits or pairs < processors // 2:
         return None
-    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs), tree // slot)
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)
 
 
 def fp8(
@@ -298,4 +298,4 @@ def fp8(
     pairs = row_tiles * K
     if not _reads_numbers(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < processors // 2:
         return None
-    return Specialized(config, parts, row_tiles, programs_of(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))

@@ -58,8 +58,6 @@ def forward_soft(
     if Nq * K == 0 or Lq == 0:
         return scores.zero_(), lse
     out = Output(scores, lse if keep else None)
-    if d_mask is None and soft_specialized.scored(Q, D, q_mask, q_weight, temperature, normalize, out):
-        return scores, lse
     arch, wide = architecture(Q.device), wide_of(Q, D)
     launch = soft_configs.forward(
         arch, Q.dtype, Nq, Lq, Q.shape[-1], candidates=candidates, normalize=normalize, wide=wide, tf32=allows_tf32(Q)

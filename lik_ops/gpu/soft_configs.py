@@ -11,18 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from ..csrc_triton.arguments import Specialization
 from ..csrc_triton.backward_arguments import SoftSpecialization
 from . import triton_versions
 from .backward_configs import Kind
 from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
 from .forward_configs import config_of, forward_tiles
-from .forward_table import HALF
-from .gluon_configs import SPECIALIZED_ROWS, Specialized, programs_of
 
 _MOST_ROWS = 128
 _MOST_WASTE = 1.07  # what a backward with larger tiles may multiply beside what it does with smaller ones
-_TOKENS, _STAGES = 64, 6  # of a tile of the Gluon forward, as of those of `maxsim_forward_soft`; of its ring
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,27 +49,6 @@ def forward(
     if arch.unit == "wgmma" and half and config.ONE_CHUNK and not normalize and loads_vectors(d, wide):
         warps, stages = 8 if tile.rows == _MOST_ROWS else 4, 2
     return Launch(config, warps, stages, tile.registers or arch.registers)
-
-
-@functools.lru_cache(maxsize=1024)
-def specialized(
-    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int
-) -> Specialized | None:
-    """The choice of the Gluon kernel for documents without mask, or None where `maxsim_forward_soft` serves.
-
-    Nq and K may decide, as both give the same bits: their tiles have as many tokens, which are not shifted.
-    """
-    slot = min(next_power_of_2(Lq), _MOST_ROWS)
-    parts = cdiv(Lq, slot)
-    rows = Nq * parts * slot
-    row_tiles = cdiv(rows, SPECIALIZED_ROWS)
-    pairs = row_tiles * K
-    fits = Lq >= 2 and Ld >= 1 and d <= 128 and max(pairs, rows, K * Ld + _TOKENS) < 2**31
-    worth = rows > SPECIALIZED_ROWS // 2 and pairs >= arch.processors // 2
-    if arch.name != "sm_90" or dtype not in HALF or not (fits and worth):
-        return None
-    config = Specialization(_TOKENS, 64 if d <= 64 else 128, slot, _STAGES, RESIDENT=True, ARGMAX=False)
-    return Specialized(config, parts, row_tiles, programs_of(arch.processors, row_tiles, pairs), tree=1)
 
 
 # Of the Gluon kernels of a backward: others of a tile, stages, and whether registers keep what is owned.

@@ -1,25 +1,16 @@
-"""Soft MaxSim by Gluon kernels: sm_90, no document mask.
-
-The forward of many query rows, which has the bits of the plain kernel, and both kernels of a backward in bf16.
-"""
+"""The gradients of soft MaxSim by Gluon kernels: sm_90, bf16, no document mask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Output, Sizes, Specialization
-from ..csrc_triton.row_sums import maxsim_sum_parts
 from . import gluon, launcher, soft_configs
 from .arguments import architecture, describable, documents_of, on_device, queries_of, sizes, wide_of
 from .configs import cdiv
-from .gluon_configs import Specialized
-from .soft_call import SoftCall, Temperature
+from .soft_call import SoftCall
 
-_PART_SUMS = 2**21  # in a workspace
-_SUM_BLOCK = 256
 _OWNED = 128  # rows of a program of a backward, of two groups of warps
 
 
@@ -27,39 +18,6 @@ def _is_read(Q: Tensor, D: Tensor, normalize: bool) -> bool:
     """Whether the kernels read such documents."""
     readable = describable(D) and D.data_ptr() % 16 == 0 and wide_of(Q, D) < 2
     return readable and D.dim() == 3 and not normalize and gluon.kernels() is not None
-
-
-def _choice(Q: Tensor, D: Tensor, normalize: bool) -> Specialized | None:
-    if not _is_read(Q, D, normalize):
-        return None
-    return soft_configs.specialized(architecture(Q.device), Q.dtype, *sizes(Q, D), Q.shape[-1])
-
-
-def scored(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    q_weight: Tensor | None,
-    temperature: Temperature,
-    normalize: bool,
-    out: Output,
-) -> bool:
-    """Whether the kernel serves this call, of documents without a mask: then it has filled `out`."""
-    choice = _choice(Q, D, normalize)
-    if choice is None:
-        return False
-    all_sizes, (scores, lse) = sizes(Q, D), out
-    sums_each = all_sizes.Nq * choice.parts if choice.parts > 1 else 1
-    step = min(max(_PART_SUMS // sums_each, 1) if choice.parts > 1 else all_sizes.K, all_sizes.K)
-
-    def launches() -> None:
-        for k in range(0, all_sizes.K, step):
-            part = slice(k, k + step)
-            some = Output(scores[:, part], None if lse is None else lse[part])
-            given = Q, D[part], q_mask, q_weight, temperature
-            _launch(choice, given, some, all_sizes._replace(K=min(step, all_sizes.K - k)))
-
-    return _compiles(launches, Q, "maxsim_forward_soft")
 
 
 def _compiles(launches: Callable[[], None], Q: Tensor, instead: str) -> bool:
@@ -71,23 +29,6 @@ def _compiles(launches: Callable[[], None], Q: Tensor, instead: str) -> bool:
         launcher.fall_back(error, instead)
         return False
     return True
-
-
-def _launch(choice: Specialized, given: tuple, out: Output, sizes: Sizes) -> None:
-    """Of all documents if their scores are stored at once, else of some: the sums of queries in parts are added."""
-    Q, D, q_mask, q_weight, temperature = given
-    (Nq, K, _, Ld), d, C = sizes, Q.shape[-1], choice.config
-    assert isinstance(C, Specialization)
-    direct = choice.parts == 1
-    sums = out.scores if direct else Q.new_empty((Nq * choice.parts, K), dtype=torch.float32)
-    tokens = gluon.tiles((C.BN, C.BD), D.dtype).of(D, [K * Ld, d], [d, 1])
-    queries = queries_of(Q, q_mask, q_weight)
-    args = (queries, tokens, Output(sums, out.argmax), temperature, sizes, d, choice.parts, C)
-    kernel = gluon.found().soft.maxsim_forward_soft_specialized
-    launcher.launch(kernel, (min(choice.programs, choice.row_tiles * K),), args, {"num_warps": 4})
-    if not direct:
-        added = (sums, out.scores, out.scores.stride(0), K, choice.parts, choice.tree, _SUM_BLOCK)
-        launcher.launch(maxsim_sum_parts, (cdiv(K, _SUM_BLOCK), Nq), added, {"num_warps": 4})
 
 
 def into_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:

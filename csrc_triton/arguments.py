@@ -254,7 +254,6 @@ class Specialization(NamedTuple):
     FEW: bool = False  # at most ROWS query rows, not RESIDENT: each warp group has documents of its own
     TERMS: int = 0  # of int8 documents: the int8 terms of a query row; unless FEW a product has 64 of them
     SPLIT: bool = False  # fp32 tokens as sums of two fp16 terms: with FEW, no NORMALIZE, no ARGMAX
-    LATE: bool = False  # the turn to multiply is handed on when products are done, not when they are issued
     STORED: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
 
 

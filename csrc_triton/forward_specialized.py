@@ -100,8 +100,7 @@ def issued(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr
     S_a = _multiply(q[0], ring, stage, halves[0])
     S_b = _multiply(q[1], ring, stage, halves[1])
     inverse = inverse_of_tile(ring, stage, phase, joined(halves[0].S, C), C)
-    if not C.LATE:
-        mbarrier.arrive(ring.turn.index(1 - G), count=1)
+    mbarrier.arrive(ring.turn.index(1 - G), count=1)
     return S_a, S_b, inverse
 
 
@@ -130,8 +129,6 @@ def _absorbed(products, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexp
     else:
         S = warpgroup_mma_wait(0, [S_b])
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    if C.LATE:
-        mbarrier.arrive(ring.turn.index(1 - G), count=1)
     b = taken(S, inverse, halves[1], start, C)
     stage, phase = advance(stage, phase, C)
     return (settle(a, C), settle(b, C)), stage, phase, turn ^ 1

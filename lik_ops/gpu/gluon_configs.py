@@ -168,8 +168,7 @@ def specialized(
         few = _few_rows(Nq, Lq, _LEAST_FEW if argmax else _MOST_FEW) if normalize or argmax else 0
         given = normalize and not few and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _LEAST_GIVEN
         tile = (*_least_waste(_FEW, Ld), False) if few else _tile(Ld, argmax, normalize, given)
-        late = not few and (normalize or argmax)  # what a group does between its products takes longer than they do
-        config = _specialization(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, GIVEN=given, LATE=late)
+        config = _specialization(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, GIVEN=given)
     elif argmax or (normalize and Nq * Lq > MOST_QUERY_NORMS):
         return None  # with winners `maxsim_forward` sums the parts of a query in another order
     else:
@@ -267,7 +266,7 @@ def int8(
     parts = cdiv(Lq, slot)
     row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
     tile = _int8_tile(Ld, few, each_token, terms)
-    config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=each_token, ROWS=rows, TERMS=terms, LATE=not few)
+    config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=each_token, ROWS=rows, TERMS=terms)
     pairs = row_tiles * K
     fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld)) and not (each_token and Ld % 4)
     if not fits or pairs < processors // 2:

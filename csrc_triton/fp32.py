@@ -41,7 +41,7 @@ def _measure(x):
     most = tl.max(bits & _MAGNITUDE, axis=1)
     complement = tl.max(-bits & _MAGNITUDE, axis=1)  # 2^31 less the smallest magnitude that is not zero
     exponent = most & _EXPONENT
-    narrow = complement <= exponent * -1 + _NARROW
+    narrow = complement <= exponent * -1 + _NARROW  # no tl.full: Gluon's would ask for a layout
     near = (exponent >= _LEAST) & (exponent <= _MOST)
     return (narrow & near) | (most == 0), most == 0, exponent
 

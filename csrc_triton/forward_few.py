@@ -5,6 +5,7 @@ its products: a maximum over tokens is one over tiles until the document ends, r
 that it converts, and what normalises a token is found by the warp that has its products.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,12 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .common import nan_max, ordered_sum, query_keep, query_weight
 from .converted import held, in_fp16, scales_of
 from .fp32 import LOW_PART, split
-from .halves import together
+from .halves import joined
 from .norms import inverse_norms, row_norms
 from .ring import Norms, Ring, advance, plain_ring, products
 from .slots import half_queries, slot_rows
 from .stored import is_over
 from .terms import any_odd, counted, document_scale, half_terms, odd_maxima
+
+
+@triton.constexpr_function
+def _columns(C):
+    """Of a product: a query row has one, or one for each int8 term."""
+    return C.ROWS * max(C.TERMS, 1)
 
 
 @gluon.jit
@@ -32,12 +39,11 @@ def few_ring(D, norms, C: gl.constexpr):
     CONVERTED: gl.constexpr = C.STORED != "" or C.SPLIT
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
-    COLUMNS: gl.constexpr = C.ROWS * max(C.TERMS, 1)
     ring = plain_ring(D, TILE, 2 * C.STAGES, 1, C)
     if C.GIVEN and C.STORED == "":
         scales = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], norms.layout)
         ring = Ring(ring.tiles, ring.full, ring.empty, 0, 0, Norms(scales, 0))
-    return ring, gl.allocate_shared_memory(DTYPE, [4 if C.SPLIT else 2, COLUMNS, C.BD], OPERAND)
+    return ring, gl.allocate_shared_memory(DTYPE, [4 if C.SPLIT else 2, _columns(C), C.BD], OPERAND)
 
 
 @gluon.jit
@@ -83,15 +89,6 @@ def _scales_after(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _of_rows(S, C: gl.constexpr):
-    """Products as those of query rows: hi and lo of a row lie 8 columns apart, in one thread."""
-    if C.TERMS == 2:
-        terms = gl.reduce(gl.reshape(S, (C.BN, C.ROWS // 8, 2, 8)), 2, together)
-        S = gl.reshape(terms, (C.BN, C.ROWS))
-    return S
-
-
-@gluon.jit
 def _split_similarities(x, q, S, layout: gl.constexpr):
     """`_similarities` of fp32 tokens: -inf of those that terms cannot hold, which come last."""
     terms, scale, plain, _ = split(x)
@@ -130,7 +127,7 @@ def _similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.co
             scale = ring.norms.inverse.index(slot).load(layout)
         S = warpgroup_mma_wait(0, [S])
         mbarrier.arrive(ring.empty.index(slot), count=1)
-        x = _of_rows(S, C)
+        x = joined(S, C)
         if C.NORMALIZE or C.GIVEN:
             x = x.to(gl.float32) * scale[:, None]
     return S, x, odd
@@ -198,19 +195,18 @@ def _counted(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C: gl.conste
 def consume_few(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
     """Warp group G: all query rows against every second document. Scales of FP8 tokens are asked for two tiles before:
     they are not in the ring."""
-    HAS_ODD: gl.constexpr = C.TERMS > 0 or C.SPLIT
-    ACC: gl.constexpr = products(C.ROWS * max(C.TERMS, 1), q_smem.dtype)
+    ACC: gl.constexpr = products(_columns(C), q_smem.dtype)
     ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))
     stage = 0
     phase = 0
-    S = gl.full([C.BN, C.ROWS * max(C.TERMS, 1)], 0, gl.int32 if C.TERMS > 0 else gl.float32, ACC)
+    S = gl.full([C.BN, _columns(C)], 0, gl.int32 if C.TERMS > 0 else gl.float32, ACC)
     if C.TERMS > 0 and not C.GIVEN:
-        none = gl.full_like(_of_rows(S, C), -(2**31))
+        none = gl.full_like(joined(S, C), -(2**31))
     else:
-        none = gl.full_like(_of_rows(S, C).to(gl.float32), float("-inf"))
+        none = gl.full_like(joined(S, C).to(gl.float32), float("-inf"))
     TOKEN: gl.constexpr = gl.SliceLayout(1, none.type.layout)
     q, factor = _queries(x, q_smem, sizes, ROW, G, C)
-    odd_rows = any_odd(factor) if HAS_ODD else 0
+    odd_rows = any_odd(factor) if C.TERMS > 0 or C.SPLIT else 0
     scale, k_ahead, t_ahead = _scales_after(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
     ahead, k_ahead, t_ahead = _scales_after(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
     each = 0.0

@@ -62,17 +62,17 @@ def reduced(S, best, where, t0, C: gl.constexpr):
 
 
 @gluon.jit
-def together(hi, lo):
-    """The product of a row of two terms."""
+def _together(hi, lo):
     return hi * LOW + lo
 
 
 @gluon.jit
 def joined(S, C: gl.constexpr):
-    """Products as those of query rows: hi and lo of a row lie 8 rows apart, in one thread."""
-    if C.TERMS == 2:
-        terms = gl.reduce(gl.reshape(S, (S.shape[0] // 16, 2, 8, S.shape[1])), 1, together)
-        S = gl.reshape(terms, (C.ROWS, S.shape[1]))
+    """Products as those of query rows: hi and lo of a row lie 8 apart, in one thread. With C.FEW rows are columns."""
+    if C.TERMS == 2 and C.FEW:
+        S = gl.reshape(gl.reduce(gl.reshape(S, (C.BN, C.ROWS // 8, 2, 8)), 2, _together), (C.BN, C.ROWS))
+    elif C.TERMS == 2:
+        S = gl.reshape(gl.reduce(gl.reshape(S, (C.ROWS // 8, 2, 8, C.BN)), 1, _together), (C.ROWS, C.BN))
     return S
 
 

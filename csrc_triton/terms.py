@@ -1,4 +1,5 @@
-"""Queries beside int8 documents in the kernels of sm_90: as int8 terms, see `stored`, and what terms cannot hold.
+"""Queries beside int8 documents in the kernels of sm_90: as int8 terms, see `stored`; and what terms cannot hold, those
+of fp32 included.
 
 Rows of two terms lie 8 rows of hi and 8 of lo by turns, so that a thread has both products of a query row. Maxima are
 of integers where a document has one scale, else of fp32.

@@ -55,15 +55,16 @@ def source(
 
 
 def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
-    """Of documents of numbers of 8 bits; `scales`: a descriptor reads those of tokens."""
+    """Of documents of numbers of 8 bits, or of fp32 ones; `scales`: a descriptor reads those of tokens."""
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    element, kept = ("fp32", "float32") if C.SPLIT else ("i8", "int8")
     signature = {
         "Q": Queries(*queries),
-        "D": f"tensordesc<i8[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], 'int8')!r}>",
+        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
-        "numbers": Numbers("*i8", "*fp32", "i32", "i32"),
+        "numbers": Numbers(f"*{element}", "constexpr" if C.SPLIT else "*fp32", "i32", "i32"),
         "out": Output("*fp32", "constexpr"),
         "sizes": Sizes(*["i32"] * 4),
     }
@@ -71,7 +72,8 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
     values |= {} if scales else {(names.index("norms"),): None}
-    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 1), (names.index("out"), 0)]
+    values |= {(3, 1): None} if C.SPLIT else {}
+    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.SPLIT else [(3, 1)]), (names.index("out"), 0)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
@@ -133,27 +135,9 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
 def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
     choice = gluon_configs.few_split(SM_90, Nq, 256, Lq, 300, d, processors=132)
-    compiled = compile_as_launched(few_source(choice, d, options), GPUTarget("cuda", 90, 32))
+    compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path)
-
-
-def few_source(choice, d: int, options: bool) -> GluonASTSource:
-    """Of fp32 documents beside few query rows."""
-    C = choice.config
-    queries, constants = _queries(Case("maxsim_forward", torch.float32, d, options=options))
-    signature = {
-        "Q": Queries(*queries),
-        "D": f"tensordesc<fp32[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], 'float32')!r}>",
-        "norms": "constexpr",
-        "numbers": Numbers("*fp32", "constexpr", "i32", "i32"),
-        "out": Output("*fp32", "constexpr"),
-        "sizes": Sizes(*["i32"] * 4),
-    }
-    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
-    values = {(0, k): v for k, v in constants.items()} | {(8,): C, (4, 1): None, (2,): None, (3, 1): None}
-    attributes = {path: [["tt.divisibility", 16]] for path in [(0, 0), (0, 1), (0, 2), (3, 0), (4, 0)]}
-    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
 
 def described_norms(BN: int) -> str:

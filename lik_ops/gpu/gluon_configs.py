@@ -264,7 +264,7 @@ def int8(
     few = _few_rows(Nq, Lq, _MOST_FEW // terms) if next_power_of_2(Lq) <= tree else 0
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
     parts = cdiv(Lq, slot)
-    row_tiles = 1 if few else cdiv(Nq * parts * slot, _PRODUCTS * rows)
+    row_tiles = cdiv(Nq * parts * slot, _PRODUCTS * rows)
     tile = _int8_tile(Ld, few, each_token, terms)
     config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=each_token, ROWS=rows, TERMS=terms)
     pairs = row_tiles * K
@@ -292,7 +292,7 @@ def fp8(
     slot, few = min(next_power_of_2(Lq), 128), _few_rows(Nq, Lq)
     parts = cdiv(Lq, slot)
     rows = Nq * parts * slot
-    row_tiles = 1 if few else cdiv(rows, SPECIALIZED_ROWS)
+    row_tiles = cdiv(rows, SPECIALIZED_ROWS)
     tile = (*_least_waste(_FP8_FEW if few == _LEAST_FEW else _FP8_FEW[:1], Ld), False) if few else _FP8
     config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=True, STORED=kept)
     pairs = row_tiles * K

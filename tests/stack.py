@@ -19,7 +19,7 @@ def step(function: Callable[..., Tensor], args: Sequence[Any]) -> list[Tensor]:
     """What it returns, and the gradients of all arguments that may have one, with an upstream gradient of its own."""
     args = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
     found = function(*args)
-    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found)
+    upstream = torch.arange(found.numel(), dtype=found.dtype, device=found.device).cos().reshape(found.shape)
     leaves = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
     return [found.detach(), *torch.autograd.grad(found, leaves, upstream)]
 

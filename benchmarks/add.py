@@ -2,7 +2,8 @@
 
     python benchmarks/add.py NEW.json [--to benchmarks/results/NAME.json]
 
-Rows that the run has take the place of those of the same name. Others stay, each with the commit it was measured on.
+Rows that the run has take the place of those of the same name. Others stay, each with the commit it was measured on, and
+the GPUs where these are others.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ def _is_measured(record: dict) -> bool:
     return not isinstance(record.get("failed"), str)
 
 
+def _kept(record: dict, old: dict, new: dict) -> dict:
+    """A record of `old`, as a result with the environment of `new` has it."""
+    env = old["environment"]
+    gpus = record.get("gpus", env["gpus"])
+    others = {} if gpus == new["environment"]["gpus"] else {"gpus": gpus}
+    rest = {key: value for key, value in record.items() if key != "gpus"}
+    return {"commit": env["commit"], **others, **rest}
+
+
 def joined(old: dict, new: dict) -> dict:
     """`new`, a result, with the records of `old` that it has not measured; in the order of `old`."""
-    for what in ("benchmark", "gpus"):
-        was, now = (x.get(what, x["environment"].get(what)) for x in (old, new))
-        if was != now:
-            raise ValueError(f"{what}: the result is of {was}, the run of {now}")
-    records = {r["case"]["name"]: {"commit": old["environment"]["commit"], **r} for r in old["records"]}
+    if old["benchmark"] != new["benchmark"]:
+        raise ValueError(f"benchmark: the result is of {old['benchmark']}, the run of {new['benchmark']}")
+    records = {r["case"]["name"]: _kept(r, old, new) for r in old["records"]}
     records |= {r["case"]["name"]: r for r in new["records"] if _is_measured(r)}
     return {**new, "records": list(records.values())}
 

@@ -52,8 +52,9 @@ def machine(document: dict, *packages: str) -> str:
     others: dict[str, list[str]] = {}
     for record in document["records"]:
         if "commit" in record:
-            others.setdefault(record["commit"][:7], []).append(record["case"]["name"])
-    return text + "".join(f"; {commit} of {', '.join(cases)}" for commit, cases in others.items())
+            where = f" on {record['gpus'][0]}" if "gpus" in record else ""
+            others.setdefault(record["commit"][:7] + where, []).append(record["case"]["name"])
+    return text + "".join(f"; {run} of {', '.join(cases)}" for run, cases in others.items())
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -41,8 +41,13 @@ def test_rows_of_a_short_run_stand_beside_the_rest(tmp_path, monkeypatch):
     rows = [(r["case"]["name"], r["ms"], r.get("commit")) for r in found["records"]]
     assert rows == [("a", 1, "old"), ("b", 2, "older"), ("c", 4, None), ("d", 5, None)]
     assert found["environment"]["commit"] == "new"
-    with pytest.raises(ValueError, match="gpus"):
-        add.joined(old, result("new", gpu="H200"))
+    elsewhere = add.joined(found, result("newest", gpu="H200", c={"ms": 6}))
+    rows = [(r["case"]["name"], r["commit"], r["gpus"]) for r in elsewhere["records"] if "commit" in r]
+    assert rows == [("a", "old", ["H100"]), ("b", "older", ["H100"]), ("d", "new", ["H100"])]
+    back = add.joined(elsewhere, result("last", a={"ms": 7}))
+    assert [("gpus" in r, r["case"]["name"]) for r in back["records"]] == [(n == "c", n) for n in "abcd"]
+    with pytest.raises(ValueError, match="benchmark"):
+        add.joined(old, {**old, "benchmark": "y"})
 
 
 # tables

@@ -170,7 +170,7 @@ CALLS = {
         partial(step, function=lik_ops.maxsim_soft, temperature=0.5),
         ["maxsim_forward_soft", "maxsim_soft_rows", "maxsim_finish", "maxsim_soft_tokens"],
     ),
-    "hidden states, few rows": (partial(hidden, 4), ["maxsim_forward_head"]),
+    "hidden states, few rows": (partial(hidden, 3), ["maxsim_forward_head"]),
     "hidden states, many rows": (partial(hidden, Nq), ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima"]),
     "hidden states, step": (
         partial(hidden, Nq, trains=True),

@@ -2,8 +2,8 @@
 
     python benchmarks/add.py NEW.json [--to benchmarks/results/NAME.json]
 
-Rows that the run has take the place of those of the same name. Others stay, each with the commit it was measured on, and
-the GPUs where these are others.
+Rows that the run has take the place of those of the same name. Others stay, each with its commit, and
+its GPUs where these are others.
 """
 
 from __future__ import annotations

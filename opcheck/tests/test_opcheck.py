@@ -12,20 +12,32 @@ from lik_ops.opcheck.samples import OPERATORS, registered
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("check", checks.CHECKS)
-@pytest.mark.parametrize("op", OPERATORS)
-def test_a_sample_of_every_operator(op, check, device):
+def _selections():
+    """Checks, and of which samples: of each dtype alone on a GPU, where what is compiled for one takes minutes."""
+    for check in checks.CHECKS:
+        yield pytest.param(check, checks.Selection("cpu"), id=f"{check}-cpu")
+        each = (None,) if check in checks.OF_ALL_DTYPES else [(dtype,) for dtype in checks.GPU_DTYPES]
+        for dtypes in each:
+            name = str(dtypes[0]).removeprefix("torch.") if dtypes else "all"
+            selection = checks.Selection("cuda", dtypes=dtypes)
+            yield pytest.param(check, selection, id=f"{check}-cuda-{name}", marks=pytest.mark.gpu)
+
+
+of_every_operator = pytest.mark.parametrize("op", OPERATORS)
+
+
+@pytest.mark.parametrize(("check", "of"), _selections())
+@of_every_operator
+def test_a_sample_of_every_operator(op, check, of):
     every = 11 if check == "opcheck" else 3
-    assert checks.CHECKS[check](op, OPERATORS[op], checks.Selection(device, every)) > 0
+    assert checks.CHECKS[check](op, OPERATORS[op], of._replace(every=every)) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("check", checks.CHECKS)
-@pytest.mark.parametrize("op", OPERATORS)
-def test_every_sample(op, check, device):
-    assert checks.CHECKS[check](op, OPERATORS[op], checks.Selection(device)) > 0
+@pytest.mark.parametrize(("check", "of"), _selections())
+@of_every_operator
+def test_every_sample(op, check, of):
+    assert checks.CHECKS[check](op, OPERATORS[op], of) > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

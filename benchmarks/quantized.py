@@ -42,7 +42,7 @@ import lik_ops
 LOOKED_AT = 4096
 BEST = 10  # documents of a search
 TOPIC = 0.6  # of a token's square, what is its document's topic
-CALL_SECONDS = 60  # of a first call, which compiles and tunes
+CALL_SECONDS = 60  # of a first call, which compiles and tunes, unless asked otherwise
 PAGES = {"Lq": 1024, "Ld": 1024}
 FORMATS = {
     "int8": ("int8", "token", "half"),
@@ -136,7 +136,9 @@ def quality_of(scores: object, exact: Tensor) -> dict[str, float]:
     return fidelity.compared(first[:, :LOOKED_AT].double(), exact)
 
 
-def measure(row: Row, timer: gpu.Timer, device: str = "cuda", own: bool = False) -> dict:
+def measure(
+    row: Row, timer: gpu.Timer, device: str = "cuda", own: bool = False, call_seconds: float = CALL_SECONDS
+) -> dict:
     x = Inputs(row.case, device)
     made = {name: lik_ops.quantize(x.D, *how, query=query) for name, (*how, query) in FORMATS.items()}
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
@@ -146,7 +148,7 @@ def measure(row: Row, timer: gpu.Timer, device: str = "cuda", own: bool = False)
     failed: dict[str, str] = {}
     for name, function in list(functions.items()):
         try:
-            gpu.first_call(function, CALL_SECONDS)
+            gpu.first_call(function, call_seconds)
         except (Exception, gpu.TooSlowError) as failure:
             if name in FORMATS or name == "full":
                 raise
@@ -232,6 +234,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--own", action="store_true", help="without peers, whose tuning takes most of the time")
+    parser.add_argument("--call", type=float, default=CALL_SECONDS, help="seconds of a first call (default 60)")
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this time (default 400)")
     parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
     parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows side by side (default 0)")
@@ -252,7 +255,7 @@ def main() -> None:
                 elif timer is None:
                     raise TimeoutError("kernels are timed on a GPU")
                 else:
-                    records.append(measure(row, timer, own=args.own))
+                    records.append(measure(row, timer, own=args.own, call_seconds=args.call))
         except Exception as failure:
             records.append({"case": {"name": name}, "failed": gpu.reason(failure)})
         report(records[-1], {} if isinstance(row, Found) else row.goals)

@@ -63,7 +63,14 @@ def tiles_of(case: Head) -> tuple[Tile, ...]:
 
 def cases(only: str) -> list[Head]:
     """Those that are fused on an H100 or H200."""
-    return [case for case in CASES if case.what == "scores" and case.Nq <= 4 and case.Nd >= 264 and only in case.name]
+    return [
+        case
+        for case in CASES
+        if case.what == "scores"
+        and case.Nq * case.Lq <= head_configs.MOST_ROWS
+        and case.Nd >= 264
+        and only in case.name
+    ]
 
 
 @contextmanager

@@ -1,0 +1,101 @@
+"""Which tile is fastest where query rows are few? Alternatives to those of `gpu/gluon_configs.py`.
+
+    python benchmarks/sweep_few.py [--only fp8] [--rounds 15] [--first 60] [--out FILE]
+
+Median device times of calls that find the L2 cache flushed, one tile after the other. Each has to give the bits of the
+table's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import gpu
+import torch
+from common import Case, Inputs
+from runs import Run
+from torch import Tensor
+
+import lik_ops
+from lik_ops.gpu import gluon_configs
+from lik_ops.ops import eager
+
+TABLES = ("_FEW", "_INT8_FEW", "_FP8_FEW", "_SPLIT_FEW")  # of `gluon_configs`, by what documents are
+TILES = ((64, 1), (64, 2), (64, 3), (64, 4), (64, 6), (64, 10), (128, 1), (128, 2), (128, 3))  # tokens and stages
+SHAPES = ((1, 1000, 300), (2, 1000, 300), (4, 1000, 300), (1, 1000, 1024), (1, 100_000, 180))  # Nq, Nd, Ld
+Call = Callable[[], object]
+
+
+class Few(NamedTuple):
+    """A call of few query rows: how its documents are kept, and what is asked for."""
+
+    kept: str
+    Nq: int
+    Nd: int
+    Ld: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kept}, {self.Nq} x {self.Nd}, Ld {self.Ld}"
+
+    def call(self) -> Call:
+        dtype = "float32" if self.kept == "fp32" else "bfloat16"
+        x = Inputs(Case(self.name, self.Nq, self.Nd, 32, self.Ld, dtype=dtype), "cuda")
+        if self.kept == "normalize":
+            return lambda: lik_ops.maxsim(x.Q, x.D, normalize=True)
+        if self.kept == "winners":
+            return lambda: torch.cat([t.flatten().float() for t in lik_ops.maxsim_with_argmax(x.Q, x.D)])
+        if self.kept == "fp32":
+            return lambda: lik_ops.maxsim(x.Q, x.D)
+        format, *scale = self.kept.split()
+        D = lik_ops.quantize(x.D, format, *scale)
+        return lambda: lik_ops.maxsim(x.Q, D)
+
+
+KEPT = ("normalize", "winners", "fp32", "fp8_e4m3", "int8 token", "int8 document")
+ROWS = tuple(Few(kept, *shape) for kept in KEPT for shape in SHAPES if kept != "fp32" or shape[1] <= 1000)
+
+
+@contextmanager
+def forced(tile: tuple[int, int] | None) -> Iterator[None]:
+    """Calls of few rows with this tile, or that of the table."""
+    eager.forget()
+    tables = {name: getattr(gluon_configs, name) if tile is None else ((*tile, 1.0),) for name in TABLES}
+    with mock.patch.multiple(gluon_configs, **tables):
+        yield
+    eager.forget()
+
+
+def measure(row: Few, timer: gpu.Timer) -> dict:
+    call, tried = row.call(), dict[str, dict]()
+    expected = call()
+    assert isinstance(expected, Tensor)
+    for tile in (None, *TILES):
+        with forced(tile):
+            try:
+                same = torch.equal(call(), expected)  # type: ignore[arg-type]
+                found: dict = {"same_bits": same, "ms": timer.compare({"call": call})["call"]}
+            except Exception as failure:  # shared memory or registers that there are not
+                found = {"failed": gpu.reason(failure)}
+        tried["table" if tile is None else f"{tile[0]} x {tile[1]}"] = found
+    return {"case": {**row._asdict(), "name": row.name}, "tried": tried}
+
+
+@torch.no_grad()
+def main() -> None:
+    run = Run("sweep_few", __doc__, rounds=15)
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
+    for row in run.asked(((row.name, row) for row in ROWS), args):
+        tried = run.keep(measure(row, timer), args)["tried"]
+        cells = (f"{tile} {found.get('ms', float('nan')):.4f}" for tile, found in tried.items())
+        print(f"{row.name:32} {', '.join(cells)}", flush=True)
+        if other := [tile for tile, found in tried.items() if not found.get("same_bits", True)]:
+            raise AssertionError(f"{row.name}: other bits with {', '.join(other)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -111,14 +111,6 @@ def lookup_tables(counts, C: tl.constexpr):
 
 
 @triton.jit
-def _halves(pairs, dtype: tl.constexpr):
-    """Pairs ``[n, m]`` of numbers of 16 bits, the first in the low bits, as ``[n, 2 m]``."""
-    low = pairs.to(tl.uint16).to(dtype, bitcast=True)
-    high = (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.reshape(tl.join(low, high), (pairs.shape[0], 2 * pairs.shape[1]))
-
-
-@triton.jit
 def coded_rows(counts, row, t):
     """Of tokens t, the first of which is `row` of all: codes, 0 where they are no centroid's; and scales, NaN there."""
     code = tl.load(counts.codes + row + t)

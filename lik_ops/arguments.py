@@ -45,7 +45,9 @@ def shape_of(t: Tensor) -> str:
 
 def kind_of(x: Any) -> str:
     """What a value is, in a message that expected another type."""
-    return f"a tensor {shape_of(x)}" if isinstance(x, Tensor) else type(x).__name__
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "a nested tensor" if x.is_nested else f"a tensor {shape_of(x)}"
 
 
 def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
@@ -179,9 +181,11 @@ def check_indices(
         raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
 
 
-def check_cu_seqlens(op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]") -> None:
+def check_cu_seqlens(
+    op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]", of: str = "Q"
+) -> None:
     """Raise unless these may be the bounds of N packed sequences."""
-    check_indices(op, name, cu_seqlens, (None,), spelled, device)
+    check_indices(op, name, cu_seqlens, (None,), spelled, device, of)
     if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: {name}: expected {spelled}, got {shape_of(cu_seqlens)}")
 

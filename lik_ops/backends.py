@@ -1,4 +1,4 @@
-"""Who computes: `cuda` launches the Triton kernels, `portable` streams through plain torch on any device."""
+"""Who computes: `gpu` launches the Triton kernels, `portable` streams through plain torch on any device."""
 
 import logging
 import sys

@@ -38,7 +38,7 @@ class Index:
             raise TypeError(f"Index: documents: expected a Quantized, got {kind_of(self.documents)}")
         if self.documents.dim() != 2:
             raise ValueError(f"Index: documents: expected packed [Td, d], got {list(self.documents.shape)}")
-        check_cu_seqlens("Index", "cu_seqlens", self.cu_seqlens, self.documents.device, "[Nd + 1]")
+        check_cu_seqlens("Index", "cu_seqlens", self.cu_seqlens, self.documents.device, "[Nd + 1]", "documents")
 
     def __len__(self) -> int:
         return self.cu_seqlens.shape[0] - 1

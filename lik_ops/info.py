@@ -146,8 +146,9 @@ def main(argv: list[str] | None = None) -> None:
     for device, name in _devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:
-            print(f"  {str(dtype).removeprefix('torch.'):9} {choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)}")
-            if args.compile:
+            said = choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)
+            print(f"  {str(dtype).removeprefix('torch.'):9} {said}")
+            if args.compile and not said.startswith("error"):
                 _compile(device, dtype, *sizes, args.nd, args.ld)
         print(f"  {'int8':9} {choice(device, torch.bfloat16, *sizes, int8=True, Nd=args.nd, Ld=args.ld)}")
     for said in fallen_back():

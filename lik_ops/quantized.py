@@ -197,8 +197,10 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tokens as they count, in `dtype` (None: that they had), rounded once."""
+        dtype = self.dtype if dtype is None else dtype
+        check_dtype("Quantized.dequantize", "dtype", dtype)
         stored = self.stored()
-        out = torch.empty((len(stored.data), self.d), dtype=dtype or self.dtype, device=self.device)
+        out = torch.empty((len(stored.data), self.d), dtype=dtype, device=self.device)
         for part in parts(len(out), self.d):
             out[part] = stored.decoded(part, self.d)
         return out.view(self.shape)

@@ -61,7 +61,7 @@ def quantize(
     if isinstance(format, ResidualCodec):
         return _with_errors(_coded(rows, keep, D.shape, format, D.dtype), rows, keep, bounds)
     shape, kept = D.shape[:-1], FORMATS[format]
-    low, high = (torch.empty(len(rows), device=D.device) for _ in range(2))
+    low, high = (torch.empty(len(rows), dtype=torch.float32, device=D.device) for _ in range(2))
     for part in parts(len(rows), D.shape[-1]):
         low[part], high[part] = extremes(_widened(rows, keep, part), format)
 
@@ -92,7 +92,7 @@ def _coded(rows: Tensor, keep: Tensor | None, shape: torch.Size, codec: Residual
     """Tokens as the codes of a codec. One of zeros stays one by its scale, and one that is not finite is NaN by it."""
     codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     residuals = torch.empty((len(rows), codec.width), dtype=torch.uint8, device=rows.device)
-    scale = torch.empty(len(rows), device=rows.device)
+    scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     for part in parts(len(rows), codec.d):
         x = _widened(rows, keep, part)
         codes[part], residuals[part] = codec.encode(x)
@@ -106,7 +106,7 @@ def _coded(rows: Tensor, keep: Tensor | None, shape: torch.Size, codec: Residual
 def _with_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Bounds | None) -> Quantized:
     """With how far the furthest token of each document is off, and the largest norm of one."""
     stored, shape = made.stored(), made.shape[:-1]
-    error, norm = (torch.empty(len(rows), device=rows.device) for _ in range(2))
+    error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
     for part in parts(len(rows), made.d):
         x = _widened(rows, keep, part).double()
         off = x - stored.decoded(part, made.d).double()
@@ -161,7 +161,8 @@ def _check(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: 
         raise ValueError(f"{op}: D: expected {shapes}, got {shape_of(D)}")
     check_mask(op, "d_mask", d_mask, "D", D)
     if cu_seqlens_d is not None:
-        check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, D.device, "[Nd + 1]")
+        check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, D.device, "[Nd + 1]", "D")
         ends = cu_seqlens_d[0] == 0, cu_seqlens_d[-1] == len(D)
         if not (all(ends) and bool((cu_seqlens_d.diff() >= 0).all())):
-            raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}")
+            got = f"{int(cu_seqlens_d[0])} to {int(cu_seqlens_d[-1])}" if not all(ends) else "some that descend"
+            raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}, got {got}")

@@ -18,11 +18,13 @@ __all__ = [
     "chamfer_distance",
     "maxsim",
     "maxsim_at",
+    "maxsim_cross_entropy",
     "maxsim_from_hidden",
     "maxsim_pairs",
     "maxsim_soft",
     "maxsim_token_topk",
     "maxsim_with_argmax",
+    "maxsim_xtr",
     "similarities",
 ]
 
@@ -260,9 +262,10 @@ def maxsim_xtr(
         return _dropped(S.sum((-1, -2)), Q, D)
     least = among.topk(min(top_k, among.shape[2]), dim=2).values[..., -1]
     best = S.amax(-1)
-    retrieved = (best >= least[:, None]) & (best > float("-inf")) & q_keep[:, None]
+    retrieved = (best >= least[:, None]) & (best > float("-inf"))
     if normalizer == "positive":
         retrieved = retrieved & (best > 0)
+    retrieved = (retrieved | best.isnan()) & q_keep[:, None]
     terms = torch.where(retrieved, best, 0)
     if q_weight is not None:
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]

@@ -186,9 +186,9 @@ class ResidualCodec:
     def scales(self, codes: Tensor, residuals: Tensor) -> Tensor:
         """What tokens are multiplied by: inverse norms, fp32 of the shape of the codes; ones of sizes 1 without."""
         if not self.normalize:
-            return torch.ones((1,) * codes.dim(), device=codes.device)
+            return torch.ones((1,) * codes.dim(), dtype=torch.float32, device=codes.device)
         stored = self._stored(codes, residuals)
-        out = torch.empty(len(stored.data), device=codes.device)
+        out = torch.empty(len(stored.data), dtype=torch.float32, device=codes.device)
         for part in parts(len(out), self.d):
             out[part] = _inverse_norms(stored.decoded(part, self.d))
         return out.view(codes.shape)
@@ -273,9 +273,9 @@ class ResidualCodec:
         check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] < 1:
             raise ValueError(f"{op}: tokens: expected [..., d], got {shape_of(tokens)}")
-        if not isinstance(nbits, int) or nbits not in (1, 2, 4, 8):
+        if type(nbits) is not int or nbits not in (1, 2, 4, 8):
             raise ValueError(
-                f"{op}: nbits: expected 1, 2, 4 or 8, got {nbits if isinstance(nbits, int) else kind_of(nbits)}"
+                f"{op}: nbits: expected 1, 2, 4 or 8, got {nbits if type(nbits) is int else kind_of(nbits)}"
             )
         for name, count in (("n_centroids", n_centroids), ("iterations", iterations)):
             if count is not None:
@@ -285,7 +285,7 @@ class ResidualCodec:
         if not len(rows):
             raise ValueError(f"{op}: tokens: expected finite ones, got none of {shape_of(tokens)}")
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(rows), generator=generator).to(rows.device)
+        order = torch.randperm(len(rows), generator=generator, device="cpu").to(rows.device)
         held = rows[order[: min(_HELD_OUT, max(1, len(rows) // 20))]].float()
         seen = order[len(held) :] if len(rows) > len(held) else order
         count = n_centroids or 1 << max(0, (int(16 * len(rows) ** 0.5)).bit_length() - 1)
@@ -293,7 +293,8 @@ class ResidualCodec:
         kept = centroids.half().float()
         residuals = torch.cat([held[p] - kept[_nearest(held[p], kept)] for p in parts(len(held), held.shape[1])])
         n = 2**nbits
-        quantiles = _quantiles(residuals.flatten(), torch.arange(1, 2 * n, dtype=torch.float64) / (2 * n))
+        at = torch.arange(1, 2 * n, dtype=torch.float64, device="cpu") / (2 * n)
+        quantiles = _quantiles(residuals.flatten(), at)
         return cls(centroids.half(), quantiles[0::2].clone(), quantiles[1::2].clone(), bit_order)
 
 
@@ -324,13 +325,13 @@ def _k_means(rows: Tensor, count: int, iterations: int, generator: torch.Generat
     """Unit centroids: each the direction of the sum of the rows that it has the largest product with."""
     centroids = F.normalize(rows[:count], dim=-1)  # of rows in random order
     for _ in range(iterations):
-        sums, members = torch.zeros_like(centroids), torch.zeros(count, device=rows.device)
+        sums, members = torch.zeros_like(centroids), rows.new_zeros(count)
         for part in parts(len(rows), rows.shape[1]):
             nearest = _nearest(rows[part], centroids)
             sums.index_add_(0, nearest, rows[part])
             members += torch.bincount(nearest, minlength=count)
         # One that no row is near to begins again where another row is.
-        others = rows[torch.randint(len(rows), (count,), generator=generator).to(rows.device)]
+        others = rows[torch.randint(len(rows), (count,), generator=generator, device="cpu").to(rows.device)]
         centroids = F.normalize(torch.where((members > 0).unsqueeze(-1), sums, others), dim=-1)
     return centroids
 

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from .api.score import maxsim
-from .arguments import Backward, Save, check_count, check_options, check_save, check_tensor
+from .arguments import (
+    MASK_DTYPES,
+    Backward,
+    Save,
+    check_count,
+    check_mask,
+    check_options,
+    check_save,
+    check_tensor,
+)
 from .retrieval import retrieve
+
+_IDS = tuple(dtype for dtype in MASK_DTYPES if dtype != torch.bool)
 
 
 class MaxSimScorer(nn.Module):
@@ -89,8 +100,10 @@ class MaxSimScorer(nn.Module):
         """
         if self.pad_id is None:
             raise ValueError("MaxSimScorer: pad_id: expected the id of padding for forward_with_ids, got None")
-        for name, ids in (("q_ids", q_ids), ("d_ids", d_ids)):
+        for name, ids, of, tokens in (("q_ids", q_ids, "Q", Q), ("d_ids", d_ids, "D", D)):
+            check_tensor("forward_with_ids", of, tokens)
             check_tensor("forward_with_ids", name, ids)
+            check_mask("forward_with_ids", name, ids, of, tokens, _IDS)
         return self.forward(Q, D, q_ids != self.pad_id, d_ids != self.pad_id)
 
     @torch.no_grad()

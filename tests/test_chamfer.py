@@ -291,6 +291,22 @@ def test_compiled_steps_have_the_bits_of_eager_ones(device):
     assert_compiled_steps(lambda P, R, lengths: lik_ops.chamfer_distance(P, R, r_lengths=lengths), given)
 
 
+def test_one_compilation_serves_all_sizes():
+    torch.compiler.reset()
+    compiled = torch.compile(lik_ops.chamfer_distance, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B, N, M in ((2, 3, 4), (3, 4, 7), (5, 9, 2)):
+        P, R = clouds(N, M, 3, "cpu", B=B)
+        assert torch.equal(compiled(P, R), lik_ops.chamfer_distance(P, R))
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match="R: expected B and d of P"):
+        compiled(torch.randn(2, 3, 3), torch.randn(2, 3, 4))
+
+
+def test_lengths_are_looked_at_where_checks_are_asked_for():
+    P, R = clouds(3, 4, 2, "cpu", B=1)
+    with lik_ops.checks(), pytest.raises(ValueError, match=r"p_lengths: expected 0 to 3 tokens, got 9 at \[0\]"):
+        lik_ops.chamfer_distance(P, R, p_lengths=torch.tensor([9]))
+
+
 def test_it_exports_with_every_size_dynamic():
     def function(P, R, lengths):
         return lik_ops.chamfer_distance(P, R, metric="l1", r_lengths=lengths)

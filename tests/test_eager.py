@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
 from lik_ops import backends
-from lik_ops.ops import eager
+from lik_ops.ops import eager, watchers
 
 from .support import INTERPRETING, PLACES, Problem, build
 
@@ -197,6 +197,29 @@ def test_tensors_that_are_not_plain_memory_take_the_long_way():
     assert short(Q, D, d_mask=mask.as_subclass(Wrapped)) is None
     assert short(Q, D, q_mask=mask[:2, :3].to("meta")) is None
     assert short(Q, D, q_weight=torch._neg_view(weight)) is None
+
+
+@pytest.mark.parametrize("first", ["fake mode", "grad"])
+def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
+    """What ordinary tensors look like is learned once a process, of a new one, which modes and transforms wrap."""
+    monkeypatch.setattr(watchers, "_usual_keys", set())
+    monkeypatch.setattr(watchers, "_devices_known", set())
+    Q, D = inputs()
+    lengths = torch.tensor([2, 3]), torch.full((2, 5), 4)
+
+    def call(q):
+        lik_ops.maxsim_padded(Q, D.expand(2, -1, -1, -1), *lengths)
+        return q.sum()
+
+    if first == "grad":
+        torch.func.grad(call)(Q)
+    else:
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            call(Q)
+    assert watchers.is_memory(Q) and short(Q, D) is not None
+    seen = []
+    torch.func.grad(lambda q: seen.append(watchers.is_memory(q)) or q.sum())(Q)
+    assert seen == [False]
 
 
 def test_each_kind_of_watcher_is_enough():

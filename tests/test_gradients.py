@@ -307,6 +307,19 @@ def test_only_the_gradients_asked_for(place, backward, wanted):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+def test_weights_of_points_that_nobody_is_near_have_no_gradient(place):
+    P, R = torch.randn(2, 4, 3, device=place.device), torch.randn(2, 5, 3, device=place.device)
+    of_P, of_R = (torch.rand(X.shape[:2], device=place.device, requires_grad=True) for X in (P, R))
+    lengths = torch.tensor([0, 3], device=place.device)
+    with place.use():
+        for given in ({"p_lengths": lengths}, {"r_lengths": lengths}):
+            found = lik_ops.chamfer_distance(P, R, p_weight=of_P, r_weight=of_R, **given)
+            assert found.isinf().tolist() == [True, False]
+            grads = torch.autograd.grad(found.sum(), (of_P, of_R))
+            assert all((grad[0] == 0).all() and grad[1].isfinite().all() and grad[1].any() for grad in grads)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_expanded_and_transposed_upstream_gradients(place):
     p = Problem(Nq=4, Nd=3, values="normal")
     x = build(p, place.device)

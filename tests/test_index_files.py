@@ -1,6 +1,7 @@
 """`read_index` and `write_index`: indexes as fast-plaid and ColBERT write them, ones of our own, and files that lie."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -125,6 +126,36 @@ def test_what_is_written_is_read_again(tmp_path, order, nbits):
     assert lengths.tolist() == [len(x) for x in expected] and ivf.tolist() == [n for x in expected for n in x]
     with pytest.raises(ValueError, match="path: expected an empty directory"):
         lik_ops.write_index(tmp_path / "index", index)
+
+
+@pytest.mark.parametrize("how", ["default", "block"])
+@pytest.mark.parametrize("order", ["plaid", "big"])
+def test_a_default_device_changes_nothing(tmp_path, order, how):
+    x, lengths = tokens(40, 16), (3, 0, 30, 7)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    codec = ResidualCodec.train(x, 2, 8)
+    index = Index(lik_ops.quantize(x, ResidualCodec(codec.centroids, codec.weights, codec.cutoffs, order)), bounds)
+    lik_ops.write_index(tmp_path / "expected", index)
+    empty = Index(lik_ops.quantize(x[:0], codec), torch.zeros(1).long())
+    roots = [written(tmp_path / kind, kind, codec, *codec.encode(x), (lengths,)) for kind in (MERGED, CHUNKED, COLBERT)]
+    if how == "default":
+        torch.set_default_device("meta")
+    try:
+        with torch.device("meta") if how == "block" else nullcontext():
+            trained = ResidualCodec.train(x, 2, 8)
+            lik_ops.write_index(tmp_path / "found", index)
+            lik_ops.write_index(tmp_path / "empty", empty)
+            again = [lik_ops.read_index(root) for root in (tmp_path / "found", *roots)]
+            none = lik_ops.read_index(tmp_path / "empty")
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(a, trained.tensors()[name]) for name, a in codec.tensors().items())
+    for file in (tmp_path / "expected").iterdir():
+        assert (tmp_path / "found" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert len(none) == 0 and none.device.type == "cpu"
+    expected = index.decode(torch.float32)[0]
+    for found in again:
+        assert torch.equal(found.cu_seqlens, bounds) and torch.equal(found.decode(torch.float32)[0], expected)
 
 
 def test_files_are_those_of_fast_plaid(tmp_path):
@@ -284,6 +315,11 @@ def test_bad_input_names_the_argument(tmp_path):
             r"documents: expected packed \[Td, d\]",
         ),
         (lambda: Index(D, bounds.float()), TypeError, "cu_seqlens"),
+        (
+            lambda: Index(D, bounds.to("meta")),
+            ValueError,
+            "Index: cu_seqlens: expected the device of documents, cpu, got meta",
+        ),
         (lambda: lik_ops.write_index(tmp_path, D), TypeError, "index: expected an Index, got Quantized"),
         (lambda: lik_ops.write_index(tmp_path, Index(D, bounds)), TypeError, "index: expected documents of residual"),
         (lambda: lik_ops.write_index(tmp_path, Index(coded, bounds - 1)), ValueError, "expected ascending bounds"),

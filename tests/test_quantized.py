@@ -446,6 +446,9 @@ def test_exported_with_documents_as_arguments():
         (lambda D: Quantized(D.byte(), D[..., 0], "binary", 8, D.dtype), ValueError, r"data: expected \[..., L, 1\]"),
         (lambda D: lik_ops.maxsim(D[0, :, :7], quantize(D)), ValueError, r"maxsim: D: expected d = 7 as in Q"),
         (lambda D: lik_ops.maxsim(None, quantize(D)), TypeError, "maxsim: Q: expected a Tensor or a list of tensors"),
+        (lambda D: lik_ops.maxsim([None], quantize(D)), TypeError, r"maxsim: Q\[0\]: expected a Tensor, got NoneType"),
+        (lambda D: lik_ops.maxsim(D.to_sparse(), quantize(D)), TypeError, "maxsim: Q: expected a dense"),
+        (lambda D: lik_ops.maxsim([], quantize(D[None])), ValueError, "maxsim: D: expected Nq = 0 candidate lists"),
         (lambda D: lik_ops.maxsim(D, quantize(D[None])), ValueError, "maxsim: D: expected Nq = 4 candidate lists"),
         (lambda D: lik_ops.maxsim(D, quantize(D), d_mask=torch.ones(2)), ValueError, "maxsim: d_mask: expected shape"),
         (lambda D: lik_ops.similarity_map(D[0], quantize(D[0])), TypeError, "D: expected a Tensor"),
@@ -480,5 +483,26 @@ def test_no_documents_and_no_tokens():
         for scale in SCALES:
             assert lik_ops.maxsim(Q, quantize(torch.empty(0, 5, 8), format, scale)).shape == (2, 0)
             assert (lik_ops.maxsim(Q, quantize(torch.empty(3, 0, 8), format, scale)) == -torch.inf).all()
+    assert lik_ops.maxsim(Q[:0], quantize(torch.empty(0, 2, 4, 8))).shape == (0, 2)
+    assert lik_ops.maxsim([], quantize(torch.empty(0, 2, 4, 8))).shape == (0, 2)
     none = torch.empty(2, 0, dtype=torch.long)
     assert lik_ops.maxsim_candidates_varlen(Q, quantize(tokens(5, 8)), none, none).shape == (2, 0)
+
+
+def test_queries_as_sequences():
+    """Of any kind that is unpacked, none among them, beside documents and beside an index."""
+    queries, cu_seqlens = [tokens(3, 8), tokens(1, 8)], torch.tensor([0, 4, 6])
+    packed = quantize(tokens(6, 8))
+    nested = torch.nested.nested_tensor(queries)
+    for own in (False, True):
+        D = quantize(tokens(2, 3, 4, 8) if own else tokens(5, 4, 8))
+        assert torch.equal(lik_ops.maxsim(nested, D), lik_ops.maxsim(queries, D))
+    scores, winners = lik_ops.maxsim_with_argmax(nested, D)
+    assert torch.equal(scores, lik_ops.maxsim(queries, D)) and [len(x) for x in winners] == [3, 3]
+    for D in (quantize(tokens(5, 4, 8)), quantize(tokens(5, 4, 8, dtype=torch.float64))):
+        found = lik_ops.maxsim([], D)
+        assert found.shape == (0, 5) and found.dtype == score_dtype(D.dtype)
+        assert lik_ops.maxsim_with_argmax((), D)[1] == []
+    index = lik_ops.Index(packed, cu_seqlens)
+    assert torch.equal(lik_ops.maxsim(nested, index), lik_ops.maxsim(queries, index))
+    assert lik_ops.maxsim([], index).shape == (0, 2)

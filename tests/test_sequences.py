@@ -313,6 +313,19 @@ def test_autocast_takes_lists_along():
     same_bits(scores, lik_ops.maxsim([t.bfloat16() for t in q], [t.bfloat16() for t in x]))
 
 
+@pytest.mark.parametrize("form", ["list", "tuple", "jagged"])
+def test_autocast_takes_lists_beside_quantised_documents_along(form):
+    queries, D = draw(Q_LENGTHS, grad=False), lik_ops.quantize(torch.randn(5, 6, d))
+    expected = lik_ops.maxsim([x.bfloat16() for x in queries], D)
+    assert not torch.equal(expected, lik_ops.maxsim(queries, D))
+    weights = [torch.rand(n).bfloat16().float() for n in Q_LENGTHS]
+    weighted = lik_ops.maxsim([x.bfloat16() for x in queries], D, q_weight=weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        same_bits(lik_ops.maxsim(as_form(form, queries), D), expected)
+        same_bits(lik_ops.maxsim_with_argmax(as_form(form, queries), D)[0], expected)
+        same_bits(lik_ops.maxsim(as_form(form, queries), D, q_weight=torch.cat(weights).bfloat16()), weighted)
+
+
 @pytest.mark.parametrize("form", ["list", "jagged"])
 def test_compiled_calls_give_the_scores_of_eager_ones(form):
     torch.compiler.reset()

@@ -34,6 +34,18 @@ def test_maps_are_the_similarities_and_their_maxima_the_score(device, dtype, nor
     assert torch.equal(S.argmax(-1)[q_mask], argmax[q_mask])
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_changes_nothing(device, normalize):
+    mask = torch.arange(9, device=device) != 4
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        Q, D = (torch.randn(n, 16, device=device).to(dtype) for n in (5, 9))
+        expected = lik_ops.similarity_map(Q, D, None, mask, normalize=normalize)
+        with torch.autocast(device, torch.bfloat16):
+            found = lik_ops.similarity_map(Q, D, None, mask, normalize=normalize)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 def test_leading_axes_broadcast():
     Q, D = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
     q_mask, d_mask = torch.rand(3, 4) < 0.7, torch.rand(3, 6) < 0.7

@@ -7,7 +7,9 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lik_ops.portable import narrow
 from lik_ops.portable.blocks import MAX_ROWS, MIN_ROWS, fold_sum, reads_in_place, slice_shape, slices_buffer
 
 from .ragged import NAN, same_bits
@@ -78,6 +80,32 @@ def test_documents_have_the_bits_of_slices_where_they_lie(d):
 def test_documents_are_copied_where_mkl_is_told_which_kernels_to_use(name, monkeypatch):
     monkeypatch.setenv(name, "AVX2")
     assert not reads_in_place.__wrapped__()
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.bmm:
+            self.dtypes += [x.dtype for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_slices_are_not_measured_in_the_dtype_of_a_region_of_autocast():
+    shapes = [(rows, 32, 16, dtype, turned) for rows in (4, 12) for turned in (False, True) for dtype in narrow.STEPS]
+    narrow.has_bits_of_slices.cache_clear()
+    expected = [narrow.has_bits_of_slices(*shape) for shape in shapes]
+    narrow.has_bits_of_slices.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [narrow.has_bits_of_slices(*shape) for shape in shapes] == expected
+        for shape in shapes:
+            with Products() as products:
+                narrow.has_bits_of_slices.__wrapped__(*shape)
+            assert products.dtypes == [shape[3]] * 4
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])

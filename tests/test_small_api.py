@@ -133,6 +133,58 @@ def test_padded_batches_packed(device):
         lik_ops.pack_padded(Q, D, n_q, n_d + 7 - n_d[0, 0])
 
 
+def test_ids_that_do_not_fit_are_named():
+    scorer, Q, D = lik_ops.MaxSimScorer(pad_id=0), torch.randn(1, 3, 4), torch.randn(2, 2, 4)
+    ids = torch.ones(1, 3, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64)
+    scorer.forward_with_ids(Q, D, *ids)
+    with pytest.raises(ValueError, match="q_ids: expected shape"):
+        scorer.forward_with_ids(Q, D, torch.ones(1, 4, dtype=torch.int64), ids[1])
+    for wrong in (ids[1].float(), ids[1].bool(), ids[1].to_sparse(), None):
+        with pytest.raises(TypeError, match="d_ids: expected"):
+            scorer.forward_with_ids(Q, D, ids[0], wrong)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_a_default_dtype_changes_nothing(kind):
+    tokens = torch.randn(300, 8)
+    before = torch.get_default_dtype()
+
+    def made():
+        codec = lik_ops.ResidualCodec.train(tokens, nbits=2, n_centroids=8)
+        return [lik_ops.quantize(tokens, format) for format in ("int8", "uint8", "fp8_e4m3", "binary", codec)]
+
+    expected = made()
+    torch.set_default_dtype(kind)
+    try:
+        found = made()
+    finally:
+        torch.set_default_dtype(before)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.dequantize(torch.float32), b.dequantize(torch.float32))
+
+
+def test_tokens_are_decoded_to_a_dtype_of_tokens():
+    small = lik_ops.quantize(torch.randn(2, 3, 4))
+    for wrong in (torch.int8, [], 3):
+        with pytest.raises(TypeError, match="dequantize: dtype: expected float16"):
+            small.dequantize(wrong)
+
+
+@pytest.mark.parametrize("own, region", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_lists_of_one_half_type_in_a_region_of_the_other(own, region):
+    tokens = [torch.randn(n, 8).to(own) for n in (3, 2)]
+    with torch.autocast("cpu", dtype=region):
+        found = lik_ops.maxsim(tokens, tokens)
+        expected = torch.stack([torch.stack([lik_ops.maxsim(q, d) for d in tokens]) for q in tokens])
+    assert torch.equal(found, expected)
+
+
+def test_a_nested_tensor_where_a_flag_belongs_is_named():
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])
+    with pytest.raises(TypeError, match="normalize: expected a bool, got a nested tensor"):
+        lik_ops.maxsim(torch.randn(2, 3, 4), torch.randn(2, 3, 4), normalize=nested)
+
+
 def test_warming_up_says_what_it_did():
     calls = lik_ops.warmup("cpu", torch.float32, 8, 3, Nq=2, Ld=4, Nd=5, training=True, argmax=True, ragged=True)
     names = [said.split(",")[0] for said, _ in calls]
@@ -141,6 +193,14 @@ def test_warming_up_says_what_it_did():
     assert all(seconds > 0 for _, seconds in calls)
     weighed = lik_ops.warmup("cpu", torch.float32, 8, 3, candidates=True, q_weight=True, ragged=True, Ld=4, Nd=(1, 2))
     assert len(weighed) == 10
+
+
+@pytest.mark.parametrize("name", ["d", "Lq"])
+def test_warming_up_is_of_one_size_of_tokens(name):
+    with pytest.raises(TypeError, match=f"warmup: {name}: expected an int, got tuple"):
+        lik_ops.warmup("cpu", torch.float32, **{"d": 8, "Lq": 3, name: (8, 16)})
+    with pytest.raises(ValueError, match=f"warmup: {name}: expected 1 or more, got 0"):
+        lik_ops.warmup("cpu", torch.float32, **{"d": 8, "Lq": 3, name: 0})
 
 
 def test_warming_up_from_the_command_line():

@@ -142,6 +142,29 @@ def test_vmap(packed):
     check_same(found, [torch.stack(x) for x in zip(*each, strict=True)])
 
 
+@both_layouts
+def test_the_operator_gives_the_same_in_a_region_of_autocast(packed):
+    given = arguments(packed)
+    for normalize_queries in (False, True):
+        expected = topk_of_codes(*given, normalize_queries, 6, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            check_same(topk_of_codes(*given, normalize_queries, 6, 2), expected)
+
+
+@both_layouts
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_a_search_in_a_region_of_autocast(packed, weights):
+    """With all documents as candidates it has their scores, those of queries in the dtype of the region."""
+    documents, Q, q_weight = Search(packed, {}).documents, queries(3, 4), torch.rand(3, 4).to(weights)
+    scores = lik_ops.maxsim(Q.bfloat16(), documents, q_weight=q_weight.float())
+    expected = scores.sort(dim=1, descending=True, stable=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = lik_ops.retrieve(Q, documents, 40, q_weight=q_weight, n_candidates=40)
+        inside = lik_ops.maxsim(Q, documents, q_weight=q_weight)
+    check_same(found, expected)
+    assert torch.equal(found[0], inside.gather(1, found[1]))
+
+
 @every_device
 def test_a_query_with_nan_is_seen(device):
     """Other queries find what they find without it; masked tokens may hold anything."""

@@ -160,6 +160,19 @@ def test_gradients_alone_are_those_of_all():
         assert torch.equal(torch.autograd.grad(scores, leaves[n], upstream)[0], e)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_are_rounded_once(dtype):
+    """Of many ranks, whose terms cancel or, each alone, are above what the dtype holds."""
+    Q = torch.randn(2, 3, 8).to(dtype).requires_grad_()
+    D = torch.randn(2, 64, 8).to(dtype)
+    (found,) = torch.autograd.grad(lik_ops.maxsim_token_topk(Q, D, 64).sum(), Q)
+    expected = D.double().sum((0, 1)).expand(Q.shape)
+    assert ((found.double() - expected).abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-5).all()
+    far = torch.tensor([[[3e4], [-3e4]]]).to(dtype)
+    (found,) = torch.autograd.grad(lik_ops.maxsim_token_topk(Q[:1, :1, :1], far, 2), Q, torch.full((1, 1), 4.0))
+    assert not found.any()
+
+
 def test_a_step_keeps_winners_and_nothing_without_a_gradient():
     Q, D = torch.randn(8, 16, 16, requires_grad=True), torch.randn(30, 100, 16, requires_grad=True)
     _, kept = kept_for_backward(lik_ops.maxsim_token_topk, Q, D, 4)

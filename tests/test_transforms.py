@@ -148,6 +148,25 @@ def test_empty_batches_and_samples():
     assert grads[1].shape == (B, 0, Ld, d) and not grads[0].any()
 
 
+ONE_BY_ONE = {
+    "maxsim_soft": lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3),
+    "maxsim_token_topk": lambda Q, D: lik_ops.maxsim_token_topk(Q, D, top_k=2),
+    "maxsim_xtr": lambda Q, D: lik_ops.maxsim_xtr(Q, D, top_k=3),
+    "chamfer_distance": lambda Q, D: lik_ops.chamfer_distance(Q, D[:Nq]),
+    "maxsim_from_hidden": lambda Q, D: lik_ops.maxsim_from_hidden(Q, D, torch.eye(d)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_no_samples_of_what_is_computed_one_by_one(name):
+    Q, D, call = torch.randn(B, Nq, Lq, d), torch.randn(K, Ld, d), ONE_BY_ONE[name]
+    for in_dims in ((0, None), (0, 0)):
+        args = Q, D if in_dims[1] is None else D.expand(B, -1, -1, -1)
+        some = vmap(call, in_dims)(*args)
+        none = vmap(call, in_dims)(*(x if axis is None else x[:0] for x, axis in zip(args, in_dims, strict=True)))
+        assert none.shape == (0, *some.shape[1:]) and none.dtype == some.dtype
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 def test_func_derivatives_are_those_of_autograd_and_of_the_reference(backward, device):

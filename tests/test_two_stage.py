@@ -57,17 +57,55 @@ def test_a_thousand_draws(part, device):
     assert rescored < 0.95 * documents  # of documents this hard
 
 
-def test_full_scores_lie_in_their_intervals():
+REGIONS = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("region", [None, *REGIONS])
+def test_full_scores_lie_in_their_intervals(region):
     for trial in range(200):
         Q, D, _, options = draw(trial)
+        Q = Q.to(region or D.dtype)
         mask = options.pop("d_mask", None)
         coarse = quantize(D, list(FORMATS)[trial % 5], SCALES[trial % 3], d_mask=mask)
         s = Search(Q, D, options.get("q_mask"), mask, None, options.get("q_weight"), False, 1, None)
         rough = two_stage._intervals(s, coarse, two_stage._scores(Q, coarse, 0, len(D), s))
-        full = lik_ops.maxsim(Q, D, d_mask=mask, **options).double()
+        full = lik_ops.maxsim(Q, D.to(Q.dtype), d_mask=mask, **options).double()
         inside = (rough.lower <= full) & (full <= rough.upper)
         assert (inside | full.isnan()).all(), trial
         assert (rough.upper[full.isnan()] == torch.inf).all(), trial
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, *REGIONS])
+@pytest.mark.parametrize("region", REGIONS)
+def test_draws_in_a_region_of_autocast(region, dtype, device):
+    """Which rounds documents, or makes them infinite; what was quantised are the documents as they were."""
+    rescored = documents = 0
+    for trial in range(100):
+        Q, D, k, options = draw(trial, device)
+        D = D.to(dtype)
+        with torch.autocast(device, region):
+            coarse = quantize(D, list(FORMATS)[trial % 5], SCALES[trial % 3], d_mask=options.get("d_mask"))
+            expected = lik_ops.retrieve(Q, D, k, **options)
+            found = lik_ops.retrieve(Q, D, k, coarse=coarse, **options)
+            few = lik_ops.retrieve(Q, D, k, coarse=coarse, n_candidates=5, **options)
+        assert same(found, expected), trial
+        for mine, best, proven in zip(few.indices.tolist(), expected[1].tolist(), few.proven.tolist(), strict=True):
+            assert len(set(mine) & set(best)) >= proven, trial
+        rescored, documents = rescored + int(found.rescored.sum()), documents + len(Q) * len(D)
+    assert rescored < 0.95 * documents
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_what_a_region_rounds_alike_or_apart(region):
+    """Documents that int8 holds, in an order that the region's dtype does not keep."""
+    numbers = torch.randint(-127, 128, (1, 1, 4)).index_fill(2, torch.tensor(0), 127)
+    D, Q = (1 + torch.finfo(region).eps * torch.rand(300, 1, 1)) * numbers, torch.randn(20, 1, 4)
+    coarse = quantize(D)
+    assert not torch.equal(lik_ops.retrieve(Q, D, 9)[1], lik_ops.retrieve(Q.to(region), D.to(region), 9)[1])
+    with torch.autocast("cpu", region):
+        found = lik_ops.retrieve(Q, D, 9, coarse=coarse)
+    assert same(found, lik_ops.retrieve(Q.to(region), D.to(region), 9))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -138,6 +176,13 @@ def test_packed_documents_and_a_corpus(tmp_path):
     assert same(found, expected) and found.rescored.sum() < 3 * len(lengths)
     one = lik_ops.retrieve(Q[1], corpus, 6, q_weight=w[1], coarse=coarse)
     assert one.scores.shape == (6,) and one.rescored.shape == () and torch.equal(one.indices, expected[1][1])
+    with torch.autocast("cpu", torch.bfloat16):
+        for D, options in ((packed, {"cu_seqlens_d": cu_seqlens}), (corpus, {})):
+            expected = lik_ops.retrieve(Q, D, 6, q_weight=w, **options)
+            found = lik_ops.retrieve(Q, D, 6, q_weight=w, coarse=coarse, **options)
+            assert same(found, expected) and found.rescored.sum() < 3 * len(lengths)
+    none = lik_ops.retrieve(Q[:0], corpus, 6, coarse=coarse)
+    assert none.scores.shape == none.indices.shape == (0, 6)
 
 
 @pytest.mark.gpu
@@ -148,6 +193,9 @@ def test_documents_on_the_host_are_read_where_they_may_be_among_the_best():
     expected = lik_ops.retrieve(Q, D, 10, d_mask=mask)
     found = lik_ops.retrieve(Q, D, 10, d_mask=mask, coarse=coarse)
     assert same(found, expected) and found.scores.is_cuda
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = lik_ops.retrieve(Q, D, 10, d_mask=mask)
+        assert same(lik_ops.retrieve(Q, D, 10, d_mask=mask, coarse=coarse), expected)
 
 
 def test_a_fixed_number_of_candidates():
@@ -193,6 +241,19 @@ def test_no_documents_and_none_wanted():
         found = lik_ops.retrieve(Q, D, k, coarse=quantize(D))
         assert found.scores.shape == found.indices.shape == (2, 0)
         assert lik_ops.retrieve(Q, quantize(D), k)[0].shape == (2, 0)
+
+
+@pytest.mark.parametrize("n_candidates", [None, 3])
+def test_no_queries(n_candidates):
+    Q, D, cu_seqlens = torch.empty(0, 3, 8), tokens(4, 5, 8), torch.arange(0, 21, 5)
+    packed = D.flatten(0, 1)
+    for k in (0, 2, 9):
+        dense = lik_ops.retrieve(Q, D, k, coarse=quantize(D), n_candidates=n_candidates)
+        coarse = quantize(packed, cu_seqlens_d=cu_seqlens)
+        found = lik_ops.retrieve(Q, packed, k, cu_seqlens_d=cu_seqlens, coarse=coarse, n_candidates=n_candidates)
+        for x in (dense, found):
+            assert x.scores.shape == x.indices.shape == (0, min(k, 4))
+            assert x.rescored.shape == x.proven.shape == (0,)
 
 
 def _bad(**options):

@@ -108,6 +108,17 @@ def test_nan_stays_with_its_pairs():
     assert torch.equal(scores[:, others], expected[:, others])
 
 
+@pytest.mark.parametrize("normalizer", ["retrieved", "positive"])
+def test_the_formula_has_nan_where_a_document_has(normalizer):
+    Q, D = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
+    D[1, 2, 0] = torch.nan
+    for top_k in (1, 6, 15):
+        found = lik_ops.maxsim_xtr(Q, D, top_k, normalizer=normalizer)
+        expected = lik_ops.reference.maxsim_xtr(Q, D, top_k, normalizer=normalizer)
+        assert expected[:, 1].isnan().all()
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_all_tokens_retrieved_is_the_mean_of_maxima():
     Q, D, *_ = drawn(options=False)
     torch.testing.assert_close(lik_ops.maxsim_xtr(Q, D, 10**6), lik_ops.maxsim(Q, D) / Q.shape[1])

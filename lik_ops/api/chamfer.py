@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import check_choice, check_strided, check_tensor, score_dtype, shape_of
+from ..ops import values
 from ..ops.chamfer import METRICS, Clouds
 from ..ops.stack import functional, sharding
 
@@ -63,6 +64,9 @@ def chamfer_distance(
         if w is not None:
             _check_weight(name, w, X)
     functional.reject_transforms(_OP)
+    for name, n, X in (("p_lengths", p_lengths, P), ("r_lengths", r_lengths, R)):
+        if n is not None and values.looks(n):
+            values.check_lengths(_OP, name, n, X.shape[-2])
     sharding.register_if_needed()
     single = P.dim() == 2
     lifted = [x if x is None or not single else x.unsqueeze(0) for x in (*clouds, p_weight, r_weight)]
@@ -85,6 +89,6 @@ def _check_weight(name: str, w: Tensor, X: Tensor) -> None:
 def _mean(distances: Tensor, lengths: Tensor | None, weight: Tensor | None) -> Tensor:
     """Of each cloud. What is at no distance, as beyond its end, adds none, and nobody near is far, whatever weights."""
     if weight is not None:
-        distances = torch.where((distances == 0) | distances.isinf(), distances, distances * weight)
+        distances = distances * torch.where((distances == 0) | distances.isinf(), 1, weight)
     count = max(distances.shape[1], 1) if lengths is None else lengths.clamp_min(1)
     return distances.sum(1) / count

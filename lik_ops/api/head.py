@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, as_bool, check_flag, lift
+from ..ops.eager import wants_gradients
 from ..ops.head import check_hidden
 from ..ops.stack import autocast, functional, sharding
 from ..portable.head import Hidden
@@ -69,11 +70,10 @@ def maxsim_from_hidden(
         if functional.is_deriving():
             raise NotImplementedError("torch.func cannot differentiate maxsim_from_hidden: use torch.autograd")
     sharding.register_if_needed()
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x[:4], q_weight))
+    keeps = wants_gradients(*x[:4], q_weight)
     q_flat, h_flat = Q.dim() == 2, H.dim() == 2
-    per_query = (lift(t, q_flat) for t in (as_bool(q_mask), q_weight))
+    q_keep, weight = lift(as_bool(q_mask), q_flat), lift(q_weight, q_flat)
     Q, H, d_keep = lift(Q, q_flat), lift(H, h_flat), lift(as_bool(d_mask), h_flat)  # type: ignore[assignment]
-    q_keep, weight = per_query
     dtype = argmax_dtype_for(x.H.shape[-2]) if keeps else None
     scores = lik.maxsim_from_hidden_fwd(Q, H, *x[2:4], q_keep, d_keep, weight, normalize, dtype)[0]
     scores = scores.squeeze(1) if h_flat else scores

@@ -16,6 +16,7 @@ from ..arguments import (
     as_bool,
     check_count,
     check_cu_seqlens,
+    check_floats,
     check_indices,
     check_options,
     check_per_token,
@@ -26,6 +27,7 @@ from ..arguments import (
 )
 from ..index import Index
 from ..ops import eager, values
+from ..ops.eager import wants_gradients
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
@@ -100,7 +102,7 @@ def given(
         D, cu_seqlens_d = unpacked(op, D, cu_seqlens_d)
     quantized, own = D if isinstance(D, Quantized) else None, False
     if quantized is not None:
-        Q, q_weight, D = _beside(op, Q, q_weight, quantized)
+        D = _beside(op, Q, quantized)
         own = D.dim() == 4
         if own:
             _check_lists(op, Q, D)
@@ -122,6 +124,9 @@ def given(
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     if quantized is None:
         Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    else:
+        Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
+        D = D if D.dtype == Q.dtype else tokens_like(Q, D.shape)
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
     check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
@@ -140,7 +145,8 @@ def given(
 
 def _check_lists(op: str, Q: Any, D: Tensor) -> None:
     """Raise unless there are as many queries as lists of candidates."""
-    count = len(Q) if isinstance(Q, (list, tuple)) else Q.shape[0] if Q.dim() == 3 else None
+    # A nested tensor that is not jagged has no shape, and is told apart when it is unpacked.
+    count = len(Q) if isinstance(Q, (list, tuple)) else Q.size(0) if Q.is_nested or Q.dim() == 3 else None
     if count is None:
         raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
     same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
@@ -168,17 +174,16 @@ def beside(g: Given, D: Tensor | Quantized) -> Given:
     return g._replace(D=tokens_like(g.Q, D.shape), quantized=D, refused=True)
 
 
-def _beside(op: str, Q: Any, q_weight: Any, quantized: Quantized) -> tuple[Any, Any, Tensor]:
-    """Queries and weights in the dtype of the region, and a stand-in for the documents beside them."""
-    like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
-    if not isinstance(like, Tensor):
+def _beside(op: str, Q: Any, quantized: Quantized) -> Tensor:
+    """A stand-in for the documents, of the dtype that they had: that of a list of no queries."""
+    if not isinstance(Q, (list, tuple, Tensor)):
         raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {kind_of(Q)}")
-    if quantized.device != like.device:
-        raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
     if isinstance(Q, Tensor) and not Q.is_nested:
-        Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
-        like = Q
-    return Q, q_weight, tokens_like(like, quantized.shape)
+        check_floats(op, "Q", Q)  # torch makes no stand-in beside some layouts and dtypes
+    like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
+    if isinstance(like, Tensor) and quantized.device != like.device:
+        raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
+    return torch.empty((), dtype=quantized.dtype, device=quantized.device).expand(quantized.shape)
 
 
 def _is_single(x: Any) -> bool:
@@ -192,10 +197,6 @@ def _lifted(x: Any) -> Any:
 def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
     """The shape that a side has to have, packed or dense."""
     return f"[N{side}, L{side}, d]" if cu_seqlens is None else f"[T{side}, d]"
-
-
-def wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _short(
@@ -224,8 +225,8 @@ def varlen(g: Given) -> tuple[Tensor, Winners | None]:
     Of quantised documents ``[Nq, K, Ld, d]`` those of each query.
     """
     if g.own:
-        r = g.ragged(None)
-        shape = (r.queries, -1)
+        assert g.quantized is not None
+        r, shape = g.ragged(None), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
         return _as_given(g, *_run(g, r, g.most))
     found = _short(g, g.cu_seqlens_d)

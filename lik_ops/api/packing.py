@@ -22,6 +22,7 @@ from ..arguments import (
     shape_of,
 )
 from ..ops import values
+from ..ops.stack import autocast
 
 __all__ = [
     "Sequences",
@@ -228,14 +229,16 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
         if t.device != first.device:
             raise ValueError(f"{at}: expected the device of the first, {first.device}, got {t.device}")
     lengths = [t.shape[0] for t in sequences]
-    return Sequences(torch.cat(sequences), _moved([0, *itertools.accumulate(lengths)], first.device), lengths, None)
+    with autocast.suspended(first.device.type):  # which cannot join one half type in a region of the other
+        tokens = torch.cat(sequences)
+    return Sequences(tokens, _moved([0, *itertools.accumulate(lengths)], first.device), lengths, None)
 
 
 def _moved(values: list, device: torch.device) -> Tensor:
     """Host integers as a tensor on `device`, which nothing waits for."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, device=device)
-    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def _no_tokens(beside: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import check_flag, check_per_token, check_tokens, score_dtype, shape_of
+from ..ops.stack import autocast
 
 _OP = "similarity_map"
 
@@ -46,7 +47,8 @@ def similarity_map(
     _check(Q, D, q_mask, d_mask)
     check_flag(_OP, "normalize", normalize)
     q_drop, d_drop = (None if mask is None else mask == 0 for mask in (q_mask, d_mask))
-    S = _prepared(Q, q_drop, normalize) @ _prepared(D, d_drop, normalize).transpose(-1, -2)
+    with autocast.suspended(Q.device.type):
+        S = _prepared(Q, q_drop, normalize) @ _prepared(D, d_drop, normalize).transpose(-1, -2)
     if q_drop is not None:
         S = S.masked_fill(q_drop.unsqueeze(-1), float("-inf"))
     return S if d_drop is None else S.masked_fill(d_drop.unsqueeze(-2), float("-inf"))

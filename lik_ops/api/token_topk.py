@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import as_bool, check, check_choice, check_count, check_flag, lifted
+from ..ops.eager import wants_gradients
 from ..ops.stack import autocast, functional, sharding
 
 _OP = "maxsim_token_topk"
@@ -57,7 +58,7 @@ def maxsim_token_topk(
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     functional.reject_transforms(_OP)
     sharding.register_if_needed()
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (Q, D, q_weight))
+    keep = wants_gradients(Q, D, q_weight)
     tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
     scores = lik.maxsim_token_topk_fwd(*tensors, top_k, normalize, keep)[0]
     if reduction == "mean":

@@ -77,8 +77,9 @@ def warmup(
         >>> [said for said, seconds in calls]
         ['maxsim, Q [1, 32, 128], D [2, 300, 128]', 'maxsim, Q [16, 32, 128], D [2, 300, 128]']
     """
-    sizes = {"Nq": Nq, "Nd": Nd, "Lq": Lq, "Ld": Ld, "d": d, "top_k": top_k}
-    each = {name: _sizes(name, n) for name, n in sizes.items()}
+    for name, n in (("d", d), ("Lq", Lq)):
+        check_count("warmup", name, n, 1)
+    each = {name: _sizes(name, n) for name, n in {"Nq": Nq, "Nd": Nd, "Ld": Ld, "top_k": top_k}.items()}
     flags = {"candidates": candidates, "q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
     for name, flag in {**flags, "argmax": argmax, "training": training, "ragged": ragged}.items():
         check_flag("warmup", name, flag)

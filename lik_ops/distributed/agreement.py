@@ -138,10 +138,10 @@ class Agreement:
             all_gather(self.rows.view(-1), torch.tensor(words, device=at), group)
             return
         with torch.cuda.stream(_beside(at, id(group))):
-            sent = torch.tensor(words, pin_memory=True).to(at, non_blocking=True)
+            sent = torch.tensor(words, device="cpu", pin_memory=True).to(at, non_blocking=True)
             received = torch.empty(world * len(words), dtype=torch.int64, device=at)
             all_gather(received, sent, group)
-            self.rows = torch.empty((world, len(words)), dtype=torch.int64, pin_memory=True)
+            self.rows = torch.empty((world, len(words)), dtype=torch.int64, device="cpu", pin_memory=True)
             self.rows.view(-1).copy_(received, non_blocking=True)
             self.copied = torch.cuda.current_stream(at).record_event()
 

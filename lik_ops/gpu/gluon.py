@@ -39,7 +39,7 @@ def kernels() -> Kernels | None:
         from ..csrc_triton import backward_soft_specialized, forward_rows, forward_specialized, forward_wide
         from ..csrc_triton.ring import tile_layout
     except (ImportError, AttributeError) as error:
-        _log.debug("no specialised forward: triton %s: %r", triton.__version__, error)
+        _log.debug("no Gluon kernels: triton %s: %r", triton.__version__, error)
         return None
     modules = forward_specialized, forward_wide, forward_rows, backward_soft_specialized
     return Kernels(*modules, tile_layout, TensorDescriptor)

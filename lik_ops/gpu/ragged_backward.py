@@ -46,7 +46,6 @@ _LIST_OVERLAP = 64  # documents that two chunks both list, for the tiles that me
 _LIST_ROWS = 1024  # query rows from which on winners are listed: fewer are a few steps of a walk
 _LIST_TOKENS = (BUCKETS.value - 1) * OFFSETS.value // 2  # rows of D that entries can tell apart
 _PIECE_ROWS, _PIECE_ITEMS = 512, 16  # at least, of a tile that is cut
-_INT32_MAX = 2**31 - 1
 calls = Calls()
 
 

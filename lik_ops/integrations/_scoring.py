@@ -75,7 +75,7 @@ def _floating(x: Tensor) -> Tensor:
 
 def on_device(values: list, device: torch.device) -> Tensor:
     """Host values as a tensor on `device`, which nothing waits for."""
-    found = torch.tensor(values)
+    found = torch.tensor(values, device="cpu")
     if device.type == "cuda" and not torch.compiler.is_compiling():
         found = found.pin_memory()
     return found.to(device, non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import maxsim, maxsim_candidates_varlen
+from ..arguments import check_count
 from . import _scoring
 
 __all__ = ["Hits", "compute_maxsim_score_batched", "rerank_hits"]
@@ -48,7 +49,7 @@ def rerank_hits(
         order they came in; those without vectors come last, with -inf.
 
     Raises:
-        ValueError: `ids` and `multi_vectors` are not as many, or a shape is wrong.
+        ValueError: `ids` and `multi_vectors` are not as many, a shape is wrong, or `top_k` is negative.
         TypeError: a dtype or type is wrong.
 
     Example:
@@ -58,6 +59,8 @@ def rerank_hits(
     """
     if len(ids) != len(multi_vectors):
         raise ValueError(f"rerank_hits: multi_vectors: expected {len(ids)}, one for each id, got {len(multi_vectors)}")
+    if top_k is not None:
+        check_count("rerank_hits", "top_k", top_k)
     Q = _scoring.as_dense(query)
     Q = Q if device is None else Q.to(device)
     if not len(ids):

@@ -23,7 +23,6 @@ from ..arguments import (
 )
 from ..settings import requested_backend, use_backend
 from .custom import custom_op
-from .documented import document_bodies
 from .family import backend_once, check_shape, no_double_backward
 from .stack import batching, functional
 
@@ -67,9 +66,12 @@ class Clouds(NamedTuple):
             raise ValueError(f"{op}: R: expected the device of P, {P.device}, got {R.device}")
         if R.dim() != P.dim():
             raise ValueError(f"{op}: R: expected as many axes as P {shape_of(P)}, got {shape_of(R)}")
-        expected = f"{op}: R: expected B and d of P {shape_of(P)}, got {shape_of(R)}"
+
+        def alike() -> str:
+            return f"{op}: R: expected B and d of P {shape_of(P)}, got {shape_of(R)}"
+
         for axis in range(-1, -P.dim() - 1, -2):
-            same_size(R.shape[axis], P.shape[axis], lambda: expected)
+            same_size(R.shape[axis], P.shape[axis], alike)
         if isinstance(P.shape[-1], int) and P.shape[-1] < 1:
             raise ValueError(f"{op}: P: expected d >= 1, got {shape_of(P)}")
 
@@ -173,4 +175,3 @@ chamfer_fwd.register_autograd(_backward, setup_context=_setup)
 chamfer_bwd.register_autograd(no_double_backward("chamfer_distance"))
 chamfer_fwd.register_vmap(partial(batching.one_by_one, chamfer_fwd, 4))
 chamfer_bwd.register_vmap(partial(batching.one_by_one, chamfer_bwd, 6))
-document_bodies(chamfer_fwd, chamfer_bwd)

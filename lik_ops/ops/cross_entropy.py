@@ -33,7 +33,6 @@ from ..portable.blocks import slices_within, winners_within
 from ..portable.cross_entropy import Kept, LossOptions
 from ..segments import Dense
 from .custom import custom_op
-from .documented import document_bodies
 from .eager_calls import Call
 from .family import check_needed, check_upstream, fake_gradient, found_once, no_double_backward, register_autograd
 from .stack import batching, functional
@@ -317,4 +316,3 @@ register_autograd(maxsim_cross_entropy_fwd, Labelled, _gradients, wanted=(0, 1, 
 maxsim_cross_entropy_bwd.register_autograd(no_double_backward("maxsim_cross_entropy"))
 maxsim_cross_entropy_fwd.register_vmap(partial(batching.one_by_one, maxsim_cross_entropy_fwd, 6))
 maxsim_cross_entropy_bwd.register_vmap(partial(batching.one_by_one, maxsim_cross_entropy_bwd, 8))
-document_bodies(maxsim_cross_entropy_fwd, maxsim_cross_entropy_bwd)

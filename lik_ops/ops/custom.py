@@ -17,6 +17,7 @@ from torch import _C
 from torch.library import CustomOpDef
 
 from .._ops import ops as lik
+from .documented import document
 
 _HIDDEN = "__dynamo_disable"  # the attribute in which torch keeps a body that it has hidden
 _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
@@ -27,13 +28,15 @@ def custom_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callabl
     """`torch.library.custom_op` of an operator that writes to no argument and returns none."""
 
     def defined(body: Callable) -> CustomOpDef:
+        bare_name = name.partition("::")[2]
         op = torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)(body)
         if _is_skipped(_run):
             for hidden in getattr(op, "_backend_fns", {}).values():
                 bare = getattr(hidden, "__wrapped__", None)
                 if bare is not None:
                     setattr(bare, _HIDDEN, partial(_run, hidden, bare))
-            _register_directly(op, body)
+            _register_directly(op, body, bare_name)
+        document(bare_name, body.__doc__ or "")
         return op
 
     return defined
@@ -60,7 +63,7 @@ def _is_skipped(function: Callable, below: bool = False) -> bool:
     return True
 
 
-def _register_directly(op: CustomOpDef, body: Callable) -> None:
+def _register_directly(op: CustomOpDef, body: Callable, name: str) -> None:
     """Ways to `body` for tensors on `_DEVICES`: below autograd, and past it where it would record nothing.
 
     Autograd's kernel sees in the keys of a call whether modes, transforms or subclasses wait for it further down.
@@ -79,7 +82,6 @@ def _register_directly(op: CustomOpDef, body: Callable) -> None:
 
     if not _is_skipped(direct, below=True):
         return
-    name = op._qualname.partition("::")[2]
     for device in _DEVICES:
         autograd = f"Autograd{device}"
         keys = (device, autograd, "BackendSelect", "ADInplaceOrView")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch.library import CustomOpDef
-
 from .._ops import ops as lik
 
 
@@ -14,9 +12,3 @@ def document(name: str, text: str) -> None:
     """The docstring of an operator and of its overload: its schema, and `text`."""
     packet: Any = getattr(lik, name)
     packet.__doc__ = packet.default.__doc__ = f"{packet.default._schema}\n\n{inspect.cleandoc(text)}"
-
-
-def document_bodies(*operators: CustomOpDef) -> None:
-    """`document` of custom operators, with the docstrings of their bodies."""
-    for op in operators:
-        document(op._name, op._init_fn.__doc__ or "")

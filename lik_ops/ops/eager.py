@@ -131,7 +131,7 @@ def _new_call(name: str, *arguments: Any) -> DenseCall | None:
     given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
     Q, D, q_mask, d_mask, q_weight = given
     check(name, Q, D, q_mask, d_mask, q_weight, backward)
-    differentiable = _wants_gradients(Q, D, q_weight)
+    differentiable = wants_gradients(Q, D, q_weight)
     argmax_dtype = argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None
     if name == "maxsim_with_argmax":
         if differentiable:
@@ -141,7 +141,7 @@ def _new_call(name: str, *arguments: Any) -> DenseCall | None:
     return DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
 
 
-def _wants_gradients(*tensors: Tensor | None) -> bool:
+def wants_gradients(*tensors: Tensor | None) -> bool:
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -238,7 +238,7 @@ def _new_loss_call(given: tuple) -> LossCall:
     check_call("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
     x = Labelled(*tensors)
     backend = backends.select(x.Q.device, x.Q.dtype)
-    return LossCall(x, backend, normalize, reduction, _wants_gradients(x.Q, x.D, x.q_weight))
+    return LossCall(x, backend, normalize, reduction, wants_gradients(x.Q, x.D, x.q_weight))
 
 
 def _is_even(x: Tensor, features: int) -> bool:
@@ -271,7 +271,7 @@ def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -
     )
     if not ordinary:
         return None
-    differentiable = _wants_gradients(Q, D, c.q_weight)
+    differentiable = wants_gradients(Q, D, c.q_weight)
     keeps = with_argmax or (differentiable and not recompute)
     if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
         return None  # nobody knows for how many tokens a pair has winners
@@ -350,7 +350,7 @@ def maxsim_quantized(
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
     sizes = _sizes(Q, data, indices, per_token, max_seqlen_q)
     q_weight, bounded = per_token[2], max_seqlen_q is not None or indices[3] is None or indices[0] is None
-    if sizes is None or not (bounded or not with_argmax) or _wants_gradients(Q, q_weight):
+    if sizes is None or not (bounded or not with_argmax) or wants_gradients(Q, q_weight):
         return None
     is_ordinary = (
         all(is_memory(x) for x in tensors)

@@ -187,4 +187,4 @@ def no_gradient(name: str, instead: str, of: str = "gradient") -> Callable[..., 
 
 def no_double_backward(name: str) -> Callable[..., NoReturn]:
     """The derivative of the backwards of `name`."""
-    return no_gradient(name, "compute second derivatives with lik_ops.reference.maxsim", "double backward")
+    return no_gradient(name, "compute second derivatives with lik_ops.reference", "double backward")

@@ -29,7 +29,6 @@ from ..arguments import (
 from ..portable.head import Hidden
 from ..segments import Shape
 from .custom import custom_op
-from .documented import document_bodies
 from .family import ARGMAX_DTYPES, backend_once, check_argmax_dtype, check_shape, no_double_backward, register_autograd
 from .stack import batching, functional
 
@@ -156,12 +155,7 @@ def maxsim_from_hidden_bwd(*args: Any) -> tuple[Tensor, ...]:
 def _(*args):
     _check_backward(args)
     x, needs = _taken(args)
-    wanted = zip((x.Q, x.H, x.W, x.b, x.q_weight), needs, strict=True)
-    dtypes = (*(x.Q.dtype,) * 4, score_dtype(x.Q.dtype))
-    return tuple(
-        x.Q.new_empty(t.shape if need and t is not None else (0,), dtype=dtype)
-        for (t, need), dtype in zip(wanted, dtypes, strict=True)
-    )
+    return tuple(x.new_gradients(needs))
 
 
 def _gradients(grad_scores, tensors, argmax, options, needs):
@@ -173,4 +167,3 @@ register_autograd(maxsim_from_hidden_fwd, Hidden, _gradients, wanted=(0, 1, 2, 3
 maxsim_from_hidden_bwd.register_autograd(no_double_backward("maxsim_from_hidden"))
 maxsim_from_hidden_fwd.register_vmap(partial(batching.one_by_one, maxsim_from_hidden_fwd, 7))
 maxsim_from_hidden_bwd.register_vmap(partial(batching.one_by_one, maxsim_from_hidden_bwd, 9))
-document_bodies(maxsim_from_hidden_fwd, maxsim_from_hidden_bwd)

@@ -19,7 +19,7 @@ from ..arguments import argmax_dtype_for, as_bool, check, lifted, metadata
 from ..segments import Dense
 from . import eager
 from .custom import custom_op
-from .documented import document, document_bodies
+from .documented import document
 from .eager_calls import DenseCall
 from .family import (
     check_forward,
@@ -128,8 +128,6 @@ for _name, _op in ((_LOWMEM, maxsim_bwd_lowmem), (_UNIFIED, maxsim_bwd_unified))
     _op.register_fake(partial(_fake_gradients, _name))
     _op.register_autograd(no_double_backward("maxsim"))
     _op.register_vmap(partial(batching.backward, _op))
-
-document_bodies(maxsim_fwd, maxsim_bwd_lowmem, maxsim_bwd_unified)
 
 
 def _composite(

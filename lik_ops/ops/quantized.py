@@ -11,7 +11,6 @@ from ..formats import OPERANDS, Format, Stored
 from ..segments import Ragged
 from . import values
 from .custom import custom_op
-from .documented import document_bodies
 from .family import backend_once, check_forward, fake_forward, no_gradient
 from .stack import batching_ragged, functional
 
@@ -111,4 +110,3 @@ maxsim_quantized_fwd.register_autograd(
     no_gradient("maxsim_quantized_fwd", "score the tokens of Quantized.dequantize()")
 )
 maxsim_quantized_fwd.register_vmap(batching_ragged.quantized)
-document_bodies(maxsim_quantized_fwd)

@@ -15,7 +15,6 @@ from ..arguments import argmax_dtype_for
 from ..segments import Ragged
 from . import values
 from .custom import custom_op
-from .documented import document_bodies
 from .family import (
     backend_once,
     check_forward,
@@ -106,4 +105,3 @@ register_autograd(maxsim_ragged_fwd, Ragged, _gradients)
 maxsim_ragged_bwd.register_autograd(no_double_backward("maxsim_ragged_fwd"))
 maxsim_ragged_fwd.register_vmap(batching_ragged.forward)
 maxsim_ragged_bwd.register_vmap(batching_ragged.backward)
-document_bodies(maxsim_ragged_fwd, maxsim_ragged_bwd)

@@ -18,7 +18,6 @@ from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..segments import Dense
 from .custom import custom_op
-from .documented import document_bodies
 from .family import (
     backend_once,
     check_forward,
@@ -117,7 +116,6 @@ register_autograd(maxsim_fwd_int8, Dense, _gradients, _kept)
 maxsim_bwd_int8.register_autograd(no_double_backward("maxsim_fwd_int8"))
 maxsim_fwd_int8.register_vmap(partial(batching.one_by_one, maxsim_fwd_int8, 5))
 maxsim_bwd_int8.register_vmap(partial(batching.one_by_one, maxsim_bwd_int8, 7))
-document_bodies(maxsim_fwd_int8, maxsim_bwd_int8)
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from ..arguments import check_strided, kind_of, score_dtype, shape_of
 from ..segments import Dense
 from . import maxsim as operators
 from .custom import custom_op
-from .documented import document_bodies
 from .family import backend_once, check_needed, check_upstream, fake_gradient, no_double_backward, register_autograd
 from .stack import batching, functional
 
@@ -144,7 +143,6 @@ register_autograd(maxsim_soft_fwd, Soft, _gradients, wanted=(0, 1, 4, 5))
 maxsim_soft_bwd.register_autograd(no_double_backward("maxsim_soft"))
 maxsim_soft_fwd.register_vmap(partial(batching.one_by_one, maxsim_soft_fwd, 6))
 maxsim_soft_bwd.register_vmap(partial(batching.one_by_one, maxsim_soft_bwd, 8))
-document_bodies(maxsim_soft_fwd, maxsim_soft_bwd)
 
 
 def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:

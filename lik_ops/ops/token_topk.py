@@ -18,7 +18,6 @@ from ..arguments import score_dtype
 from ..portable.token_topk import forward_token_topk
 from ..segments import Dense
 from .custom import custom_op
-from .documented import document_bodies
 from .family import register_autograd
 from .stack import batching, functional
 
@@ -60,18 +59,17 @@ def _(*args):
 
 
 def _gradients(grad_scores, tensors, winners, options, needs):
-    """Added in fp32 (fp64), rank by rank."""
+    """In fp32 (fp64), added rank by rank and rounded once."""
     if winners.dim() == 1:
         raise ValueError(f"{_FWD}: keep: expected True where gradients are wanted, got False")
     Q, D, *per_token = tensors
+    wide = Q.to(score_dtype(Q.dtype)), D.to(score_dtype(D.dtype))
     sums: list[Tensor] = []
     for of_rank in winners.unbind(0):
-        grads = lik.maxsim_bwd_lowmem(grad_scores, Q, D, of_rank, *per_token, options[1], needs)
-        grads = [g.to(score_dtype(Q.dtype)) for g in grads]
-        sums = [a.add_(g) for a, g in zip(sums, grads, strict=True)] if sums else grads
+        grads = lik.maxsim_bwd_lowmem(grad_scores, *wide, of_rank, *per_token, options[1], needs)
+        sums = [a.add_(g) for a, g in zip(sums, grads, strict=True)] if sums else list(grads)
     return sums[0].to(Q.dtype), sums[1].to(D.dtype), sums[2]
 
 
 register_autograd(maxsim_token_topk_fwd, Dense, _gradients)
 maxsim_token_topk_fwd.register_vmap(partial(batching.one_by_one, maxsim_token_topk_fwd, 5))
-document_bodies(maxsim_token_topk_fwd)

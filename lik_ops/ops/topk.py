@@ -30,7 +30,6 @@ from ..portable import topk as portable_topk
 from ..segments import Ragged, starts
 from . import values
 from .custom import custom_op
-from .documented import document_bodies
 from .family import no_gradient
 from .stack import batching, functional
 from .watchers import is_memory, nobody_sees
@@ -267,7 +266,6 @@ def reject_derivatives(op: str, *given: Any) -> None:
 
 maxsim_topk.register_autograd(no_gradient("maxsim_topk", "score what it found with lik_ops.maxsim"))
 maxsim_topk.register_vmap(batching.topk)
-document_bodies(maxsim_topk)
 
 
 def best_of(s: Search) -> Best:

@@ -18,9 +18,9 @@ from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor
+from ..portable.blocks import product
 from . import topk
 from .custom import custom_op
-from .documented import document_bodies
 from .family import no_gradient
 from .quantized import tokens_like
 from .stack import batching
@@ -126,7 +126,7 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
     # Masked rows may hold anything. Contiguous, because the order of sums hangs on strides.
     Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
     Q = (F.normalize(Q.float(), dim=-1) if s.normalize else Q).to(s.centroids.dtype)
-    products = (Q @ s.centroids.contiguous().t()).float()
+    products = product(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
     probed = None
     if s.n_probe is not None and s.n_probe < s.centroids.shape[0]:
         nearest = products.topk(s.n_probe, dim=2).indices
@@ -164,7 +164,6 @@ maxsim_topk_codes.register_autograd(
     no_gradient("maxsim_topk_codes", "score the tokens of Quantized.dequantize() that it found")
 )
 maxsim_topk_codes.register_vmap(partial(batching.one_by_one, maxsim_topk_codes, 7))
-document_bodies(maxsim_topk_codes)
 
 
 def best_of(s: CodeSearch) -> Best:

@@ -17,6 +17,7 @@ _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 _Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
 _function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _autocasting = autocast.is_anywhere
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
 # The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
 fp32_precision: Callable[[], str] = (
@@ -39,10 +40,13 @@ def _is_newly_known(t: Tensor) -> bool:
     device = t.device
     if device in _devices_known or device.type not in ("cpu", "cuda"):
         return False
-    _devices_known.add(device)
     for mode in (False, True):
         with torch.inference_mode(mode):
-            _usual_keys.add(_KEYS(torch.empty(0, device=device)).raw_repr())
+            made = torch.empty(0, device=device)
+        if type(made) is not _Tensor or _is_wrapped(made):
+            return False  # by a mode or transform that goes on: a later call learns
+        _usual_keys.add(_KEYS(made).raw_repr())
+    _devices_known.add(device)
     return _KEYS(t).raw_repr() in _usual_keys
 
 

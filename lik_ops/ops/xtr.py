@@ -16,7 +16,6 @@ from ..arguments import check_choice, score_dtype, shape_of
 from ..portable.xtr import forward_xtr
 from ..segments import Dense
 from .custom import custom_op
-from .documented import document_bodies
 from .family import register_autograd
 from .stack import batching, functional
 
@@ -68,4 +67,3 @@ def _gradients(grad_scores, tensors, argmax, options, needs):
 
 register_autograd(maxsim_xtr_fwd, Dense, _gradients, _kept)
 maxsim_xtr_fwd.register_vmap(partial(batching.one_by_one, maxsim_xtr_fwd, 5))
-document_bodies(maxsim_xtr_fwd)

@@ -5,7 +5,7 @@ A backend says how it makes tokens, scores them and sums gradients (`Parts`); th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,14 @@ class Hidden(NamedTuple):
     def documents(self, own: slice) -> tuple[Tensor, Tensor | None]:
         """Hidden states of some documents, and their mask."""
         return self.H[own], None if self.d_mask is None else self.d_mask[own]
+
+    def new_gradients(self, needs: Sequence[bool]) -> list[Tensor]:
+        """Of Q, H, W, b and q_weight, not filled; each ``[0]`` where `needs` says no."""
+        dtypes = (*(self.Q.dtype,) * 4, score_dtype(self.Q.dtype))
+        return [
+            self.Q.new_empty(x.shape if need and x is not None else (0,), dtype=dtype)
+            for x, need, dtype in zip((*self[:4], self.q_weight), needs, dtypes, strict=True)
+        ]
 
 
 class Parts(NamedTuple):
@@ -148,12 +156,7 @@ class Gradients:
     def run(self) -> tuple[Tensor, ...]:
         """Gradients of Q, H, W, b and q_weight, each ``[0]`` where `needs` says no."""
         x, needs = self.x, self.needs
-        grads = [
-            x.Q.new_empty(t.shape if need and t is not None else (0,), dtype=dtype)
-            for t, need, dtype in zip(
-                (x.Q, x.H, x.W, x.b, x.q_weight), needs, (*(x.Q.dtype,) * 4, self.dtype), strict=True
-            )
-        ]
+        grads = x.new_gradients(needs)
         if 0 in (*x.Q.shape, *x.H.shape):
             return tuple(grad.zero_() for grad in grads)
         of_queries, into_head = needs[0] or needs[4], any(needs[1:4])

@@ -24,6 +24,7 @@ from .blocks import (
     ceil_div,
     may_look,
     pieces_of,
+    product,
     round_up,
     row_norms,
     slices_buffer,
@@ -51,8 +52,8 @@ def has_bits_of_slices(rows: int, columns: int, d: int, dtype: torch.dtype, turn
     random = torch.Generator().manual_seed(0)
     size = round_up(max(rows, columns, MIN_ROWS), step)
     D, Q = (torch.rand((2, size, d), generator=random, dtype=dtype, device="cpu").sub_(0.5) for _ in range(2))
-    expected, across = torch.bmm(D, Q.mT), (Q, D) if turned else (D, Q)
-    actual = torch.bmm(across[0][:, :rows].contiguous(), across[1][:, :columns].contiguous().mT)
+    expected, across = product(D, Q.mT), (Q, D) if turned else (D, Q)
+    actual = product(across[0][:, :rows].contiguous(), across[1][:, :columns].contiguous().mT)
     return torch.equal(actual, (expected.mT if turned else expected)[:, :rows, :columns])
 
 

@@ -61,8 +61,9 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         torch.Size([2, 100])
     """
     files = _Files(Path(path))
-    found = _of_centroids(files) if (files.root / _REPACKED).exists() else _of_documents(files)
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)
+    with torch.device("cpu"):  # whatever the default device is
+        found = _of_centroids(files) if (files.root / _REPACKED).exists() else _of_documents(files)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)
     documents = Quantized.of_codes(found.codes.to(device), found.residuals.to(device), found.codec.to(device))
     return Index(documents, bounds.to(device))
 

@@ -96,8 +96,8 @@ def _plaid_bytes(codec: ResidualCodec, data: Tensor) -> Tensor:
     """Residuals in the bit order of fast-plaid, in which only those of ``"big"`` are not kept."""
     if codec.bit_order != "big":
         return data
-    reverse = reversed_bits(slots(torch.arange(256), codec.nbits), codec.nbits)
-    table = (reverse << torch.arange(8 - codec.nbits, -1, -codec.nbits)).sum(-1).to(torch.uint8)
+    reverse = reversed_bits(slots(torch.arange(256, device="cpu"), codec.nbits), codec.nbits)
+    table = (reverse << torch.arange(8 - codec.nbits, -1, -codec.nbits, device="cpu")).sum(-1).to(torch.uint8)
     return table[data.int()]
 
 
@@ -105,14 +105,14 @@ def _residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tensor]:
     """The mean size of residuals, by feature, and a norm that a quarter of them exceed, of some tokens."""
     some = data[:: max(1, len(data) // _SOME)].cpu()
     if not len(some):
-        return torch.zeros(codec.d), torch.zeros(1)
+        return some.new_zeros(codec.d, dtype=torch.float32), some.new_zeros(1, dtype=torch.float32)
     x = bucket_weights(some, codec.table, codec.nbits)[:, : codec.d]
     return x.abs().mean(0), torch.linalg.vector_norm(x, dim=1).quantile(0.75).view(1)
 
 
 def _inverted(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each centroid the documents that have it, ascending, one centroid's after the other's; and how many."""
-    documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+    documents = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     pairs = (codes.long() * max(len(lengths), 1) + documents).unique()
     owners = pairs // max(len(lengths), 1)
     return pairs % max(len(lengths), 1), torch.bincount(owners, minlength=count).int()

@@ -2,8 +2,9 @@
 
 A maximum changes by no more than its arguments: if no token of a document is off by more than `error` in the L2 norm,
 ``|max_t <q, x_t> - max_t <q, x'_t>| <= ||q|| * error``, and a score is off by no more than the sum of that over the
-query's tokens. To that comes what rounding may add to either score. So a coarse score gives an interval, and a document
-whose upper end is below the lower ends of k others is not among the k best.
+query's tokens. To that comes what rounding may add to either score and, in a region of autocast, to the tokens. So a
+coarse score gives an interval, and a document whose upper end is below the lower ends of k others is not among the k
+best.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..api import inputs
 from ..arguments import as_bool, check, check_count, check_dtype, check_floats, check_strided, lift, score_dtype
 from ..ops import topk
 from ..ops.quantized import tokens_like
+from ..ops.stack import autocast
 from ..ops.topk import Best, Search
 from ..quantized import Quantized
 from ..quantizing import Bounds
@@ -57,7 +59,9 @@ def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Be
     if n_probe is None and n_candidates is None:
         check(_OP, s.Q, own, None, None, None)
         return best_of_quantized(s)
-    check(_OP, s.Q, own, s.q_mask, None, s.q_weight)
+    Q, _, q_weight = autocast.to_region(s.Q, s.Q, s.q_weight)
+    s = s._replace(Q=Q, q_weight=q_weight)
+    check(_OP, Q, tokens_like(Q, own.shape), s.q_mask, None, q_weight)
     if s.Q.device != D.device:
         raise ValueError(f"{_OP}: Q: expected the device of D, {D.device}, got {s.Q.device}")
     flat = s.Q.dim() == 2
@@ -128,8 +132,7 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
     # Queries and documents may lie on two devices: each side is checked beside a stand-in for the other.
     beside = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
-    D = s.D if isinstance(s.D, Tensor) else torch.empty((), dtype=dtype, device=device).expand(shape)
-    topk.check_arguments(_OP, s._replace(Q=beside, D=D, q_mask=None, q_weight=None))
+    topk.check_arguments(_OP, s._replace(Q=beside, D=tokens_like(beside, shape), q_mask=None, q_weight=None))
     check(_OP, Q, like if s.cu_seqlens_d is None else like.unsqueeze(0), s.q_mask, None, q_weight)
     if device.type == "meta" or Q.is_meta:
         raise ValueError(f"{_OP}: {'Q' if Q.is_meta else 'D'}: expected values, got a meta tensor")
@@ -183,13 +186,24 @@ def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
     _, Lq, d = s.Q.shape
     rounding = 2 * (d + Lq + 16) * _roundoff(s.Q)
     relative = rounding + _held(s.Q, coarse)
-    each = torch.add(coarse.error.double() * (1 + relative), coarse.norm.double(), alpha=relative)
+    error, norm = coarse.error.double(), coarse.norm.double()
+    if _about(s.D)[1] != s.Q.dtype:
+        off = _converted(norm, d, s.Q.dtype)
+        error, norm = error + off, norm + off
+    each = torch.add(error * (1 + relative), norm, alpha=relative)
     if (apart := _apart(s, coarse)) is not None:
         each = each + rounding * apart
     rough, lengths = scores.double(), lengths.sum(1, keepdim=True)
     lower, upper = (torch.addcmul(rough, lengths, each, value=sign) for sign in (-1, 1))
     inf = torch.inf
     return _Coarse(scores, lower.nan_to_num_(-inf, -inf, -inf), upper.nan_to_num_(inf, inf, -inf))
+
+
+def _converted(norm: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+    """What tokens of at most these L2 norms may be off by in the dtype of a region; inf where one may overflow."""
+    about = torch.finfo(dtype)
+    off = about.eps / 2 * (norm + d**0.5 * about.smallest_normal)
+    return off.masked_fill(~(norm <= about.max), torch.inf)  # NaN, too
 
 
 def _held(Q: Tensor, coarse: Quantized) -> float:
@@ -252,7 +266,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     query, document = chosen.nonzero(as_tuple=True)
     if len(chosen) == 1:
         return document.unsqueeze(0), rescored
-    width = int(rescored.max()) if rescored.numel() else 0
+    width = int(rescored.max()) if rescored.numel() else chosen.shape[1]  # none to tell: all have a place
     before = rescored.cumsum(0) - rescored
     place = torch.arange(len(document), device=document.device) - before[query]
     documents = document.new_full((len(chosen), width), -1)
@@ -269,10 +283,10 @@ def _full(s: Search, documents: Tensor) -> Tensor:
         scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
         return _rerank._scored(g, D._snapshot, documents.cpu(), scores)
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
-    if D.device != Q.device:  # only what is needed comes to the device
-        chosen, inverse = at.cpu().unique(return_inverse=True)
+    if D.device != Q.device or D.dtype != Q.dtype:  # only what is needed comes to the device, and to the region
+        chosen, inverse = at.to(D.device).unique(return_inverse=True)
         D, cu_seqlens = _gathered(D, cu_seqlens, chosen)
-        D = D.to(Q.device)
+        D = D.to(Q.device, Q.dtype)
         d_mask = None if d_mask is None else d_mask[chosen].to(Q.device)
         at = inverse.to(Q.device)
     if cu_seqlens is None:
@@ -286,10 +300,10 @@ def _full(s: Search, documents: Tensor) -> Tensor:
 
 
 def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Some documents of a tensor on the CPU, ascending."""
+    """Some documents of a tensor, ascending."""
     rows, starts = chosen, None
     if cu_seqlens is not None:
-        bounds = cu_seqlens.cpu().long()
+        bounds = cu_seqlens.to(D.device).long()
         rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
     return D.index_select(0, rows), starts  # whole rows: `D[rows]` copies element by element
 

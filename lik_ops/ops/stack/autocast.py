@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 _CASTS = (torch.float16, torch.bfloat16, torch.float32)
 # Asked for once: torch 2.11's Dynamo cannot trace the question.
-_KINDS = frozenset(
+KINDS = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
 )
 
@@ -21,6 +22,13 @@ def _any_of_cpu_and_cuda() -> bool:
 
 # Whether any device has a region: one call, tens of nanoseconds.
 is_anywhere: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _any_of_cpu_and_cuda)
+
+
+def suspended(kind: str) -> AbstractContextManager:
+    """No region of autocast on devices of a kind."""
+    if kind not in KINDS or not (torch.compiler.is_dynamo_compiling() or is_anywhere()):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def to_region(Q: Any, D: Any, q_weight: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -34,7 +42,7 @@ def to_region(Q: Any, D: Any, q_weight: Any) -> tuple[Tensor, Tensor, Tensor | N
     if not all(isinstance(t, Tensor) for t in tensors):
         return Q, D, q_weight  # left to the error that names it
     kind = Q.device.type
-    if kind not in _KINDS or not torch.is_autocast_enabled(kind):
+    if kind not in KINDS or not torch.is_autocast_enabled(kind):
         return Q, D, q_weight
     dtype = torch.get_autocast_dtype(kind)
     Q, D = (t.to(dtype) if t.dtype in _CASTS else t for t in (Q, D))

@@ -57,11 +57,11 @@ class _Batch:
         return isinstance(total, int) and times != 1 and total > MOST_COPIED
 
     def one_by_one(self, op: Any, *constants: Any) -> Outputs:
-        samples = [
-            op(*(x[b] if batched else x for x, batched in zip(self.args, self.is_batched, strict=True)), *constants)
-            for b in range(self.size)
-        ]
-        return tuple(torch.stack(outputs) for outputs in zip(*samples, strict=True)), (0,) * len(samples[0])
+        args = list(zip(self.args, self.is_batched, strict=True))
+        if not self.size:  # a sample of zeros has the shapes of results
+            args = [(x.new_zeros((1, *x.shape[1:])) if batched else x, batched) for x, batched in args]
+        samples = [op(*(x[b] if batched else x for x, batched in args), *constants) for b in range(self.size or 1)]
+        return tuple(torch.stack(x)[: self.size] for x in zip(*samples, strict=True)), (0,) * len(samples[0])
 
 
 def forward(

@@ -75,9 +75,7 @@ def carry_tangents(*tensors: Tensor | None) -> bool:
 def reject_forward_ad(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
     if carry_tangents(*tensors):
-        raise NotImplementedError(
-            f"{_OP} has no forward-mode AD: compute forward derivatives with lik_ops.reference.maxsim"
-        )
+        raise NotImplementedError(f"{_OP} has no forward-mode AD: compute forward derivatives with lik_ops.reference")
 
 
 def _has(kind: Any) -> bool:

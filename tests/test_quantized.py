@@ -107,6 +107,18 @@ def test_masked_tokens_never_matter(format, scale):
     )
 
 
+def test_what_lies_beside_candidates_is_named_and_cast():
+    Q, small = torch.randn(2, 3, 8), lik_ops.quantize(torch.randn(2, 4, 5, 8))
+    lengths = torch.tensor([3, 2]), torch.tensor([[5, 4, 0, 1]] * 2)
+    expected = lik_ops.maxsim_padded(Q.bfloat16(), small, *lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(lik_ops.maxsim_padded(Q, small, *lengths), expected)
+    with pytest.raises(TypeError, match="Q: expected"):
+        lik_ops.maxsim_padded(Q.to_sparse(), small, *lengths)
+    with pytest.raises(TypeError, match="d_mask: expected a Tensor"):
+        lik_ops.maxsim(Q, small, None, [True])
+
+
 @every_format
 def test_packed_documents_have_the_scales_of_dense_ones(format):
     D = tokens(4, 6, 20)

@@ -18,6 +18,7 @@ from ..arguments import (
     check_cu_seqlens,
     check_floats,
     check_indices,
+    check_mask,
     check_options,
     check_per_token,
     check_tokens,
@@ -106,6 +107,7 @@ def given(
         own = D.dim() == 4
         if own:
             _check_lists(op, Q, D)
+            check_mask(op, "d_mask", d_mask, "D", D)
             D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten(0, 1)
     as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
     q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)

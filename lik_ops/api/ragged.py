@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..arguments import (
     Backward,
+    check_floats,
     check_indices,
     check_options,
-    check_tensor,
     check_tokens,
     check_weight,
     same_size,
@@ -235,7 +235,8 @@ def padded(
     """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
     quantized = D if isinstance(D, Quantized) else None
     if quantized is not None:
-        check_tensor(op, "Q", Q)
+        check_floats(op, "Q", Q)
+        Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
         D = tokens_like(Q, quantized.shape)
     else:
         Q, D, q_weight = autocast.to_region(Q, D, q_weight)

@@ -292,3 +292,8 @@ def _has_sizes(x: Any, sizes: torch.Size) -> bool:
     if not isinstance(x, Tensor) or x.dim() != len(sizes):
         return False
     return all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+
+
+def stand_in(D: Quantized) -> Tensor:
+    """A tensor that has the metadata of the tokens as they were, and the memory of one number."""
+    return torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)

@@ -32,7 +32,7 @@ from ..ops.eager import wants_gradients
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
-from ..quantized import Quantized
+from ..quantized import Quantized, stand_in
 from ..segments import Ragged
 from .packing import Sequences, is_sequences, sequences, weights_of
 
@@ -185,7 +185,7 @@ def _beside(op: str, Q: Any, quantized: Quantized) -> Tensor:
     like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
     if isinstance(like, Tensor) and quantized.device != like.device:
         raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
-    return torch.empty((), dtype=quantized.dtype, device=quantized.device).expand(quantized.shape)
+    return stand_in(quantized)
 
 
 def _is_single(x: Any) -> bool:

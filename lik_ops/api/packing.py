@@ -231,11 +231,11 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
     lengths = [t.shape[0] for t in sequences]
     with autocast.suspended(first.device.type):  # which cannot join one half type in a region of the other
         tokens = torch.cat(sequences)
-    return Sequences(tokens, _moved([0, *itertools.accumulate(lengths)], first.device), lengths, None)
+    return Sequences(tokens, from_host([0, *itertools.accumulate(lengths)], first.device), lengths, None)
 
 
-def _moved(values: list, device: torch.device) -> Tensor:
-    """Host integers as a tensor on `device`, which nothing waits for."""
+def from_host(values: list, device: torch.device) -> Tensor:
+    """Host values as a tensor on `device`, which nothing waits for."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, device=device)
     return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)

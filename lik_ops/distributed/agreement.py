@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..api.packing import from_host
 from ..index import Index
 from ..quantized import Quantized
 
@@ -135,10 +136,10 @@ class Agreement:
         self.copied: torch.cuda.Event | None = None
         if at.type != "cuda":
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=at)
-            all_gather(self.rows.view(-1), torch.tensor(words, device=at), group)
+            all_gather(self.rows.view(-1), from_host(words, at), group)
             return
         with torch.cuda.stream(_beside(at, id(group))):
-            sent = torch.tensor(words, device="cpu", pin_memory=True).to(at, non_blocking=True)
+            sent = from_host(words, at)
             received = torch.empty(world * len(words), dtype=torch.int64, device=at)
             all_gather(received, sent, group)
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device="cpu", pin_memory=True)

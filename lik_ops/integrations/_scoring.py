@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import maxsim, maxsim_pairs
+from ..api.packing import from_host
 
 Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
 Fill: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -73,14 +74,6 @@ def _floating(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.float()
 
 
-def on_device(values: list, device: torch.device) -> Tensor:
-    """Host values as a tensor on `device`, which nothing waits for."""
-    found = torch.tensor(values, device="cpu")
-    if device.type == "cuda" and not torch.compiler.is_compiling():
-        found = found.pin_memory()
-    return found.to(device, non_blocking=True)
-
-
 def is_supported(Q: Any, D: Any) -> bool:
     """Whether lik_ops has scores of these; where not, a host's own code says what is wrong."""
     tensors = [t for x in (Q, D) for t in ([x] if isinstance(x, Tensor) else x[:1]) if isinstance(t, Tensor)]
@@ -133,4 +126,4 @@ def _filled(scores: Tensor, D: Tokens, keep: Tensor | None, fill: Fill) -> Tenso
     if isinstance(D, Tensor):
         return fill(scores, scores.new_ones(scores.shape, dtype=torch.bool)) if D.shape[-2] == 0 else scores
     empty = [t.shape[0] == 0 for t in D]
-    return fill(scores, on_device(empty, scores.device)) if any(empty) else scores
+    return fill(scores, from_host(empty, scores.device)) if any(empty) else scores

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import maxsim, maxsim_candidates_varlen
+from ..api.packing import from_host
 from ..arguments import check_count
 from . import _scoring
 
@@ -126,9 +127,9 @@ def compute_maxsim_score_batched(
     for (row, column), d, begin in zip(places, d_embs, begins, strict=True):
         offsets[row * K + column], lengths[row * K + column] = begin, d.shape[0]
     at = [row * K + column for row, column in places]
-    table = _scoring.on_device([offsets, lengths], D.device).view(2, len(queries), K)
+    table = from_host([offsets, lengths], D.device).view(2, len(queries), K)
     scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
-    return list((scores if at == list(range(len(at))) else scores[_scoring.on_device(at, D.device)]).unbind())
+    return list((scores if at == list(range(len(at))) else scores[from_host(at, D.device)]).unbind())
 
 
 def _store(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.packing import from_host
 from . import _routing, _scoring
 from ._routing import Routing as Routing
 from ._scoring import Tokens
@@ -280,7 +281,7 @@ class _Side:
         """Tokens of each item, at least 1."""
         if self.mask is not None:
             return self.mask.bool().sum(-1).clamp(min=1).to(device)
-        return _scoring.on_device([max(width, 1) for width in self._widths()], device)
+        return from_host([max(width, 1) for width in self._widths()], device)
 
 
 def _fill(scores: Tensor, empty: Tensor) -> Tensor:

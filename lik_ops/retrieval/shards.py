@@ -13,7 +13,7 @@ from ..api import inputs
 from ..index import Index
 from ..ops import topk
 from ..ops.stack import autocast
-from ..quantized import Quantized
+from ..quantized import Quantized, stand_in
 from . import _retrieve, sources
 from .staged import check_stages
 from .two_stage import of_quantized
@@ -107,8 +107,7 @@ class Coded(Resident):
 
     def sample(self) -> Sample:
         """With a stand-in that has the metadata of the tokens as they were."""
-        like = torch.empty((), dtype=self.D.dtype, device=self.D.device).expand(self.D.shape)
-        return like, self.d_mask, self.cu_seqlens_d
+        return stand_in(self.D), self.d_mask, self.cu_seqlens_d
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
         Q, q_mask, q_weight = queries

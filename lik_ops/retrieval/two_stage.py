@@ -20,7 +20,7 @@ from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast
 from ..ops.topk import Best, Search
-from ..quantized import Quantized
+from ..quantized import Quantized, stand_in
 from ..quantizing import Bounds
 from ..segments import rows_of
 from . import _rerank, sources
@@ -51,7 +51,7 @@ def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Be
     """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages."""
     D: Quantized = s.D
     check_floats(_OP, "Q", s.Q)  # before a stand-in is made: torch makes none of some dtypes
-    like = torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)
+    like = stand_in(D)
     beside = like.new_empty(()).expand(1, 1, D.d)
     topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
     own = tokens_like(s.Q, D.shape)

@@ -25,7 +25,7 @@ _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed 
 _INT8, _INT8_LARGE, _FP8 = (64, 8, True), (128, 6, False), (64, 6, True)
 _LEAST_FEW, _MOST_FEW = 32, 128  # query rows, or terms of them, whose products with a tile are one
 # For few query rows: tokens and stages, and what a token costs beside the smaller tile.
-_FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 6, 1.0),), ((64, 2, 1.0), (128, 2, 0.7))
+_FEW, _INT8_FEW, _FP8_FEW = ((64, 3, 1.0),), ((64, 6, 1.0),), ((64, 2, 1.0), (128, 2, 0.85))
 _SPLIT_FEW = ((64, 1, 1.0),)
 
 

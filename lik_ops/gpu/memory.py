@@ -14,6 +14,7 @@ from .arguments import current_device
 raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 # What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
 empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -33,11 +34,18 @@ def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dt
 def maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """`new_memory` on `device`, for as long as nothing that it looks at changes."""
     if (
-        empty_cuda is None
-        or device.index is None  # in the interpreter
-        or torch.are_deterministic_algorithms_enabled()
+        device.index is None  # in the interpreter
         or launcher.recording.by is not None  # which sees what torch allocates
         or current_device() != device.index
     ):
-        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return empty_cuda
+        return _by_torch(device)
+    return maker_here(device)
+
+
+def maker_here(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """`maker` where `device` is known to be the current one, and nobody to record."""
+    return _by_torch(device) if empty_cuda is None or _is_deterministic() else empty_cuda
+
+
+def _by_torch(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

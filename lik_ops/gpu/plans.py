@@ -74,6 +74,10 @@ class DensePlan(Plan):
         """
         return self.calls.run((shape, returned), given, self.device, self._in_full, shape, given, returned)
 
+    def scores_alone(self, shape: tuple[int, ...], given: Sequence[Tensor | None]) -> Tensor:
+        """Those of `forward`, of a plan of calls that ask for no winners."""
+        return self.forward(shape, given)[0]
+
     def _in_full(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
         argmax = None if self.argmax_dtype is None else self.new_argmax()
         scores = self.scores(shape, *given, argmax)

@@ -27,7 +27,7 @@ from .watchers import described, described_but_rows, fp32_precision, is_below_au
 
 _MOST_CALLS = 4096
 _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
-_fp32, _is_grad_enabled = torch.float32, torch.is_grad_enabled
+_fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
 
@@ -88,10 +88,10 @@ def maxsim(*arguments: Any) -> Tensor | None:
     Q, D, q_mask, d_mask, q_weight, _, _, _ = arguments
     if call.converts:
         q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    given = Q, D, q_mask, d_mask, q_weight
     if call.differentiable:
-        given = Q, D, q_mask, d_mask, q_weight
         return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
-    return call.forward((Q, D, q_mask, d_mask, q_weight))[0]
+    return call.scores(given)
 
 
 def maxsim_with_argmax(*arguments: Any) -> tuple[Tensor, Tensor] | None:
@@ -110,7 +110,7 @@ def maxsim_with_argmax(*arguments: Any) -> tuple[Tensor, Tensor] | None:
 
 def _found_call(name: str, arguments: tuple) -> Any:
     """What there is to know about a call of dense arguments; None where it has to take the dispatcher."""
-    if torch.compiler.is_dynamo_compiling() or not nobody_watches():
+    if _is_compiling() or not nobody_watches():
         return None
     description = described(arguments)
     if description is None:
@@ -210,7 +210,7 @@ def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     Raises:
         TypeError, ValueError: as there.
     """
-    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+    if _is_compiling() or checks_values() or not nobody_watches():
         return None
     Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index, reduction = arguments
     if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
@@ -305,7 +305,7 @@ def maxsim_ragged(
 
     The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
     """
-    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+    if _is_compiling() or checks_values() or not nobody_watches():
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
     options = normalize, backward, recompute, with_argmax
@@ -345,7 +345,7 @@ def maxsim_quantized(
 
     `indices` and `per_token` are those of `Cut`. Without winners, also of pairs whose queries may have any length.
     """
-    if torch.compiler.is_dynamo_compiling() or checks_values() or not nobody_watches():
+    if _is_compiling() or checks_values() or not nobody_watches():
         return None
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
     sizes = _sizes(Q, data, indices, per_token, max_seqlen_q)

@@ -78,6 +78,10 @@ class DenseCall(Call):
             return scores, scores.new_empty(0, dtype=torch.int32) if returned else None
         return scores, argmax
 
+    def scores(self, given: tuple) -> Tensor:
+        """Those of `forward`, where no winners are asked for."""
+        return self.forward(given)[0] if self.plan is None else self.plan.scores_alone(self.shape, given)
+
     def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
         argmax = argmax if candidates else argmax.transpose(0, 1)

@@ -50,7 +50,7 @@ def install() -> None:
         "current_device": lambda: None,
         "raw_stream": lambda index: 0,
         "maker": _maker,
-        "maker_here": _maker,
+        "current_maker": _maker,
     }
     for module in [module for name, module in sys.modules.items() if name.startswith("lik_ops.gpu.")]:
         for name, stand_in in stand_ins.items():

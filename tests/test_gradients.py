@@ -215,7 +215,7 @@ def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize(
     ("way", "scale"),
-    itertools.product(WAYS, (1e-6, 65536.0)) if not INTERPRETING else (("few", 65536.0), ("lists", 1e-6)),
+    [*itertools.product(WAYS, (1e-6, 65536.0))] if not INTERPRETING else [("few", 65536.0), ("lists", 1e-6)],
 )
 def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkeypatch):
     """Upstream gradients as small as a mean over a large batch makes them, and as large as GradScaler does."""

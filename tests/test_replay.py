@@ -60,7 +60,7 @@ def log(monkeypatch):
 
     monkeypatch.setattr(launcher, "bind", bind)
     monkeypatch.setattr(memory, "empty_cuda", None)
-    monkeypatch.setattr(replay, "maker_here", lambda device: new_memory)
+    monkeypatch.setattr(replay, "current_maker", lambda device: new_memory)
     monkeypatch.setattr(replay, "current_device", lambda: None)
     monkeypatch.setattr(replay, "raw_stream", lambda index: 0)
     cuda.forget()

@@ -39,10 +39,10 @@ def maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], t
         or current_device() != device.index
     ):
         return _by_torch(device)
-    return maker_here(device)
+    return current_maker(device)
 
 
-def maker_here(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+def current_maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """`maker` where `device` is known to be the current one, and nobody to record."""
     return _by_torch(device) if empty_cuda is None or _is_deterministic() else empty_cuda
 

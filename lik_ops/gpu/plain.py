@@ -14,7 +14,7 @@ from ..csrc_triton import forward as forward_kernels
 from ..csrc_triton.arguments import Documents, Output, Queries
 from . import choose, configs, launcher
 from .arguments import architecture, checked_grid, current_device, descriptor, on_device, owned_strides, strides_of
-from .memory import maker_here, raw_stream
+from .memory import current_maker, raw_stream
 from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
@@ -58,7 +58,7 @@ class PlainPlan(DensePlan):
 
     forward = DensePlan._in_full  # one launch, which `scores` makes as quickly as a replay, from its second time on
 
-    def scores_alone(self, shape: tuple[int, ...], given: Sequence[Tensor | None]) -> Tensor:
+    def scores_of(self, shape: tuple[int, ...], given: Sequence[Tensor | None]) -> Tensor:
         return self.scores(shape, *given, None)
 
     def scores(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
@@ -77,7 +77,7 @@ class PlainPlan(DensePlan):
             queries, documents = (q, *self.query_rest), (d, *self.document_rest)
         if not aligned:
             return self._scores_by_launcher(shape, Q, D, q_mask, d_mask, q_weight, argmax)
-        scores = maker_here(self.device)(shape, self.score_strides[len(shape)], torch.float32)
+        scores = current_maker(self.device)(shape, self.score_strides[len(shape)], torch.float32)
         tiles = (self.tiles.get(d) or self._new_tiles(D, d)) if self.reads_tiles else (None,)
         args = (queries, documents, *tiles, (scores.data_ptr(), winners or None), *self.constants)
         direct(*self.grid, raw_stream(self.index), args)

@@ -74,7 +74,7 @@ class DensePlan(Plan):
         """
         return self.calls.run((shape, returned), given, self.device, self._in_full, shape, given, returned)
 
-    def scores_alone(self, shape: tuple[int, ...], given: Sequence[Tensor | None]) -> Tensor:
+    def scores_of(self, shape: tuple[int, ...], given: Sequence[Tensor | None]) -> Tensor:
         """Those of `forward`, of a plan of calls that ask for no winners."""
         return self.forward(shape, given)[0]
 

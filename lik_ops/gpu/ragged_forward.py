@@ -36,7 +36,7 @@ from .arguments import (
     per_row,
     wide_rows,
 )
-from .memory import maker_here, raw_stream
+from .memory import current_maker, raw_stream
 from .plans import Plan
 from .replay import Calls
 
@@ -186,7 +186,7 @@ class PackedPlan(Plan):
             or launcher.hooks_set()
         ):
             return self._scores_by_launcher(c, argmax, counts, terms, tile, programs, odd)
-        scores = maker_here(self.device)(shape, strides, torch.float32)
+        scores = current_maker(self.device)(shape, strides, torch.float32)
         descriptor: tuple = (None,)
         if self.reads_tiles and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import launcher
 from .arguments import current_device
-from .memory import maker_here, raw_stream
+from .memory import current_maker, raw_stream
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 1024
@@ -230,7 +230,7 @@ class _Function:
     def __init__(self, given: list[bool], device: torch.device) -> None:
         self.given = given
         self.constants: list = []
-        named = device, device.index, current_device, launcher.hooks_set, raw_stream, maker_here
+        named = device, device.index, current_device, launcher.hooks_set, raw_stream, current_maker
         self.device, self.index, self.current_device, self.hooks_set, self.raw_stream, self.maker = map(
             self._kept, named
         )

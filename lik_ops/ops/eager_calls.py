@@ -80,7 +80,7 @@ class DenseCall(Call):
 
     def scores(self, given: tuple) -> Tensor:
         """Those of `forward`, where no winners are asked for."""
-        return self.forward(given)[0] if self.plan is None else self.plan.scores_alone(self.shape, given)
+        return self.forward(given)[0] if self.plan is None else self.plan.scores_of(self.shape, given)
 
     def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""

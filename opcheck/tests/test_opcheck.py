@@ -26,7 +26,7 @@ def _selections():
 of_every_operator = pytest.mark.parametrize("op", OPERATORS)
 
 
-@pytest.mark.parametrize(("check", "of"), _selections())
+@pytest.mark.parametrize(("check", "of"), [*_selections()])
 @of_every_operator
 def test_a_sample_of_every_operator(op, check, of):
     every = 11 if check == "opcheck" else 3
@@ -34,7 +34,7 @@ def test_a_sample_of_every_operator(op, check, of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("check", "of"), _selections())
+@pytest.mark.parametrize(("check", "of"), [*_selections()])
 @of_every_operator
 def test_every_sample(op, check, of):
     assert checks.CHECKS[check](op, OPERATORS[op], of) > 0

@@ -24,8 +24,10 @@ def _kept(record: dict, old: dict, new: dict) -> dict:
     env = old["environment"]
     gpus = record.get("gpus", env["gpus"])
     others = {} if gpus == new["environment"]["gpus"] else {"gpus": gpus}
-    rest = {key: value for key, value in record.items() if key != "gpus"}
-    return {"commit": env["commit"], **others, **rest}
+    commit = record.get("commit", env["commit"])
+    of = {} if commit == new["environment"]["commit"] else {"commit": commit}
+    rest = {key: value for key, value in record.items() if key not in ("commit", "gpus")}
+    return {**of, **others, **rest}
 
 
 def joined(old: dict, new: dict) -> dict:

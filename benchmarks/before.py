@@ -172,10 +172,10 @@ class Checkout:
         return json.loads(line) if line else {"failed": "its process ended"}
 
     def commit(self) -> str:
-        """What it is, or where, if git does not know it."""
+        """What it is, or its name, if git does not know it."""
         git = ["git", "-C", str(self.folder), "rev-parse", "HEAD"]
         known = (self.folder / ".git").exists()
-        return (subprocess.run(git, capture_output=True, text=True).stdout.strip() if known else "") or str(self.folder)
+        return (subprocess.run(git, capture_output=True, text=True).stdout.strip() if known else "") or self.folder.name
 
 
 def compile_first(checkouts: tuple[Checkout, Checkout], rows: list[int], seconds: float) -> None:

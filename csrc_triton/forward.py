@@ -162,11 +162,13 @@ def _without_padding(x, document, C: tl.constexpr):
     length = document.length
     if x.D.mask is not None and C.TOKENS_FIRST and not C.SECTIONS:  # elsewhere registers spill
         end = length * 0
-        for t0 in tl.range(0, length, _MASK_STEP, num_stages=1):
+        t0 = (tl.cdiv(length, _MASK_STEP) - 1) * _MASK_STEP
+        while (t0 >= 0) & (end == 0):  # from behind: mostly one step
             t = t0 + tl.arange(0, _MASK_STEP)
             pointers = (document.mask + t.to(tl.int64) * x.D.mask_stride_l).to(tl.pointer_type(tl.int8), bitcast=True)
             keep = tl.load(pointers, mask=t < length, other=0) != 0
-            end = tl.maximum(end, tl.max(tl.where(keep, t + 1, 0), axis=0))
+            end = tl.max(tl.where(keep, t + 1, 0), axis=0).to(end.dtype)
+            t0 -= _MASK_STEP
         # No less than a tile, which a descriptor that shifts the last one back asks for.
         length = tl.minimum(length, tl.cdiv(tl.maximum(end, 1), C.BN) * C.BN)
     return Document(document.ptr, document.mask, document.row, length)

@@ -131,6 +131,23 @@ def test_documents_and_queries_that_keep_nothing(place):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+def test_the_last_token_that_counts_may_lie_anywhere_in_a_long_document(place):
+    """One query, for which kernels look for it before they read; what is left out is NaN."""
+    Q, D = torch.randint(-3, 4, (1, 5, 16)).half(), torch.randint(-3, 4, (7, 1300, 16)).half()
+    d_mask = torch.zeros(7, 1300, dtype=torch.bool)
+    for document, kept in enumerate(([0], [1299], [511], [512], [3, 700], [*range(0, 1100, 7)])):
+        d_mask[document, kept] = True
+    D[~d_mask] = math.nan
+    expected, winners = lik_ops.reference.maxsim_with_argmax(Q.double(), D.double(), None, d_mask)
+    given = [x.to(place.device) for x in (Q, D, d_mask)]
+    with place.use():
+        scores, argmax = lik_ops.maxsim_with_argmax(given[0], given[1], None, given[2])
+        assert torch.equal(lik_ops.maxsim(given[0], given[1], None, given[2]), scores)
+    assert scores[0, 6] == -math.inf
+    assert torch.equal(scores.cpu(), expected.float()) and torch.equal(argmax.cpu(), winners)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("with_argmax", [False, True])
 def test_nan_reaches_its_own_pairs_only(place, with_argmax):
     Q, D = torch.randn(3, 4, 8, device=place.device), torch.randn(4, 90, 8, device=place.device)

@@ -5,7 +5,8 @@
 Median device times of calls that find the L2 cache flushed. ``read`` is the time of a kernel that only reads the
 documents: what a call of few microseconds cannot beat either. ``uncut`` are the same documents as candidates of the one
 query, which no call cuts into sections: their bits are compared. The goal is .8 of the rate of `read`. Peers are tuned
-anew on each row: none is begun with once the time is up. Rows of Lq 128 are those of the papers' tables of long documents.
+anew on each row: none is begun with once the time is up. Rows of Lq 128 are those of the papers' tables of long
+documents.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def source(
     if not argmax:
         values[(names.index("out"), 1)] = None
     aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
+    aligned += [(names.index("d"),)] if d % 16 == 0 else []  # as `launcher.describe` has it
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
@@ -74,6 +75,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     values |= {} if scales else {(names.index("norms"),): None}
     values |= {(3, 1): None} if C.SPLIT else {}
     aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.SPLIT else [(3, 1)]), (names.index("out"), 0)]
+    aligned += [(names.index("d"),)] if d % 16 == 0 else []
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 

@@ -33,18 +33,16 @@ def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dt
 
 def maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """`new_memory` on `device`, for as long as nothing that it looks at changes."""
-    if (
-        device.index is None  # in the interpreter
-        or launcher.recording.by is not None  # which sees what torch allocates
-        or current_device() != device.index
-    ):
-        return _by_torch(device)
+    if device.index is None or launcher.recording.by is not None or current_device() != device.index:
+        return _by_torch(device)  # in the interpreter, and for a recorder, which sees what torch allocates
     return current_maker(device)
 
 
 def current_maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """`maker` where `device` is known to be the current one, and nobody to record."""
-    return _by_torch(device) if empty_cuda is None or _is_deterministic() else empty_cuda
+    if empty_cuda is None or device.index is None or _is_deterministic():
+        return _by_torch(device)
+    return empty_cuda
 
 
 def _by_torch(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from lik_ops import backends
 from lik_ops.gpu import backend, configs, launcher
+from lik_ops.gpu.memory import makers
 
 _empty_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 _bound: dict[tuple, Bound] = {}
@@ -36,12 +37,6 @@ def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, lis
     return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
 
 
-def _maker(device: torch.device) -> Any:
-    if torch.are_deterministic_algorithms_enabled() or launcher.recording.by is not None:
-        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return _empty_cpu
-
-
 def install() -> None:
     """Let CPU tensors of this process take the way of CUDA ones, as far as their launches, which do nothing."""
     torch.set_num_threads(1)
@@ -49,8 +44,7 @@ def install() -> None:
         "architecture": lambda device: configs.ARCHITECTURES["sm_90"],
         "current_device": lambda: None,
         "raw_stream": lambda index: 0,
-        "maker": _maker,
-        "current_maker": _maker,
+        "makers": lambda device: (_empty_cpu, makers(device)[1]),
     }
     for module in [module for name, module in sys.modules.items() if name.startswith("lik_ops.gpu.")]:
         for name, stand_in in stand_ins.items():

@@ -19,8 +19,7 @@ from .test_eager import Wrapped
 
 pytest.importorskip("triton", reason="ragged calls take the short way to the Triton backend alone")
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import launcher, memory
-from lik_ops.gpu import plain as cuda_plain
+from lik_ops.gpu import launcher, memory, replay
 from lik_ops.gpu import ragged_forward as cuda_ragged
 
 PLACE = INTERPRETER if INTERPRETING else PORTABLE
@@ -233,11 +232,8 @@ class Launches:
         self.found = []
         self.arguments = {}
 
-    def launch(self, kernel, grid, args, options):
-        bound = Bound(self, (kernel.__name__, sorted(options.items())))
-        values = [bound.encoded(0, v) if hasattr(v, "block_shape") else v for v in launcher.describe(kernel, args)[1]]
-        bound.direct(*(*grid, 1, 1)[:3], 0, values)
-        return bound
+    def bind(self, kernel, args, options):
+        return Bound(self, (kernel.__name__, sorted(options.items()))), launcher.describe(kernel, args)[1]
 
     def named(self, x):
         """A pointer into an argument by its name, another one as new; what is absent is 0."""
@@ -259,6 +255,10 @@ class Bound:
 
     def direct(self, x, y, z, stream, args):
         self.launches.found.append((self.kernel, (x, y, z), self.launches.named(args)))
+
+    def launch(self, grid, args, values):
+        values = [self.encoded(0, v)[0] if launcher.is_descriptor(v) else v for v in values]
+        self.direct(*(*grid, 1, 1)[:3], 0, values)
 
     def encoded(self, n, descriptor):
         return (("descriptor", descriptor.base.data_ptr(), *descriptor.shape, *descriptor.block_shape),)
@@ -321,10 +321,10 @@ def test_pairs_of_another_shape_are_refused_after_valid_ones():
 def test_nor_is_another_launched(name, bare, ways, monkeypatch):
     """The plans of the Triton backend, and the direct launches that they know: none was made for other arguments."""
     launches = Launches()
-    monkeypatch.setattr(launcher, "launch", launches.launch)
+    monkeypatch.setattr(launcher, "bind", launches.bind)
     monkeypatch.setattr(backends, "select", lambda device, dtype: backends.portable if dtype.itemsize == 8 else cuda)
     monkeypatch.setattr(memory, "empty_cuda", None)
-    for module in (cuda_plain, cuda_ragged):
+    for module in (replay, cuda_ragged):
         monkeypatch.setattr(module, "current_device", lambda: None)
         monkeypatch.setattr(module, "raw_stream", lambda index: 0)
 

@@ -31,8 +31,7 @@ from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lik_ops.gpu import arguments as cuda_arguments
-from lik_ops.gpu import launcher, memory, triton_versions
-from lik_ops.gpu import plain as cuda_plain
+from lik_ops.gpu import launcher, triton_versions
 
 CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
 
@@ -219,31 +218,6 @@ def test_constants_of_other_types_are_told_apart():
     constant = next(n for n, p in enumerate(kernel.params) if p.is_constexpr)
     described = {description(kernel, (*args[:constant], x, *args[constant + 1 :])) for x in (1, True, 1.0)}
     assert len(described) == 3
-
-
-def test_a_direct_launch_is_of_winners_that_begin_as_those_it_was_compiled_for(monkeypatch):
-    """A chunk of documents fills a part of the winners, which begins anywhere."""
-    ways = []
-
-    class Bound:
-        encoded = staticmethod(lambda n, descriptor: (None,))
-        direct = staticmethod(lambda *args: ways.append("direct"))
-
-    def launch(*args):
-        ways.append("compiled")
-        return Bound()
-
-    monkeypatch.setattr(launcher, "launch", launch)
-    monkeypatch.setattr(cuda_plain, "current_device", lambda: None)
-    monkeypatch.setattr(cuda_plain, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(memory, "empty_cuda", None)
-    Q, D = torch.randn(1, 3, 16), torch.randn(2, 16, 16)
-    winners = torch.empty(3, 1, 3, dtype=torch.int16)
-    plan = cuda_plain.plain_plan(Q, D, None, None, None, False, torch.int16)
-    assert winners.data_ptr() % 16 == 0 and winners[1:].data_ptr() % 16
-    for argmax in (winners[1:], winners[:2], winners[1:], winners[:2]):
-        plan.scores((1, 2), Q, D, None, None, None, argmax)
-    assert ways == ["compiled", "compiled", "compiled", "direct"]
 
 
 def test_strides_that_are_vectorised_count_all_or_none():

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="these are launches of Triton's kernels")
 if INTERPRETING:
     pytest.skip("stands for a GPU's launches", allow_module_level=True)
 
-from lik_ops.gpu import backend, configs, gluon, launcher, plain, ragged_forward
+from lik_ops.gpu import backend, configs, gluon, launcher, ragged_forward
 
 from .test_replay import Bound, flat
 from .test_replay import log as launches  # noqa: F401  # a fixture
@@ -58,9 +58,8 @@ def log(launches, monkeypatch):  # noqa: F811
     for name, module in list(sys.modules.items()):
         if name.startswith("lik_ops.gpu.") and hasattr(module, "architecture"):
             monkeypatch.setattr(module, "architecture", lambda device: SM_90)
-    for module in (plain, ragged_forward):
-        monkeypatch.setattr(module, "current_device", lambda: None)
-        monkeypatch.setattr(module, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(ragged_forward, "current_device", lambda: None)
+    monkeypatch.setattr(ragged_forward, "raw_stream", lambda index: 0)
     monkeypatch.setattr(backends, "select", lambda device, dtype: backend)
     eager.forget()
     yield launches

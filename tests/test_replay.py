@@ -16,7 +16,7 @@ from .support import INTERPRETING
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import backward, launcher, memory, plain, ragged_backward, replay
+from lik_ops.gpu import backward, launcher, memory, ragged_backward, replay
 from lik_ops.gpu.plans import DensePlan
 from lik_ops.segments import Cut, Ragged
 
@@ -60,7 +60,7 @@ def log(monkeypatch):
 
     monkeypatch.setattr(launcher, "bind", bind)
     monkeypatch.setattr(memory, "empty_cuda", None)
-    monkeypatch.setattr(replay, "current_maker", lambda device: new_memory)
+    monkeypatch.setattr(replay, "makers", lambda device: (new_memory, new_memory))
     monkeypatch.setattr(replay, "current_device", lambda: None)
     monkeypatch.setattr(replay, "raw_stream", lambda index: 0)
     cuda.forget()
@@ -232,13 +232,18 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
 
 @without_kernels
 def test_tensors_that_share_memory_are_not_told_apart(log):
-    """A self-similarity is recorded as nothing: a later call of the same metadata has two tensors."""
+    """A self-similarity is not recorded: a later call of the same metadata has two tensors. That one is."""
     x = drawn((8, 8, 32, 32, 64), False, False, torch.bfloat16)
-    for same in (True, True, True, False, False):
-        Q, D = x[0], x[0] if same else x[1]
+    for same, launched in ((True, 4), (True, 4), (True, 4), (False, 4), (False, 3), (True, 3)):
+        given = x[0], x[0] if same else x[1], *x[2:]
         log.clear()
-        gradients((Q, D, *x[2:]), "lowmem", winners_of((Q, D)), False, NEEDS[3])
-        assert log and all(len(launch) == 4 for launch in log)
+        winners = winners_of(given)
+        _, upstream = gradients(given, "lowmem", winners, False, NEEDS[3])
+        assert log and all(len(launch) == launched for launch in log)
+        found = [name for launch in comparable(log, (*given[:2], winners, upstream)) for name in map(str, launch[2])]
+        assert {name for name in found if name.startswith("given")} == {
+            f"given {n} at 0" for n in ((0, 2, 3) if same else (0, 1, 2, 3))
+        }
 
 
 def record(given, function):
@@ -430,8 +435,6 @@ def test_memory_of_a_plan_has_the_strides_that_torch_gives(Nq, K, Lq, candidates
 def test_saved_tensors_of_other_strides_are_no_call_that_was_recorded(log, monkeypatch):
     """A hook may hand a backward copies of what was saved, as `save_on_cpu` does: contiguous ones."""
     monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
-    monkeypatch.setattr(plain, "current_device", lambda: None)
-    monkeypatch.setattr(plain, "raw_stream", lambda index: 0)
     Q = torch.randn(32, 8, 64).half().transpose(0, 1).requires_grad_()
     D = torch.randn(8, 64, 64).half().requires_grad_()
     upstream = torch.ones(8, 8)

@@ -230,7 +230,7 @@ def maxsim_with_argmax(
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
         return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))
-    found = eager.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    found = eager.maxsim_with_argmax((Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute))
     if found is not None:
         return found
     check_options("maxsim_with_argmax", normalize, backward, recompute)

@@ -291,8 +291,8 @@ def reads_packed_tiles(c: Cut, arch: Architecture) -> bool:
 
 def packed_row_maxima(c: Cut, argmax: bool, arch: Architecture) -> RowMaxima | None:
     """The choice for a cross product of packed tokens without `normalize`, mask of documents or lengths of queries
-    that `reads_packed_tiles`."""
-    if 0 in (c.queries, c.columns, c.Tq) or c.D.data_ptr() % 16:
+    that `reads_packed_tiles`. Of its sizes queries, documents and Tq decide, if D has 1 to 2^31 - 1 rows."""
+    if 0 in (c.queries, c.columns, c.Tq):
         return None
     mean = configs.cdiv(c.Tq, c.queries)
     return row_maxima(c.D, c.Tq, c.columns, mean, argmax, c.cu_seqlens_q is None, arch)

@@ -53,7 +53,7 @@ def new_plan(
     if isinstance(choice, choose.Plain):
         if choice.splits_first:
             return SplitPlan(choice, Q, D, argmax_dtype)
-        return PlainPlan(choice, Q, D, q_mask, d_mask, q_weight, argmax_dtype)
+        return PlainPlan(choice, Q, D, argmax_dtype)
     if isinstance(choice, choose.Sectioned):
         return SectionsPlan(choice, Q, D, argmax_dtype)
     if isinstance(choice, gluon_configs.RowMaxima):
@@ -72,7 +72,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Scores [Nq, Nd] or [Nq, K] in fp32, and the winners (an empty tensor if `argmax_dtype` is None)."""
     plan = forward_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
-    return plan.forward(plan.scores_shape, (Q, D, q_mask, d_mask, q_weight), True)
+    return plan.forward(plan.scores_shape, (Q, D, q_mask, d_mask, q_weight), True)[0]
 
 
 def forget() -> None:

@@ -14,7 +14,8 @@ from .arguments import current_device
 raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 # What inductor's code calls, microseconds quicker than torch.empty; it fills no memory for deterministic algorithms.
 empty_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
-_is_deterministic = torch.are_deterministic_algorithms_enabled
+is_deterministic = torch.are_deterministic_algorithms_enabled
+Maker = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -28,22 +29,19 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def new_memory(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor to be filled by a kernel."""
-    return maker(device)(shape, strides, dtype)
+    usual, filling = makers(device)
+    if usual is filling or is_deterministic() or current_device() != device.index:
+        return filling(shape, strides, dtype)
+    # A recorder sees what torch allocates.
+    return (usual if launcher.recording.by is None else filling)(shape, strides, dtype)
 
 
-def maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """`new_memory` on `device`, for as long as nothing that it looks at changes."""
-    if device.index is None or launcher.recording.by is not None or current_device() != device.index:
-        return _by_torch(device)  # in the interpreter, and for a recorder, which sees what torch allocates
-    return current_maker(device)
+def makers(device: torch.device) -> tuple[Maker, Maker]:
+    """What makes memory on `device`: where it is the current one and nobody records, and always. Only the latter fills
+    memory where `is_deterministic`."""
 
+    def by_torch(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-def current_maker(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """`maker` where `device` is known to be the current one, and nobody to record."""
-    if empty_cuda is None or device.index is None or _is_deterministic():
-        return _by_torch(device)
-    return empty_cuda
-
-
-def _by_torch(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    usual = by_torch if empty_cuda is None or device.index is None else empty_cuda  # the interpreter's has no index
+    return usual, by_torch

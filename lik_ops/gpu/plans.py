@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,18 +65,19 @@ class DensePlan(Plan):
             return new_memory((0,), (1,), torch.int32, self.device)
         return new_memory(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
 
-    def forward(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
+    def forward(
+        self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False
+    ) -> tuple[tuple, Callable[[Sequence[Tensor | None]], tuple | None] | None]:
         """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; and winners, if they are asked for.
+        Then, once known, what finds the same again of other tensors, or returns None: see `Replay`.
 
         Args:
             given: Q, D, q_mask, d_mask and q_weight.
             returned: whether something, of size [0], is returned in place of winners that are not asked for.
         """
-        return self.calls.run((shape, returned), given, self.device, self._in_full, shape, given, returned)
-
-    def scores_of(self, shape: tuple[int, ...], given: Sequence[Tensor | None]) -> Tensor:
-        """Those of `forward`, of a plan of calls that ask for no winners."""
-        return self.forward(shape, given)[0]
+        key = shape, returned
+        found = self.calls.run(key, given, self.device, self._in_full, shape, given, returned)
+        return found, self.calls.replay(key)
 
     def _in_full(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
         argmax = None if self.argmax_dtype is None else self.new_argmax()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from .arguments import (
     per_row,
     wide_rows,
 )
-from .memory import current_maker, raw_stream
+from .memory import is_deterministic, makers, raw_stream
 from .plans import Plan
 from .replay import Calls
 
@@ -77,6 +78,7 @@ class PackedPlan(Plan):
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
+        self.given = [n for n, x in enumerate(c.tensors) if x is not None]
         self.query_strides = (0, *c.Q.stride()[-2:]), per_row(c.q_mask)[1:], per_row(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
         self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
@@ -87,42 +89,44 @@ class PackedPlan(Plan):
         plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
         self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
         self.in_sections = not (stored or self.single)
-        self.sectioned: dict[tuple, choose.Sectioned | None] = {}
+        self.chosen: dict[tuple, gluon_configs.RowMaxima | choose.Sectioned | None] = {}
         self.tiles: dict[tuple, _Tile] = {}
         self.descriptors: dict[tuple, tuple] = {}
-        self.calls = Calls()
+        self.calls, self.makers = Calls(), makers(self.device)
 
     def forward(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
-        if self.by_rows or (self.in_sections and choose.is_long(c)):
-            return self._tried(c)
-        return self._plain(c, counts)
+        return self._plain(c, counts) if self._choice(c) is None else self._tried(c)
 
-    def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
-        """The same by way of row maxima or of sections, where these are chosen."""
-        choice = self._row_maxima(c) if self.by_rows else None
-        if choice is None:
-            return self._by_sections(c) if self.in_sections and choose.is_long(c) else None
+    def _choice(self, c: Cut) -> gluon_configs.RowMaxima | choose.Sectioned | None:
+        """How row maxima or sections score the call, None where neither does. Kept by what it hangs on."""
+        if self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15:
+            choice = self._chosen((c.queries, c.columns, c.Tq), choose.packed_row_maxima, c)
+            if choice is not None:
+                return choice
+        if self.in_sections and choose.is_long(c):
+            return self._chosen(c.sizes, partial(choose.sectioned, normalize=self.normalize), c)
+        return None
+
+    def _chosen(self, key: tuple, find: Callable, c: Cut) -> Any:
+        found = self.chosen.get(key, self)
+        if found is self:
+            if len(self.chosen) >= _MOST_TILES:
+                self.chosen.clear()
+            found = self.chosen[key] = find(c, argmax=self.argmax_dtype is not None, arch=self.arch)
+        return found
+
+    def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None]:
+        """The same by way of row maxima or of sections."""
+        choice, dtype = self._choice(c), self.argmax_dtype
+        assert choice is not None
 
         def compute() -> tuple[Tensor, ...]:
+            if isinstance(choice, choose.Sectioned):
+                argmax = None if dtype is None else self._new_winners(c)
+                return sections.forward_packed(choice, c, packed_queries(c), argmax)
             queries, _, segments = self._grouped(c, c.tensors)
-            return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), self.argmax_dtype)
-
-        scores, *argmax = self.calls.run(c.metadata(), c.tensors, self.device, compute)
-        return scores, argmax[0] if argmax else None
-
-    def _by_sections(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
-        if c.sizes not in self.sectioned:
-            if len(self.sectioned) >= _MOST_TILES:
-                self.sectioned.clear()
-            self.sectioned[c.sizes] = choose.sectioned(c, self.normalize, self.argmax_dtype is not None, self.arch)
-        choice = self.sectioned[c.sizes]
-        if choice is None:
-            return None
-
-        def compute() -> tuple[Tensor, ...]:
-            argmax = None if self.argmax_dtype is None else self._new_winners(c)
-            return sections.forward_packed(choice, c, packed_queries(c), argmax)
+            return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), dtype)
 
         scores, *argmax = self.calls.run(c.metadata(), c.tensors, self.device, compute)
         return scores, argmax[0] if argmax else None
@@ -136,9 +140,6 @@ class PackedPlan(Plan):
         if c.covered and not self.pairs:
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
-
-    def _row_maxima(self, c: Cut) -> gluon_configs.RowMaxima | None:
-        return choose.packed_row_maxima(c, self.argmax_dtype is not None, self.arch)
 
     def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
         if len(self.tiles) >= _MOST_TILES:
@@ -167,15 +168,17 @@ class PackedPlan(Plan):
         else:
             shape, strides = (queries, columns), (columns, 1)
             programs = documents if self.single else tile.launch.programs(queries, columns)
-        pointers = tuple([0 if t is None else t.data_ptr() for t in c.tensors])
-        Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = pointers
-        merged = Q | D | cu_seqlens_q | offsets | lengths | pairs | q_lengths | q_mask | d_mask | weight
-        of_counts = None if counts is None else _pointers(counts)
-        for x in counts or ():
-            if isinstance(x, Tensor):
-                pointers += (x.data_ptr(),)
-                merged |= pointers[-1]
-        odd = tuple([pointer & 15 != 0 for pointer in pointers]) if merged & 15 else ()
+        pointers, merged = [0] * len(c.tensors), 0
+        for n in self.given:
+            pointers[n] = pointer = c[n].data_ptr()  # type: ignore[union-attr]
+            merged |= pointer
+        of_counts, others = None, []
+        if counts is not None:
+            of_counts = _pointers(counts)
+            others = [x.data_ptr() for x in counts if isinstance(x, Tensor)]
+            for pointer in others:
+                merged |= pointer
+        odd = tuple([pointer & 15 != 0 for pointer in (*pointers, *others)]) if merged & 15 else ()
         terms = self._terms(c, tile) if tile.config.TERMS and programs else None
         bound = tile.bound.get(odd)
         if (
@@ -186,15 +189,17 @@ class PackedPlan(Plan):
             or launcher.hooks_set()
         ):
             return self._scores_by_launcher(c, argmax, counts, terms, tile, programs, odd)
-        scores = current_maker(self.device)(shape, strides, torch.float32)
+        new, filling = self.makers
+        scores = (filling if is_deterministic() else new)(shape, strides, torch.float32)
         descriptor: tuple = (None,)
+        D = pointers[1]
         if self.reads_tiles and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
-        groups = self._grouped(c, pointers[:10])
+        queries_of, documents_of, segments = self._grouped(c, pointers)
         winners = None if argmax is None else argmax.data_ptr()
         out, sizes = (scores.data_ptr(), winners), (queries, columns, Tq, Td, most)
         of_terms = None if terms is None else _pointers(terms)
-        args = (*groups[:2], *descriptor, of_terms, of_counts, groups[2], out, sizes, *tile.constants)
+        args = (queries_of, documents_of, *descriptor, of_terms, of_counts, segments, out, sizes, *tile.constants)
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 

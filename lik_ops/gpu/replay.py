@@ -9,6 +9,7 @@ A recorded call is written down as a Python function, which takes half the time 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import launcher
 from .arguments import current_device
-from .memory import current_maker, raw_stream
+from .memory import is_deterministic, makers, raw_stream
 
 _log = logging.getLogger("lik_ops")
 _MOST_CALLS = 1024
@@ -49,6 +50,19 @@ class _Memory(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     value: float | None = None
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+
+
+def _can_record(given: Tensors) -> bool:
+    """Whether pointers tell which tensor they are of, and begin where those of most calls do."""
+    spans = sorted(_span(x) for x in given if x is not None and x.numel())
+    apart = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    return apart and all(x is None or x.data_ptr() % 16 == 0 for x in given)
 
 
 class _Fill(NamedTuple):
@@ -103,10 +117,7 @@ class Recorder(TorchDispatchMode):
         self.spans: dict[int, tuple[int, int]] = {}  # of what is alive: where a slot's memory begins and ends
         self.made = 0
         self.obstacle = ""  # why the call cannot be replayed
-        for slot, x in enumerate(given):
-            if x is not None and x.numel():
-                reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-                self.spans[slot] = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+        self.spans |= {slot: _span(x) for slot, x in enumerate(given) if x is not None and x.numel()}
 
     def __enter__(self):
         launcher.recording.by = self
@@ -230,10 +241,8 @@ class _Function:
     def __init__(self, given: list[bool], device: torch.device) -> None:
         self.given = given
         self.constants: list = []
-        named = device, device.index, current_device, launcher.hooks_set, raw_stream, current_maker
-        self.device, self.index, self.current_device, self.hooks_set, self.raw_stream, self.maker = map(
-            self._kept, named
-        )
+        named = device.index, current_device, launcher.hooks_set, raw_stream, is_deterministic, *makers(device)
+        self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(self._kept, named)
 
     def written(self, steps: list, outputs: list[int]) -> Callable[[Tensors], Any]:
         slots = [n for n, is_given in enumerate(self.given) if is_given]
@@ -243,7 +252,7 @@ class _Function:
         body += [
             f"if ({merged}) & 15 or {self.current_device}() != {self.index} or {self.hooks_set}():",
             "    return None",
-            f"stream, new = {self.raw_stream}({self.index}), {self.maker}({self.device})",
+            "stream, new = {0}({1}), {4} if {2}() else {3}".format(self.raw_stream, self.index, *self.making),
         ]
         made = len(self.given)
         for step in steps:
@@ -338,12 +347,17 @@ class Calls:
             if len(self._found) >= _MOST_CALLS:
                 self._found.clear()
             self._found[key] = True
-        elif found and not launcher.hooks_set() and all(x is None or x.data_ptr() % 16 == 0 for x in given):
+        elif found and not launcher.hooks_set() and _can_record(given):
             with Recorder(given) as recorder:
                 results = function(*arguments)
             self._found[key] = recorder.replay(results, device) or False
             return results
         return function(*arguments)
+
+    def replay(self, key: tuple) -> Callable[[Tensors], Any] | None:
+        """What `run` calls for `key`, once that is known."""
+        found = self._found.get(key)
+        return found.again if isinstance(found, Replay) else None
 
     @classmethod
     def forget(cls) -> None:

@@ -180,7 +180,7 @@ class LossCall(Call):
         x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
         return x, LossOptions(temperature, ignore_index, self.normalize)
 
-    def forward(self, given: tuple) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def forward(self, given: tuple) -> tuple[Tensor | None, ...]:
         """The loss, and `Kept`."""
         x, options = self._arguments(given)
         counts = self.reduction == "mean"

@@ -73,46 +73,45 @@ def _remember(key: tuple, call: Call | None) -> Any:
     return call
 
 
-def maxsim(*arguments: Any) -> Tensor | None:
-    """The scores of dense arguments, or None where the call has to take the dispatcher.
-
-    Args:
-        arguments: all of `lik::maxsim`, in the order of its schema.
+def maxsim(
+    Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: Any, backward: Any, recompute: Any
+) -> Tensor | None:
+    """The scores of dense arguments, those of `lik::maxsim`, or None where the call has to take the dispatcher.
 
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
     """
-    call = _found_call("maxsim", arguments)
+    given = Q, D, q_mask, d_mask, q_weight
+    call = _found_call("maxsim", given, (normalize, backward, recompute))
     if call is None:
         return None
-    Q, D, q_mask, d_mask, q_weight, _, _, _ = arguments
     if call.converts:
-        q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
-    given = Q, D, q_mask, d_mask, q_weight
+        given = _converted(given)
     if call.differentiable:
         return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
-    return call.scores(given)
+    return call.forward(given)[0]
 
 
-def maxsim_with_argmax(*arguments: Any) -> tuple[Tensor, Tensor] | None:
+def maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
     """The scores and int64 winners ``[Nq, Nd, Lq]`` of `maxsim`'s arguments; None as there, and where gradients of the
     scores are wanted: callers may write to winners, which a backward would read."""
-    call = _found_call("maxsim_with_argmax", arguments)
+    call = _found_call("maxsim_with_argmax", given, options)
     if call is None:
         return None
-    Q, D, q_mask, d_mask, q_weight, _, _, _ = arguments
-    if call.converts:
-        q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
-    scores, argmax = call.forward((Q, D, q_mask, d_mask, q_weight))
-    assert argmax is not None
-    return scores, call.as_returned(argmax, D.dim() == 4)
+    scores, argmax = call.forward(_converted(given) if call.converts else given)
+    return scores, call.as_returned(argmax, given[1].dim() == 4)
 
 
-def _found_call(name: str, arguments: tuple) -> Any:
+def _converted(given: tuple) -> tuple:
+    Q, D, q_mask, d_mask, q_weight = given
+    return Q, D, as_bool(q_mask), as_bool(d_mask), q_weight
+
+
+def _found_call(name: str, given: tuple, options: tuple) -> Any:
     """What there is to know about a call of dense arguments; None where it has to take the dispatcher."""
     if _is_compiling() or not nobody_watches():
         return None
-    description = described(arguments)
+    description = described(given, options)
     if description is None:
         return None
     tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
@@ -121,9 +120,9 @@ def _found_call(name: str, arguments: tuple) -> Any:
     call = _calls.get(key, key)
     if call is not key:
         return call
-    if not all(isinstance(x, kind) for x, kind in zip(arguments, _KINDS, strict=True)):
+    if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _KINDS, strict=True)):
         return None  # left to the operator
-    return _remember(key, _new_call(name, *arguments))
+    return _remember(key, _new_call(name, *given, *options))
 
 
 def _new_call(name: str, *arguments: Any) -> DenseCall | None:
@@ -218,7 +217,7 @@ def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None
     given = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
-    description = described(given)
+    description = described(given[:6], given[6:])
     if description is None:
         return None
     key = ("maxsim_cross_entropy", fp32_precision(), requested_backend(), *description)
@@ -309,7 +308,7 @@ def maxsim_ragged(
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
     options = normalize, backward, recompute, with_argmax
-    description, others = described_but_rows((Q, D, *per_token), indices), described(options)
+    description, others = described_but_rows((Q, D, *per_token), indices), described((), options)
     if description is None or others is None:
         return None
     sizes = _sizes(Q, D, indices, per_token, max_seqlen_q)
@@ -318,7 +317,8 @@ def maxsim_ragged(
     c, is_bounded = Cut(Q, D, *indices, *per_token, *sizes), max_seqlen_q is not None
     argmax_dtype = argmax_dtype_for(c.Td)
     tf32 = Q.dtype is _fp32 and fp32_precision() == "tf32"
-    key = (*description, *others, is_bounded, argmax_dtype, tf32, requested_backend())
+    description += *others, is_bounded, argmax_dtype, tf32, requested_backend()
+    key = tuple(description)
     call = _calls.get(key, key)
     if call is key:
         call = _remember(key, _new_cut_call(c, options, argmax_dtype, is_bounded))

@@ -40,11 +40,11 @@ class Call:
 
     tensors: int  # how many of what is given are tensors; sizes follow
 
-    def forward(self, given: tuple) -> tuple[Tensor, Tensor | None]:
-        """Scores and, unless `argmax_dtype` is None, winners: what is kept for `gradients`, which may be more."""
+    def forward(self, given: tuple) -> tuple:
+        """Scores; then winners and what else is kept for `gradients`."""
         raise NotImplementedError
 
-    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
+    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple:
         """Those of Q, D and the weights, which are the first two and the last of the tensors."""
         raise NotImplementedError
 
@@ -54,8 +54,10 @@ class DenseCall(Call):
 
     tensors = 5
 
-    def __init__(self, given: tuple, *options: Any) -> None:
+    def __init__(self, given: tuple, *options: Any, returned: bool = False) -> None:
+        """`returned`: whether something, of size [0], is returned in place of winners that are not asked for."""
         super().__init__(given, *options)
+        self.returned = returned
         Q, D, q_mask, d_mask, q_weight = given
         self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
         self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
@@ -63,24 +65,21 @@ class DenseCall(Call):
         if hasattr(self.backend, "forward_plan"):
             args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
+        self.again: Any = None  # once known: what replays `plan.forward`
 
-    def forward(self, given: tuple, returned: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Winners have all their axes; if `returned`, some of size [0] where none are asked for. Masks are bool."""
-        argmax_dtype = self.argmax_dtype
+    def forward(self, given: tuple) -> tuple:
+        """Scores, and winners with all their axes if they are asked for. Masks are bool."""
+        found = None if self.again is None else self.again(given)
+        if found is not None:
+            return found
         if self.plan is not None:
-            found = self.plan.forward(self.shape, given, returned)
-            return found if len(found) == 2 else (*found, None)
-        scores, argmax = self.backend.forward(*lifted(*given), self.normalize, argmax_dtype)
+            found, self.again = self.plan.forward(self.shape, given, self.returned)
+            return found
+        scores, argmax = self.backend.forward(*lifted(*given), self.normalize, self.argmax_dtype)
         for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
             if is_flat:
                 scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
-        if argmax_dtype is None:
-            return scores, scores.new_empty(0, dtype=torch.int32) if returned else None
-        return scores, argmax
-
-    def scores(self, given: tuple) -> Tensor:
-        """Those of `forward`, where no winners are asked for."""
-        return self.forward(given)[0] if self.plan is None else self.plan.scores_of(self.shape, given)
+        return (scores, argmax) if self.returned or self.argmax_dtype is not None else (scores,)
 
     def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
@@ -89,7 +88,7 @@ class DenseCall(Call):
             argmax = argmax.squeeze(1)
         return argmax.squeeze(0) if self.q_flat else argmax
 
-    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
+    def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None = None) -> tuple:
         Q, D, *options = lifted(*given)
         if self.q_flat:
             grad_scores = grad_scores.unsqueeze(0)

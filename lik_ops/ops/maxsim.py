@@ -57,14 +57,14 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """
     call = found_once(_FWD, (), (*args[5:], metadata(*args[:5])), _forward_call, args)
     functional.reject_forward_ad(args[0], args[1], args[4])
-    return call.forward(args[:5], True)  # type: ignore[return-value]
+    return call.forward(args[:5])
 
 
 def _forward_call(args: tuple) -> DenseCall:
     tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
     check_forward(_FWD, tensors, argmax_dtype, backward)
     backend = backends.select(tensors.Q.device, tensors.Q.dtype)
-    return DenseCall(tensors, backend, normalize, backward, argmax_dtype, False)
+    return DenseCall(tensors, backend, normalize, backward, argmax_dtype, False, returned=True)
 
 
 @maxsim_fwd.register_fake

@@ -114,7 +114,8 @@ def forward(
         LONG=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
         SPLIT=splits,
     )
-    return Launch(config, tile.warps, tile.stages, tile.registers or arch.registers, tile.walkers)
+    stages = 1 if splits and argmax else tile.stages  # winners take registers
+    return Launch(config, tile.warps, stages, tile.registers or arch.registers, tile.walkers)
 
 
 def paced(launch: Launch, arch: Architecture, documents: int) -> Launch:

@@ -97,7 +97,7 @@ FORWARD = (
         Tile(128, 64, 128, 8, 2),
     )),
     Rule("wgmma", HALF, ANY, ANY, True, 2, (Tile(64, 64, 64, 8, 1),)),
-    Rule("wgmma", _FP32, 128, ANY, False, 1, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 1))),
+    Rule("wgmma", _FP32, 128, ANY, False, 1, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 2))),
     Rule("wgmma", _FP32, ANY, ANY, True, 1, (Tile(64, 64, 32, 4, 2),)),
     Rule("wgmma", _FP32, ANY, ANY, True, 2, (Tile(64, 64, 16, 4, 2),)),
     Rule("mma", HALF, 128, ANY, False, 0, (Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))),

@@ -23,6 +23,7 @@ from ..settings import checks_values, requested_backend, use_backend
 from . import family
 from .cross_entropy import Labelled, LossCall, check_call, default_labels
 from .eager_calls import Call, CutCall, DenseCall
+from .recent import Recent
 from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
 
 _MOST_CALLS = 4096
@@ -30,6 +31,7 @@ _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the argum
 _fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
+_recent = {"maxsim": Recent(), "maxsim_with_argmax": Recent(), "ragged": Recent(but_rows=True)}
 
 
 class _MaxSim(torch.autograd.Function):
@@ -109,16 +111,22 @@ def _converted(given: tuple) -> tuple:
 
 def _found_call(name: str, given: tuple, options: tuple) -> Any:
     """What there is to know about a call of dense arguments; None where it has to take the dispatcher."""
-    if _is_compiling() or not nobody_watches():
+    if _is_compiling():
         return None
-    description = described(given, options)
+    recent, choice = _recent[name], requested_backend()
+    call = recent.find(given, (*options, choice))
+    if call is not None:
+        return call
+    description = described(given, options) if nobody_watches() else None
     if description is None:
         return None
     tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
-    description += name, tf32, requested_backend()
+    description += name, tf32, choice
     key = tuple(description)
     call = _calls.get(key, key)
     if call is not key:
+        if call is not None:
+            recent.saw(call, given, (*options, choice))
         return call
     if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _KINDS, strict=True)):
         return None  # left to the operator
@@ -246,13 +254,13 @@ def _is_even(x: Tensor, features: int) -> bool:
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
-def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any, is_bounded: bool) -> CutCall | None:
+def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any) -> CutCall | None:
     """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
 
     It serves calls with other leading sizes, so nothing may be concluded from those.
     """
     Q, D, device = c.Q, c.D, c.Q.device
-    normalize, backward, recompute, with_argmax = options
+    normalize, backward, recompute, with_argmax, is_bounded, _ = options
     ordinary = (
         all(isinstance(x, bool) for x in (normalize, recompute, with_argmax))
         and backward in BACKWARDS
@@ -304,30 +312,49 @@ def maxsim_ragged(
 
     The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
     """
-    if _is_compiling() or checks_values() or not nobody_watches():
+    if _is_compiling() or checks_values():
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
-    options = normalize, backward, recompute, with_argmax
-    description, others = described_but_rows((Q, D, *per_token), indices), described((), options)
-    if description is None or others is None:
-        return None
+    given, is_bounded = (Q, D, *indices, *per_token), max_seqlen_q is not None
+    options = normalize, backward, recompute, with_argmax, is_bounded, requested_backend()
+    call = _recent["ragged"].find(given, options)
+    description = None
+    if call is None:
+        description = described_but_rows((Q, D, *per_token), indices, options) if nobody_watches() else None
+        if description is None:
+            return None
     sizes = _sizes(Q, D, indices, per_token, max_seqlen_q)
     if sizes is None:
         return None
-    c, is_bounded = Cut(Q, D, *indices, *per_token, *sizes), max_seqlen_q is not None
-    argmax_dtype = argmax_dtype_for(c.Td)
-    tf32 = Q.dtype is _fp32 and fp32_precision() == "tf32"
-    description += *others, is_bounded, argmax_dtype, tf32, requested_backend()
-    key = tuple(description)
-    call = _calls.get(key, key)
-    if call is key:
-        call = _remember(key, _new_cut_call(c, options, argmax_dtype, is_bounded))
+    c = Cut(*given, *sizes)
+    if description is not None:
+        call = _cut_call(c, options, description)
     if call is None or (call.differentiable and is_below_autograd()):  # the long way
         return None
     if not call.differentiable:
         return call.plan.forward(c)
     found = _MaxSim.apply(Q, D, q_weight, call, c)
     return found if with_argmax else (found, None)
+
+
+def _cut_call(c: Cut, options: tuple, description: list) -> Any:
+    """What there is to know about a call; None where it takes the long way."""
+    argmax_dtype = argmax_dtype_for(c.Td)
+    description += argmax_dtype, c.Q.dtype is _fp32 and fp32_precision() == "tf32"
+    key = tuple(description)
+    call = _calls.get(key, key)
+    if call is key:
+        return _remember(key, _new_cut_call(c, options, argmax_dtype))
+    # Not with winners, whose dtype hangs on how many rows there are, nor indices that others of their strides, but more
+    # rows, may not be like.
+    if call is not None and call.argmax_dtype is None and all(map(_is_packed, c.indices)):
+        _recent["ragged"].saw(call, c.tensors, options)
+    return call
+
+
+def _is_packed(x: Tensor | None) -> bool:
+    """Whether indices of these strides are contiguous, however many rows they have."""
+    return x is None or x.stride() == (1,) or (x.dim() == 2 and x.stride() == (x.shape[1], 1))
 
 
 def maxsim_quantized(
@@ -368,5 +395,7 @@ def maxsim_quantized(
 def forget() -> None:
     """Drop what was found out about calls, as when a table of configurations was changed."""
     _calls.clear()
+    for recent in _recent.values():
+        recent.forget()
     family.forget()
     backends.forget()

@@ -17,7 +17,7 @@ _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 _bits = getattr(torch._C.DispatchKeySet.raw_repr, "__func__", torch._C.DispatchKeySet.raw_repr)
 # Names that every call looks up are bound here: a tiny call takes less time than fifty attributes.
 _Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
-_function_modes, _profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
+function_modes, profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _autocasting = autocast.is_anywhere
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -65,10 +65,10 @@ def nobody_watches() -> bool:
     """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
     return (
         not _bits(_INCLUDED()) & _UNUSUAL_ADDED
-        and not _function_modes()
+        and not function_modes()
         and not _autocasting()
         and forward_ad._current_level < 0
-        and not _profiling()
+        and not profiling()
     )
 
 
@@ -124,7 +124,7 @@ def described_below(arguments: Sequence) -> list:
     return found
 
 
-def described_but_rows(per_token: tuple, indices: tuple) -> list | None:
+def described_but_rows(per_token: tuple, indices: tuple, options: tuple) -> list | None:
     """`described` of tensors or None, without their leading sizes, which differ from one ragged call to the next.
 
     Indices are read as contiguous ones or not at all; which they are hangs on the leading size too. Of three axes or
@@ -153,6 +153,10 @@ def described_but_rows(per_token: tuple, indices: tuple) -> list | None:
             return None
         n = x.dim()
         found += -1 if n == 1 else x.shape[1] if n == 2 else x.shape, x.dtype, x.get_device(), x.is_contiguous()
+    for x in options:
+        if type(x) not in _OPTIONS:
+            return None
+    found += options
     return found
 
 

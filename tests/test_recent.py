@@ -131,6 +131,7 @@ def test_calls_of_other_arguments_are_not_recognised(layout):
         if n < 2:
             more_memory = torch.cat([x, x], -1)
             others += [x.double(), x.bfloat16(), torch._neg_view(x), more_memory[..., : x.shape[-1]], more_memory]
+            others += [torch.nested.nested_tensor([x, x]), x.to_sparse(), torch._efficientzerotensor(*x.shape)]
             others += [x.clone().requires_grad_(), torch.nn.Parameter(x), x.mT.contiguous().mT, layout.x[1 - n]]
             with torch.inference_mode():
                 others.append(x + 1)

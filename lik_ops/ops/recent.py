@@ -23,7 +23,7 @@ class _Known:
     autocast and tracing add at the moment: who would watch the call is seen there.
     """
 
-    __slots__ = ("absent", "check", "found", "options", "precision", "present", "records")
+    __slots__ = ("absent", "check", "found", "is_cuda", "options", "precision", "present", "records")
 
     def __init__(self, check: Callable[..., bool], found: Any, tensors: tuple, options: tuple) -> None:
         self.check, self.found, self.options = check, found, options
@@ -32,17 +32,25 @@ class _Known:
         self.records = torch.is_grad_enabled() if any(x is not None and x.requires_grad for x in tensors) else None
         self.present = itemgetter(*[n for n, x in enumerate(tensors) if x is not None])
         self.absent = [n for n, x in enumerate(tensors) if x is None]
+        self.is_cuda = tensors[0].is_cuda
 
     def fits(self, tensors: tuple, options: tuple) -> bool:
         for n in self.absent:
             if tensors[n] is not None:
                 return False
+        if function_modes() or forward_ad._current_level >= 0 or profiling():
+            return False
+        present = self.present(tensors)
+        try:
+            # torch ends the process where it compares what has no strides: nested tensors, and those of other devices.
+            for x in present:
+                if x.is_nested or not (x.is_cuda if self.is_cuda else x.is_cpu):
+                    return False
+        except AttributeError:  # not a tensor
+            return False
         return (
-            all(map(is_, options, self.options))
-            and self.check(*self.present(tensors))
-            and not function_modes()
-            and forward_ad._current_level < 0
-            and not profiling()
+            self.check(*present)
+            and all(map(is_, options, self.options))
             and (self.records is None or self.records is torch.is_grad_enabled())
             and (self.precision is None or self.precision == fp32_precision())
         )

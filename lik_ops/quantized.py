@@ -210,7 +210,8 @@ class Quantized:
         codes, codec = self.codes, self.codec
         coded = () if codes is None or codec is None else (codes, codec.centroids, codec.table)
         format = INT8_QUERIES if self.query == "int8" else self.format
-        return Stored(self.data.view(ALL[self.format].bytes), self.scale, self.minimum, format, *coded)
+        data, dtype = self.data, ALL[self.format].bytes
+        return Stored(data if data.dtype == dtype else data.view(dtype), self.scale, self.minimum, format, *coded)
 
     def stored(self) -> Stored:
         """The tokens of all documents, as operators take them."""

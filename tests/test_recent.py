@@ -4,12 +4,15 @@ That no argument may differ is what `test_eager_keys` shows, of calls that are r
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import lik_ops
+from lik_ops import backends
+from lik_ops.api import inputs, ragged, score
 from lik_ops.ops import eager, recent
 from lik_ops.settings import requested_backend
 
@@ -237,3 +240,85 @@ def test_without_torchs_guards_calls_are_described_each_time(layout, monkeypatch
 
 def test_this_version_of_torch_has_guards():
     assert recent._Guards is not None
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Calls whose arguments were checked, of quantised documents that a stand-in for the Triton backend scores."""
+    seen, real = [], inputs.given
+    by_kernels = {"forward_quantized_cut": lambda c, *_: (c.Q.new_zeros(c.queries, c.columns), None)}
+    backend = SimpleNamespace(**{**vars(backends.portable), **by_kernels})
+    monkeypatch.setattr(backends, "select", lambda device, dtype: backend)
+    for module in (score, ragged):
+        monkeypatch.setattr(module, "given", lambda *args, **options: seen.append(args) or real(*args, **options))
+    eager.forget()
+    yield seen
+    eager.forget()
+
+
+def recognise_quantized(checked, call):
+    for _ in range(recent._RUNNING + 1):
+        call()
+    checked.clear()
+    call()
+    assert not checked
+
+
+@pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual2"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_quantised_documents_are_recognised(checked, format, packed):
+    x, more = torch.randn(5, 6, 16), torch.randn(9, 6, 16)
+    codec = lik_ops.ResidualCodec.train(x.flatten(0, 1), 2, 4) if format == "residual2" else None
+
+    def made(tokens, format=format):
+        tokens = tokens.flatten(0, 1) if packed else tokens
+        return lik_ops.quantize(tokens, codec if format == "residual2" else format)
+
+    D, Q = made(x), torch.randn(2, 3, 16)
+    bounds = torch.arange(0, 31, 6)
+
+    def call(Q=Q, D=D, bounds=bounds, **options):
+        return lik_ops.maxsim_varlen(Q, D, None, bounds, **options) if packed else lik_ops.maxsim(Q, D, **options)
+
+    def is_recognised(**changes):
+        recognise_quantized(checked, call)
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            call(**changes)
+        return not checked
+
+    assert call().shape == (2, 5)
+    assert is_recognised(Q=torch.randn(2, 3, 16)) and is_recognised(Q=torch.randn(7, 3, 16))
+    assert call(D=made(more), bounds=torch.arange(0, 55, 6)).shape == (2, 9)
+    weights = torch.ones(2, 3)
+    others = [Q[0], Q.double(), Q.as_subclass(Wrapped), Q.to("meta"), [Q[0]], None, torch.randn(2, 3, 17)]
+    others += [torch._neg_view(Q), Q.clone().requires_grad_(), torch.nested.nested_tensor([Q[0], Q[1]])]
+    for other in others:
+        assert not is_recognised(Q=other), type(other)
+    for options in (
+        {"q_weight": weights},
+        {"normalize": True},
+        {"normalize": 0},
+        {"backward": "lowmem"},
+        {"bounds": 0},
+    ):
+        assert packed or "bounds" not in options or not is_recognised(q_mask=weights.bool())
+        assert ("bounds" in options and not packed) or not is_recognised(**options), options
+    assert not is_recognised(D=made(x, "fp8_e5m2"))
+    assert not is_recognised(
+        D=lik_ops.quantize(x.flatten(0, 1) if packed else x, "int8" if format != "int8" else "uint8")
+    )
+    for watcher in WATCHERS.values():
+        recognise_quantized(checked, call)
+        with watcher(), contextlib.suppress(NotImplementedError, RuntimeError):
+            call()
+        assert checked
+
+
+def test_features_that_bytes_do_not_tell_are_told_apart(checked):
+    """Bits of 12 features take as many bytes as those of 16."""
+    Q, D = torch.randn(2, 3, 16), lik_ops.quantize(torch.randn(5, 6, 16), "binary")
+    other = lik_ops.quantize(torch.randn(5, 6, 12), "binary")
+    assert other.data.shape == D.data.shape
+    recognise_quantized(checked, lambda: lik_ops.maxsim(Q, D))
+    with pytest.raises(ValueError, match="d"):
+        lik_ops.maxsim(Q, other)

@@ -212,13 +212,24 @@ def _short(
     operator."""
     if g.quantized is not None:
         indices, per_token = (g.cu_seqlens_q, offsets, lengths, pairs, None), (g.q_mask, g.d_mask, g.q_weight)
-        chosen: dict[str, Any] = {"normalize": g.normalize, "max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
-        return eager.maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, **chosen)
+        chosen = g.quantized.d, g.normalize, g.backward, g.recompute
+        wanted: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
+        return eager.maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, chosen, **wanted)
     if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
     options: dict[str, Any] = {"normalize": g.normalize, "backward": g.backward, "recompute": g.recompute}
     return eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=g.with_argmax)
+
+
+def again(
+    Q: Any, D: Quantized, cu_seqlens_q: Any, cu_seqlens_d: Any, per_token: tuple, options: tuple
+) -> Tensor | None:
+    """The scores of a call like the last one of quantised documents, of which nothing has to be checked."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    indices = cu_seqlens_q, cu_seqlens_d, None, None, None
+    return eager.quantized_again(D.kept(), Q, indices, per_token, (D.d, *options))
 
 
 def varlen(g: Given) -> tuple[Tensor, Winners | None]:

@@ -73,8 +73,12 @@ def maxsim_varlen(
         torch.Size([2, 3])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    found = eager.maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options)  # checks take far longer than a kernel
-    if found is not None:
+    # Checks take far longer than a kernel.
+    if isinstance(D, Quantized):
+        scores = inputs.again(Q, D, cu_seqlens_q, cu_seqlens_d, (None, None, q_weight), (normalize, backward, False))
+        if scores is not None:
+            return scores
+    elif found := eager.maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
         return found[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d}
     return inputs.varlen(given("maxsim_varlen", Q, D, **options, lifts="Q", refused=True))[0]

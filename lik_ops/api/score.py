@@ -80,7 +80,10 @@ def maxsim(
     compiling = _is_compiling()
     if not compiling:
         # Saves the microseconds of the dispatcher. The operator below tries the same, for who calls it directly.
-        scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+        if isinstance(D, Quantized):
+            scores = inputs.again(Q, D, None, None, (q_mask, d_mask, q_weight), (normalize, backward, recompute))
+        else:
+            scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
             return scores
     # Of everything that is looked at below, compiled code looks at every call whether it is still the same: so what

@@ -76,7 +76,8 @@ class NumbersPlan(SpecializedPlan):
 def forward(c: Cut, stored: Stored) -> Tensor | None:
     """The scores of the cross product of dense queries, and dense documents without mask; None where
     `maxsim_forward_ragged` serves. `stored` has the axes of documents."""
-    data, scale = stored.data.view(torch.int8), stored.scale
+    data, scale = stored.data, stored.scale
+    data = data if data.dtype == torch.int8 else data.view(torch.int8)
     key = (*metadata(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride(), stored.format)
     plan = _plans.get(key, _UNKNOWN)
     if plan is _UNKNOWN:
@@ -90,7 +91,8 @@ def forward(c: Cut, stored: Stored) -> Tensor | None:
         plan = _plans[key] = None if choice is None else NumbersPlan(choice, c.Q, data)
     if plan is None:
         return None
-    return plan.forward(Inputs(c.Q, data, c.q_mask, c.q_weight, scale.expand(data.shape[:2])))
+    each = scale if scale.shape == data.shape[:2] else scale.expand(data.shape[:2])
+    return plan.forward(Inputs(c.Q, data, c.q_mask, c.q_weight, each))
 
 
 def forget() -> None:

@@ -31,7 +31,7 @@ _KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the argum
 _fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
-_recent = {"maxsim": Recent(), "maxsim_with_argmax": Recent(), "ragged": Recent(but_rows=True)}
+_recent = {"maxsim": Recent(), "maxsim_with_argmax": Recent(), "ragged": Recent(True), "quantized": Recent(True)}
 
 
 class _MaxSim(torch.autograd.Function):
@@ -362,15 +362,16 @@ def maxsim_quantized(
     Q: Tensor,
     indices: tuple,
     per_token: tuple,
+    options: tuple,
     *,
-    normalize: bool,
     max_seqlen_q: int | None,
     with_argmax: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
     """Scores and, if asked, winners as of ``lik::maxsim_quantized_fwd``, of arguments that were checked; None where the
     call has to take the operator.
 
-    `indices` and `per_token` are those of `Cut`. Without winners, also of pairs whose queries may have any length.
+    `indices` and `per_token` are those of `Cut`, `options` the features of a token, `normalize`, `backward` and
+    `recompute`. Without winners, also of pairs whose queries may have any length.
     """
     if _is_compiling() or checks_values() or not nobody_watches():
         return None
@@ -389,7 +390,32 @@ def maxsim_quantized(
     if not (is_ordinary and hasattr(backend, "forward_quantized_cut")):
         return None
     c = Cut(Q, data, *indices, *per_token, *sizes)
-    return backend.forward_quantized_cut(c, stored, normalize, argmax_dtype_for(c.Td) if with_argmax else None)
+    if not with_argmax and max_seqlen_q is None and all(map(_is_packed, indices)):
+        _remember_quantized(stored, c, options, backend)
+    return backend.forward_quantized_cut(c, stored, options[1], argmax_dtype_for(c.Td) if with_argmax else None)
+
+
+def _remember_quantized(stored: Stored, c: Cut, options: tuple, backend: Any) -> None:
+    scales = stored.scale, stored.minimum, *stored[4:]
+    options = *options, stored.format, requested_backend()
+    description = described_but_rows((c.Q, c.D, *c.per_token, *scales), c.indices, options[1:])
+    if description is not None:
+        found = _calls.setdefault(("quantized", options[0], *description), (backend,))
+        _recent["quantized"].saw(found, (*c.tensors, *scales), options)
+
+
+def quantized_again(stored: Stored, Q: Any, indices: tuple, per_token: tuple, options: tuple) -> Tensor | None:
+    """The scores of a call like those that `maxsim_quantized` made last, of arguments that nobody checked; None of
+    others."""
+    if _is_compiling() or checks_values():
+        return None
+    tensors = Q, stored.data, *indices, *per_token, stored.scale, stored.minimum, *stored[4:]
+    found = _recent["quantized"].find(tensors, (*options, stored.format, requested_backend()))
+    sizes = None if found is None else _sizes(Q, stored.data, indices, per_token, None)
+    if sizes is None:
+        return None
+    c = Cut(*tensors[:10], *sizes)
+    return found[0].forward_quantized_cut(c, stored, options[1], None)[0]
 
 
 def forget() -> None:

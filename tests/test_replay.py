@@ -205,6 +205,26 @@ def test_packed_backwards_too(layout, unified, log):
 
 
 @without_kernels
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_soft_forwards_too(temperature, keep, log):
+    """A temperature that is a tensor is read anew, another number is another call."""
+    x = drawn((*SHAPES[1][:4], 20), False, True, torch.bfloat16)  # no descriptor reads rows of 40 bytes
+    found, alive = [], []
+    for _ in range(3):
+        tau = temperature if isinstance(temperature, float) else temperature.clone()
+        log.clear()
+        alive.append((cuda.forward_soft(*x, tau, True, keep), tau, [launch[3:] for launch in log]))
+        found.append((comparable(log, (*x, tau) if torch.is_tensor(tau) else x), [len(y) == 4 for y in log]))
+    (full, general), (recorded, _), (replayed, still) = found
+    assert full == recorded == replayed and len(full) > 0
+    assert all(general) and not any(still)
+    log.clear()
+    cuda.forward_soft(*x, 0.2, True, keep)
+    assert all(len(launch) == 4 for launch in log)
+
+
+@without_kernels
 def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
     x = drawn(SHAPES[0], False, False, torch.bfloat16)
     winners = winners_of(x)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import metadata
 from ..csrc_triton.arguments import Output
 from ..csrc_triton.backward_arguments import RowSums
 from ..csrc_triton.backward_soft import maxsim_soft_documents, maxsim_soft_queries
@@ -29,6 +30,7 @@ from .arguments import (
 )
 from .backward_configs import Kind, gather
 from .configs import cdiv
+from .replay import Calls
 from .soft_call import SoftCall, Temperature, allows_tf32
 
 # Of sums in fp32 beyond what a step is given and returns; one query's or document's may be more. The least is what two
@@ -38,6 +40,7 @@ _MOST_PARTS = 4  # of documents, whose sums for the queries are made side by sid
 _PART_TOKENS = 2048  # document tokens of a part at least
 _INT32_MAX = 2**31 - 1
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+_calls = Calls()
 
 
 def forward_soft(
@@ -51,6 +54,22 @@ def forward_soft(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` or ``[Nq, K]``, and soft maxima as `lik::maxsim_soft_fwd` has them, ``[0]`` unless `keep`."""
+    given = Q, D, q_mask, d_mask, q_weight, temperature if isinstance(temperature, Tensor) else None
+    number = temperature if given[5] is None else None
+    key = (*metadata(*given[:5]), number, normalize, keep, allows_tf32(Q))
+    return _calls.run(key, given, Q.device, _forward_soft, *given[:5], temperature, normalize, keep)
+
+
+def _forward_soft(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    temperature: Temperature,
+    normalize: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
     (Nq, K, Lq, _), candidates = sizes(Q, D), D.dim() == 4
     scores = torch.empty((Nq, K), dtype=torch.float32, device=Q.device)
     shape = ((Nq, K, Lq) if candidates else (K, Nq, Lq)) if keep else (0,)

@@ -74,7 +74,7 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     turn = iter(range(10**9))
     wide_Q, wide_D = (torch.randn(*n, 128, device=Q.device, dtype=Q.dtype) for n in ((16, 32), (1000, 300)))
     holes = torch.rand(1000, 300, device=Q.device) < 0.7
-    int8 = lik_ops.quantize(D)
+    one, int8 = wide_Q[:1], lik_ops.quantize(wide_D)
     found: dict[str, Callable[[], object]] = {
         "lik_ops.maxsim": lambda: lik_ops.maxsim(Q, D),
         "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
@@ -85,7 +85,7 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "lik_ops.maxsim_with_argmax": lambda: lik_ops.maxsim_with_argmax(Q, D),
         "lik_ops.maxsim, 16 x 1000": lambda: lik_ops.maxsim(wide_Q, wide_D),
         "lik_ops.maxsim, 16 x 1000, masks": lambda: lik_ops.maxsim(wide_Q, wide_D, None, holes),
-        "lik_ops.maxsim, int8 documents": lambda: lik_ops.maxsim(Q, int8),
+        "lik_ops.maxsim, 1 x 1000, int8": lambda: lik_ops.maxsim(one, int8),
         "lik_ops.maxsim_soft": lambda: lik_ops.maxsim_soft(Q, D, 0.1),
         "lik_ops.retrieve": lambda: lik_ops.retrieve(Q, D, 4),
         "lik::maxsim_fwd": lambda: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),

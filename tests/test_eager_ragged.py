@@ -297,7 +297,7 @@ def test_quantised_documents_are_launched_directly_too(format, launches):
     x = inputs(dtype=torch.bfloat16)
     made = lik_ops.quantize(x.D, format)
     for _ in range(3):
-        lik_ops.maxsim_varlen(x.Q, made, x.cu_q, x.cu_d)
+        lik_ops.maxsim_candidates_varlen(x.Q, made, x.offsets, x.lengths, cu_seqlens_q=x.cu_q)
     assert len(launches) == (2 if format == "int8" else 1)
     for grid, args, bound in launches:
         assert len(bound.launched) == 2

@@ -245,7 +245,8 @@ def test_compiled_calls_and_gradients_have_the_bits_of_eager_ones(name, device):
         actual = torch.autograd.grad(compiled(*args), leaves)
         expected = torch.autograd.grad(finite(function(*args)), leaves)
         for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=0, atol=0 if device == "cpu" else 1e-6)
+            # A GPU sums compiled and eager calls in orders of their own: some roundings of the largest sum.
+            torch.testing.assert_close(a, e, rtol=0, atol=0 if device == "cpu" else 1e-6 * max(1, e.abs().max().item()))
     assert compilations.count == 1
 
 

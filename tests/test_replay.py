@@ -16,7 +16,7 @@ from .support import INTERPRETING
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
 from lik_ops.gpu import backend as cuda
-from lik_ops.gpu import backward, launcher, memory, ragged_backward, replay
+from lik_ops.gpu import backward, launcher, memory, ragged_backward, ragged_forward, replay
 from lik_ops.gpu.plans import DensePlan
 from lik_ops.segments import Cut, Ragged
 
@@ -202,6 +202,32 @@ def test_packed_backwards_too(layout, unified, log):
     (full, general), (recorded, _), (replayed, still) = found
     assert full == recorded == replayed and len(full) > 0
     assert all(general) and not any(still)
+
+
+@without_kernels
+@pytest.mark.parametrize("argmax_dtype", [None, torch.int16])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual"])
+def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatch):
+    """Of as many documents; candidates, which seldom are, have launches of their own."""
+    monkeypatch.setattr(ragged_forward, "current_device", lambda: None)
+    monkeypatch.setattr(ragged_forward, "raw_stream", lambda index: 0)
+    r = packed("cross", "cpu", torch.bfloat16)
+    tokens = r.D[:, :20].contiguous()  # no descriptor reads rows of 20 bytes
+    codec = lik_ops.ResidualCodec.train(tokens.float(), 2, 4) if format == "residual" else format
+    found, alive = [], []
+    for _ in range(3):
+        made = lik_ops.quantize(tokens + 1, codec)
+        c = Cut.of(r._replace(Q=r.Q[:, :20].contiguous(), D=made.kept().data), 17)
+        given = [x for x in (*c.tensors, *made.kept()) if torch.is_tensor(x)]
+        log.clear()
+        alive.append((cuda.forward_quantized_cut(c, made.kept(), normalize, argmax_dtype), c, made))
+        alive.append([launch[3:] for launch in log])
+        found.append((comparable(log, given), [len(y) == 4 for y in log]))
+    (full, general), (recorded, _), (replayed, still) = found
+    assert full == recorded == replayed and len(full) > 0
+    assert all(general) and not any(still)
+    assert (alive[4][0][1] is None) == (argmax_dtype is None)
 
 
 @without_kernels

@@ -213,10 +213,10 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
     r = packed(*sizes, seed=sum(sizes), values=values)
     r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
     c = Cut.of(r, 0)
-    assert cuda_ragged.PackedPlan(c, False, None, "")._row_maxima(c) is not None
+    assert isinstance(cuda_ragged.PackedPlan(c, False, None, "")._choice(c), gluon_configs.RowMaxima)
     scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     assert torch.equal(cuda_ragged.forward_ragged(r, False, None, 0)[0].nan_to_num(7), scores.nan_to_num(7))
-    monkeypatch.setattr(cuda_ragged.PackedPlan, "_row_maxima", lambda *_: None)
+    monkeypatch.setattr(cuda_ragged.PackedPlan, "_choice", lambda *_: None)
     expected, winners = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     same_bits(scores, expected)
     assert scores[:, 3].isnan().all() and scores[:, 5].isnan().all()
@@ -250,10 +250,10 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
     per = (q_mask, None, weight) if per_token else (None,) * 3
     sizes = Nq, Nd, False, Nq * Lq, r.D.shape[0], Lq
     c = Cut(Q, r.D, None, bounds, None, None, None, *per, *sizes)
-    assert cuda_ragged.PackedPlan(c, False, None, "")._row_maxima(c).config.SUMS
+    assert cuda_ragged.PackedPlan(c, False, None, "")._choice(c).config.SUMS
     scores, argmax = cuda_ragged.PackedPlan(c, False, torch.int32, "").forward(c)
     same_bits(cuda_ragged.PackedPlan(c, False, None, "").forward(c)[0], scores)
-    monkeypatch.setattr(cuda_ragged.PackedPlan, "_row_maxima", lambda *_: None)
+    monkeypatch.setattr(cuda_ragged.PackedPlan, "_choice", lambda *_: None)
     expected, winners = cuda_ragged.PackedPlan(c, False, torch.int32, "").forward(c)
     same_bits(scores, expected)
     assert scores[0].isnan().any() and scores[0].isneginf().any()

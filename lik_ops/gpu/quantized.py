@@ -13,6 +13,7 @@ from ..formats import OPERANDS, Stored
 from ..segments import Cut, Ragged
 from . import forward_configs, launcher, numbers
 from .arguments import (
+    allow_tf32,
     architecture,
     checked_grid,
     documents_of,
@@ -23,10 +24,12 @@ from .arguments import (
 )
 from .configs import Architecture, cdiv, next_power_of_2
 from .ragged_forward import ragged_plan
+from .replay import Calls
 
 _TOKENS, _FEATURES = 32, 64  # of a tile
 _WORDS = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
 _DENSE = (*forward_configs.TERMS, "fp8_e4m3", "fp8_e5m2")  # formats with a kernel for dense documents
+_calls = Calls()
 KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -47,11 +50,24 @@ def forward_quantized_cut(
         scores = numbers.forward(c, stored) if is_dense else None
         if scores is not None:
             return scores, None
-    return _forward(c, stored.flat(), normalize, argmax_dtype)
+    if c.candidates or c.pairs is not None:  # of which few calls have as many
+        return _forward(c, stored, normalize, argmax_dtype)
+    scales = stored.scale, stored.minimum, *stored[4:]
+    each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
+    tf32 = c.Q.dtype == torch.float32 and allow_tf32()
+    key = (*c.metadata(), stored.format, normalize, argmax_dtype, tf32, *each)
+    found = _calls.run(key, (*c.tensors, *scales), c.Q.device, _made, c, stored, normalize, argmax_dtype)
+    return found[0], found[1] if argmax_dtype else None
+
+
+def _made(c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    scores, argmax = _forward(c, stored, normalize, argmax_dtype)
+    return (scores,) if argmax is None else (scores, argmax)
 
 
 def _forward(c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """By the kernel of packed documents."""
+    stored = stored.flat()
     data, kept = _as_read(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), _counts(stored)
     if normalize:

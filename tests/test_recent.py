@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 import lik_ops
 from lik_ops import backends
 from lik_ops.api import inputs, ragged, score
-from lik_ops.ops import eager, recent
+from lik_ops.ops import cuts, eager, recent
 from lik_ops.settings import requested_backend
 
 from .test_eager import FunctionSeen, Seen, Wrapped
@@ -222,9 +222,9 @@ def test_indices_of_more_rows_are_contiguous_or_not_recognised():
         eager.forget()
         odd = torch.tensor([[0, 9], [9, 9], [9, 9]])[:, 0]
         assert odd[:1].is_contiguous() and not odd.is_contiguous()
-        assert eager._is_packed(layout.x[2]) and not eager._is_packed(odd[:1])
+        assert cuts.is_packed(layout.x[2]) and not cuts.is_packed(odd[:1])
         pairs = torch.zeros(4, 3, dtype=torch.int64)
-        assert eager._is_packed(pairs) and not eager._is_packed(pairs[:1, :2]) and pairs[:1, :2].is_contiguous()
+        assert cuts.is_packed(pairs) and not cuts.is_packed(pairs[:1, :2]) and pairs[:1, :2].is_contiguous()
 
 
 def test_without_torchs_guards_calls_are_described_each_time(layout, monkeypatch):

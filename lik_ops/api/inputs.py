@@ -124,11 +124,7 @@ def given(
     if is_sequences(D) and d_shape is None:
         documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
-    if quantized is None:
-        Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    else:
-        Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
-        D = D if D.dtype == Q.dtype else tokens_like(Q, D.shape)
+    Q, D, q_weight = _in_region(Q, D, q_weight, quantized is not None)
     d_shape = d_shape or _spelled("d", cu_seqlens_d)
     check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
@@ -143,6 +139,14 @@ def given(
     return Given(
         op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, own, q_flat, d_flat, refused
     )
+
+
+def _in_region(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> tuple[Tensor, Tensor, Any]:
+    """In the dtype of an autocast region, which a stand-in follows."""
+    if not stands_in:
+        return autocast.to_region(Q, D, q_weight)
+    Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
+    return Q, D if D.dtype == Q.dtype else tokens_like(Q, D.shape), q_weight
 
 
 def _check_lists(op: str, Q: Any, D: Tensor) -> None:

@@ -22,6 +22,7 @@ from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
 from . import family
 from .cross_entropy import Labelled, LossCall, check_call, default_labels
+from .cuts import has_even_rows, is_packed, sizes_of
 from .eager_calls import Call, CutCall, DenseCall
 from .recent import Recent
 from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
@@ -152,62 +153,6 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
-    """The sizes of a `Cut`, or None where they do not fit together.
-
-    A description leaves out leading sizes and `max_seqlen_q`, so these are checked here, at every call.
-    """
-    if Q is None or D is None:
-        return None
-    cu_seqlens_q, offsets, lengths, _, q_lengths = indices
-    q_shape, d_shape = Q.shape, D.shape
-    if cu_seqlens_q is None:
-        if len(q_shape) != 3:
-            return None
-        queries, most, _ = q_shape
-        Tq = queries * most
-    else:
-        bounds = cu_seqlens_q.shape
-        if len(q_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
-            return None
-        queries, Tq = bounds[0] - 1, q_shape[0]
-        most = Tq
-    if max_seqlen_q is not None:
-        if type(max_seqlen_q) is not int or max_seqlen_q < 0:
-            return None
-        most = min(most, max_seqlen_q)  # no query has more tokens
-    q_mask, d_mask, q_weight = per_token
-    if (
-        (q_mask is not None and q_mask.shape != q_shape[:-1])
-        or (d_mask is not None and d_mask.shape != d_shape[:-1])
-        or (q_weight is not None and q_weight.shape != q_shape[:-1])
-    ):
-        return None
-    if lengths is not None:
-        columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
-        return None if columns is None else (queries, columns, True, Tq, Td, most)
-    if q_lengths is not None:
-        return None
-    if offsets is None:
-        return (queries, d_shape[0], False, Tq, d_shape[0] * d_shape[1], most) if len(d_shape) == 3 else None
-    bounds = offsets.shape
-    if len(d_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
-        return None
-    return queries, bounds[0] - 1, False, Tq, d_shape[0], most
-
-
-def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: tuple, q_lengths: Any) -> tuple:
-    """Candidates of each query, whose lengths have the shape `listed`, and the rows of D; None where that is wrong."""
-    if len(listed) != 2 or listed[0] != queries:
-        return None, None
-    if offsets is not None:
-        fits = len(d_shape) == 2 and offsets.shape == listed
-        return (listed[1], d_shape[0]) if fits else (None, None)
-    # Padded queries and documents.
-    fits = len(d_shape) == 4 and d_shape[:2] == listed and q_lengths is not None and q_lengths.shape == q_shape[:1]
-    return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
-
-
 def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     """`lik_ops.maxsim_cross_entropy` at a temperature that is a number; None where the call has to take the operator.
 
@@ -248,12 +193,6 @@ def _new_loss_call(given: tuple) -> LossCall:
     return LossCall(x, backend, normalize, reduction, wants_gradients(x.Q, x.D, x.q_weight))
 
 
-def _is_even(x: Tensor, features: int) -> bool:
-    """Whether all axes but the last `features` (1 of tokens, 0 of masks and weights) could be one of even steps."""
-    shape, stride = x.shape[: x.dim() - features], x.stride()
-    return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
-
-
 def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any) -> CutCall | None:
     """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
 
@@ -273,8 +212,8 @@ def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any) -> CutCall | None:
         and (c.q_lengths is None or c.cu_seqlens_q is None)
         and all(m is None or m.dtype == torch.bool for m in (c.q_mask, c.d_mask))
         and (c.q_weight is None or c.q_weight.dtype == score_dtype(Q.dtype))
-        and all(_is_even(x, 1) for x in (Q, D))
-        and all(x is None or _is_even(x, 0) for x in c.per_token)
+        and all(has_even_rows(x, 1) for x in (Q, D))
+        and all(x is None or has_even_rows(x, 0) for x in c.per_token)
     )
     if not ordinary:
         return None
@@ -323,7 +262,7 @@ def maxsim_ragged(
         description = described_but_rows((Q, D, *per_token), indices, options) if nobody_watches() else None
         if description is None:
             return None
-    sizes = _sizes(Q, D, indices, per_token, max_seqlen_q)
+    sizes = sizes_of(Q, D, indices, per_token, max_seqlen_q)
     if sizes is None:
         return None
     c = Cut(*given, *sizes)
@@ -347,14 +286,9 @@ def _cut_call(c: Cut, options: tuple, description: list) -> Any:
         return _remember(key, _new_cut_call(c, options, argmax_dtype))
     # Not with winners, whose dtype hangs on how many rows there are, nor indices that others of their strides, but more
     # rows, may not be like.
-    if call is not None and call.argmax_dtype is None and all(map(_is_packed, c.indices)):
+    if call is not None and call.argmax_dtype is None and all(map(is_packed, c.indices)):
         _recent["ragged"].saw(call, c.tensors, options)
     return call
-
-
-def _is_packed(x: Tensor | None) -> bool:
-    """Whether indices of these strides are contiguous, however many rows they have."""
-    return x is None or x.stride() == (1,) or (x.dim() == 2 and x.stride() == (x.shape[1], 1))
 
 
 def maxsim_quantized(
@@ -376,21 +310,21 @@ def maxsim_quantized(
     if _is_compiling() or checks_values() or not nobody_watches():
         return None
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
-    sizes = _sizes(Q, data, indices, per_token, max_seqlen_q)
+    sizes = sizes_of(Q, data, indices, per_token, max_seqlen_q)
     q_weight, bounded = per_token[2], max_seqlen_q is not None or indices[3] is None or indices[0] is None
     if sizes is None or not (bounded or not with_argmax) or wants_gradients(Q, q_weight):
         return None
     is_ordinary = (
         all(is_memory(x) for x in tensors)
         and all(x is None or x.is_contiguous() for x in indices)
-        and all(_is_even(x, 1) for x in (Q, data))
-        and all(x is None or _is_even(x, 0) for x in per_token)
+        and all(has_even_rows(x, 1) for x in (Q, data))
+        and all(x is None or has_even_rows(x, 0) for x in per_token)
     )
     backend = backends.select(Q.device, Q.dtype)
     if not (is_ordinary and hasattr(backend, "forward_quantized_cut")):
         return None
     c = Cut(Q, data, *indices, *per_token, *sizes)
-    if not with_argmax and max_seqlen_q is None and all(map(_is_packed, indices)):
+    if not with_argmax and max_seqlen_q is None and all(map(is_packed, indices)):
         _remember_quantized(stored, c, options, backend)
     return backend.forward_quantized_cut(c, stored, options[1], argmax_dtype_for(c.Td) if with_argmax else None)
 
@@ -411,7 +345,7 @@ def quantized_again(stored: Stored, Q: Any, indices: tuple, per_token: tuple, op
         return None
     tensors = Q, stored.data, *indices, *per_token, stored.scale, stored.minimum, *stored[4:]
     found = _recent["quantized"].find(tensors, (*options, stored.format, requested_backend()))
-    sizes = None if found is None else _sizes(Q, stored.data, indices, per_token, None)
+    sizes = None if found is None else sizes_of(Q, stored.data, indices, per_token, None)
     if sizes is None:
         return None
     c = Cut(*tensors[:10], *sizes)

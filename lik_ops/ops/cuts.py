@@ -1,0 +1,74 @@
+"""The sizes of a `Cut` of tensors as callers have them, and what has to be so of their strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def sizes_of(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
+    """The sizes of a `Cut`, or None where they do not fit together.
+
+    A description leaves out leading sizes and `max_seqlen_q`, so these are checked here, at every call.
+    """
+    if Q is None or D is None:
+        return None
+    cu_seqlens_q, offsets, lengths, _, q_lengths = indices
+    q_shape, d_shape = Q.shape, D.shape
+    if cu_seqlens_q is None:
+        if len(q_shape) != 3:
+            return None
+        queries, most, _ = q_shape
+        Tq = queries * most
+    else:
+        bounds = cu_seqlens_q.shape
+        if len(q_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
+            return None
+        queries, Tq = bounds[0] - 1, q_shape[0]
+        most = Tq
+    if max_seqlen_q is not None:
+        if type(max_seqlen_q) is not int or max_seqlen_q < 0:
+            return None
+        most = min(most, max_seqlen_q)  # no query has more tokens
+    q_mask, d_mask, q_weight = per_token
+    if (
+        (q_mask is not None and q_mask.shape != q_shape[:-1])
+        or (d_mask is not None and d_mask.shape != d_shape[:-1])
+        or (q_weight is not None and q_weight.shape != q_shape[:-1])
+    ):
+        return None
+    if lengths is not None:
+        columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
+        return None if columns is None else (queries, columns, True, Tq, Td, most)
+    if q_lengths is not None:
+        return None
+    if offsets is None:
+        return (queries, d_shape[0], False, Tq, d_shape[0] * d_shape[1], most) if len(d_shape) == 3 else None
+    bounds = offsets.shape
+    if len(d_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
+        return None
+    return queries, bounds[0] - 1, False, Tq, d_shape[0], most
+
+
+def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: tuple, q_lengths: Any) -> tuple:
+    """Candidates of each query, whose lengths have the shape `listed`, and the rows of D; None where that is wrong."""
+    if len(listed) != 2 or listed[0] != queries:
+        return None, None
+    if offsets is not None:
+        fits = len(d_shape) == 2 and offsets.shape == listed
+        return (listed[1], d_shape[0]) if fits else (None, None)
+    # Padded queries and documents.
+    fits = len(d_shape) == 4 and d_shape[:2] == listed and q_lengths is not None and q_lengths.shape == q_shape[:1]
+    return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
+
+
+def has_even_rows(x: Tensor, features: int) -> bool:
+    """Whether all axes but the last `features` (1 of tokens, 0 of masks and weights) could be one of even steps."""
+    shape, stride = x.shape[: x.dim() - features], x.stride()
+    return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
+
+
+def is_packed(x: Tensor | None) -> bool:
+    """Whether indices of these strides are contiguous, however many rows they have."""
+    return x is None or x.stride() == (1,) or (x.dim() == 2 and x.stride() == (x.shape[1], 1))

@@ -23,7 +23,7 @@ from ..settings import checks_values, requested_backend, use_backend
 from . import family
 from .cross_entropy import Labelled, LossCall, check_call, default_labels
 from .cuts import has_even_rows, is_packed, sizes_of
-from .eager_calls import Call, CutCall, DenseCall
+from .eager_calls import CutCall, DenseCall
 from .recent import Recent
 from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
 
@@ -68,7 +68,7 @@ def _shaped(gradient: Tensor, leaf: Tensor) -> Tensor:
     return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
 
 
-def _remember(key: tuple, call: Call | None) -> Any:
+def _remember(key: tuple, call: Any) -> Any:
     """Keep what there is to know about calls of a description."""
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
@@ -284,8 +284,7 @@ def _cut_call(c: Cut, options: tuple, description: list) -> Any:
     call = _calls.get(key, key)
     if call is key:
         return _remember(key, _new_cut_call(c, options, argmax_dtype))
-    # Not with winners, whose dtype hangs on how many rows there are, nor indices that others of their strides, but more
-    # rows, may not be like.
+    # Not with winners, whose dtype hangs on the number of rows; nor with indices that are contiguous as one row is.
     if call is not None and call.argmax_dtype is None and all(map(is_packed, c.indices)):
         _recent["ragged"].saw(call, c.tensors, options)
     return call
@@ -334,7 +333,8 @@ def _remember_quantized(stored: Stored, c: Cut, options: tuple, backend: Any) ->
     options = *options, stored.format, requested_backend()
     description = described_but_rows((c.Q, c.D, *c.per_token, *scales), c.indices, options[1:])
     if description is not None:
-        found = _calls.setdefault(("quantized", options[0], *description), (backend,))
+        key = ("quantized", options[0], *description)
+        found = _calls.get(key) or _remember(key, (backend,))
         _recent["quantized"].saw(found, (*c.tensors, *scales), options)
 
 

@@ -57,8 +57,7 @@ class _Known:
 
 
 class Recent:
-    """Of one function, whose calls have as many tensors, of which Q and another are never None, Q first, and as
-    many options.
+    """Of one function. Its calls have tensors or None, Q first and one more at least, and options, always as many.
 
     Options are the same if they are the same object, as True, a dtype or a string of the code are.
     """

@@ -96,7 +96,7 @@ class PackedPlan(Plan):
 
     def forward(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
-        return self._plain(c, counts) if self._choice(c) is None else self._tried(c)
+        return self._tried(c) if counts is None else self._plain(c, counts)
 
     def _choice(self, c: Cut) -> gluon_configs.RowMaxima | choose.Sectioned | None:
         """How row maxima or sections score the call, None where neither does. Kept by what it hangs on."""
@@ -116,10 +116,11 @@ class PackedPlan(Plan):
             found = self.chosen[key] = find(c, argmax=self.argmax_dtype is not None, arch=self.arch)
         return found
 
-    def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None]:
-        """The same by way of row maxima or of sections."""
+    def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
+        """The same by way of row maxima or of sections, where these are chosen."""
         choice, dtype = self._choice(c), self.argmax_dtype
-        assert choice is not None
+        if choice is None:
+            return None
 
         def compute() -> tuple[Tensor, ...]:
             if isinstance(choice, choose.Sectioned):

@@ -16,6 +16,7 @@ from ..csrc_triton.backward_soft import maxsim_soft_documents, maxsim_soft_queri
 from ..csrc_triton.backward_unified import maxsim_finish
 from ..csrc_triton.forward_soft import maxsim_forward_soft
 from ..portable.blocks import slices_within
+from ..segments import Dense
 from . import launcher, soft_configs, soft_specialized
 from .arguments import (
     architecture,
@@ -54,22 +55,14 @@ def forward_soft(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` or ``[Nq, K]``, and soft maxima as `lik::maxsim_soft_fwd` has them, ``[0]`` unless `keep`."""
-    given = Q, D, q_mask, d_mask, q_weight, temperature if isinstance(temperature, Tensor) else None
-    number = temperature if given[5] is None else None
-    key = (*metadata(*given[:5]), number, normalize, keep, allows_tf32(Q))
-    return _calls.run(key, given, Q.device, _forward_soft, *given[:5], temperature, normalize, keep)
+    x = Dense(Q, D, q_mask, d_mask, q_weight)
+    tau, number = (temperature, None) if isinstance(temperature, Tensor) else (None, temperature)
+    key = (*metadata(*x), number, normalize, keep, allows_tf32(Q))
+    return _calls.run(key, (*x, tau), Q.device, _forward_soft, x, temperature, normalize, keep)
 
 
-def _forward_soft(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    temperature: Temperature,
-    normalize: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward_soft(x: Dense, temperature: Temperature, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
+    Q, D = x.Q, x.D
     (Nq, K, Lq, _), candidates = sizes(Q, D), D.dim() == 4
     scores = torch.empty((Nq, K), dtype=torch.float32, device=Q.device)
     shape = ((Nq, K, Lq) if candidates else (K, Nq, Lq)) if keep else (0,)
@@ -83,7 +76,8 @@ def _forward_soft(
     )
     reads = arch.has_descriptors and describable(D)
     tiles = descriptor(D, launch.config) if reads else None
-    args = queries_of(Q, q_mask, q_weight), documents_of(D, d_mask), tiles, out, temperature, sizes(Q, D), Q.shape[-1]
+    tokens = queries_of(Q, x.q_mask, x.q_weight), documents_of(D, x.d_mask), tiles
+    args = *tokens, out, temperature, sizes(Q, D), Q.shape[-1]
     with on_device(Q.device):
         grid = checked_grid(launch.programs(Nq, K))
         launcher.launch(maxsim_forward_soft, grid, (*args, launch.config), launch.options(arch))

@@ -136,10 +136,7 @@ def described_but_rows(per_token: tuple, indices: tuple, options: tuple) -> list
         if x is None:
             found.append(None)
             continue
-        kind = type(x)
-        if kind is not _Tensor and kind is not _Parameter:
-            return None
-        if _bits(_KEYS(x)) not in _usual_keys and not _is_newly_known(x):
+        if not is_memory(x):
             return None
         shape = x.shape
         n = len(shape)
@@ -153,11 +150,8 @@ def described_but_rows(per_token: tuple, indices: tuple, options: tuple) -> list
             return None
         n = x.dim()
         found += -1 if n == 1 else x.shape[1] if n == 2 else x.shape, x.dtype, x.get_device(), x.is_contiguous()
-    for x in options:
-        if type(x) not in _OPTIONS:
-            return None
-    found += options
-    return found
+    others = described((), options)
+    return None if others is None else found + others
 
 
 def nobody_sees(*tensors: Tensor | None) -> bool:

@@ -10,7 +10,9 @@ Registered when a `DTensor` may come along, because importing torch.distributed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ..._ops import ops as lik
@@ -33,196 +35,55 @@ register_if_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _placed(tensors: Sequence, placements: Sequence) -> list:
-    """Placements of arguments, None for those that are None."""
-    return [None if x is None else placement for x, placement in zip(tensors, placements, strict=True)]
+    """Placements of arguments, None for those that are None, and for all behind the last that has one."""
+    return [None if x is None else placement for x, placement in zip_longest(tensors, placements)]
 
 
 def _register() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    at = _Placements(Replicate(), Shard(0), Shard(1), Partial())
-    families = _register_maxsim, _register_xtr_and_losses, _register_soft, _register_head, _register_chamfer
-    for register in (*families, _register_searches, _register_ragged):
-        register(register_sharding, at)
+    at = _Placements(Replicate(), Shard(0), Shard(1), Shard(2), Partial())
+    for ops, rule in _RULES.items():
+        for op in ops.split():
+            register_sharding(getattr(lik, op).default)(partial(_ways, rule, at))
+
+
+def _ways(rule: Callable, at: _Placements, *args: Any) -> list:
+    """The ways to place results and arguments that `rule` knows."""
+    return [(list(results), _placed(args, given)) for results, given in rule(at, args)]
 
 
 class _Placements(NamedTuple):
-    """Whole on every process, cut along the first or the second axis, or a part of a sum."""
+    """Whole on every process, cut along the first, second or third axis, or a part of a sum."""
 
     whole: Any
     first: Any
     second: Any
+    third: Any
     partial: Any
 
     def dense(self, D: Any) -> tuple:
         """Of scores, winners, queries, documents, and of the gradients of the last two."""
-        whole, first, second, partial = self
+        whole, first, second, _, partial = self
         if len(D.shape) == 4:
             sharded = (first,) * 6, (second, second, whole, second, partial, second)
         else:
             sharded = (first, second, first, whole, first, partial), (second, first, whole, first, partial, first)
         return (whole,) * 6, *sharded
 
+    def heads(self, H: Any) -> list:
+        """The same, and of the gradients of W and b, which all processes have whole."""
+        return [(*each, self.whole if n == 0 else self.partial) for n, each in enumerate(self.dense(H))]
 
-def _register_maxsim(register_sharding: Any, at: _Placements) -> None:
-    whole, dense = at.whole, at.dense
+    def losses(self, D: Any) -> tuple:
+        """Of losses and queries, of documents and of their gradient: a loss needs all its documents."""
+        whole, first = self[:2]
+        return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, self.partial)
 
-    @register_sharding(lik.maxsim_fwd.default)
-    def _(*args):
-        keeps = args[6] is not None
-        return [
-            ([scores, winners if keeps else whole], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
-            for scores, winners, q, d, _, _ in dense(args[1])
-        ]
-
-    @register_sharding([lik.maxsim_bwd_lowmem.default, lik.maxsim_bwd_unified.default])
-    def _(*args):
-        D, argmax, needs = args[2], args[3], args[8]
-        found = []
-        for scores, winners, q, d, grad_q, grad_d in dense(D):
-            grads = [g if need else whole for g, need in zip((grad_q, grad_d, grad_q), needs, strict=True)]
-            winners = winners if len(argmax.shape) == 3 else whole
-            found.append((grads, [*_placed(args[:7], (scores, q, d, winners, q, d, q)), None, None]))
-        return found
-
-    @register_sharding(lik.maxsim_fwd_int8.default)
-    def _(*args):
-        return [
-            ([scores, winners, d, d], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
-            for scores, winners, q, d, _, _ in dense(args[1])
-        ]
-
-    @register_sharding(lik.maxsim_bwd_int8.default)
-    def _(*args):
-        found = []
-        for scores, winners, q, d, grad_q, grad_d in dense(args[2]):
-            grads = [g if need else whole for g, need in zip((grad_q, grad_d, grad_q), args[9], strict=True)]
-            found.append((grads, [*_placed(args[:7], (scores, q, d, d, winners, q, q)), None, None, None]))
-        return found
-
-
-def _register_xtr_and_losses(register_sharding: Any, at: _Placements) -> None:
-    whole, first, second, partial = at
-
-    @register_sharding(lik.maxsim_xtr_fwd.default)
-    def _(*args):
-        return [
-            ([q, winners, q], [*_placed(args[:5], (q, whole, q, whole, q)), None, None])
-            for q, winners in ((whole, whole), (first, second))
-        ]
-
-    @register_sharding(lik.maxsim_token_topk_fwd.default)
-    def _(*args):
-        after = {whole: whole, first: second, second: type(first)(2)}  # of winners, whose first axis is the rank
-        return [
-            ([scores, after[winners] if args[7] else whole], [*_placed(args[:5], (q, d, q, d, q)), None, None, None])
-            for scores, winners, q, d, _, _ in at.dense(args[1])
-        ]
-
-    def losses(D):
-        """Placements of losses and queries, of documents and of their gradient: a loss needs all its documents."""
-        return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, partial)
-
-    @register_sharding(lik.maxsim_cross_entropy_fwd.default)
-    def _(*args):
-        return [([q, q], [*_placed(args[:6], (q, d, q, d, q, q)), None, None, None]) for q, d, _ in losses(args[1])]
-
-    @register_sharding(lik.maxsim_cross_entropy_bwd.default)
-    def _(*args):
-        found = []
-        for q, d, grad_d in losses(args[2]):
-            grads = [g if need else whole for g, need in zip((q, grad_d, q), args[11], strict=True)]
-            found.append((grads, [*_placed(args[:8], (q, q, d, q, d, q, q, q)), None, None, None, None]))
-        return found
-
-
-def _register_soft(register_sharding: Any, at: _Placements) -> None:
-    whole, partial, dense = at.whole, at.partial, at.dense
-
-    @register_sharding(lik.maxsim_soft_fwd.default)
-    def _(*args):
-        return [
-            ([scores, kept if args[8] else whole], [*_placed(args[:6], (q, d, q, d, q, whole)), None, None, None])
-            for scores, kept, q, d, _, _ in dense(args[1])
-        ]
-
-    @register_sharding(lik.maxsim_soft_bwd.default)
-    def _(*args):
-        found = []
-        for scores, kept, q, d, grad_q, grad_d in dense(args[2]):
-            of_tau = whole if scores is whole else partial
-            each = zip((grad_q, grad_d, grad_q, of_tau), args[10], strict=True)
-            grads = [g if need else whole for g, need in each]
-            found.append((grads, [*_placed(args[:8], (scores, q, d, kept, q, d, q, whole)), None, None, None]))
-        return found
-
-
-def _register_head(register_sharding: Any, at: _Placements) -> None:
-    whole, partial = at.whole, at.partial
-
-    def heads(H):
-        """Placements as of `dense`, and of the gradients of W and b, which all processes have whole."""
-        return [(*each, whole if n == 0 else partial) for n, each in enumerate(at.dense(H))]
-
-    @register_sharding(lik.maxsim_from_hidden_fwd.default)
-    def _(*args):
-        return [
-            (
-                [scores, winners if args[8] is not None else whole],
-                [*_placed(args[:7], (q, h, whole, whole, q, h, q)), None, None],
-            )
-            for scores, winners, q, h, *_ in heads(args[1])
-        ]
-
-    @register_sharding(lik.maxsim_from_hidden_bwd.default)
-    def _(*args):
-        found = []
-        for scores, winners, q, h, grad_q, grad_h, of_head in heads(args[2]):
-            each = zip((grad_q, grad_h, of_head, of_head, grad_q), args[10], strict=True)
-            winners = winners if len(args[5].shape) == 3 else whole
-            placed = _placed(args[:9], (scores, q, h, whole, whole, winners, q, h, q))
-            found.append(([g if need else whole for g, need in each], [*placed, None, None]))
-        return found
-
-
-def _register_chamfer(register_sharding: Any, at: _Placements) -> None:
-    whole, first = at.whole, at.first
-
-    @register_sharding(lik.chamfer_fwd.default)
-    def _(*args):
-        return [([of] * 4, [*_placed(args[:4], (of,) * 4), None]) for of in (whole, first)]
-
-    @register_sharding(lik.chamfer_bwd.default)
-    def _(*args):
-        return [
-            ([of if need else whole for need in args[7]], [*_placed(args[:6], (of,) * 6), None, None])
-            for of in (whole, first)
-        ]
-
-
-def _register_searches(register_sharding: Any, at: _Placements) -> None:
-    whole, first = at.whole, at.first
-
-    @register_sharding(lik.maxsim_topk.default)
-    def _(*args):
-        return [
-            ([q, q], [*_placed(args[:6], (q, whole, q, whole, whole, q)), None, None, None]) for q in (whole, first)
-        ]
-
-    @register_sharding(lik.maxsim_topk_codes.default)
-    def _(*args):
-        return [
-            ([q, q], [*_placed(args[:7], (q, whole, whole, q, whole, whole, q)), None, None, None])
-            for q in (whole, first)
-        ]
-
-
-def _register_ragged(register_sharding: Any, at: _Placements) -> None:
-    whole, first, second, partial = at
-
-    def ragged(r):
-        """Placements of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
+    def ragged(self, r: Ragged) -> tuple:
+        """Of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
+        whole, first, second, _, partial = self
         everything: Any = Ragged(*_placed(r, (whole,) * len(r)))
         if r.pairs is not None:
             scores, lists = first, everything._replace(pairs=first)
@@ -231,26 +92,129 @@ def _register_ragged(register_sharding: Any, at: _Placements) -> None:
             scores, lists = second, everything._replace(d_offsets=columns, d_lengths=columns)
         return (whole, whole, everything, whole), (scores, first, lists, partial)
 
-    @register_sharding(lik.maxsim_ragged_fwd.default)
-    def _(*args):
-        keeps = args[10] is not None
-        return [
-            ([scores, winners if keeps else whole], [*tensors, None, None, None, None])
-            for scores, winners, tensors, _ in ragged(Ragged(*args[:9]))
-        ]
+    def wanted(self, placements: Sequence, needs: Any) -> list:
+        """Whole where nothing is wanted: such a result is empty."""
+        return [x if need else self.whole for x, need in zip(placements, needs, strict=True)]
 
-    @register_sharding(lik.maxsim_quantized_fwd.default)
-    def _(*args):
-        keeps, stored = args[16] is not None, [None if x is None else whole for x in args[1:8]]
-        stored[3] = None  # the format is no tensor
-        return [
-            ([scores, winners if keeps else whole], [tensors.Q, *stored, *tensors[2:], None, None, None])
-            for scores, winners, tensors, _ in ragged(Ragged(*args[:2], *args[8:15]))
-        ]
 
-    @register_sharding(lik.maxsim_ragged_bwd.default)
-    def _(*args):
-        return [
-            ([grad if need else whole for need in args[13]], [scores, *tensors, winners, None, None, None])
-            for scores, winners, tensors, grad in ragged(Ragged(*args[1:10]))
-        ]
+def _fwd(at: _Placements, a: tuple) -> list:
+    return [(at.wanted((s, w), (True, a[6] is not None)), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])]
+
+
+def _bwd(at: _Placements, a: tuple) -> list:
+    has_winners = len(a[3].shape) == 3
+    return [
+        (at.wanted((of_q, of_d, of_q), a[8]), (s, q, d, w if has_winners else at.whole, q, d, q))
+        for s, w, q, d, of_q, of_d in at.dense(a[2])
+    ]
+
+
+def _fwd_int8(at: _Placements, a: tuple) -> list:
+    return [((s, w, d, d), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])]
+
+
+def _bwd_int8(at: _Placements, a: tuple) -> list:
+    found = at.dense(a[2])
+    return [(at.wanted((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in found]
+
+
+def _xtr(at: _Placements, a: tuple) -> list:
+    whole, first, second = at[:3]
+    return [((q, w, q), (q, whole, q, whole, q)) for q, w in ((whole, whole), (first, second))]
+
+
+def _token_topk(at: _Placements, a: tuple) -> list:
+    after = {at.whole: at.whole, at.first: at.second, at.second: at.third}  # of winners, whose first axis is the rank
+    found = at.dense(a[1])
+    return [(at.wanted((s, after[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in found]
+
+
+def _loss(at: _Placements, a: tuple) -> list:
+    return [((q, q), (q, d, q, d, q, q)) for q, d, _ in at.losses(a[1])]
+
+
+def _loss_bwd(at: _Placements, a: tuple) -> list:
+    return [(at.wanted((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])]
+
+
+def _soft(at: _Placements, a: tuple) -> list:
+    return [(at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.whole)) for s, w, q, d, _, _ in at.dense(a[1])]
+
+
+def _soft_bwd(at: _Placements, a: tuple) -> list:
+    return [
+        (at.wanted((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.whole))
+        for s, w, q, d, of_q, of_d, of_tau in at.heads(a[2])
+    ]
+
+
+def _head(at: _Placements, a: tuple) -> list:
+    whole, keeps = at.whole, a[8] is not None
+    return [(at.wanted((s, w), (True, keeps)), (q, h, whole, whole, q, h, q)) for s, w, q, h, *_ in at.heads(a[1])]
+
+
+def _head_bwd(at: _Placements, a: tuple) -> list:
+    whole, has_winners = at.whole, len(a[5].shape) == 3
+    return [
+        (
+            at.wanted((of_q, of_h, of_head, of_head, of_q), a[10]),
+            (s, q, h, whole, whole, w if has_winners else whole, q, h, q),
+        )
+        for s, w, q, h, of_q, of_h, of_head in at.heads(a[2])
+    ]
+
+
+def _chamfer(at: _Placements, a: tuple) -> list:
+    return [((of,) * 4, (of,) * 4) for of in at[:2]]
+
+
+def _chamfer_bwd(at: _Placements, a: tuple) -> list:
+    return [(at.wanted((of, of), a[7]), (of,) * 6) for of in at[:2]]
+
+
+def _search(at: _Placements, a: tuple) -> list:
+    whole = at.whole
+    return [((q, q), (q, whole, q, whole, whole, q)) for q in at[:2]]
+
+
+def _search_codes(at: _Placements, a: tuple) -> list:
+    whole = at.whole
+    return [((q, q), (q, whole, whole, q, whole, whole, q)) for q in at[:2]]
+
+
+def _ragged(at: _Placements, a: tuple) -> list:
+    found = at.ragged(Ragged(*a[:9]))
+    return [(at.wanted((s, w), (True, a[10] is not None)), tensors) for s, w, tensors, _ in found]
+
+
+def _quantized(at: _Placements, a: tuple) -> list:
+    stored = *(at.whole,) * 3, None, *(at.whole,) * 3  # the format is no tensor
+    found = at.ragged(Ragged(*a[:2], *a[8:15]))
+    return [(at.wanted((s, w), (True, a[16] is not None)), (x.Q, *stored, *x[2:])) for s, w, x, _ in found]
+
+
+def _ragged_bwd(at: _Placements, a: tuple) -> list:
+    return [(at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(Ragged(*a[1:10]))]
+
+
+_RULES = {
+    "maxsim_fwd": _fwd,
+    "maxsim_bwd_lowmem maxsim_bwd_unified": _bwd,
+    "maxsim_fwd_int8": _fwd_int8,
+    "maxsim_bwd_int8": _bwd_int8,
+    "maxsim_xtr_fwd": _xtr,
+    "maxsim_token_topk_fwd": _token_topk,
+    "maxsim_cross_entropy_fwd": _loss,
+    "maxsim_cross_entropy_bwd": _loss_bwd,
+    "maxsim_soft_fwd": _soft,
+    "maxsim_soft_bwd": _soft_bwd,
+    "maxsim_from_hidden_fwd": _head,
+    "maxsim_from_hidden_bwd": _head_bwd,
+    "chamfer_fwd": _chamfer,
+    "chamfer_bwd": _chamfer_bwd,
+    "maxsim_topk": _search,
+    "maxsim_topk_codes": _search_codes,
+    "maxsim_ragged_fwd": _ragged,
+    "maxsim_quantized_fwd": _quantized,
+    "maxsim_ragged_bwd": _ragged_bwd,
+}

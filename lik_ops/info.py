@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import warnings
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -63,27 +62,25 @@ def choice(
 
     arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
     of = int8_kernel if int8 else kernel
-    return f"triton {of(arch, arch.processors, dtype, *sizes)}; launched {launcher.way()}"
+    return f"triton {of(arch, dtype, *sizes)}; launched {launcher.way()}"
 
 
-def kernel(arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
+def kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
     from .gpu import choose
 
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
-    chosen = choose.dense(Q, D, None, False, None, replace(arch, processors=processors))
+    chosen = choose.dense(Q, D, None, False, None, arch)
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
 
 
-def int8_kernel(
-    arch: Architecture, processors: int, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int
-) -> str:
+def int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous int8 documents of these sizes with a scale for each token, likewise."""
     from .gpu import choose
 
     Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
-    chosen = choose.int8(Q, data, scale, 2, replace(arch, processors=processors))
+    chosen = choose.int8(Q, data, scale, 2, arch)
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}" if chosen else f"maxsim_forward_ragged on {arch.name}"
 
 

@@ -51,7 +51,7 @@ from lik_ops.csrc_triton.backward_arguments import (
 )
 from lik_ops.formats import INT8_QUERIES
 from lik_ops.gpu import backward_configs, forward_configs, quantized, ragged_forward, soft_configs
-from lik_ops.gpu.configs import Architecture, Launch, next_power_of_2
+from lik_ops.gpu.configs import Architecture, Kind, Launch, next_power_of_2
 
 from .machine_code import compile_as_launched, cuda_resources, target
 
@@ -175,20 +175,23 @@ def _reads_tiles(case: Case, arch: Architecture) -> bool:
     return arch.has_descriptors and not case.stored.startswith(("bits", "codes", "words")) and case.d * size % 16 == 0
 
 
+def _kind(case: Case, arch: Architecture) -> Kind:
+    return Kind(arch, case.dtype, case.d, case.candidates, case.normalize, case.wide)
+
+
 def _launch(case: Case, arch: Architecture) -> Launch:
-    shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide}
+    kind = _kind(case, arch)
     if case.kernel == "maxsim_forward":
-        sizes = case.Nq, case.Lq, case.d
         if case.ragged:
             choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case), "few": case.sections}
             choices["bare"] = not (case.options or case.padded)
-            launch = forward_configs.forward_ragged(arch, case.dtype, *sizes, **choices, **shared)[0]
+            launch = forward_configs.forward_ragged(kind, case.Nq, case.Lq, **choices)[0]
             if case.sections:
                 config = launch.config._replace(SECTIONS=True, PACKED=case.bounds, EARLY=arch.name == "sm_90")
                 launch = replace(launch, config=config)
             return launch
-        choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax, **shared}
-        launch = forward_configs.forward(arch, case.dtype, *sizes, **choices)
+        choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax}
+        launch = forward_configs.forward(kind, case.Nq, case.Lq, **choices)
         if case.split:
             return forward_configs.forward_split(launch, case.Lq)
         if case.short:
@@ -197,11 +200,10 @@ def _launch(case: Case, arch: Architecture) -> Launch:
             return forward_configs.with_winners(launch, _reads_tiles(case, arch))
         return launch if _reads_tiles(case, arch) else launch.visiting()
     if case.kernel == "split_tokens":
-        launch = forward_configs.forward(arch, case.dtype, 64, case.Lq, case.d, tf32=False, **shared)
+        launch = forward_configs.forward(kind, 64, case.Lq, tf32=False)
         return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
     if case.kernel == "maxsim_forward_soft":
-        return soft_configs.forward(arch, case.dtype, case.Nq, case.Lq, case.d, tf32=case.tf32, **shared)
-    kind = backward_configs.Kind(arch, case.dtype, case.d, **shared)
+        return soft_configs.forward(kind, case.Nq, case.Lq, tf32=case.tf32)
     if case.kernel in SOFT:
         return soft_configs.backward(kind, tf32=case.tf32, flat=case.wide == 0)
     flat = case.wide == 0 and not case.ragged
@@ -251,10 +253,8 @@ def _stored(case: Case) -> str:
 
 
 def _levels(case: Case, arch: Architecture) -> int:
-    shared = {"candidates": case.candidates, "normalize": case.normalize, "wide": case.wide, "tf32": case.tf32}
-    sizes = case.Nq, case.Lq, case.d
-    stored = _stored(case)
-    return forward_configs.forward_ragged(arch, case.dtype, *sizes, argmax=case.argmax, stored=stored, **shared)[1]
+    choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case)}
+    return forward_configs.forward_ragged(_kind(case, arch), case.Nq, case.Lq, **choices)[1]
 
 
 LISTS = ("maxsim_count_winners", "maxsim_list_winners")

@@ -25,7 +25,7 @@ ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> gluon_configs.RowMaxima:
-    found = gluon_configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, processors=132, dense=sums)
+    found = gluon_configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, dense=sums)
     assert found is not None
     return found
 

@@ -1,6 +1,7 @@
 """The Gluon kernels compile for sm_90 without a GPU: on wgmma, in flight together, no spills, fits shared memory."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,13 @@ from lik_ops.gpu import configs, gluon_configs
 from .aot import Case, _documents, _queries
 from .machine_code import compile_as_launched, cuda_resources, repeated_spills
 
-SM_90 = configs.ARCHITECTURES["sm_90"]
+SM_90 = replace(configs.ARCHITECTURES["sm_90"], processors=132)
 
 
 def source(
     dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool, given: bool, Ld: int
 ) -> GluonASTSource:
-    chosen = {"normalize": normalize, "argmax": argmax, "processors": 132}
+    chosen = {"normalize": normalize, "argmax": argmax}
     Nq = max(1, 256 // Lq) if normalize and not given else 256  # norms are read from 6 row tiles on
     choice = gluon_configs.specialized(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
     assert choice is not None and choice.config.GIVEN is given
@@ -81,7 +82,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
 
 
 def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
-    chosen = {"each_token": each_token, "terms": terms, "processors": 132}
+    chosen = {"each_token": each_token, "terms": terms}
     choice = gluon_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
     return numbers_source(choice, dtype, d, options, each_token)
 
@@ -110,7 +111,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
 
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
-    choice = gluon_configs.fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept, processors=132)
+    choice = gluon_configs.fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept)
     return numbers_source(choice, dtype, d, options, False)
 
 
@@ -136,7 +137,7 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
 
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
 def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
-    choice = gluon_configs.few_split(SM_90, Nq, 256, Lq, 300, d, processors=132)
+    choice = gluon_configs.few_split(SM_90, Nq, 256, Lq, 300, d)
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path)
@@ -195,7 +196,7 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
 
 
 def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool) -> GluonASTSource:
-    chosen = {"normalize": normalize, "argmax": False, "processors": 132}
+    chosen = {"normalize": normalize, "argmax": False}
     choice = gluon_configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, **chosen)
     assert choice is not None
     C, features = choice.config, fw.FEATURES.value

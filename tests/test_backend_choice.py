@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_info_names_the_kernel_that_a_gpu_would_run():
     from lik_ops.gpu.configs import ARCHITECTURES
 
     def kernel(name, dtype, Nq, d=128):
-        return info.kernel(ARCHITECTURES[name], 132, dtype, Nq, 1000, 32, 300, d)
+        return info.kernel(replace(ARCHITECTURES[name], processors=132), dtype, Nq, 1000, 32, 300, d)
 
     assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
     assert kernel("sm_90", torch.bfloat16, 64, 768).startswith("maxsim_forward_wide on sm_90: 128 rows")

@@ -8,7 +8,7 @@ import torch
 
 import lik_ops
 from lik_ops.gpu import choose, forward_configs
-from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Launch
+from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Kind, Launch
 from lik_ops.gpu.forward_table import FORWARD
 
 from .support import Problem, build
@@ -17,9 +17,7 @@ ARCHS = [*ARCHITECTURES.values(), INTERPRETER]
 
 
 def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Launch:
-    return forward_configs.forward(
-        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=normalize, wide=wide, tf32=False
-    )
+    return forward_configs.forward(Kind(arch, dtype, d, candidates, normalize, wide), Nq, Lq, tf32=False)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
@@ -47,9 +45,8 @@ def test_tiles_of_a_rule_ascend():
 def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
     arch = ARCHITECTURES["sm_90"]
     h100 = replace(arch, gpu="NVIDIA H100 80GB HBM3")
-    launch = forward_configs.forward(
-        arch, torch.bfloat16, 1, 32, 128, candidates=False, normalize=False, wide=0, tf32=False, documents=documents
-    )
+    kind = Kind(arch, torch.bfloat16, 128, False, False, 0)
+    launch = forward_configs.forward(kind, 1, 32, tf32=False, documents=documents)
     assert forward_configs.paced(launch, h100, documents) == replace(launch, num_stages=stages)
     assert forward_configs.paced(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
     assert forward_configs.paced(launch, replace(h100, measured=FORWARD[:1]), documents) == launch  # a user's table

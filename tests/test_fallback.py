@@ -1,6 +1,7 @@
 """Where a fast kernel does not compile, or Triton is newer than was tested, plain kernels compute, and it is said."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lik_ops.gpu import rows as cuda_rows
 from lik_ops.gpu import specialized as cuda_specialized
 from lik_ops.gpu.plain import plain_plan
 
-SM_90 = configs.ARCHITECTURES["sm_90"]
+SM_90 = replace(configs.ARCHITECTURES["sm_90"], processors=132)
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +63,13 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
     d_mask = torch.rand(3, 20) > 0.3 if plan == "masked" else None
     winners = argmax_dtype is not None
     if plan == "masked":
-        options = {"argmax": winners, "processors": 132, "dense": True}
+        options = {"argmax": winners, "dense": True}
         choice = gluon_configs.row_maxima(SM_90, Q.dtype, 256, 1000, 32, 16, **options)
         found = cuda_rows.MaskedPlan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(cuda_rows, "_launch", does_not_compile)
         monkeypatch.setattr(found, "score_part", does_not_compile)
     else:
-        choice = gluon_configs.specialized(
-            SM_90, Q.dtype, 256, 256, 32, 300, 16, normalize=False, argmax=winners, processors=132
-        )
+        choice = gluon_configs.specialized(SM_90, Q.dtype, 256, 256, 32, 300, 16, normalize=False, argmax=winners)
         found = cuda_specialized.SpecializedPlan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(found, "_launch", does_not_compile)
     argmax = found.new_argmax() if winners else None

@@ -1,5 +1,7 @@
 """Dense FP8 documents on sm_90, in the ring that is converted: bit for bit as the kernel of packed ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,14 +16,14 @@ if INTERPRETING:
 
 from lik_ops.gpu import choose, configs, forward_configs, gluon_configs
 
-SM_90 = configs.ARCHITECTURES["sm_90"]
+SM_90 = replace(configs.ARCHITECTURES["sm_90"], processors=132)
 SCALES = ("token", "document", "tensor")
 FP8 = ("fp8_e4m3", "fp8_e5m2")
 HALF = (torch.float16, torch.bfloat16)
 
 
 def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90):
-    return gluon_configs.fp8(arch, dtype, Nq, K, Lq, Ld, d, kept="e4m3", processors=132)
+    return gluon_configs.fp8(arch, dtype, Nq, K, Lq, Ld, d, kept="e4m3")
 
 
 def test_when_it_is_chosen():
@@ -45,9 +47,9 @@ def test_few_rows_are_one_product():
 @pytest.mark.parametrize("dtype", HALF)
 def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, dtype):
     found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
-    options = {"candidates": False, "normalize": False, "wide": 0, "tf32": False, "argmax": False, "stored": "fp8"}
+    kind, options = configs.Kind(SM_90, dtype, 128, False, False, 0), {"tf32": False, "argmax": False, "stored": "fp8"}
     for few in (False, True):
-        launch, levels = forward_configs.forward_ragged(SM_90, dtype, Nq, Lq, 128, few=few, **options)
+        launch, levels = forward_configs.forward_ragged(kind, Nq, Lq, few=few, **options)
         assert found.parts == 1 or found.config.SLOT * found.tree == launch.config.SLOT << levels
     rows = found.config.ROWS if found.config.FEW else gluon_configs.SPECIALIZED_ROWS
     assert found.row_tiles * rows >= Nq * found.parts * found.config.SLOT

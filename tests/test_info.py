@@ -44,8 +44,8 @@ def test_kernels_are_compiled_on_request(monkeypatch, capsys):
     assert (torch.float32, (2, 3, 4), (1000, 300, 4)) in sizes
 
 
-ARCHITECTURES = [*configs.ARCHITECTURES.values(), configs.INTERPRETER]
-PROCESSORS = 132
+ARCHITECTURES = [replace(a, processors=132) for a in (*configs.ARCHITECTURES.values(), configs.INTERPRETER)]
+SM_90 = next(a for a in ARCHITECTURES if a.name == "sm_90")
 SIZES = [  # Nq, Nd, Lq, Ld
     (1, 300, 32, 300),
     (64, 64, 32, 70),
@@ -73,7 +73,7 @@ def launched(monkeypatch):
 
     def call(arch_of_call, Q, D):
         found.clear()
-        arch[0] = replace(arch_of_call, processors=PROCESSORS)
+        arch[0] = arch_of_call
         eager.forget()
         scores = lik_ops.maxsim(Q, D)
         assert not scores._is_view()  # which autograd would keep callers from writing to
@@ -109,7 +109,7 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
     for d in (16, 100, 128, 256):
         for Nq, Nd, Lq, Ld in SIZES:
             Q, D = torch.zeros(Nq, Lq, d, dtype=dtype), torch.zeros(Nd, Ld, d, dtype=dtype)
-            expected = said(info.kernel(arch, PROCESSORS, dtype, Nq, Nd, Lq, Ld, d))
+            expected = said(info.kernel(arch, dtype, Nq, Nd, Lq, Ld, d))
             launches = launched(arch, Q, D)
             assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
             kernels.add((expected[0], expected[2]))
@@ -120,9 +120,9 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
 
 @pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 1024, 64), (3, 5, 20)])
 def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
-    sm_90, Q, D = configs.ARCHITECTURES["sm_90"], torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
-    expected = info.int8_kernel(sm_90, PROCESSORS, Q.dtype, Nq, len(D), Lq, Ld, 64)
-    kernels = [ran(*launch) for launch in launched(sm_90, Q, lik_ops.quantize(D))]
+    Q, D = torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
+    expected = info.int8_kernel(SM_90, Q.dtype, Nq, len(D), Lq, Ld, 64)
+    kernels = [ran(*launch) for launch in launched(SM_90, Q, lik_ops.quantize(D))]
     if Ld >= 64:
         assert kernels == [said(expected)]
     else:
@@ -130,5 +130,5 @@ def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
 
 
 def test_info_names_the_split_plan_of_fp32():
-    text = info.kernel(configs.ARCHITECTURES["sm_90"], PROCESSORS, torch.float32, 64, 1000, 64, 300, 128)
+    text = info.kernel(SM_90, torch.float32, 64, 1000, 64, 300, 128)
     assert text == "maxsim_forward on sm_90: 256 rows x 64 tokens x 128 features, 8 warps, 3 stages, tokens split first"

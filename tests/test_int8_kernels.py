@@ -1,6 +1,7 @@
 """Dense int8 documents on sm_90: bit for bit as the kernel of packed ones has them, within what terms may be off."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ if INTERPRETING:
 from lik_ops.gpu import choose, configs, forward_configs, gluon_configs
 from lik_ops.gpu.forward_configs import TERMS as TERMS_OF
 
-SM_90 = configs.ARCHITECTURES["sm_90"]
+SM_90 = replace(configs.ARCHITECTURES["sm_90"], processors=132)
 SCALES = ("token", "document", "tensor")
 QUERIES = ("half", "int8")
 
 
 def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False, terms=2):
-    return gluon_configs.int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, terms=terms, processors=132)
+    return gluon_configs.int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, terms=terms)
 
 
 def test_when_it_is_chosen():
@@ -67,9 +68,10 @@ def test_row_tiles_hold_every_query_token(Nq, Lq, dtype, terms):
 @pytest.mark.parametrize("stored", TERMS_OF)
 def test_sums_are_the_trees_of_the_kernel_of_packed_documents(stored, Nq, Lq, d, dtype):
     found = choice(Nq=Nq, Lq=Lq, d=d, dtype=dtype, terms=TERMS_OF[stored])
-    options = {"candidates": False, "normalize": False, "tf32": False, "argmax": False, "stored": stored}
+    options = {"tf32": False, "argmax": False, "stored": stored}
     for wide, few in itertools.product(range(3), (False, True)):
-        packed, levels = forward_configs.forward_ragged(SM_90, dtype, Nq, Lq, d, wide=wide, few=few, **options)
+        kind = configs.Kind(SM_90, dtype, d, False, False, wide)
+        packed, levels = forward_configs.forward_ragged(kind, Nq, Lq, few=few, **options)
         assert found.config.SLOT * found.tree == packed.config.SLOT << levels
         assert TERMS_OF[stored] == packed.config.TERMS
 

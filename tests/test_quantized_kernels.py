@@ -19,6 +19,7 @@ from .support import CUDA, INTERPRETER, INTERPRETING
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu import backend, forward_configs
 from lik_ops.gpu import ragged_forward as cuda_ragged
+from lik_ops.gpu.configs import Kind
 
 from .quantized import ONE_TERM, QUERIES, TERMS, Problem, assert_near_portable, assert_right, dtypes, problem
 from .residual import quantize
@@ -86,13 +87,12 @@ def test_a_wrong_scale_would_be_seen(place):
 
 
 def test_int8_is_multiplied_by_terms_up_to_256_features(place):
-    arch, shared = backend.architecture(torch.device(place.device)), {"wide": 0, "tf32": False, "argmax": False}
+    arch, shared = backend.architecture(torch.device(place.device)), {"tf32": False, "argmax": False}
     for d, terms in ((1, 2), (20, 2), (256, 2), (257, 0)):
         for stored, expected in (("int8", terms), (INT8_QUERIES, min(terms, 1)), ("number", 0)):
             for candidates, dtype in itertools.product((False, True), (torch.float16, torch.float32)):
-                launch, _ = forward_configs.forward_ragged(
-                    arch, dtype, 3, 32, d, candidates=candidates, normalize=False, stored=stored, **shared
-                )
+                kind = Kind(arch, dtype, d, candidates, False, 0)
+                launch, _ = forward_configs.forward_ragged(kind, 3, 32, stored=stored, **shared)
                 found = launch.config.TERMS, launch.config.ONE_CHUNK
                 assert found == (expected, bool(expected) or d <= launch.config.BD)
                 least = 32 if expected else 16  # features of one instruction

@@ -16,12 +16,12 @@ if INTERPRETING:
 
 from lik_ops.gpu import configs, forward_configs, gluon_configs
 
-SM_90 = configs.ARCHITECTURES["sm_90"]
+SM_90 = dataclasses.replace(configs.ARCHITECTURES["sm_90"], processors=132)
 HALF = (torch.float16, torch.bfloat16)
 
 
 def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90, dense=False):
-    return gluon_configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, processors=132, dense=dense)
+    return gluon_configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, dense=dense)
 
 
 def test_when_it_is_chosen():

@@ -229,7 +229,7 @@ def test_the_workspace_is_bounded(arch):
 
 
 def test_info_says_so():
-    said = info.kernel(SM_90, 132, torch.bfloat16, 1, 1, 32, 65536, 128)
+    said = info.kernel(SM_90, torch.bfloat16, 1, 1, 32, 65536, 128)
     assert said.startswith("maxsim_forward_ragged on sm_90") and "sections" in said
 
 

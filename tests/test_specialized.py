@@ -17,19 +17,17 @@ if INTERPRETING:
 from lik_ops.gpu import choose, configs, gluon_configs, ragged_forward
 from lik_ops.segments import Cut
 
-SM_90 = configs.ARCHITECTURES["sm_90"]
+SM_90 = dataclasses.replace(configs.ARCHITECTURES["sm_90"], processors=132)
 HALF = (torch.float16, torch.bfloat16)
 
 
-def choice(
-    dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, processors=132, argmax=False, normalize=False
-):
-    options = {"normalize": normalize, "argmax": argmax, "processors": processors}
+def choice(dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, argmax=False, normalize=False):
+    options = {"normalize": normalize, "argmax": argmax}
     return gluon_configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, **options)
 
 
 def few_split(Nq=1, K=1000, Lq=32, Ld=180, d=128):
-    return gluon_configs.few_split(SM_90, Nq, K, Lq, Ld, d, processors=132)
+    return gluon_configs.few_split(SM_90, Nq, K, Lq, Ld, d)
 
 
 def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(monkeypatch):

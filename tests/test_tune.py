@@ -14,7 +14,7 @@ import torch
 from lik_ops import info, tune
 from lik_ops.gpu import arguments as cuda_arguments
 from lik_ops.gpu import forward_configs, tables
-from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER
+from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Kind
 from lik_ops.gpu.forward_table import Rule, Tile
 
 from .support import INTERPRETING
@@ -47,8 +47,8 @@ def use_table(monkeypatch, tmp_path):
 
 
 def _chosen(arch, Nq=1, Lq=32, d=128, documents=1000, dtype=HALF, normalize=False, wide=0):
-    layout = {"candidates": False, "normalize": normalize, "wide": wide, "tf32": False}
-    return forward_configs.forward(arch, dtype, Nq, Lq, d, documents=documents, **layout)
+    kind = Kind(arch, dtype, d, False, normalize, wide)
+    return forward_configs.forward(kind, Nq, Lq, tf32=False, documents=documents)
 
 
 def test_round_trip():

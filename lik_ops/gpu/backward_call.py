@@ -14,7 +14,7 @@ from ..csrc_triton.backward_unified import maxsim_finish, maxsim_scatter
 from ..csrc_triton.tile_norms import maxsim_row_norms
 from . import backward_configs, launcher
 from .arguments import architecture, checked_grid
-from .configs import Architecture, Launch, cdiv
+from .configs import Architecture, Kind, Launch, cdiv
 
 _SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _INT32_MAX = 2**31 - 1
@@ -52,10 +52,10 @@ class GradientCall(NamedTuple):
         return (self.up.Nq == 1 or Q.stride_n == self.up.Lq * Q.stride_l) and reach <= _INT32_MAX
 
     @property
-    def kind(self) -> backward_configs.Kind:
+    def kind(self) -> Kind:
         Q = self.queries.ptr
         arch = architecture(Q.device)
-        return backward_configs.Kind(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
+        return Kind(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
 
     def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
         launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))

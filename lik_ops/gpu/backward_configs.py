@@ -4,49 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 
 from ..csrc_triton.arguments import Config
 from ..csrc_triton.backward_packed_lists import BLOCK_ROWS
-from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
+from .configs import INTERPRETER, Architecture, Kind, Launch, cdiv, next_power_of_2
 
 _remembered = functools.lru_cache(maxsize=1024)  # the same few are asked for at every step, for microseconds each
-
-
-class Kind(NamedTuple):
-    """What every choice hangs on."""
-
-    arch: Architecture
-    dtype: torch.dtype
-    d: int
-    candidates: bool
-    normalize: bool
-    wide: int
-
-    @property
-    def half(self) -> bool:
-        return self.dtype != torch.float32
-
-    @property
-    def vectors(self) -> bool:
-        return loads_vectors(self.d, self.wide)
-
-    def config(self, BM: int, BN: int, BD: int, **more: Any) -> Config:
-        return Config(
-            BM=BM,
-            BN=BN,
-            BD=BD,
-            SLOT=1,
-            LANES=more.pop("LANES", 1),
-            CANDIDATES=self.candidates,
-            ONE_CHUNK=self.d <= BD,
-            NORMALIZE=self.normalize,
-            WIDE=self.wide,
-            PRECISION=more.pop("PRECISION", precision(torch.float32, self.arch, False)),
-            **more,
-        )
 
 
 @_remembered

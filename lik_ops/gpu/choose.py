@@ -26,7 +26,7 @@ from .arguments import (
     wide_of,
     wide_rows,
 )
-from .configs import Architecture, Launch
+from .configs import Architecture, Kind, Launch
 from .gluon import kernels
 from .gluon_configs import RowMaxima, Specialized
 
@@ -121,19 +121,8 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
     candidates = D.dim() == 4
     Nq, K, Lq, Ld = sizes(Q, D)
     documents = K * (Nq if candidates else 1)
-    launch = forward_configs.forward(
-        arch,
-        Q.dtype,
-        Nq,
-        Lq,
-        Q.shape[-1],
-        candidates=candidates,
-        normalize=normalize,
-        wide=wide_of(Q, D),
-        tf32=allow_tf32(),
-        documents=documents,
-        argmax=argmax,
-    )
+    kind = Kind(arch, Q.dtype, Q.shape[-1], candidates, normalize, wide_of(Q, D))
+    launch = forward_configs.forward(kind, Nq, Lq, tf32=allow_tf32(), documents=documents, argmax=argmax)
     reads_tiles = arch.has_descriptors and describable(D)
     if argmax:
         launch = forward_configs.with_winners(launch, reads_tiles)
@@ -151,9 +140,9 @@ def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
     call = arch, Q.dtype, *sizes(Q, D), Q.shape[-1]
     if Q.dtype == torch.float32:
         splits = not argmax and plain(Q, D, normalize, argmax, arch).launch.config.SPLIT
-        found = gluon_configs.few_split(arch, *call[2:], processors=arch.processors) if splits else None
+        found = gluon_configs.few_split(arch, *call[2:]) if splits else None
     else:
-        found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax, processors=arch.processors)
+        found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax)
     if found is None or D.shape[-2] < found.config.BN or not describable(D) or kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
@@ -173,7 +162,7 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture)
     if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
     call = arch, Q.dtype, *sizes(Q, data), Q.shape[-1]
-    found = gluon_configs.int8(*call, each_token=each_token, terms=terms, processors=arch.processors)
+    found = gluon_configs.int8(*call, each_token=each_token, terms=terms)
     return None if found is None or kernels() is None else found
 
 
@@ -187,7 +176,7 @@ def fp8(Q: Tensor, data: Tensor, kept: str, arch: Architecture) -> Specialized |
     """The same for FP8 documents that are kept as "e4m3" or "e5m2", whatever lies apart in their scales."""
     if not _describes_numbers(Q, data):
         return None
-    found = gluon_configs.fp8(arch, Q.dtype, *sizes(Q, data), Q.shape[-1], kept=kept, processors=arch.processors)
+    found = gluon_configs.fp8(arch, Q.dtype, *sizes(Q, data), Q.shape[-1], kept=kept)
     return None if found is None or kernels() is None else found
 
 
@@ -203,8 +192,7 @@ def row_maxima(
     d = D.shape[-1]
     if d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
         return None
-    count = arch.processors
-    found = gluon_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, processors=count, dense=dense)
+    found = gluon_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, dense=dense)
     return None if found is None or kernels() is None else found
 
 
@@ -273,8 +261,7 @@ def split(Q: Tensor, D: Tensor, arch: Architecture) -> Plain | None:
     if arch.unit not in forward_configs.SPLITTING or Q.dtype != torch.float32 or wide_of(Q, D):
         return None
     Nq, K, Lq, Ld = sizes(Q, D)
-    d, tf32 = Q.shape[-1], allow_tf32()
-    launch = forward_configs.forward(arch, Q.dtype, Nq, Lq, d, candidates=False, normalize=False, wide=0, tf32=tf32)
+    launch = forward_configs.forward(Kind(arch, Q.dtype, Q.shape[-1], False, False, 0), Nq, Lq, tf32=allow_tf32())
     launch = forward_configs.forward_split(launch, Lq)
     room = split_room(launch.config)
     fits = Nq * Lq <= room and launch.config.BN <= Ld <= room
@@ -307,14 +294,9 @@ def packed(
     number of queries only: `PackedPlan` keeps the result by that, `Lq`, `wide` and `few`.
     """
     return forward_configs.forward_ragged(
-        arch,
-        c.Q.dtype,
+        Kind(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, wide),
         max(c.queries, 1),
         Lq,
-        c.Q.shape[-1],
-        candidates=c.candidates or c.pairs is not None,
-        normalize=normalize,
-        wide=wide,
         tf32=allow_tf32(),
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,

@@ -7,6 +7,7 @@ anything. Every configuration is correct for every shape; they find one that is 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,6 +59,31 @@ ARCHITECTURES = {
 
 # Runs every program in numpy, custom reductions element by element: small tiles, on the code path of sm_90.
 INTERPRETER = Architecture("interpreter", 2**31)
+
+
+class Kind(NamedTuple):
+    """What every choice hangs on, beside sizes that differ from kernel to kernel."""
+
+    arch: Architecture
+    dtype: torch.dtype
+    d: int
+    candidates: bool
+    normalize: bool
+    wide: int
+
+    @property
+    def half(self) -> bool:
+        return self.dtype != torch.float32
+
+    @property
+    def vectors(self) -> bool:
+        return loads_vectors(self.d, self.wide)
+
+    def config(self, BM: int, BN: int, BD: int, **more: Any) -> Config:
+        """A kernel's configuration. Its products are of sums, in fp32, unless `more` says otherwise."""
+        usual = {"SLOT": 1, "LANES": 1, "PRECISION": precision(torch.float32, self.arch, False)}
+        own = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE": self.wide}
+        return Config(BM=BM, BN=BN, BD=BD, ONE_CHUNK=self.d <= BD, **{**usual, **own, **more})
 
 
 @dataclass(frozen=True)

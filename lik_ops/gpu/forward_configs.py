@@ -15,7 +15,7 @@ from ..csrc_triton.residual import bucket_bits, in_words
 from ..csrc_triton.stored import is_fp8
 from ..formats import INT8_QUERIES
 from . import triton_versions
-from .configs import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
+from .configs import Architecture, Kind, Launch, cdiv, loads_vectors, next_power_of_2, precision
 from .forward_table import ANY, FORWARD, Tile
 
 SPLITTING = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
@@ -56,55 +56,23 @@ def forward_tile(tiles: tuple[Tile, ...], Nq: int, Lq: int, candidates: bool, do
     return tile, slot
 
 
-def config_of(
-    arch: Architecture,
-    dtype: torch.dtype,
-    tile: Tile,
-    slot: int,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    tf32: bool,
-) -> Config:
+def config_of(kind: Kind, tile: Tile, slot: int, *, tf32: bool) -> Config:
     """What a tile, and the rows that a query has in it, say of a forward."""
-    BD = min(max(next_power_of_2(d), 16), tile.features)
-    return Config(
-        BM=tile.rows,
-        BN=tile.tokens,
-        BD=BD,
-        SLOT=slot,
-        LANES=4 if arch.unit in ("wgmma", "interpreter") else 1,
-        CANDIDATES=candidates,
-        ONE_CHUNK=d <= BD,
-        NORMALIZE=normalize,
-        WIDE=wide,
-        PRECISION=precision(dtype, arch, tf32),
-    )
+    BD = min(max(next_power_of_2(kind.d), 16), tile.features)
+    lanes = 4 if kind.arch.unit in ("wgmma", "interpreter") else 1
+    products = precision(kind.dtype, kind.arch, tf32)
+    return kind.config(tile.rows, tile.tokens, BD, SLOT=slot, LANES=lanes, PRECISION=products)
 
 
-def forward(
-    arch: Architecture,
-    dtype: torch.dtype,
-    Nq: int,
-    Lq: int,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    tf32: bool,
-    documents: int = ANY,
-    argmax: bool = False,
-) -> Launch:
+def forward(kind: Kind, Nq: int, Lq: int, *, tf32: bool, documents: int = ANY, argmax: bool = False) -> Launch:
     """The tile of a forward: it holds whole queries, each in a slot of the next power of two, or a part of one.
 
     `documents` are all that are scored: Nd, or Nq * K candidates.
     """
+    arch, dtype, d, candidates, normalize, wide = kind
     tiles = forward_tiles(arch, dtype, Lq, d, normalize, wide)
     tile, slot = forward_tile(tiles, Nq, Lq, candidates, documents)
-    config = config_of(arch, dtype, tile, slot, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32)
+    config = config_of(kind, tile, slot, tf32=tf32)
     splits = dtype == torch.float32 and arch.unit in SPLITTING and not (tf32 or normalize) and config.ONE_CHUNK
     config = config._replace(
         BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # winners take registers
@@ -236,15 +204,10 @@ def ragged_tree(
 
 
 def forward_ragged(
-    arch: Architecture,
-    dtype: torch.dtype,
+    kind: Kind,
     Nq: int,
     Lq: int,
-    d: int,
     *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
     tf32: bool,
     argmax: bool,
     longest: int | None = None,
@@ -259,10 +222,9 @@ def forward_ragged(
     `bare`: there is no mask, no weight and no length of a query. `stored`: `Config.STORED`. The norms of such documents
     are in what their numbers count as.
     """
+    arch, dtype, d, candidates, normalize, wide = kind
     sums_squares = _sums_squares(dtype, normalize, stored)
-    launch = forward(
-        arch, dtype, Nq, Lq, d, candidates=candidates, normalize=sums_squares, wide=wide, tf32=tf32, argmax=argmax
-    ).visiting()
+    launch = forward(kind._replace(normalize=sums_squares), Nq, Lq, tf32=tf32, argmax=argmax).visiting()
     launch = replace(launch, config=launch.config._replace(NORMALIZE=normalize, STORED=stored))
     if stored in TERMS and d <= _MOST_INT8:
         launch = _by_terms(launch, arch, d, TERMS[stored])

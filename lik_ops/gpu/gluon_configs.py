@@ -45,16 +45,7 @@ class RowMaxima(NamedTuple):
 
 
 def row_maxima(
-    arch: Architecture,
-    dtype: torch.dtype,
-    rows: int,
-    K: int,
-    Lq: int,
-    d: int,
-    *,
-    argmax: bool,
-    processors: int,
-    dense: bool = False,
+    arch: Architecture, dtype: torch.dtype, rows: int, K: int, Lq: int, d: int, *, argmax: bool, dense: bool = False
 ) -> RowMaxima | None:
     """The choice for `rows` query rows, of `Lq` in the mean, against K documents; None where another kernel serves.
 
@@ -64,7 +55,7 @@ def row_maxima(
     sums = dense and 2 <= next_power_of_2(Lq) <= _MOST_SLOT and Lq >= _LEAST_FILLED * next_power_of_2(Lq)
     row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SPECIALIZED_ROWS)
     half = arch.name == "sm_90" and dtype in HALF and d <= 128
-    worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= processors // 2
+    worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= arch.processors // 2
     if not (half and worth and row_tiles * K < 2**31 and rows <= _MOST_ROWS):
         return None
     slot, levels = forward_configs.row_sums(arch, dtype, Lq, d, False, 0)
@@ -78,7 +69,7 @@ def row_maxima(
         ARGMAX=argmax,
         SUMS=sums,
     )
-    return RowMaxima(config, min(processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
+    return RowMaxima(config, min(arch.processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
 
 
 class Specialized(NamedTuple):
@@ -143,21 +134,11 @@ def _tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> tuple[int, int
 
 
 def specialized(
-    arch: Architecture,
-    dtype: torch.dtype,
-    Nq: int,
-    K: int,
-    Lq: int,
-    Ld: int,
-    d: int,
-    *,
-    normalize: bool,
-    argmax: bool,
-    processors: int,
+    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, normalize: bool, argmax: bool
 ) -> Specialized | None:
     """The choice for documents without mask, or None where `maxsim_forward` serves better or alone.
 
-    Nq and K may decide, as all give the same bits. `processors` are the device's multiprocessors.
+    Nq and K may decide, as all give the same bits.
     """
     config: Specialization | WideSpecialization
     few = 0
@@ -179,13 +160,13 @@ def specialized(
     fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
     # The plain kernel finds norms between its products, this one beside them.
     least = 0 if few else rows // 4 if normalize and d <= 128 else rows // 2
-    worth = Nq * parts * config.SLOT > least and pairs >= processors // 2
+    worth = Nq * parts * config.SLOT > least and pairs >= arch.processors // 2
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
-    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, _programs(arch.processors, row_tiles, pairs))
 
 
-def few_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, processors: int) -> Specialized | None:
+def few_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int) -> Specialized | None:
     """The choice for few fp32 query rows, which `maxsim_forward` would split, and documents without mask.
 
     None where that serves.
@@ -193,9 +174,9 @@ def few_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, 
     tile, few = (*_least_waste(_SPLIT_FEW, Ld), False), _few_rows(Nq, Lq, _LEAST_FEW)
     config = _specialization(tile, next_power_of_2(Lq), d, few, ARGMAX=False, SPLIT=True)
     fits = few and Lq >= 2 and Ld >= config.BN and d <= 128 and K * Ld < 2**31
-    if arch.name != "sm_90" or not fits or processors // 2 > K:
+    if arch.name != "sm_90" or not fits or arch.processors // 2 > K:
         return None
-    return Specialized(config, 1, 1, min(processors, K))
+    return Specialized(config, 1, 1, min(arch.processors, K))
 
 
 def _programs(processors: int, row_tiles: int, pairs: int) -> int:
@@ -241,17 +222,7 @@ def _reads_numbers(config: Specialization, Lq: int, Ld: int, d: int, counts: tup
 
 
 def int8(
-    arch: Architecture,
-    dtype: torch.dtype,
-    Nq: int,
-    K: int,
-    Lq: int,
-    Ld: int,
-    d: int,
-    *,
-    each_token: bool,
-    terms: int,
-    processors: int,
+    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, each_token: bool, terms: int
 ) -> Specialized | None:
     """The choice for dense int8 documents without mask, beside query rows of so many int8 terms; None where the kernel
     of packed documents serves.
@@ -269,22 +240,13 @@ def int8(
     config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=each_token, ROWS=rows, TERMS=terms)
     pairs = row_tiles * K
     fits = _reads_numbers(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld)) and not (each_token and Ld % 4)
-    if not fits or pairs < processors // 2:
+    if not fits or pairs < arch.processors // 2:
         return None
-    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs), tree // slot)
+    return Specialized(config, parts, row_tiles, _programs(arch.processors, row_tiles, pairs), tree // slot)
 
 
 def fp8(
-    arch: Architecture,
-    dtype: torch.dtype,
-    Nq: int,
-    K: int,
-    Lq: int,
-    Ld: int,
-    d: int,
-    *,
-    kept: str,
-    processors: int,
+    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, kept: str
 ) -> Specialized | None:
     """The choice for dense FP8 documents without mask, kept as `kept`, likewise."""
     if arch.name != "sm_90" or dtype not in HALF:
@@ -296,6 +258,6 @@ def fp8(
     tile = (*_least_waste(_FP8_FEW if few == _LEAST_FEW else _FP8_FEW[:1], Ld), False) if few else _FP8
     config = _specialization(tile, slot, d, few, ARGMAX=False, GIVEN=True, STORED=kept)
     pairs = row_tiles * K
-    if not _reads_numbers(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < processors // 2:
+    if not _reads_numbers(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < arch.processors // 2:
         return None
-    return Specialized(config, parts, row_tiles, _programs(processors, row_tiles, pairs))
+    return Specialized(config, parts, row_tiles, _programs(arch.processors, row_tiles, pairs))

@@ -29,8 +29,8 @@ from .arguments import (
     sizes,
     wide_of,
 )
-from .backward_configs import Kind, gather
-from .configs import cdiv
+from .backward_configs import gather
+from .configs import Kind, cdiv
 from .replay import Calls
 from .soft_call import SoftCall, Temperature, allows_tf32
 
@@ -70,10 +70,9 @@ def _forward_soft(x: Dense, temperature: Temperature, normalize: bool, keep: boo
     if Nq * K == 0 or Lq == 0:
         return scores.zero_(), lse
     out = Output(scores, lse if keep else None)
-    arch, wide = architecture(Q.device), wide_of(Q, D)
-    launch = soft_configs.forward(
-        arch, Q.dtype, Nq, Lq, Q.shape[-1], candidates=candidates, normalize=normalize, wide=wide, tf32=allows_tf32(Q)
-    )
+    arch = architecture(Q.device)
+    kind = Kind(arch, Q.dtype, Q.shape[-1], candidates, normalize, wide_of(Q, D))
+    launch = soft_configs.forward(kind, Nq, Lq, tf32=allows_tf32(Q))
     reads = arch.has_descriptors and describable(D)
     tiles = descriptor(D, launch.config) if reads else None
     tokens = queries_of(Q, x.q_mask, x.q_weight), documents_of(D, x.d_mask), tiles

@@ -23,8 +23,7 @@ from .arguments import (
     sizes,
     wide_of,
 )
-from .backward_configs import Kind
-from .configs import Launch, cdiv
+from .configs import Kind, Launch, cdiv
 
 Temperature = Tensor | float
 
@@ -56,15 +55,7 @@ class SoftCall(NamedTuple):
         if self.candidates:
             lse, D, d_mask = self.lse[own], D[own], None if d_mask is None else d_mask[own]
         q_mask, q_weight = (None if x is None else x[own] for x in (self.q_mask, self.q_weight))
-        return self._replace(
-            grad_scores=self.grad_scores[own],
-            Q=self.Q[own],
-            D=D,
-            lse=lse,
-            q_mask=q_mask,
-            d_mask=d_mask,
-            q_weight=q_weight,
-        )
+        return SoftCall(self.grad_scores[own], self.Q[own], D, lse, q_mask, d_mask, q_weight, *self[7:])
 
     def some_documents(self, own: slice) -> SoftCall:
         """Of some documents of the cross product."""

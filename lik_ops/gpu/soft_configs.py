@@ -13,8 +13,7 @@ import torch
 
 from ..csrc_triton.backward_arguments import SoftSpecialization
 from . import triton_versions
-from .backward_configs import Kind
-from .configs import INTERPRETER, Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
+from .configs import INTERPRETER, Architecture, Kind, Launch, cdiv, next_power_of_2, precision
 from .forward_configs import config_of, forward_tiles
 
 _MOST_ROWS = 128
@@ -22,19 +21,9 @@ _MOST_WASTE = 1.07  # what a backward with larger tiles may multiply beside what
 
 
 @functools.lru_cache(maxsize=1024)
-def forward(
-    arch: Architecture,
-    dtype: torch.dtype,
-    Nq: int,
-    Lq: int,
-    d: int,
-    *,
-    candidates: bool,
-    normalize: bool,
-    wide: int,
-    tf32: bool,
-) -> Launch:
+def forward(kind: Kind, Nq: int, Lq: int, *, tf32: bool) -> Launch:
     """The tile of a forward: one of those of `maxsim_forward` that leave registers for the norms of tokens."""
+    arch, dtype, d, candidates, normalize, wide = kind
     # None that were measured: those are of another kernel.
     tiles = forward_tiles(replace(arch, measured=()), dtype, 1, d, True, wide)
     tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MOST_ROWS)
@@ -42,11 +31,10 @@ def forward(
     slot = min(next_power_of_2(max(Lq, 1)), most.rows)
     rows = slot if candidates else min(Nq * slot, most.rows)
     tile = next(t for t in tiles if t.rows >= rows) if arch.unit == "wgmma" else most
-    config = config_of(
-        arch, dtype, tile, slot, d, candidates=candidates, normalize=normalize, wide=wide, tf32=tf32
-    )._replace(LONG=Lq > slot or arch.unit == "mma", PACKED=True, SOFT=True)
-    warps, stages, half = tile.warps, tile.stages, dtype != torch.float32
-    if arch.unit == "wgmma" and half and config.ONE_CHUNK and not normalize and loads_vectors(d, wide):
+    config = config_of(kind, tile, slot, tf32=tf32)
+    config = config._replace(LONG=Lq > slot or arch.unit == "mma", PACKED=True, SOFT=True)
+    warps, stages = tile.warps, tile.stages
+    if arch.unit == "wgmma" and kind.half and config.ONE_CHUNK and not normalize and kind.vectors:
         warps, stages = 8 if tile.rows == _MOST_ROWS else 4, 2
     return Launch(config, warps, stages, tile.registers or arch.registers)
 

@@ -9,17 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .arguments import CodedCounts, Operands
-from .common import (
-    NO_TOKEN,
-    condition,
-    group,
-    nan_max,
-    ordered_sum,
-    query_keep,
-    query_weight,
-    row_pointers,
-    wide,
-)
+from .common import NO_TOKEN, condition, group, nan_max, ordered_sum, query_keep, query_weight, row_pointers, wide
 from .forward import any_row, inverse_norms, normalized, query_rows, row_maxima, score_rows
 from .maxima import lane_maxima, merged_maxima, per_lane, per_token
 from .ragged import document_segment, pair, query_segment

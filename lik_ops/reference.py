@@ -205,12 +205,7 @@ def maxsim_pairs(
 
 
 def maxsim_at(
-    Q: Tensor,
-    D: Tensor,
-    argmax: Tensor,
-    *,
-    q_weight: Tensor | None = None,
-    normalize: bool = False,
+    Q: Tensor, D: Tensor, argmax: Tensor, *, q_weight: Tensor | None = None, normalize: bool = False
 ) -> Tensor:
     """Scores with the winners given: ``sum_s w[i, s] * <Q[i, s], D[j, argmax[i, j, s]]>`` over winners >= 0.
 

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .api.score import maxsim
-from .arguments import (
-    MASK_DTYPES,
-    Backward,
-    Save,
-    check_count,
-    check_mask,
-    check_options,
-    check_save,
-    check_tensor,
-)
+from .arguments import MASK_DTYPES, Backward, Save, check_count, check_mask, check_options, check_save, check_tensor
 from .retrieval import retrieve
 
 _IDS = tuple(dtype for dtype in MASK_DTYPES if dtype != torch.bool)
@@ -125,13 +116,7 @@ class MaxSimScorer(nn.Module):
         return self.forward(Q, D, q_mask, d_mask, q_weight)
 
     def retrieve(
-        self,
-        Q: Tensor,
-        D: Any,
-        top_k: int,
-        q_mask: Tensor | None = None,
-        d_mask: Tensor | None = None,
-        **options: Any,
+        self, Q: Tensor, D: Any, top_k: int, q_mask: Tensor | None = None, d_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """`lik_ops.retrieve`, which takes `options` too, with the `normalize` of this module.
 

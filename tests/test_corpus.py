@@ -353,7 +353,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     """To a device, with a CPU in its place: from the mapped files into the staging buffer, and never joined before."""
 
     def on_device(parts, device, nbytes):
-        return copying.DoubleBuffer(device, nbytes, copying.InOrder()).copied(parts)
+        return copying.DoubleBuffer(device, nbytes, copying.Lanes()).copied(parts)
 
     def joined(part):
         raise AssertionError("joined in memory")

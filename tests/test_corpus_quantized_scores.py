@@ -84,7 +84,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     """To a device, with a CPU in its place: never joined before, and scales of documents as they are kept."""
     copied = []
 
-    class Counting(copying.InOrder):
+    class Counting(copying.Lanes):
         def copy(self, slot, pairs):
             copied.append(sum(x.nbytes for x, _ in pairs))
             super().copy(slot, pairs)

@@ -87,7 +87,7 @@ def test_what_is_resident_is_split_by_tokens_where_the_host_knows_them(offsets, 
     assert by_number == [(0, 3), (3, 7)]
 
 
-class Recording(copying.InOrder):
+class Recording(copying.Lanes):
     """A device without streams that writes down what is asked of it, and copies late: when it is waited for."""
 
     def __init__(self):

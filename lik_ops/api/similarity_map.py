@@ -12,12 +12,7 @@ _OP = "similarity_map"
 
 
 def similarity_map(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None = None,
-    d_mask: Tensor | None = None,
-    *,
-    normalize: bool = False,
+    Q: Tensor, D: Tensor, q_mask: Tensor | None = None, d_mask: Tensor | None = None, *, normalize: bool = False
 ) -> Tensor:
     """The similarity of every token of a query to every token of a document: what a picture of a match shows.
 

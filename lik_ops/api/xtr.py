@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import as_bool, check, check_choice, check_count, lifted
-from ..ops.stack import autocast, functional, sharding
+from ..arguments import check_choice, check_count
+from ..ops.maxsim import watched
+from ..ops.stack import functional
 from ..ops.xtr import NORMALIZERS
 
 _OP = "maxsim_xtr"
@@ -56,13 +59,11 @@ def maxsim_xtr(
 
     Source: Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", 2023, equations 4 and 5.
     """
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check(_OP, Q, D, q_mask, d_mask, q_weight)
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
     functional.reject_transforms(_OP)
-    sharding.register_if_needed()
-    tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
-    scores = lik.maxsim_xtr_fwd(*tensors, top_k, normalizer)[0]
-    scores = scores.squeeze(1) if D.dim() == 2 else scores
-    return scores.squeeze(0) if Q.dim() == 2 else scores
+
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return lik.maxsim_xtr_fwd(*args[:5], top_k, normalizer)[:2]
+
+    return watched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), False, "auto")[0]

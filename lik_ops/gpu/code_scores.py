@@ -27,20 +27,8 @@ def code_scores(
         return scores
     segments = Segments(None, offsets.contiguous(), lengths.contiguous(), None)
     flags = None if probed is None else probed.to(torch.int8).contiguous()
-    args = (
-        table,
-        weight,
-        flags,
-        codes.contiguous(),
-        segments,
-        scores,
-        Nq,
-        len(offsets),
-        len(codes),
-        count,
-        room,
-        _TOKENS,
-    )
+    sizes = Nq, len(offsets), len(codes), count, room
+    args = table, weight, flags, codes.contiguous(), segments, scores, *sizes, _TOKENS
     with on_device(table.device):
         launcher.launch(maxsim_code_scores, checked_grid(scores.numel()), args, {"num_warps": 4 if room > 16 else 1})
     return scores

@@ -19,15 +19,7 @@ from ..csrc_triton.backward_packed import maxsim_grad_packed_documents, maxsim_j
 from ..csrc_triton.backward_packed_lists import BUCKETS, OFFSETS, maxsim_list_packed_winners
 from ..segments import Cut, Ragged
 from . import backward_configs, launcher
-from .arguments import (
-    architecture,
-    checked_grid,
-    on_device,
-    packed_documents,
-    packed_queries,
-    segments_of,
-    wide_of,
-)
+from .arguments import architecture, checked_grid, on_device, packed_documents, packed_queries, segments_of, wide_of
 from .backward import Gradients, outputs_of, require_nondeterminism_allowed
 from .backward_call import GradientCall
 from .configs import Launch, cdiv

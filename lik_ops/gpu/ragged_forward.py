@@ -31,6 +31,7 @@ from .arguments import (
     architecture,
     checked_grid,
     current_device,
+    descriptor,
     features_span,
     on_device,
     packed_queries,
@@ -256,9 +257,7 @@ class PackedPlan(Plan):
 
     def _tiles(self, c: Cut, tile: _Tile) -> TensorDescriptor | None:
         """The rows of D for the tensor memory access unit, or None where it cannot read them."""
-        if not self.reads_tiles or not 0 < c.Td <= _INT32_MAX or c.D.data_ptr() % 16:
-            return None
-        return TensorDescriptor(c.D, [c.Td, self.d], [self.d, 1], [tile.config.BN, tile.config.BD])
+        return descriptor(c.D, tile.config) if self.reads_tiles else None
 
     def _descriptor(self, c: Cut, tile: _Tile, bound: launcher.Bound, pointer: int) -> tuple:
         """The same as the kernel takes it: it depends on nothing but the kernel, where D begins and its rows."""

@@ -10,14 +10,22 @@ import logging
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..csrc_triton import row_sums
 from ..csrc_triton.arguments import PackedSizes, Queries, Sections
 from ..csrc_triton.forward_ragged import maxsim_forward_ragged
 from ..segments import Cut, Dense
 from . import choose, configs, launcher
-from .arguments import checked_grid, is_even, on_device, packed_documents, packed_queries, queries_of, segments_of
+from .arguments import (
+    checked_grid,
+    descriptor,
+    is_even,
+    on_device,
+    packed_documents,
+    packed_queries,
+    queries_of,
+    segments_of,
+)
 from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
@@ -41,20 +49,14 @@ def score_sections(
     segments, documents = segments_of(c), packed_documents(c, masked=True)
     packed = packed_queries(c._replace(q_weight=None))  # which the sums have
     sizes, d = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
-    args = (packed, documents, _tiles(choice, c), None, None, segments, cut, sizes, d, choice.levels, config)
+    tiles = descriptor(c.D, config) if choice.reads_tiles else None
+    args = (packed, documents, tiles, None, None, segments, cut, sizes, d, choice.levels, config)
     launcher.launch(maxsim_forward_ragged, checked_grid(choice.programs), args, choice.launch.options(choice.arch))
     _, side, *_ = choice.sums
     found = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
     grid = (configs.cdiv(c.queries, side) * c.columns,)
     launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.sums_options)
     _log.debug("sections of %s documents, %s tokens: %s", c.columns, c.Td, choice)
-
-
-def _tiles(choice: choose.Sectioned, c: Cut) -> TensorDescriptor | None:
-    config, d = choice.launch.config, c.Q.shape[-1]
-    if not choice.reads_tiles or c.D.data_ptr() % 16:
-        return None
-    return TensorDescriptor(c.D, [c.Td, d], [d, 1], [config.BN, config.BD])
 
 
 def forward_packed(choice: choose.Sectioned, c: Cut, queries: Queries, argmax: Tensor | None) -> tuple[Tensor, ...]:

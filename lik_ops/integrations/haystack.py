@@ -34,10 +34,7 @@ class MaxSimRanker:
 
     @component.output_types(documents=list[Document])
     def run(
-        self,
-        documents: list[Document],
-        query_multivector_embedding: list[list[float]],
-        top_k: int | None = None,
+        self, documents: list[Document], query_multivector_embedding: list[list[float]], top_k: int | None = None
     ) -> dict[str, list[Document]]:
         """Up to `top_k` documents from the highest score to the lowest, which is their `score`.
 

@@ -262,12 +262,7 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _gradients_of(
-    backend: ModuleType,
-    upstream: Tensor,
-    x: Labelled,
-    kept: Kept,
-    options: LossOptions,
-    needs: list[bool],
+    backend: ModuleType, upstream: Tensor, x: Labelled, kept: Kept, options: LossOptions, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     upstream = upstream.expand(x.labels.shape)
 

@@ -74,10 +74,8 @@ def check_argmax_dtype(op: str, argmax_dtype: Any, tokens: Any) -> None:
         raise ValueError(f"{op}: argmax_dtype: int16 cannot index {tokens} document tokens")
 
 
-def fake_forward(
-    tensors: Dense | Ragged, argmax_shape: Shape, argmax_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """Scores, and winners of size [0] where none are asked for."""
+def fake_forward(tensors: Any, argmax_shape: Shape, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Scores of a family's tensors, and winners of size [0] where none are asked for."""
     scores = tensors.Q.new_empty(tensors.scores_shape(), dtype=score_dtype(tensors.Q.dtype))
     if argmax_dtype is None:
         return scores, tensors.Q.new_empty(0, dtype=torch.int32)

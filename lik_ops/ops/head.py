@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
@@ -23,13 +22,22 @@ from ..arguments import (
     check_tokens,
     check_weight,
     same_size,
-    score_dtype,
     shape_of,
 )
 from ..portable.head import Hidden
 from ..segments import Shape
 from .custom import custom_op
-from .family import ARGMAX_DTYPES, backend_once, check_argmax_dtype, check_shape, no_double_backward, register_autograd
+from .family import (
+    ARGMAX_DTYPES,
+    backend_once,
+    check_argmax_dtype,
+    check_needed,
+    check_shape,
+    check_upstream,
+    fake_forward,
+    no_double_backward,
+    register_autograd,
+)
 from .stack import batching, functional
 
 _FWD_SCHEMA = (
@@ -81,10 +89,6 @@ def _check_lifted(op: str, x: Hidden) -> None:
     check_lifted(op, x.Q, x.Q, x.q_mask, x.d_mask)
 
 
-def _scores_shape(x: Hidden) -> Shape:
-    return x.Q.shape[0], x.H.shape[0]
-
-
 def _argmax_shape(x: Hidden) -> Shape:
     return x.H.shape[0], x.Q.shape[0], x.Q.shape[1]
 
@@ -110,10 +114,7 @@ def maxsim_from_hidden_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 def _(*args):
     x, argmax_dtype = Hidden(*args[:7]), args[8]
     _check_forward(x, argmax_dtype)
-    scores = x.Q.new_empty(_scores_shape(x), dtype=score_dtype(x.Q.dtype))
-    if argmax_dtype is None:
-        return scores, x.Q.new_empty(0, dtype=torch.int32)
-    return scores, x.Q.new_empty(_argmax_shape(x), dtype=argmax_dtype)
+    return fake_forward(x, _argmax_shape(x), argmax_dtype)
 
 
 def _taken(args: tuple) -> tuple[Hidden, Sequence[bool]]:
@@ -126,15 +127,12 @@ def _taken(args: tuple) -> tuple[Hidden, Sequence[bool]]:
 def _check_backward(args: tuple) -> None:
     (x, needs), grad_scores, argmax = _taken(args), args[0], args[5]
     _check_lifted(_BWD, x)
-    check_shape(_BWD, "grad_scores", grad_scores, _scores_shape(x), x.Q.device)
+    check_upstream(_BWD, "grad_scores", grad_scores, x.scores_shape(), x.Q)
     check_shape(_BWD, "argmax", argmax, _argmax_shape(x) if argmax.dim() != 1 else (0,), x.Q.device)
-    if grad_scores.dtype != score_dtype(x.Q.dtype):
-        raise TypeError(f"{_BWD}: grad_scores: expected {score_dtype(x.Q.dtype)}, got {grad_scores.dtype}")
     if argmax.dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{_BWD}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
-    for name, t, need in (("b", x.b, needs[3]), ("q_weight", x.q_weight, needs[4])):
-        if need and t is None:
-            raise ValueError(f"{_BWD}: needs: a gradient of {name} was asked for, and {name} is None")
+    check_needed(_BWD, "b", x.b, needs[3])
+    check_needed(_BWD, "q_weight", x.q_weight, needs[4])
 
 
 @custom_op(add_op_namespace_prefix("maxsim_from_hidden_bwd"), _BWD_SCHEMA)

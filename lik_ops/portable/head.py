@@ -42,6 +42,9 @@ class Hidden(NamedTuple):
     d_mask: Tensor | None  # [Nd, Ld]
     q_weight: Tensor | None  # [Nq, Lq], fp32 (fp64 for fp64)
 
+    def scores_shape(self) -> tuple[int, int]:
+        return self.Q.shape[0], self.H.shape[0]
+
     def documents(self, own: slice) -> tuple[Tensor, Tensor | None]:
         """Hidden states of some documents, and their mask."""
         return self.H[own], None if self.d_mask is None else self.d_mask[own]

@@ -31,11 +31,7 @@ WASTE = 8  # one token in so many of a block may be padding
 
 
 def forward_ragged(
-    r: Ragged,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
-    max_seqlen_q: int,
-    stored: Stored | None = None,
+    r: Ragged, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int, stored: Stored | None = None
 ) -> tuple[Tensor, Tensor]:
     """Scores and winners as `Ragged` says; winners are ``[0]`` where `argmax_dtype` is None.
 
@@ -71,13 +67,7 @@ class _Blocks:
     """One call: how it is cut into blocks, queries ``[B, Y]`` against items ``[B, X]``, and what becomes of each."""
 
     def __init__(
-        self,
-        cells: Cells,
-        normalize: bool,
-        scores: Tensor,
-        argmax: Tensor,
-        max_seqlen_q: int,
-        stored: Stored | None,
+        self, cells: Cells, normalize: bool, scores: Tensor, argmax: Tensor, max_seqlen_q: int, stored: Stored | None
     ) -> None:
         self.cells, self.normalize, self.scores, self.stored = cells, normalize, scores, stored
         self.argmax = argmax if argmax.dim() == 2 else None

@@ -20,12 +20,7 @@ TABLE_BYTES = 6 * MiB  # of the other side's tokens, converted or normalised onc
 
 
 def backward_ragged(
-    grad_scores: Tensor,
-    r: Ragged,
-    argmax: Tensor,
-    normalize: bool,
-    needs: list[bool],
-    unified: bool,
+    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
     return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients()

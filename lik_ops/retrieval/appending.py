@@ -22,12 +22,7 @@ Ids: TypeAlias = Sequence[str] | Sequence[int]
 
 
 def committed(
-    op: str,
-    writer: storage.Writer,
-    manifest: Manifest,
-    tensors: dict[str, Tensor],
-    counts: Tensor,
-    ids: bytes | None,
+    op: str, writer: storage.Writer, manifest: Manifest, tensors: dict[str, Tensor], counts: Tensor, ids: bytes | None
 ) -> Manifest:
     """The manifest with one shard more, once both are on the disk."""
     if manifest.shards and manifest.has_ids != (ids is not None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,23 @@ from .sources import Part
 _ALIGNMENT = 256  # bytes, of each tensor of a part, of which there are up to three
 
 
-class Lanes(Protocol):
-    """What a device needs to copy beside its computing. Slots are told by their numbers."""
+class Lanes:
+    """What a device needs to copy beside its computing. Slots are told by their numbers.
+
+    This one is of devices that copy when they are told: nothing to wait for.
+    """
 
     def staging(self, nbytes: int) -> Tensor:
         """Memory of the host that the device copies from."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def wait_for_staging(self, slot: int) -> None:
         """Return when the staging buffer of `slot` may be written."""
 
     def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Start copies, each ``(target, source)``, once the scoring of what `slot` held before is over."""
+        for target, source in pairs:
+            target.copy_(source)
 
     def wait_for_copy(self, slot: int) -> None:
         """Let what is computed from now on wait for the copy into `slot`."""
@@ -41,30 +47,7 @@ class Lanes(Protocol):
         """Let what is computed from now on, in memory that slots gave back, wait for all copies."""
 
 
-class InOrder:
-    """For devices that copy when they are told: nothing to wait for."""
-
-    def staging(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def wait_for_staging(self, slot: int) -> None:
-        pass
-
-    def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait_for_copy(self, slot: int) -> None:
-        pass
-
-    def scored(self, slot: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class CudaLanes:
+class CudaLanes(Lanes):
     """A stream of copies beside the current one, and events between the two."""
 
     def __init__(self, device: torch.device) -> None:
@@ -164,5 +147,5 @@ def on_device(parts: Iterable[Part], device: torch.device, nbytes: int) -> Itera
     """The parts, of up to `nbytes` each, on `device`; on a CPU they are there."""
     if device.type == "cpu":
         return (part.whole() for part in parts)
-    lanes = CudaLanes(device) if device.type == "cuda" else InOrder()
+    lanes = CudaLanes(device) if device.type == "cuda" else Lanes()
     return DoubleBuffer(device, nbytes, lanes).copied(parts)

@@ -60,10 +60,21 @@ def assert_exported(
 def assert_vmap_is_a_loop(
     function: Callable[..., Tensor], args: Sequence[Tensor], in_dims: Sequence[int | None]
 ) -> None:
+    """Scores, and gradients that autograd takes outside of vmap."""
     (size,) = {len(x) for x, axis in zip(args, in_dims, strict=True) if axis == 0}
-    each = [[x if axis is None else x[n] for x, axis in zip(args, in_dims, strict=True)] for n in range(size)]
-    found = torch.vmap(function, in_dims=tuple(in_dims))(*args)
-    assert torch.equal(found, torch.stack([function(*x) for x in each]))
+    batched = torch.vmap(function, in_dims=tuple(in_dims))
+
+    def looped(*args: Tensor) -> Tensor:
+        each = [[x if axis is None else x[n] for x, axis in zip(args, in_dims, strict=True)] for n in range(size)]
+        return torch.stack([function(*x) for x in each])
+
+    expected = looped(*args)
+    assert torch.equal(batched(*args), expected)
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in args]
+    wanted = [x for x in leaves if x.requires_grad]
+    upstream = torch.randn_like(expected)
+    found = torch.autograd.grad(batched(*leaves), wanted, upstream)
+    torch.testing.assert_close(found, torch.autograd.grad(looped(*leaves), wanted, upstream))
 
 
 def assert_derives_no_further(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> None:

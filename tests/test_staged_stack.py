@@ -183,6 +183,22 @@ def test_a_query_with_nan_is_seen(device):
     check_same(lik_ops.retrieve(broken, module.documents, **search), lik_ops.retrieve(Q, module.documents, **search))
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_what_is_infinite_is_seen_too(value):
+    """All documents are looked at, as without stages."""
+    module, Q = Search(False, {}), queries(3, 4)
+    Q[1, 2, 3:5] = value
+    expected = module(Q)
+    for stages in ({"n_candidates": 40}, {"n_probe": 1, "n_candidates": 40}):
+        scores, indices = lik_ops.retrieve(Q, module.documents, 5, **stages)
+        assert torch.equal(indices[1], expected[1][1])
+        torch.testing.assert_close(scores[1], expected[0][1], rtol=0, atol=0, equal_nan=True)
+    weight = torch.ones(3, 4)
+    weight[1, 2] = value
+    found = lik_ops.retrieve(queries(3, 4), module.documents, 5, q_weight=weight, n_candidates=40)
+    assert (found[1] >= 0).all()
+
+
 def test_bad_input_names_the_argument():
     names = ("Q", "codes", "centroids", "q_mask", "d_mask", "cu_seqlens_d", "q_weight", "normalize", "top_k", "n_probe")
     dense, packed = (dict(zip(names, (*arguments(x), False, 3, 2), strict=True)) for x in (False, True))

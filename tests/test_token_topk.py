@@ -228,6 +228,15 @@ def test_torch_func_is_refused_and_vmap_is_not():
     assert_vmap_is_a_loop(function, (torch.stack([Q, Q + 1]), D), (0, None))
 
 
+def test_winners_are_kept_of_no_more_ranks_than_there_are_tokens():
+    Q, D = torch.randn(3, 4, 8, requires_grad=True), torch.randn(5, 6, 8)
+    for reduction in ("sum", "mean"):
+        found, expected = (lik_ops.maxsim_token_topk(Q, D, k, reduction=reduction) for k in (2**40, 6))
+        assert torch.equal(found, expected)
+        assert torch.equal(*(torch.autograd.grad(x.sum(), Q)[0] for x in (found, expected)))
+    assert not lik_ops.maxsim_token_topk(Q, D[:, :0], 2**40).isnan().any()
+
+
 def test_training_steps_are_those_of_the_formula():
     torch.manual_seed(0)
     tokens, documents = torch.randn(6, 5, 16, dtype=torch.float64), torch.randn(6, 9, 16, dtype=torch.float64)

@@ -229,6 +229,18 @@ REFUSED = {
         lambda Q, D: jvp(vmap(lambda q: lik_ops.maxsim(q, D)), (Q,), (Q,)),
         "no forward-mode AD",
     ),
+    "jvp of quantised documents": (
+        lambda Q, D: jvp(lambda q: lik_ops.maxsim(q, lik_ops.quantize(D)), (Q,), (Q,)),
+        "no forward-mode AD",
+    ),
+    "jvp of weights beside quantised documents": (
+        lambda Q, D: jvp(lambda w: lik_ops.maxsim(Q, lik_ops.quantize(D), q_weight=w), (Q[..., 0],), (Q[..., 0],)),
+        "no forward-mode AD",
+    ),
+    "jacfwd of quantised pairs": (
+        lambda Q, D: jacfwd(lambda q: lik_ops.maxsim_pairs(q, lik_ops.quantize(D[:2])))(Q),
+        "no forward-mode AD",
+    ),
     "jacfwd": (lambda Q, D: jacfwd(lambda q: lik_ops.maxsim(q, D))(Q), "no forward-mode AD"),
     "hessian": (lambda Q, D: hessian(lambda q: lik_ops.maxsim(q, D).sum())(Q), "no double backward|forward-mode AD"),
     "grad of grad": (
@@ -245,6 +257,19 @@ def test_what_cannot_be_right_raises(what):
         warnings.filterwarnings("ignore", message=".*jit.*")
         with pytest.raises(NotImplementedError, match=message):
             call(torch.randn(Nq, Lq, d), torch.randn(K, Ld, d))
+
+
+@pytest.mark.parametrize("kind", ["packed", "quantised"])
+def test_a_compiled_jvp_raises(kind):
+    Q, D, bounds = torch.randn(Nq, Lq, d), torch.randn(K * Ld, d), torch.arange(K + 1) * Ld
+    documents = D if kind == "packed" else lik_ops.quantize(D)
+
+    @torch.compile(backend="eager")
+    def tangents(q):
+        return jvp(lambda q: lik_ops.maxsim_varlen(q, documents, cu_seqlens_d=bounds), (q,), (q,))[1]
+
+    with pytest.raises(NotImplementedError, match="no forward-mode AD"):
+        tangents(Q)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, as_bool, check_flag, lift
-from ..ops.eager import wants_gradients
 from ..ops.head import check_hidden
 from ..ops.stack import autocast, functional, sharding
 from ..portable.head import Hidden
@@ -65,12 +63,10 @@ def maxsim_from_hidden(
     W, bias, _ = autocast.to_region(W, W if b is None else b, None)
     x = Hidden(Q, H, W, None if b is None else bias, q_mask, d_mask, q_weight)
     check_hidden(_OP, x)
-    if not torch.compiler.is_dynamo_compiling():
-        functional.reject_forward_ad(*x[:4], q_weight)
-        if functional.is_deriving():
-            raise NotImplementedError("torch.func cannot differentiate maxsim_from_hidden: use torch.autograd")
+    functional.reject_forward_ad(*x[:4], q_weight)
+    functional.reject_transforms(_OP)
     sharding.register_if_needed()
-    keeps = wants_gradients(*x[:4], q_weight)
+    keeps = functional.records_gradients(*x[:4], q_weight)
     q_flat, h_flat = Q.dim() == 2, H.dim() == 2
     q_keep, weight = lift(as_bool(q_mask), q_flat), lift(q_weight, q_flat)
     Q, H, d_keep = lift(Q, q_flat), lift(H, h_flat), lift(as_bool(d_mask), h_flat)  # type: ignore[assignment]

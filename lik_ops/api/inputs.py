@@ -323,6 +323,7 @@ def _run(g: Given, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]
 
 
 def _run_quantized(g: Given, D: Quantized, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+    functional.reject_forward_ad(r.Q, r.q_weight)
     if wants_gradients(r.Q, r.q_weight):
         raise NotImplementedError(
             f"{g.op}: scores of quantised documents have no gradient: call it under torch.no_grad, or score"
@@ -338,13 +339,12 @@ def run(
     r: Ragged, normalize: bool, max_seqlen_q: int, backward: str, *, recompute: bool = False, with_argmax: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Scores and, if asked, winners of the operator, past what it cannot go through."""
-    if not torch.compiler.is_dynamo_compiling():
-        if functional.is_differentiating():
-            raise NotImplementedError(
-                "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
-                " torch.autograd, or pad and call lik_ops.maxsim"
-            )
-        functional.reject_forward_ad(r.Q, r.D, r.q_weight)
+    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
+        raise NotImplementedError(
+            "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
+            " torch.autograd, or pad and call lik_ops.maxsim"
+        )
+    functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     sharding.register_if_needed()
     keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
     argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import as_bool, check, check_choice, check_count, check_flag, lifted
-from ..ops.eager import wants_gradients
-from ..ops.stack import autocast, functional, sharding
+from ..arguments import as_bool, check_choice, check_count, check_flag
+from ..ops.maxsim import watched
+from ..ops.stack import functional
 
 _OP = "maxsim_token_topk"
 _REDUCTIONS = ("sum", "mean")
@@ -51,21 +53,21 @@ def maxsim_token_topk(
         >>> lik_ops.maxsim_token_topk(Q, D, 3, normalize=True, reduction="mean").shape
         torch.Size([2, 5])
     """
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check(_OP, Q, D, q_mask, d_mask, q_weight)
     check_count(_OP, "top_k", top_k, 1)
     check_flag(_OP, "normalize", normalize)
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     functional.reject_transforms(_OP)
-    sharding.register_if_needed()
-    keep = wants_gradients(Q, D, q_weight)
-    tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
-    scores = lik.maxsim_token_topk_fwd(*tensors, top_k, normalize, keep)[0]
-    if reduction == "mean":
-        mask = tensors[3]
-        if mask is None:
-            scores = scores / torch.sym_max(torch.sym_min(D.shape[-2], top_k), 1)
-        else:
-            scores = scores / mask.sum(-1).clamp(1, top_k)
-    scores = scores.squeeze(1) if D.dim() == 2 else scores
-    return scores.squeeze(0) if Q.dim() == 2 else scores
+
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, normalized, argmax_dtype, _ = args
+        ranks, tokens = top_k, tensors[1].shape[-2]
+        if not torch.compiler.is_dynamo_compiling() and isinstance(tokens, int):
+            ranks = min(top_k, max(tokens, 1))  # winners are kept of each; a traced size would be guarded on
+        return lik.maxsim_token_topk_fwd(*tensors, ranks, normalized, argmax_dtype is not None)
+
+    scores = watched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), normalize, "auto")[0]
+    if reduction == "sum":
+        return scores
+    keep = as_bool(d_mask)
+    tokens: Any = torch.sym_max(torch.sym_min(D.shape[-2], top_k), 1) if keep is None else keep.sum(-1).clamp(1, top_k)
+    return scores / tokens

@@ -177,13 +177,10 @@ def watched(
     sharding.register_if_needed()
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     check(op, Q, D, q_mask, d_mask, q_weight, backward)
-    argmax_dtype, compiling = torch.int32 if with_argmax else None, torch.compiler.is_dynamo_compiling()
-    if not compiling:
-        functional.reject_forward_ad(Q, D, q_weight)
-    if not with_argmax and not recompute and torch.is_grad_enabled():
-        requires_grad = any(t is not None and t.requires_grad for t in (Q, D, q_weight))
-        if requires_grad or (not compiling and functional.is_differentiating()):
-            argmax_dtype = argmax_dtype_for(D.shape[-2])
+    functional.reject_forward_ad(Q, D, q_weight)
+    argmax_dtype = torch.int32 if with_argmax else None
+    if not with_argmax and not recompute and functional.records_gradients(Q, D, q_weight):
+        argmax_dtype = argmax_dtype_for(D.shape[-2])
     tensors = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
     scores, argmax = forward(*tensors, normalize, argmax_dtype, backward)
     found = [scores]

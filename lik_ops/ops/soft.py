@@ -157,7 +157,7 @@ def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *tensors, normalized, argmax_dtype, _ = args
-        keep = argmax_dtype is not None or (tau is not None and tau.requires_grad and torch.is_grad_enabled())
+        keep = argmax_dtype is not None or functional.records_gradients(tau)
         return lik.maxsim_soft_fwd(*tensors, tau, number, normalized, keep)
 
     return operators.watched("maxsim_soft", forward, given, normalize, "auto")[0]

@@ -118,7 +118,7 @@ def _of_some(s: CodeSearch) -> Best:
 
 
 def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
-    """What `code_scores` takes of queries; and of which queries, ``[n, 1]``, something is NaN.
+    """What `code_scores` takes of queries; and of which queries, ``[n, 1]``, something is NaN or infinite.
 
     Products of query tokens and centroids, fp32 ``[n, C, Lq]``; weights; and which centroids are probed.
     """
@@ -133,7 +133,7 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
         probed = torch.zeros(products.shape, dtype=torch.bool, device=Q.device)
         probed = (probed.scatter_(2, nearest, True) & keep.unsqueeze(-1)).any(1)
     weight = keep.float() if s.q_weight is None else torch.where(keep, s.q_weight.float(), 0)
-    broken = (Q.isnan().any(-1) | weight.isnan()).any(1, keepdim=True)
+    broken = ((Q * 0).sum((1, 2)) + (weight * 0).sum(1)).isnan().unsqueeze(1)
     return (products.transpose(1, 2), weight.contiguous(), probed), broken
 
 
@@ -144,7 +144,8 @@ def maxsim_topk_codes(*args: Any) -> Best:
     ``sum_s w[i, s] max_t <Q[i, s], centroids[codes[j, t]]>`` in fp32, the best first, equal ones by document; `codes`
     are ``[Nd, Ld]``, or ``[Td]`` with the offsets `cu_seqlens_d`. Documents without a token of a centroid that is among
     the `n_probe` nearest of a query token have ``-inf``, and so do those without tokens. What has to be looked at more
-    closely is infinite, and so comes first: documents with a code that is no centroid's, all of a query with NaN.
+    closely is infinite, and so comes first: documents with a code that is no centroid's, and all of a query or weights
+    with what is NaN or infinite in the type of the centroids.
     """
     s = CodeSearch(*args)
     _check(s)

@@ -39,8 +39,14 @@ def is_deriving() -> bool:
     return _has(_GRAD) or _has(_JVP)
 
 
+def takes_tangents() -> bool:
+    """Whether one of the transforms going on takes tangents."""
+    return _has(_JVP)
+
+
 # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: see `sharding`.
-is_deriving._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _asked in (is_transforming, is_deriving, takes_tangents):
+    _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reject_transforms(op: str, asked: Callable[[], bool] = is_deriving) -> None:
@@ -49,17 +55,27 @@ def reject_transforms(op: str, asked: Callable[[], bool] = is_deriving) -> None:
         raise NotImplementedError(f"torch.func cannot differentiate {op}: use torch.autograd")
 
 
+def records_gradients(*tensors: Tensor | None) -> bool:
+    """Whether gradients of any of `tensors` are recorded: by a transform, or by autograd outside of one."""
+    if not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_dynamo_compiling():  # tensors cannot be asked what they wrap
+        return is_transforming() or any(t is not None and t.requires_grad for t in tensors)
+    return is_differentiating() or any(t is not None and _requires_grad(t, True) for t in tensors)
+
+
 def are_differentiated(*tensors: Tensor | None) -> bool:
     """Whether one of the transforms going on takes gradients of any of `tensors`: none of what was detached."""
     return is_transforming() and any(t is not None and _requires_grad(t) for t in tensors)
 
 
-def _requires_grad(t: Tensor) -> bool:
+def _requires_grad(t: Tensor, outside: bool = False) -> bool:
+    """Whether a transform records its gradients; or, if asked, autograd `outside` of them."""
     while is_wrapped(t):
         if t.requires_grad:
             return True
         t = torch._C._functorch.get_unwrapped(t)
-    return False
+    return outside and t.requires_grad
 
 
 def carry_tangents(*tensors: Tensor | None) -> bool:
@@ -73,8 +89,9 @@ def carry_tangents(*tensors: Tensor | None) -> bool:
 
 
 def reject_forward_ad(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent."""
-    if carry_tangents(*tensors):
+    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent. Compiled code, whose
+    tensors cannot be asked, raises inside a `jvp`."""
+    if takes_tangents() if torch.compiler.is_dynamo_compiling() else carry_tangents(*tensors):
         raise NotImplementedError(f"{_OP} has no forward-mode AD: compute forward derivatives with lik_ops.reference")
 
 

@@ -80,7 +80,7 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.con
     for k0 in range(k_begin, k_end, C.BN):
         k = wide(k0) + n
         if up.query is not None:
-            token, won, g = packed_winners(up, of, s_pair, k, ok_pair & (k < k_end), C)
+            token, won, g = packed_winners(up, of, s_pair, k, ok_pair & (k < k_end))
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:

@@ -93,7 +93,7 @@ def _by_loop(at_p, at_r, P, R, d, C: tl.constexpr):
 
 
 @triton.jit
-def _held(P, at_p, d, C: tl.constexpr):
+def _held(P, at_p, C: tl.constexpr):
     """Coordinates that a program keeps of its points, and NaN unless all of these are finite."""
     p = _few_coordinates(at_p, P.stride_d, C)
     return p, _unless_finite(p, tl.full((C.BM,), 0, tl.float32), C)
@@ -184,7 +184,7 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
     at_p = _points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))
     odd = tl.full((C.BN,), 0, tl.float32)
     if C.BD <= 4:
-        p, odd_p = _held(P, at_p, d, C)
+        p, odd_p = _held(P, at_p, C)
         best, odd = _met(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, False)
         if tl.sum(odd, axis=0) + tl.sum(odd_p, axis=0) != 0.0:  # rare
             best, odd = _met(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, True)

@@ -124,7 +124,7 @@ def _terms(best, Q, i, s, ok):
 
 
 @gluon.jit
-def _store(half, Q, first, H: gl.constexpr, k, length, spans, found, unresolved, sizes, C: gl.constexpr):
+def _store(half, Q, first, H: gl.constexpr, k, length, found, unresolved, sizes, C: gl.constexpr):
     """A half's winners in document k, [K, rows], UNRESOLVED where one is NaN or -inf; and its maxima, but with C.SUMS,
     where what they add to the scores is returned."""
     i, s, row, ok = _rows(first, H, sizes, gl.SliceLayout(1, half.best.type.layout), C)
@@ -163,10 +163,10 @@ def _score(a, b, Q, first, k, length, found, sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C: gl.constexpr):
+def _stored(halves, Q, first, k, length, found, unresolved, sizes, C: gl.constexpr):
     """Store what is known once document k has ended."""
-    a, unresolved = _store(halves[0], Q, first, 0, k, length, spans, found, unresolved, sizes, C)
-    b, unresolved = _store(halves[1], Q, first, 1, k, length, spans, found, unresolved, sizes, C)
+    a, unresolved = _store(halves[0], Q, first, 0, k, length, found, unresolved, sizes, C)
+    b, unresolved = _store(halves[1], Q, first, 1, k, length, found, unresolved, sizes, C)
     if C.SUMS:
         _score(a, b, Q, first, k, length, found, sizes, C)
     return unresolved
@@ -202,7 +202,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
             S_a, S_b, _ = issued(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
                 if k > begin_k:
-                    unresolved = _stored(halves, Q, first, k - 1, before, spans, found, unresolved, sizes, C)
+                    unresolved = _stored(halves, Q, first, k - 1, before, found, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             # Where the next document lies was asked for a document before, and is worked out under products.
             after = length_of(spans, bounds, k + 1, sizes.K, Td)
@@ -217,14 +217,14 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
                     S_a, S_b, ring, halves, t0, origin, length, stage, phase, turn, spans, C
                 )
             if C.ARGMAX:
-                unresolved = _stored(halves, Q, first, k, length, spans, found, unresolved, sizes, C)
+                unresolved = _stored(halves, Q, first, k, length, found, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             before = length
             length = after
             if WINNERS_BEHIND:
                 origin = source
         if not C.ARGMAX:
-            unresolved = _stored(halves, Q, first, end_k - 1, before, spans, found, unresolved, sizes, C)
+            unresolved = _stored(halves, Q, first, end_k - 1, before, found, unresolved, sizes, C)
             halves = fresh_halves(halves, C)
         task = last
     if C.ARGMAX:
@@ -237,7 +237,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
 
 
 @gluon.jit
-def _first_best(q, D, ring, spans, k, row, length, phase, sizes, G: gl.constexpr, C: gl.constexpr):
+def _first_best(q, D, ring, spans, k, row, length, phase, G: gl.constexpr, C: gl.constexpr):
     """The first tokens that count and attain the maxima of 64 query rows in a document; NaN is the largest."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     tile = ring.tiles.index(G)
@@ -292,7 +292,7 @@ def _resolve(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         if gl.max((in_a | in_b).to(gl.int32), axis=0) > 0:
             q = _load_rows(Q, q_smem, first, sizes, d, G, C)
             for H in gl.static_range(2):
-                where, phase = _first_best(q[H], D, ring, spans, k, row, length, phase, sizes, G, C)
+                where, phase = _first_best(q[H], D, ring, spans, k, row, length, phase, G, C)
                 at, unresolved = _unresolved(first, H, k, found, sizes, ROW, C)
                 gl.store(at, (where + origin).to(found.argmax.dtype.element_ty), mask=unresolved)
 

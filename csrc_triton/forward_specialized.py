@@ -116,7 +116,7 @@ def _settled_before(S_b, a, C: gl.constexpr):
 
 
 @gluon.jit
-def _absorbed(products, ring, halves, t0, stage, phase, turn, Ld, G: gl.constexpr, C: gl.constexpr):
+def _absorbed(products, ring, halves, t0, stage, phase, turn, Ld, C: gl.constexpr):
     """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
     start = gl.minimum(t0, Ld - C.BN)
     S_a, S_b, inverse = products
@@ -225,7 +225,7 @@ def _consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr,
             if C.ARGMAX:
                 for t0 in range(0, sizes.Ld, C.BN):
                     found = issued(q, ring, halves, stage, phase, turn, G, C)
-                    halves, stage, phase, turn = _absorbed(found, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C)
+                    halves, stage, phase, turn = _absorbed(found, ring, halves, t0, stage, phase, turn, sizes.Ld, C)
                 unresolved = _score(halves, inverse, x, first, k, (each, odd), out, unresolved, sizes, C)
                 halves = fresh_halves(halves, C)
             else:
@@ -235,10 +235,10 @@ def _consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr,
                 if x.numbers is not None:
                     each = document_scale(x.numbers, k, C)
                 halves = fresh_halves(halves, C)
-                halves, stage, phase, turn = _absorbed(found, ring, halves, 0, stage, phase, turn, sizes.Ld, G, C)
+                halves, stage, phase, turn = _absorbed(found, ring, halves, 0, stage, phase, turn, sizes.Ld, C)
                 for t0 in range(C.BN, sizes.Ld, C.BN):
                     found = issued(q, ring, halves, stage, phase, turn, G, C)
-                    halves, stage, phase, turn = _absorbed(found, ring, halves, t0, stage, phase, turn, sizes.Ld, G, C)
+                    halves, stage, phase, turn = _absorbed(found, ring, halves, t0, stage, phase, turn, sizes.Ld, C)
         if not C.ARGMAX:
             _score(halves, inverse, x, first, end_k - 1, (each, odd), out, unresolved, sizes, C)
         task = last

@@ -47,7 +47,7 @@ def most_met(up, row, ok, C: tl.constexpr):
 
 
 @triton.jit
-def packed_winners(up, of, row, n, ok, C: tl.constexpr):
+def packed_winners(up, of, row, n, ok):
     """Of packed query rows in the n-th item that their query meets, `of` being their `met_items`: the row of D that
     won, whether one did, and the score's gradient.
 

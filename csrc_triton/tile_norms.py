@@ -53,8 +53,8 @@ def maxsim_tile_norms(Q, D, queries, documents, sizes, d, BN: tl.constexpr, BD: 
         tl.store(queries + i * sizes.Lq + s, _inverse(row_pointers(Q, i, s), ok, d, BN, BD), mask=ok)
 
 
-@triton.jit(do_not_specialize=["Nq", "Lq"])
-def maxsim_row_norms(Q, norms, Nq, Lq, d, C: tl.constexpr):
+@triton.jit(do_not_specialize=["Lq"])
+def maxsim_row_norms(Q, norms, Lq, d, C: tl.constexpr):
     """1 / ||q|| of every query row, BM tokens of a query a program."""
     i, s, ok = _tokens_of(tl.program_id(0), Lq, C.BM)
     keep = query_keep(Q, i, s, ok)

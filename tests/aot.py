@@ -420,7 +420,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_scan_counts":
         return backward_lists.maxsim_scan_counts, {"starts": "*i32", "count": "i32"}
     if case.kernel == "maxsim_row_norms":
-        return tile_norms.maxsim_row_norms, {"Q": None, "norms": "*fp32"} | {n: "i32" for n in ("Nq", "Lq", "d")}
+        return tile_norms.maxsim_row_norms, {"Q": None, "norms": "*fp32"} | {n: "i32" for n in ("Lq", "d")}
     if case.kernel == "split_tokens":
         found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
         return fp32.split_tokens, found

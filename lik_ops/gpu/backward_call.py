@@ -76,7 +76,7 @@ class GradientCall(NamedTuple):
         up = self.up
         norms = self.queries.ptr.new_empty((up.Nq, up.Lq), dtype=torch.float32)
         launch = backward_configs.gather(self.kind)
-        args = self.queries, norms, up.Nq, up.Lq, self.d
+        args = self.queries, norms, up.Lq, self.d
         self.run(maxsim_row_norms, checked_grid(self.row_tiles(launch)), args, launch)
         return self._replace(up=up._replace(norms=norms))
 

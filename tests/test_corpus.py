@@ -107,6 +107,7 @@ def test_what_callers_write_to_is_their_own(tmp_path):
         written.fill_(7)
         assert_same_search(lik_ops.retrieve(Q, corpus, 4), expected)
         assert torch.equal(corpus.documents()[0], torch.cat(documents))
+    assert corpus.lengths.tolist() == [3, 5, 0, 4] and corpus.cu_seqlens.tolist() == [0, 3, 8, 8, 12]
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == content
     assert_holds(Corpus.open(tmp_path, verify=True), documents)
 
@@ -125,6 +126,21 @@ def test_ids(ids, tmp_path):
     with pytest.raises(ValueError, match="ids: expected 1 of them, as before, got None"):
         corpus.append(documents[:1])
     assert_holds(Corpus.open(tmp_path), documents, ids)
+    corpus.ids.reverse()
+    assert corpus.ids == ids, "what a caller wrote to is its own"
+    assert corpus.quantize(tmp_path / "small").ids == ids
+
+
+def test_a_relative_path_is_that_of_the_folder_it_was_opened_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    documents = draw((1, 2, 3))
+    made, opened = Corpus.create("corpus", 8, torch.float32), Corpus.open(Path("corpus"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    made.append(documents[:2])
+    opened.append(documents[2:])
+    assert opened.path == tmp_path / "corpus" and repr(str(opened.path)) in repr(opened)
+    assert_holds(opened, documents)
 
 
 def test_a_corpus_without_ids_takes_none(tmp_path):

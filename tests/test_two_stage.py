@@ -183,6 +183,9 @@ def test_packed_documents_and_a_corpus(tmp_path):
             assert same(found, expected) and found.rescored.sum() < 3 * len(lengths)
     none = lik_ops.retrieve(Q[:0], corpus, 6, coarse=coarse)
     assert none.scores.shape == none.indices.shape == (0, 6)
+    expected = lik_ops.retrieve(Q, corpus, 6)
+    corpus.cu_seqlens.sub_(3).clamp_(min=0)
+    assert same(lik_ops.retrieve(Q, corpus, 6, coarse=coarse), expected), "what a caller wrote to is its own"
 
 
 @pytest.mark.gpu

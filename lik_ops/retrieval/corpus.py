@@ -149,16 +149,17 @@ class Corpus:
 
     @property
     def lengths(self) -> Tensor:
-        return self._snapshot.for_callers[0]
+        return self._snapshot.lengths.clone()
 
     @property
     def cu_seqlens(self) -> Tensor:
-        return self._snapshot.for_callers[1]
+        return self._snapshot.cu_seqlens.clone()
 
     @property
     def ids(self) -> list[str] | list[int] | None:
-        """The id of each document; None if they were appended without any."""
-        return self._snapshot.ids
+        """The id of each document, in a list for the caller; None if they were appended without any."""
+        ids = self._snapshot.ids
+        return None if ids is None else ids.copy()
 
     def __len__(self) -> int:
         return len(self._snapshot)
@@ -389,4 +390,4 @@ class Corpus:
 def _path(op: str, path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{op}: path: expected a str or os.PathLike, got {type(path).__name__}")
-    return Path(path)
+    return Path(path).absolute()  # the working directory may change

@@ -52,11 +52,6 @@ class Snapshot:
         return offsets(self.lengths)
 
     @cached_property
-    def for_callers(self) -> tuple[Tensor, Tensor]:
-        """`lengths` and `cu_seqlens` once more."""
-        return self.lengths.clone(), self.cu_seqlens.clone()
-
-    @cached_property
     def ids(self) -> list[str] | list[int] | None:
         """The id of each document; None if they were appended without any."""
         if not self.manifest.has_ids:

@@ -151,12 +151,11 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
 
 
 def _about(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-    """The shape, dtype and device of documents."""
+    """The shape, dtype and device of documents, a tensor or what a corpus is at a moment."""
     if isinstance(D, Tensor):
         check_strided(_OP, "D", D)
         return tuple(D.shape), D.dtype, D.device
-    manifest = D._snapshot.manifest
-    return (int(D.cu_seqlens[-1]), manifest.d), manifest.dtype, torch.device("cpu")
+    return (int(D.cu_seqlens[-1]), D.manifest.d), D.manifest.dtype, torch.device("cpu")
 
 
 def _documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
@@ -281,7 +280,7 @@ def _full(s: Search, documents: Tensor) -> Tensor:
     if not isinstance(D, Tensor):
         g = inputs.Given(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
         scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
-        return _rerank._scored(g, D._snapshot, documents.cpu(), scores)
+        return _rerank._scored(g, D, documents.cpu(), scores)
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
     if D.device != Q.device or D.dtype != Q.dtype:  # only what is needed comes to the device, and to the region
         chosen, inverse = at.to(D.device).unique(return_inverse=True)
@@ -319,5 +318,6 @@ def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
     if isinstance(s.D, Corpus):
         if s.D.format is not None:  # `error` is how far `coarse` is from tokens as they were
             raise TypeError(f"{_OP}: D: expected tokens as they were beside coarse, got a Corpus in {s.D.format}")
-        s = s._replace(cu_seqlens_d=s.D.cu_seqlens)
+        snapshot = s.D._snapshot  # taken once: others may append meanwhile
+        s = s._replace(D=snapshot, cu_seqlens_d=snapshot.cu_seqlens)
     return of_both(s, coarse, n_candidates)

@@ -197,6 +197,23 @@ def test_writers_that_are_killed_at_any_moment_lose_nothing(tmp_path):
     assert run.stdout.startswith("12 killed"), run.stdout
 
 
+def test_what_callers_write_to_a_codec_is_their_own(tmp_path):
+    corpus, documents, codec = written(tmp_path)
+    Q = torch.randn(2, 3, 20)
+    expected = lik_ops.retrieve(Q, corpus, 4)
+    for mine in (corpus.codec, corpus.documents(0, 2)[0].codec, corpus.documents()[0].codec):
+        for x in (mine.table, *mine.tensors().values()):
+            x.fill_(7)
+        assert_same(lik_ops.retrieve(Q, corpus, 4), expected)
+    corpus.append(documents[:1])
+    assert torch.equal(corpus[-1], corpus[0])
+    given = lik_ops.ResidualCodec(*(x.clone() for x in codec.tensors().values()))
+    made = Corpus.create(tmp_path / "made", 20, torch.float32, given)
+    given.centroids.fill_(7)
+    made.append(documents[:1])
+    assert torch.equal(made[0], corpus[0])
+
+
 # what is wrong
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -143,9 +144,9 @@ class Corpus:
 
     @property
     def codec(self) -> ResidualCodec | None:
-        """Of residual codes what they are read with, on the CPU."""
+        """Of residual codes what they are read with, on the CPU: a copy."""
         found = self._snapshot.manifest.codec
-        return None if found is None else found.codec
+        return None if found is None else deepcopy(found.codec)
 
     @property
     def lengths(self) -> Tensor:

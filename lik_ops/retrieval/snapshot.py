@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -91,7 +93,10 @@ class Snapshot:
             parts += [self._cut(self.shards[i], rows, layout.tensors) for i, rows in places]
             found = {name: torch.cat([part[name] for part in parts]) for name in layout.tensors}
         cu_seqlens = self._offsets(begin, end)
-        return scorable(layout.tokens(found), layout.dtype, cu_seqlens), cu_seqlens
+        tokens = scorable(layout.tokens(found), layout.dtype, cu_seqlens)
+        if isinstance(tokens, Quantized):  # the codec is read for all
+            tokens = replace(tokens, codec=deepcopy(tokens.codec))
+        return tokens, cu_seqlens
 
     def copy_of(self, index: int) -> Tensor:
         """The tokens ``[L, d]`` of one document as they count, counted from the end if below 0."""

@@ -232,7 +232,31 @@ def _huge_header(root, name):
     (root / name).write_bytes(data[:at] + b"9" * 12 + data[at + len(size) :])
 
 
+def _at(root, name, text):
+    (root / name).write_bytes(text)
+
+
+def _header(text):
+    """A .npy file that has this in place of what says dtype and shape."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def _buckets(root, change):
+    torch.save([change(x) for x in torch.load(root / "buckets.pt")], root / "buckets.pt")
+
+
 LIES = [
+    (MERGED, lambda r: _at(r, "centroids.npy", _header(b"{'descr': (")), "centroids.npy: not a whole .npy file"),
+    (MERGED, lambda r: _at(r, "merged_codes.npy", b"PK\x03\x04"), "merged_codes.npy: not a whole .npy file"),
+    (COLBERT, lambda r: _at(r, "0.codes.pt", b"\x80\x02t."), "0.codes.pt: not a whole file of tensors"),
+    (COLBERT, lambda r: _at(r, "buckets.pt", b"\x80\x02."), "buckets.pt: not a whole file of tensors"),
+    (COLBERT, lambda r: torch.save(torch.ones(8).int().to_sparse(), r / "0.codes.pt"), "0.codes.pt: expected torch.i"),
+    (COLBERT, lambda r: torch.save(torch.ones(8, device="meta"), r / "0.codes.pt"), "0.codes.pt: expected torch.i"),
+    (COLBERT, lambda r: torch.save(torch.ones(7, 16, device="meta"), r / "centroids.pt"), "centroids.pt: expected"),
+    (COLBERT, lambda r: torch.save(torch.nested.nested_tensor([torch.ones(2)]), r / "centroids.pt"), "centroids.pt: "),
+    (COLBERT, lambda r: _buckets(r, torch.Tensor.to_sparse), "buckets.pt: expected 3 cutoffs and 4 weights"),
+    (COLBERT, lambda r: _buckets(r, lambda x: x.to("meta")), "buckets.pt: expected 3 cutoffs and 4 weights"),
+    (COLBERT, lambda r: _buckets(r, torch.Tensor.cfloat), "buckets.pt: expected 3 cutoffs and 4 weights"),
     (
         MERGED,
         lambda r: _json(r, "metadata.json", lambda x: x | {"nbits": 4}),

@@ -11,13 +11,13 @@ the rest is an error that names it.
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..arguments import DTYPES
 from ..index import Index
 from ..quantized import Quantized
 from ..residual import BitOrder, ResidualCodec
@@ -183,9 +183,9 @@ class _Files:
             pair = [self._tensor(f"bucket_{name}.npy", _FLOATS)[1] for name in ("cutoffs", "weights")]
             file = self.root / "bucket_weights.npy"
         expected = [(2**nbits - 1,), (2**nbits,)]
-        if [tuple(x.shape) if isinstance(x, Tensor) else None for x in pair] != expected:
+        if [tuple(x.shape) if _has_rows(x, DTYPES) else None for x in pair] != expected:
             raise _wrong(file, f"{2**nbits - 1} cutoffs and {2**nbits} weights for {nbits} bits", "others")
-        cutoffs, weights = (x.float() for x in pair)
+        cutoffs, weights = (x.detach().float() for x in pair)
         return ResidualCodec(centroids, weights, cutoffs, bit_order, normalize)
 
     def tokens(
@@ -212,16 +212,19 @@ class _Files:
     def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], most: int | None = None) -> tuple[Path, Tensor]:
         """A tensor, of which the first `most` rows are read; `rows` says how many there are."""
         file = self.root / name
-        x = _load(file) if file.suffix == ".pt" else _numpy(file, most)
-        self.rows = 0
-        if isinstance(x, tuple):
-            x, self.rows = x
-        elif isinstance(x, Tensor) and x.dim():
-            self.rows, x = len(x), x if most is None else x[:most]
-        if not isinstance(x, Tensor) or x.dtype not in dtypes or x.layout != torch.strided or not x.dim():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        x, rows = (_load(file), None) if file.suffix == ".pt" else _numpy(file, most)
+        if not _has_rows(x, dtypes):
+            kind = f"{x.dtype}, {x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise _wrong(file, " or ".join(map(str, dtypes)), kind)
-        return file, x
+        self.rows = len(x) if rows is None else rows
+        return file, x.detach()[:most]
+
+
+def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether it is a tensor of rows in memory, of one of these dtypes."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+        return False
+    return x.dtype in dtypes and x.device.type == "cpu" and x.dim() > 0
 
 
 def _numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
@@ -235,7 +238,7 @@ def _numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
         if not isinstance(x, np.ndarray) or x.ndim == 0:
             raise ValueError("not an array with rows")
         return torch.from_numpy(np.array(x[:most], dtype=x.dtype.newbyteorder("="), order="C")), len(x)
-    except (ValueError, TypeError, EOFError, OSError, OverflowError, SyntaxError) as error:
+    except Exception as error:  # numpy parses what it finds, and whatever that raises says the same
         raise ValueError(f"{_OP}: {file}: not a whole .npy file: {error}") from error
 
 
@@ -245,7 +248,7 @@ def _load(file: Path) -> Any:
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+    except Exception as error:  # torch runs what it finds, and whatever that raises says the same
         raise ValueError(f"{_OP}: {file}: not a whole file of tensors: {error}") from error
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from .arguments import (
 )
 from .formats import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
 from .residual import ResidualCodec
-
-if TYPE_CHECKING:
-    import os
 
 _CODEC = "codec."  # what the names of its tensors begin with in a file
 
@@ -269,23 +267,27 @@ class Quantized:
         """What `save` wrote.
 
         Raises:
-            ValueError: the file is of something else.
+            ValueError: the file is damaged, or of something else.
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            about = file.metadata() or {}
-            dtype = getattr(torch, about.get("dtype", ""), None)
-            if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:
-                raise ValueError(f"Quantized: path: expected a file that Quantized.save wrote, got {path}")
-            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        of_codec = {
-            name: tensors.pop(_CODEC + name) for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors
-        }
-        if of_codec:
-            options: Any = {"bit_order": about["bit_order"], "normalize": about["normalize"] == "True"}
-            tensors["codec"] = ResidualCodec(**of_codec, **options)
-        return cls(**tensors, format=about["format"], d=int(about["d"]), dtype=dtype, query=about.get("query", "half"))
+        path, device = os.fspath(path), str(torch.device(device))
+        try:
+            with safe_open(path, framework="pt", device=device) as file:
+                about = file.metadata() or {}
+                dtype = getattr(torch, about.get("dtype", ""), None)
+                if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:
+                    raise ValueError("its metadata are of something else")
+                tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors]
+            if of_codec := {name: tensors.pop(_CODEC + name) for name in names}:
+                options: Any = {"bit_order": about["bit_order"], "normalize": about["normalize"] == "True"}
+                tensors["codec"] = ResidualCodec(**of_codec, **options)
+            d, query = int(about["d"]), about.get("query", "half")
+            return cls(**tensors, format=about["format"], d=d, dtype=dtype, query=query)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            expected = "expected a file that Quantized.save wrote"
+            raise ValueError(f"Quantized: path: {expected}, got {path}: {error}") from error
 
 
 def _has_sizes(x: Any, sizes: torch.Size) -> bool:

@@ -331,6 +331,35 @@ def test_a_foreign_file_is_refused(tmp_path):
     safetensors.save_file({"data": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"path: expected a file that Quantized\.save wrote, got .*x\.safetensors"):
         Quantized.load(tmp_path / "x.safetensors")
+    with pytest.raises(FileNotFoundError):
+        Quantized.load(tmp_path / "none")
+    with pytest.raises(TypeError, match="int"):
+        Quantized.load(3)
+
+
+@every_format_and_codes
+def test_a_damaged_file_is_named(format, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
+    from safetensors import safe_open
+
+    made, at = quantize(tokens(3, 4, 20), format), tmp_path / "x.safetensors"
+    made.save(at)
+    whole = at.read_bytes()
+    wrong = [whole[:n] for n in (0, 4, 8, 50, len(whole) - 3)]
+    with safe_open(at, framework="pt") as file:
+        about = file.metadata()
+    found = safetensors.load(whole)
+    for name in ("data", "scale", *(("codec.weights", "codes") if made.codec is not None else ())):
+        wrong.append(safetensors.save({key: x for key, x in found.items() if key != name}, about))
+        wrong.append(safetensors.save({**found, name: torch.zeros(3)}, about))
+    wrong.append(safetensors.save({**found, "other": torch.zeros(3)}, about))
+    for name in ("d", *(("bit_order",) if made.codec is not None else ())):
+        wrong.append(safetensors.save(found, {key: x for key, x in about.items() if key != name}))
+        wrong.append(safetensors.save(found, {**about, name: "x"}))
+    for text in wrong:
+        at.write_bytes(text)
+        with pytest.raises(ValueError, match=r"path: expected a file that Quantized\.save wrote, got .*x\.safetensors"):
+            Quantized.load(at)
 
 
 @pytest.mark.parametrize(("format", "scale"), [("uint8", "document"), ("residual2", "token")])

@@ -185,9 +185,12 @@ class Quantized:
             raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
         found: dict[str, Any] = {"data": self.data[documents]}
         found["codes"] = None if self.codes is None else self.codes[documents]
+        axes = found["data"].dim() - self.dim() + 1  # that the first one became
         for name in ("scale", "minimum"):
             x = getattr(self, name)
-            found[name] = x if x is None or x.shape[0] != len(self) else x[documents]
+            if x is not None:  # what all documents share they share still
+                x = x[documents] if x.shape[0] == len(self) else x[0][(None,) * axes]
+            found[name] = x
         for name in ("error", "norm"):
             x = getattr(self, name)
             found[name] = None if x is None or self.dim() == 2 else x[documents]

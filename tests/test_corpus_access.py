@@ -61,6 +61,21 @@ def test_what_is_no_index_is_a_type_error(index, tmp_path):
         corpus[index]
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_an_empty_list_is_one_whatever_the_default_dtype_is(kind, tmp_path):
+    corpus, _ = written(tmp_path)
+    Q, before = torch.randn(2, 3, 8), torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        for none in ([], (), np.array([], dtype=np.float32), torch.empty(0, dtype=torch.float32)):
+            assert corpus[none] == [] and corpus.score(Q, none).shape == corpus.rerank(Q, none)[0].shape == (2, 0)
+        assert corpus.score(Q, [[], []]).shape == (2, 0)
+        corpus.append(torch.empty(0, 8, dtype=torch.float32), lengths=[])
+    finally:
+        torch.set_default_dtype(before)
+    assert len(corpus) == 8
+
+
 def test_walking_through_a_corpus(tmp_path):
     corpus, documents = written(tmp_path)
     assert same(list(corpus), documents) and same(list(reversed(corpus)), documents[::-1])

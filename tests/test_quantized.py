@@ -362,13 +362,17 @@ def test_a_damaged_file_is_named(format, tmp_path):
             Quantized.load(at)
 
 
-@pytest.mark.parametrize(("format", "scale"), [("uint8", "document"), ("residual2", "token")])
+@pytest.mark.parametrize(("format", "scale"), [("uint8", "document"), ("uint8", "tensor"), ("residual2", "token")])
 def test_indexing_takes_documents(format, scale):
     made = quantize(tokens(5, 6, 20), format, scale)
     for index in (slice(1, 4), [4, 0], torch.tensor([2]), torch.tensor([True, False, True, False, False])):
         part = made[index]
         assert torch.equal(part.dequantize(), made.dequantize()[index])
         assert torch.equal(part.error, made.error[index]) and torch.equal(part.norm, made.norm[index])
+    for index in (torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4]]), torch.tensor(3), torch.zeros(0, 2).long()):
+        part, expected = made[index], made.dequantize()[index]
+        assert part.shape == expected.shape and torch.equal(part.dequantize(), expected)
+        assert torch.equal(part.error, made.error[index])
     assert quantize(tokens(5, 20))[1:3].error is None
     for index in (1, (0, 1), None, ...):
         with pytest.raises(TypeError, match="Quantized: index: expected a slice, a list or a tensor"):

@@ -43,6 +43,7 @@ def integers(op: str, name: str, x: Any) -> Tensor:
     check_strided(op, name, x)
     if x.is_meta:
         raise ValueError(f"{op}: {name}: expected values, got a meta tensor")
-    if x.dtype not in _INTEGERS and (x.numel() or x.dtype != torch.float32):  # an empty list is fp32
+    empty = torch.float32, torch.get_default_dtype()  # what no numbers are of
+    if x.dtype not in _INTEGERS and (x.numel() or x.dtype not in empty):
         raise TypeError(f"{op}: {name}: expected integers, got {x.dtype}")
     return x.detach().to("cpu", torch.int64)

@@ -121,6 +121,10 @@ class Quantized:
         if (codec.nbits, codec.d, codec.centroids.device) != (nbits, self.d, self.device):
             expected = f"nbits={nbits}, d={self.d} on {self.device}"
             raise ValueError(f"{op}: codec: expected {expected}, got {codec} on {codec.centroids.device}")
+        tensors = codec.tensors()
+        if any(x.requires_grad for x in tensors.values()):  # documents are numbers
+            detached: dict[str, Any] = {name: x.detach() for name, x in tensors.items()}
+            object.__setattr__(self, "codec", replace(codec, **detached))
 
     def _check(self, name: str, x: Any, required: bool, fits: bool, expected: str) -> None:
         check_tensor("Quantized", name, x, or_none=not required)

@@ -19,6 +19,7 @@ from .arguments import (
     DTYPES,
     check_choice,
     check_count,
+    check_dtype,
     check_flag,
     check_floats,
     check_strided,
@@ -131,6 +132,7 @@ class ResidualCodec:
         moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
         return replace(self, **moved)
 
+    @torch.no_grad()
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and residuals of tokens.
 
@@ -164,7 +166,7 @@ class ResidualCodec:
         """Tokens of their codes and residuals; NaN where a code is no centroid's.
 
         Args:
-            codes: ``[...]``, int32 or int64.
+            codes: ``[..., L]``, int32 or int64.
             residuals: uint8 ``[..., ceil(d nbits / 8)]``, in the bit order of the codec.
             dtype: of the tokens; None for that of the centroids.
 
@@ -175,14 +177,17 @@ class ResidualCodec:
             TypeError: a dtype or type is wrong.
             ValueError: a shape or device is wrong.
         """
-        self.check_codes("ResidualCodec.decode", codes, residuals)
+        op, dtype = "ResidualCodec.decode", self.centroids.dtype if dtype is None else dtype
+        self.check_codes(op, codes, residuals)
+        check_dtype(op, "dtype", dtype)
         stored = self._stored(codes, residuals)
-        out = torch.empty((len(stored.data), self.d), dtype=dtype or self.centroids.dtype, device=codes.device)
+        out = torch.empty((len(stored.data), self.d), dtype=dtype, device=codes.device)
         for part in parts(len(out), self.d):
             x = stored.decoded(part, self.d)
             out[part] = x * _inverse_norms(x).unsqueeze(-1) if self.normalize else x
         return out.view(*codes.shape, self.d)
 
+    @torch.no_grad()
     def scales(self, codes: Tensor, residuals: Tensor) -> Tensor:
         """What tokens are multiplied by: inverse norms, fp32 of the shape of the codes; ones of sizes 1 without."""
         if not self.normalize:
@@ -210,6 +215,8 @@ class ResidualCodec:
                 )
         if codes.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{op}: codes: expected int32 or int64, got {codes.dtype}")
+        if codes.dim() < 1:
+            raise ValueError(f"{op}: codes: expected [..., L], got []")
         if residuals.dtype != torch.uint8:
             raise TypeError(f"{op}: residuals: expected uint8, got {residuals.dtype}")
         expected = [*codes.shape, self.width]

@@ -1,5 +1,7 @@
 """`lik_ops.ResidualCodec` and documents of residual codes: beside an encoder in numpy, and an index of fast-plaid."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -253,6 +255,21 @@ def test_the_operator_names_what_is_wrong(other, error, message):
             ValueError,
             "format: expected one of int8, .*, got 'residual2'",
         ),
+        (
+            lambda c, D: c.decode(D[..., 0].int(), D[..., :2].byte(), torch.int8),
+            TypeError,
+            "ResidualCodec.decode: dtype: expected float16, .*, got torch.int8",
+        ),
+        (
+            lambda c, D: c.decode(D[0, 0, 0].int(), D[0, 0, :2].byte()),
+            ValueError,
+            r"ResidualCodec.decode: codes: expected \[..., L\], got \[\]",
+        ),
+        (
+            lambda c, D: Quantized.of_codes(D[0, 0, 0].int(), D[0, 0, :2].byte(), c),
+            ValueError,
+            r"Quantized.of_codes: codes: expected \[..., L\], got \[\]",
+        ),
         (lambda c, D: Quantized.of_codes(D[0], D[0], None), TypeError, "codec: expected a ResidualCodec, got NoneType"),
         (
             lambda c, D: Quantized(D[..., :2].byte(), D[..., 0], "residual2", 8, D.dtype),
@@ -281,6 +298,35 @@ def test_the_operator_names_what_is_wrong(other, error, message):
 def test_bad_input_names_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call(random_codec(8, 2), tokens(4, 5, 8))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_documents_of_a_codec_that_is_trained_are_numbers(normalize, tmp_path):
+    plain = random_codec(16, 2, normalize=normalize)
+    trained = ResidualCodec(*(x.clone().requires_grad_() for x in plain.tensors().values()), normalize=normalize)
+    D, Q = tokens(5, 4, 16), tokens(2, 3, 16)
+    expected, made = (lik_ops.quantize(D, codec) for codec in (plain, trained))
+    again = Quantized.of_codes(made.codes, trained.encode(D)[1], trained, D.dtype)
+    for found in (made, copy.deepcopy(made), again, made.to("cpu"), made[1:]):
+        assert not any(x.requires_grad for x in (*found.tensors().values(), found.dequantize()))
+    scores = lik_ops.maxsim(Q, made)
+    assert scores.grad_fn is None and torch.equal(scores, lik_ops.maxsim(Q, expected))
+    for options in ({}, {"n_probe": 2}, {"n_candidates": 3}):
+        found = lik_ops.retrieve(Q, made, 2, **options)
+        assert all(map(torch.equal, found, lik_ops.retrieve(Q, expected, 2, **options)))
+    decoded = trained.decode(made.codes, trained.encode(D)[1])
+    decoded.sum().backward()
+    assert trained.centroids.grad.any()
+    pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
+    made.save(tmp_path / "documents")
+    assert torch.equal(Quantized.load(tmp_path / "documents").dequantize(), expected.dequantize())
+    corpus = lik_ops.Corpus.create(tmp_path / "corpus", 16, D.dtype, trained)
+    corpus.append(list(D))
+    assert torch.equal(corpus[0], expected[:1].dequantize()[0])
+    index = lik_ops.Index(lik_ops.quantize(D[0], trained), torch.tensor([0, 1, 4]))
+    if normalize:
+        lik_ops.write_index(tmp_path / "index", index)
+        assert len(lik_ops.read_index(tmp_path / "index")) == 2
 
 
 def test_a_codec_that_does_not_normalise():

@@ -93,6 +93,9 @@ def check_retrieve(device: str, directory: Path) -> None:
             if rank == 0:
                 lik_ops.Corpus.create(path, 8, dtype).append(each)
             dist.barrier()
+            for none in ([], torch.empty(0, 2, 8, dtype=dtype)):
+                found = distributed.retrieve(Q, none, 7, sharded=True)
+                assert same(found, lik_ops.retrieve(Q, none, 7)) and found[0].shape == (3, 0)
             options = {"q_mask": q_mask, "q_weight": weight, "normalize": documents == 3}
             expected = lik_ops.retrieve(Q, tokens.to(device), 7, cu_seqlens_d=cu_seqlens.to(device), **options)
             for corpus, more in (

@@ -61,7 +61,7 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
             raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
     if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
-    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages)
+    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages, queries[0])
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
     if isinstance(shard, shards.Read):

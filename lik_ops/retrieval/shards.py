@@ -127,9 +127,12 @@ def is_resident(corpus: Any) -> bool:
 
 
 def shard(
-    op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any]
+    op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any], Q: Any = None
 ) -> Read | Resident:
-    """What searches `corpus`, by `stages` (`chunk`, `n_probe`, `n_candidates`); raises what `sources.source` raises."""
+    """What searches `corpus`, by `stages` (`chunk`, `n_probe`, `n_candidates`); raises what `sources.source` raises.
+
+    Q says what no documents are.
+    """
     if isinstance(corpus, Index):
         corpus, cu_seqlens_d = inputs.unpacked(op, corpus, cu_seqlens_d)
     if isinstance(corpus, Quantized):
@@ -137,5 +140,5 @@ def shard(
     for name in ("n_probe", "n_candidates"):
         if (count := stages[name]) is not None:
             raise ValueError(f"{op}: {name}: expected None unless corpus is residual codes in memory, got {count}")
-    corpus, cu_seqlens_d = sources.packed(op, corpus, d_mask, cu_seqlens_d)
+    corpus, cu_seqlens_d = sources.packed(op, corpus, d_mask, cu_seqlens_d, Q)
     return (Resident if is_resident(corpus) else Read)(op, corpus, d_mask, cu_seqlens_d)

@@ -350,7 +350,7 @@ def maxsim_cross_entropy(
         raise ValueError(f"reference: labels: expected integers {[len(Q)]}, got {labels.dtype} {list(labels.shape)}")
     there = (labels >= 0) & (labels < scores.shape[1])
     logs = F.pad(scores / temperature, (0, 1), value=float("-inf")).log_softmax(1)
-    ignored = labels == ignore_index
+    ignored = labels.long() == ignore_index
     losses = -logs.gather(1, torch.where(there, labels, 0).long()[:, None])[:, 0]
     losses = torch.where(ignored, 0, losses * torch.where(there | ignored, 1, torch.nan))
     if reduction == "none":

@@ -145,6 +145,9 @@ def _check_labels(device: str) -> None:
     # A label that is as far below the first document of a block as `ignore_index` is below 0 is not ignored.
     found = distributed.maxsim_cross_entropy(Q, D, labels, ignore_index=-3)
     torch.testing.assert_close(found, F.cross_entropy(scores, labels))
+    for far in (2**32 + 3 * rank, -(2**63)):  # int32 labels are not compared modulo 2^32
+        found = distributed.maxsim_cross_entropy(Q, D, labels.int(), ignore_index=far)
+        torch.testing.assert_close(found, F.cross_entropy(scores, labels))
     for wrong in (3 * world, -7):
         labels[1] = wrong
         losses = distributed.maxsim_cross_entropy(Q, D, labels, reduction="none")

@@ -271,6 +271,27 @@ def test_labels_that_are_no_document(place):
 
 
 @at_places
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_an_ignored_label_may_be_no_int32(place, learned, reduction):
+    """torch compares int32 labels with a number modulo 2^32: they ignore what int64 ones do, here nothing."""
+    x = build(replace(SMALL, Nq=4), place.device)
+    labels = torch.tensor([1, 0, 3, 2], device=place.device)
+    tau = torch.tensor(0.5, device=place.device) if learned else 0.5
+    upstream = torch.ones(4 if reduction == "none" else ())
+    for ignore_index in (2**32, -(2**63), 2**40, 2**32 + 1):
+        options = {"ignore_index": ignore_index, "reduction": reduction, "temperature": tau, "upstream": upstream}
+        for function in (lik_ops.maxsim_cross_entropy, reference.maxsim_cross_entropy):
+            with place.use():
+                found, grads = step(function, x, labels.int(), **options)
+                expected, expected_grads = step(function, x, labels, **options)
+            assert torch.equal(found, expected)
+            assert all(torch.equal(g, e) for g, e in zip(grads, expected_grads, strict=True))
+    with lik_ops.checks(), pytest.raises(ValueError, match=r"or 4294967300, got 4 at \[0\]"):
+        lik_ops.maxsim_cross_entropy(x.Q, x.D, labels.int() + 3, ignore_index=2**32 + 4)
+
+
+@at_places
 def test_an_ignored_query_may_score_anything(place):
     x, labels = drawn(SMALL, place.device)
     x.Q[-1] = 1e38

@@ -126,7 +126,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
     """The losses, their sum, or their mean over the queries that are not ignored."""
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (labels.long() != ignore_index).sum()
 
 
 class Computed:

@@ -56,7 +56,7 @@ def check_lengths(op: str, name: str, lengths: Tensor, most: int) -> None:
 
 def check_labels(op: str, labels: Tensor, documents: int, ignore_index: int) -> None:
     """Indices of documents, or `ignore_index`."""
-    if (at := _first(((labels < 0) | (labels >= documents)) & (labels != ignore_index))) is not None:
+    if (at := _first(((labels < 0) | (labels >= documents)) & (labels.long() != ignore_index))) is not None:
         _raise(op, "labels", f"a document, 0 <= j < {documents}, or {ignore_index}", labels, at)
 
 

@@ -36,7 +36,7 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
     The latter are the largest ``score / temperature`` and the logarithm of the sum beside it. Both are 0 where the
     label is `ignore_index`, else NaN where it is no column.
     """
-    columns = scores.shape[1]
+    columns, labels = scores.shape[1], labels.long()
     index = labels.clamp(0, max(columns - 1, 0))
     wrong = index != labels if columns else torch.ones_like(index, dtype=torch.bool)
     ignored = labels == options.ignore_index
@@ -45,7 +45,7 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
         scores = scores / options.temperature
         first = scores.argmax(1, keepdim=True)
         best.copy_(scores.gather(1, first).squeeze(1))
-        at_label = scores.sub_(best[:, None]).gather(1, index[:, None].long()).squeeze(1)
+        at_label = scores.sub_(best[:, None]).gather(1, index[:, None]).squeeze(1)
         scores.scatter_(1, first, scores.gather(1, first).sub_(torch.inf))  # counts as nothing, unless it is NaN
         # torch.sum would add in an order that depends on how many queries there are.
         torch.log1p(fold_sum(scores.exp_()), out=log_sum)
@@ -56,7 +56,7 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
 
 def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
     """How many are not `ignore_index`, of no axes."""
-    return (labels != ignore_index).sum()
+    return (labels.long() != ignore_index).sum()  # torch compares int32 with a number modulo 2^32
 
 
 def label_gradients(
@@ -71,9 +71,10 @@ def label_gradients(
         return scores
     best, log_sum = kept.lse[:, None].unbind(2)
     x = (scores / options.temperature).sub_(best).sub_(log_sum)
-    label = labels[:, None].long() - begin
+    labels = labels[:, None].long()
+    label = labels - begin
     index = label.clamp(0, columns - 1)
     at_label = x.gather(1, index)
     x.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
     upstream = (upstream if kept.divisor is None else upstream / kept.divisor) / options.temperature
-    return x.mul_(upstream[:, None]).masked_fill_((labels == options.ignore_index)[:, None], 0)
+    return x.mul_(upstream[:, None]).masked_fill_(labels == options.ignore_index, 0)

@@ -95,7 +95,8 @@ class MaxSimScorer(nn.Module):
             check_tensor("forward_with_ids", of, tokens)
             check_tensor("forward_with_ids", name, ids)
             check_mask("forward_with_ids", name, ids, of, tokens, _IDS)
-        return self.forward(Q, D, q_ids != self.pad_id, d_ids != self.pad_id)
+        # Short integers are compared modulo their range.
+        return self.forward(Q, D, q_ids.long() != self.pad_id, d_ids.long() != self.pad_id)
 
     @torch.no_grad()
     def score(

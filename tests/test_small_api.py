@@ -55,6 +55,15 @@ def test_padding_by_token_ids(device):
         lik_ops.MaxSimScorer().forward_with_ids(Q, D, q_ids, d_ids)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pad_id"), [(torch.uint8, 256), (torch.int8, 256), (torch.int16, 2**16), (torch.int32, 2**32)]
+)
+def test_padding_that_ids_cannot_hold_is_none(device, dtype, pad_id):
+    Q, D = torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device)
+    q_ids, d_ids = (torch.zeros(x.shape[:2], dtype=dtype, device=device) for x in (Q, D))
+    assert torch.equal(lik_ops.MaxSimScorer(pad_id=pad_id).forward_with_ids(Q, D, q_ids, d_ids), lik_ops.maxsim(Q, D))
+
+
 def sources(D: torch.Tensor):
     """The same documents as they may come: dense, packed, a list, and on the host."""
     flat, cu = D.flatten(0, 1), torch.arange(len(D) + 1) * D.shape[1]

@@ -81,6 +81,14 @@ def test_slices_are_read_where_they_lie():
     close(rows, batch[:6, :4])
 
 
+def test_a_slice_that_torch_negates_when_it_reads_is_not_read_where_it_lies():
+    query, batch = torch.randn(3, 8), torch.randn(9, 8)
+    first, negated = batch[:4], torch._neg_view(batch)[4:]
+    for documents in ([first, negated], [negated, first], [negated]):
+        found = reranking.compute_maxsim_score_batched([query] * len(documents), documents)
+        close(torch.stack(found), torch.stack([by_hand(query, d) for d in documents]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_pairs_of_vllms_own_runner(device, dtype, monkeypatch):

@@ -143,6 +143,7 @@ def _store(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         t.untyped_storage().data_ptr() == memory
         and t.dtype == first.dtype
         and t.is_contiguous()
+        and not t.is_neg()
         and t.shape[1:] == (d,)
         for t in d_embs
     ) and not any(n % d for n in (highest - lowest, *apart)):

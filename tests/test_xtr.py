@@ -119,6 +119,13 @@ def test_the_formula_has_nan_where_a_document_has(normalizer):
         torch.testing.assert_close(found, expected, equal_nan=True)
 
 
+def test_nan_alone_retrieves_nothing_else():
+    D = torch.tensor([[[torch.nan]], [[torch.inf]], [[2.0]]])
+    for function in (lik_ops.maxsim_xtr, lik_ops.reference.maxsim_xtr):
+        found = function(torch.ones(1, 1, 1), D, 1)
+        torch.testing.assert_close(found, torch.tensor([[torch.nan, 0, 0]]), equal_nan=True)
+
+
 def test_all_tokens_retrieved_is_the_mean_of_maxima():
     Q, D, *_ = drawn(options=False)
     torch.testing.assert_close(lik_ops.maxsim_xtr(Q, D, 10**6), lik_ops.maxsim(Q, D) / Q.shape[1])

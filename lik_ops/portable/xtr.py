@@ -57,4 +57,5 @@ def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[T
         highest = highest.topk(min(top_k, highest.shape[1]), dim=1, sorted=False).values
     if highest.shape[1] < top_k:  # all are among the best
         return best, where, rows.new_full((count,), -torch.inf)
-    return best, where, torch.where(highest.isnan(), torch.inf, highest).amin(1)
+    # Of NaN last: where all are NaN nothing else is as good.
+    return best, where, highest.topk(1, dim=1, largest=False).values.squeeze(1)

@@ -120,12 +120,27 @@ def test_the_lowest_of_many_equals_is_nearest(device, metric, d):
         assert torch.equal(found.long(), first)
 
 
-def test_an_infinite_coordinate_is_infinitely_far(device):
-    P, R = clouds(40, 130, 3, device)
-    R[0, 77, 1] = math.inf
-    of_P, _, of_R, _ = nearest(P, R)
-    assert of_P.isfinite().all()
-    assert of_R.isinf().nonzero().tolist() == [[0, 77]]
+@pytest.mark.parametrize("far", [math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("d", [3, 16, 20])
+def test_an_infinite_coordinate_is_infinitely_far(device, d, far):
+    P, R = clouds(40, 130, d, device)
+    P[0, :, 2] = 0
+    R[0, 77, 1:3] = far
+    for of_P, of_R in (nearest(P, R)[::2], nearest(R, P)[2::-2]):
+        assert of_P.isfinite().all()
+        assert of_R.isinf().nonzero().tolist() == [[0, 77]]
+
+
+@pytest.mark.parametrize("d", [15, 16, 40])
+def test_far_points_are_as_near_as_their_differences(device, d):
+    """Squares of their coordinates are infinite, or twice the products are and choose the wrong one."""
+    P = torch.full((1, 2, d), 3e19, device=device)
+    expected = 2 * distances(P, P + 1e18, "sqeuclidean").float().amin((1, 2))
+    torch.testing.assert_close(lik_ops.chamfer_distance(P, P + 1e18), expected)
+    P = torch.full((1, 1, d), math.sqrt(3e38 / d), device=device)
+    of_P, at_P, _, _ = nearest(P, torch.cat([P * 0.8, P], 1))
+    assert of_P.tolist() == [[0]]
+    assert at_P.tolist() == [[1]]
 
 
 @pytest.mark.parametrize("d", [20, 40])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from .backward import backward_lowmem
-from .blocks import product
+from .blocks import fold_sum, product
 
 _BLOCK_BYTES = 2**20
 _ROWS = 128
@@ -25,9 +25,10 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
     P, R = (X if keep is None else torch.where(keep[:, :, None], X, 0) for X, keep in zip((P, R), keeps, strict=True))
     of_P, of_R = _Least(P), _Least(R)
     products = metric == "sqeuclidean" and P.shape[2] >= LEAST_PRODUCTS
+    p, r = (_terms(X) if products else (X,) for X in (P, R))
     for own, rows, columns in _blocks(P, R, products):
-        x, y = P[own, rows], R[own, columns]
-        S = _products(x, y) if products else _distances(x, y, metric)
+        x, y = [t[own, rows] for t in p], [t[own, columns] for t in r]
+        S = _products(*x, *y) if products else _distances(x[0], y[0], metric)
         of_P.take(S, own, rows, columns, keeps[1])
         of_R.take(S.mT, own, columns, rows, keeps[0])
     if products:
@@ -130,10 +131,15 @@ def _distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
     return S
 
 
-def _products(P: Tensor, R: Tensor) -> Tensor:
-    """Squared distances as ``|p|^2 + |r|^2 - 2 <p, r>``: near enough to find who is nearest."""
-    norms = [X.square().sum(2) for X in (P, R)]
-    return norms[0][:, :, None] + (norms[1][:, None] - 2 * product(P[0], R[0].mT)[None])
+def _terms(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Points and half their squared norms; of one that is not finite zeros, so that it is infinitely far, or NaN."""
+    half = fold_sum(X.square()) / 2
+    return torch.where(half.isfinite()[:, :, None], X, 0), half
+
+
+def _products(P: Tensor, p: Tensor, R: Tensor, r: Tensor) -> Tensor:
+    """Squared distances by half, ``p + r - <P, R>`` of `_terms`: finite, and near enough to find who is nearest."""
+    return p[:, :, None] + (r[:, None] - product(P[0], R[0].mT)[None])
 
 
 class _Least:

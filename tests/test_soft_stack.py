@@ -85,6 +85,13 @@ def test_vmap_is_a_loop(device, candidates):
     assert_vmap_is_a_loop(lik_ops.maxsim_soft, (Q[0], D[0], taus), (None, None, 0))
 
 
+def test_a_compiled_vmap_keeps_what_autograd_outside_needs():
+    Q, D = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(4, 9, 8)
+    batched = torch.vmap(lambda q: lik_ops.maxsim_soft(q, D, 0.5))
+    compiled = torch.compile(batched, backend="aot_eager", fullgraph=True)
+    assert torch.equal(*(torch.autograd.grad(f(Q).sum(), Q)[0] for f in (compiled, batched)))
+
+
 def test_what_it_cannot_derive_raises():
     Q, D, *_ = inputs("cpu")
     assert_derives_no_further(lambda Q: lik_ops.maxsim_soft(Q, D, 0.3), Q, "maxsim_soft")

@@ -132,7 +132,6 @@ class ResidualCodec:
         moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
         return replace(self, **moved)
 
-    @torch.no_grad()
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and residuals of tokens.
 
@@ -187,7 +186,6 @@ class ResidualCodec:
             out[part] = x * _inverse_norms(x).unsqueeze(-1) if self.normalize else x
         return out.view(*codes.shape, self.d)
 
-    @torch.no_grad()
     def scales(self, codes: Tensor, residuals: Tensor) -> Tensor:
         """What tokens are multiplied by: inverse norms, fp32 of the shape of the codes; ones of sizes 1 without."""
         if not self.normalize:
@@ -195,7 +193,7 @@ class ResidualCodec:
         stored = self._stored(codes, residuals)
         out = torch.empty(len(stored.data), dtype=torch.float32, device=codes.device)
         for part in parts(len(out), self.d):
-            out[part] = _inverse_norms(stored.decoded(part, self.d))
+            out[part] = _inverse_norms(stored.decoded(part, self.d)).detach()
         return out.view(codes.shape)
 
     def kept(self, residuals: Tensor) -> Tensor:

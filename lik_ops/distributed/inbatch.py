@@ -190,5 +190,5 @@ def maxsim_cross_entropy(
     if labels is None:
         labels = ready.round.columns(0).start + cross_entropy.default_labels(Q, D)
     options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
-    losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # as any `ignore_index`
+    losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # see `count_labels`
     return cross_entropy.reduced(losses, labels, ignore_index, reduction)

@@ -30,7 +30,7 @@ from ..arguments import (
     shape_of,
 )
 from ..portable.blocks import slices_within, winners_within
-from ..portable.cross_entropy import Kept, LossOptions
+from ..portable.cross_entropy import Kept, LossOptions, count_labels
 from ..segments import Dense
 from .custom import custom_op
 from .eager_calls import Call
@@ -126,7 +126,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -
     """The losses, their sum, or their mean over the queries that are not ignored."""
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (labels.long() != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / count_labels(labels, ignore_index)
 
 
 class Computed:

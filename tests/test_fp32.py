@@ -208,11 +208,11 @@ def _set(setting, name: str, value):
 SETTINGS = """
 import lik_ops, torch
 from torch.backends.cuda import matmul
-from lik_ops.gpu import backend as cuda
+from lik_ops.gpu.arguments import allow_tf32
 Q = torch.ones(2, 3, 4)
 
 def check(expected):
-    assert cuda.allow_tf32() is expected
+    assert allow_tf32(torch.float32) is expected and not allow_tf32(torch.float16)
     lik_ops.maxsim(Q, Q)
 
 check(False)

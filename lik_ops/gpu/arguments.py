@@ -162,9 +162,9 @@ def checked_grid(programs: int) -> tuple[int]:
     return (programs,)
 
 
-def allow_tf32() -> bool:
-    """Whether the user allowed TF32 for matrix products of fp32 inputs, by any of torch's settings.
+def allow_tf32(dtype: torch.dtype) -> bool:
+    """Whether inputs are fp32 and the user allowed TF32 for their matrix products, by any of torch's settings.
 
     The older `allow_tf32` follows this one, and raises once a newer setting was used.
     """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -6,7 +6,7 @@ Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRI
 from . import forward as cuda_forward
 from . import numbers
 from . import ragged_forward as cuda_ragged
-from .arguments import allow_tf32, architecture, unavailable
+from .arguments import architecture, unavailable
 from .backward import GradientPlan, backward_lowmem, backward_unified
 from .chamfer import backward_chamfer, forward_chamfer
 from .code_scores import code_scores
@@ -23,7 +23,6 @@ from .topk import best, best_of_parts
 __all__ = [
     "Calls",
     "GradientPlan",
-    "allow_tf32",
     "architecture",
     "backward_chamfer",
     "backward_cut",

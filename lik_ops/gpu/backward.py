@@ -113,7 +113,7 @@ def _again(function: Callable[[Arguments], Gradients], a: Arguments) -> Gradient
     """What `function` returns, replayed where a call like it was made before."""
     stride = a.grad_scores.stride()
     if a.argmax is None:  # to be found again, by whatever a forward may use now
-        winners: tuple = (a.Q.dtype == torch.float32 and allow_tf32(),)
+        winners: tuple = (allow_tf32(a.Q.dtype),)
     else:
         winners = a.argmax.dtype, a.argmax.stride()
     found = metadata(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)

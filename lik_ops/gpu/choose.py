@@ -122,7 +122,7 @@ def plain(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architectur
     Nq, K, Lq, Ld = sizes(Q, D)
     documents = K * (Nq if candidates else 1)
     kind = Kind(arch, Q.dtype, Q.shape[-1], candidates, normalize, wide_of(Q, D))
-    launch = forward_configs.forward(kind, Nq, Lq, tf32=allow_tf32(), documents=documents, argmax=argmax)
+    launch = forward_configs.forward(kind, Nq, Lq, tf32=allow_tf32(Q.dtype), documents=documents, argmax=argmax)
     reads_tiles = arch.has_descriptors and describable(D)
     if argmax:
         launch = forward_configs.with_winners(launch, reads_tiles)
@@ -261,7 +261,8 @@ def split(Q: Tensor, D: Tensor, arch: Architecture) -> Plain | None:
     if arch.unit not in forward_configs.SPLITTING or Q.dtype != torch.float32 or wide_of(Q, D):
         return None
     Nq, K, Lq, Ld = sizes(Q, D)
-    launch = forward_configs.forward(Kind(arch, Q.dtype, Q.shape[-1], False, False, 0), Nq, Lq, tf32=allow_tf32())
+    kind = Kind(arch, Q.dtype, Q.shape[-1], False, False, 0)
+    launch = forward_configs.forward(kind, Nq, Lq, tf32=allow_tf32(Q.dtype))
     launch = forward_configs.forward_split(launch, Lq)
     room = split_room(launch.config)
     fits = Nq * Lq <= room and launch.config.BN <= Ld <= room
@@ -297,7 +298,7 @@ def packed(
         Kind(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, wide),
         max(c.queries, 1),
         Lq,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(c.Q.dtype),
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
         few=few,

@@ -29,7 +29,7 @@ def forward_plan(
     argmax_dtype: torch.dtype | None,
 ) -> DensePlan:
     """The plan for validated arguments that have all their axes."""
-    tf32 = Q.dtype == torch.float32 and allow_tf32()
+    tf32 = allow_tf32(Q.dtype)
     key = (*metadata(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
     plan = _plans.get(key)
     if plan is None:

@@ -64,7 +64,7 @@ def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     rows = n * L
     if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
         return tokens_of(H, head)
-    arch, tf32 = architecture(H.device), H.dtype == torch.float32 and allow_tf32()
+    arch, tf32 = architecture(H.device), allow_tf32(H.dtype)
     launch = head_configs.tokens(arch, H.dtype, d, width, head.normalize, _wide(H, head.W), tf32)
     out = H.new_empty((n, L, d))
     norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None

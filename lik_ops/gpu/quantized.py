@@ -54,7 +54,7 @@ def forward_quantized_cut(
         return _forward(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]
     each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
-    tf32 = c.Q.dtype == torch.float32 and allow_tf32()
+    tf32 = allow_tf32(c.Q.dtype)
     key = (*c.metadata(), stored.format, normalize, argmax_dtype, tf32, *each)
     found = _calls.run(key, (*c.tensors, *scales), c.Q.device, _made, c, stored, normalize, argmax_dtype)
     return found[0], found[1] if argmax_dtype else None

@@ -288,7 +288,7 @@ def ragged_plan(
     c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any = "", counts: AnyCounts | None = None
 ) -> PackedPlan:
     """The plan for validated arguments like these."""
-    tf32 = c.Q.dtype == torch.float32 and allow_tf32()
+    tf32 = allow_tf32(c.Q.dtype)
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]

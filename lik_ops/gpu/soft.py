@@ -19,6 +19,7 @@ from ..portable.blocks import slices_within
 from ..segments import Dense
 from . import launcher, soft_configs, soft_specialized
 from .arguments import (
+    allow_tf32,
     architecture,
     checked_grid,
     describable,
@@ -32,7 +33,7 @@ from .arguments import (
 from .backward_configs import gather
 from .configs import Kind, cdiv
 from .replay import Calls
-from .soft_call import SoftCall, Temperature, allows_tf32
+from .soft_call import SoftCall, Temperature
 
 # Of sums in fp32 beyond what a step is given and returns; one query's or document's may be more. The least is what two
 # programs on each unit of an H200 sum: fewer would leave it idle.
@@ -57,7 +58,7 @@ def forward_soft(
     """Scores ``[Nq, Nd]`` or ``[Nq, K]``, and soft maxima as `lik::maxsim_soft_fwd` has them, ``[0]`` unless `keep`."""
     x = Dense(Q, D, q_mask, d_mask, q_weight)
     tau, number = (temperature, None) if isinstance(temperature, Tensor) else (None, temperature)
-    key = (*metadata(*x), number, normalize, keep, allows_tf32(Q))
+    key = (*metadata(*x), number, normalize, keep, allow_tf32(Q.dtype))
     return _calls.run(key, (*x, tau), Q.device, _forward_soft, x, temperature, normalize, keep)
 
 
@@ -72,7 +73,7 @@ def _forward_soft(x: Dense, temperature: Temperature, normalize: bool, keep: boo
     out = Output(scores, lse if keep else None)
     arch = architecture(Q.device)
     kind = Kind(arch, Q.dtype, Q.shape[-1], candidates, normalize, wide_of(Q, D))
-    launch = soft_configs.forward(kind, Nq, Lq, tf32=allows_tf32(Q))
+    launch = soft_configs.forward(kind, Nq, Lq, tf32=allow_tf32(Q.dtype))
     reads = arch.has_descriptors and describable(D)
     tiles = descriptor(D, launch.config) if reads else None
     tokens = queries_of(Q, x.q_mask, x.q_weight), documents_of(D, x.d_mask), tiles

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -26,10 +25,6 @@ from .arguments import (
 from .configs import Kind, Launch, cdiv
 
 Temperature = Tensor | float
-
-
-def allows_tf32(Q: Tensor) -> bool:
-    return Q.dtype == torch.float32 and allow_tf32()
 
 
 class SoftCall(NamedTuple):
@@ -66,7 +61,7 @@ class SoftCall(NamedTuple):
         Q, wide = self.Q, wide_of(self.Q, self.D)
         flat = self.candidates or is_even(Q)
         kind = Kind(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
-        return soft_configs.backward(kind, tf32=allows_tf32(Q), flat=flat)
+        return soft_configs.backward(kind, tf32=allow_tf32(Q.dtype), flat=flat)
 
     def tiles(self, of_queries: bool) -> TensorDescriptor | None:
         """The other side of a product for the tensor memory access unit: whole rows, of which none are masked.

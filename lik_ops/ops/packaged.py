@@ -31,7 +31,7 @@ def _power_of_2(size: int | torch.SymInt, most: int) -> int:
 def _precision(dtype: torch.dtype) -> str:
     if torch.version.hip:
         return "ieee"
-    return "tf32" if dtype == torch.float32 and allow_tf32() else "tf32x3"
+    return "tf32" if allow_tf32(dtype) else "tf32x3"
 
 
 def arguments(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -> tuple[tuple, dict]:

@@ -183,21 +183,24 @@ class Quantized:
     def __getitem__(self, documents: Any) -> Quantized:
         """Some documents, or of ``[Td, d]`` some tokens, by a slice, a list or a tensor of indices.
 
-        Of tokens `error` and `norm` are not known.
+        A mask ``[Nd, Ld]`` finds the tokens, packed. Of tokens `error` and `norm` are not known.
         """
         if isinstance(documents, (tuple, int)) or documents is None or documents is Ellipsis:
             raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
         found: dict[str, Any] = {"data": self.data[documents]}
         found["codes"] = None if self.codes is None else self.codes[documents]
         axes = found["data"].dim() - self.dim() + 1  # that the first one became
+        taken = documents.dim() if isinstance(documents, Tensor) and documents.dtype == torch.bool else 1
         for name in ("scale", "minimum"):
             x = getattr(self, name)
-            if x is not None:  # what all documents share they share still
+            if x is not None and taken > 1:
+                x = x.expand(*self.data.shape[:taken], *x.shape[taken:])[documents]
+            elif x is not None:  # what all documents share they share still
                 x = x[documents] if x.shape[0] == len(self) else x[0][(None,) * axes]
             found[name] = x
         for name in ("error", "norm"):
-            x = getattr(self, name)
-            found[name] = None if x is None or self.dim() == 2 else x[documents]
+            x, of_tokens = getattr(self, name), taken == self.dim() - 1
+            found[name] = None if x is None or of_tokens else x[documents]
         return replace(self, **found)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -379,6 +379,18 @@ def test_indexing_takes_documents(format, scale):
             made[index]
 
 
+@pytest.mark.parametrize("shape", [(5, 6, 20), (2, 3, 6, 20)])
+@pytest.mark.parametrize(("format", "scale"), [("int8", "token"), ("uint8", "document"), ("fp8_e4m3", "tensor")])
+def test_indexing_by_a_mask(format, scale, shape):
+    """Of tokens, which come packed, or of a query's candidates."""
+    made = quantize(tokens(*shape), format, scale)
+    for axes in range(2, len(shape)):
+        keep = torch.rand(shape[:axes]) < 0.6
+        part, of_tokens = made[keep], axes == len(shape) - 1
+        assert torch.equal(part.dequantize(), made.dequantize()[keep])
+        assert part.error is None if of_tokens else torch.equal(part.error, made.error[keep])
+
+
 def test_what_another_library_quantised():
     """Affine numbers with a scale and a minimum for each token."""
     D = tokens(3, 4, 8)

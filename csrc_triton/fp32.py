@@ -145,7 +145,7 @@ def load_terms(terms, row, ok, BD: tl.constexpr):
     """The query rows hi and lo that `split_tokens` wrote, and their scales: negative if not plain."""
     pointers = terms.queries + row.to(tl.int64)[:, None] * BD + tl.arange(0, BD)[None, :]
     hi = tl.load(pointers, mask=ok[:, None], other=0.0)
-    lo = tl.load(pointers + terms.query_room * BD, mask=ok[:, None], other=0.0)
+    lo = tl.load(pointers + wide(terms.query_room) * BD, mask=ok[:, None], other=0.0)
     return (hi, lo), tl.load(terms.query_scales + row, mask=ok, other=1.0)
 
 

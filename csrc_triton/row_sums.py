@@ -204,11 +204,12 @@ def _tree_of_parts(at, p, parts, k, K, TREE: tl.constexpr):
 def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOCK: tl.constexpr):
     """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
 
-    TREE neighbours are added as a tree, then these one after the other: the order of kernels that take more rows of a
+    A program takes BLOCK documents of a query. TREE neighbours are added as a tree, then these one after the other: the order of kernels that take more rows of a
     query at once.
     """
-    i = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(K, BLOCK)
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    k = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     at = partial + i * parts * K + k
     total = tl.zeros((BLOCK,), tl.float32)
     for p in range(0, parts, TREE):

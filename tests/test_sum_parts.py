@@ -20,7 +20,7 @@ def found(partial, parts, tree, stride):
     scores = torch.full((Nq, stride), float("nan"), device=partial.device)
     with on_device(partial.device):
         args = partial, scores, stride, K, parts, tree, BLOCK
-        launcher.launch(row_sums.maxsim_sum_parts, (configs.cdiv(K, BLOCK), Nq), args, {"num_warps": 4})
+        launcher.launch(row_sums.maxsim_sum_parts, (Nq * configs.cdiv(K, BLOCK),), args, {"num_warps": 4})
     assert scores[:, K:].isnan().all()
     return scores[:, :K]
 

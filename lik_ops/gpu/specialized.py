@@ -15,7 +15,7 @@ from ..csrc_triton import row_sums, tile_norms
 from ..csrc_triton.arguments import Numbers, Output, Sizes, Specialization
 from ..segments import Dense
 from . import configs, gluon, gluon_configs, launcher
-from .arguments import documents_of, queries_of
+from .arguments import checked_grid, documents_of, queries_of
 from .plain import GluonPlan
 
 _log = logging.getLogger("lik_ops")
@@ -80,7 +80,8 @@ class SpecializedPlan(GluonPlan):
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
         if not direct:
             args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK)
-            launcher.launch(row_sums.maxsim_sum_parts, (configs.cdiv(K, _SUM_BLOCK), Nq), args, {"num_warps": 4})
+            grid = checked_grid(Nq * configs.cdiv(K, _SUM_BLOCK))
+            launcher.launch(row_sums.maxsim_sum_parts, grid, args, {"num_warps": 4})
 
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         # The plain kernel loads rows that begin elsewhere feature by feature, and sums their squares in another order.

@@ -130,7 +130,7 @@ def candidates(arch: Architecture, regime: Regime, rows: int, processors: int, q
 
 
 def plan_of(arch: Architecture, x: Dense, argmax: bool = False) -> PlainPlan:
-    return plain_plan(*x, False, argmax_dtype_for(x.D.shape[-2]) if argmax else None, arch)
+    return plain_plan(x.Q, x.D, False, argmax_dtype_for(x.D.shape[-2]) if argmax else None, arch)
 
 
 def run(plan: PlainPlan, x: Dense) -> tuple[Tensor, Tensor]:

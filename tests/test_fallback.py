@@ -77,7 +77,7 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
         scores = found.scores(found.scores_shape, Q, D, None, d_mask, None, argmax)
     torch.testing.assert_close(scores, reference.maxsim(Q, D, None, d_mask).float())
     if winners:
-        plain = plain_plan(Q, D, None, d_mask, None, False, argmax_dtype)
+        plain = plain_plan(Q, D, False, argmax_dtype)
         expected = plain.new_argmax()
         plain.scores(plain.scores_shape, Q, D, None, d_mask, None, expected)
         assert torch.equal(argmax, expected)

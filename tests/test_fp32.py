@@ -170,9 +170,9 @@ def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     split = SplitPlan._split
     if room is not None:
         monkeypatch.setattr(choose, "split_room", lambda config: room)
-    expected = plain_plan(Q, D, None, d_mask, None, False, torch.int16)
+    expected = plain_plan(Q, D, False, torch.int16)
     monkeypatch.setattr(choose, "_LEAST_SPLIT", 1)
-    plan = new_plan(Q, D, None, d_mask, None, False, torch.int16)
+    plan = new_plan(Q, D, d_mask, False, torch.int16)
     assert isinstance(plan, SplitPlan)
     monkeypatch.setattr(plan, "_split", lambda *a: (counts.append(1), split(plan, *a)))
     (expected, winners), (scores, argmax) = [_call(p, Q, D, d_mask) for p in (expected, plan)]

@@ -129,7 +129,7 @@ def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`."""
     from lik_ops.gpu.plain import plain_plan
 
-    plan = plain_plan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
+    plan = plain_plan(x.Q, x.D, False, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
@@ -149,7 +149,7 @@ def by_rows(x, argmax_dtype, way):
     from lik_ops.gpu.forward import new_plan
     from lik_ops.gpu.rows import MaskedPlan
 
-    plan = new_plan(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, False, argmax_dtype)
+    plan = new_plan(x.Q, x.D, x.d_mask, False, argmax_dtype)
     assert isinstance(plan, MaskedPlan) and plan.score_part.__name__ == f"_by_{way}"
     argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax

@@ -166,7 +166,7 @@ def plain(x, argmax_dtype, normalize=False):
     """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
     from lik_ops.gpu.plain import plain_plan
 
-    plan = plain_plan(x.Q, x.D, x.q_mask, None, x.q_weight, normalize, argmax_dtype)
+    plan = plain_plan(x.Q, x.D, normalize, argmax_dtype)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
@@ -176,10 +176,20 @@ def specialized(x, argmax_dtype, normalize=False):
     from lik_ops.gpu.forward import new_plan
     from lik_ops.gpu.specialized import SpecializedPlan
 
-    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, normalize, argmax_dtype)
+    plan = new_plan(x.Q, x.D, None, normalize, argmax_dtype)
     assert isinstance(plan, SpecializedPlan)
     argmax = None if argmax_dtype is None else plan.new_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("Lq", "d", "options"), [(129, 16, {}), (65, 144, {}), (32, 16, {"normalize": True})])
+@pytest.mark.parametrize("format", [None, "int8", "fp8_e4m3"])
+def test_more_queries_than_a_grid_has_rows(Lq, d, options, format):
+    """Sums of several parts, or of some documents at a time."""
+    Q, D = (torch.randn(n, L, d, dtype=torch.bfloat16, device="cuda") for n, L in ((2**16 + 5, Lq), (200, 64)))
+    D = D if format is None else lik_ops.quantize(D, format)
+    assert torch.equal(lik_ops.maxsim(Q, D, **options)[-70:], lik_ops.maxsim(Q[-70:], D, **options))
 
 
 @pytest.mark.gpu
@@ -304,7 +314,7 @@ def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, 
     x = build(p, "cuda")
     if normalize:
         x.D[2, 5] = 0
-    plan = new_plan(x.Q, x.D, x.q_mask, None, x.q_weight, normalize, None)
+    plan = new_plan(x.Q, x.D, None, normalize, None)
     assert isinstance(plan, WidePlan)
     scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
     assert torch.equal(scores, plain(x, None, normalize)[0])
@@ -446,7 +456,7 @@ def test_chunks_of_documents(Lq, normalize, monkeypatch):
     monkeypatch.setattr(
         cuda_specialized, "_WORKSPACE", 4 * (9 * configs.cdiv(Lq, 128) + (192 if normalize else 0)) * 90
     )
-    assert new_plan(x.Q, x.D, None, None, None, normalize, None).chunk == 90
+    assert new_plan(x.Q, x.D, None, normalize, None).chunk == 90
     scores, argmax = specialized(x, torch.int16, normalize)
     assert torch.equal(scores, expected) and torch.equal(argmax, winners)
     cuda.forget()

@@ -35,18 +35,12 @@ def forward_plan(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = new_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+        plan = _plans[key] = new_plan(Q, D, d_mask, normalize, argmax_dtype)
     return plan
 
 
 def new_plan(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
+    Q: Tensor, D: Tensor, d_mask: Tensor | None, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> DensePlan:
     """A plan of the kernel that `choose.dense` names."""
     choice = choose.dense(Q, D, d_mask, normalize, argmax_dtype)

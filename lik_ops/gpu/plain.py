@@ -47,14 +47,7 @@ class PlainPlan(DensePlan):
 
 
 def plain_plan(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
-    arch: configs.Architecture | None = None,
+    Q: Tensor, D: Tensor, normalize: bool, argmax_dtype: torch.dtype | None, arch: configs.Architecture | None = None
 ) -> PlainPlan:
     """The plain kernel's plan of a call, whichever is chosen; `arch` is given to try other tiles than the device's."""
     choice = choose.plain(Q, D, normalize, argmax_dtype is not None, arch or architecture(Q.device))
@@ -76,7 +69,7 @@ class GluonPlan(DensePlan):
     def _plain(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
         *given, argmax = tensors
         x = lifted(*given)
-        return plain_plan(*x, self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
+        return plain_plan(*x[:2], self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
 
     def _readable(self, Q: Tensor, D: Tensor) -> bool:
         """Whether they begin where the memory access unit can read them."""

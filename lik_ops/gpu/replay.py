@@ -41,6 +41,9 @@ _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 Tensors = Sequence[Tensor | None]
+# What a call does, for other tensors of the same metadata: it returns the results, or None where the call has to be
+# made in full; nothing is launched then.
+Replay = Callable[[Tensors], Any]
 
 
 class _Memory(NamedTuple):
@@ -212,7 +215,7 @@ class Recorder(TorchDispatchMode):
                 used |= {pointer.slot for _, places in step.groups for _, pointer in places}
                 step.last.extend(slot for slot in used - found if slot >= self.count)
                 found |= used
-        return Replay(_Function(self.given, device).written(self.steps, slots))
+        return _Function(self.given, device).written(self.steps, slots)
 
     def _output(self, x: Tensor, taken: list[int]) -> int:
         expected = tuple(x.shape), x.stride(), x.dtype
@@ -244,7 +247,7 @@ class _Function:
         named = device.index, current_device, launcher.hooks_set, raw_stream, is_deterministic, *makers(device)
         self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(self._kept, named)
 
-    def written(self, steps: list, outputs: list[int]) -> Callable[[Tensors], Any]:
+    def written(self, steps: list, outputs: list[int]) -> Replay:
         slots = [n for n, is_given in enumerate(self.given) if is_given]
         body = [f"{', '.join(f't{n}' for n in range(len(self.given)))}, = given"] if self.given else []
         body += [f"p{n} = t{n}.data_ptr()" for n in slots]
@@ -315,18 +318,6 @@ class _Function:
         return f"[{', '.join(parts)}]"
 
 
-class Replay:
-    """What a call does, for other tensors of the same metadata.
-
-    ``again(given)`` returns the results, or None where the call has to be made in full; nothing is launched then.
-    """
-
-    __slots__ = ("again",)
-
-    def __init__(self, again: Callable[[Tensors], Any]) -> None:
-        self.again = again
-
-
 class Calls:
     """Calls of one function, by all that decides what it does but where its tensors lie."""
 
@@ -340,8 +331,8 @@ class Calls:
         """What ``function(*arguments)`` returns: a sequence of tensors that it makes. It is called unless a call of
         this key can be replayed."""
         found = self._found.get(key)
-        if found.__class__ is Replay:
-            results = found.again(given)
+        if callable(found):
+            results = found(given)
             return function(*arguments) if results is None else results
         if found is None:
             if len(self._found) >= _MOST_CALLS:
@@ -354,10 +345,10 @@ class Calls:
             return results
         return function(*arguments)
 
-    def replay(self, key: tuple) -> Callable[[Tensors], Any] | None:
+    def replay(self, key: tuple) -> Replay | None:
         """What `run` calls for `key`, once that is known."""
         found = self._found.get(key)
-        return found.again if isinstance(found, Replay) else None
+        return found if callable(found) else None
 
     @classmethod
     def forget(cls) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -20,6 +22,7 @@ from .arguments import (
     kind_of,
     shape_of,
 )
+from .disk import publish
 from .formats import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
 from .residual import ResidualCodec
 
@@ -260,7 +263,7 @@ class Quantized:
         return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write one safetensors file. Needs ``lik-ops[retrieval]``."""
+        """Write one safetensors file, in place of the one there once it is whole. Needs ``lik-ops[retrieval]``."""
         from safetensors.torch import save_file
 
         found, codec = self.tensors(), self.codec
@@ -270,7 +273,10 @@ class Quantized:
             found |= {_CODEC + name: x for name, x in codec.tensors().items()}
             about |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
         tensors = {name: x.contiguous().cpu() for name, x in found.items()}
-        save_file(tensors, path, {"lik_ops": "1", **about})
+        at = Path(path).resolve()
+        # Documents may be mapped from the file that they replace.
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=at.parent) as directory:
+            publish(Path(directory), at.name, lambda whole: save_file(tensors, whole, {"lik_ops": "1", **about}))
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:

@@ -135,10 +135,10 @@ class Bounds:
     """The documents of packed tokens."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
-        lengths = cu_seqlens.long().diff()
-        self.count = len(lengths)
-        # The document of each token.
-        self.owner = torch.repeat_interleave(lengths, output_size=tokens)
+        ends, each = cu_seqlens[1:].long(), torch.arange(tokens, device=cu_seqlens.device)
+        self.count = len(ends)
+        # The document of each token; of tokens beside all documents some one.
+        self.owner = torch.searchsorted(ends, each, right=True).clamp_(max=self.count - 1)
 
     def reduced(self, x: Tensor, reduce: str) -> Tensor:
         """The largest or smallest value of each document's tokens, 0 for one without."""

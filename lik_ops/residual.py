@@ -24,7 +24,6 @@ from .arguments import (
     check_floats,
     check_strided,
     check_tensor,
-    kind_of,
     shape_of,
 )
 from .formats import RESIDUAL, Residual, Stored, parts
@@ -278,13 +277,12 @@ class ResidualCodec:
         check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] < 1:
             raise ValueError(f"{op}: tokens: expected [..., d], got {shape_of(tokens)}")
-        if type(nbits) is not int or nbits not in (1, 2, 4, 8):
-            raise ValueError(
-                f"{op}: nbits: expected 1, 2, 4 or 8, got {nbits if type(nbits) is int else kind_of(nbits)}"
-            )
-        for name, count in (("n_centroids", n_centroids), ("iterations", iterations)):
-            if count is not None:
-                check_count(op, name, count, 1)
+        for name, count, least in (("nbits", nbits, 1), ("iterations", iterations, 1), ("seed", seed, -(2**63))):
+            check_count(op, name, count, least)
+        if nbits not in (1, 2, 4, 8):
+            raise ValueError(f"{op}: nbits: expected 1, 2, 4 or 8, got {nbits}")
+        if n_centroids is not None:
+            check_count(op, "n_centroids", n_centroids, 1)
         rows = tokens.detach().flatten(0, -2)
         rows = rows[rows.isfinite().all(-1)]
         if not len(rows):

@@ -47,6 +47,22 @@ def test_documents_by_their_index(dtype, tmp_path):
         assert same(corpus[chosen], [documents[int(i)] for i in chosen])
 
 
+@pytest.mark.filterwarnings("error")
+def test_every_array_of_integers_is_one(tmp_path):
+    corpus, documents = written(tmp_path)
+    chosen = np.array([7, 1, 3])
+    fixed = chosen.copy()
+    fixed.flags.writeable = False
+    swapped = chosen.astype(chosen.dtype.newbyteorder("S"))
+    unsigned = [chosen.astype(f"u{n}") for n in (1, 2, 4, 8)]
+    for x in (chosen[::-1], fixed, swapped, np.broadcast_to(chosen[:1], 3), *unsigned, torch.from_numpy(unsigned[3])):
+        assert same(corpus[x], [documents[int(i)] for i in x])
+        indices = corpus.rerank(torch.randn(2, 3, 8), x)[1]
+        assert set(indices.flatten().tolist()) == {int(i) for i in x}
+    with pytest.raises(TypeError, match=f"Corpus: index: expected integers of int64, got {2**64 - 1}"):
+        corpus[np.array([3, 2**64 - 1], dtype=np.uint64)]
+
+
 @pytest.mark.parametrize("index", [8, -9, [0, 8], np.array([-9])])
 def test_an_index_of_no_document_is_an_index_error(index, tmp_path):
     corpus, _ = written(tmp_path)

@@ -250,6 +250,17 @@ def test_a_shard_that_is_missing_later_is_named(tmp_path):
         corpus.documents()
 
 
+def test_a_mapped_shard_that_was_emptied_is_named(tmp_path):
+    corpus = Corpus.create(tmp_path, 8, torch.float32)
+    corpus.append(draw([3, 4]))
+    (at,) = tmp_path.glob("shard-*")
+    del corpus
+    corpus = Corpus.open(tmp_path)
+    at.write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"{at.name}: the shard is truncated or corrupt"):
+        corpus.documents()
+
+
 # what an append costs
 
 

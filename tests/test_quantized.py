@@ -318,6 +318,31 @@ def test_how_queries_are_rounded_stays_with_the_documents(tmp_path):
     assert torch.equal(made.dequantize(), plain.dequantize())
 
 
+def test_a_file_takes_the_place_of_the_old_one_once_it_is_whole(tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
+    path, link = tmp_path / "documents.safetensors", tmp_path / "link"
+    made, other = quantize(tokens(2000, 6, 20)), quantize(tokens(500, 6, 20))
+    made.save(path)
+    link.symlink_to(path)
+    read = Quantized.load(path)
+    dataclasses.replace(read, query="int8").save(link)
+    assert link.is_symlink() and Quantized.load(path).query == "int8"
+    other.save(str(path))
+    assert torch.equal(read.data, made.data) and torch.equal(Quantized.load(path).data, other.data)
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    def broken(tensors, at, metadata):
+        at.write_bytes(b"half of it")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(safetensors, "save_file", broken)
+    with pytest.raises(OSError, match=r"documents\.safetensors: the disk is full"):
+        made.save(path)
+    assert torch.equal(Quantized.load(path).data, other.data)
+    assert {x.name for x in tmp_path.iterdir()} == {path.name, "link", "plain"}
+
+
 def test_a_pickle_of_before_queries_were_rounded():
     state = lik_ops.quantize(tokens(5, 6, 20)).__getstate__()
     del state["query"]

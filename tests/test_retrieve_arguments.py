@@ -198,15 +198,19 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("where", ["tensor", "array", "packed", "packed array", "corpus"])
+@pytest.mark.parametrize("where", ["tensor", "array", "packed", "packed array", "corpus", "coarse", "quantised"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_wrong_argument_of_retrieve_is_named(name, where, corpus):
     Q, D = draw(2, 9, 3, 4, 8)
     given = {"Q": Q, "D": D.numpy() if "array" in where else D, "top_k": 3}
     if "packed" in where:
         given |= {"D": given["D"].reshape(36, 8), "cu_seqlens_d": torch.arange(10) * 4}
-    elif where == "corpus":
+    elif where in ("corpus", "coarse"):
         given["D"] = corpus
+    if where == "coarse":
+        given["coarse"] = lik_ops.quantize(torch.stack(corpus[:]))
+    elif where == "quantised":
+        given |= {"Q": Q[0], "D": lik_ops.quantize(D)}
     things = THINGS.keys() - RIGHT.get(name, set())
     assert_named("retrieve", name, things, lambda thing: lik_ops.retrieve(**{**given, name: thing}))
 
@@ -241,7 +245,7 @@ BAD = {
     "unsigned": (
         dict(documents=torch.zeros(0, 8), lengths=np.array([1 << 63, 1 << 63], np.uint64)),
         TypeError,
-        "lengths: expected integers, got torch.uint64",
+        "lengths: expected integers of int64, got 9223372036854775808",
     ),
     "ids": (dict(documents=[torch.zeros(1, 8)] * 3, ids="abc"), TypeError, "ids: expected a list of str or int, got s"),
     "masked": (

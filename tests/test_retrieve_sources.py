@@ -173,6 +173,11 @@ def test_progress_is_shown_where_it_was_asked_for(capsys, monkeypatch):
     assert capsys.readouterr().err == "", "stderr is no terminal"
     lik_ops.retrieve(Q, D, 3, chunk=5, progress=True)
     assert "20.0/20.0" in capsys.readouterr().err
+    highest = lik_ops.retrieve(Q, D, 20, largest=False, progress=True)
+    assert "20.0/20.0" in capsys.readouterr().err
+    assert_same(highest, lik_ops.retrieve(Q, D, 20, largest=False))
+    assert torch.equal(lik_ops.maxsim_streamed(Q, D, chunk=3, progress=True), lik_ops.maxsim(Q, D))
+    assert "20.0/20.0" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
     lik_ops.retrieve(Q, D, 3, progress=True)
     assert capsys.readouterr().err == ""

@@ -188,6 +188,24 @@ def test_packed_documents_and_a_corpus(tmp_path):
     assert same(lik_ops.retrieve(Q, corpus, 6, coarse=coarse), expected), "what a caller wrote to is its own"
 
 
+@pytest.mark.parametrize("scale", ["token", "document"])
+def test_offsets_that_are_wrong_leave_other_documents_right(scale):
+    """Those of wrong bounds are NaN, and come first; a large token is of two documents that share it."""
+    packed, Q = tokens(16, 8), torch.randn(3, 5, 8)
+    packed[4] *= 100
+    right = torch.tensor([0, 3, 3, 10, 12, 16])
+    coarse = quantize(packed, "uint8", scale, cu_seqlens_d=right)
+    for wrong in ([0, 3, 3, 10, 20, 16], [0, 9, 3, 10, 8, 16], [0, 20, 3, 10, 12, 16], [-3, 3, 3, 10, 12, 30]):
+        cu_seqlens = torch.tensor(wrong)
+        for k in (1, 3, 5):
+            expected = lik_ops.retrieve(Q, packed, k, cu_seqlens_d=cu_seqlens)
+            assert expected[0].isnan().any()
+            assert same(lik_ops.retrieve(Q, packed, k, cu_seqlens_d=cu_seqlens, coarse=coarse), expected)
+    empty = torch.zeros(6).long()
+    coarse = quantize(packed[:0], "uint8", scale, cu_seqlens_d=empty)
+    assert lik_ops.retrieve(Q, packed[:0], 2, cu_seqlens_d=empty, coarse=coarse).indices.shape == (3, 2)
+
+
 @pytest.mark.gpu
 def test_documents_on_the_host_are_read_where_they_may_be_among_the_best():
     D, Q = tokens(500, 20, 64), torch.randn(3, 8, 64, device="cuda")

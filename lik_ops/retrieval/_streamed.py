@@ -94,7 +94,8 @@ def scored(op: str, s: Search, progress: bool | None) -> Iterator[tuple[int, Ten
     if is_sequences(s.D):
         D, cu_seqlens_d = sources.packed(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
         s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
-    if isinstance(s.D, Tensor) and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device):
+    in_place = isinstance(s.D, Tensor) and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)
+    if in_place and not (progress and s.D.device.type == "cpu"):
         s = checked(op, s)
         step = s.chunk or _AT_ONCE
         for begin in range(0, max(s.documents, 1), step):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..arguments import check_strided
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def index(op: str, name: str, x: Any) -> int:
@@ -37,7 +38,7 @@ def integers(op: str, name: str, x: Any) -> Tensor:
     check_unmasked(op, name, x)
     if not isinstance(x, Tensor):
         try:
-            x = torch.as_tensor(list(x) if isinstance(x, range) else x, device="cpu")
+            x = torch.as_tensor(list(x) if isinstance(x, range) else _plain(x), device="cpu")
         except (TypeError, ValueError, RuntimeError):  # also of integers beyond 64 bits
             raise TypeError(f"{op}: {name}: expected integers, got {reprlib.repr(x)}") from None
     check_strided(op, name, x)
@@ -46,4 +47,15 @@ def integers(op: str, name: str, x: Any) -> Tensor:
     empty = torch.float32, torch.get_default_dtype()  # what no numbers are of
     if x.dtype not in _INTEGERS and (x.numel() or x.dtype not in empty):
         raise TypeError(f"{op}: {name}: expected integers, got {x.dtype}")
-    return x.detach().to("cpu", torch.int64)
+    found = x.detach().to("cpu", torch.int64)
+    if x.dtype == torch.uint64 and bool((found < 0).any()):
+        raise TypeError(f"{op}: {name}: expected integers of int64, got {int(found[found < 0][0]) + 2**64}")
+    return found
+
+
+def _plain(x: Any) -> Any:
+    """Arrays as torch takes them: not read-only, of this machine's byte order, with strides of 0 or more."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(x, numpy.ndarray):
+        return x
+    return numpy.array(x, dtype=x.dtype.newbyteorder("="))

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..disk import naming, publish
 from .codecs import CodecFile, serialized
 from .layout import Kept
 from .manifest import MANIFEST, Manifest, Shard
@@ -80,7 +81,7 @@ def open_shard(path: Path, shard: Shard, manifest: Manifest, verify: bool = Fals
             raise ValueError(f"expected {shard.bytes} bytes, got {size}")
         if verify and sha256_of(at) != shard.sha256:
             raise ValueError("its checksum is not that of the manifest")
-        with _naming(at), torch.device("cpu"), package.safe_open(at, framework="pt") as file:
+        with naming(at), torch.device("cpu"), package.safe_open(at, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise ValueError(f"{at}: the shard is missing") from None
@@ -90,7 +91,7 @@ def open_shard(path: Path, shard: Shard, manifest: Manifest, verify: bool = Fals
         shape, x = (shard.tokens if kept.of_tokens else shard.documents, *kept.sizes), found.get(name)
         if x is None or x.dtype != kept.dtype or x.shape != shape:
             raise _corrupt(at, f"expected {name} {list(shape)} of {kept.dtype}")
-    lengths = found.pop(LENGTHS)
+    lengths = found.pop(LENGTHS).clone()  # in memory, where it stays what was checked
     if not add_up_to(lengths, shard.tokens):
         raise _corrupt(at, f"expected {LENGTHS} that add up to {shard.tokens} tokens")
     ids = found.pop(IDS, None)
@@ -145,7 +146,7 @@ class Writer:
         name = f"{'codec' if number is None else f'shard-{number:06d}'}-{token}.safetensors"
         directory = self.path / f"{WRITING}{token}"
         try:
-            with _naming(self.path / LOCK):
+            with naming(self.path / LOCK):
                 self._note(f"{name}\n".encode())
             directory.mkdir()
             yield directory, name
@@ -208,12 +209,12 @@ def locked(path: Path) -> Iterator[Writer]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Replace the manifest in the parent of `directory`."""
-    _publish(directory, MANIFEST, lambda at: at.write_bytes(manifest.text))
+    publish(directory, MANIFEST, lambda at: at.write_bytes(manifest.text))
 
 
 def write_codec(directory: Path, name: str, codec: CodecFile) -> CodecFile:
     """Write a codec into the parent of `directory`; where it is then."""
-    _publish(directory, name, lambda at: at.write_bytes(serialized(codec.codec)))
+    publish(directory, name, lambda at: at.write_bytes(serialized(codec.codec)))
     return CodecFile(codec.sha256, codec.bytes, name, directory.parent)
 
 
@@ -229,34 +230,8 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard
             raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from error
         written.append((temporary.stat().st_size, sha256_of(temporary)))
 
-    _publish(directory, name, save)
+    publish(directory, name, save)
     return Shard(name, *written[0], len(tensors[LENGTHS]), int(tensors[LENGTHS].sum()))
-
-
-def _publish(directory: Path, name: str, save: Callable[[Path], object]) -> None:
-    """Let `save` write a file in `directory`, and move it up once it is on the disk."""
-    temporary, path = directory / name, directory.parent / name
-    with _naming(path):
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files for the owner alone
-        save(temporary)
-        temporary.chmod(mode)
-        _flush(temporary)
-        os.replace(temporary, path)
-        _flush(path.parent)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Give errors of the disk that have no path this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        if error.errno is None:
-            raise OSError(f"{path}: {error}") from error
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_empty(path: Path, writer: Writer | None = None) -> None:
@@ -267,14 +242,3 @@ def check_empty(path: Path, writer: Writer | None = None) -> None:
     ours = {LOCK} if writer is not None and not writer.has_entry() else set()
     if names := sorted(set(os.listdir(path)) - ours):
         raise FileExistsError(f"{op}: expected an empty directory, found {path / names[0]}")
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # where directories cannot be opened
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import as_bool, check, check_count, check_dtype, check_floats, check_strided, lift, score_dtype
+from ..arguments import (
+    as_bool,
+    check,
+    check_count,
+    check_dtype,
+    check_floats,
+    check_strided,
+    check_tensor,
+    lift,
+    score_dtype,
+)
 from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast
@@ -58,6 +68,8 @@ def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Be
     own = own if s.cu_seqlens_d is None else own.unsqueeze(0)
     if n_probe is None and n_candidates is None:
         check(_OP, s.Q, own, None, None, None)
+        for name, x in (("q_mask", s.q_mask), ("q_weight", s.q_weight)):
+            check_tensor(_OP, name, x, or_none=True)
         return best_of_quantized(s)
     Q, _, q_weight = autocast.to_region(s.Q, s.Q, s.q_weight)
     s = s._replace(Q=Q, q_weight=q_weight)
@@ -230,7 +242,12 @@ def _apart(s: Search, coarse: Quantized) -> Tensor | None:
     if each.numel() == 1:
         return each.reshape(())
     if s.cu_seqlens_d is not None:
-        return Bounds(s.cu_seqlens_d.to(each.device), len(each)).reduced(each, "amax")
+        offsets = s.cu_seqlens_d.to(each.device)
+        if 0 in (len(each), len(offsets) - 1):
+            return each.new_zeros(len(offsets) - 1)
+        # Documents that share tokens, where offsets descend, share the largest.
+        ascending = (offsets.diff() >= 0).all()
+        return torch.where(ascending, Bounds(offsets, len(each)).reduced(each, "amax"), each.amax())
     return each.amax(1) if each.shape[1] else each.new_zeros(len(each))
 
 
@@ -316,6 +333,8 @@ def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
     if isinstance(coarse, Corpus):
         raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
     if isinstance(s.D, Corpus):
+        if s.cu_seqlens_d is not None:
+            raise ValueError(f"{_OP}: cu_seqlens_d: expected None beside a Corpus, got {type(s.cu_seqlens_d).__name__}")
         if s.D.format is not None:  # `error` is how far `coarse` is from tokens as they were
             raise TypeError(f"{_OP}: D: expected tokens as they were beside coarse, got a Corpus in {s.D.format}")
         snapshot = s.D._snapshot  # taken once: others may append meanwhile

@@ -312,6 +312,8 @@ def test_one_compilation_serves_all_sizes():
     for B, N, M in ((2, 3, 4), (3, 4, 7), (5, 9, 2)):
         P, R = clouds(N, M, 3, "cpu", B=B)
         assert torch.equal(compiled(P, R), lik_ops.chamfer_distance(P, R))
+        lengths = {"p_lengths": torch.arange(B) % N, "r_lengths": torch.arange(B) % M}
+        assert torch.equal(compiled(P, R, **lengths), lik_ops.chamfer_distance(P, R, **lengths))
     with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException), match="R: expected B and d of P"):
         compiled(torch.randn(2, 3, 3), torch.randn(2, 3, 4))
 

@@ -145,6 +145,28 @@ def test_the_operator_and_compiled_code_look_too():
         compiled(x)
 
 
+def test_samples_of_a_vmap():
+    """What all share is looked at; offsets that are there to keep samples apart are no mistakes."""
+    Q, D = torch.randn(2, 5, 8), torch.randn(7, 8)
+    cu_q, cu_d, pairs = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 7]), torch.tensor([[0, 1], [1, 0]])
+    padded = lik_ops.quantize(torch.randn(3, 4, 8))
+    calls = [
+        (lambda q: lik_ops.maxsim_varlen(q, D, cu_q, cu_d), Q),
+        (lambda q: lik_ops.maxsim_varlen(q, lik_ops.quantize(D), cu_q, cu_d), Q),
+        (lambda q: lik_ops.maxsim_pair_list(q, D, pairs, cu_seqlens_q=cu_q, cu_seqlens_d=cu_d), Q),
+        (lambda q: lik_ops.maxsim(q, padded), Q),
+        (lambda cu: lik_ops.maxsim_varlen(Q[0], D, cu_q, cu), torch.tensor([[0, 3, 7], [0, 0, 5]])),
+        (lambda labels: lik_ops.maxsim_cross_entropy(Q, Q, labels), torch.tensor([[0, 1], [1, 0]])),
+        (lambda n: lik_ops.chamfer_distance(Q, Q, p_lengths=n), torch.tensor([[3, 1], [5, 0]])),
+    ]
+    for call, x in calls:
+        expected = torch.vmap(call)(x)
+        with lik_ops.checks():
+            assert torch.equal(torch.vmap(call)(x), expected)
+    with lik_ops.checks(), pytest.raises(ValueError, match="cu_seqlens_d: expected ascending rows of D"):
+        torch.vmap(lambda q: lik_ops.maxsim_varlen(q, D, cu_q, cu_d + 1))(Q)
+
+
 def test_fakes_have_no_values_to_look_at():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

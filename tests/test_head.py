@@ -383,3 +383,10 @@ def test_bad_arguments_are_named(given, error, message):
     arguments = {"Q": torch.randn(2, 4, 8), "H": torch.randn(3, 5, 6), "W": torch.randn(8, 6)} | given
     with pytest.raises(error, match="^maxsim_from_hidden: " + message):
         lik_ops.maxsim_from_hidden(**arguments)
+
+
+@pytest.mark.parametrize("name", ["b", "q_weight"])
+def test_what_is_no_tensor_is_named_in_a_region_too(name):
+    given = {"Q": torch.randn(2, 4, 8), "H": torch.randn(3, 5, 6), "W": torch.randn(8, 6), name: [1.0]}
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"{name}: expected a Tensor or None"):
+        lik_ops.maxsim_from_hidden(**given)

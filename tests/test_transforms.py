@@ -1,5 +1,6 @@
 """`torch.vmap` and `torch.func` through the public functions and the operators; autocast; what they refuse."""
 
+import inspect
 import itertools
 import warnings
 from contextlib import nullcontext
@@ -259,17 +260,38 @@ def test_what_cannot_be_right_raises(what):
             call(torch.randn(Nq, Lq, d), torch.randn(K, Ld, d))
 
 
-@pytest.mark.parametrize("kind", ["packed", "quantised"])
-def test_a_compiled_jvp_raises(kind):
-    Q, D, bounds = torch.randn(Nq, Lq, d), torch.randn(K * Ld, d), torch.arange(K + 1) * Ld
-    documents = D if kind == "packed" else lik_ops.quantize(D)
+BOUNDS, TAU, HEAD = torch.arange(K + 1) * Ld, torch.tensor(0.5), torch.randn(d, 6)
+STORED = lik_ops.quantize(torch.randn(K * Ld, d))
+DIFFERENTIABLE = {
+    "maxsim": lambda Q, D, w: lik_ops.maxsim(Q, D, q_weight=w),
+    "maxsim_with_argmax": lambda Q, D, w: lik_ops.maxsim_with_argmax(Q, D, q_weight=w)[0],
+    "maxsim_pairs": lambda Q, D, w: lik_ops.maxsim_pairs(Q, D[:Nq], q_weight=w),
+    "maxsim_varlen": lambda Q, D, w: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), cu_seqlens_d=BOUNDS, q_weight=w),
+    "quantised": lambda Q, w: lik_ops.maxsim_varlen(Q, STORED, cu_seqlens_d=BOUNDS, q_weight=w),
+    "maxsim_soft": lambda Q, D, w, tau=TAU: lik_ops.maxsim_soft(Q, D, tau, q_weight=w),
+    "maxsim_token_topk": lambda Q, D, w: lik_ops.maxsim_token_topk(Q, D, 2, q_weight=w),
+    "maxsim_xtr": lambda Q, D, w: lik_ops.maxsim_xtr(Q, D, 3, q_weight=w),
+    "maxsim_cross_entropy": lambda Q, D, w, tau=TAU: lik_ops.maxsim_cross_entropy(Q, D, q_weight=w, temperature=tau),
+    "maxsim_from_hidden": lambda Q, H, w, W, b: lik_ops.maxsim_from_hidden(Q, H, W, b, q_weight=w),
+    "chamfer_distance": lambda P, R: lik_ops.chamfer_distance(P, R),
+}
 
-    @torch.compile(backend="eager")
-    def tangents(q):
-        return jvp(lambda q: lik_ops.maxsim_varlen(q, documents, cu_seqlens_d=bounds), (q,), (q,))[1]
 
-    with pytest.raises(NotImplementedError, match="no forward-mode AD"):
-        tangents(Q)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_tangents_are_never_zeros_without_a_word(name, compiled):
+    """Of any argument that has a gradient."""
+    function, Q, D = DIFFERENTIABLE[name], torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
+    given = {"Q": Q, "D": D, "H": D[..., :6], "P": Q, "R": D[:Nq], "w": Q[..., 0], "tau": TAU, "W": HEAD, "b": D[0, 0]}
+    given = {argument: given[argument] for argument in inspect.signature(function).parameters}
+    for argument, x in given.items():
+
+        def tangents(x, argument=argument):
+            return jvp(lambda x: function(**{**given, argument: x}), (x,), (torch.ones_like(x),))[1]
+
+        torch.compiler.reset()
+        with pytest.raises(NotImplementedError, match=r"forward-mode AD|torch\.func cannot differentiate"):
+            (torch.compile(tangents, backend="eager") if compiled else tangents)(x)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -42,7 +42,7 @@ def chamfer_distance(
         ``[B]``, of no axes for one cloud; fp32 (fp64 for fp64). Distances are sums over differences in fp32, however
         near the points are; with 16 coordinates or more, the nearest point of squared distances is that of the inner
         products in fp32. A cloud without points adds 0, and is infinitely far from each point of the other. NaN where
-        a length is negative or more than there are points.
+        a length is negative or more than there are points, if either cloud has room for one.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -63,6 +63,7 @@ def chamfer_distance(
     for name, w, X in (("p_weight", p_weight, P), ("r_weight", r_weight, R)):
         if w is not None:
             _check_weight(name, w, X)
+    functional.reject_forward_ad(P, R)
     functional.reject_transforms(_OP)
     for name, n, X in (("p_lengths", p_lengths, P), ("r_lengths", r_lengths, R)):
         if n is not None and values.looks(n):

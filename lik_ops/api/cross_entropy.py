@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .._ops import ops as lik
@@ -80,8 +79,7 @@ def maxsim_cross_entropy(
     q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if isinstance(temperature, Tensor):
         q_weight, temperature = weights_over(temperature, Q, q_mask, q_weight), 1.0
-    if not torch.compiler.is_dynamo_compiling():
-        functional.reject_forward_ad(Q, D, q_weight)
+    functional.reject_forward_ad(Q, D, q_weight)
     tensors = Q, D, q_mask, d_mask, q_weight, labels
     losses = lik.maxsim_cross_entropy_fwd(*tensors, float(temperature), ignore_index, normalize)[0]
     return reduced(losses, labels, ignore_index, reduction)

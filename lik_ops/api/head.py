@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, as_bool, check_flag, lift
+from ..arguments import argmax_dtype_for, as_bool, check_flag, check_tensor, lift
 from ..ops.head import check_hidden
 from ..ops.stack import autocast, functional, sharding
 from ..portable.head import Hidden
@@ -59,6 +59,8 @@ def maxsim_from_hidden(
     Source: the encoders of Khattab and Zaharia, "ColBERT", 2020, section 3.2, with equation 3.
     """
     check_flag(_OP, "normalize", normalize)
+    check_tensor(_OP, "b", b, or_none=True)  # before a region casts what is beside it
+    check_tensor(_OP, "q_weight", q_weight, or_none=True)
     Q, H, q_weight = autocast.to_region(Q, H, q_weight)
     W, bias, _ = autocast.to_region(W, W if b is None else b, None)
     x = Hidden(Q, H, W, None if b is None else bias, q_mask, d_mask, q_weight)

@@ -55,8 +55,8 @@ class Clouds(NamedTuple):
         self._check_alike(op)
         for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
             if n is not None:
-                clouds = list(self.P.shape[:-2])
-                check_indices(op, name, n, clouds, str(clouds), self.P.device, of="P")
+                clouds = "[B]" if self.P.dim() == 3 else "[]"
+                check_indices(op, name, n, self.P.shape[:-2], clouds, self.P.device, of="P")
 
     def _check_alike(self, op: str) -> None:
         P, R = self.P, self.R

@@ -153,6 +153,7 @@ def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:
     """
     functional.reject_transforms("maxsim_soft", functional.is_differentiating)
     tau = temperature if isinstance(temperature, Tensor) else None
+    functional.reject_forward_ad(tau)
     number = 1.0 if tau is not None else float(temperature)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:

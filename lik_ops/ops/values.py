@@ -9,14 +9,18 @@ from ..arguments import shape_of
 from ..segments import Ragged
 from ..settings import checks_values
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 def looks(*tensors: Tensor | None) -> bool:
-    """Whether values are asked for and there are any: not while tracing, nor of fake and meta tensors."""
+    """Whether values are asked for and there are any: not while tracing, nor of fake and meta tensors and those of a
+    transform, which hold one for each sample of a `vmap`."""
     if torch.compiler.is_compiling() or not checks_values():
         return False
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors)
+    given = [t for t in tensors if t is not None]
+    return not any(t.is_meta or isinstance(t, FakeTensor) or _is_wrapped(t) for t in given)
 
 
 def _first(bad: Tensor) -> list[int] | None:

@@ -60,7 +60,10 @@ def choice(
     from .gpu import backend as cuda
     from .gpu import launcher
 
-    arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
+    try:
+        arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
+    except ValueError as error:  # LIK_OPS_TABLE
+        return f"error: {error}"
     of = int8_kernel if int8 else kernel
     return f"triton {of(arch, dtype, *sizes)}; launched {launcher.way()}"
 
@@ -123,14 +126,21 @@ def _compile(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int,
         maxsim(Q, D)
 
 
+def _size(text: str) -> int:
+    size = int(text)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {size}")
+    return size
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the report; ``--nq``, ``--lq``, ``--nd``, ``--ld`` and ``--d`` name the shape whose kernel is asked for."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
-    parser.add_argument("--nq", type=int, default=256, help="number of queries (default 256)")
-    parser.add_argument("--d", type=int, default=128, help="features of a token (default 128)")
-    parser.add_argument("--lq", type=int, default=32, help="tokens of a query (default 32)")
-    parser.add_argument("--nd", type=int, default=_DOCUMENTS, help="number of documents (default 1000)")
-    parser.add_argument("--ld", type=int, default=_TOKENS, help="tokens of a document (default 300)")
+    parser.add_argument("--nq", type=_size, default=256, help="number of queries (default 256)")
+    parser.add_argument("--d", type=_size, default=128, help="features of a token (default 128)")
+    parser.add_argument("--lq", type=_size, default=32, help="tokens of a query (default 32)")
+    parser.add_argument("--nd", type=_size, default=_DOCUMENTS, help="number of documents (default 1000)")
+    parser.add_argument("--ld", type=_size, default=_TOKENS, help="tokens of a document (default 300)")
     parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and say which cannot")
     args = parser.parse_args(argv)
     sizes = args.nq, args.lq, args.d

@@ -42,6 +42,8 @@ def test_hits_without_vectors_come_last_and_equal_ones_as_they_came():
     assert scaled.ids[0] == 0 or by_hand(query, one[:1]) == by_hand(query, one)
     with pytest.raises(ValueError, match="expected 2, one for each id, got 1"):
         reranking.rerank_hits(query, [0, 1], [one])
+    with pytest.raises(ValueError, match=r"rerank_hits: query: expected \[Lq, d\], got \[1, 2, 4\]"):
+        reranking.rerank_hits(query[None], [0, 1], [one, one])
     for ids, stored in (([0, 1], [one, one]), ([], [])):
         with pytest.raises(ValueError, match="rerank_hits: top_k: expected 0 or more, got -1"):
             reranking.rerank_hits(query, ids, stored, -1)

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 
+import lik_ops
 from lik_ops.integrations import _routing, colpali, pylate
 from lik_ops.integrations import sentence_transformers as st
 
@@ -113,6 +114,28 @@ def test_the_environment_is_read_at_every_call(pylate_host, monkeypatch):
     monkeypatch.setenv("LIK_OPS_INTEGRATIONS", "off")
     with pytest.raises(ValueError, match="LIK_OPS_INTEGRATIONS: expected 0 or 1, got 'off'"):
         pylate_host.colbert_scores_lik(*arguments)
+
+
+def test_compiled_code_keeps_what_it_was_traced_with(pylate_host, monkeypatch):
+    pylate_host.colbert_scores_lik = lambda Q, D: Q.new_full((1, 1), -7.0)  # the host's own
+    routing = pylate.enable()
+    Q, D = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    ours, held = lik_ops.maxsim(Q, D), pylate_host.colbert_scores_lik
+
+    def traced():
+        torch.compiler.reset()
+        return torch.compile(lambda Q, D: held(Q, D), backend="eager", fullgraph=True)
+
+    routed = traced()
+    assert torch.equal(routed(Q, D), ours) and not routing.calls
+    monkeypatch.setenv("LIK_OPS_INTEGRATIONS", "0")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(routed(Q, D), ours)
+    assert traced()(Q, D) == -7
+    monkeypatch.delenv("LIK_OPS_INTEGRATIONS")
+    assert torch.equal(traced()(Q, D), ours)
+    pylate.disable()
+    assert traced()(Q, D) == -7
 
 
 def test_what_the_host_should_compute_itself(pylate_host):

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
+import lik_ops
 from lik_ops import info, tune
 from lik_ops.gpu import arguments as cuda_arguments
 from lik_ops.gpu import forward_configs, tables
@@ -133,13 +135,24 @@ def test_without_the_variable_there_is_no_table(use_table, monkeypatch):
     assert tables.loaded() is None and tables.added(SM_90) is SM_90
 
 
-def test_info_names_the_table(use_table, capsys):
+def test_info_names_the_table(use_table, capsys, monkeypatch):
     path = use_table(tables.to_json(TABLE))
     info.main([])
     assert f"table    {path}: 1 rules for sm_90 measured on NVIDIA H200" in capsys.readouterr().out
     use_table("{")
     info.main([])
     assert "table    error: LIK_OPS_TABLE" in capsys.readouterr().out
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    with lik_ops.use_backend("triton"):
+        info.main([])
+    assert "float16   error: LIK_OPS_TABLE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "x"])
+def test_info_asks_for_sizes(wrong, capsys):
+    with pytest.raises(SystemExit):
+        info.main(["--ld", wrong])
+    assert "argument --ld: " in capsys.readouterr().err
 
 
 class Device:

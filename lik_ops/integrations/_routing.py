@@ -61,13 +61,17 @@ class Routing:
     def _in_place_of(self, theirs: Callable[..., Any], target: Target) -> Callable[..., Any]:
         """Ours under the name of `theirs`, which is called after the end and while the environment says so."""
 
+        def is_routed() -> bool:
+            return not self._ended and is_on()
+
+        # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: no guard.
+        is_routed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
         @functools.wraps(theirs)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # what is read here would be guarded on
-                return target.function(*args, **kwargs)
-            if self._ended or not is_on():
+            if not is_routed():
                 return theirs(*args, **kwargs)
-            if target.scores:
+            if target.scores and not torch.compiler.is_compiling():
                 self.calls[target.name] += 1
             return target.function(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import maxsim, maxsim_candidates_varlen
 from ..api.packing import from_host
-from ..arguments import check_count
+from ..arguments import check_count, shape_of
 from . import _scoring
 
 __all__ = ["Hits", "compute_maxsim_score_batched", "rerank_hits"]
@@ -63,6 +63,8 @@ def rerank_hits(
     if top_k is not None:
         check_count("rerank_hits", "top_k", top_k)
     Q = _scoring.as_dense(query)
+    if Q.dim() != 2:
+        raise ValueError(f"rerank_hits: query: expected [Lq, d], got {shape_of(Q)}")
     Q = Q if device is None else Q.to(device)
     if not len(ids):
         return Hits([], [])

@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,18 +44,22 @@ def shape(case: dict) -> str:
     return ", ".join(parts)
 
 
-def machine(document: dict, *packages: str) -> str:
-    """Where and with what a result was made."""
+def machine(document: dict, *packages: str, shown: Iterable[str] | None = None) -> str:
+    """Where and with what a result was made; of some of its cases, if they are given."""
     env = document["environment"]
     names = [env["gpus"][0]] if env["gpus"] else [env["cpu"], f"{env['threads']} threads"]
     versions = [f"{name} {env['versions'][name]}" for name in packages if env["versions"].get(name)]
     text = ", ".join([*names, *versions, f"commit {(env['commit'] or 'unknown')[:7]}"])
     others: dict[str, list[str]] = {}
     for record in document["records"]:
-        if "commit" in record:
+        if "commit" in record and (shown is None or record["case"]["name"] in shown):
             where = f" on {record['gpus'][0]}" if "gpus" in record else ""
             others.setdefault(record["commit"][:7] + where, []).append(record["case"]["name"])
     return text + "".join(f"; {run} of {', '.join(cases)}" for run, cases in others.items())
+
+
+def label(case: dict) -> str:
+    return case["name"] + ", winners" * (case["what"] == "winners" and "winners" not in case["name"])
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -77,7 +82,7 @@ def forward(results: Path = RESULTS) -> str:
     rows = []
     for record in document["records"]:
         case, best = record["case"], min(timed(record).values(), default=0)
-        row = [case["name"], shape(case), f"{record['floor_ms']:.4f}", f"{record['read_ms']:.4f}"]
+        row = [label(case), shape(case), f"{record['floor_ms']:.4f}", f"{record['read_ms']:.4f}"]
         row += [cell(record["contenders"].get(name), best) for name in COLUMNS]
         rows.append([*row, f"{case['goal_ms']}" if case["goal_ms"] else ""])
     text = (
@@ -96,15 +101,16 @@ def forward(results: Path = RESULTS) -> str:
 def summary(results: Path = RESULTS) -> str:
     """For the README: the shapes with a goal, beside whoever else is fastest."""
     document = load("forward", results)
-    rows = []
+    rows, shown = [], []
     for record in document["records"]:
         case, ours, peer = record["case"], record["contenders"][OURS], best_peer(record)
         if case["goal_ms"] is None or peer is None or "ms" not in ours:
             continue
-        row = [case["name"], shape(case), f"{ours['ms']:.3f}", f"{ours['tflops']:.0f}"]
+        shown.append(case["name"])
+        row = [label(case), shape(case), f"{ours['ms']:.3f}", f"{ours['tflops']:.0f}"]
         rows.append([*row, f"{peer[1]:.3f} ({peer[0]})", f"{peer[1] / ours['ms']:.2f}x"])
     header = ["forward", "Nq x Nd, Lq, Ld, d", "ms", "TFLOP/s", "fastest other, ms", "speed beside it"]
-    return f"{table(header, rows)}\n\n{machine(document, 'torch', 'triton')}."
+    return f"{table(header, rows)}\n\n{machine(document, 'torch', 'triton', shown=shown)}."
 
 
 def training(results: Path = RESULTS) -> str:

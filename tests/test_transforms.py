@@ -260,6 +260,7 @@ def test_what_cannot_be_right_raises(what):
             call(torch.randn(Nq, Lq, d), torch.randn(K, Ld, d))
 
 
+AUTOGRAD_ALONE = ("maxsim_soft", "maxsim_token_topk", "maxsim_xtr", "maxsim_cross_entropy", "maxsim_from_hidden")
 BOUNDS, TAU, HEAD = torch.arange(K + 1) * Ld, torch.tensor(0.5), torch.randn(d, 6)
 STORED = lik_ops.quantize(torch.randn(K * Ld, d))
 DIFFERENTIABLE = {
@@ -275,6 +276,14 @@ DIFFERENTIABLE = {
     "maxsim_from_hidden": lambda Q, H, w, W, b: lik_ops.maxsim_from_hidden(Q, H, W, b, q_weight=w),
     "chamfer_distance": lambda P, R: lik_ops.chamfer_distance(P, R),
 }
+
+
+@pytest.mark.parametrize("name", [*AUTOGRAD_ALONE, "chamfer_distance"])
+def test_gradients_that_only_autograd_has(name):
+    function, Q, D, w = DIFFERENTIABLE[name], torch.randn(Nq, Lq, d), torch.randn(K, Ld, d), torch.rand(Nq, Lq)
+    others = {"chamfer_distance": (D[:Nq],), "maxsim_from_hidden": (D[..., :6], w, HEAD, D[0, 0])}.get(name, (D, w))
+    with pytest.raises(NotImplementedError, match=rf"torch\.func cannot differentiate {name}"):
+        grad(lambda q: function(q, *others).sum())(Q)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

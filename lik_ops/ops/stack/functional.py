@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
 from ..family import no_double_backward
 from ..gradients import gradient
 
-_OP = add_op_namespace_prefix("maxsim")
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _GRAD, _JVP = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
@@ -92,7 +90,7 @@ def reject_forward_ad(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent. Compiled code, whose
     tensors cannot be asked, raises inside a `jvp`."""
     if takes_tangents() if torch.compiler.is_dynamo_compiling() else carry_tangents(*tensors):
-        raise NotImplementedError(f"{_OP} has no forward-mode AD: compute forward derivatives with lik_ops.reference")
+        raise NotImplementedError("lik_ops has no forward-mode AD: compute forward derivatives with lik_ops.reference")
 
 
 def _has(kind: Any) -> bool:

@@ -32,16 +32,6 @@ _ROWS = tl.constexpr(128)  # whose upstream gradients are looked at together
 
 
 @triton.jit
-def _beside(x, ROWS_FIRST: tl.constexpr):
-    """Values of query rows, shaped to stand beside ``[BM, BN]``, of which rows are the first or second axis."""
-    if ROWS_FIRST:
-        y = x[:, None]
-    else:
-        y = x[None, :]
-    return y
-
-
-@triton.jit
 def _similarities(own, other, columns, d, C: tl.constexpr):
     """``[BM, BN]`` similarities of what is owned to others, and of these the features `columns` and inverse norms."""
     S = tl.full((C.BM, C.BN), 0, tl.float32)
@@ -72,10 +62,9 @@ def _similarities(own, other, columns, d, C: tl.constexpr):
 
 
 @triton.jit
-def _added(acc, own, other, lse, coefficient, rate, columns, d, ROWS_FIRST: tl.constexpr, C: tl.constexpr):
-    """`acc` with the features `columns` of others, times their probabilities and the coefficients of query rows."""
-    S, y = _similarities(own, other, columns, d, C)
-    P = probabilities(S, _beside(lse, ROWS_FIRST), _beside(coefficient, ROWS_FIRST), rate).to(y.dtype)
+def _weighted(acc, P, y, C: tl.constexpr):
+    """`acc` with the features `y` of others, times what they weigh."""
+    P = P.to(y.dtype)
     if C.PRECISION == "tf32":
         P = nearest_tf32(P)
         y = nearest_tf32(y)
@@ -121,11 +110,12 @@ def _group_rows(up, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["each"])
-def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, each, d, C: tl.constexpr):
-    """Of BM query rows and `each` documents: ``sum_t g P d_t`` of BD features, and ``sum g lse``; fp32.
+def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C: tl.constexpr):
+    """Of BM query rows and `each` documents: ``sum_t g P d_t`` of BD features, ``sum g lse``, and ``sum_t g P (lse -
+    s_t)``, the entropies times tau; fp32.
 
-    Programs ``[row tiles, parts, steps of features]`` write ``sums [parts, Nq, Lq, d]`` and ``weights [parts, Nq,
-    Lq]``; either is None where not wanted.
+    Programs ``[row tiles, parts, steps of features]`` write ``sums [parts, Nq, Lq, d]``, ``weights [parts, Nq, Lq]``
+    and `spreads` likewise; each is None where not wanted.
     """
     count = _group_rows(up, C)
     of_owner = tl.cdiv(count, C.BM)
@@ -150,7 +140,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, each, d, C: tl.cons
             total += tl.where(g != 0.0, g * lse, 0.0)
         if tl.program_id(2) == 0:
             tl.store(weights + row, total, mask=row_ok)
-    if sums is not None:
+    if sums is not None or spreads is not None:
         most = tl.full((C.BM,), 0, tl.float32)
         if Q.ptr.dtype.element_ty == tl.float16:
             for k in range(k0, k1):
@@ -159,20 +149,29 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, each, d, C: tl.cons
         most = _range(most, Q.ptr.dtype.element_ty)
         inverse = 1.0 / most
         acc = tl.full((C.BM, C.BD), 0, tl.float32)
+        spread = tl.full((C.BM,), 0, tl.float32)
         tiles_each = tl.cdiv(up.Ld, C.BN)
         for n in range(0, (k1 - k0) * tiles_each):
             document = wide(k0 + n // tiles_each)
             t0 = n % tiles_each * C.BN
+            t = t0 + tl.arange(0, C.BN)
             if tiles is not None:
                 tile = tl.reshape(tiles.load([owner * up.K + k0 + n // tiles_each, t0, 0]), (C.BN, C.BD))
-                other = Side(None, None, None, tile, None)
+                other = Side(None, t < up.Ld, None, tile, None)
             else:
-                t = t0 + tl.arange(0, C.BN)
                 other = Side(*_tokens(D, up, owner, document, t), D.stride_d, None, None)
             lse, g = upstream(up, owner, document, i, r, ok)
-            acc = _added(acc, own, other, lse, g * inverse, rate, columns, d, True, C)
-        mask = row_ok[:, None] & (columns < d)[None, :]
-        tl.store(sums + row[:, None] * d + columns[None, :], acc * most[:, None], mask=mask)
+            S, y = _similarities(own, other, columns, d, C)
+            P = probabilities(S, lse[:, None], (g * inverse)[:, None], rate)
+            if spreads is not None:
+                spread += tl.sum(tl.where((P != 0.0) & other.ok[None, :], P * (lse[:, None] - S), 0.0), axis=1)
+            if sums is not None:
+                acc = _weighted(acc, P, y, C)
+        if sums is not None:
+            mask = row_ok[:, None] & (columns < d)[None, :]
+            tl.store(sums + row[:, None] * d + columns[None, :], acc * most[:, None], mask=mask)
+        if spreads is not None and tl.program_id(2) == 0:
+            tl.store(spreads + row, spread * most, mask=row_ok)
 
 
 @triton.jit
@@ -257,7 +256,8 @@ def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
             other = Side(None, None, None, tiles.load([r0, 0]), None)
         else:
             other = Side(_query_pointers(Q, up, owner, r, C), ok, Q.stride_d, None, None)
-        acc = _added(acc, own, other, lse, coefficient * inverse, rate, columns, d, False, C)
+        S, y = _similarities(own, other, columns, d, C)
+        acc = _weighted(acc, probabilities(S, lse[None, :], (coefficient * inverse)[None, :], rate), y, C)
     acc = tl.where(own.ok[:, None], acc * most, 0.0)
     if C.NORMALIZE and C.ONE_CHUNK:
         acc = _through_norm(acc, own, columns, d, C)

@@ -204,8 +204,8 @@ def _tree_of_parts(at, p, parts, k, K, TREE: tl.constexpr):
 def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOCK: tl.constexpr):
     """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
 
-    A program takes BLOCK documents of a query. TREE neighbours are added as a tree, then these one after the other: the order of kernels that take more rows of a
-    query at once.
+    A program takes BLOCK documents of a query. TREE neighbours are added as a tree, then these one after the other: the
+    order of kernels that take more rows of a query at once.
     """
     blocks = tl.cdiv(K, BLOCK)
     i = (tl.program_id(0) // blocks).to(tl.int64)

@@ -261,7 +261,8 @@ LISTS = ("maxsim_count_winners", "maxsim_list_winners")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
 PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
 UNIT_COUNTS, QUERY_TERMS, KEEP = "maxsim_unit_counts", "maxsim_query_terms", "maxsim_keep_int8"
-SOFT = ("maxsim_soft_queries", "maxsim_soft_documents")  # temperatures are tensors with options, else numbers
+# Temperatures are tensors with options, else numbers. Spreads are what `maxsim_soft_queries` finds for their gradients.
+SOFT = ("maxsim_soft_queries", "maxsim_soft_spreads", "maxsim_soft_documents")
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
@@ -352,7 +353,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         return forward_soft.maxsim_forward_soft, {name: {**found, "out": out}[name] for name in names}
     if case.kernel in SOFT:
         sizes = "i32", "i32", "*fp32", *["i32"] * 6
-        tau, of_queries = "*fp32" if case.options else "fp32", case.kernel == "maxsim_soft_queries"
+        tau, of_queries = "*fp32" if case.options else "fp32", case.kernel != "maxsim_soft_documents"
         tiles, config = "constexpr", launch.config
         alone = (
             arch.has_descriptors and config.ONE_CHUNK and not case.options and case.d * case.dtype.itemsize % 16 == 0
@@ -362,7 +363,10 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
             tiles = f"tensordesc<{gradient.removeprefix('*')}{block}>"
         found = {"Q": None, "D": None, "tiles": tiles, "up": SoftUpstream("*fp32", *sizes), "tau": tau}
         if of_queries:
-            found |= {"sums": "*fp32", "weights": weight, "each": "i32", "d": "i32"}
+            found |= dict.fromkeys(("sums", "weights", "spreads"), "constexpr")
+            wanted = {"sums": "*fp32", "weights": weight}
+            found |= {"spreads": "*fp32"} if case.kernel == "maxsim_soft_spreads" else wanted
+            found |= {"each": "i32", "d": "i32"}
             return backward_soft.maxsim_soft_queries, found
         grad = "*fp32" if case.normalize and not config.ONE_CHUNK else gradient
         return backward_soft.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}

@@ -59,11 +59,28 @@ def test_scores_and_gradients_are_those_of_the_formula(place, number):
         assert scores.dtype == score_dtype(dtype)
         assert_near(scores, expected, score_dtype(dtype))
         assert_near(same, expected, score_dtype(dtype))
-        # That of the temperature is a sum of differences of soft maxima and mean similarities.
+        # An entropy is known to the rounding of similarities over the temperature.
         terms = float((expected[expected.isfinite()] / 0.7).abs().sum())
         for leaf, g, e in zip([*x.leaves(), tau], grads, expected_grads, strict=True):
             assert g.dtype == leaf.dtype
-            assert_near(g, e, dtype, terms if leaf is tau else 1.0)
+            of_tau = (score_dtype(dtype), terms) if leaf is tau else (dtype, 1.0)
+            assert_near(g, e, *of_tau)
+
+
+@at_places
+@pytest.mark.parametrize("options", [{}, {"q_mask": "holes"}, {"d_mask": "holes"}, {"d": 144}])
+def test_the_gradient_of_the_temperature_where_probabilities_are_peaks(place, options):
+    """Rounded to a half type they hide entropies that are small beside soft maxima."""
+    upstream = torch.ones(2, 3, device=place.device)
+    for dtype in place.dtypes:
+        p = replace(SMALL, **{"Nq": 2, "Nd": 3, "Lq": 17, "Ld": 40, "d": 64, "dtype": dtype, **options})
+        x = build(p, place.device)
+        tau = torch.tensor(0.5, dtype=score_dtype(dtype), device=place.device, requires_grad=True)
+        tau64 = tau.detach().double().requires_grad_()
+        expected = step(reference.maxsim_soft, x.to64(), tau64, False, upstream)[1][-1]
+        with place.use():
+            found = step(lik_ops.maxsim_soft, x, tau, False, upstream)[1][-1]
+        assert abs(float(found / expected) - 1) < 1e-3, (dtype, found, expected)
 
 
 def test_the_formula_is_that_of_logsumexp():

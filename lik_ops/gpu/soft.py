@@ -94,23 +94,14 @@ def _joined(parts: Tensor) -> Tensor:
     return functools.reduce(Tensor.add_, parts[1:].unbind(), parts[0])
 
 
-def _finish(
-    rows: Tensor,
-    weight: Tensor | None,
-    sums: Tensor,
-    grad: Tensor | None,
-    dot: Tensor | None,
-    normalize: bool,
-    parts: int = 1,
-) -> None:
-    """Write the gradient of `rows` ``[N, K, L, d]`` from parts of their sums, and unless it is None ``dot = <rows,
-    sums>``."""
+def _finish(rows: Tensor, weight: Tensor | None, sums: Tensor, grad: Tensor, normalize: bool, parts: int = 1) -> None:
+    """Write the gradient of `rows` ``[N, K, L, d]`` from parts of their sums."""
     N, K, L, d = rows.shape
     found = RowSums(sums, K, L) if parts == 1 else RowSums(sums, K, L, None, parts, rows.numel())
     wide = wide_of(rows, rows)
     launch = gather(Kind(architecture(rows.device), rows.dtype, d, False, normalize, wide))
     queries = queries_of(rows[:, 0], None, weight)
-    args = documents_of(rows, None), queries, found, grad, dot, d, launch.config
+    args = documents_of(rows, None), queries, found, grad, None, d, launch.config
     grid = checked_grid(N * K * cdiv(L, launch.config.BM))
     launcher.launch(maxsim_finish, grid, args, launch.options(architecture(rows.device)))
 
@@ -145,22 +136,20 @@ def _into_queries(c: SoftCall, needs: list[bool], grads: list[Tensor], room: Roo
     Nq, K, Lq, Ld = sizes(c.Q, c.D)
     parts, each = _parts(K, Ld), cdiv(K, _parts(K, Ld))
     new = functools.partial(c.Q.new_empty, dtype=torch.float32)
-    sums = room.sums((parts, *c.Q.shape), c.Q) if needs[0] or needs[3] else None
-    weights = new((parts, Nq, Lq)) if needs[2] or needs[3] else None
+    sums = room.sums((parts, *c.Q.shape), c.Q) if needs[0] else None
+    weights, spreads = (new((parts, Nq, Lq)) if need else None for need in needs[2:])
     made = sums is not None and soft_specialized.into_rows(c, sums, parts, each)
+    grid = c.owners(Lq, Nq) if c.candidates else c.owners(Nq * Lq, 1), parts
     if not made or weights is not None:
-        rows = c.owners(Lq, Nq) if c.candidates else c.owners(Nq * Lq, 1)
-        c.run(maxsim_soft_queries, (rows, parts), None if made else sums, weights, each)
-    dot = new((Nq, Lq)) if needs[3] else None
+        c.run(maxsim_soft_queries, grid, None if made else sums, weights, None, each)
+    if spreads is not None:  # apart: registers spill else
+        c.run(maxsim_soft_queries, grid, None, None, spreads, each)
     if sums is not None:
-        _finish(c.Q.unsqueeze(1), c.q_weight, sums, grads[0] if needs[0] else None, dot, c.normalize, parts)
-    if weights is None:
-        return
-    of_maxima = _joined(weights)
-    if needs[2]:
-        grads[2].copy_(of_maxima)
-    if dot is not None:
-        entropy = of_maxima - dot
+        _finish(c.Q.unsqueeze(1), c.q_weight, sums, grads[0], c.normalize, parts)
+    if weights is not None:
+        grads[2].copy_(_joined(weights))
+    if spreads is not None:
+        entropy = _joined(spreads)
         if c.q_weight is not None:
             w = c.q_weight if c.q_mask is None else torch.where(c.q_mask, c.q_weight, 0)
             entropy *= w
@@ -176,7 +165,7 @@ def _into_documents(c: SoftCall, grad: Tensor) -> None:
     c.run(maxsim_soft_documents, (c.owners(Ld, count), 1), sums)
     if c.sums_documents:
         rows, sums = (x if c.candidates else x.unsqueeze(0) for x in (c.D, sums))
-        _finish(rows, None, sums, grad, None, True)
+        _finish(rows, None, sums, grad, True)
 
 
 def backward_soft(
@@ -215,7 +204,7 @@ def _in_parts(call: SoftCall, needs: list[bool], grads: list[Tensor]) -> None:
     d, candidates = call.Q.shape[-1], call.candidates
     kept = sum(x.nbytes for x in (*grads, call.lse))
     if needs[0] or needs[2] or needs[3]:
-        bytes_each = 4 * d * Lq * _parts(K, Ld) if needs[0] or needs[3] else 0
+        bytes_each = 4 * d * Lq * _parts(K, Ld) if needs[0] else 0
         room = room_for_sums(Nq, bytes_each, kept, grads[1] if needs[1] else None)
         for own in slices_within(Nq, bytes_each, room.size):
             mine = [g[own] if n < 3 and needs[n] else g for n, g in enumerate(grads)]

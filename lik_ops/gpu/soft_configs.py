@@ -70,6 +70,8 @@ def backward(kind: Kind, *, tf32: bool, flat: bool) -> Launch:
         warps, stages = 4, 3
     if not kind.vectors:
         features, warps, stages = 32, 8, 1
+    if kind.arch.name == "sm_120" and kind.half and kind.normalize and kind.d > features:
+        stages = 1  # registers spill else
     if kind.arch == INTERPRETER:
         BM, BN = 32, 16
     BD = min(max(next_power_of_2(kind.d), 16), features)

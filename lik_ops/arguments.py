@@ -83,6 +83,16 @@ def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
         raise ValueError(f"{op}: {name}: expected {expected}, got {reprlib.repr(x)}")
 
 
+def as_device(op: str, given: Any) -> torch.device:
+    """A device, or what is one by its name; else TypeError or ValueError, naming the argument."""
+    if isinstance(given, (str, int, torch.device)) and not isinstance(given, bool):
+        try:
+            return torch.device(given)
+        except (RuntimeError, ValueError):
+            raise ValueError(f"{op}: device: expected a device of this torch, got {reprlib.repr(given)}") from None
+    raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
+
+
 def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:
     """Raise TypeError or ValueError, naming the argument, unless these are what the scoring functions take."""
     check_flag(op, "normalize", normalize)

@@ -46,6 +46,8 @@ def requested_backend() -> str:
 def use_backend(name: str) -> Iterator[None]:
     """Choose the backend of every lik_ops call made inside the ``with`` block, in this thread or task.
 
+    `maxsim_xtr`, `maxsim_token_topk` and `similarity_map` have no kernels: they are plain torch whatever is chosen.
+
     An eager backward pass uses the backend of its forward. A compiled one on CUDA runs in autograd's own threads, which
     do not see the block: there ``LIK_OPS_BACKEND`` decides.
 

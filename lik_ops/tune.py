@@ -308,6 +308,8 @@ def main(argv: list[str] | None = None) -> None:
     args.dtype = args.dtype or (["bfloat16"] if args.quick else ["bfloat16", "float16"])
     if not torch.cuda.is_available():
         parser.error("no CUDA or ROCm GPU here: there is nothing to measure")
+    if not args.out.parent.is_dir():
+        parser.error(f"argument --out: no directory {args.out.parent}")
     table = tune(args)
     args.out.write_text(tables.to_json(table))
     tables.parse(args.out.read_text(), str(args.out))

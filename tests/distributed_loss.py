@@ -122,6 +122,7 @@ def check_loss(device: str, directory: Path) -> None:
     _check_kept(device)
     _check_frozen(device)
     _check_extremes(device)
+    _check_second_derivatives(device)
     _check_errors(device)
 
 
@@ -196,6 +197,28 @@ def _check_extremes(device: str) -> None:
     losses = [distributed.maxsim_cross_entropy(Q, D, labels + n, None, d_mask).item() for n in (0, last)]
     assert losses == [torch.inf, 0.0], losses
     assert bool(distributed.maxsim_cross_entropy(Q, D, labels, None, d_mask & False).isnan())
+
+
+def _check_second_derivatives(device: str) -> None:
+    """They raise, whatever the upstream gradient is and though D is frozen; never zeros."""
+    for frozen in (False, True):
+        for score in (distributed.maxsim_inbatch, distributed.maxsim_cross_entropy):
+            for reduced in (Tensor.sum, lambda x: x.square().sum()):
+                Q, D = _own(device)
+                D = D.detach() if frozen else D
+                (gradient,) = torch.autograd.grad(reduced(score(Q, D)), Q, create_graph=True)
+                (again,) = torch.autograd.grad(reduced(score(Q, D)), Q)
+                assert torch.equal(gradient, again) and gradient.requires_grad
+                try:
+                    gradient.square().sum().backward()
+                except NotImplementedError as e:
+                    assert f"distributed.{score.__name__} has no double backward" in str(e), e
+                else:
+                    raise AssertionError("expected NotImplementedError")
+    Q, D = _own(device)
+    for score in (distributed.maxsim_inbatch, distributed.maxsim_cross_entropy):
+        said = f"torch.func cannot differentiate distributed.{score.__name__}"
+        expect(NotImplementedError, said, lambda s=score: torch.func.grad(lambda q: s(q, D).sum())(Q))
 
 
 def _check_errors(device: str) -> None:

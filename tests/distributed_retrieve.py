@@ -371,6 +371,15 @@ def check_errors(device: str, directory: Path) -> None:
         )
     expect(wrong, "convert the queries, Q.to(torch.float16)", lambda: retrieve(Q, D.half() if mine else D, 3))
     expect(wrong, "normalize: expected a bool", lambda: inbatch(Q, D, normalize=1 if mine else False))
+    expect(wrong, "recompute: expected a bool", lambda: inbatch(Q, D, recompute="no" if mine else True))
+    if device == "cpu":
+        for given, error, said in (
+            ("foo", ValueError, "device: expected a device of this torch, got 'foo'"),
+            ("meta", ValueError, "device: expected one with values, got meta"),
+            (3.5, wrong, "device: expected a torch.device or its name, got float"),
+        ):
+            at = given if mine else None
+            expect(error, said, lambda at=at: retrieve(None if mine else Q, D, 3, device=at))
     if mine:
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(Q, Q)

@@ -204,6 +204,16 @@ def test_warming_up_says_what_it_did():
     assert len(weighed) == 10
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_warming_up_where_gradients_are_off(around):
+    def calls():
+        return [said for said, _ in lik_ops.warmup("cpu", torch.float32, 8, 3, Ld=4, Nd=5, training=True, ragged=True)]
+
+    expected = calls()
+    with around():
+        assert calls() == expected
+
+
 @pytest.mark.parametrize("name", ["d", "Lq"])
 def test_warming_up_is_of_one_size_of_tokens(name):
     with pytest.raises(TypeError, match=f"warmup: {name}: expected an int, got tuple"):

@@ -281,6 +281,14 @@ def test_tiles_that_the_tool_takes_give_the_same_bits(Lq):
             tables.parse(tables.to_json(tables.Table("", "interpreter", {}, (cut,))), "here")
 
 
+def test_a_directory_that_is_not_there_is_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "tune", lambda args: pytest.fail("measured"))
+    with pytest.raises(SystemExit):
+        tune.main(["--out", str(tmp_path / "none" / "table.json")])
+    assert "argument --out: no directory" in capsys.readouterr().err
+
+
 SCORES = """
 import sys, torch, lik_ops
 generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import reprlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Backward, check_count, check_dtype, check_flag, check_options, kind_of, score_dtype, shape_of
+from ..arguments import Backward, as_device, check_count, check_dtype, check_flag, check_options, score_dtype, shape_of
 from ..ops import topk
 from .ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .score import maxsim, maxsim_with_argmax
@@ -20,6 +19,7 @@ from .score import maxsim, maxsim_with_argmax
 __all__ = ["warmup"]
 
 
+@torch.inference_mode(False)  # whatever is on around: gradients are asked for
 def warmup(
     device: torch.device | str,
     dtype: torch.dtype,
@@ -84,7 +84,7 @@ def warmup(
     for name, flag in {**flags, "argmax": argmax, "training": training, "ragged": ragged}.items():
         check_flag("warmup", name, flag)
     check_options("warmup", normalize, backward)
-    device = _device(device)
+    device = as_device("warmup", device)
     check_dtype("warmup", "dtype", dtype)
     options: dict = {"normalize": normalize, "backward": backward}
     calls = _Calls(device)
@@ -120,8 +120,7 @@ class _Calls:
         with torch.no_grad():
             self.time(said, call)
         if Q.requires_grad and not name.endswith("argmax"):
-            with torch.enable_grad():
-                self.time(f"{said}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
+            self.time(f"{said}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
 
     def time(self, said: str, call: Callable[[], Any]) -> None:
         begin = time.perf_counter()
@@ -159,12 +158,3 @@ def _sizes(name: str, given: Any) -> tuple[int, ...]:
     for n in several:
         check_count("warmup", name, n, 1)
     return several
-
-
-def _device(given: Any) -> torch.device:
-    if isinstance(given, (str, int, torch.device)) and not isinstance(given, bool):
-        try:
-            return torch.device(given)
-        except (RuntimeError, ValueError):
-            raise ValueError(f"warmup: device: expected a device of this torch, got {reprlib.repr(given)}") from None
-    raise TypeError(f"warmup: device: expected a torch.device or its name, got {kind_of(given)}")

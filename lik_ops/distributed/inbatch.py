@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arguments import as_bool, check, check_count, check_flag
 from ..ops import cross_entropy
 from ..ops.soft import check_temperature
-from ..ops.stack import autocast
+from ..ops.stack import autocast, functional
 from .agreement import Agreement, check_group, kind, wire
 from .ring import Ring, RingCrossEntropy, RingLossOptions, RingMaxSim, Round, ScoreOptions
 
@@ -105,6 +105,7 @@ def maxsim_inbatch(
         TypeError, ValueError: as `lik_ops.maxsim`; also when the ranks' arguments do not fit together, on all ranks.
         RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
             within the timeout of the group.
+        NotImplementedError: `torch.func` or a second derivative is asked for.
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
@@ -117,8 +118,14 @@ def maxsim_inbatch(
     """
     op = "distributed.maxsim_inbatch"
     check_group(op, group)
+    functional.reject_transforms(op)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward)
+    error: Exception | None = None
+    try:
+        check_flag(op, "recompute", recompute)
+    except TypeError as wrong:
+        error = wrong
+    ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward, error)
     options = ScoreOptions(ready.round, normalize, backward, ready.needs_grad and not recompute)
     return RingMaxSim.apply(*ready.tensors, options)
 
@@ -165,6 +172,7 @@ def maxsim_cross_entropy(
             all ranks.
         RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
             within the timeout of the group.
+        NotImplementedError: `torch.func` or a second derivative is asked for.
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
@@ -176,6 +184,7 @@ def maxsim_cross_entropy(
     """
     op = "distributed.maxsim_cross_entropy"
     check_group(op, group)
+    functional.reject_transforms(op)
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     error: Exception | None = None
     try:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._ops import ops as lik
 from ..arguments import argmax_dtype_for, score_dtype
@@ -122,6 +121,26 @@ class ScoreOptions(NamedTuple):
     keeps_winners: bool
 
 
+class _Gradients(torch.autograd.Function):
+    """Gradients whose own derivative raises."""
+
+    @classmethod
+    def of(cls, op: str, gradients: tuple, given: tuple) -> tuple:
+        """`gradients`, which hang on the tensors `given` where somebody would differentiate them."""
+        return cls.apply(op, gradients, *given) if torch.is_grad_enabled() else gradients
+
+    @staticmethod
+    def forward(ctx, op, gradients, *given):
+        ctx.op = op
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            f"distributed.{ctx.op} has no double backward: compute second derivatives with lik_ops.reference"
+        )
+
+
 class RingMaxSim(torch.autograd.Function):
     """Scores of this process's queries against all documents."""
 
@@ -142,8 +161,13 @@ class RingMaxSim(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_scores):
+        with torch.no_grad():
+            gradients = RingMaxSim.gradients(ctx, grad_scores)
+        return _Gradients.of("maxsim_inbatch", gradients, (grad_scores, *ctx.saved_tensors))
+
+    @staticmethod
+    def gradients(ctx, grad_scores):
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, *winners = ctx.saved_tensors
         op = gradient(options.backward)
@@ -195,8 +219,13 @@ class RingCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_losses):
+        with torch.no_grad():
+            gradients = RingCrossEntropy.gradients(ctx, grad_losses)
+        return _Gradients.of("maxsim_cross_entropy", gradients, (grad_losses, *ctx.saved_tensors))
+
+    @staticmethod
+    def gradients(ctx, grad_losses):
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, labels, lse = ctx.saved_tensors
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import check_flag, check_strided
+from ..arguments import as_device, check_flag, check_strided
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
@@ -61,6 +61,9 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
             raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
     if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
+    at = current_device(group) if device is None else as_device(op, device)
+    if at.type == "meta":
+        raise ValueError(f"{op}: device: expected one with values, got meta")
     shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages, queries[0])
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
@@ -79,8 +82,7 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
     alike.update(dtype=D.dtype, d=D.shape[-1])
     if queries[0] is not None:
         return _Rank(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device)
-    at = shard.device or torch.device(current_device(group) if device is None else device)
-    return _Rank(shard, begin, end, None, at)
+    return _Rank(shard, begin, end, None, shard.device or at)
 
 
 def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:

@@ -122,7 +122,8 @@ def package(
 
     Args:
         module: calls `lik_ops` functions or ``torch.ops.lik`` in its forward. It is exported for inference.
-        example_inputs: positional inputs, on the device that the package is for.
+        example_inputs: positional inputs, on the device that the package is for. Others have to lie in memory as these
+            do: no package of torch looks at strides, unless ``AOTI_RUNTIME_CHECK_INPUTS=1`` is set while it is made.
         path: where the package goes; ends in ``.pt2``.
         dynamic_shapes: the sizes that may differ from those of `example_inputs`, as `torch.export.export` takes them.
         inductor_configs: options of the compiler.

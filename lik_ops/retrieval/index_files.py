@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES
+from ..arguments import DTYPES, as_device
 from ..index import Index
 from ..quantized import Quantized
 from ..residual import BitOrder, ResidualCodec
@@ -60,7 +60,7 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         >>> lik_ops.maxsim(torch.randn(2, 32, 64), index).shape
         torch.Size([2, 100])
     """
-    files = _Files(Path(path))
+    files, device = _Files(Path(path)), as_device(_OP, device)
     with torch.device("cpu"):  # whatever the default device is
         found = _of_centroids(files) if (files.root / _REPACKED).exists() else _of_documents(files)
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)

@@ -3,8 +3,8 @@
     python benchmarks/soft.py [--only step] [--rounds 30] [--no-compile] [--out FILE]
 
 Median device times of calls that find the L2 cache flushed. ``hard`` is `lik_ops.maxsim`; ``eager`` has all
-similarities in memory and takes their `logsumexp`; ``compiled`` is that by `torch.compile`. Each is checked against
-fp64 first.
+similarities in memory and takes their `logsumexp`; ``compiled`` is that by `torch.compile`; ``learned``, of steps, is
+ours with the gradient of a temperature too. Each is checked against fp64 first.
 ``peak_mb`` is what a call takes beyond its inputs, ``own_mb`` what no step can do without: gradients, scores, and one
 number for each query token and document.
 """
@@ -46,8 +46,13 @@ def eager(Q: Tensor, D: Tensor) -> Tensor:
     return (torch.logsumexp(S.float() / TAU, -1) * TAU).sum(-1)
 
 
-def scorers(case: Case, compiles: bool) -> dict[str, Scorer]:
-    found: dict[str, Scorer] = {"lik_ops": lambda Q, D: lik_ops.maxsim_soft(Q, D, TAU), "hard": lik_ops.maxsim}
+def scorers(case: Case, compiles: bool) -> dict[str, Scorer | Learned]:
+    found: dict[str, Scorer | Learned] = {
+        "lik_ops": lambda Q, D: lik_ops.maxsim_soft(Q, D, TAU),
+        "hard": lik_ops.maxsim,
+    }
+    if case.what == "step":
+        found["learned"] = Learned()
     if 4 * case.similarities < EAGER_LIMIT:
         found["eager"] = eager
         if compiles:
@@ -70,7 +75,28 @@ def errors_of(x: Inputs, score: Scorer) -> list[float]:
     return [common.relative_error(a, e) for a, e in zip(found, (expected.detach(), *grads), strict=True)]
 
 
-def called(case: Case, x: Inputs, score: Scorer) -> Callable[[], object]:
+class Learned:
+    """Ours, with a temperature that has a gradient."""
+
+    def __init__(self) -> None:
+        self.tau = torch.tensor(TAU, device="cuda", requires_grad=True)
+
+    def step(self, x: Inputs) -> tuple[Tensor, ...]:
+        Q, D = x.Q.detach().requires_grad_(), x.D.detach().requires_grad_()
+        return torch.autograd.grad(lik_ops.maxsim_soft(Q, D, self.tau), (Q, D, self.tau), x.grad_scores)
+
+    def errors(self, x: Inputs) -> list[float]:
+        """The temperature's gradient of ones, beside fp64, of the last queries and documents."""
+        q, k = (t[-training.SLICE_Q :] for t in (x.Q, x.D))
+        (found,) = torch.autograd.grad(lik_ops.maxsim_soft(q, k, self.tau).sum(), self.tau)
+        tau = self.tau.detach().double().requires_grad_()
+        (expected,) = torch.autograd.grad(reference.maxsim_soft(q.double(), k.double(), tau).sum(), tau)
+        return [common.relative_error(found, expected)]
+
+
+def called(case: Case, x: Inputs, score: Scorer | Learned) -> Callable[[], object]:
+    if isinstance(score, Learned):
+        return lambda: score.step(x)
     if case.what == "step":
         return lambda: training.step(score, x, x.grad_scores)
     return lambda: score(x.Q, x.D)
@@ -84,8 +110,11 @@ def measure(case: Case, timer: gpu.Timer, compiles: bool) -> dict:
             call = called(case, x, score)
             with torch.set_grad_enabled(case.what == "step"):
                 gpu.first_call(call, COMPILE_SECONDS)
-            errors = [0.0] if name == "hard" else errors_of(x, score)
-            if name == "lik_ops" and not max(errors) < TOLERANCE:
+            if isinstance(score, Learned):
+                errors = score.errors(x)
+            else:
+                errors = [0.0] if name == "hard" else errors_of(x, score)
+            if name in ("lik_ops", "learned") and not max(errors) < TOLERANCE:
                 raise AssertionError(f"{case.name}: relative errors {errors}")
             with torch.set_grad_enabled(case.what == "step"):
                 peak = gpu.peak_bytes(call) / 2**20

@@ -61,8 +61,10 @@ def scorers(case: Case, compiles: bool) -> dict[str, Scorer | Learned]:
     return found
 
 
-def errors_of(x: Inputs, score: Scorer) -> list[float]:
+def errors_of(x: Inputs, score: Scorer | Learned) -> list[float]:
     """Relative errors of scores and both gradients beside fp64, of the last queries and documents."""
+    if isinstance(score, Learned):
+        return score.errors(x)
     n = training.SLICE_Q
     upstream = torch.zeros_like(x.grad_scores)
     upstream[-n:, -n:] = x.grad_scores[-n:, -n:]
@@ -110,10 +112,7 @@ def measure(case: Case, timer: gpu.Timer, compiles: bool) -> dict:
             call = called(case, x, score)
             with torch.set_grad_enabled(case.what == "step"):
                 gpu.first_call(call, COMPILE_SECONDS)
-            if isinstance(score, Learned):
-                errors = score.errors(x)
-            else:
-                errors = [0.0] if name == "hard" else errors_of(x, score)
+            errors = [0.0] if name == "hard" else errors_of(x, score)
             if name in ("lik_ops", "learned") and not max(errors) < TOLERANCE:
                 raise AssertionError(f"{case.name}: relative errors {errors}")
             with torch.set_grad_enabled(case.what == "step"):

@@ -400,7 +400,7 @@ def _cases(name: str, names: tuple[str, ...], note: str, results: Path, packages
 
 
 def soft(results: Path = RESULTS) -> str:
-    note = ". `learned`: with a temperature's gradient; `hard`: `lik_ops.maxsim`; the others are the formula in plain torch."
+    note = ". `learned`: with a temperature's gradient; `hard`: `lik_ops.maxsim`; the others: the formula on torch."
     return _cases("soft", (OURS, "learned", "hard", "compiled", "eager"), note, results)
 
 

@@ -62,7 +62,7 @@ def computed(kernel):
     try:
         torch.func.jvp(lambda q: kernel.maxsim(q, D), (Q,), (Q,))
     except NotImplementedError as error:
-        assert str(error).startswith(f"{kernel._ops.ops.name}::maxsim has no forward-mode AD"), error
+        assert str(error).startswith("lik_ops has no forward-mode AD"), error
     return scores, q.grad, d.grad, varlen, opened, compiled, batched, *kernel.retrieve(Q, D, 2)
 
 

@@ -267,7 +267,7 @@ DIFFERENTIABLE = {
     "maxsim": lambda Q, D, w: lik_ops.maxsim(Q, D, q_weight=w),
     "maxsim_with_argmax": lambda Q, D, w: lik_ops.maxsim_with_argmax(Q, D, q_weight=w)[0],
     "maxsim_pairs": lambda Q, D, w: lik_ops.maxsim_pairs(Q, D[:Nq], q_weight=w),
-    "maxsim_varlen": lambda Q, D, w: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), cu_seqlens_d=BOUNDS, q_weight=w),
+    "maxsim_varlen": lambda Q, T, w: lik_ops.maxsim_varlen(Q, T, cu_seqlens_d=BOUNDS, q_weight=w),
     "quantised": lambda Q, w: lik_ops.maxsim_varlen(Q, STORED, cu_seqlens_d=BOUNDS, q_weight=w),
     "maxsim_soft": lambda Q, D, w, tau=TAU: lik_ops.maxsim_soft(Q, D, tau, q_weight=w),
     "maxsim_token_topk": lambda Q, D, w: lik_ops.maxsim_token_topk(Q, D, 2, q_weight=w),
@@ -291,7 +291,8 @@ def test_gradients_that_only_autograd_has(name):
 def test_tangents_are_never_zeros_without_a_word(name, compiled):
     """Of any argument that has a gradient."""
     function, Q, D = DIFFERENTIABLE[name], torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
-    given = {"Q": Q, "D": D, "H": D[..., :6], "P": Q, "R": D[:Nq], "w": Q[..., 0], "tau": TAU, "W": HEAD, "b": D[0, 0]}
+    given = {"Q": Q, "D": D, "T": D.flatten(0, 1), "H": D[..., :6], "P": Q, "R": D[:Nq]}
+    given |= {"w": torch.rand(Nq, Lq), "tau": TAU, "W": HEAD, "b": D[0, 0]}
     given = {argument: given[argument] for argument in inspect.signature(function).parameters}
     for argument, x in given.items():
 

@@ -1,15 +1,25 @@
-"""How a file reaches the disk: whole, or not at all."""
+"""How a file reaches the disk: whole, or not at all, and never through a link."""
 
 from __future__ import annotations
 
 import os
+import re
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def publish(directory: Path, name: str, save: Callable[[Path], object]) -> None:
-    """Let `save` write a file in `directory`, and move it up once it is on the disk."""
+    """Let `save` write a file in `directory`, and move it up once it is on the disk.
+
+    A link of that name one level up is replaced. The file it points to is not touched.
+    """
     temporary, path = directory / name, directory.parent / name
     with naming(path):
         temporary.touch()
@@ -19,6 +29,62 @@ def publish(directory: Path, name: str, save: Callable[[Path], object]) -> None:
         flush(temporary)
         os.replace(temporary, path)
         flush(path.parent)
+
+
+def replace_file(path: str | os.PathLike[str], save: Callable[[Path], object]) -> None:
+    """Let `save` write a file next to `path`, and rename it to `path` once it is on the disk.
+
+    Raises:
+        FileExistsError: `path` leads to something other than a regular file, such as a device.
+        OSError: an error of the disk, with `path`.
+    """
+    at = Path(path).absolute()
+    check_replaceable(at)
+    with naming(at), tempfile.TemporaryDirectory(prefix=".writing-", dir=at.parent) as directory:
+        publish(Path(directory), at.name, save)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise FileExistsError if `path` leads to a directory or a device, which a rename would destroy or fail on."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path}: expected a regular file or a path that does not exist yet")
+
+
+def open_lock_file(path: Path) -> int:
+    """Open a file that only lik_ops writes to and return its descriptor. Create the file if it is missing.
+
+    Raises:
+        ValueError: `path` is a symbolic link or no regular file. Writing there would damage another file.
+    """
+    # Without O_NONBLOCK, opening a pipe may wait for its other end.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError:
+        if path.is_symlink():
+            raise ValueError(f"{path}: expected a regular file, found a symbolic link: remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path}: expected a regular file: remove what is there")
+    return descriptor
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. Tensors may be on any device, with any strides.
+
+    Raises:
+        OSError: an error of the disk, which safetensors reports as an error of its own.
+    """
+    import safetensors.torch
+
+    # safetensors copies memory. A view with the negative bit holds the numbers without their sign.
+    tensors = {name: x.detach().resolve_neg().contiguous().cpu() for name, x in tensors.items()}
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except safetensors.SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from error
 
 
 @contextmanager

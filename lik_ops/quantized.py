@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -22,7 +20,7 @@ from .arguments import (
     kind_of,
     shape_of,
 )
-from .disk import publish
+from .disk import replace_file, save_tensors
 from .formats import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
 from .residual import ResidualCodec
 
@@ -263,20 +261,22 @@ class Quantized:
         return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write one safetensors file, in place of the one there once it is whole. Needs ``lik-ops[retrieval]``."""
-        from safetensors.torch import save_file
+        """Write one safetensors file, in place of the one there once it is whole. Needs ``lik-ops[retrieval]``.
 
+        A symbolic link at `path` is replaced. The file that it leads to stays as it is.
+
+        Raises:
+            FileExistsError: `path` is a directory or a device.
+            OSError: an error of the disk, with `path`.
+        """
         found, codec = self.tensors(), self.codec
         about = {"format": self.format, "d": str(self.d), "dtype": str(self.dtype).removeprefix("torch.")}
         about |= {"query": self.query} if self.query != "half" else {}
         if codec is not None:
             found |= {_CODEC + name: x for name, x in codec.tensors().items()}
             about |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
-        tensors = {name: x.contiguous().cpu() for name, x in found.items()}
-        at = Path(path).resolve()
         # Documents may be mapped from the file that they replace.
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=at.parent) as directory:
-            publish(Path(directory), at.name, lambda whole: save_file(tensors, whole, {"lik_ops": "1", **about}))
+        replace_file(path, lambda whole: save_tensors(found, whole, {"lik_ops": "1", **about}))
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import __version__, reference
+from . import __version__, disk, reference
 from .arguments import argmax_dtype_for
 from .gpu import backend as cuda
 from .gpu import configs, forward_configs, forward_table, tables
@@ -310,8 +310,10 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("no CUDA or ROCm GPU here: there is nothing to measure")
     if not args.out.parent.is_dir():
         parser.error(f"argument --out: no directory {args.out.parent}")
+    if args.out.exists() and not args.out.is_file():
+        parser.error(f"argument --out: expected a regular file, found something else at {args.out}")
     table = tune(args)
-    args.out.write_text(tables.to_json(table))
+    disk.replace_file(args.out, lambda at: at.write_text(tables.to_json(table)))
     tables.parse(args.out.read_text(), str(args.out))
     print(f"wrote {args.out}: {table}")
     print(f"{tables.ENVIRONMENT_VARIABLE}={args.out} makes lik_ops use it")

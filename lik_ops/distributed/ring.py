@@ -22,7 +22,7 @@ class Shift:
 
     def __init__(self, ring: Ring, sent: list[Tensor], received: list[Tensor]) -> None:
         self.device, self.received = ring.device, received
-        self.sent = [x.to(ring.wire).contiguous() for x in sent]  # kept until they have gone
+        self.sent = [x.to(ring.wire).resolve_neg().contiguous() for x in sent]  # kept until they have gone
         operations = [dist.P2POp(dist.isend, as_bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent]
         operations += [dist.P2POp(dist.irecv, as_bytes(x), group=ring.group, group_peer=ring.before) for x in received]
         # What holds nothing is not sent; its receiver knows.

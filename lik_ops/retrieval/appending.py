@@ -51,10 +51,12 @@ def packed(op: str, layout: Layout, documents: Any, lengths: Any) -> tuple[Tenso
                     f"{op}: documents: expected the {name} of {len(counts)} documents, as `quantize` finds it with"
                     f" cu_seqlens_d, got {found}"
                 )
-        return documents.to("cpu"), counts
+        documents = documents.to("cpu")
+        tensors: dict[str, Any] = {name: x.resolve_neg() for name, x in documents.tensors().items()}
+        return replace(documents, **tensors), counts
     if isinstance(documents, Tensor) and not documents.is_nested:
         _check_tokens(op, layout, "documents", documents)
-        return documents.detach().cpu().contiguous(), _lengths(op, lengths, documents.shape[0])
+        return documents.detach().cpu().resolve_neg().contiguous(), _lengths(op, lengths, documents.shape[0])
     if lengths is not None:
         raise ValueError(f"{op}: lengths: expected None beside a list of documents")
     if isinstance(documents, Tensor):

@@ -100,7 +100,8 @@ class Corpus:
         storage.safetensors()
         manifest = Manifest.new(op, d, dtype, format, scale)
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / storage.LOCK).exists():
+        lock = path / storage.LOCK
+        if lock.is_symlink() or not lock.exists():
             storage.check_empty(path)
         with storage.locked(path) as writer:
             writer.remove_leftovers()  # of a call that was killed

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from ..arguments import kind_of
+from ..disk import naming
 from ..formats import bucket_weights, slots
 from ..index import Index
 from ..residual import ResidualCodec, reversed_bits
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 _OP = "write_index"
 _SOME = 50_000  # tokens that averages are of, about
@@ -33,6 +35,7 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
         index: documents of residual codes, whose codec normalises and has cutoffs, on any device.
 
     Raises:
+        OSError: an error of the disk, with the path of the file.
         TypeError: `index` is no `Index`, or of another format.
         ValueError: the codec has no cutoffs or does not normalise, bounds do not cover the tokens, or the directory has
             files.
@@ -119,9 +122,14 @@ def _inverted(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tenso
 
 
 def _save(file: Path, x: Tensor) -> None:
-    import numpy as np
+    from numpy.lib import format as npy
 
-    np.save(file, x.contiguous().numpy(), allow_pickle=False)
+    def write(out: BinaryIO) -> None:
+        array = _plain(x)
+        npy.write_array_header_1_0(out, npy.header_data_from_array_1_0(array))
+        out.write(array.data)
+
+    _create(file, write)
 
 
 def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
@@ -129,12 +137,25 @@ def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
     rows = len(x) + padding
     shape = f"({rows},)" if x.dim() == 1 else f"({rows}, {x.shape[1]})"
     about = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER - 11) + "\n"
-    with open(file, "wb") as out:
+
+    def write(out: BinaryIO) -> None:
         out.write(b"\x93NUMPY\x01\x00" + len(about).to_bytes(2, "little") + about.encode("latin1"))
-        out.flush()  # numpy writes past its buffer
-        x.contiguous().numpy().tofile(out)
+        out.write(_plain(x).data)
         out.write(bytes(padding * x[:1].nbytes if len(x) else 0))
+
+    _create(file, write)
 
 
 def _write(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content))
+    _create(file, lambda out: out.write(json.dumps(content).encode()))
+
+
+def _plain(x: Tensor) -> Any:
+    """Return a contiguous array of the numbers in `x`. An array cannot have the negative bit."""
+    return x.detach().resolve_neg().contiguous().numpy()
+
+
+def _create(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a new file. A link of that name, dangling or not, is an error. Errors of the disk name the file."""
+    with naming(file), open(file, "xb") as out:
+        write(out)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..disk import naming, publish
+from ..disk import naming, open_lock_file, publish, save_tensors
 from .codecs import CodecFile, serialized
 from .layout import Kept
 from .manifest import MANIFEST, Manifest, Shard
@@ -132,6 +132,16 @@ class Writer:
     def has_entry(self) -> bool:
         return self.descriptor is not None and self._entry() != b""
 
+    def check_own(self) -> None:
+        """Raise ValueError if the file of the lock has another name and a content that no writer left.
+
+        Such a hard link may lead to a file of the user, which a note would overwrite.
+        """
+        if self.descriptor is None or os.fstat(self.descriptor).st_nlink < 2:
+            return
+        if (entry := self._entry()) and not _ENTRY.fullmatch(entry):
+            raise ValueError(f"{self.path / LOCK}: expected a file of lik_ops, found a hard link to another: remove it")
+
     def _entry(self) -> bytes:
         assert self.descriptor is not None
         return os.pread(self.descriptor, 1 << 10, 0)
@@ -184,6 +194,7 @@ def locked(path: Path) -> Iterator[Writer]:
 
     Raises:
         RuntimeError: there is another writer.
+        ValueError: the file of the lock is a link, or the same file as one outside the corpus.
     """
     try:
         import fcntl
@@ -192,14 +203,16 @@ def locked(path: Path) -> Iterator[Writer]:
         return
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: expected a corpus, found no directory")
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = open_lock_file(path / LOCK)
     _held.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(f"{path}: another writer is appending to this corpus; only one can at a time") from None
-        yield Writer(path, descriptor)
+        writer = Writer(path, descriptor)
+        writer.check_own()
+        yield writer
     finally:
         if descriptor in _held:  # not in a child that was forked meanwhile
             _held.remove(descriptor)
@@ -220,14 +233,10 @@ def write_codec(directory: Path, name: str, codec: CodecFile) -> CodecFile:
 
 def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard:
     """Write a shard into the parent of `directory`, and describe what can be read back."""
-    package, written = safetensors(), []
+    written = []
 
     def save(temporary: Path) -> None:
-        try:
-            package.torch.save_file(tensors, temporary)
-        except package.SafetensorError as error:
-            code = re.search(r"os error (\d+)", str(error))
-            raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from error
+        save_tensors(tensors, temporary)
         written.append((temporary.stat().st_size, sha256_of(temporary)))
 
     publish(directory, name, save)

@@ -1,24 +1,30 @@
-"""What `mkdocs.yml` needs beyond the pages: a hook for files outside of docs/, and a reader of docstrings.
+"""Build the site: a hook of mkdocs for files outside of docs/, and a griffe extension that reads docstrings.
 
 `on_files` adds README.md, CONTRIBUTING.md, CHANGELOG.md and the notebook as pages. `Sections` tells the parser what
-the docstrings of lik_ops mean by their sections, and puts its schema before the text of an operator.
+the docstrings of lik_ops mean by their sections, and puts the schema of an operator below its text.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from griffe import Docstring, Extension
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+try:
+    from griffe import Docstring, Extension
+except ImportError:  # tests import this file without the packages of the site
+    Extension = object
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 NOTEBOOK = "late_interaction"
-# Where the text of each operator is.
+# Paths of the functions whose docstrings describe the operators, below lik_ops.ops.
 OPERATORS = {
     "chamfer.chamfer_bwd": "chamfer_bwd",
     "chamfer.chamfer_fwd": "chamfer_fwd",
@@ -50,18 +56,65 @@ def from_docs(text: str) -> str:
     return text.replace("](docs/", "](").replace("](README.md", "](index.md")
 
 
-def as_page(notebook: dict[str, Any]) -> str:
-    """The cells of a notebook, one below the other."""
-    cells = [("".join(cell["source"]), cell["cell_type"]) for cell in notebook["cells"]]
-    return "\n\n".join(f"```python\n{source}\n```" if kind == "code" else source for source, kind in cells)
+def output_text(output: dict[str, Any]) -> str:
+    """Return the text of a notebook output, which is empty for a picture."""
+    if output["output_type"] == "stream":
+        return "".join(output["text"])
+    data = output["data"]
+    return "" if "image/png" in data else "".join(data["text/plain"])
+
+
+def render_cell(cell: dict[str, Any], pictures: dict[str, bytes]) -> str:
+    """Return a notebook cell and its outputs as Markdown, and add its pictures to `pictures`."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    parts = [f"```python\n{source}\n```"]
+    for output in cell["outputs"]:
+        if text := output_text(output):
+            parts.append(f'```text {{ title="Output" }}\n{text.rstrip()}\n```')
+        else:
+            path = f"images/{NOTEBOOK}-{cell['id']}.png"
+            pictures[path] = base64.b64decode(output["data"]["image/png"])
+            parts.append(f"![The picture that the code above draws]({path})")
+    return "\n\n".join(parts)
+
+
+def render_notebook(notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as Markdown, and its pictures by their paths below docs/."""
+    pictures: dict[str, bytes] = {}
+    return "\n\n".join(render_cell(cell, pictures) for cell in notebook["cells"]), pictures
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    pages = {page: from_docs((ROOT / name).read_text()) for page, name in OUTSIDE.items()}
-    pages[f"{NOTEBOOK}.md"] = as_page(json.loads((ROOT / "examples" / f"{NOTEBOOK}.ipynb").read_text()))
-    for page, content in pages.items():
+    from mkdocs.structure.files import File
+
+    pages: dict[str, str | bytes] = {page: from_docs((ROOT / name).read_text()) for page, name in OUTSIDE.items()}
+    notebook = json.loads((ROOT / "examples" / f"{NOTEBOOK}.ipynb").read_text())
+    pages[f"{NOTEBOOK}.md"], pictures = render_notebook(notebook)
+    for page, content in {**pages, **pictures}.items():
         files.append(File.generated(config, page, content=content))
     return files
+
+
+def split_arguments(arguments: str) -> list[str]:
+    """Split the arguments of a schema at the commas outside of brackets."""
+    parts, depth = [""], 0
+    for character in arguments:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def wrap_schema(schema: str) -> str:
+    """Return a schema with one line for each argument, which no screen cuts."""
+    head, _, result = schema.rpartition(" -> ")
+    name, _, arguments = head.removesuffix(")").partition("(")
+    lines = [f"    {argument}," for argument in split_arguments(arguments)]
+    return "\n".join([f"{name}(", *lines, f") -> {result}"])
 
 
 def schemas() -> dict[str, str]:
@@ -85,7 +138,7 @@ class Sections(Extension):
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.path in self.schemas:
             obj.docstring = obj.docstring or Docstring("", parent=obj)
-            obj.docstring.value = f"{obj.docstring.value}\n\n```text\n{self.schemas[obj.path]}\n```"
+            obj.docstring.value = f"{obj.docstring.value}\n\n```text\n{wrap_schema(self.schemas[obj.path])}\n```"
         if obj.docstring is not None:
             text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n").replace("::\n\n", ":\n\n")
             obj.docstring.value = text.replace("\nReturns:\n    ", "\nReturns:\n    : ")

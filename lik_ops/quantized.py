@@ -58,7 +58,8 @@ class Quantized:
         ValueError: a shape or device is wrong.
 
     Example:
-        >>> data = torch.randint(0, 256, (5, 300, 128), dtype=torch.uint8)  # as another library quantised them
+        >>> # Codes that another library wrote.
+        >>> data = torch.randint(0, 256, (5, 300, 128), dtype=torch.uint8)
         >>> scale, minimum = torch.rand(5, 300) / 100, -torch.rand(5, 300)
         >>> D = lik_ops.Quantized(data, scale, "uint8", 128, torch.float16, minimum=minimum)
         >>> lik_ops.maxsim(torch.randn(2, 32, 128), D).shape
@@ -249,7 +250,8 @@ class Quantized:
 
         Example:
             >>> codec = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-0.1, 0.1]))
-            >>> D = lik_ops.Quantized.of_codes(torch.tensor([[0, 7]]), torch.tensor([[[255], [0]]]).byte(), codec)
+            >>> codes, residuals = torch.tensor([[0, 7]]), torch.tensor([[[255], [0]]]).byte()
+            >>> D = lik_ops.Quantized.of_codes(codes, residuals, codec)
             >>> lik_ops.maxsim(torch.randn(2, 32, 8), D).shape
             torch.Size([2, 1])
         """

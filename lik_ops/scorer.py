@@ -122,7 +122,8 @@ class MaxSimScorer(nn.Module):
         """`lik_ops.retrieve`, which takes `options` too, with the `normalize` of this module.
 
         Example:
-            >>> scores, indices = lik_ops.MaxSimScorer().retrieve(torch.randn(32, 128), torch.randn(50, 300, 128), 3)
+            >>> Q, D = torch.randn(32, 128), torch.randn(50, 300, 128)
+            >>> scores, indices = lik_ops.MaxSimScorer().retrieve(Q, D, 3)
             >>> indices.shape
             torch.Size([3])
         """

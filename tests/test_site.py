@@ -1,7 +1,8 @@
 """The site has every page and every public name. `make docs` builds it, and fails where a link leads nowhere."""
 
-import ast
+import json
 import re
+import sys
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
 
@@ -13,25 +14,22 @@ from lik_ops.opcheck.samples import registered
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+import building  # noqa: E402
+
+PAGES = [ROOT / name for name in building.OUTSIDE.values()] + sorted(DOCS.rglob("*.md"))
 NAV = re.findall(r"^ +- .+: ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1], re.M)
 API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
 DOCUMENTED = re.findall(r"^::: ([\w.]+)$", API, re.M)
 
 
-def assigned(name):
-    """The value of a constant of docs/building.py, which only the environment of the site can import."""
-    for node in ast.parse((DOCS / "building.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"docs/building.py has no {name}")
-
-
 def test_every_page_is_in_the_navigation_once():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    outside = assigned("OUTSIDE")
+    outside = building.OUTSIDE
     assert all((ROOT / name).exists() for name in outside.values())
-    assert (ROOT / "examples" / f"{assigned('NOTEBOOK')}.ipynb").exists()
-    assert sorted(NAV) == sorted({*pages, *outside, f"{assigned('NOTEBOOK')}.md"})
+    assert (ROOT / "examples" / f"{building.NOTEBOOK}.ipynb").exists()
+    assert sorted(NAV) == sorted({*pages, *outside, f"{building.NOTEBOOK}.md"})
 
 
 def test_every_public_name_is_on_a_page():
@@ -46,7 +44,7 @@ def test_every_public_name_is_on_a_page():
 
 def test_every_operator_is_on_a_page():
     documented = dict(re.findall(r'^::: lik_ops\.ops\.([\w.]+)\n    options:\n      heading: "lik::(\w+)"', API, re.M))
-    assert documented == assigned("OPERATORS")
+    assert documented == building.OPERATORS
     assert set(documented.values()) == {*registered(), "maxsim_packaged"}
 
 
@@ -54,3 +52,49 @@ def test_every_operator_is_on_a_page():
 def test_operators_are_where_the_page_says(name):
     path = ROOT / Path(*name.split(".")[:-1]).with_suffix(".py")
     assert f"\ndef {name.split('.')[-1]}(" in path.read_text()
+
+
+def test_the_table_of_contents_has_the_heading_of_every_entry():
+    options = re.findall(r"^      heading: (.+)\n      toc_label: (.+)$", API, re.M)
+    assert len(options) == len(re.findall(r"^      heading:", API, re.M)) > len(building.OPERATORS)
+    assert all(heading == label for heading, label in options)
+
+
+@pytest.mark.parametrize("name", building.OPERATORS.values())
+def test_a_schema_has_a_line_for_each_argument(name):
+    schema = building.schemas()[name]
+    lines = building.wrap_schema(schema).splitlines()
+    assert lines[0] == f"lik::{name}(" and lines[-1].startswith(") -> ")
+    assert max(map(len, lines)) <= 88
+    body = ", ".join(line.strip().removesuffix(",") for line in lines[1:-1])
+    assert f"{lines[0]}{body}{lines[-1]}" == schema
+    assert all(re.fullmatch(r"    (\*|[A-Za-z?\[\]0-9]+ [\w=.\"]+),", line) for line in lines[1:-1])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_link_texts_name_the_page_and_not_its_file(path):
+    assert not re.findall(r"\[`?[\w./-]+\.md`?\]\(", path.read_text())
+
+
+COLUMNS = 100  # of code that a window of 1,280 pixels shows
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_code_of_pages_fits_the_window(path):
+    code = re.findall(r"^```\w*\n(.*?)^```$", path.read_text(), re.M | re.S)
+    assert not [line for block in code for line in block.splitlines() if len(line) > COLUMNS]
+
+
+def test_code_of_the_notebook_and_of_docstrings_fits_the_window():
+    cells = json.loads((ROOT / "examples" / f"{building.NOTEBOOK}.ipynb").read_text())["cells"]
+    lines = [line.rstrip() for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+    sources = [path.read_text() for path in sorted((ROOT / "lik_ops").rglob("*.py"))]
+    lines += [line for source in sources for line in re.findall(r"^ +((?:>>>|\.\.\.) .+)$", source, re.M)]
+    assert not [line for line in lines if len(line) > COLUMNS]
+
+
+def test_every_environment_variable_is_on_the_page_of_settings():
+    sources = "".join(path.read_text() for path in sorted((ROOT / "lik_ops").rglob("*.py")))
+    read = set(re.findall(r"\bLIK_OPS_[A-Z]+(?:_[A-Z]+)*\b", sources))
+    listed = re.findall(r"^\| `(LIK_OPS_\w+)` \|", (DOCS / "api" / "settings.md").read_text(), re.M)
+    assert sorted(listed) == sorted(read)

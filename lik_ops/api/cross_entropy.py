@@ -56,7 +56,8 @@ def maxsim_cross_entropy(
         NotImplementedError: `torch.func` would differentiate it.
 
     Example:
-        >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(24, 180, 128, requires_grad=True)
+        >>> Q = torch.randn(8, 32, 128, requires_grad=True)
+        >>> D = torch.randn(24, 180, 128, requires_grad=True)
         >>> lik_ops.maxsim_cross_entropy(Q, D, temperature=0.02, normalize=True).backward()
         >>> Q.grad.shape, D.grad.shape  # documents 8 to 23 are negatives of all queries
         (torch.Size([8, 32, 128]), torch.Size([24, 180, 128]))

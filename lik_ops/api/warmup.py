@@ -73,7 +73,8 @@ def warmup(
         TypeError, ValueError: as `maxsim`; also where a size is not positive.
 
     Example:
-        >>> calls = lik_ops.warmup("cpu", torch.bfloat16, d=128, Lq=32, Nq=(1, 16), Ld=300, Nd=2, d_mask=True)
+        >>> sizes = {"d": 128, "Lq": 32, "Nq": (1, 16), "Ld": 300, "Nd": 2}
+        >>> calls = lik_ops.warmup("cpu", torch.bfloat16, **sizes, d_mask=True)
         >>> [said for said, seconds in calls]
         ['maxsim, Q [1, 32, 128], D [2, 300, 128]', 'maxsim, Q [16, 32, 128], D [2, 300, 128]']
     """

@@ -112,7 +112,8 @@ def maxsim_inbatch(
         >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
         >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
         >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)  # [8, 8 * the number of ranks]
-        >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))  # document i answers query i
+        >>> # Document i answers query i.
+        >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))
         >>> torch.nn.functional.cross_entropy(scores, labels).backward()
         >>> torch.distributed.destroy_process_group()
     """

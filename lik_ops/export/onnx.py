@@ -22,9 +22,11 @@ def onnx_translations() -> dict[Any, Callable]:
         ModuleNotFoundError: onnxscript is not installed.
 
     Example:
-        >>> model, inputs = lik_ops.MaxSimScorer().eval(), (torch.randn(4, 32, 128), torch.randn(50, 300, 128))
+        >>> model = lik_ops.MaxSimScorer().eval()
+        >>> inputs = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
         >>> table = lik_ops.export.onnx_translations()
-        >>> program = torch.onnx.export(model, inputs, dynamo=True, verbose=False, custom_translation_table=table)
+        >>> options = {"dynamo": True, "verbose": False, "custom_translation_table": table}
+        >>> program = torch.onnx.export(model, inputs, **options)
         >>> program.save("model.onnx")
     """
     try:

@@ -168,7 +168,8 @@ def colbert_scores_pairwise(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> sentence_transformers.colbert_scores_pairwise(torch.randn(2, 32, 128), torch.randn(2, 300, 128)).shape
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 300, 128)
+        >>> sentence_transformers.colbert_scores_pairwise(Q, D).shape
         torch.Size([2])
     """
     tensors = queries_embeddings, documents_embeddings, queries_mask, documents_mask
@@ -193,7 +194,8 @@ def colbert_kd_scores(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> sentence_transformers.colbert_kd_scores(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)
+        >>> sentence_transformers.colbert_kd_scores(Q, D).shape
         torch.Size([2, 8])
     """
     D = _scoring.as_dense(documents_embeddings)

@@ -39,6 +39,19 @@ def same_size(a, b, message) -> None:
         torch._check_value(a == b, message)
 
 
+def require(condition, message) -> None:
+    """Raise ``ValueError(message())`` if `condition` is false. A symbolic condition becomes a run-time check.
+
+    `torch._check_value` imports sympy, also for plain booleans. Calls of lik_ops import nothing.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._check_value(condition)  # torch 2.11 traces no message
+    elif not isinstance(condition, bool):
+        torch._check_value(condition, message)
+    elif not condition:
+        raise ValueError(message())
+
+
 def shape_of(t: Tensor) -> str:
     return str(list(t.shape))
 

@@ -109,8 +109,12 @@ class _Launch(NamedTuple):
     last: list[int]  # slots of memory that no later launch reads
 
 
-class Recorder(TorchDispatchMode):
-    """Sees what a call does: memory by way of torch, launches by way of `launcher`."""
+class _Observer:
+    """Record allocations, fills and launches of a call.
+
+    The handler of torch's operators is inherited rather than defined by the mode itself: a mode that defines it imports
+    `torch._dynamo`, sympy and FSDP at its first operator, which takes seconds.
+    """
 
     def __init__(self, given: Tensors) -> None:
         super().__init__()
@@ -121,14 +125,6 @@ class Recorder(TorchDispatchMode):
         self.made = 0
         self.obstacle = ""  # why the call cannot be replayed
         self.spans |= {slot: _span(x) for slot, x in enumerate(given) if x is not None and x.numel()}
-
-    def __enter__(self):
-        launcher.recording.by = self
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        launcher.recording.by = None
-        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -227,6 +223,18 @@ class Recorder(TorchDispatchMode):
                 return self.count + n
         self.obstacle = self.obstacle or "a result is no memory of its own"
         return 0
+
+
+class Recorder(_Observer, TorchDispatchMode):
+    """The mode that observes a call: memory by way of torch, launches by way of `launcher`."""
+
+    def __enter__(self):
+        launcher.recording.by = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        launcher.recording.by = None
+        return super().__exit__(*error)
 
 
 @lru_cache(maxsize=256)

@@ -26,6 +26,7 @@ from ..arguments import (
     check_flag,
     check_indices,
     check_types,
+    require,
     score_dtype,
     shape_of,
 )
@@ -103,8 +104,7 @@ def check_call(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
         check_labels(op, labels, Q)
     elif D.dim() == 3:
         message = f"{op}: labels: expected [Nq] where there are fewer documents than queries, got None"
-        explained = () if torch.compiler.is_dynamo_compiling() else (lambda: message,)  # torch 2.11 traces none
-        torch._check_value(D.shape[0] >= Q.shape[0], *explained)
+        require(D.shape[0] >= Q.shape[0], lambda: message)
 
 
 def default_labels(Q: Tensor, D: Tensor) -> Tensor:

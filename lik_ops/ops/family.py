@@ -12,7 +12,7 @@ from torch.library import CustomOpDef
 
 from .. import backends
 from .._ops import add_op_namespace_prefix
-from ..arguments import BACKWARDS, check_choice, score_dtype
+from ..arguments import BACKWARDS, check_choice, require, score_dtype
 from ..segments import Dense, Ragged, Shape
 from ..settings import requested_backend, use_backend
 from .watchers import described_below, fp32_precision
@@ -87,7 +87,7 @@ def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.de
     same: Any = t.dim() == len(expected)
     for found, size in zip(t.shape, expected, strict=False):
         same = same and found == size
-    torch._check_value(same, lambda: f"{op}: {name}: expected {list(expected)}, got {list(t.shape)}")
+    require(same, lambda: f"{op}: {name}: expected {list(expected)}, got {list(t.shape)}")
     if t.device != device:
         raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {t.device}")
 

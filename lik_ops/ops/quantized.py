@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ..arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of
+from ..arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of, require
 from ..formats import OPERANDS, Format, Stored
 from ..segments import Ragged
 from . import values
@@ -43,7 +43,7 @@ def _check(r: Ragged, stored: Stored, argmax_dtype: Any) -> None:
     expected = -(-r.Q.shape[-1] // kept.each)
     if stored.data.dtype != kept.bytes:
         raise TypeError(f"{_FWD}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
-    torch._check_value(
+    require(
         stored.data.dim() == 2 and stored.data.shape[1] == expected,
         lambda: f"{_FWD}: data: expected [Td, {expected}] for d = {r.Q.shape[-1]}, got {list(stored.data.shape)}",
     )

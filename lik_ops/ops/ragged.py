@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for
+from ..arguments import argmax_dtype_for, require
 from ..segments import Ragged
 from . import values
 from .custom import custom_op
@@ -43,7 +43,7 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_ragged_fwd", "maxsim_ragged_b
 
 def _check_forward(tensors: Ragged, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
     check_forward(_FWD, tensors, argmax_dtype, backward)
-    torch._check_value(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
+    require(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_ragged_fwd"), _FWD_SCHEMA)

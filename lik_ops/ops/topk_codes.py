@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor
+from ..arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor, require
 from ..portable.blocks import product
 from . import topk
 from .custom import custom_op
@@ -82,7 +82,7 @@ def _check(s: CodeSearch) -> None:
             raise ValueError(f"{_NAME}: {name}: expected the device of Q, {s.Q.device}, got {x.device}")
     if s.codes.dim() != (2 if s.cu_seqlens_d is None else 1):
         raise ValueError(f"{_NAME}: codes: expected [Nd, Ld], or [Td] with cu_seqlens_d, got {list(s.codes.shape)}")
-    torch._check_value(
+    require(
         s.centroids.dim() == 2 and s.centroids.shape[1] == s.Q.shape[-1],
         lambda: f"{_NAME}: centroids: expected [C, {s.Q.shape[-1]}], as Q has, got {list(s.centroids.shape)}",
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import check_choice, score_dtype, shape_of
+from ..arguments import check_choice, require, score_dtype, shape_of
 from ..portable.xtr import forward_xtr
 from ..segments import Dense
 from .custom import custom_op
@@ -33,7 +33,7 @@ def check_xtr(op: str, x: Dense, top_k: Any, normalizer: Any) -> None:
     if x.D.dim() != 3:
         raise ValueError(f"{op}: D: expected [Nd, Ld, d], the documents of the whole batch, got {shape_of(x.D)}")
     check_choice(op, "normalizer", normalizer, NORMALIZERS)
-    torch._check_value(top_k >= 1, lambda: f"{op}: top_k: expected 1 or more, got {top_k}")
+    require(top_k >= 1, lambda: f"{op}: top_k: expected 1 or more, got {top_k}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_xtr_fwd"), _SCHEMA)

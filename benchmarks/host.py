@@ -75,6 +75,7 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     wide_Q, wide_D = (torch.randn(*n, 128, device=Q.device, dtype=Q.dtype) for n in ((16, 32), (1000, 300)))
     holes = torch.rand(1000, 300, device=Q.device) < 0.7
     one, int8 = wide_Q[:1], lik_ops.quantize(wide_D)
+    two_int8 = int8, lik_ops.quantize(wide_D[:600, :180])
     found: dict[str, Callable[[], object]] = {
         "lik_ops.maxsim": lambda: lik_ops.maxsim(Q, D),
         "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
@@ -86,6 +87,7 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
         "lik_ops.maxsim, 16 x 1000": lambda: lik_ops.maxsim(wide_Q, wide_D),
         "lik_ops.maxsim, 16 x 1000, masks": lambda: lik_ops.maxsim(wide_Q, wide_D, None, holes),
         "lik_ops.maxsim, 1 x 1000, int8": lambda: lik_ops.maxsim(one, int8),
+        "lik_ops.maxsim, 1 x 1000, two int8 shapes": lambda: lik_ops.maxsim(one, two_int8[next(turn) % 2]),
         "lik_ops.maxsim_soft": lambda: lik_ops.maxsim_soft(Q, D, 0.1),
         "lik_ops.retrieve": lambda: lik_ops.retrieve(Q, D, 4),
         "lik::maxsim_fwd": lambda: torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, None, "auto"),

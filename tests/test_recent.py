@@ -322,3 +322,23 @@ def test_features_that_bytes_do_not_tell_are_told_apart(checked):
     recognise_quantized(checked, lambda: lik_ops.maxsim(Q, D))
     with pytest.raises(ValueError, match="d"):
         lik_ops.maxsim(Q, other)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_alternating_shapes_of_quantized_documents_are_checked_once_each(checked, packed):
+    """Each shape costs its checks once, in whatever order the calls come."""
+    Q = torch.randn(2, 3, 16)
+    documents = [lik_ops.quantize(torch.randn(n, length, 16)) for n, length in ((5, 6), (4, 7), (5, 9))]
+
+    def call(D):
+        if not packed:
+            return lik_ops.maxsim(Q, D)
+        flat = lik_ops.Quantized(D.data.flatten(0, 1), D.scale.flatten(), "int8", 16, D.dtype)
+        return lik_ops.maxsim_varlen(Q, flat, None, torch.arange(0, len(flat) + 1, D.data.shape[1]))
+
+    for D in documents:
+        call(D)
+    checked.clear()
+    for D in documents * 3:
+        assert call(D).shape == (2, len(D))
+    assert not checked

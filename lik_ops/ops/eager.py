@@ -328,23 +328,38 @@ def maxsim_quantized(
     return backend.forward_quantized_cut(c, stored, options[1], argmax_dtype_for(c.Td) if with_argmax else None)
 
 
+def _quantized_key(tensors: tuple, options: tuple) -> tuple | None:
+    """The key in `_calls` of a call with quantized documents, or None if the call has to take the operator."""
+    if not nobody_watches():
+        return None
+    Q, data, *indices, q_mask, d_mask, q_weight = tensors[:10]
+    description = described_but_rows((Q, data, q_mask, d_mask, q_weight, *tensors[10:]), tuple(indices), options[1:])
+    return None if description is None else ("quantized", options[0], *description)
+
+
 def _remember_quantized(stored: Stored, c: Cut, options: tuple, backend: Any) -> None:
-    scales = stored.scale, stored.minimum, *stored[4:]
-    options = *options, stored.format, requested_backend()
-    description = described_but_rows((c.Q, c.D, *c.per_token, *scales), c.indices, options[1:])
-    if description is not None:
-        key = ("quantized", options[0], *description)
-        found = _calls.get(key) or _remember(key, (backend,))
-        _recent["quantized"].saw(found, (*c.tensors, *scales), options)
+    tensors = *c.tensors, stored.scale, stored.minimum, *stored[4:]
+    key = _quantized_key(tensors, (*options, stored.format, requested_backend()))
+    if key is not None and key not in _calls:
+        _remember(key, (backend,))
 
 
 def quantized_again(stored: Stored, Q: Any, indices: tuple, per_token: tuple, options: tuple) -> Tensor | None:
-    """The scores of a call like those that `maxsim_quantized` made last, of arguments that nobody checked; None of
-    others."""
+    """Return the scores if `maxsim_quantized` has made a call of the same description before, else None.
+
+    The arguments need no checks of their own.
+    """
     if _is_compiling() or checks_values():
         return None
     tensors = Q, stored.data, *indices, *per_token, stored.scale, stored.minimum, *stored[4:]
-    found = _recent["quantized"].find(tensors, (*options, stored.format, requested_backend()))
+    options, recent = (*options, stored.format, requested_backend()), _recent["quantized"]
+    found = recent.find(tensors, options)
+    if found is None:
+        key = _quantized_key(tensors, options)
+        found = None if key is None else _calls.get(key)
+        # `recent` ignores leading sizes, so it recognizes only indices that are contiguous at every leading size.
+        if found is not None and all(map(is_packed, indices)):
+            recent.saw(found, tensors, options)
     sizes = None if found is None else sizes_of(Q, stored.data, indices, per_token, None)
     if sizes is None:
         return None

@@ -18,6 +18,7 @@ from torch.library import CustomOpDef
 
 from .._ops import ops as lik
 from .documented import document
+from .stack.checkpointing import uncached
 
 _HIDDEN = "__dynamo_disable"  # the attribute in which torch keeps a body that it has hidden
 _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
@@ -88,9 +89,11 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str) -> None:
         unusual = ~_union([getattr(_C.DispatchKey, key) for key in keys])
 
         def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
-            if keyset.raw_repr() & unusual or (may_record() and wants(*args)):
-                return records(keyset, *args)
-            return body(*args)
+            records_gradients = may_record() and wants(*args)
+            if keyset.raw_repr() & unusual:
+                found = records(keyset, *args)
+                return found if records_gradients else uncached(found)
+            return records(keyset, *args) if records_gradients else body(*args)
 
         if not _is_skipped(recorded, below=True):
             return

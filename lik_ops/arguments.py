@@ -4,7 +4,9 @@ Dense layouts are told apart by the rank of D: the cross product ``Q [Nq, Lq, d]
 ``Q [Nq, Lq, d]``, ``D [Nq, K, Ld, d]``. Sizes may be symbolic (torch.compile, torch.export): they are only compared.
 """
 
+import math
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -63,10 +65,17 @@ def kind_of(x: Any) -> str:
     return "a nested tensor" if x.is_nested else f"a tensor {shape_of(x)}"
 
 
+def describe_non_tensor(x: Any) -> str:
+    """Return the type of `x` for an error that expected a tensor, with a hint if torch can convert `x`."""
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(x, numpy.ndarray) and not isinstance(x, numpy.ma.MaskedArray)
+    return kind_of(x) + ": convert it with torch.from_numpy" * is_array
+
+
 def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
     """Raise TypeError, naming the argument, unless it is a tensor, or None where there need not be one."""
     if not isinstance(x, Tensor) and not (or_none and x is None):
-        raise TypeError(f"{op}: {name}: expected a Tensor{' or None' * or_none}, got {type(x).__name__}")
+        raise TypeError(f"{op}: {name}: expected a Tensor{' or None' * or_none}, got {describe_non_tensor(x)}")
 
 
 def check_flag(op: str, name: str, x: Any) -> None:
@@ -106,6 +115,15 @@ def as_device(op: str, given: Any) -> torch.device:
     raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
 
 
+def check_is_present(op: str, device: torch.device) -> None:
+    """Raise ValueError, naming the argument, for a device that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).split(".")[0].splitlines()[0][:150]
+        raise ValueError(f"{op}: device: expected a device of this machine, got {device}: {reason}") from error
+
+
 def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:
     """Raise TypeError or ValueError, naming the argument, unless these are what the scoring functions take."""
     check_flag(op, "normalize", normalize)
@@ -135,11 +153,32 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
+def check_has_values(op: str, name: str, t: Tensor) -> None:
+    """Raise ValueError, naming the argument, for tensors on the meta device."""
+    if t.is_meta:
+        raise ValueError(f"{op}: {name}: expected values, got a tensor on the meta device, which has none")
+
+
+def check_fits_memory(op: str, name: str, shape: Sequence) -> None:
+    """Raise ValueError, naming the argument, if int64 cannot count the bytes of a tensor of 8-byte elements."""
+    if torch.compiler.is_compiling():
+        return  # it would guard on sizes
+    if all(isinstance(n, int) for n in shape) and 8 * math.prod(max(n, 1) for n in shape) > _INT64_MAX:
+        raise ValueError(f"{op}: {name}: expected sizes that fit memory, got {list(shape)}")
+
+
 def check_dtype(op: str, name: str, dtype: Any) -> None:
     """Raise TypeError, naming the argument, unless it is one that tokens may have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype)
+        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype) + _dtype_hint(dtype)
         raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+
+
+def _dtype_hint(x: Any) -> str:
+    """Name the torch dtype that a string or a numpy dtype stands for, or return an empty string."""
+    spelled = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
+    named = getattr(torch, str(spelled).removeprefix("torch."), None)
+    return f" {reprlib.repr(spelled)}: pass {named}" if isinstance(named, torch.dtype) and named in DTYPES else ""
 
 
 def check_floats(op: str, name: str, x: Any) -> None:
@@ -154,18 +193,21 @@ def _has_rank(t: Tensor, shape: str) -> bool:
     return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank
 
 
-def check_tokens(op: str, Q: Tensor, D: Tensor, q_shapes: Sequence[str], d_shapes: Sequence[str]) -> None:
+def check_tokens(
+    op: str, Q: Tensor, D: Tensor, q_shapes: Sequence[str], d_shapes: Sequence[str], hints: Sequence[str] = ("", "")
+) -> None:
     """Raise unless Q and D are embeddings of a rank that `q_shapes` and `d_shapes` spell, alike in dtype, device and d.
 
     Args:
         q_shapes, d_shapes: shapes as messages say them: ``("[Lq, d]", "[Nq, Lq, d]")``, or ``("[..., L, d]",)``.
+        hints: text that messages add to the shapes of Q and of D.
     """
-    for name, t, shapes in (("Q", Q, q_shapes), ("D", D, d_shapes)):
+    for name, t, shapes, hint in (("Q", Q, q_shapes, hints[0]), ("D", D, d_shapes, hints[1])):
         check_tensor(op, name, t)
         check_strided(op, name, t)
         if not any(_has_rank(t, shape) for shape in shapes):
             expected = " or ".join([", ".join(shapes[:-1]), shapes[-1]] if len(shapes) > 1 else shapes)
-            raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(t)}")
+            raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {shape_of(t)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
     if D.dtype != Q.dtype:
@@ -190,6 +232,12 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
             same_size(found, size, message)
 
 
+def _known(expected: Sequence, spelled: str) -> str:
+    """Return the sizes that a message has to show next to `spelled`."""
+    is_spelled = all(n is None or str(n) in spelled for n in expected)
+    return "" if is_spelled else f" = [{', '.join('*' if n is None else str(n) for n in expected)}]"
+
+
 def check_indices(
     op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
 ) -> None:
@@ -199,7 +247,7 @@ def check_indices(
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
     check_strided(op, name, x)
-    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {spelled}, got {shape_of(x)}")
+    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {spelled}{_known(expected, spelled)}, got {shape_of(x)}")
     if x.device != device:
         raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
 
@@ -236,7 +284,8 @@ def check_mask(
     """Raise unless `mask` is None or a mask of the tokens `of`, of one of `dtypes`."""
     if _check_like(op, name, mask, of_name, of) and mask.dtype not in dtypes:
         expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
-        raise TypeError(f"{op}: {name}: expected {expected}, got {mask.dtype}")
+        hint = f": for a mask of ones and zeros pass {name} != 0" * mask.dtype.is_floating_point
+        raise TypeError(f"{op}: {name}: expected {expected}, got {mask.dtype}{hint}")
 
 
 def check_weight(op: str, q_weight: Any, Q: Tensor) -> None:

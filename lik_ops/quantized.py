@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from .arguments import (
     check_dtype,
     check_strided,
     check_tensor,
+    describe_non_tensor,
     kind_of,
     shape_of,
 )
@@ -95,22 +97,25 @@ class Quantized:
         if self.minimum is not None and not kept.affine:
             raise TypeError(f"{op}: minimum: expected None for {self.format}, got {kind_of(self.minimum)}")
         for name, required in (("scale", True), ("minimum", kept.affine)):
-            x = getattr(self, name)
-            fits = _has_sizes(x, tokens)
-            self._check(name, x, required, fits, f"{list(tokens)}, or 1 for any size,")
+            sizes = f"{list(tokens)}, or 1 for any size,"
+            self._check(name, getattr(self, name), required, lambda x: _has_sizes(x, tokens), sizes)
         of_packed, documents = len(tokens) == 1, tokens[:-1]
+
+        def fits_documents(x: Tensor) -> bool:
+            return x.dim() <= 2 if of_packed else x.shape == documents
+
         for name in ("error", "norm"):
-            x = getattr(self, name)
-            fits = isinstance(x, Tensor) and (x.dim() <= 2 if of_packed else x.shape == documents)
-            self._check(name, x, False, fits, "[] or [Nd]" if of_packed else f"{list(documents)}")
+            sizes = "[] or [Nd]" if of_packed else f"{list(documents)}"
+            self._check(name, getattr(self, name), False, fits_documents, sizes)
         self._check_codes(tokens, kept.nbits)
 
     def _check_codes(self, tokens: torch.Size, nbits: int) -> None:
         op, codes, codec = "Quantized", self.codes, self.codec
         for name, x, kind in (("codes", codes, Tensor), ("codec", codec, ResidualCodec)):
             if not isinstance(x, kind if nbits else type(None)):
+                found = kind_of(x) if kind is ResidualCodec or not nbits else describe_non_tensor(x)
                 raise TypeError(
-                    f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {kind_of(x)}"
+                    f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {found}"
                 )
         if codes is None or codec is None:
             return
@@ -128,14 +133,14 @@ class Quantized:
             detached: dict[str, Any] = {name: x.detach() for name, x in tensors.items()}
             object.__setattr__(self, "codec", replace(codec, **detached))
 
-    def _check(self, name: str, x: Any, required: bool, fits: bool, expected: str) -> None:
+    def _check(self, name: str, x: Any, required: bool, fits: Callable[[Tensor], bool], expected: str) -> None:
         check_tensor("Quantized", name, x, or_none=not required)
         if x is None:
             return
         check_strided("Quantized", name, x)
         if x.dtype != torch.float32:
             raise TypeError(f"Quantized: {name}: expected torch.float32, got {x.dtype}")
-        if not fits or x.device != self.data.device:
+        if not fits(x) or x.device != self.data.device:
             raise ValueError(
                 f"Quantized: {name}: expected {expected} on the device of data, {self.data.device}, got {shape_of(x)}"
                 f" on {x.device}"
@@ -258,8 +263,10 @@ class Quantized:
         if not isinstance(codec, ResidualCodec):
             raise TypeError(f"Quantized.of_codes: codec: expected a ResidualCodec, got {kind_of(codec)}")
         codec.check_codes("Quantized.of_codes", codes, residuals)
+        if dtype is not None:
+            check_dtype("Quantized.of_codes", "dtype", dtype)
         scale = codec.scales(codes, residuals)
-        dtype = dtype or codec.centroids.dtype
+        dtype = codec.centroids.dtype if dtype is None else dtype
         return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -308,11 +315,9 @@ class Quantized:
             raise ValueError(f"Quantized: path: {expected}, got {path}: {error}") from error
 
 
-def _has_sizes(x: Any, sizes: torch.Size) -> bool:
+def _has_sizes(x: Tensor, sizes: torch.Size) -> bool:
     """Whether a tensor has these sizes, or 1 in place of any."""
-    if not isinstance(x, Tensor) or x.dim() != len(sizes):
-        return False
-    return all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+    return x.dim() == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
 
 
 def stand_in(D: Quantized) -> Tensor:

@@ -22,6 +22,7 @@ from .arguments import (
     check_dtype,
     check_flag,
     check_floats,
+    check_has_values,
     check_strided,
     check_tensor,
     shape_of,
@@ -275,6 +276,7 @@ class ResidualCodec:
         """
         op = "ResidualCodec.train"
         check_floats(op, "tokens", tokens)
+        check_has_values(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] < 1:
             raise ValueError(f"{op}: tokens: expected [..., d], got {shape_of(tokens)}")
         for name, count, least in (("nbits", nbits, 1), ("iterations", iterations, 1), ("seed", seed, -(2**63))):

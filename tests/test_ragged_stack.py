@@ -144,7 +144,10 @@ def test_bad_options_are_named(op):
 
 def test_bad_shapes_of_the_two_kinds_of_sides():
     for call, message in (
-        (lambda: lik_ops.maxsim_varlen(Q3[None], D2, None, CU_D), "maxsim_varlen: Q: expected [Nq, Lq, d]"),
+        (
+            lambda: lik_ops.maxsim_varlen(Q3[None], D2, None, CU_D),
+            "maxsim_varlen: Q: expected [Lq, d] or [Nq, Lq, d], or [Tq",
+        ),
         (lambda: lik_ops.maxsim_varlen(Q3, D2, CU_Q, CU_D), "maxsim_varlen: Q: expected [Tq, d]"),
         (lambda: lik_ops.maxsim_varlen(Q2, D2, CU_Q, None), "maxsim_varlen: D: expected [Nd, Ld, d]"),
         (lambda: lik_ops.maxsim_varlen(Q2, D2, CU_Q[:0], CU_D), "maxsim_varlen: cu_seqlens_q: expected [N + 1]"),

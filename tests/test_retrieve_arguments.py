@@ -78,7 +78,7 @@ BAD_LISTS = {
     "ranks": (dict(D=[torch.zeros(8)]), ValueError, r"D: expected a list of \[L, d\]"),
     "dense": (dict(D=[torch.zeros(2, 3, 8)]), ValueError, r"D: expected a list of \[L, d\]"),
     "d": (dict(D=[torch.zeros(3, 8), torch.zeros(3, 7)]), ValueError, r"D\[1\]: expected \[L, 8\], got \[3, 7\]"),
-    "other d": (dict(D=[torch.zeros(3, 7)]), ValueError, "D: expected d = 8"),
+    "other d": (dict(D=[torch.zeros(3, 7)]), ValueError, r"D\[0\]: expected d = 8 as in Q, got \[3, 7\]"),
     "dtypes": (dict(D=[torch.zeros(3, 8), torch.zeros(3, 8).half()]), TypeError, r"D\[1\]: expected the dtype"),
     "mask": (dict(d_mask=torch.ones(20, 6)), ValueError, "d_mask: expected None beside a list or nested tensor D"),
     "offsets": (dict(cu_seqlens_d=torch.ones(3)), ValueError, "cu_seqlens_d: expected None beside a list or nested"),

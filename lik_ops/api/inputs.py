@@ -16,12 +16,14 @@ from ..arguments import (
     as_bool,
     check_count,
     check_cu_seqlens,
+    check_fits_memory,
     check_floats,
     check_indices,
     check_mask,
     check_options,
     check_per_token,
     check_tokens,
+    describe_non_tensor,
     kind_of,
     same_size,
     shape_of,
@@ -34,7 +36,7 @@ from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
 from ..quantized import Quantized, stand_in
 from ..segments import Ragged
-from .packing import Sequences, is_sequences, sequences, weights_of
+from .packing import Sequences, is_sequences, sequences, spelled_shapes, weights_of
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
 Documents: TypeAlias = Tokens | Quantized | Index
@@ -89,6 +91,7 @@ def given(
     with_argmax: bool = False,
     d_shape: str | None = None,
     lifts: str = "",
+    packs: str = "",
     refused: bool = False,
 ) -> Given:
     """Pack what came as sequences, and check the arguments that all layouts share.
@@ -96,6 +99,7 @@ def given(
     Args:
         d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
         lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
+        packs: which of Q and D the function accepts packed, with `cu_seqlens`. For messages only.
         refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
@@ -125,8 +129,9 @@ def given(
         documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = _in_region(Q, D, q_weight, quantized is not None)
-    d_shape = d_shape or _spelled("d", cu_seqlens_d)
-    check_tokens(op, Q, D, (_spelled("q", cu_seqlens_q),), (d_shape,))
+    q_spelled = spelled_shapes("q", cu_seqlens_q, lifts, packs)
+    d_spelled = ((d_shape,), "") if d_shape else spelled_shapes("d", cu_seqlens_d, lifts, packs)
+    check_tokens(op, Q, D, q_spelled[0], d_spelled[0], (q_spelled[1], d_spelled[1]))
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     _check_bounds(op, "q", cu_seqlens_q, Q)
     _check_bounds(op, "d", cu_seqlens_d, D)
@@ -183,7 +188,7 @@ def beside(g: Given, D: Tensor | Quantized) -> Given:
 def _beside(op: str, Q: Any, quantized: Quantized) -> Tensor:
     """A stand-in for the documents, of the dtype that they had: that of a list of no queries."""
     if not isinstance(Q, (list, tuple, Tensor)):
-        raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {kind_of(Q)}")
+        raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {describe_non_tensor(Q)}")
     if isinstance(Q, Tensor) and not Q.is_nested:
         check_floats(op, "Q", Q)  # torch makes no stand-in beside some layouts and dtypes
     like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
@@ -193,16 +198,11 @@ def _beside(op: str, Q: Any, quantized: Quantized) -> Tensor:
 
 
 def _is_single(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.is_nested and x.dim() == 2
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and x.dim() == 2
 
 
 def _lifted(x: Any) -> Any:
-    return x.unsqueeze(0) if isinstance(x, Tensor) and not x.is_nested else x
-
-
-def _spelled(side: str, cu_seqlens: Tensor | None) -> str:
-    """The shape that a side has to have, packed or dense."""
-    return f"[N{side}, L{side}, d]" if cu_seqlens is None else f"[T{side}, d]"
+    return x.unsqueeze(0) if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested else x
 
 
 def _short(
@@ -279,6 +279,7 @@ def pair_list(g: Given, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple
     check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if max_seqlen_q is not None:
         check_count(g.op, "max_seqlen_q", max_seqlen_q)
+        check_fits_memory(g.op, "max_seqlen_q", (pairs.shape[0], max_seqlen_q) if g.with_argmax else ())
     elif g.queries is not None and g.queries.lengths is not None:
         max_seqlen_q = max(g.queries.lengths, default=0)
     beyond = 0

@@ -13,11 +13,14 @@ from ..arguments import (
     INDEX_DTYPES,
     check_count,
     check_cu_seqlens,
+    check_fits_memory,
+    check_has_values,
     check_indices,
     check_strided,
     check_tensor,
     check_tokens,
-    kind_of,
+    describe_non_tensor,
+    same_size,
     score_dtype,
     shape_of,
 )
@@ -32,6 +35,7 @@ __all__ = [
     "pack_padded",
     "packed",
     "sequences",
+    "spelled_shapes",
     "unpack",
     "weights_of",
 ]
@@ -86,8 +90,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         raise ValueError("unpack: packed: expected [T, ...], got []")
     check_tensor("unpack", "cu_seqlens", cu_seqlens)
     check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
-    if cu_seqlens.is_meta:
-        raise ValueError("unpack: cu_seqlens: expected values, got a tensor on the meta device, which has none")
+    check_has_values("unpack", "cu_seqlens", cu_seqlens)
     ends = cu_seqlens.cpu()
     values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed)
     return [packed[a:b] for a, b in itertools.pairwise(ends.tolist())]
@@ -117,6 +120,7 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
     if lengths.dtype not in INDEX_DTYPES:
         raise TypeError(f"lengths_to_mask: lengths: expected int32 or int64, got {lengths.dtype}")
     check_count("lengths_to_mask", "L", L)
+    check_fits_memory("lengths_to_mask", "L", (*lengths.shape, L))
     return torch.arange(L, device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -207,7 +211,7 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
             return Sequences(x.values(), jagged.offsets(), None, x.shape[1])
         x = x.unbind()  # rows between the sequences, or another layout
     if not isinstance(x, Iterable) or (isinstance(x, Tensor) and x.dim() == 0):
-        raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {kind_of(x)}")
+        raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {describe_non_tensor(x)}")
     if isinstance(x, Tensor):
         check_strided(op, name, x)
     sequences = [*x]
@@ -219,7 +223,7 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
     for i, t in enumerate(sequences):
         at = f"{op}: {name}[{i}]"
         if not isinstance(t, Tensor):
-            raise TypeError(f"{at}: expected a Tensor, got {type(t).__name__}")
+            raise TypeError(f"{at}: expected a Tensor, got {describe_non_tensor(t)}")
         check_strided(op, f"{name}[{i}]", t)
         if t.dim() == 0 or t.shape[1:] != first.shape[1:]:
             expected = ", ".join(map(str, ("L", *first.shape[1:]) if first.dim() else ("L", "d")))
@@ -266,12 +270,38 @@ def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, g
             f"{op}: {mask}: expected None beside a list or nested tensor {name} (leave out tokens that do not count),"
             f" got {type(given_mask).__name__}"
         )
+    _check_width(op, name, found, beside)
     return found
+
+
+def _check_width(op: str, name: str, found: Sequences, beside: Any) -> None:
+    """Raise ValueError unless sequences have the d of the other side, which the message does not show as packed."""
+    if not isinstance(beside, Tensor) or beside.is_nested or beside.dim() == 0:
+        return  # checked when the other side is packed, or no tokens
+
+    def message() -> str:
+        other, d = "Q" if name == "D" else "D", found.tokens.shape[1]
+        element = f"[{found.lengths[0]}, {d}]" if found.lengths else f"a nested tensor [N, L, {d}]"
+        at = "[0]" if found.lengths else ""
+        return f"{op}: {name}{at}: expected d = {beside.shape[-1]} as in {other}, got {element}"
+
+    same_size(found.tokens.shape[1], beside.shape[-1], message)
+
+
+def spelled_shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tuple[tuple[str, ...], str]:
+    """Return the shapes that a side may have, and what a message adds to them: see `inputs.given`."""
+    if cu_seqlens is not None:
+        return (f"[T{side}, d]",), f" with cu_seqlens_{side}"
+    dense = f"[N{side}, L{side}, d]"
+    hint = f", or [T{side}, d] with cu_seqlens_{side}" if side.upper() in packs else ""
+    return (f"[L{side}, d]", dense) if side.upper() in lifts else (dense,), hint
 
 
 def weights_of(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
     """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
     if not is_sequences(q_weight):
+        if isinstance(q_weight, Tensor):
+            _check_packed_weight(op, q_weight, queries)
         return q_weight
     nothing = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
     weights = packed(op, "q_weight", q_weight, nothing)
@@ -284,6 +314,18 @@ def weights_of(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
         found = "others" if weights.lengths is None else f"a list of {_shown(weights.lengths)}"
         raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
     return weights.tokens
+
+
+def _check_packed_weight(op: str, q_weight: Tensor, queries: Sequences) -> None:
+    """Raise ValueError unless one tensor holds the weights of all queries that came as sequences."""
+    tokens = queries.tokens.shape[0]
+
+    def message() -> str:
+        return f"{op}: q_weight: expected a list like Q, or packed [Tq] = [{tokens}], got {shape_of(q_weight)}"
+
+    if q_weight.dim() != 1:
+        raise ValueError(message())
+    same_size(q_weight.shape[0], tokens, message)
 
 
 def _shown(lengths: list[int]) -> str:

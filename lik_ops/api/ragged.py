@@ -80,7 +80,7 @@ def maxsim_varlen(
             return scores
     elif found := eager.maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
         return found[0]
-    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "packs": "QD"}
     return inputs.varlen(given("maxsim_varlen", Q, D, **options, lifts="Q", refused=True))[0]
 
 
@@ -127,7 +127,7 @@ def maxsim_candidates_varlen(
         found := eager.maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
     ):
         return found[0]
-    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "refused": True}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "packs": "Q", "refused": True}
     return inputs.candidates(given("maxsim_candidates_varlen", Q, D, **options), doc_offsets, doc_lengths)[0]
 
 
@@ -177,7 +177,7 @@ def maxsim_pair_list(
         tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
         if found := eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
             return found[0]
-    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "refused": True}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "packs": "QD", "refused": True}
     return inputs.pair_list(given("maxsim_pair_list", Q, D, **options), pairs, max_seqlen_q)[0]
 
 

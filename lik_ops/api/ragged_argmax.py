@@ -81,7 +81,7 @@ def maxsim_varlen_with_argmax(
         [torch.Size([5, 3]), torch.Size([32, 3])]
     """
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    options |= {"normalize": normalize, "backward": backward, "with_argmax": True}
+    options |= {"packs": "QD", "normalize": normalize, "backward": backward, "with_argmax": True}
     return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_varlen_with_argmax", Q, D, **options, lifts="Q")))
 
 
@@ -146,7 +146,7 @@ def maxsim_candidates_varlen_with_argmax(
         torch.Size([2, 2, 32])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
-    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q"}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "packs": "Q"}
     g = given("maxsim_candidates_varlen_with_argmax", Q, D, **options)
     return cast(tuple[Tensor, Winners], inputs.candidates(g, doc_offsets, doc_lengths))
 
@@ -188,6 +188,7 @@ def maxsim_pair_list_with_argmax(
     """
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
     options |= {"q_mask": q_mask, "d_mask": d_mask, "normalize": normalize, "backward": backward, "with_argmax": True}
+    options |= {"packs": "QD"}
     scores, argmax = inputs.pair_list(given("maxsim_pair_list_with_argmax", Q, D, **options), pairs, max_seqlen_q)
     return scores, cast(Tensor, argmax).long()
 

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Backward, as_device, check_count, check_dtype, check_flag, check_options, score_dtype, shape_of
+from ..arguments import (
+    Backward,
+    as_device,
+    check_count,
+    check_dtype,
+    check_fits_memory,
+    check_flag,
+    check_is_present,
+    check_options,
+    score_dtype,
+    shape_of,
+)
 from ..ops import topk
 from .ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .score import maxsim, maxsim_with_argmax
@@ -87,6 +98,10 @@ def warmup(
     check_options("warmup", normalize, backward)
     device = as_device("warmup", device)
     check_dtype("warmup", "dtype", dtype)
+    check_is_present("warmup", device)
+    most_Nq, most_Nd, most_Ld = (max(each[name]) for name in ("Nq", "Nd", "Ld"))
+    check_fits_memory("warmup", "Nq, Lq, d", (most_Nq, Lq, d))
+    check_fits_memory("warmup", "Nq, Nd, Ld, d", (most_Nq if candidates else 1, most_Nd, most_Ld, d))
     options: dict = {"normalize": normalize, "backward": backward}
     calls = _Calls(device)
     for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import check_choice, check_count
+from ..arguments import check_choice, check_count, check_strided, check_tensor
 from ..ops.maxsim import watched
 from ..ops.stack import functional
-from ..ops.xtr import NORMALIZERS
+from ..ops.xtr import NORMALIZERS, check_documents
 
 _OP = "maxsim_xtr"
 
@@ -61,6 +61,9 @@ def maxsim_xtr(
     """
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
+    check_tensor(_OP, "D", D)
+    check_strided(_OP, "D", D)
+    check_documents(_OP, D)
     functional.reject_transforms(_OP)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import as_device, check_flag, check_strided
+from ..arguments import as_device, check_flag, check_strided, check_tensor
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
@@ -57,8 +57,7 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
     """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
     op, top_k, (corpus, d_mask, cu_seqlens_d) = _RETRIEVE, alike["top_k"], documents
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name}: expected a Tensor or None, got {type(x).__name__}")
+        check_tensor(op, name, x, or_none=True)
     if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
     at = current_device(group) if device is None else as_device(op, device)

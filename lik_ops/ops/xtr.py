@@ -30,10 +30,15 @@ _FWD = add_op_namespace_prefix("maxsim_xtr_fwd")
 def check_xtr(op: str, x: Dense, top_k: Any, normalizer: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless XTR takes these."""
     x.check(op)
-    if x.D.dim() != 3:
-        raise ValueError(f"{op}: D: expected [Nd, Ld, d], the documents of the whole batch, got {shape_of(x.D)}")
+    check_documents(op, x.D)
     check_choice(op, "normalizer", normalizer, NORMALIZERS)
     require(top_k >= 1, lambda: f"{op}: top_k: expected 1 or more, got {top_k}")
+
+
+def check_documents(op: str, D: Tensor) -> None:
+    """Raise ValueError for candidates, which other queries do not see."""
+    if D.dim() == 4:
+        raise ValueError(f"{op}: D: expected [Nd, Ld, d], the documents of the whole batch, got {shape_of(D)}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_xtr_fwd"), _SCHEMA)

@@ -111,7 +111,7 @@ def retrieve(
             ``[L_i, d]`` tensors or a jagged nested tensor, which are packed; or a `lik_ops.Corpus`. What is not on the
             device of Q is copied there chunk by chunk, while the chunk before is scored. Also a `Quantized`, or
             an `Index` that `read_index` found, on the device of Q.
-        top_k: how many documents to return of each query; all of them if the corpus has fewer.
+        top_k: how many documents to return of each query; all of them if the corpus has fewer. 0 returns empty tensors.
         chunk: documents scored at a time; None chooses from the memory that is free.
         q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
         d_mask: document tokens to keep, ``[Nd, Ld]``; not beside `cu_seqlens_d`, a list or a `Corpus`.

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..arguments import check_strided
+from ..arguments import check_strided, describe_non_tensor
 from ..quantized import Quantized
 from . import arguments, storage
 from .codecs import same
@@ -84,7 +84,7 @@ def _lengths(op: str, lengths: Any, tokens: int) -> Tensor:
 
 def _check_tokens(op: str, layout: Layout, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name}: expected a Tensor, got {type(x).__name__}")
+        raise TypeError(f"{op}: {name}: expected a Tensor, got {describe_non_tensor(x)}")
     check_strided(op, name, x)
     if x.dtype != layout.dtype:
         raise TypeError(f"{op}: {name}: expected {layout.dtype}, got {x.dtype}: convert it with .to({layout.dtype})")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_strided
+from ..arguments import check_has_values, check_strided
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -42,8 +42,7 @@ def integers(op: str, name: str, x: Any) -> Tensor:
         except (TypeError, ValueError, RuntimeError):  # also of integers beyond 64 bits
             raise TypeError(f"{op}: {name}: expected integers, got {reprlib.repr(x)}") from None
     check_strided(op, name, x)
-    if x.is_meta:
-        raise ValueError(f"{op}: {name}: expected values, got a meta tensor")
+    check_has_values(op, name, x)
     empty = torch.float32, torch.get_default_dtype()  # what no numbers are of
     if x.dtype not in _INTEGERS and (x.numel() or x.dtype not in empty):
         raise TypeError(f"{op}: {name}: expected integers, got {x.dtype}")

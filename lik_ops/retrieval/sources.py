@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..api.packing import is_sequences, sequences
-from ..arguments import DTYPES, check_mask, check_strided, check_tensor
+from ..arguments import DTYPES, check_has_values, check_mask, check_strided, check_tensor, describe_non_tensor
 from ..ops import topk, values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
@@ -185,7 +186,7 @@ def in_region(
         TypeError: Q is no Tensor, or of another dtype than D.
     """
     if not isinstance(Q, Tensor):
-        raise TypeError(f"{op}: Q: expected a Tensor, got {type(Q).__name__}")
+        raise TypeError(f"{op}: Q: expected a Tensor, got {describe_non_tensor(Q)}")
     check_strided(op, "Q", Q)
     Q, one, q_weight = autocast.to_region(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
     check_dtype(op, Q, one.dtype)
@@ -214,8 +215,7 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
         check_tensor(op, name, x, or_none=True)
         if x is not None:
             check_strided(op, name, x)
-            if x.is_meta:
-                raise ValueError(f"{op}: {name}: expected values, got a tensor on the meta device, which has none")
+            check_has_values(op, name, x)
     _check_readable(op, D)
     shape = list(D.shape)
     if len(shape) != (3 if cu_seqlens_d is None else 2):
@@ -248,7 +248,8 @@ def _check_readable(op: str, D: Any) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(D, numpy.ndarray):
         expected = "a Tensor, a list of Tensors, a numpy.ndarray or a Corpus"
-        raise TypeError(f"{op}: D: expected {expected}, got {type(D).__name__}")
+        hint = ": open a corpus with lik_ops.Corpus.open" if isinstance(D, (str, os.PathLike)) else ""
+        raise TypeError(f"{op}: D: expected {expected}, got {type(D).__name__}{hint}")
     check_unmasked(op, "D", D)
     if D.dtype not in (numpy.float16, numpy.float32, numpy.float64):  # none of them in the other order of bytes
         raise TypeError(f"{op}: D: expected float16, float32 or float64, got an array of {D.dtype}")

@@ -23,6 +23,7 @@ from ..arguments import (
     check_floats,
     check_strided,
     check_tensor,
+    describe_non_tensor,
     lift,
     score_dtype,
 )
@@ -329,7 +330,7 @@ def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
     from .corpus import Corpus
 
     if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
-        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {type(s.D).__name__}")
+        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {describe_non_tensor(s.D)}")
     if isinstance(coarse, Corpus):
         raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
     if isinstance(s.D, Corpus):

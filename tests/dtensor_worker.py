@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import lik_ops
 
 from . import forked
+from .differences import assert_sharded_equal
 from .residual import quantize
 
 Nq, K, Lq, Ld, d = 5, 7, 4, 6, 8  # neither number of queries nor of documents divides by two
@@ -71,7 +72,7 @@ def check(mesh, case: str, candidates: bool, options: bool, with_argmax: bool, d
     assert isinstance(scores, DTensor), name
     if case in ("queries", "documents"):
         assert any(p.is_shard() for p in scores.placements), f"{name}: {scores.placements}"
-    assert torch.equal(scores.full_tensor(), expected), f"{name}: other bits than one process"
+    assert_sharded_equal(name, scores, expected)
     for g, e in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(g.full_tensor(), e, msg=lambda m: f"{name}: {m}")
 
@@ -115,10 +116,11 @@ def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
         name = f"ragged {kind}, options {options}, sharded {sharded}"
         if sharded == lists:
             scores = Shard(0) if kind == "pairs" else Shard(1)
-            assert found[0].placements == (scores,) and found[1].placements == (Shard(0),), name
+            for n, (x, placement) in enumerate(zip(found[:2], (scores, Shard(0)), strict=True)):
+                assert x.placements == (placement,), f"{name}: result {n} has {x.placements}, expected {placement}"
         for n, (x, e) in enumerate(zip(found, expected, strict=True)):
             if n < 2:
-                assert torch.equal(x.full_tensor(), e), f"{name}: other bits than one process"
+                assert_sharded_equal(f"{name}, result {n}", x, e)
             else:
                 torch.testing.assert_close(x.full_tensor(), e, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -141,10 +143,9 @@ def check_quantized(mesh, kind: str, format: str, device: str) -> None:
             for i, x in enumerate(given)
         ]
         found, name = scored(args), f"{format} {kind}, sharded {sharded}"
-        if sharded == lists:
-            assert found[0].placements == (Shard(0) if kind == "pairs" else Shard(1),), name
-        for x, e in zip(found, expected, strict=True):
-            assert torch.equal(x.full_tensor(), e), f"{name}: other bits than one process"
+        scores = [Shard(0) if kind == "pairs" else Shard(1)] if sharded == lists else None
+        for n, (x, e) in enumerate(zip(found, expected, strict=True)):
+            assert_sharded_equal(f"{name}, result {n}", x, e, None if n else scores)
 
 
 def check_quantized_functions(mesh, device: str) -> None:
@@ -161,10 +162,10 @@ def check_quantized_functions(mesh, device: str) -> None:
     whole = [place(x, mesh, [Replicate()]) for x in (Q, made.data, made.scale, cu_q, cu_d)]
     sharded = lik_ops.Quantized(whole[1], whole[2], "int8", d, torch.float32)
     found = lik_ops.maxsim_varlen(whole[0], sharded, *whole[3:])
-    assert torch.equal(found.full_tensor(), lik_ops.maxsim_varlen(Q, made, cu_q, cu_d))
+    assert_sharded_equal("quantized varlen", found, lik_ops.maxsim_varlen(Q, made, cu_q, cu_d))
 
 
-def check_trained(mesh, candidates: bool, device: str, score) -> None:
+def check_trained(mesh, name: str, candidates: bool, device: str, score) -> None:
     """Scores and gradients of other functions of dense tokens."""
 
     def step(Q, D):
@@ -177,9 +178,9 @@ def check_trained(mesh, candidates: bool, device: str, score) -> None:
     for case in ("replicated", "queries", "documents"):
         q_placement, d_placement = placements(case, candidates)
         found = step(place(Q, mesh, q_placement), place(D, mesh, d_placement))
-        assert torch.equal(found[0].full_tensor(), expected[0]), case
+        assert_sharded_equal(f"{name}, candidates {candidates}, {case}", found[0], expected[0])
         for g, e in zip(found[1:], expected[1:], strict=True):
-            torch.testing.assert_close(g.full_tensor(), e, msg=lambda m, case=case: f"{case}: {m}")
+            torch.testing.assert_close(g.full_tensor(), e, msg=lambda m, case=case: f"{name}, {case}: {m}")
 
 
 def losses(Q, D):
@@ -190,6 +191,14 @@ def losses(Q, D):
     total = mean.full_tensor() if isinstance(mean, DTensor) else mean
     torch.testing.assert_close(total, (each.full_tensor() if isinstance(each, DTensor) else each).mean())
     return each
+
+
+TRAINED = {
+    "int8": lambda Q, D: lik_ops.maxsim(Q, D, normalize=True, save="int8"),
+    "soft": lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3),
+    "token_topk": lambda Q, D: lik_ops.maxsim_token_topk(Q, D, 3),
+    "losses": losses,
+}
 
 
 def from_hidden(Q, H):
@@ -224,7 +233,8 @@ def check_ragged_functions(mesh, device: str) -> None:
         expected = function(*plain, *lists, **options)
         whole = {k: place(v, mesh, [Replicate()]) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         found = function(*sharded, *(place(x, mesh, [of_lists]) for x in lists), **whole)
-        assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), expected), name
+        assert isinstance(found, DTensor), name
+        assert_sharded_equal(name, found, expected)
         keep = expected.isfinite()
         grads = torch.autograd.grad(torch.where(keep, expected, 0).sum(), plain)
         found = torch.where(place(keep, mesh, [Replicate()]), found, 0).sum()
@@ -237,7 +247,7 @@ def check_compiled_ragged(mesh, device: str) -> None:
     cu_d = torch.tensor([0, 3, 8, 8, 14, 15, 19, 21], device=device)
     args = [place(x, mesh, [Replicate()]) for x in (Q, D, cu_q, cu_d)]
     compiled = torch.compile(lik_ops.maxsim_varlen, backend="aot_eager", fullgraph=True)(*args)
-    assert torch.equal(compiled.full_tensor(), lik_ops.maxsim_varlen(Q, D, cu_q, cu_d))
+    assert_sharded_equal("compiled varlen", compiled, lik_ops.maxsim_varlen(Q, D, cu_q, cu_d))
 
 
 def check_codes(mesh, Q) -> None:
@@ -250,8 +260,48 @@ def check_codes(mesh, Q) -> None:
     whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (codes, centroids)]
     for of_queries in (Shard(0), Replicate()):
         found = torch.ops.lik.maxsim_topk_codes(distribute_tensor(Q, mesh, [of_queries]), *whole, *options)
-        for x, e in zip(found, expected, strict=True):
-            assert x.placements == (of_queries,) and torch.equal(x.full_tensor(), e)
+        for name, x, e in zip(("scores", "indices"), found, expected, strict=True):
+            assert_sharded_equal(f"search of codes, queries {of_queries}, {name}", x, e, [of_queries])
+
+
+def check_chamfer(mesh, device: str) -> None:
+    torch.manual_seed(0)
+    clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
+    found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))
+    assert_sharded_equal("chamfer", found, lik_ops.chamfer_distance(*clouds), [Shard(0)])
+    leaves = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in clouds]
+    whole = [x.clone().requires_grad_() for x in clouds]
+    for x in (leaves, whole):
+        lik_ops.chamfer_distance(*x).sum().backward()
+    for n, (x, expected) in enumerate(zip(leaves, whole, strict=True)):
+        assert_sharded_equal(f"gradient of cloud {n}", x.grad, expected.grad)
+
+
+def check_meshes_of_two_axes(device: str) -> None:
+    Q, D, *_ = tensors(False, False, device)
+    for shape in ((2, 1), (1, 2)):
+        both = init_device_mesh(device, shape)
+        args = (
+            distribute_tensor(Q, both, [Shard(0), Replicate()]),
+            distribute_tensor(D, both, [Replicate(), Shard(0)]),
+        )
+        assert_sharded_equal(f"mesh {shape}", lik_ops.maxsim(*args), lik_ops.maxsim(Q, D), [Shard(0), Shard(1)])
+
+
+def check_search(mesh, device: str) -> None:
+    Q, D, *_ = tensors(False, False, device)
+    expected = lik_ops.retrieve(Q, D, 3)
+    for of_queries, of_documents in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Replicate(), Replicate())):
+        args = distribute_tensor(Q, mesh, [of_queries]), distribute_tensor(D, mesh, [of_documents])
+        for name, x, e in zip(("scores", "indices"), lik_ops.retrieve(*args, 3), expected, strict=True):
+            assert_sharded_equal(f"retrieve, queries {of_queries}, {name}", x, e, [of_queries])
+
+
+def check_compiled(mesh, device: str) -> None:
+    Q, D, *_ = tensors(False, False, device)
+    sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
+    compiled = torch.compile(lik_ops.maxsim, backend="aot_eager", fullgraph=True)(*sharded)
+    assert_sharded_equal("compiled", compiled, lik_ops.maxsim(Q, D))
 
 
 def check_all(backend: str, device: str) -> None:
@@ -274,40 +324,17 @@ def check_all(backend: str, device: str) -> None:
                 check_quantized(mesh, kind, format, device)
         check_quantized_functions(mesh, device)
         for candidates in (False, True):
-            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim(Q, D, normalize=True, save="int8"))
-            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3))
-            check_trained(mesh, candidates, device, lambda Q, D: lik_ops.maxsim_token_topk(Q, D, 3))
-            check_trained(mesh, candidates, device, losses)
-        check_trained(mesh, False, device, from_hidden)
-        torch.manual_seed(0)
-        clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
-        found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))
-        assert found.placements == (Shard(0),)
-        assert torch.equal(found.full_tensor(), lik_ops.chamfer_distance(*clouds))
-        leaves = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in clouds]
-        whole = [x.clone().requires_grad_() for x in clouds]
-        for x in (leaves, whole):
-            lik_ops.chamfer_distance(*x).sum().backward()
-        for x, expected in zip(leaves, whole, strict=True):
-            assert torch.equal(x.grad.full_tensor(), expected.grad)
-        Q, D, *_ = tensors(False, False, device)
-        sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
-        for shape in ((2, 1), (1, 2)):
-            both = init_device_mesh(device, shape)
-            args = (
-                distribute_tensor(Q, both, [Shard(0), Replicate()]),
-                distribute_tensor(D, both, [Replicate(), Shard(0)]),
-            )
-            scores = lik_ops.maxsim(*args)
-            assert tuple(scores.placements) == (Shard(0), Shard(1))
-            assert torch.equal(scores.full_tensor(), lik_ops.maxsim(Q, D))
-        for of_queries, of_documents in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Replicate(), Replicate())):
-            args = distribute_tensor(Q, mesh, [of_queries]), distribute_tensor(D, mesh, [of_documents])
-            for found, expected in zip(lik_ops.retrieve(*args, 3), lik_ops.retrieve(Q, D, 3), strict=True):
-                assert found.placements == (of_queries,) and torch.equal(found.full_tensor(), expected)
-        check_codes(mesh, Q)
-        compiled = torch.compile(lik_ops.maxsim, backend="aot_eager", fullgraph=True)(*sharded)
-        assert torch.equal(compiled.full_tensor(), lik_ops.maxsim(Q, D))
+            for name, score in TRAINED.items():
+                check_trained(mesh, name, candidates, device, score)
+        check_trained(mesh, "from_hidden", False, device, from_hidden)
+        check_trained(mesh, "xtr", False, device, lambda Q, D: lik_ops.maxsim_xtr(Q, D, 9))
+        check_chamfer(mesh, device)
+        check_meshes_of_two_axes(device)
+        check_search(mesh, device)
+        Q = tensors(False, False, device)[0]
+        for tokens in (Lq, 1):
+            check_codes(mesh, Q[:, :tokens].contiguous())
+        check_compiled(mesh, device)
         check_compiled_ragged(mesh, device)
     finally:
         dist.destroy_process_group()

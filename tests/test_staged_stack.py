@@ -133,6 +133,22 @@ def test_parts_change_nothing(monkeypatch, packed, n_probe):
         check_same(topk_of_codes(*given, True, 6, n_probe), whole)
 
 
+@every_device
+@pytest.mark.parametrize("normalize_queries", [False, True])
+@pytest.mark.parametrize(("tokens", "n_centroids", "d"), [(1, 64, 64), (2, 5, 8), (4, 300, 128), (32, 4096, 100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_query_has_the_bits_that_it_has_alone(device, normalize_queries, tokens, n_centroids, d, dtype):
+    """Scores do not depend on the queries next to it: BLAS chooses a kernel by the number of rows."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(n_centroids, (50, 6), generator=generator).to(device)
+    Q, centroids = (torch.randn(n, d, generator=generator).to(device, dtype) for n in (20 * tokens, n_centroids))
+    Q = Q.view(20, tokens, d)
+    options = (None, None, None, None, normalize_queries, 10, 2)
+    scores, indices = topk_of_codes(Q, codes, centroids, *options)
+    for some in (slice(1), slice(2), slice(7), slice(1, 4), slice(3, 20)):
+        check_same(topk_of_codes(Q[some], codes, centroids, *options), (scores[some], indices[some]))
+
+
 @both_layouts
 def test_vmap(packed):
     given = arguments(packed)

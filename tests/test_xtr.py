@@ -63,6 +63,17 @@ def test_scores_and_gradients_are_those_of_the_formula(device, normalizer, top_k
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("Lq", "Ld", "d"), [(1, 7, 64), (2, 30, 8), (4, 180, 128), (32, 20, 100)])
+def test_scores_do_not_depend_on_other_queries(device, Lq, Ld, d):
+    """Bit for bit: BLAS chooses a kernel by the number of rows."""
+    Q, D, *_ = drawn(device, options=False, shape=(20, 9, Lq, Ld, d))
+    for normalizer in ("retrieved", "positive"):
+        scores = lik_ops.maxsim_xtr(Q, D, 4, normalizer=normalizer)
+        for some in (slice(1), slice(2), slice(7), slice(1, 4), slice(3, 20)):
+            assert torch.equal(lik_ops.maxsim_xtr(Q[some], D, 4, normalizer=normalizer), scores[some])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_tokens_are_multiplied_exactly(device, dtype):
     x = drawn(device, dtype, options=True, shape=(4, 6, 8, 30, 64))

@@ -11,14 +11,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor, require
-from ..portable.blocks import product
+from ..portable.blocks import product_by_rows, row_norms
 from . import topk
 from .custom import custom_op
 from .family import no_gradient
@@ -125,8 +124,8 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
     keep = torch.ones(s.Q.shape[:2], dtype=torch.bool, device=s.Q.device) if s.q_mask is None else s.q_mask
     # Masked rows may hold anything. Contiguous, because the order of sums hangs on strides.
     Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
-    Q = (F.normalize(Q.float(), dim=-1) if s.normalize else Q).to(s.centroids.dtype)
-    products = product(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
+    Q = (_normalized(Q.float()) if s.normalize else Q).to(s.centroids.dtype)
+    products = product_by_rows(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
     probed = None
     if s.n_probe is not None and s.n_probe < s.centroids.shape[0]:
         nearest = products.topk(s.n_probe, dim=2).indices
@@ -135,6 +134,11 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
     weight = keep.float() if s.q_weight is None else torch.where(keep, s.q_weight.float(), 0)
     broken = ((Q * 0).sum((1, 2)) + (weight * 0).sum(1)).isnan().unsqueeze(1)
     return (products.transpose(1, 2), weight.contiguous(), probed), broken
+
+
+def _normalized(rows: Tensor) -> Tensor:
+    """Return `torch.nn.functional.normalize` of each row, with bits that do not depend on the number of rows."""
+    return rows / row_norms(rows)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_topk_codes"), _SCHEMA)

@@ -42,6 +42,8 @@ STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
 # otherwise.
 FEW_COLUMNS = (4, 8, 12, 24)
 ALIGNMENT = 64  # bytes
+# Rows of each product of `product_by_rows`: those of a common query. On a GPU a launch costs more than padding does.
+ROWS_OF_PRODUCT, ROWS_OF_GPU_PRODUCT = 32, 128
 NORM_EPS = 1e-12
 
 MiB = 1 << 20
@@ -151,6 +153,23 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Of matrices or batches of them, in their own dtype: a region of autocast casts products without an `out`."""
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     return multiply(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))
+
+
+def product_by_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices so that the bits of a row do not depend on the other rows of `a`, nor on their number.
+
+    BLAS libraries choose a kernel, and with it the order of a sum, by the number of rows. Here all products have the
+    same number.
+    """
+    step = ROWS_OF_PRODUCT if a.device.type == "cpu" else ROWS_OF_GPU_PRODUCT
+    rows = a.shape[0]
+    out = a.new_empty((round_up(rows, step), b.shape[1]))
+    for some in slices_of(0, rows, step):
+        part = a[some]
+        if len(part) < step:
+            part = torch.cat([part, part.new_zeros((step - len(part), a.shape[1]))])
+        torch.mm(part, b, out=out[some.start : some.start + step])
+    return out[:rows]
 
 
 def row_norms(rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..segments import rows_of
+from .blocks import fold_sum
 
 _BYTES = 32 << 20  # of what is gathered from the table at a time
 
@@ -42,7 +43,7 @@ def code_scores(
         odd = _most((~ok & (found != -1)).float().unsqueeze(1), each)[:, 0] > 0
         found = torch.where(ok, found, count)
         best, hit = _most(rows[found], each).view(end - begin, Nq, Lq), _most(hits[found], each) > 0
-        some = torch.where(hit, (weight * best).sum(2), -torch.inf)
+        some = torch.where(hit, fold_sum(weight * best), -torch.inf)
         scores[:, chosen[begin:end]] = some.masked_fill(odd.unsqueeze(1), torch.inf).t()
         begin = end
     return scores

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import score_dtype
 from ..segments import Dense
-from .blocks import product, slices_within
+from .blocks import fold_sum, product_by_rows, slices_within
 
 _BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
 
@@ -32,7 +32,7 @@ def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, T
         argmax[:, i] = torch.where(retrieved, where, -1).permute(2, 0, 1).to(torch.int32)
         terms = torch.where(retrieved, best * torch.where(keep[i], weight[i], 0)[..., None], 0)
         count[i] = retrieved.sum(1).to(dtype).clamp_min_(1e-3 if positive else 1)
-        scores[i] = terms.sum(1) / count[i]
+        scores[i] = fold_sum(terms.transpose(1, 2)) / count[i]
     empty = D.new_full((Nd,), D.shape[1] == 0, dtype=torch.bool) if d_mask is None else ~d_mask.any(1)
     return scores.masked_fill_(keep.any(1)[:, None] & empty, -torch.inf), argmax, count
 
@@ -49,7 +49,7 @@ def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[T
     if Ld == 0 or count == 0:
         return best, where, rows.new_full((count,), -torch.inf)
     for j in slices_within(Nd, rows.element_size() * count * Ld, _BLOCK_BYTES):
-        S = product(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
+        S = product_by_rows(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
         if d_mask is not None:
             S = S.masked_fill_(~d_mask[j], -torch.inf)
         best[:, j], where[:, j] = S.max(2)

@@ -1,4 +1,4 @@
-"""Pictures of the last forward benchmark: a roofline, and the speed beside the best of the others.
+"""Draw the last forward benchmark: a roofline, and the speed compared with the fastest other contender.
 
     python benchmarks/plot.py [--results DIR] [--out docs/images]
 
@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from tables import COLUMNS, OURS, RESULTS, ROOT, best_peer, load, machine, timed
 IMAGES = ROOT / "docs" / "images"
 INK, CARD, GRID = "#1f2328", "#ffffff", "#d1d9e0"
 STEP = 1.15  # between neighbours of equal intensity
+TITLE_COLUMNS = 95  # of a title that fits the width of a figure
+# NVIDIA's data sheet: 132 SMs x 4,096 bf16 operations per clock x 1.83 GHz.
+PEAK_TFLOPS = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
 DARK = {INK: "#e6edf3", CARD: "#0d1117", GRID: "#3d444d"}
 MARKERS = (("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"))
 STYLE = dict(zip(COLUMNS, MARKERS, strict=True))
@@ -67,7 +71,7 @@ def save(figure: Figure, path: Path, results: Path) -> Path:
 
 
 def drawn(document: dict) -> list[dict]:
-    """The records of the roofline: what a GPU's ceilings say something about, without variants of the same shape."""
+    """Return the records of the roofline: the shapes with a goal or with candidates, without variants."""
     records = [r for r in document["records"] if timed(r) and (r["case"]["goal_ms"] or r["case"]["candidates"])]
     return sorted(records, key=lambda r: r["operations"] / r["bytes"])
 
@@ -84,12 +88,28 @@ def spread(intensities: list[float]) -> Iterator[float]:
         yield from (group[0] * STEP ** (i - (len(group) - 1) / 2) for i in range(len(group)))
 
 
-def roofs(axes: Axes, ceilings: dict) -> None:
+def widest_gap(xs: list[float]) -> float:
+    """Return the middle of the widest gap between neighbors on a logarithmic axis."""
+    a, b = max(itertools.pairwise(sorted(xs)), key=lambda pair: pair[1] / pair[0])
+    return math.sqrt(a * b)
+
+
+def draw_rates(axes: Axes, ceilings: dict, gpu: str, xs: list[float]) -> None:
+    """Draw the two rates that were measured in the run, and the peak of the GPU's data sheet.
+
+    The rates are references, not bounds: the matrix product of cuBLAS runs at a clock of its own. Their texts avoid
+    the cases, which are at `xs`.
+    """
     left, right = axes.get_xlim()
     ridge = ceilings["tflops"] * 1e3 / ceilings["gbs"]
     axes.plot([left, ridge, right], [left * ceilings["gbs"] / 1e3, ceilings["tflops"], ceilings["tflops"]], color=INK)
-    matmul = f"{ceilings['tflops']:.0f} TFLOP/s, matrix product "
-    axes.text(right, ceilings["tflops"] * 1.04, matmul, ha="right", va="bottom", fontsize=9)
+    at = widest_gap([ridge, *(x for x in xs if x > ridge), right])
+    axes.text(
+        at, ceilings["tflops"] / 1.05, f"{ceilings['tflops']:.0f} TFLOP/s, cuBLAS", ha="center", va="top", fontsize=9
+    )
+    if peak := PEAK_TFLOPS.get(gpu):
+        axes.plot([peak * 1e3 / ceilings["gbs"], right], [peak, peak], color=INK, lw=1, ls="--")
+        axes.text(at, peak * 1.04, f"{peak} TFLOP/s, data sheet", ha="center", va="bottom", fontsize=9)
     start, end = axes.transData.transform([(x, x * ceilings["gbs"] / 1e3) for x in (left, ridge)])
     angle = math.degrees(math.atan2(end[1] - start[1], end[0] - start[0]))
     at = (math.sqrt(left * ridge), math.sqrt(left * ridge) * ceilings["gbs"] / 1e3 * 1.12)
@@ -98,7 +118,7 @@ def roofs(axes: Axes, ceilings: dict) -> None:
 
 
 def draw_case(axes: Axes, record: dict, x: float) -> None:
-    """The contenders of a case and the ceiling of its intensity on one line, named below."""
+    """Draw the contenders of a case and the measured rate at its intensity on one line, named below."""
     found = {n: record["contenders"][n]["tflops"] for n in STYLE if n in timed(record)}
     ceiling = record["operations"] / record["floor_ms"] / 1e9
     axes.plot([x, x], [min(found.values()), ceiling], color=GRID, lw=2, zorder=1)
@@ -111,7 +131,7 @@ def draw_case(axes: Axes, record: dict, x: float) -> None:
 
 
 def roofline(results: Path = RESULTS, out: Path = IMAGES) -> Path:
-    """Where each case stands under the two ceilings of its run."""
+    """Draw each case next to the rates measured in its run."""
     document = load("forward", results)
     records, ceilings = drawn(document), document["settings"]["ceilings"]
     intensities = [r["operations"] / r["bytes"] for r in records]
@@ -119,22 +139,29 @@ def roofline(results: Path = RESULTS, out: Path = IMAGES) -> Path:
     with plt.rc_context(RC):
         figure, axes = plt.subplots(figsize=(9, 5.6), layout="constrained")
         axes.set(xscale="log", yscale="log", xlabel="operations / byte", ylabel="TFLOP/s")
-        axes.set(xlim=(min(intensities) / 2, max(intensities) * 1.6), ylim=(low / 2.6, ceilings["tflops"] * 1.35))
+        axes.set(xlim=(min(intensities) / 2, max(intensities) * 1.6), ylim=(low / 2.6, ceilings["tflops"] * 1.6))
         ticks(axes.xaxis, axes.get_xlim())
         ticks(axes.yaxis, axes.get_ylim())
-        for record, x in zip(records, spread(intensities), strict=True):
+        xs = list(spread(intensities))
+        for record, x in zip(records, xs, strict=True):
             draw_case(axes, record, x)
         axes.grid(True, which="major", lw=0.5)
         axes.set_axisbelow(True)
         for name, (colour, marker) in STYLE.items():
             if any(name in timed(record) for record in records):
                 axes.scatter([], [], color=colour, marker=marker, label=name)
-        axes.scatter([], [], s=90, color=INK, marker="_", label="ceiling of the case")
+        axes.scatter([], [], s=90, color=INK, marker="_", label="measured rate")
         figure.legend(loc="outside lower center", ncols=6, fontsize=9, frameon=False)
-        axes.set_title(f"MaxSim forward, {machine(document)}", fontsize=10)
+        shown = [record["case"]["name"] for record in records]
+        draw_title(figure, f"MaxSim forward, {machine(document, shown=shown)}")
         figure.canvas.draw()  # the layout, on which the angle of the slanted roof depends
-        roofs(axes, ceilings)
+        draw_rates(axes, ceilings, document["environment"]["gpus"][0], xs)
         return save(figure, out / "forward-roofline.svg", results)
+
+
+def draw_title(figure: Figure, text: str) -> None:
+    """Draw a title over the whole width of a figure, in as many lines as it needs."""
+    figure.suptitle(textwrap.fill(text, TITLE_COLUMNS), fontsize=10)
 
 
 def ticks(axis: Axis, limits: tuple[float, float]) -> None:
@@ -146,7 +173,7 @@ def ticks(axis: Axis, limits: tuple[float, float]) -> None:
 
 
 def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
-    """How many times faster than the best of the others, case by case."""
+    """Draw how many times faster each case is than with the fastest other contender."""
     document = load("forward", results)
     found = [(r["case"]["name"], best_peer(r), timed(r).get(OURS)) for r in document["records"]]
     bars = [(name, peer[0], peer[1] / ours) for name, peer, ours in found if peer and ours]
@@ -169,9 +196,10 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         axes.set_axisbelow(True)
         for name, (colour, _) in itertools.islice(STYLE.items(), 1, None):
             if any(peer == name for _, peer, _ in bars):
-                axes.barh(math.nan, math.nan, color=colour, label=f"fastest other: {name}")
-        figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-        axes.set_title(f"lik_ops beside the fastest other contender, {machine(document)}", fontsize=10)
+                axes.barh(math.nan, math.nan, color=colour, label=name)
+        legend = {"title": "fastest other contender", "title_fontsize": 9}
+        figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False, **legend)
+        draw_title(figure, f"lik_ops compared with the fastest other contender, {machine(document)}")
         return save(figure, out / "forward-speed.svg", results)
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py [--check]
 
-Rewrites what stands between ``<!-- NAME: ... -->`` and ``<!-- /NAME -->`` in README.md and in docs, so that a figure in
-the documentation is always one that a result file has. ``--check`` only tells which documents are stale.
+Rewrites the text between ``<!-- NAME: ... -->`` and ``<!-- /NAME -->`` in README.md and in docs, so that every figure
+there is in a result file. ``--check`` writes nothing and lists the documents that are stale.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def cell(entry: dict | None, best: float) -> str:
 def forward(results: Path = RESULTS) -> str:
     document = load("forward", results)
     ceilings, versions = document["settings"]["ceilings"], document["environment"]["versions"]
-    header = ["case", "shape", "floor", "read"]
+    header = ["case", "shape", "roofline", "read"]
     header += [f"{name} {versions.get(name) or ''}".strip() if name != OURS else name for name in COLUMNS] + ["goal"]
     rows = []
     for record in document["records"]:
@@ -87,10 +88,11 @@ def forward(results: Path = RESULTS) -> str:
         rows.append([*row, f"{case['goal_ms']}" if case["goal_ms"] else ""])
     text = (
         f"{machine(document, 'torch', 'triton')}. Median device milliseconds on a flushed L2 cache; fastest in bold."
-        f" Shapes are `Nq x Nd, Lq, Ld, d`, bf16 where nothing else is said. Ceilings of the run:"
-        f" {ceilings['tflops']:.0f} TFLOP/s (bf16 matrix product), {ceilings['gbs']:.0f} GB/s (read of 4 GiB); an"
-        f" empty kernel takes {ceilings['empty_ms']:.4f} ms. `floor` is the larger of operations and bytes over the"
-        " ceilings, `read` the time of a kernel that only reads as many bytes. `*`: computed in less than the inputs'"
+        f" Shapes are `Nq x Nd, Lq, Ld, d`, bf16 where nothing else is said. Rates measured in the same run:"
+        f" {ceilings['tflops']:.0f} TFLOP/s (bf16 product of 8192 x 8192 matrices by cuBLAS) and {ceilings['gbs']:.0f}"
+        f" GB/s (read of 4 GiB). An empty kernel takes {ceilings['empty_ms']:.4f} ms. `roofline` is the time of the"
+        " operations or of the bytes at these rates, whichever is longer. It is a reference, not a bound, because"
+        " cuBLAS runs at a clock of its own. `read`: a kernel that only reads as many bytes. `*`: less than the inputs'"
         " precision, not compared. `-`: cannot, failed, or no time left; `benchmarks/results/forward.json` says why."
     )
     host = ", ".join(f"{name} {us:.0f}" for name, us in document["settings"]["host_us"].items())
@@ -99,7 +101,7 @@ def forward(results: Path = RESULTS) -> str:
 
 
 def summary(results: Path = RESULTS) -> str:
-    """For the README: the shapes with a goal, beside whoever else is fastest."""
+    """Return the table of the README: the shapes with a goal, compared with the fastest other contender."""
     document = load("forward", results)
     rows, shown = [], []
     for record in document["records"]:
@@ -109,8 +111,40 @@ def summary(results: Path = RESULTS) -> str:
         shown.append(case["name"])
         row = [label(case), shape(case), f"{ours['ms']:.3f}", f"{ours['tflops']:.0f}"]
         rows.append([*row, f"{peer[1]:.3f} ({peer[0]})", f"{peer[1] / ours['ms']:.2f}x"])
-    header = ["forward", "Nq x Nd, Lq, Ld, d", "ms", "TFLOP/s", "fastest other, ms", "speed beside it"]
+    header = ["forward", "Nq x Nd, Lq, Ld, d", "ms", "TFLOP/s", "fastest other, ms", "speedup"]
     return f"{table(header, rows)}\n\n{machine(document, 'torch', 'triton', shown=shown)}."
+
+
+def find_case(name: str, case: str, results: Path) -> dict:
+    """Return the record of a case in the results called `name`."""
+    return next(record for record in load(name, results)["records"] if record["case"]["name"] == case)
+
+
+def lead(results: Path = RESULTS) -> str:
+    """Return the first paragraph of the README: a forward, a training step and the loss of a host library."""
+    serve, step, loss = (
+        find_case(name, case, results)
+        for name, case in (("forward", "serve 16x1k"), ("training", "in-batch 256"), ("hosts", "cached PyLate"))
+    )
+    peer, peer_ms = best_peer(serve) or ("", 0.0)
+    serve_ms = serve["contenders"][OURS]["ms"]
+    ours, kernels, eager = (step["contenders"][name] for name in ("lik_ops lowmem", COLUMNS[1], "eager"))
+    fast, slow = loss["contenders"][OURS], loss["contenders"]["PyLate"]
+    gpus = {name: load(name, results)["environment"]["gpus"][0].split()[1] for name in ("forward", "hosts")}
+    text = (
+        "lik_ops computes MaxSim, the late-interaction score of ColBERT and ColPali, as differentiable PyTorch"
+        " operators (`torch.ops.lik`) with Triton kernels. Plain PyTorch stores the similarity of every query token and"
+        " every document token, `[Nq, Nd, Lq, Ld]`. lik_ops stores none of them, forward or backward."
+        f" On an {gpus['forward']}, {serve['case']['Nq']} queries score {serve['case']['Nd']:,} documents of"
+        f" {serve['case']['Ld']} tokens in {serve_ms:.3f} ms, {peer_ms / serve_ms:.1f} times as fast as the fastest"
+        f" alternative ({peer}). Forward and backward of {step['case']['Nq']} queries and {step['case']['Nd']}"
+        f" documents take {ours['ms']:.2f} ms and {ours['peak_mb']:.0f} MiB, compared with {kernels['ms']:.2f} ms and"
+        f" {kernels['peak_mb']:.0f} MiB in {COLUMNS[1]} and {eager['ms']:.2f} ms and {eager['peak_mb']:,.0f} MiB in"
+        f" plain PyTorch. On an {gpus['hosts']}, a step of PyLate's cached contrastive loss ({loss['case']['Nq']}"
+        f" queries, documents of {loss['case']['Ld']:,} tokens, without the encoder) takes {fast['ms']:.0f} ms and"
+        f" {fast['peak_mb']:,.0f} MiB instead of {slow['ms']:.0f} ms and {slow['peak_mb']:,.0f} MiB."
+    )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def training(results: Path = RESULTS) -> str:
@@ -194,12 +228,13 @@ def ragged(results: Path = RESULTS) -> str:
         f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median device milliseconds of packed calls on a"
         " flushed L2 cache, lengths with a mean of 0.3 of the longest that there may be, which the shapes name."
         " `dense`: the dense kernel on as many scores of documents that all have the mean length; `ratio`: ours to it,"
-        " each for the operations it needs (goal 1.15). `of floor`: the larger of operations and bytes of the kept"
-        " tokens over the ceilings, to ours. Of the others: their time to ours. Peak in MiB beyond the inputs; `host`:"
-        " microseconds of the call on the host. `*`: winners that another precision moved. `-`: cannot, failed, or no"
+        " each for the operations it needs (goal 1.15). `of roofline`: the time of the operations or bytes of the kept"
+        " tokens at the rates measured in the run, whichever is longer, to ours. Of the others: their time to ours."
+        " Peak in MiB beyond the inputs; `host`: microseconds of the call on the host. `*`: winners that another"
+        " precision moved. `-`: cannot, failed, or no"
         " time left; `benchmarks/results/ragged.json` says why."
     )
-    header = ["case", "shape", OURS, "dense", "ratio", "of floor", *RAGGED.values(), "peak", "host"]
+    header = ["case", "shape", OURS, "dense", "ratio", "of roofline", *RAGGED.values(), "peak", "host"]
     text = f"{text}\n\n{table(header, ragged_rows(document['records']))}"
     rows = []
     for record in document["records"]:
@@ -252,14 +287,15 @@ def retrieve(results: Path = RESULTS) -> str:
         document = load("retrieve", results)
         parts.append(
             f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median milliseconds of whole calls by the wall"
-            " clock; documents of 180 tokens, d 128, bf16, queries of 32 tokens, the best 100. `floor`: the larger of"
-            " operations and bytes over the ceilings of the run; for documents in host memory or on the disk, their"
-            " bytes at the rate of copies from one pinned buffer. `of sustained`: the time of plain bf16 products"
+            " clock; documents of 180 tokens, d 128, bf16, queries of 32 tokens, the best 100. `roofline`: the time"
+            " of operations or bytes at the rates measured in the run, whichever is longer; for documents in host"
+            " memory or on the disk, their bytes at the rate of copies from one pinned buffer. `of sustained`: the"
+            " time of plain bf16 products"
             " with as many operations, which meet the limit on power as a long search does, to ours. `of read`: that of"
             " a kernel that only reads the corpus. Of the others: their time to ours, `*` where they score in less than"
             " fp32. `-`: cannot, failed, or no time left; `benchmarks/results/retrieve.json` says why."
         )
-        header = ["documents", "queries", "number", "floor", OURS, "of floor", "of sustained", "of read", "goal"]
+        header = ["documents", "queries", "number", "roofline", OURS, "of roofline", "of sustained", "of read", "goal"]
         header += COLUMNS[1:4]
         parts.append(table(header, retrieve_rows(document["records"])))
     for path in sorted(results.glob("retrieve_gpus*.json")):
@@ -451,6 +487,7 @@ def staged(results: Path = RESULTS) -> str:
 
 
 BLOCKS = {
+    "lead": lead,
     "long": long,
     "soft": soft,
     "chamfer": chamfer,

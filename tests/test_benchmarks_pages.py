@@ -226,6 +226,31 @@ def test_pictures_show_the_results(plot, tmp_path):
             assert record["case"]["name"] in ratios
 
 
+@pytest.mark.parametrize("name", ["roofline", "speed"])
+def test_no_text_of_a_picture_is_cut(plot, monkeypatch, tmp_path, name):
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, path, results: figures.append(figure))
+    getattr(plot, name)(out=tmp_path)
+    (figure,) = figures
+    figure.canvas.draw()
+    texts = [t for t in figure.findobj(lambda t: hasattr(t, "get_text")) if t.get_text() and t.get_visible()]
+    assert len(texts) > 20
+    cut = [t.get_text() for t in texts if not figure.bbox.padded(1).containsx(t.get_window_extent().x0)]
+    cut += [t.get_text() for t in texts if not figure.bbox.padded(1).containsx(t.get_window_extent().x1)]
+    plot.plt.close(figure)
+    assert not cut
+
+
+def test_no_case_is_faster_than_the_peak_of_the_gpu(plot):
+    """The rate of cuBLAS is no such limit, and no page calls it a ceiling."""
+    document = tables.load("forward")
+    peak = plot.PEAK_TFLOPS[document["environment"]["gpus"][0]]
+    rates = [c["tflops"] for r in document["records"] for c in r["contenders"].values() if "tflops" in c]
+    assert document["settings"]["ceilings"]["tflops"] < max(rates) < peak
+    for name in tables.DOCUMENTS:
+        assert "ceiling" not in (tables.ROOT / name).read_text().lower()
+
+
 def test_pictures_follow_dark_mode(plot, tmp_path):
     svg = plot.roofline(out=tmp_path).read_text()
     ET.fromstring(svg)

@@ -26,7 +26,7 @@ from .common import (
 )
 from .fp32 import nearest_tf32
 from .similarities import add_product
-from .soft import probabilities, rate_of, temperature
+from .soft import peak_entropy, probabilities, rate_of, temperature, without_peak
 
 _ROWS = tl.constexpr(128)  # whose upstream gradients are looked at together
 
@@ -111,11 +111,12 @@ def _group_rows(up, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["each"])
 def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C: tl.constexpr):
-    """Of BM query rows and `each` documents: ``sum_t g P d_t`` of BD features, ``sum g lse``, and ``sum_t g P (lse -
-    s_t)``, the entropies times tau; fp32.
+    """Sum over `each` documents for BM query rows: ``sum_t g P d_t`` of BD features, ``g lse`` and ``g H tau``; fp32.
 
-    Programs ``[row tiles, parts, steps of features]`` write ``sums [parts, Nq, Lq, d]``, ``weights [parts, Nq, Lq]``
-    and `spreads` likewise; each is None where not wanted.
+    The entropy ``H = -sum_t P log P`` is summed without the peak, see `peak_entropy`: all its terms are positive.
+
+    Programs ``[row tiles, parts, steps of features]`` write `sums` ``[parts, Nq, Lq, d]``, and `weights` and `spreads`
+    ``[parts, Nq, Lq]``. Each of the three is None if it is not needed.
     """
     count = _group_rows(up, C)
     of_owner = tl.cdiv(count, C.BM)
@@ -150,6 +151,8 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
         inverse = 1.0 / most
         acc = tl.full((C.BM, C.BD), 0, tl.float32)
         spread = tl.full((C.BM,), 0, tl.float32)
+        rest = tl.full((C.BM,), 0, tl.float32)  # probabilities of the document so far, without the peak
+        entropy = tl.full((C.BM,), 0, tl.float32)  # times tau, of these
         tiles_each = tl.cdiv(up.Ld, C.BN)
         for n in range(0, (k1 - k0) * tiles_each):
             document = wide(k0 + n // tiles_each)
@@ -162,16 +165,21 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
                 other = Side(*_tokens(D, up, owner, document, t), D.stride_d, None, None)
             lse, g = upstream(up, owner, document, i, r, ok)
             S, y = _similarities(own, other, columns, d, C)
-            P = probabilities(S, lse[:, None], (g * inverse)[:, None], rate)
             if spreads is not None:
-                spread += tl.sum(tl.where((P != 0.0) & other.ok[None, :], P * (lse[:, None] - S), 0.0), axis=1)
+                P = without_peak(probabilities(S, lse[:, None], 1.0, rate), other.ok[None, :])
+                rest += tl.sum(P, axis=1)
+                entropy += tl.sum(tl.where(P != 0.0, P * (lse[:, None] - S), 0.0), axis=1)
+                if t0 + C.BN >= up.Ld:
+                    spread += tl.where(g != 0.0, g * (entropy + peak_entropy(rest) * temperature(tau)), 0.0)
+                    rest = tl.zeros_like(rest)
+                    entropy = tl.zeros_like(entropy)
             if sums is not None:
-                acc = _weighted(acc, P, y, C)
+                acc = _weighted(acc, probabilities(S, lse[:, None], (g * inverse)[:, None], rate), y, C)
         if sums is not None:
             mask = row_ok[:, None] & (columns < d)[None, :]
             tl.store(sums + row[:, None] * d + columns[None, :], acc * most[:, None], mask=mask)
         if spreads is not None and tl.program_id(2) == 0:
-            tl.store(spreads + row, spread * most, mask=row_ok)
+            tl.store(spreads + row, spread, mask=row_ok)
 
 
 @triton.jit

@@ -26,6 +26,13 @@ def nan_max(a, b):
 
 
 @triton.jit
+def log1p(x):
+    """Return ``log(1 + x)`` for x > -1 without losing the digits of a small x."""
+    w = 1.0 + x
+    return tl.where(w == 1.0, x, tl.log(w) * (x / (w - 1.0)))
+
+
+@triton.jit
 def ordered_sum(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
     """Sum each of GROUPS aligned groups of WIDTH (a power of two) neighbours, always as the same binary tree.
 

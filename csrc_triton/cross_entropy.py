@@ -7,7 +7,7 @@ largest score counts as 1 beside the sum of the others, so that small losses, an
 import triton
 import triton.language as tl
 
-from .common import nan_max
+from .common import log1p, nan_max
 
 
 @triton.jit
@@ -15,12 +15,6 @@ def _scaled(pointers, inside, temperature):
     """Scores divided by the temperature; -inf where none are `inside`."""
     x = tl.load(pointers, mask=inside, other=float("-inf"))
     return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
-
-
-@triton.jit
-def _log1p(x):
-    w = 1.0 + x
-    return tl.where(w == 1.0, x, tl.log(w) * (x / (w - 1.0)))
 
 
 @triton.jit
@@ -56,7 +50,7 @@ def maxsim_label_losses(
         equal += (inside & (x == most)).to(tl.int32)
     # In one order: that of a layout which follows from BLOCK alone, as rows begin anywhere.
     total = tl.sum(others, axis=0) + (tl.sum(equal, axis=0) - 1).to(tl.float32)
-    log_sum = _log1p(total) + (most - most)  # NaN beside an infinite one
+    log_sum = log1p(total) + (most - most)  # NaN beside an infinite one
     right = (label >= 0) & (label < columns)
     at_label = _scaled(scores + tl.where(right, label, 0), right, temperature)
     wrong = tl.where(right, 0.0, float("nan"))

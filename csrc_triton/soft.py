@@ -8,12 +8,13 @@ Where ``rate m`` is beyond `_FAR` a sum is of no use, and the maximum is the sof
 import triton
 import triton.language as tl
 
-from .common import inverse_norm, nan_max, ordered_squares, ordered_sum
+from .common import inverse_norm, log1p, nan_max, ordered_squares, ordered_sum
 from .maxima import lane_maxima, lanes_of, merged_maxima
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _FAR = tl.constexpr(2.0**30)
+_PEAK = tl.constexpr(0.75)  # at most one probability of a row is above it, even with rounding errors
 _LEAST, _MOST = tl.constexpr(1.2e-38), tl.constexpr(3e38)
 
 
@@ -84,6 +85,22 @@ def probabilities(S, lse, coefficient, rate):
     """``2^(rate (S - lse))`` times coefficients; a similarity is above lse by its rounding alone."""
     exponents = (S - lse) * rate
     return tl.exp2(tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)) * coefficient
+
+
+@triton.jit
+def without_peak(P, ok):
+    """Return the probabilities where `ok`, with 0 for the one above `_PEAK` if there is one."""
+    return tl.where(ok & ~(P > _PEAK), P, 0.0)
+
+
+@triton.jit
+def peak_entropy(rest):
+    """Return ``-P log P`` of the one probability P above `_PEAK`, 0 if there is none.
+
+    P is 1 minus `rest`, the sum of the other probabilities. ``log P`` from the similarity would be the difference of
+    two rounded numbers, and may have no correct digit.
+    """
+    return tl.where(rest < 0.5, (rest - 1.0) * log1p(-rest), 0.0)
 
 
 @triton.jit

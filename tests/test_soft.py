@@ -83,6 +83,59 @@ def test_the_gradient_of_the_temperature_where_probabilities_are_peaks(place, op
         assert abs(float(found / expected) - 1) < 1e-3, (dtype, found, expected)
 
 
+@at_places
+@pytest.mark.parametrize("options", [{}, {"q_mask": "holes", "weight": True}, {"d_mask": "holes"}, {"d": 144}])
+@pytest.mark.parametrize(("scale", "temperature"), [("normal", 0.02), ("unit", 1e-4), ("unit", 1e-3), ("large", 0.02)])
+def test_the_gradient_of_a_low_temperature_keeps_its_digits(place, scale, temperature, options):
+    """Entropies far below the rounding error of a soft maximum over the temperature."""
+    upstream = torch.ones(4, 4, device=place.device)
+    for dtype in place.dtypes:
+        p = replace(SMALL, **{"Nq": 4, "Nd": 4, "Lq": 17, "Ld": 40, "d": 64, "dtype": dtype, **options})
+        x = build(p, place.device)
+        x.Q = x.Q * 5 if scale == "large" else x.Q
+        tau = torch.tensor(temperature, dtype=score_dtype(dtype), device=place.device, requires_grad=True)
+        tau64 = tau.detach().double().requires_grad_()
+        expected = step(reference.maxsim_soft, x.to64(), tau64, scale == "unit", upstream)[1][-1]
+        with place.use():
+            found = step(lik_ops.maxsim_soft, x, tau, scale == "unit", upstream)[1][-1]
+        # A probability is known to the rounding of similarities over the temperature.
+        largest = 1 if scale == "unit" else 40 if scale == "normal" else 200
+        error = 16 * torch.finfo(score_dtype(dtype)).eps * largest / temperature
+        assert abs(float(found / expected) - 1) < error + 1e-4, (dtype, found, expected)
+
+
+@at_places
+def test_the_entropy_of_ties(place):
+    """Two, three and four equal tokens share a probability; so does one token in two blocks of a document."""
+    Q = torch.full((1, 1, 16), 2.0, device=place.device)
+    for Ld in (16, 300):
+        D = torch.zeros(5, Ld, 16, device=place.device)
+        for n in range(1, 5):
+            D[n, [0, Ld // 2, Ld - 1, 3][:n]] = 1
+        tau = torch.tensor(0.01, device=place.device, requires_grad=True)
+        for n, entropy in enumerate(math.log(n) for n in (Ld, 1, 2, 3, 4)):
+            with place.use():
+                scores = lik_ops.maxsim_soft(Q, D[n : n + 1], tau)
+                found = torch.autograd.grad(scores.sum(), tau)[0]
+            assert abs(float(found) - entropy) < 1e-3, (Ld, n)
+
+
+@at_places
+def test_the_entropy_of_a_peak(place):
+    """The second token has a probability below the rounding error of the soft maximum over the temperature."""
+    steps = torch.arange(1, 15, device=place.device)
+    Q = torch.zeros(1, 1, 16, device=place.device)
+    D = torch.zeros(14, 2, 16, device=place.device)
+    Q[..., 0], D[:, 0, 0], D[:, 1, 0] = 1, 0.75, 0.75 - steps * 2**-13
+    tau = torch.tensor(1e-4, device=place.device, requires_grad=True)
+    S = D[..., 0].double() / 1e-4
+    expected = -(S.softmax(1) * S.log_softmax(1)).sum(1)
+    for n in range(14):
+        with place.use():
+            found = torch.autograd.grad(lik_ops.maxsim_soft(Q, D[n : n + 1], tau).sum(), tau)[0]
+        assert abs(float(found / expected[n]) - 1) < 2e-3, (n, float(found), float(expected[n]))
+
+
 def test_the_formula_is_that_of_logsumexp():
     Q, D = torch.randn(2, 3, 4).double(), torch.randn(5, 6, 4).double()
     expected = 0.1 * torch.logsumexp(torch.einsum("isd,jtd->ijst", Q, D) / 0.1, -1)

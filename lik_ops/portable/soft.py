@@ -20,6 +20,7 @@ from .slices import Panel, Slices, _Views
 Temperature = Tensor | float
 BLOCK_BYTES = 2 * MiB  # of similarities
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of Q, D, q_weight and tau
+_PEAK = 0.75  # at most one probability of a query token is above it, even with rounding errors
 
 
 def forward_soft(
@@ -111,6 +112,38 @@ def backward_soft(
     return SoftBackward(layout, Q, D, normalize, _checked(temperature), needs).gradients()
 
 
+class _Entropies:
+    """Entropies of the probabilities of some query tokens, summed over documents with the upstream gradients.
+
+    A soft maximum minus the mean similarity would lose all digits if one token has nearly all of the probability. Here
+    every term is positive. ``-P log P`` is computed from ``log P`` only for probabilities of at most `_PEAK`. Above it
+    ``log P`` has few digits. The single such term follows from the sum of the other probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None  # [batches, rows]
+        self._sums: tuple[Tensor, ...] = ()  # of the tokens so far of a document whose tokens are in several blocks
+
+    def add(self, log_P: Tensor, P: Tensor, g: Tensor, is_last: bool) -> None:
+        """Add a block ``[batches, rows, documents, tokens]``; `is_last`: no further block has tokens of its documents.
+
+        `g`: upstream gradients ``[batches, rows, documents, 1]``.
+        """
+        small = torch.where(P > _PEAK, 0, P)
+        terms = torch.where(small == 0, 0, small * log_P)  # log P may be -inf
+        sums = small.sum(-1), terms.sum(-1)
+        if self._sums:
+            sums = sums[0] + self._sums[0], sums[1] + self._sums[1]
+        self._sums = () if is_last else sums
+        if not is_last:
+            return
+        rest, spread = sums
+        of_peak = torch.where(rest < 0.5, (1 - rest) * torch.log1p(-rest), 0)  # without a peak `rest` is 1
+        g = g.squeeze(-1)
+        found = torch.where(g == 0, 0, g * -(spread + of_peak)).sum(-1)
+        self.total = found if self.total is None else self.total + found
+
+
 class SoftBackward:
     """One call. A block is a piece of query tokens and one of document tokens, as ``[batches, rows, tokens]``."""
 
@@ -160,17 +193,22 @@ class SoftBackward:
         exists = lse != NEG_INF
         return tuple(torch.where(exists, x, 0).flatten(2).contiguous() for x in (lse, g))  # type: ignore[return-value]
 
-    def _block(self, query: Piece, document: Piece) -> tuple[Tensor, Tensor]:
-        """``g P`` of a block, and its document tokens."""
+    def _block(self, query: Piece, document: Piece, entropies: _Entropies | None = None) -> tuple[Tensor, Tensor]:
+        """Return ``g P`` of a block and its document tokens; add to `entropies` unless that is None."""
         q, _ = self._tokens(query, True)
         x, keep = self._tokens(document, False)
         S = product(q, x.mT)
         lse, g = self._of_rows(query, document.items)
-        P = S.unflatten(2, (lse.shape[1], -1))  # [batches, rows, items, tokens]
-        P.sub_(lse.mT.unsqueeze(-1)).div_(self.temperature).clamp_max_(0).exp_()
+        log_P = S.unflatten(2, (lse.shape[1], -1))  # [batches, rows, items, tokens]
+        log_P.sub_(lse.mT.unsqueeze(-1)).div_(self.temperature).clamp_max_(0)
         if keep is not None:
-            P.masked_fill_(~keep.unflatten(1, (lse.shape[1], -1)).unsqueeze(1), 0)
+            log_P.masked_fill_(~keep.unflatten(1, (lse.shape[1], -1)).unsqueeze(1), NEG_INF)
         g = g.mT.unsqueeze(-1)
+        if entropies is None:
+            P = log_P.exp_()
+        else:
+            P = log_P.exp()
+            entropies.add(log_P, P, g, document.tokens.stop == self.Ld)
         P = torch.where(g == 0, 0, P.mul_(g))  # masked rows and documents without tokens have no P
         return P.flatten(2), x
 
@@ -185,20 +223,29 @@ class SoftBackward:
 
     def _sum_into(self, query: Piece, documents: list[Piece]) -> None:
         """The gradients of a piece of query tokens."""
-        total = sum_tensors(product(*self._block(query, document)) for document in documents)
-        whole = (self._of_rows(query, document.items) for document in documents if document.tokens.start == 0)
-        of_maxima = sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
-        unit, keep = self._tokens(query, True)
+        entropies = _Entropies() if self.needs[3] else None
+        total = None
+        if self.needs[0]:
+            total = sum_tensors(product(*self._block(query, document, entropies)) for document in documents)
+        elif entropies is not None:
+            for document in documents:
+                self._block(query, document, entropies)
+        _, keep = self._tokens(query, True)
         w = self._weights(query, keep)
         if self.needs[2]:
-            self._write(self.grad_weight, self.layout.Q.shape[:-1], query, of_maxima)
-        if self.needs[3]:
-            entropy = (of_maxima - (unit * total).sum(-1)) / self.temperature
-            self.grad_tau += (entropy if w is None else entropy * w).sum()
-        if self.needs[0]:
+            self._write(self.grad_weight, self.layout.Q.shape[:-1], query, self._of_maxima(query, documents))
+        if entropies is not None:
+            assert entropies.total is not None
+            self.grad_tau += (entropies.total if w is None else entropies.total * w).sum()
+        if total is not None:
             if w is not None:
                 total = total * w.unsqueeze(-1)
             self._write(self.grad_Q, self.layout.Q.shape, query, self._through(total, query, True))
+
+    def _of_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
+        """Return the gradients of weights of 1."""
+        whole = (self._of_rows(query, document.items) for document in documents if document.tokens.start == 0)
+        return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
 
     def _through(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
         """`total` through the norms of its tokens; 0 where nothing arrives: such tokens may hold NaN."""

@@ -94,12 +94,28 @@ def evaluate(method: str, score: Callable[[], Tensor]) -> Evaluation:
 
 
 def evaluate_known_items(
-    encoder: TokenEncoder, pool: Sequence[Docstring], num_queries: int, *, progress: bool = False
+    encoder: TokenEncoder,
+    pool: Sequence[Docstring],
+    num_queries: int,
+    method: str = "MaxSim",
+    *,
+    progress: bool = False,
 ) -> list[Evaluation]:
-    """Ask with the summaries of the first `num_queries` of `pool`, search the bodies of all of it."""
+    """Ask with the summaries of the first `num_queries` of `pool`, search the bodies of all of it.
+
+    Args:
+        encoder: encodes the tokens that MaxSim scores.
+        pool: the docstrings to search.
+        num_queries: how many of them also ask.
+        method: the name of MaxSim with this encoder.
+        progress: show a progress bar.
+
+    Returns:
+        The evaluations of MaxSim and of BM25.
+    """
     queries = [docstring.summary for docstring in pool[:num_queries]]
     documents = [docstring.body for docstring in pool]
     return [
-        evaluate("MaxSim", lambda: maxsim_scores(encoder, queries, documents, progress=progress).cpu()),
+        evaluate(method, lambda: maxsim_scores(encoder, queries, documents, progress=progress).cpu()),
         evaluate("BM25", lambda: bm25_scores(queries, documents)),
     ]

@@ -283,6 +283,8 @@ def test_command_line():
     assert "20 queries over 1000 documents" in result.stdout
     assert "MaxSim" in result.stdout
     assert "BM25" in result.stdout
+    assert "MaxSim, hashed encoder" in result.stdout
+    assert "not trained" in result.stdout
 
 
 @pytest.mark.parametrize("option", ["--top", "--pool", "--queries"])

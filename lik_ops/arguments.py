@@ -115,13 +115,18 @@ def as_device(op: str, given: Any) -> torch.device:
     raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
 
 
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of a message, which torch may follow with links and advice."""
+    return str(error).split(". ")[0].split("\n")[0].rstrip(".")[:150]
+
+
 def check_is_present(op: str, device: torch.device) -> None:
     """Raise ValueError, naming the argument, for a device that this machine does not have."""
     try:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        reason = str(error).split(".")[0].splitlines()[0][:150]
-        raise ValueError(f"{op}: device: expected a device of this machine, got {device}: {reason}") from error
+        expected = f"expected a device of this machine, got {device}"
+        raise ValueError(f"{op}: device: {expected}: {first_sentence(error)}") from error
 
 
 def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:

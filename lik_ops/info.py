@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import __version__, backends, maxsim
+from .arguments import first_sentence
 from .portable import backend as portable
 from .settings import BACKEND_VARIABLE, requested_backend
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .gpu.configs import Architecture
 
 _DOCUMENTS, _TOKENS = 1000, 300  # of the documents whose kernel is asked for
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -29,6 +31,13 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _backend() -> str:
+    try:
+        return requested_backend()
+    except ValueError as error:
+        return f"error: {error}"
 
 
 def _devices() -> list[tuple[torch.device, str]]:
@@ -52,11 +61,10 @@ def choice(
     documents, if they are."""
     try:
         backend = backends.select(device, dtype)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # LIK_OPS_BACKEND
         return f"error: {error}"
     if backend is portable:
-        reason = None if device.type == "cpu" else backends.why_not_triton(device, dtype)
-        return "portable" + (f" ({reason})" if reason else "")
+        return f"portable: {_why_portable(device, dtype)}"
     from .gpu import backend as cuda
     from .gpu import launcher
 
@@ -66,6 +74,29 @@ def choice(
         return f"error: {error}"
     of = int8_kernel if int8 else kernel
     return f"triton {of(arch, dtype, *sizes)}; launched {launcher.way()}"
+
+
+def _why_portable(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the reason why the portable backend computes on `device`."""
+    if requested_backend() == "portable":
+        return f"{BACKEND_VARIABLE} or lik_ops.use_backend says so"
+    if device.type == "cpu":
+        return "Triton kernels need a GPU"
+    return backends.why_not_triton(device, dtype) or "unknown"
+
+
+def gpus() -> str:
+    """Return how many GPUs torch finds, and if none, what is missing."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return f"{count} ({'ROCm ' + torch.version.hip if torch.version.hip else 'CUDA ' + str(torch.version.cuda)})"
+    try:
+        torch.cuda.init()
+        reason = "torch finds no device"
+    except (AssertionError, RuntimeError) as error:
+        reason = first_sentence(error)
+    hidden = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
+    return f"none: {reason}" + "".join(f", {name}={value}" for name, value in hidden.items())
 
 
 def kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
@@ -148,7 +179,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"python   {platform.python_version()} on {platform.system()}")
     print(f"torch    {torch.__version__}")
     print(f"triton   {triton()}")
-    print(f"backend  {requested_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
+    print(f"gpus     {gpus()}")
+    print(f"backend  {_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
     print(f"table    {table()}")
     for device, name in _devices():
         print(f"{device}: {name}")

@@ -3,316 +3,57 @@
     python -m lik_ops.tune --out table.json
     LIK_OPS_TABLE=table.json python serve.py
 
-For each dtype, number of features and query length, the tool times tiles with few and many query rows and documents,
-on an L2 cache flushed by reading. A tile is taken only if its scores are those of the reference and have the very bits
-of the built-in tile, with and without masks, weights and winners: a table changes the speed of a score, never its
-bits. Nothing is measured inside a call of lik_ops.
+The program times tiles for each dtype, number of features and query length, with few and many query rows and
+documents. Every tile in the table computes the same bits as the built-in tiles, so a table changes the speed of scores
+and nothing else. Needs a CUDA or ROCm GPU and Triton.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import __version__, disk, reference
-from .arguments import argmax_dtype_for
-from .gpu import backend as cuda
-from .gpu import configs, forward_configs, forward_table, tables
-from .gpu.configs import Architecture
-from .gpu.forward_table import Rule, Tile
-from .gpu.plain import PlainPlan, plain_plan
-from .segments import Dense
-
-Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
-_ROWS = (32, 64, 128, 256)
-_GAIN = 0.98  # of the time of a tile that serves anyway: what a tile of its own must save
-_FLUSH_BYTES = 512 * 2**20
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-
-
-class DeviceTimer:
-    """Median milliseconds of single calls on the device, each on an L2 cache flushed by reading.
-
-    The flush takes longer than the host to queue the call, so launches are not part of its time.
-    """
-
-    def __init__(self, device: torch.device, rounds: int) -> None:
-        self.rounds = rounds
-        self.buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-
-    def __call__(self, function: Callable[[], object]) -> float:
-        function(), function()
-        times = []
-        for _ in range(self.rounds):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.buffer.amax()
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return statistics.median(times)
-
-
-@dataclass(frozen=True)
-class Regime:
-    """Sizes of the calls that a rule is measured on."""
-
-    dtype: torch.dtype
-    d: int
-    Lq: int
-    Ld: int
-    few: int  # documents that leave most of the device idle
-    many: int
-    rows: int  # query rows that are many
-
-    def queries(self, rows: int) -> int:
-        return max(1, rows // configs.next_power_of_2(self.Lq))
-
-
-def inputs(
-    regime: Regime, Nq: int, Nd: int, device: torch.device, candidates: bool = False, masked: bool = False
-) -> Dense:
-    """Tokens of unit norm, drawn from a fixed seed."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        x = torch.randn(*shape, regime.d, generator=generator)
-        return (x / x.norm(dim=-1, keepdim=True)).to(regime.dtype).to(device)
-
-    documents = (Nq, Nd) if candidates else (Nd,)
-    Q, block = draw(Nq, regime.Lq), draw(min(Nd, 64), regime.Ld)
-    D = block[torch.arange(Nd, device=device) % block.shape[0]]  # drawing all would take longer than measuring
-    if candidates:
-        D = D.expand(*documents, regime.Ld, regime.d).contiguous()
-    if not masked:
-        return Dense(Q, D, None, None, None)
-    q_mask, d_mask = (torch.rand(x.shape[:-1], generator=generator).to(device) > 0.2 for x in (Q, D))
-    return Dense(Q, D, q_mask, d_mask, torch.rand(Q.shape[:-1], generator=generator).to(device))
-
-
-def rule_of(regime: Regime, arch: Architecture, tiles: Iterable[Tile]) -> Rule:
-    """The rule that serves with `tiles` what `regime` stands for: lengths in slots of the same size, as wide rows."""
-    d, Lq = regime.d, regime.Lq
-    above_d = configs.next_power_of_2(d) // 2 if d <= 128 else 128
-    most = built_in(arch, regime)[-1].rows
-    above_Lq = most if Lq > most else configs.next_power_of_2(Lq) // 2
-    return Rule(arch.unit, (regime.dtype,), d, Lq, False, 0, tuple(tiles), above_d, above_Lq)
-
-
-def built_in(arch: Architecture, regime: Regime) -> tuple[Tile, ...]:
-    """The tiles that serve `regime` without a table."""
-    return forward_configs.forward_tiles(replace(arch, measured=()), regime.dtype, regime.Lq, regime.d, False, 0)
-
-
-def candidates(arch: Architecture, regime: Regime, rows: int, processors: int, quick: bool = False) -> list[Tile]:
-    """Tiles of `rows` query rows that a matrix unit takes: 16 or 32 rows of the first operand for each warp."""
-    usual = built_in(arch, regime)[-1]
-    tokens, stages = ((usual.tokens,), (2, 3)) if quick else ((32, 64, 128), (1, 2, 3, 4))
-    features = (usual.features,) if regime.d <= usual.features or quick else (32, 64, 128)
-    walks = arch.has_descriptors and regime.d <= usual.features and regime.Lq <= rows
-    walkers = (0, 2 * processors, 4 * processors) if walks and not quick else (0,)
-    found = [tile for tile in built_in(arch, regime) if tile.rows == rows]
-    for first, BN, BD, stage, walk in itertools.product((False, True), tokens, features, stages, walkers):
-        for warps in (4, 8):
-            if 16 <= (BN if first else rows) // warps <= 32 and not (first and (rows > 64 or walk)):
-                found.append(Tile(rows, BN, BD, warps, stage, arch.registers, first, walkers=walk))
-    return list(dict.fromkeys(tile._replace(documents=forward_table.ANY) for tile in found))
-
-
-def plan_of(arch: Architecture, x: Dense, argmax: bool = False) -> PlainPlan:
-    return plain_plan(x.Q, x.D, False, argmax_dtype_for(x.D.shape[-2]) if argmax else None, arch)
-
-
-def run(plan: PlainPlan, x: Dense) -> tuple[Tensor, Tensor]:
-    """Scores and winners, the latter of size [0] where the plan is for none."""
-    return plan.forward(plan.scores_shape, x, returned=True)[0]
-
-
-def close_to_reference(scores: Tensor, x: Dense) -> bool:
-    """Whether scores of the first documents are those of the fp64 reference."""
-    part = x._replace(D=x.D[:4], d_mask=None if x.d_mask is None else x.d_mask[:4])
-    Q, D, *masks, weight = part
-    weight = None if weight is None else weight.double()
-    expected = reference.maxsim(Q.double(), D.double(), *masks, q_weight=weight)
-    return torch.allclose(scores[:, :4].double(), expected, rtol=1e-5, atol=1e-5)
-
-
-class Tuner:
-    """Tries tiles on one device; `timer` says how long a call takes, `say` is told what was found."""
-
-    def __init__(
-        self,
-        arch: Architecture,
-        device: torch.device,
-        processors: int,
-        timer: Timer,
-        say: Callable[[str], None] = print,
-        quick: bool = False,
-    ) -> None:
-        self.arch, self.device, self.processors = replace(arch, measured=()), device, processors
-        self.timer, self.say, self.quick = timer, say, quick
-        self.measured: list[dict[str, Any]] = []
-
-    def with_tiles(self, regime: Regime, tiles: Iterable[Tile]) -> Architecture:
-        return replace(self.arch, measured=(rule_of(regime, self.arch, tiles),))
-
-    def problem(self, regime: Regime, tile: Tile, x: Dense) -> str | None:
-        """What is wrong with the scores of `tile`, None if nothing is."""
-        expected = run(plan_of(self.arch, x), x)[0]
-        try:
-            scores = run(plan_of(self.with_tiles(regime, [tile]), x), x)[0]
-        except Exception as failure:  # the compiler's and the driver's are of many kinds
-            return f"{type(failure).__name__}: {failure}".splitlines()[0][:120]
-        if not close_to_reference(scores, x):
-            return "other scores than the reference"
-        return None if torch.equal(scores, expected) else "other bits than the built-in tile"
-
-    def accepts(self, regime: Regime, tile: Tile) -> bool:
-        """Whether `tile` also serves calls with masks, weights, winners and candidates, with the same bits."""
-        arch = self.with_tiles(regime, [tile])
-        for masked, own in itertools.product((False, True), (False, True)):
-            x = inputs(regime, 2, 3, self.device, own, masked)
-            try:
-                found = run(plan_of(arch, x, argmax=True), x)
-                plain = run(plan_of(arch, x), x)[0]
-            except Exception as failure:
-                self.say(f"    not {tile}: {type(failure).__name__}")
-                return False
-            expected = run(plan_of(self.arch, x, argmax=True), x)
-            if not all(map(torch.equal, (*found, plain), (*expected, expected[0]))):
-                self.say(f"    not {tile}: other bits with masks or winners")
-                return False
-        return True
-
-    def times(self, regime: Regime, tiles: Sequence[Tile], Nq: int, Nd: int) -> dict[Tile, float]:
-        """Milliseconds of the tiles that give the right scores; all are recorded."""
-        x, found = inputs(regime, Nq, Nd, self.device), {}
-        for tile in tiles:
-            reason = self.problem(regime, tile, x)
-            shape = {"Nq": Nq, "Nd": Nd, "Lq": regime.Lq, "Ld": regime.Ld, "d": regime.d, "dtype": str(regime.dtype)}
-            record = {**shape, "tile": {**tile._asdict(), "documents": None}}
-            if reason is None:
-                plan = plan_of(self.with_tiles(regime, [tile]), x)
-                found[tile] = record["ms"] = self.timer(functools.partial(run, plan, x))
-            else:
-                record["refused"] = reason
-            self.measured.append(record)
-        refused = len(tiles) - len(found)
-        self.say(f"  {Nq} x {Nd}: {len(found)} tiles timed, {refused} refused")
-        return found
-
-    def best(self, regime: Regime, times: dict[Tile, float]) -> Tile | None:
-        """The fastest tile that serves every kind of call."""
-        for tile in sorted(times, key=times.__getitem__):
-            if self.accepts(regime, tile):
-                return tile
-        return None
-
-    def rule(self, regime: Regime) -> Rule | None:
-        """A tile for many rows, and smaller ones where they are faster; None if none is right."""
-        usual = built_in(self.arch, regime)
-        slot = min(configs.next_power_of_2(regime.Lq), usual[-1].rows)
-        sizes = [usual[-1].rows] if regime.Lq > usual[-1].rows else [rows for rows in _ROWS if rows >= slot]
-        if self.quick:
-            sizes = sizes[:1]
-        say = f"{regime.dtype}, d {regime.d}, Lq {regime.Lq}"
-        self.say(say)
-        tiles = {rows: candidates(self.arch, regime, rows, self.processors, self.quick) for rows in sizes}
-        sizes = [rows for rows in sizes if tiles[rows]]
-        everything = [tile for several in tiles.values() for tile in several]
-        last = self.best(regime, self.times(regime, everything, regime.queries(regime.rows), regime.many))
-        if last is None:
-            self.say(f"{say}: no tile is right, the built-in ones stay")
-            return None
-        chosen = []
-        for rows in (rows for rows in sizes if rows <= last.rows and regime.Lq <= usual[-1].rows):
-            chosen += self._smaller(regime, tiles[rows], last)
-        if chosen and chosen[-1].rows == last.rows:  # measured with as many rows as a tile holds: many count more
-            chosen = [tile for tile in chosen if tile.rows < last.rows or tile.documents < forward_table.ANY]
-        self.say(f"{say}: {[*chosen, last]}")
-        return rule_of(regime, self.arch, [*chosen, last])
-
-    def _smaller(self, regime: Regime, tiles: list[Tile], last: Tile) -> list[Tile]:
-        """Tiles for the rows that one of `tiles` holds, for few documents and for many, that beat `last` there."""
-        found, Nq = [], regime.queries(tiles[0].rows)
-        serving = last
-        for Nd in (regime.many, regime.few):
-            times = self.times(regime, list(dict.fromkeys([*tiles, last])), Nq, Nd)
-            best = self.best(regime, {tile: ms for tile, ms in times.items() if tile in tiles})
-            if best is None or serving not in times or times[best] > _GAIN * times[serving]:
-                continue
-            found.append(best if Nd == regime.many else best._replace(documents=5 * self.processors // 2))
-            serving = best
-        return found[::-1]
-
-
-def regimes(dtypes: Sequence[torch.dtype], features: Sequence[int], lengths: Sequence[int], few: int) -> list[Regime]:
-    """What is measured: as many documents as a batch of a reranker has, and as few as leave the device idle."""
-    grid = itertools.product(dtypes, sorted(set(features)), sorted(set(lengths)))
-    return [Regime(dtype, d, Lq, 300, few, 1000, max(1024, 2 * Lq)) for dtype, d, Lq in grid]
-
-
-def _check(args: argparse.Namespace, arch: Architecture) -> None:
-    for name in ("d", "lq"):
-        if min(getattr(args, name)) < 1:
-            raise ValueError(f"--{name}: expected positive numbers, got {getattr(args, name)}")
-    odd = [d for d in args.d if not configs.loads_vectors(d, 0)]
-    if odd:
-        raise ValueError(f"--d: expected multiples of 16, got {odd}: others take the built-in tiles")
-    if "float32" in args.dtype and arch.unit in forward_configs.SPLITTING:
-        raise ValueError(f"--dtype: float32 is not tuned on {arch.name}: its tiles also serve rows split before")
-
-
-def tune(args: argparse.Namespace) -> tables.Table:
-    """Measure what `args` ask for."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(device)
-    arch = replace(cuda.architecture(device), measured=())
-    _check(args, arch)
-    processors = properties.multi_processor_count
-    timer = DeviceTimer(device, 5 if args.quick else 15)
-    tuner = Tuner(arch, device, processors, timer, quick=args.quick)
-    few = max(1, 3 * processors // 4)
-    wanted = regimes([_DTYPES[name] for name in args.dtype], args.d, args.lq, few)
-    with torch.no_grad():
-        found = [tuner.rule(regime) for regime in wanted]
-    import triton
-
-    versions = {"lik_ops": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    rules = tuple(rule for rule in found if rule is not None)
-    return tables.Table(properties.name, arch.name, versions, rules, tuner.measured)
+from . import disk
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, and write the table."""
+    """Measure tiles and write the table."""
     parser = argparse.ArgumentParser(
         prog="python -m lik_ops.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--d", type=int, nargs="+", default=[128], help="features of a token (default 128)")
-    parser.add_argument("--lq", type=int, nargs="+", help="tokens of a query (default 32 128 1024)")
-    parser.add_argument("--dtype", nargs="+", choices=list(_DTYPES), help="default bfloat16 float16")
-    parser.add_argument("--quick", action="store_true", help="a few tiles of one regime, to see that it works")
+    parser.add_argument(
+        "--d", type=int, nargs="+", default=[128], metavar="N", help="features of a token (default 128)"
+    )
+    parser.add_argument("--lq", type=int, nargs="+", metavar="N", help="tokens of a query (default 32 128 1024)")
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, help="dtypes of tokens (default bfloat16 float16)")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure a few tiles of bfloat16 queries of 32 tokens, as a trial"
+    )
     args = parser.parse_args(argv)
     args.lq = args.lq or ([32] if args.quick else [32, 128, 1024])
     args.dtype = args.dtype or (["bfloat16"] if args.quick else ["bfloat16", "float16"])
+    if find_spec("triton") is None:
+        parser.error("Triton is not installed: there is no kernel to measure")
     if not torch.cuda.is_available():
         parser.error("no CUDA or ROCm GPU here: there is nothing to measure")
     if not args.out.parent.is_dir():
         parser.error(f"argument --out: no directory {args.out.parent}")
     if args.out.exists() and not args.out.is_file():
         parser.error(f"argument --out: expected a regular file, found something else at {args.out}")
-    table = tune(args)
+    from . import tuning
+    from .gpu import tables
+
+    try:
+        arch = tuning.local_architecture()
+        tuning.check(args, arch)
+    except ValueError as error:
+        parser.error(str(error))
+    table = tuning.tune(args, arch)
     disk.replace_file(args.out, lambda at: at.write_text(tables.to_json(table)))
     tables.parse(args.out.read_text(), str(args.out))
     print(f"wrote {args.out}: {table}")

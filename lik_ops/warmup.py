@@ -11,11 +11,28 @@ import sys
 
 import torch
 
+from . import backends
 from .api.warmup import warmup
+from .arguments import as_device
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_SIZES = {"--Lq": [32], "--Nq": [1], "--Ld": [32, 300, 1024], "--Nd": [2, 200], "--top-k": []}
-_FLAGS = ("--candidates", "--q-mask", "--d-mask", "--q-weight", "--normalize", "--argmax", "--training", "--ragged")
+_SIZES = {  # default, help
+    "--Lq": ([32], "tokens of a query (default 32)"),
+    "--Nq": ([1], "numbers of queries (default 1)"),
+    "--Ld": ([32, 300, 1024], "tokens of a document (default 32 300 1024)"),
+    "--Nd": ([2, 200], "numbers of documents (default 2 200)"),
+    "--top-k": ([], "also what retrieve needs to find this many documents (default none)"),
+}
+_FLAGS = {
+    "--candidates": "each query has documents of its own, D [Nq, Nd, Ld, d]",
+    "--q-mask": "calls pass q_mask",
+    "--d-mask": "calls pass d_mask",
+    "--q-weight": "calls pass q_weight",
+    "--normalize": "calls pass normalize=True",
+    "--argmax": "also maxsim_with_argmax",
+    "--training": "also the forward that saves the argmax, and the backward",
+    "--ragged": "also the functions of packed and padded tokens",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,19 +40,32 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lik_ops.warmup", description=__doc__)
     parser.add_argument("--device", default="cuda", help="where the calls will be (default cuda)")
     parser.add_argument("--dtype", default="bfloat16", choices=_DTYPES, help="of Q and D (default bfloat16)")
-    parser.add_argument("--d", type=int, default=128, help="features of a token (default 128)")
-    for option, default in _SIZES.items():
-        parser.add_argument(option, type=int, nargs="+", default=default, metavar="N", help=f"(default {default})")
-    for option in _FLAGS:
-        parser.add_argument(option, action="store_true")
+    parser.add_argument("--d", type=int, default=128, help="features of a token (default 128)", metavar="N")
+    for option, (default, text) in _SIZES.items():
+        parser.add_argument(option, type=int, nargs="+", default=default, metavar="N", help=text)
+    for option, text in _FLAGS.items():
+        parser.add_argument(option, action="store_true", help=text)
     given = vars(parser.parse_args(argv))
     device, dtype, lengths = given.pop("device"), _DTYPES[given.pop("dtype")], given.pop("Lq")
+    _check_backend(parser, device, dtype)
     total = 0.0
     for Lq in lengths:
-        for said, seconds in warmup(device, dtype, Lq=Lq, **given):
+        try:
+            calls = warmup(device, dtype, Lq=Lq, **given)
+        except (TypeError, ValueError) as error:
+            parser.error(str(error).removeprefix("warmup: "))
+        for said, seconds in calls:
             total += seconds
             print(f"{seconds:8.2f} s  {said}")
     print(f"{total:8.2f} s")
+
+
+def _check_backend(parser: argparse.ArgumentParser, device: str, dtype: torch.dtype) -> None:
+    """Exit unless the backend that ``LIK_OPS_BACKEND`` names can compute on the device."""
+    try:
+        backends.select(as_device("warmup", device), dtype)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error).removeprefix("warmup: ").removeprefix("lik_ops: "))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 import triton
 
 import lik_ops
-from lik_ops import info, tune
+from lik_ops import info, tune, tuning
 from lik_ops.gpu import arguments as cuda_arguments
 from lik_ops.gpu import forward_configs, tables
 from lik_ops.gpu.configs import ARCHITECTURES, INTERPRETER, Kind
@@ -170,7 +170,7 @@ class Device:
 
     def run(self, plan, x):
         self.running = plan
-        scores = tune.reference.maxsim(x.Q.double(), x.D.double(), x.q_mask, x.d_mask, q_weight=x.q_weight).float()
+        scores = tuning.reference.maxsim(x.Q.double(), x.D.double(), x.q_mask, x.d_mask, q_weight=x.q_weight).float()
         return scores + (1.0 if plan[0] in self.other_bits else 0), torch.zeros(0)
 
     def timer(self, function):
@@ -180,19 +180,19 @@ class Device:
 
 
 def _tuner(monkeypatch, device, arch=SM_80):
-    monkeypatch.setattr(tune, "plan_of", device.plan_of)
-    monkeypatch.setattr(tune, "run", device.run)
-    monkeypatch.setattr(tune.Tuner, "accepts", tune.Tuner.accepts)
-    monkeypatch.setattr(tune, "close_to_reference", lambda scores, x: True)
+    monkeypatch.setattr(tuning, "plan_of", device.plan_of)
+    monkeypatch.setattr(tuning, "run", device.run)
+    monkeypatch.setattr(tuning.Tuner, "accepts", tuning.Tuner.accepts)
+    monkeypatch.setattr(tuning, "close_to_reference", lambda scores, x: True)
     said = []
-    return tune.Tuner(arch, torch.device("cpu"), 4, device.timer, say=said.append), said
+    return tuning.Tuner(arch, torch.device("cpu"), 4, device.timer, say=said.append), said
 
 
-REGIME = tune.Regime(HALF, 16, 32, 8, few=3, many=20, rows=256)
+REGIME = tuning.Regime(HALF, 16, 32, 8, few=3, many=20, rows=256)
 
 
 def test_the_fastest_tiles_that_are_right_are_chosen(monkeypatch):
-    tiles = {rows: tune.candidates(SM_80, REGIME, rows, 4) for rows in (32, 64, 128, 256)}
+    tiles = {rows: tuning.candidates(SM_80, REGIME, rows, 4) for rows in (32, 64, 128, 256)}
     wrong, failing, masked, good = (t for t in tiles[128] if t.warps == 4 and t.tokens == 64 and not t.tokens_first)
     few, small = tiles[32][0], tiles[32][1]
 
@@ -226,14 +226,14 @@ def test_no_rule_where_nothing_is_right(monkeypatch):
 def test_rules_of_candidates_are_tables(Lq, d):
     """Whatever wins, the file that says so can be read."""
     for arch in (SM_90, SM_80, ARCHITECTURES["gfx942"]):
-        regime = tune.Regime(HALF, d, Lq, 300, 100, 1000, 1024)
-        most = tune.built_in(arch, regime)[-1].rows
+        regime = tuning.Regime(HALF, d, Lq, 300, 100, 1000, 1024)
+        most = tuning.built_in(arch, regime)[-1].rows
         sizes = [most] if Lq > most else [rows for rows in (32, 64, 128, 256) if rows >= Lq]
         for rows in sizes:
-            tiles = tune.candidates(arch, regime, rows, 132)
+            tiles = tuning.candidates(arch, regime, rows, 132)
             assert tiles and len(set(tiles)) == len(tiles)
             for tile in tiles:
-                rule = tune.rule_of(regime, arch, [tile])
+                rule = tuning.rule_of(regime, arch, [tile])
                 table = tables.Table("GPU", arch.name, {}, (rule,))
                 assert tables.parse(tables.to_json(table), "here") == table
                 assert forward_configs.forward_tiles(replace(arch, measured=(rule,)), HALF, Lq, d, False, 0) == (tile,)
@@ -241,7 +241,7 @@ def test_rules_of_candidates_are_tables(Lq, d):
 
 def test_arguments_that_cannot_be_measured():
     def check(arch, **changes):
-        tune._check(tune.argparse.Namespace(**{"d": [128], "lq": [32], "dtype": ["bfloat16"], **changes}), arch)
+        tuning.check(tuning.argparse.Namespace(**{"d": [128], "lq": [32], "dtype": ["bfloat16"], **changes}), arch)
 
     check(SM_90)
     check(SM_80, dtype=["float32"])
@@ -265,9 +265,9 @@ def test_without_a_gpu_it_says_so(capsys, tmp_path):
 @pytest.mark.parametrize("Lq", [3, 40])
 def test_tiles_that_the_tool_takes_give_the_same_bits(Lq):
     most = 32
-    regime = tune.Regime(torch.float16, 16, Lq, 18, 2, 3, 64)
-    tuner = tune.Tuner(INTERPRETER, torch.device("cpu"), 1, lambda function: 1.0)
-    x = tune.inputs(regime, 2, 2, torch.device("cpu"))
+    regime = tuning.Regime(torch.float16, 16, Lq, 18, 2, 3, 64)
+    tuner = tuning.Tuner(INTERPRETER, torch.device("cpu"), 1, lambda function: 1.0)
+    x = tuning.inputs(regime, 2, 2, torch.device("cpu"))
     tiles = [Tile(most, 16, 16, 4, 2)]
     if Lq <= 16:
         tiles = [Tile(most, 32, 16, 4, 2, walkers=2), Tile(16, 16, 16, 4, 1, tokens_first=True), Tile(64, 16, 16, 4, 1)]
@@ -276,14 +276,14 @@ def test_tiles_that_the_tool_takes_give_the_same_bits(Lq):
     if Lq <= 16:
         assert tuner.accepts(regime, tiles[1])
     if Lq > most:  # a smaller tile cuts the sum over query tokens elsewhere: no table may say that
-        cut = tune.rule_of(regime, INTERPRETER, [Tile(16, 16, 32, 4, 1)])
+        cut = tuning.rule_of(regime, INTERPRETER, [Tile(16, 16, 32, 4, 1)])
         with pytest.raises(ValueError, match="rows of the last tile"):
             tables.parse(tables.to_json(tables.Table("", "interpreter", {}, (cut,))), "here")
 
 
 def test_a_directory_that_is_not_there_is_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune, "tune", lambda args: pytest.fail("measured"))
+    monkeypatch.setattr(tuning, "tune", lambda args, arch: pytest.fail("measured"))
     with pytest.raises(SystemExit):
         tune.main(["--out", str(tmp_path / "none" / "table.json")])
     assert "argument --out: no directory" in capsys.readouterr().err

@@ -224,3 +224,9 @@ def test_torch_func_is_refused_and_vmap_is_not():
     function = partial(lik_ops.maxsim_xtr, top_k=3)
     assert_derives_no_further(lambda q: function(q, D), Q, "maxsim_xtr")
     assert_vmap_is_a_loop(function, (torch.stack([Q, Q + 1]), D), (0, None))
+
+
+def test_queries_without_tokens_score_zero():
+    Q, D = torch.randn(3, 0, 8), torch.randn(4, 5, 8)
+    for normalizer in ("retrieved", "positive"):
+        assert torch.equal(lik_ops.maxsim_xtr(Q, D, 2, normalizer=normalizer), torch.zeros(3, 4))

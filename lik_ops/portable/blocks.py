@@ -192,7 +192,7 @@ def fold_sum(x: Tensor) -> Tensor:
         half = 1 << (length - 1).bit_length() - 1
         x[..., : length - half].add_(x[..., half:length])
         length = half
-    return x[..., 0]
+    return x[..., 0] if length else x.sum(-1)
 
 
 def slices_of(first: int, last: int, step: int) -> Iterator[slice]:

@@ -72,9 +72,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if str(item.path) not in chosen])
         items[:] = [item for item in items if str(item.path) in chosen]
     items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each: none may be the last to begin
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA or ROCm GPU on this machine")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needed = {"gpu": (1, "no CUDA or ROCm GPU on this machine"), "two_gpus": (2, "needs two GPUs")}
     for item in items:
-        if item.get_closest_marker("gpu"):  # names of folders are keywords too
-            item.add_marker(skip)
+        for name, (count, reason) in needed.items():
+            if found < count and item.get_closest_marker(name):  # names of folders are keywords too
+                item.add_marker(pytest.mark.skip(reason=reason))
+                break

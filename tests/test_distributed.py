@@ -30,6 +30,6 @@ def test_gloo():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_nccl():
     run(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), "nccl", "cuda")

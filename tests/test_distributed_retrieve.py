@@ -41,7 +41,7 @@ def test_gloo(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nccl(backend, tmp_path):
     check(("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"), backend, tmp_path)

@@ -236,9 +236,8 @@ def test_last_document_of_a_tensor_beyond_2_31_elements(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 def test_inputs_on_a_device_that_is_not_current():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(reason="needs two GPUs")
     p = Problem(Lq=32, Ld=70, d=64, dtype=torch.float16, values="normal")
     x = build(p, "cuda:1")
     x.Q.requires_grad_()

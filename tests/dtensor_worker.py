@@ -183,10 +183,12 @@ def check_trained(mesh, name: str, candidates: bool, device: str, score) -> None
             torch.testing.assert_close(g.full_tensor(), e, msg=lambda m, case=case: f"{name}, {case}: {m}")
 
 
-def losses(Q, D):
+def losses(Q, D, labelled=True):
     """Of each query, whose labels are a DTensor where it is one."""
-    labels = torch.arange(Q.shape[0], device=Q.device) % 2
-    labels = place(labels, Q.device_mesh, [Replicate()]) if isinstance(Q, DTensor) else labels
+    labels = None
+    if labelled:
+        labels = torch.arange(Q.shape[0], device=Q.device) % 2
+        labels = place(labels, Q.device_mesh, [Replicate()]) if isinstance(Q, DTensor) else labels
     each, mean = (lik_ops.maxsim_cross_entropy(Q, D, labels, reduction=name) for name in ("none", "mean"))
     total = mean.full_tensor() if isinstance(mean, DTensor) else mean
     torch.testing.assert_close(total, (each.full_tensor() if isinstance(each, DTensor) else each).mean())
@@ -198,6 +200,7 @@ TRAINED = {
     "soft": lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3),
     "token_topk": lambda Q, D: lik_ops.maxsim_token_topk(Q, D, 3),
     "losses": losses,
+    "losses without labels": lambda Q, D: losses(Q, D, labelled=False),
 }
 
 
@@ -264,6 +267,76 @@ def check_codes(mesh, Q) -> None:
             assert_sharded_equal(f"search of codes, queries {of_queries}, {name}", x, e, [of_queries])
 
 
+def check_made_tensors(mesh, device: str) -> None:
+    """Offsets and masks that lik_ops makes next to DTensors are DTensors; dense sides, lists and padding."""
+    Q, D, *_ = tensors(False, False, device)
+    packed, cu_d = lik_ops.pack([D[0], D[1, :2], D[2, :0]])
+    queries, cu_q = lik_ops.pack([Q[0], Q[1, :2]])
+    offsets, lengths = cu_d[:-1].repeat(Nq, 1), cu_d.diff().repeat(Nq, 1)
+    pairs = torch.tensor([[0, 1], [4, 6], [2, 2]], device=device)
+    counts = torch.tensor([1, 4, 0, 2, 3], device=device)
+    many, each = tensors(True, False, device)[1], torch.randint(Ld + 1, (Nq, K), device=device)
+    torch.distributed.broadcast(each, 0)
+    calls = {
+        "dense queries": (lik_ops.maxsim_varlen, (Q, packed, None, cu_d)),
+        "one query": (lik_ops.maxsim_varlen, (Q[0], packed, None, cu_d)),
+        "dense documents": (lik_ops.maxsim_varlen, (queries, D, cu_q)),
+        "dense queries of candidates": (lik_ops.maxsim_candidates_varlen, (Q, packed, offsets, lengths)),
+        "dense pairs": (lik_ops.maxsim_pair_list, (Q, D, pairs)),
+        "padded": (lik_ops.maxsim_padded, (Q, many, counts, each)),
+        "lists": (lambda *x: lik_ops.maxsim([*x[:2]], [*x[2:]]), (Q[0], Q[1, :2], D[0], D[1, :3], D[2])),
+        "lengths_to_mask": (lik_ops.lengths_to_mask, (counts, Lq)),
+    }
+    for name, (function, args) in calls.items():
+        expected = function(*args)
+        for placement in (Replicate(), Shard(0)):
+            given = [place(x, mesh, [placement]) if isinstance(x, torch.Tensor) else x for x in args]
+            assert_sharded_equal(f"{name}, {placement}", function(*given), expected)
+    whole = [place(x, mesh, [Replicate()]) for x in (Q, D, packed, cu_d)]
+    for name, call in {
+        "quantize: D": lambda: lik_ops.quantize(whole[1]),
+        "retrieve(largest=False): Q": lambda: lik_ops.retrieve(*whole[:2], 3, largest=False),
+        "unpack: packed": lambda: lik_ops.unpack(*whole[2:]),
+    }.items():
+        try:
+            call()
+        except TypeError as error:
+            assert f"{name}: expected a plain tensor, got a DTensor" in str(error), error
+        else:
+            raise AssertionError(f"{name}: expected a TypeError")
+
+
+def check_flags(mesh, device: str) -> None:
+    """Frozen sides by turns: DTensor does not take the shapes of results from a call with other flags."""
+    Q, D, *_ = tensors(False, False, device)
+    head = torch.eye(d, device=device)
+    calls = {
+        **{name: score for name, score in TRAINED.items() if "losses" not in name},
+        "maxsim": lik_ops.maxsim,
+        "xtr": lambda Q, D: lik_ops.maxsim_xtr(Q, D, 9),
+        "from_hidden": lambda Q, D: lik_ops.maxsim_from_hidden(Q, D, like(head, Q)),
+        "varlen": lambda Q, D: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, like(bounds, Q)),
+        "losses": lambda Q, D: lik_ops.maxsim_cross_entropy(Q, D),
+    }
+    bounds = torch.arange(K + 1, device=device) * Ld
+
+    def like(x, other):
+        return place(x, mesh, [Replicate()]) if isinstance(other, DTensor) else x
+
+    for name, score in calls.items():
+        for of_queries, of_documents in ((False, False), (True, False), (False, True), (True, True)):
+            found = []
+            for sharded in (True, False):
+                args = [place(x, mesh, [Replicate()]) if sharded else x.clone() for x in (Q, D)]
+                args = [x.requires_grad_(needs) for x, needs in zip(args, (of_queries, of_documents), strict=True)]
+                scores = score(*args)
+                if scores.requires_grad:
+                    scores.sum().backward()
+                found.append([scores.detach(), *(x.grad for x in args if x.grad is not None)])
+            for x, e in zip(*found, strict=True):
+                torch.testing.assert_close(x.full_tensor(), e, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def check_chamfer(mesh, device: str) -> None:
     torch.manual_seed(0)
     clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
@@ -328,6 +401,8 @@ def check_all(backend: str, device: str) -> None:
                 check_trained(mesh, name, candidates, device, score)
         check_trained(mesh, "from_hidden", False, device, from_hidden)
         check_trained(mesh, "xtr", False, device, lambda Q, D: lik_ops.maxsim_xtr(Q, D, 9))
+        check_flags(mesh, device)
+        check_made_tensors(mesh, device)
         check_chamfer(mesh, device)
         check_meshes_of_two_axes(device)
         check_search(mesh, device)

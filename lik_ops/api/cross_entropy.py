@@ -40,7 +40,7 @@ def maxsim_cross_entropy(
             ``[Nq, K, Ld, d]``, the K candidates of each query.
         labels: ``[Nq]``, int32 or int64: which document, or candidate, is the right one. None: document i of query i,
             of candidates the first. A label that is no document makes the loss of its query NaN, and the gradients that
-            it takes part in; under `lik_ops.checks` it is an error. Beside DTensors they have to be given, as one.
+            it takes part in; under `lik_ops.checks` it is an error.
         q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`.
         temperature: a number above 0, or a tensor of no axes of the dtype of the scores, which is differentiable.
         ignore_index: a label whose query has loss 0 and no gradient, and does not count in the mean.

@@ -72,7 +72,7 @@ class Given(NamedTuple):
 
     def ragged(self, offsets: Tensor | None, lengths: Tensor | None = None, pairs: Tensor | None = None) -> Ragged:
         per_token = self.q_mask, self.d_mask, self.q_weight
-        return Ragged.of(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
+        return sharding.ragged_of(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
 
 
 def given(
@@ -103,6 +103,7 @@ def given(
         refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
+    sharding.register_if_needed()
     if isinstance(D, Index):
         D, cu_seqlens_d = unpacked(op, D, cu_seqlens_d)
     quantized, own = D if isinstance(D, Quantized) else None, False

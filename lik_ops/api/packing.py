@@ -25,7 +25,7 @@ from ..arguments import (
     shape_of,
 )
 from ..ops import values
-from ..ops.stack import autocast
+from ..ops.stack import autocast, sharding
 
 __all__ = [
     "Sequences",
@@ -84,6 +84,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         >>> [x.shape[0] for x in lik_ops.unpack(*lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)]))]
         [3, 5]
     """
+    sharding.reject("unpack", packed=packed, cu_seqlens=cu_seqlens)
     check_tensor("unpack", "packed", packed)
     check_strided("unpack", "packed", packed)
     if packed.dim() == 0:
@@ -121,7 +122,8 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
         raise TypeError(f"lengths_to_mask: lengths: expected int32 or int64, got {lengths.dtype}")
     check_count("lengths_to_mask", "L", L)
     check_fits_memory("lengths_to_mask", "L", (*lengths.shape, L))
-    return torch.arange(L, device=lengths.device) < lengths.unsqueeze(-1)
+    sharding.register_if_needed()
+    return sharding.whole_like(torch.arange(L, device=lengths.device), lengths) < lengths.unsqueeze(-1)
 
 
 class PackedPairs(NamedTuple):
@@ -218,7 +220,8 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
     if not sequences:
         if nothing is None:
             raise ValueError(f"{op}: {name}: expected at least one tensor, got none")
-        return Sequences(nothing, torch.zeros(1, dtype=torch.int64, device=nothing.device), [], None)
+        bounds = torch.zeros(1, dtype=torch.int64, device=nothing.device)
+        return Sequences(nothing, sharding.whole_like(bounds, nothing), [], None)
     first = sequences[0]
     for i, t in enumerate(sequences):
         at = f"{op}: {name}[{i}]"
@@ -235,7 +238,8 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
     lengths = [t.shape[0] for t in sequences]
     with autocast.suspended(first.device.type):  # which cannot join one half type in a region of the other
         tokens = torch.cat(sequences)
-    return Sequences(tokens, from_host([0, *itertools.accumulate(lengths)], first.device), lengths, None)
+    bounds = from_host([0, *itertools.accumulate(lengths)], first.device)
+    return Sequences(tokens, sharding.whole_like(bounds, tokens), lengths, None)
 
 
 def from_host(values: list, device: torch.device) -> Tensor:

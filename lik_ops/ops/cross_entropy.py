@@ -36,7 +36,7 @@ from ..segments import Dense
 from .custom import custom_op
 from .eager_calls import Call
 from .family import check_needed, check_upstream, fake_gradient, found_once, no_double_backward, register_autograd
-from .stack import batching, functional
+from .stack import batching, functional, sharding
 from .watchers import backward_is_short, fp32_precision
 
 _FWD_SCHEMA = (
@@ -110,9 +110,8 @@ def check_call(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
 def default_labels(Q: Tensor, D: Tensor) -> Tensor:
     """Document i of query i, of candidates the first."""
     Nq = Q.shape[0]
-    if D.dim() == 4:
-        return torch.zeros(Nq, dtype=torch.int64, device=Q.device)
-    return torch.arange(Nq, device=Q.device)
+    labels = torch.zeros(Nq, dtype=torch.int64, device=Q.device) if D.dim() == 4 else torch.arange(Nq, device=Q.device)
+    return sharding.whole_like(labels, Q)
 
 
 def weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:

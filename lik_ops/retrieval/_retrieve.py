@@ -178,6 +178,7 @@ def retrieve(
                 return two_stage(search, coarse, n_candidates)
             return of_quantized(search, n_probe, n_candidates)
     if not largest:
+        sharding.reject(f"{_OP}(largest=False)", Q=Q, D=D)
         return _streamed.lowest(_OP, search, progress)
     if is_sequences(D):
         D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..._ops import ops as lik
 from ...segments import Ragged
 
 _registered = False
+_DTensor: Any = None  # the class, and a placement, once it is registered
+_replicate: Any = None
 
 
 def register_if_needed() -> None:
@@ -34,19 +39,73 @@ def register_if_needed() -> None:
 register_if_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def whole_like(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` as a DTensor that is whole on every process if `like` is a DTensor, else `x`.
+
+    torch does not mix plain tensors with DTensors, so the tensors that a function of lik_ops makes follow those that
+    it is given. `x` has to be the same on all processes.
+    """
+    if _DTensor is None or not isinstance(like, _DTensor):
+        return x
+    mesh = like.device_mesh
+    return _DTensor.from_local(x, mesh, [_replicate] * mesh.ndim, run_check=False)
+
+
+def ragged_of(*tensors: Tensor | None) -> Ragged:
+    """Return `Ragged.of` these tensors, which may be DTensors."""
+    if _DTensor is None or not isinstance(tensors[0], _DTensor):
+        return Ragged.of(*tensors)  # type: ignore[arg-type]
+    # torch flattens no axis that is sharded unevenly, and packed tokens are whole on every process.
+    Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
+    Q, D, *per_token = (_gathered(x) for x in (Q, D, *per_token))
+    r = Ragged.of(Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token)
+    if cu_seqlens_q is None:
+        r = r._replace(cu_seqlens_q=whole_like(r.cu_seqlens_q, r.Q))
+    if offsets is None:
+        r = r._replace(d_offsets=whole_like(r.d_offsets, r.Q), d_lengths=whole_like(r.d_lengths, r.Q))
+    return r
+
+
+def _gathered(x: Any) -> Any:
+    return x.redistribute(placements=[_replicate] * x.device_mesh.ndim) if isinstance(x, _DTensor) else x
+
+
+def reject(op: str, **tensors: Any) -> None:
+    """Raise TypeError, naming the argument, if one of these is a DTensor."""
+    register_if_needed()
+    for name, x in tensors.items():
+        if _DTensor is not None and isinstance(x, _DTensor):
+            raise TypeError(f"{op}: {name}: expected a plain tensor, got a DTensor: pass its to_local()")
+
+
 def _placed(tensors: Sequence, placements: Sequence) -> list:
     """Placements of arguments, None for those that are None, and for all behind the last that has one."""
     return [None if x is None else placement for x, placement in zip_longest(tensors, placements)]
 
 
 def _register() -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    global _DTensor, _replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
+    _DTensor, _replicate = DTensor, Replicate()
     at = _Placements(Replicate(), Shard(0), Shard(1), Shard(2), Partial())
     for ops, rule in _RULES.items():
         for op in ops.split():
-            register_sharding(getattr(lik, op).default)(partial(_ways, rule, at))
+            overload = getattr(lik, op).default
+            register_sharding(overload)(partial(_ways, rule, at))
+            _compare_flags(overload, DTensor)
+
+
+def _compare_flags(op: Any, DTensor: Any) -> None:
+    """Make DTensor compare calls of `op` by their flags, before it takes the shapes of results from an earlier call.
+
+    `register_sharding` makes it compare tensors, and what follows the first integer. Flags of lik_ops say which results
+    there are: `needs` of a backward, winners of a forward. It has no argument for that.
+    """
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    flags = [n for n, x in enumerate(op._schema.arguments) if "bool" in str(x.type)]
+    known[op] = replace(known[op], static_argnum=min(known[op].static_argnum, *flags, len(op._schema.arguments)))
 
 
 def _ways(rule: Callable, at: _Placements, *args: Any) -> list:

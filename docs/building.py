@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, content in {**pages, **pictures}.items():
         files.append(File.generated(config, page, content=content))
     return files
+
+
+LONG_CODE = re.compile(r"(?<!<pre>)(?<!</span>)(<code>)([^<>\s]{40,})(?=</code>)")
+# Shapes such as [Nq, Lq, d], which docs/site.css keeps on one line.
+SHORT_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>(?=[^<>]{1,24}</code>)")
+# Names in headings of the API and in tables of contents.
+LONG_NAME = re.compile(r"(<span class=\"(?:doc doc-object-name [^\"]*|md-ellipsis)\">\s*)([^<>\s]{16,})(?=<|\s)")
+
+
+def add_breaks(match: re.Match[str]) -> str:
+    """Let a name break after a dot, an underscore, a slash or a colon."""
+    return match[1] + re.sub(r"([._/]|::)(?=\w)", r"\1<wbr>", match[2])
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Let names break that would not fit a narrow column, never inside of a word, and keep short code on one line."""
+    output = LONG_NAME.sub(add_breaks, LONG_CODE.sub(add_breaks, output))
+    return SHORT_CODE.sub('<code class="short">', output)
 
 
 def split_arguments(arguments: str) -> list[str]:

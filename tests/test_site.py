@@ -93,6 +93,17 @@ def test_code_of_the_notebook_and_of_docstrings_fits_the_window():
     assert not [line for line in lines if len(line) > COLUMNS]
 
 
+def test_names_break_between_words_and_code_blocks_stay_as_they_are():
+    name = "tests/test_eager.py::test_modes_see_the_operators"
+    page = f"<p><code>{name}</code> <code>[Nq, Lq, d]</code></p><pre><span></span><code>{name}</code></pre>"
+    broken = "tests/<wbr>test_<wbr>eager.<wbr>py::<wbr>test_<wbr>modes_<wbr>see_<wbr>the_<wbr>operators"
+    assert building.on_post_page(page) == page.replace(
+        f"<p><code>{name}</code> <code>", f'<p><code>{broken}</code> <code class="short">'
+    )
+    entry = '<span class="md-ellipsis">\n    lik::maxsim_bwd_lowmem\n  </span>'
+    assert "lik::<wbr>maxsim_<wbr>bwd_<wbr>lowmem\n" in building.on_post_page(entry)
+
+
 def test_every_environment_variable_is_on_the_page_of_settings():
     sources = "".join(path.read_text() for path in sorted((ROOT / "lik_ops").rglob("*.py")))
     read = set(re.findall(r"\bLIK_OPS_[A-Z]+(?:_[A-Z]+)*\b", sources))

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,15 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     except safetensors.SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from error
+
+
+def path_of(file: BinaryIO, path: str | os.PathLike[str]) -> str:
+    """Return a path of an open file for libraries that open it themselves and accept nothing but UTF-8.
+
+    On Linux, they open the same file even if `path` leads to another one by now.
+    """
+    descriptor = f"/proc/self/fd/{file.fileno()}"
+    return descriptor if os.path.exists(descriptor) else os.fspath(path)
 
 
 @contextmanager

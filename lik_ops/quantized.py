@@ -22,7 +22,7 @@ from .arguments import (
     kind_of,
     shape_of,
 )
-from .disk import replace_file, save_tensors
+from .disk import path_of, replace_file, save_tensors
 from .formats import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
 from .residual import ResidualCodec
 
@@ -291,6 +291,9 @@ class Quantized:
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:
         """What `save` wrote.
 
+        On a CPU the tensors are mapped memory of the file, which has to keep its size while they are in use. `save`
+        puts another file in its place and does not change a file that is mapped.
+
         Raises:
             ValueError: the file is damaged, or of something else.
         """
@@ -298,7 +301,7 @@ class Quantized:
 
         path, device = os.fspath(path), str(torch.device(device))
         try:
-            with safe_open(path, framework="pt", device=device) as file:
+            with open(path, "rb") as whole, safe_open(path_of(whole, path), framework="pt", device=device) as file:
                 about = file.metadata() or {}
                 dtype = getattr(torch, about.get("dtype", ""), None)
                 if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:

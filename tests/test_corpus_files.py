@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops import Corpus
-from lik_ops.retrieval import appending, storage
+from lik_ops.retrieval import appending, reading, storage
 
 from .test_corpus import ROOT, assert_holds, draw
 
@@ -268,8 +268,9 @@ def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
     """The time of the 400th is that of the 10th, but for a manifest of 400 lines."""
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     other = Corpus.open(tmp_path)
-    opened, inner = [], storage.open_shard
-    monkeypatch.setattr("lik_ops.retrieval.snapshot.open_shard", lambda *args: opened.append(args[1]) or inner(*args))
+    opened, inner = [], reading.ShardFile.check
+    monkeypatch.setattr(reading.ShardFile, "check", lambda self, *args: opened.append(self.shard) or inner(self, *args))
+    monkeypatch.setattr(reading.ShardFile, "_opened", lambda self: pytest.fail("an append opens no shard"))
     parsed, read = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or read(text))
     documents = draw([1, 2, 3, 4])
@@ -280,6 +281,7 @@ def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
     assert len(opened) == 7 and len(parsed) == 1, "what others appended is read once"
     other.append([])
     assert len(opened) == 7 and len(parsed) == 1
+    monkeypatch.undo()
     assert_holds(other, documents)
 
 

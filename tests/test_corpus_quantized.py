@@ -245,7 +245,9 @@ def test_shards_of_another_format_are_named(field, value, message, tmp_path):
     written(tmp_path, "int8")
     edited(tmp_path, lambda content: content["quantized"].__setitem__(field, value))
     with pytest.raises(ValueError, match=rf"shard-000000-\w+.safetensors: the shard is .*: {message}"):
-        Corpus.open(tmp_path)
+        _ = Corpus.open(tmp_path)[0]
+    with pytest.raises(ValueError, match=message):
+        Corpus.open(tmp_path, verify=True)
 
 
 DAMAGE = {
@@ -270,7 +272,7 @@ def test_a_shard_that_is_corrupt_is_named(case, tmp_path):
     safetensors.save_file(tensors, at)
     edited(tmp_path, lambda content: content["shards"][0].update(bytes=at.stat().st_size))
     with pytest.raises(ValueError, match=rf"{at.name}: the shard is truncated or corrupt: {message}"):
-        Corpus.open(tmp_path)
+        _ = Corpus.open(tmp_path)[0]
 
 
 # what is wrong

@@ -114,7 +114,10 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], verify: bool = False) -> Corpus:
-        """Open the corpus in a directory. Shards are checked for their size; with `verify`, read and checked whole.
+        """Open the corpus in a directory.
+
+        Shards are checked for their size. Their content is checked on the first read, or here with `verify`, which also
+        compares checksums.
 
         Raises:
             FileNotFoundError: there is no corpus.

@@ -18,22 +18,26 @@ from ..quantized import Quantized
 from ..segments import rows_of
 from .layout import Kept, Tokens, offsets, scorable
 from .manifest import Manifest
-from .storage import Opened, open_shard
+from .reading import ShardFile
+
+_MOST_PIECES = 1024  # shards of a range that are read where they are mapped; the rows of more shards are copied
 
 
 class Snapshot:
-    """The shards of a manifest, opened; nothing in it changes, and its tensors are not for callers, who may write."""
+    """The shards of a manifest. Nothing in it changes, and its tensors are not for callers, who may write."""
 
     def __init__(self, path: Path, manifest: Manifest, before: Snapshot | None = None, verify: bool = False) -> None:
-        """Of the corpus at `path`. Shards that are in `before` as well are not opened, or looked at, again."""
+        """Of the corpus at `path`. Shards that are in `before` as well are not checked again."""
         self.path, self.manifest = path, manifest
         if manifest.codec is not None:
             manifest.codec.check(manifest.format, manifest.d)
-        kept = [] if before is None else before.shards
-        if before is None or manifest.shards[: len(kept)] != before.manifest.shards:
-            kept = []
-        opened = [open_shard(path, shard, manifest, verify) for shard in manifest.shards[len(kept) :]]
-        self.shards: list[Opened] = [*kept, *opened]
+        kept: list[ShardFile] = []
+        if before is not None and manifest.shards[: len(before.shards)] == before.manifest.shards:
+            kept = before.shards
+        added = [ShardFile(path, shard, manifest) for shard in manifest.shards[len(kept) :]]
+        for shard in added:
+            shard.check(verify)
+        self.shards: list[ShardFile] = [*kept, *added]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -71,15 +75,25 @@ class Snapshot:
             of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
             yield i, {True: of_tokens, False: slice(a - first, b - first)}
 
-    def _cut(self, shard: Opened, rows: dict[bool, slice], of: dict[str, Kept]) -> dict[str, Tensor]:
-        """Rows of some tensors of a shard, where it has them mapped."""
-        return {name: shard.tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
+    def _copied(self, places: list[tuple[int, dict[bool, slice]]], of: dict[str, Kept]) -> dict[str, Tensor]:
+        """Rows of some tensors of several shards, one shard after the other, in memory. One shard at a time is read."""
+        rows = {which: sum(at[which].stop - at[which].start for _, at in places) for which in (True, False)}
+        found, done = {name: _empty(kept, rows[kept.of_tokens]) for name, kept in of.items()}, {True: 0, False: 0}
+        for i, at in places:
+            for name, x in _cut(self.shards[i].tensors(), at, of).items():
+                begin = done[of[name].of_tokens]
+                found[name][begin : begin + len(x)] = x
+            done = {which: done[which] + at[which].stop - at[which].start for which in done}
+        return found
 
     def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
         """The tokens of the documents ``[begin, end)``, where shards have them mapped, and their offsets."""
         layout = self.manifest.layout
-        parts = [self._cut(self.shards[i], rows, layout.scored) for i, rows in self._places(begin, end)]
-        parts = parts or [{name: _empty(kept, 0) for name, kept in layout.scored.items()}]
+        places = list(self._places(begin, end))
+        if 0 < len(places) <= _MOST_PIECES:
+            parts = [_cut(self.shards[i].tensors(), rows, layout.scored) for i, rows in places]
+        else:
+            parts = [self._copied(places, layout.scored)]
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
     def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
@@ -87,11 +101,9 @@ class Snapshot:
         places, layout = list(self._places(begin, end)), self.manifest.layout
         if len(places) == 1:
             ((i, rows),) = places
-            found = self._cut(open_shard(self.path, self.manifest.shards[i], self.manifest), rows, layout.tensors)
+            found = _cut(self.shards[i].map().tensors, rows, layout.tensors)
         else:
-            parts = [{name: _empty(kept, 0) for name, kept in layout.tensors.items()}]
-            parts += [self._cut(self.shards[i], rows, layout.tensors) for i, rows in places]
-            found = {name: torch.cat([part[name] for part in parts]) for name in layout.tensors}
+            found = self._copied(places, layout.tensors)
         cu_seqlens = self._offsets(begin, end)
         tokens = scorable(layout.tokens(found), layout.dtype, cu_seqlens)
         if isinstance(tokens, Quantized):  # the codec is read for all
@@ -111,19 +123,17 @@ class Snapshot:
         rows, cu_seqlens = rows_of(self.cu_seqlens[chosen], self.lengths[chosen])
         starts = torch.tensor(self.starts, device="cpu")
         first = torch.searchsorted(chosen, starts)
-        # What is wanted, where of it that of each shard begins, and where that begins in the corpus.
-        wanted = {
-            True: (rows, cu_seqlens[first].tolist(), self.cu_seqlens[starts].tolist()),
-            False: (chosen, first.tolist(), self.starts),
-        }
-        found = {}
-        for name, kept in self.manifest.layout.scored.items():
-            at, bounds, origins = wanted[kept.of_tokens]
-            found[name] = _empty(kept, len(at), pinned)
-            for i, shard in enumerate(self.shards):
-                part = slice(bounds[i], bounds[i + 1])
+        # For tokens and for documents: the chosen rows, where those of each shard begin among them, and in the corpus.
+        wanted = {True: (rows, cu_seqlens[first], self.cu_seqlens[starts]), False: (chosen, first, starts)}
+        scored = self.manifest.layout.scored
+        found = {name: _empty(kept, len(wanted[kept.of_tokens][0]), pinned) for name, kept in scored.items()}
+        for i in first.diff().nonzero().flatten().tolist():
+            tensors = self.shards[i].tensors()
+            for name, kept in scored.items():
+                at, bounds, origins = wanted[kept.of_tokens]
+                part = slice(int(bounds[i]), int(bounds[i + 1]))
                 if part.start < part.stop:
-                    torch.index_select(shard.tensors[name], 0, at[part] - origins[i], out=found[name][part])
+                    torch.index_select(tensors[name], 0, at[part] - origins[i], out=found[name][part])
         return self.manifest.layout.tokens(found), cu_seqlens
 
     def _offsets(self, begin: int, end: int) -> Tensor:
@@ -134,11 +144,15 @@ def _empty(kept: Kept, rows: int, pinned: bool = False) -> Tensor:
     return torch.empty((rows, *kept.sizes), dtype=kept.dtype, device="cpu", pin_memory=pinned)
 
 
-def _decoded(shard: Opened) -> list:
-    assert shard.ids is not None
-    count = shard.lengths.shape[0]
+def _cut(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, Kept]) -> dict[str, Tensor]:
+    """Rows of some tensors of a shard, as views."""
+    return {name: tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
+
+
+def _decoded(shard: ShardFile) -> list:
+    count, text = shard.shard.documents, shard.read_ids()
     try:
-        found = json.loads(shard.ids.numpy().tobytes())
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{shard.at}: the shard is corrupt: ids: {error}") from error
     if not isinstance(found, list) or len(found) != count or not are_ids(found):

@@ -15,14 +15,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..disk import naming, open_lock_file, publish, save_tensors
 from .codecs import CodecFile, serialized
-from .layout import Kept
 from .manifest import MANIFEST, Manifest, Shard
 
 LOCK = "append.lock"
@@ -57,51 +55,6 @@ def safetensors() -> Any:
             " pip install '.[retrieval]'"
         ) from error
     return safetensors
-
-
-class Opened(NamedTuple):
-    """A shard, its tensors mapped into memory: pages are read when they are used. What is written stays in memory."""
-
-    at: Path
-    tensors: dict[str, Tensor]  # of the layout
-    lengths: Tensor  # [n]
-    ids: Tensor | None  # uint8
-
-
-def open_shard(path: Path, shard: Shard, manifest: Manifest, verify: bool = False) -> Opened:
-    """Map a shard of the corpus at `path`; with `verify`, read it and compare its checksum.
-
-    Raises:
-        ValueError: it is not what the manifest says; the message has its path.
-    """
-    package, at = safetensors(), path / shard.file
-    try:
-        size = at.stat().st_size
-        if size != shard.bytes:
-            raise ValueError(f"expected {shard.bytes} bytes, got {size}")
-        if verify and sha256_of(at) != shard.sha256:
-            raise ValueError("its checksum is not that of the manifest")
-        with naming(at), torch.device("cpu"), package.safe_open(at, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ValueError(f"{at}: the shard is missing") from None
-    except (ValueError, package.SafetensorError) as error:
-        raise _corrupt(at, error) from error
-    for name, kept in {**manifest.layout.tensors, LENGTHS: Kept(False, (), torch.int64)}.items():
-        shape, x = (shard.tokens if kept.of_tokens else shard.documents, *kept.sizes), found.get(name)
-        if x is None or x.dtype != kept.dtype or x.shape != shape:
-            raise _corrupt(at, f"expected {name} {list(shape)} of {kept.dtype}")
-    lengths = found.pop(LENGTHS).clone()  # in memory, where it stays what was checked
-    if not add_up_to(lengths, shard.tokens):
-        raise _corrupt(at, f"expected {LENGTHS} that add up to {shard.tokens} tokens")
-    ids = found.pop(IDS, None)
-    if (ids is not None) != manifest.has_ids or (ids is not None and (ids.dtype != torch.uint8 or ids.dim() != 1)):
-        raise _corrupt(at, f"expected {IDS} [bytes] of torch.uint8" if manifest.has_ids else f"expected no {IDS}")
-    return Opened(at, {name: found[name] for name in manifest.layout.tensors}, lengths, ids)
-
-
-def _corrupt(at: Path, error: object) -> ValueError:
-    return ValueError(f"{at}: the shard is truncated or corrupt: {error}")
 
 
 def add_up_to(lengths: Tensor, tokens: int) -> bool:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import Corpus, Quantized, disk, tune
+from lik_ops import Corpus, Quantized, disk, tune, tuning
+from lik_ops.gpu import tables
 
 from .test_corpus import assert_holds, draw
 
@@ -139,7 +140,10 @@ def test_output_that_is_a_link_is_replaced(dangling, tmp_path, precious, monkeyp
 
     def measure():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(tune, "tune", lambda args: tune.tables.Table("GPU", "sm_90", {"torch": "2.11.0"}, (), []))
+        table = tables.Table("GPU", "sm_90", {"torch": "2.11.0"}, (), [])
+        monkeypatch.setattr(tuning, "local_architecture", lambda: None)
+        monkeypatch.setattr(tuning, "check", lambda args, arch: None)
+        monkeypatch.setattr(tuning, "tune", lambda args, arch: table)
         tune.main(["--out", str(out)])
 
     for write in (save, measure):

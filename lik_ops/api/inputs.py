@@ -22,7 +22,6 @@ from ..arguments import (
     check_mask,
     check_options,
     check_per_token,
-    check_tokens,
     describe_non_tensor,
     kind_of,
     same_size,
@@ -36,7 +35,7 @@ from ..ops.stack import autocast, functional, sharding
 from ..ops.watchers import is_memory
 from ..quantized import Quantized, stand_in
 from ..segments import Ragged
-from .packing import Sequences, is_sequences, sequences, spelled_shapes, weights_of
+from .packing import Sequences, check_sides, is_sequences, sequences, weights_of
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
 Documents: TypeAlias = Tokens | Quantized | Index
@@ -130,9 +129,7 @@ def given(
         documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = _in_region(Q, D, q_weight, quantized is not None)
-    q_spelled = spelled_shapes("q", cu_seqlens_q, lifts, packs)
-    d_spelled = ((d_shape,), "") if d_shape else spelled_shapes("d", cu_seqlens_d, lifts, packs)
-    check_tokens(op, Q, D, q_spelled[0], d_spelled[0], (q_spelled[1], d_spelled[1]))
+    check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     _check_bounds(op, "q", cu_seqlens_q, Q)
     _check_bounds(op, "d", cu_seqlens_d, D)

@@ -29,13 +29,13 @@ from ..ops.stack import autocast, sharding
 
 __all__ = [
     "Sequences",
+    "check_sides",
     "is_sequences",
     "lengths_to_mask",
     "pack",
     "pack_padded",
     "packed",
     "sequences",
-    "spelled_shapes",
     "unpack",
     "weights_of",
 ]
@@ -292,8 +292,24 @@ def _check_width(op: str, name: str, found: Sequences, beside: Any) -> None:
     same_size(found.tokens.shape[1], beside.shape[-1], message)
 
 
-def spelled_shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tuple[tuple[str, ...], str]:
-    """Return the shapes that a side may have, and what a message adds to them: see `inputs.given`."""
+def check_sides(
+    op: str,
+    Q: Tensor,
+    D: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    d_shape: str | None,
+    lifts: str,
+    packs: str,
+) -> None:
+    """Raise unless Q and D are embeddings, packed or dense, that fit together: see `inputs.given`."""
+    q_shapes, q_hint = _shapes("q", cu_seqlens_q, lifts, packs)
+    d_shapes, d_hint = ((d_shape,), "") if d_shape else _shapes("d", cu_seqlens_d, lifts, packs)
+    check_tokens(op, Q, D, q_shapes, d_shapes, (q_hint, d_hint))
+
+
+def _shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tuple[tuple[str, ...], str]:
+    """Return the shapes that a side may have, and what a message adds to them."""
     if cu_seqlens is not None:
         return (f"[T{side}, d]",), f" with cu_seqlens_{side}"
     dense = f"[N{side}, L{side}, d]"

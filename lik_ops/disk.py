@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from .extras import import_extra
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -76,8 +78,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     Raises:
         OSError: an error of the disk, which safetensors reports as an error of its own.
     """
-    import safetensors.torch
-
+    safetensors = import_extra("save_tensors", "retrieval", "numpy", "safetensors.torch", "safetensors")
     # safetensors copies memory. A view with the negative bit holds the numbers without their sign.
     tensors = {name: x.detach().resolve_neg().contiguous().cpu() for name, x in tensors.items()}
     try:

@@ -23,6 +23,7 @@ from .arguments import (
     shape_of,
 )
 from .disk import path_of, replace_file, save_tensors
+from .extras import import_extra
 from .formats import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
 from .residual import ResidualCodec
 
@@ -276,8 +277,10 @@ class Quantized:
 
         Raises:
             FileExistsError: `path` is a directory or a device.
+            ModuleNotFoundError: safetensors or numpy is not installed.
             OSError: an error of the disk, with `path`.
         """
+        import_extra("Quantized.save", "retrieval", "numpy", "safetensors.torch")
         found, codec = self.tensors(), self.codec
         about = {"format": self.format, "d": str(self.d), "dtype": str(self.dtype).removeprefix("torch.")}
         about |= {"query": self.query} if self.query != "half" else {}
@@ -295,13 +298,14 @@ class Quantized:
         puts another file in its place and does not change a file that is mapped.
 
         Raises:
+            ModuleNotFoundError: safetensors is not installed.
             ValueError: the file is damaged, or of something else.
         """
-        from safetensors import SafetensorError, safe_open
-
+        safetensors = import_extra("Quantized.load", "retrieval", "safetensors")
         path, device = os.fspath(path), str(torch.device(device))
         try:
-            with open(path, "rb") as whole, safe_open(path_of(whole, path), framework="pt", device=device) as file:
+            opened = safetensors.safe_open
+            with open(path, "rb") as whole, opened(path_of(whole, path), framework="pt", device=device) as file:
                 about = file.metadata() or {}
                 dtype = getattr(torch, about.get("dtype", ""), None)
                 if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:
@@ -313,7 +317,7 @@ class Quantized:
                 tensors["codec"] = ResidualCodec(**of_codec, **options)
             d, query = int(about["d"]), about.get("query", "half")
             return cls(**tensors, format=about["format"], d=d, dtype=dtype, query=query)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             expected = "expected a file that Quantized.save wrote"
             raise ValueError(f"Quantized: path: {expected}, got {path}: {error}") from error
 

@@ -113,9 +113,34 @@ def test_every_block_says_what_it_is(page):
         assert (block.mark, block.language) in known, f"{page}:{block.line}"
 
 
+def extras_of(text):
+    """The packages of the extras that a page says to install."""
+    table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]
+    packages = {
+        name: re.findall(r'"([\w-]+)', x) for name, x in re.findall(r"^([\w-]+) = \[(.*?)\]", table, re.M | re.S)
+    }
+    named = re.findall(r"pip install ['\"]?\.\[([\w,-]+)\]", text)
+    return {package for names in named for name in names.split(",") for package in packages[name]}
+
+
+DOCS = [*PAGES[2:], *(f"docs/api/{path.name}" for path in sorted((ROOT / "docs" / "api").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", ["README.md", *DOCS])
+def test_every_page_says_what_to_install(page):
+    text = (ROOT / page).read_text()
+    assert "pip install " in text
+    first = re.search(r"^```python$", text, re.M)
+    assert first is None or "pip install " in text[: first.start()] or page == "README.md"
+
+
 @pytest.mark.parametrize("page", pages(""))
 @pytest.mark.usefixtures("directory")
-def test_python_blocks_run_as_they_are_written(page):
+def test_python_blocks_run_as_they_are_written(page, monkeypatch):
+    """Without the optional packages that the page does not name."""
+    for package in {"numpy", "onnxscript", "safetensors", "tqdm"} - extras_of((ROOT / page).read_text()):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"{package}.torch", raising=False)
     names = {}
     for block in blocks(page):
         if (block.mark, block.language) == ("", "python"):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._ops import ops as lik
+from ..extras import import_extra
 
 
 def onnx_translations() -> dict[Any, Callable]:
@@ -29,13 +30,7 @@ def onnx_translations() -> dict[Any, Callable]:
         >>> program = torch.onnx.export(model, inputs, **options)
         >>> program.save("model.onnx")
     """
-    try:
-        from onnxscript import opset18 as op
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "onnx_translations: needs onnxscript: pip install onnxscript, or, in a checkout of lik_ops,"
-            " pip install '.[onnx]'"
-        ) from error
+    op = import_extra("onnx_translations", "onnx", "onnxscript").opset18
 
     def maxsim(Q, D, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
         return _maxsim(op, Q, D, q_mask, d_mask, q_weight, normalize)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
+from ..extras import error_of_missing
+
 ENVIRONMENT_VARIABLE = "LIK_OPS_INTEGRATIONS"
 _VALUES = {"": True, "1": True, "0": False}
 
@@ -123,7 +125,8 @@ def enable(host: Host) -> Routing:
         version = importlib.metadata.version(host.distribution)
     except importlib.metadata.PackageNotFoundError as error:
         name = host.distribution
-        raise ImportError(f"{name} is not installed: pip install '{name}>={host.at_least}'", name=name) from error
+        package = f"'{name}>={host.at_least}'"
+        raise error_of_missing("enable", name, name.removesuffix("-engine"), package) from error
     routing = Routing(host)
     routing._began = True
     missed: list[str] = []

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ..extras import error_of_missing
 from .reranking import rerank_hits
 
 try:
     from haystack import Document, component
 except ModuleNotFoundError as error:
-    raise ImportError("haystack-ai is not installed: pip install haystack-ai", name="haystack") from error
+    raise error_of_missing("lik_ops.integrations.haystack", "haystack", "haystack") from error
 
 __all__ = ["MaxSimRanker"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..extras import import_extra
 from ..residual import ResidualCodec
 
 _TENSORS = "centroids", "weights", "cutoffs"
@@ -82,8 +83,7 @@ class CodecFile:
 
 def serialized(codec: ResidualCodec) -> bytes:
     """The file."""
-    from safetensors.torch import save
-
+    save = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").save
     tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in codec.tensors().items()}
     # A tensor, as the order of metadata in the file is nobody's promise.
     options = {"bit_order": codec.bit_order.encode(), "normalize": str(codec.normalize).encode()}
@@ -91,9 +91,7 @@ def serialized(codec: ResidualCodec) -> bytes:
 
 
 def _deserialized(text: bytes) -> ResidualCodec:
-    from safetensors.torch import load
-
-    found: dict[str, Any] = load(text)
+    found: dict[str, Any] = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").load(text)
     bit_order, normalize = (bytes(found[name].tolist()).decode() for name in ("bit_order", "normalize"))
     tensors = {name: found[name] for name in _TENSORS if name in found}
     return ResidualCodec(**tensors, bit_order=bit_order, normalize=normalize == "True")  # type: ignore[arg-type]

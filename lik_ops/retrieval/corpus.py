@@ -97,7 +97,7 @@ class Corpus:
             raise ValueError(f"{op}: d: expected 1 or more, below 2^31, got {d}")
         check_dtype(op, "dtype", dtype)
         check_format(op, format, scale, or_none=True)
-        storage.safetensors()
+        storage.safetensors(op)
         manifest = Manifest.new(op, d, dtype, format, scale)
         path.mkdir(parents=True, exist_ok=True)
         lock = path / storage.LOCK
@@ -127,7 +127,7 @@ class Corpus:
         """
         path = _path("Corpus.open", path)
         check_flag("Corpus.open", "verify", verify)
-        storage.safetensors()
+        storage.safetensors("Corpus.open")
         return cls(path, Snapshot(path, Manifest.read(path), verify=verify))
 
     @property

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import DTYPES, as_device
+from ..extras import import_extra
 from ..index import Index
 from ..quantized import Quantized
 from ..residual import BitOrder, ResidualCodec
@@ -229,8 +230,7 @@ def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 def _numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
     """The first rows of an array, and how many it has. No more memory is taken than the file is long."""
-    import numpy as np
-
+    np = import_extra(_OP, "retrieval", "numpy")
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arguments import kind_of
 from ..disk import naming
+from ..extras import import_extra
 from ..formats import bucket_weights, slots
 from ..index import Index
 from ..residual import ResidualCodec, reversed_bits
@@ -48,6 +49,7 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
         ...     lik_ops.write_index(path, lik_ops.Index(codes, torch.tensor([0, 60, 100])))
     """
     codec, lengths, codes = _checked(index)
+    import_extra(_OP, "retrieval", "numpy")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
@@ -122,7 +124,7 @@ def _inverted(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tenso
 
 
 def _save(file: Path, x: Tensor) -> None:
-    from numpy.lib import format as npy
+    npy = import_extra(_OP, "retrieval", "numpy.lib.format")
 
     def write(out: BinaryIO) -> None:
         array = _plain(x)

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ..disk import naming, open_lock_file, publish, save_tensors
+from ..extras import import_extra
 from .codecs import CodecFile, serialized
 from .manifest import MANIFEST, Manifest, Shard
 
@@ -44,17 +45,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
 
 
-def safetensors() -> Any:
-    """The package; the error where it is missing says how to install it."""
-    try:
-        import numpy  # noqa: F401  # ids go through it, and what some versions of safetensors write
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "lik_ops.Corpus needs safetensors and numpy: pip install safetensors numpy, or, in a checkout of lik_ops,"
-            " pip install '.[retrieval]'"
-        ) from error
-    return safetensors
+def safetensors(op: str = "Corpus") -> Any:
+    """Import safetensors, and numpy, which ids and some versions of safetensors need."""
+    return import_extra(op, "retrieval", "numpy", "safetensors.torch", "safetensors")
 
 
 def add_up_to(lengths: Tensor, tokens: int) -> bool:

@@ -1,0 +1,41 @@
+"""Optional dependencies: import them when they are used, and name the extra of lik_ops that installs them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# What pip has to install for each extra, without a checkout of lik_ops. No index is known to have lik_ops itself.
+PACKAGES = {"haystack": "haystack-ai", "onnx": "onnxscript", "retrieval": "safetensors numpy"}
+
+
+def error_of_missing(purpose: str, package: str, extra: str, packages: str | None = None) -> ModuleNotFoundError:
+    """Return the error for a missing dependency.
+
+    Args:
+        purpose: the public function that needs the dependency.
+        package: its name.
+        extra: the extra of lik_ops that installs it.
+        packages: arguments of pip that install it, if `PACKAGES` has none.
+    """
+    hint = f"pip install {packages or PACKAGES[extra]}, or in a checkout of lik_ops pip install '.[{extra}]'"
+    return ModuleNotFoundError(f"{purpose}: {package} is not installed: {hint}", name=package)
+
+
+def import_extra(purpose: str, extra: str, *modules: str) -> Any:
+    """Import modules of an optional dependency and return the last one.
+
+    Args:
+        purpose: the public function that needs them, which the message names.
+        extra: the extra of lik_ops that installs them.
+
+    Raises:
+        ModuleNotFoundError: one of them is not installed.
+    """
+    found = None
+    for module in modules:
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as error:
+            raise error_of_missing(purpose, (error.name or module).split(".")[0], extra) from error
+    return found

@@ -137,7 +137,7 @@ def wrap_schema(schema: str) -> str:
 
 
 def schemas() -> dict[str, str]:
-    """Of each operator, from the snapshots that the operator checks compare."""
+    """Return the schema of each operator, from the snapshots that the operator checks compare."""
     tree = ast.parse((ROOT / "opcheck" / "graphs.py").read_text())
     (found,) = (
         node.value

@@ -59,6 +59,47 @@ def test_documents_show_the_committed_results(name):
     assert tables.rewritten(text) == text, "run make figures"
 
 
+def test_limits_of_the_readme_are_in_the_results():
+    limits = " ".join((tables.ROOT / "README.md").read_text().split("\n## Limits\n")[1].split("\n## ")[0].split())
+    forward = {r["case"]["name"]: r for r in tables.load("forward")["records"]}
+    tiny, candidates, many, long = (
+        tables.best_peer(forward[name])[1] / forward[name]["contenders"][tables.OURS]["ms"]
+        for name in ("tiny 8x8", "candidates 256x16", "rerank 100k", "rerank 1k long")
+    )
+    assert f"{tiny:.2f} at 8 x 8, {candidates:.3f} for candidates, {many:.2f} for one query x 100,000" in limits
+    assert f"{long:.2f} for one query x 1,000 documents of 1,024 tokens" in limits
+
+    host = {r["name"]: r["us"] for r in tables.load("host")["records"]}
+    eager = host["step lowmem"] / min(us for name, us in host.items() if name.startswith("step, "))
+    step, encoder = (host[f"lik_ops.maxsim, {x}"] / host[f"einsum, {x}"] for x in ("step", "step of an encoder"))
+    assert f"takes {eager:.2f} of the host time" in limits
+    assert f"takes {step:.2f} of the naive formula's host time, and {encoder:.2f} with" in limits
+
+    options = tables.load("options")["records"]
+    normalized = [r for r in options if r["case"]["normalize"]]
+    costs = [r["cost"] for r in normalized]
+    assert f"`normalize` takes {min(costs):.2f} to {max(costs):.2f} times" in limits
+    slower = {r["case"]["name"]: r["ms"]["option"] / r["ms"]["by hand"] for r in normalized}
+    (worst,) = [name for name, ratio in slower.items() if ratio > 1]
+    assert worst == "normalize pages 64x64" and f"pages 64 x 64 ({slower[worst]:.2f} of it)" in limits
+
+    ragged = tables.load("ragged")["records"]
+    ratios = [r["ratio_to_dense"] for r in ragged if "ratio_to_dense" in r]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times as long as the dense kernel" in limits
+    holes = [r["ratio_to_unmasked"]["holes"] for r in ragged if "ratio_to_unmasked" in r]
+    holes += [
+        forward[f"{name} holes"]["contenders"][tables.OURS]["ms"] / forward[name]["contenders"][tables.OURS]["ms"]
+        for name in ("rerank 1k", "serve 16x1k")
+    ]
+    small = max(r["cost"] for r in options if r["case"]["name"].startswith("holes") and r["ms"]["plain"] < 0.05)
+    assert f"{min(holes):.2f} to {max(holes):.2f} times as long as no mask, and up to {small:.2f}" in limits
+
+    gpus = [r["contenders"][tables.OURS] for r in tables.load("retrieve_gpus")["records"]]
+    single, rows = ([r[key] for r in gpus] for key in ("efficiency", "sustained_efficiency"))
+    assert f"reach {min(single):.2f} (one query, 3 ms) to {max(single):.2f} of four times one GPU" in limits
+    assert f"{min(rows):.2f} to {max(rows):.2f} in consecutive searches" in limits
+
+
 def test_every_block_is_in_a_document():
     text = "".join((tables.ROOT / name).read_text() for name in tables.DOCUMENTS)
     for name in tables.BLOCKS:

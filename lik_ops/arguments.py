@@ -158,6 +158,15 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
+def check_plain(op: str, **tensors: Any) -> None:
+    """Raise TypeError, naming the argument, if one of these is a DTensor."""
+    if torch.compiler.is_dynamo_compiling() or (module := sys.modules.get("torch.distributed.tensor")) is None:
+        return
+    for name, x in tensors.items():
+        if isinstance(x, module.DTensor):
+            raise TypeError(f"{op}: {name}: expected a plain tensor, got a DTensor: pass its to_local()")
+
+
 def check_has_values(op: str, name: str, t: Tensor) -> None:
     """Raise ValueError, naming the argument, for tensors on the meta device."""
     if t.is_meta:

@@ -8,9 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from .arguments import check_choice, check_cu_seqlens, check_floats, check_mask, shape_of
+from .arguments import check_choice, check_cu_seqlens, check_floats, check_mask, check_plain, shape_of
 from .formats import FORMATS, FormatName, Query, encoded, extremes, part_of, parts, scales_of
-from .ops.stack import sharding
 from .quantized import Quantized
 from .residual import ResidualCodec
 
@@ -55,7 +54,7 @@ def quantize(
         torch.Size([2, 1000])
     """
     op = "quantize"
-    sharding.reject(op, D=D)
+    check_plain(op, D=D)
     _check(op, D, format, scale, d_mask, cu_seqlens_d)
     check_choice(op, "query", query, get_args(Query) if format == "int8" else ("half",))
     rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else Bounds(cu_seqlens_d, D.shape[0])

@@ -16,6 +16,7 @@ from ..arguments import (
     check_fits_memory,
     check_has_values,
     check_indices,
+    check_plain,
     check_strided,
     check_tensor,
     check_tokens,
@@ -84,7 +85,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         >>> [x.shape[0] for x in lik_ops.unpack(*lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)]))]
         [3, 5]
     """
-    sharding.reject("unpack", packed=packed, cu_seqlens=cu_seqlens)
+    check_plain("unpack", packed=packed, cu_seqlens=cu_seqlens)
     check_tensor("unpack", "packed", packed)
     check_strided("unpack", "packed", packed)
     if packed.dim() == 0:

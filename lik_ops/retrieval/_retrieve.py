@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from ..api import inputs
 from ..api.packing import is_sequences
-from ..arguments import check_flag, lift
+from ..arguments import check_flag, check_plain, lift
 from ..index import Index
 from ..ops import topk
 from ..ops.stack import sharding
@@ -178,7 +178,7 @@ def retrieve(
                 return two_stage(search, coarse, n_candidates)
             return of_quantized(search, n_probe, n_candidates)
     if not largest:
-        sharding.reject(f"{_OP}(largest=False)", Q=Q, D=D)
+        check_plain(f"{_OP}(largest=False)", Q=Q, D=D)
         return _streamed.lowest(_OP, search, progress)
     if is_sequences(D):
         D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)

@@ -70,14 +70,6 @@ def _gathered(x: Any) -> Any:
     return x.redistribute(placements=[_replicate] * x.device_mesh.ndim) if isinstance(x, _DTensor) else x
 
 
-def reject(op: str, **tensors: Any) -> None:
-    """Raise TypeError, naming the argument, if one of these is a DTensor."""
-    register_if_needed()
-    for name, x in tensors.items():
-        if _DTensor is not None and isinstance(x, _DTensor):
-            raise TypeError(f"{op}: {name}: expected a plain tensor, got a DTensor: pass its to_local()")
-
-
 def _placed(tensors: Sequence, placements: Sequence) -> list:
     """Placements of arguments, None for those that are None, and for all behind the last that has one."""
     return [None if x is None else placement for x, placement in zip_longest(tensors, placements)]

@@ -83,9 +83,10 @@ def first(scores: Tensor, top_k: int) -> Best:
 
 
 def warm(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
-    """Run every kernel that finds the `top_k` best of up to 4 million scores of `dtype`."""
+    """Run every kernel that finds the `top_k` best of up to 4 million scores of `dtype`, also over two processes."""
     for count in WARMED:
         first(torch.zeros((1, count), dtype=dtype, device=device), top_k)
+    of_parts(torch.zeros((2, 2, 1, top_k), dtype=torch.int64, device=device), [top_k] * 2, top_k, dtype)
 
 
 def merge(parts: list[Best], top_k: int) -> Best:

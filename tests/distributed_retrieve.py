@@ -96,6 +96,8 @@ def check_retrieve(device: str, directory: Path) -> None:
             for none in ([], torch.empty(0, 2, 8, dtype=dtype)):
                 found = distributed.retrieve(Q, none, 7, sharded=True)
                 assert same(found, lik_ops.retrieve(Q, none, 7)) and found[0].shape == (3, 0)
+                found = distributed.retrieve(Q if rank == 0 else None, none, 7, sharded=True, device=device)
+                assert same(found, lik_ops.retrieve(Q, none, 7))
             options = {"q_mask": q_mask, "q_weight": weight, "normalize": documents == 3}
             expected = lik_ops.retrieve(Q, tokens.to(device), 7, cu_seqlens_d=cu_seqlens.to(device), **options)
             for corpus, more in (
@@ -177,6 +179,11 @@ def check_sharded(device: str, directory: Path) -> None:
         assert same(found, masked)
         part = {"cu_seqlens_d": cu_seqlens[begin : end + 1], "sharded": True, "chunk": 4, "device": device}
         assert same(distributed.retrieve(Q if rank == 0 else None, tokens, k, **part), whole)
+        # A rank whose list is empty learns d and dtype from the queries that it is sent.
+        mine = list(D[begin:end]) if begin < end and rank else []
+        found = distributed.retrieve(Q if rank == 0 else None, mine, k, sharded=True, device=device)
+        rest = lik_ops.retrieve(Q, D[cuts[1] :], k)
+        assert same(found, rest), (found, rest)
         assert same(distributed.retrieve(Q, corpus, k, sharded=True), whole)
     with torch.autocast(device, dtype=torch.bfloat16):
         expected = lik_ops.retrieve(Q, D, 6)
@@ -390,6 +397,16 @@ def check_errors(device: str, directory: Path) -> None:
     nested = torch.nested.nested_tensor([same_D, same_D[:2]], layout=torch.jagged)
     assert same(retrieve(one, nested, 2), lik_ops.retrieve(one, nested, 2))
     expect(ValueError, "d_mask: expected shape", lambda: retrieve(Q, D, 3, d_mask=D[:2, :, 0] > 0 if mine else None))
+    loss = distributed.maxsim_cross_entropy
+    both = "function: expected the same on all ranks, got ['distributed."
+    expect(ValueError, both, lambda: inbatch(Q, D) if mine else retrieve(Q, D, 3))
+    expect(ValueError, both, lambda: loss(Q, D) if mine else inbatch(Q, D))
+    expect(ValueError, both, lambda: retrieve(Q, D, "3") if mine else loss(Q, D))
+    if dist.get_world_size() > 2:
+        alone = Q if rank == 0 else None
+        for odd, said in ((D[..., :4], "d: expected the same on all ranks, got [8, None, 4"), (D.half(), "dtype: ")):
+            corpus = [] if mine else odd if rank == 2 else D
+            expect(ValueError, said, lambda corpus=corpus: retrieve(alone, corpus, 3, sharded=True, device=device))
     expect(ValueError, "sharded: expected the same on all ranks", lambda: retrieve(Q, D, 3, sharded=mine))
     expect(ValueError, "dtype: expected the same", lambda: retrieve(*((x.half() if mine else x) for x in (Q, D)), 3))
     expect(ValueError, "q_mask: expected the same", lambda: retrieve(Q, D, 3, q_mask=Q[..., 0] > 0 if mine else None))

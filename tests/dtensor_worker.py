@@ -297,6 +297,9 @@ def check_made_tensors(mesh, device: str) -> None:
         "quantize: D": lambda: lik_ops.quantize(whole[1]),
         "retrieve(largest=False): Q": lambda: lik_ops.retrieve(*whole[:2], 3, largest=False),
         "unpack: packed": lambda: lik_ops.unpack(*whole[2:]),
+        "distributed.retrieve: Q": lambda: lik_ops.distributed.retrieve(*whole[:2], 3),
+        "distributed.maxsim_inbatch: Q": lambda: lik_ops.distributed.maxsim_inbatch(*whole[:2]),
+        "distributed.maxsim_cross_entropy: Q": lambda: lik_ops.distributed.maxsim_cross_entropy(*whole[:2]),
     }.items():
         try:
             call()

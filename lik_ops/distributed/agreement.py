@@ -20,6 +20,8 @@ from ..api.packing import from_host
 from ..index import Index
 from ..quantized import Quantized
 
+_WORDS = 16  # of each rank's message, whatever it calls: messages of other lengths would end a group or be misread
+
 _known: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
@@ -126,12 +128,14 @@ class Agreement:
         numbers: Sequence[int],
         error: Exception | None,
     ) -> None:
-        """`alike` has to be the same on all ranks; `numbers`, as many on all, are told; so is that there was `error`.
+        """`alike` has to be the same on all ranks, and so has `op`; `numbers` are told; so is that there was `error`.
 
         `tensors`: arguments of the call, one of which may say which GPU is this process's.
         """
-        self.op, self.group, self.alike, self.error = op, group, alike, error
-        words = [int(error is not None), _digest(alike), *numbers]
+        self.op, self.group, self.alike, self.error = op, group, {"function": op} | alike, error
+        self.count = len(numbers)
+        words = [int(error is not None), _digest(self.alike), *numbers]
+        words += [0] * (_WORDS - len(words))
         at, world = _first_wire(group, tensors), dist.get_world_size(group)
         self.copied: torch.cuda.Event | None = None
         if at.type != "cuda":
@@ -154,20 +158,23 @@ class Agreement:
         if any(failed or digest != rows[0][1] for failed, digest, *_ in rows):
             self.compare(self.alike)
             raise RuntimeError(f"{self.op}: the ranks were called with different arguments")
-        return [numbers for _, _, *numbers in rows]
+        return [numbers[: self.count] for _, _, *numbers in rows]
 
     def compare(self, described: dict[str, Any]) -> None:
         """Raise what is wrong with a rank's call, or what differs, by name and value. All ranks have to ask."""
         told: list[Any] = [None] * dist.get_world_size(self.group)
         error = None if self.error is None else str(self.error)
-        dist.all_gather_object(told, (described, error), group=self.group)
+        dist.all_gather_object(told, (self.op, described, error), group=self.group)
+        functions = [op for op, _, _ in told]
+        if len(set(functions)) > 1:
+            raise ValueError(f"{self.op}: function: expected the same on all ranks, got {functions}") from self.error
         if self.error is not None:
             raise self.error
-        for rank, (_, other) in enumerate(told):
+        for rank, (_, _, other) in enumerate(told):
             if other is not None:
                 raise ValueError(f"{self.op}: rank {rank}: {other}")
         for name in described:
-            found = [other.get(name) for other, _ in told]
+            found = [other.get(name) for _, other, _ in told]
             if any(x != found[0] for x in found):
                 raise ValueError(f"{self.op}: {name}: expected the same on all ranks, got {found}")
 

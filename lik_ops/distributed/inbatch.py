@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import as_bool, check, check_count, check_flag
+from ..arguments import as_bool, check, check_count, check_flag, check_plain
 from ..ops import cross_entropy
 from ..ops.soft import check_temperature
 from ..ops.stack import autocast, functional
@@ -22,6 +22,7 @@ def _alike(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[
     """What has to be alike on all ranks, or what is wrong with this one's arguments."""
     Q, D, q_mask, d_mask, q_weight = given
     try:
+        check_plain(op, Q=Q, D=D)
         check_flag(op, "normalize", normalize)
         check(op, Q, D, q_mask, d_mask, q_weight, backward)
         if Q.dim() != 3 or D.dim() != 3:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import as_device, check_flag, check_strided, check_tensor
+from ..arguments import DTYPES, as_device, check_flag, check_plain, check_strided, check_tensor
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..retrieval import Corpus
 
 _RETRIEVE = "distributed.retrieve"
+_NO_STAGES = {"n_candidates": None, "n_probe": None}
 
 # Groups of which rank 0 did not have to send its queries in the last call. It has to before it searches, or a GPU that
 # is full lets them wait; in these groups it searches before it knows. A wrong guess costs time, nothing else.
@@ -34,23 +35,28 @@ _have_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 class _Rank(NamedTuple):
     """The arguments of a rank, found right."""
 
-    shard: shards.Read | shards.Resident
+    shard: shards.Read | shards.Resident | None  # None: of no documents, of which only other ranks know d and dtype
     begin: int
     end: int
     queries: Queries | None  # None: they come from rank 0
     device: torch.device  # where it searches
+    kind: tuple[int, int] = (-1, -1)  # d, and the place of the dtype of documents in `DTYPES`
 
     def is_launched(self) -> bool:
         """Whether the host need not wait for the search."""
         return isinstance(self.shard, shards.Resident) and self.shard.is_launched
 
     def best(self, queries: Queries, top_k: int, options: dict) -> shards.Found:
-        return self.shard.best(queries, top_k, self.begin, self.end, options)
+        shard = self.shard
+        if shard is None:
+            nothing = queries.Q.new_empty((0, 1, queries.Q.shape[-1]))
+            shard = shards.shard(_RETRIEVE, nothing, None, None, _NO_STAGES)
+        return shard.best(queries, top_k, self.begin, self.end, options)
 
     def numbers(self) -> list[int]:
         """What the other ranks have to know."""
         about = NO_QUERIES if self.queries is None else described(self.queries)
-        return [self.begin, self.end, kind(self.device), *about]
+        return [self.begin, self.end, kind(self.device), *self.kind, *about]
 
 
 def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _Rank:
@@ -63,6 +69,9 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
     at = current_device(group) if device is None else as_device(op, device)
     if at.type == "meta":
         raise ValueError(f"{op}: device: expected one with values, got meta")
+    if isinstance(corpus, (list, tuple)) and not corpus and _is_alone(queries[0], d_mask, cu_seqlens_d, stages):
+        alike["documents"] = None if alike["sharded"] else 0
+        return _Rank(None, 0, 0, None, at)
     shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages, queries[0])
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
@@ -78,10 +87,25 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
     if not alike["sharded"]:
         begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]
         alike["documents"] = shard.size
-    alike.update(dtype=D.dtype, d=D.shape[-1])
+    of_documents = D.shape[-1], DTYPES.index(D.dtype)
     if queries[0] is not None:
-        return _Rank(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device)
-    return _Rank(shard, begin, end, None, shard.device or at)
+        return _Rank(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device, of_documents)
+    return _Rank(shard, begin, end, None, shard.device or at, of_documents)
+
+
+def _is_alone(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> bool:
+    """Return whether nothing but the documents says what their d and dtype are, and nothing is wrong next to none."""
+    return Q is None and d_mask is None and cu_seqlens_d is None and all(stages[name] is None for name in _NO_STAGES)
+
+
+def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
+    """Raise unless all ranks that know d and the dtype of documents have the same."""
+    known = [x for x in kinds if x != [-1, -1]]
+    d, dtype = kinds[dist.get_rank(agreement.group)]
+    mine = {"d": d if d >= 0 else None, "dtype": DTYPES[dtype] if dtype >= 0 else None}
+    unlike = {name: mine[name] for n, name in enumerate(mine) if len({x[n] for x in known}) > 1}
+    if unlike:
+        agreement.compare(unlike)
 
 
 def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:
@@ -147,7 +171,8 @@ def retrieve(
         device: where ranks that are sent their queries score, unless the corpus is on a GPU; None: the current CUDA
             device if the group has NCCL, else the CPU.
         sharded: `corpus` is this rank's shard, with its `d_mask` or `cu_seqlens_d`: the whole corpus is the shards one
-            after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype.
+            after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype. An
+            empty list has those of the other ranks.
         n_candidates, n_probe: as in `lik_ops.retrieve`, of residual codes in memory; each process keeps so many
             candidates of its own documents, so that more is found than one process would.
 
@@ -182,6 +207,7 @@ def retrieve(
         for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):
             check_flag(_RETRIEVE, name, flag)
         topk.reject_derivatives(_RETRIEVE, Q, corpus, q_weight)
+        check_plain(_RETRIEVE, Q=Q, D=corpus)
         topk.check_counts(_RETRIEVE, top_k, chunk)
         documents = corpus, d_mask, cu_seqlens_d
         call = _opened(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
@@ -189,7 +215,7 @@ def retrieve(
             found = _launched(call, top_k, group, options)
     except Exception as failure:  # of any kind: the others wait for this rank
         error = failure
-    numbers = [0, 0, 0, *NO_QUERIES] if call is None else call.numbers()
+    numbers = [0, 0, 0, -1, -1, *NO_QUERIES] if call is None else call.numbers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
     if call is not None and not on_host(group):
         found = _launched(call, top_k, group, options)
@@ -218,11 +244,12 @@ def _together(
     told = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
     rank, all_ranks = dist.get_rank(group), members(group)
+    _check_kinds(agreement, [x[3:5] for x in told])
     documents, everywhere = _documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
     queries = call.queries
-    if _has_to_send(agreement, queries, [x[3:] for x in told]):
+    if _has_to_send(agreement, queries, [x[5:] for x in told]):
         _have_queries.discard(all_ranks)
-        queries = broadcast(queries, told[0][3:], group, call.device, everywhere)
+        queries = broadcast(queries, told[0][5:], group, call.device, everywhere)
     else:
         _have_queries.add(all_ranks)
     assert queries is not None

@@ -1,7 +1,9 @@
 """The site has every page and every public name. `make docs` builds it, and fails where a link leads nowhere."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
@@ -109,3 +111,21 @@ def test_every_environment_variable_is_on_the_page_of_settings():
     read = set(re.findall(r"\bLIK_OPS_[A-Z]+(?:_[A-Z]+)*\b", sources))
     listed = re.findall(r"^\| `(LIK_OPS_\w+)` \|", (DOCS / "api" / "settings.md").read_text(), re.M)
     assert sorted(listed) == sorted(read)
+
+
+def test_the_built_site_shows_names_schemas_and_outputs(tmp_path):
+    for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(package, reason="the site: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    operators = (tmp_path / "api" / "operators.html").read_text()
+    entries = re.findall(r'<span class="md-ellipsis">\s*([^\s]+)', operators.replace("<wbr>", ""))
+    assert {f"lik::{name}" for name in building.OPERATORS.values()} < set(entries)
+    assert "_composite" not in entries
+    assert "\n    Tensor? q_mask=None,\n" in operators
+    notebook = (tmp_path / "late_interaction.html").read_text()
+    assert 'src="images/late_interaction-map.png"' in notebook and "Output" in notebook
+    assert (tmp_path / "images" / "late_interaction-map.png").exists()
+    assert not re.search(r">(?:docs/)?[\w-]+\.md</a>", (tmp_path / "index.html").read_text())

@@ -24,6 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 INDEX_DTYPES = (torch.int32, torch.int64)
+LOOKS_LIKE_LENGTHS = "looks like lengths (offsets are 0 followed by the cumulative sum of the lengths)"
 _INT16_MAX, _INT64_MAX = 32767, 2**63 - 1
 
 

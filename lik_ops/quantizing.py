@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from .arguments import check_choice, check_cu_seqlens, check_floats, check_mask, check_plain, shape_of
+from .arguments import LOOKS_LIKE_LENGTHS, check_choice, check_cu_seqlens, check_floats, check_mask, check_plain, shape_of
 from .formats import FORMATS, FormatName, Query, encoded, extremes, part_of, parts, scales_of
 from .quantized import Quantized
 from .residual import ResidualCodec
@@ -165,5 +165,6 @@ def _check(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: 
         check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, D.device, "[Nd + 1]", "D")
         ends = cu_seqlens_d[0] == 0, cu_seqlens_d[-1] == len(D)
         if not (all(ends) and bool((cu_seqlens_d.diff() >= 0).all())):
-            got = f"{int(cu_seqlens_d[0])} to {int(cu_seqlens_d[-1])}" if not all(ends) else "some that descend"
+            first, last = int(cu_seqlens_d[0]), int(cu_seqlens_d[-1])
+            got = f"{first} to {last}: {LOOKS_LIKE_LENGTHS}" if not all(ends) else "some that descend"
             raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}, got {got}")

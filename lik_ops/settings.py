@@ -92,7 +92,8 @@ def checks(enabled: bool = True) -> Iterator[None]:
     index that reaches outside its tensor gives NaN for its scores. With it, it is a ValueError that names the argument
     and its first entry that is wrong. Looking waits for a GPU at every call, and cannot be captured in a CUDA graph: it
     is for finding mistakes. ``LIK_OPS_CHECKS=1`` does the same for a whole process. Values that each sample of a
-    `vmap` has its own of are not looked at.
+    `vmap` has its own of are not looked at. Offsets that do not cover all rows of a packed tensor are an error too:
+    they are usually lengths.
 
     Args:
         enabled: whether to look; False inside a block that looks, or beside ``LIK_OPS_CHECKS=1``, does not.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import warnings
 
 import pytest
 import torch
@@ -102,7 +104,7 @@ WRONG = [
         [[0, -1], [2, 3]],
         "maxsim_pair_list: pairs: expected a document, 0 <= j < 4, got -1 at [0, 1]",
     ),
-    (pair_list, "cu_d", [3, 2, 6, 6, 9], "maxsim_pair_list: cu_seqlens_d: expected ascending rows of D"),
+    (pair_list, "cu_d", [0, 2, 6, 9, 8], "maxsim_pair_list: cu_seqlens_d: expected ascending rows of D"),
     (padded, "q_lengths", [0, 5], "maxsim_padded: query_lengths: expected 0 to 4 tokens, got 5 at [1]"),
     (padded, "d_lengths", [[5, 0], [1, -2]], "maxsim_padded: doc_lengths: expected 0 to 5 tokens, got -2 at [1, 1]"),
     (retrieve, "cu_d", [0, 2, 6, 5, 9], "retrieve: cu_seqlens_d: expected ascending rows of D [9, 4], got 5 at [3]"),
@@ -122,6 +124,87 @@ def test_the_first_wrong_entry_is_named_and_without_checks_scores_nan(function, 
     assert function is retrieve or function(wrong).isnan().any()
 
 
+LENGTHS_D, LENGTHS_Q = [20] * 6, [8] * 4
+PAIRS = [[0, 0]]
+# Functions of dense queries, packed queries, documents, lengths of the queries and of the documents.
+GIVEN_LENGTHS = {
+    "varlen": lambda Q, P, D, q, d: lik_ops.maxsim_varlen(Q, D, None, d),
+    "varlen of queries": lambda Q, P, D, q, d: lik_ops.maxsim_varlen(P, D[None], q),
+    "varlen of both": lambda Q, P, D, q, d: lik_ops.maxsim_varlen(P, D, q, d),
+    "varlen_with_argmax": lambda Q, P, D, q, d: lik_ops.maxsim_varlen_with_argmax(Q, D, None, d),
+    "candidates": lambda Q, P, D, q, d: lik_ops.maxsim_candidates_varlen(
+        P, D, q[:-1, None] * 0, q[:-1, None] * 0 + 3, cu_seqlens_q=q
+    ),
+    "candidates_with_argmax": lambda Q, P, D, q, d: lik_ops.maxsim_candidates_varlen_with_argmax(
+        P, D, q[:-1, None] * 0, q[:-1, None] * 0 + 3, cu_seqlens_q=q
+    ),
+    "pair_list": lambda Q, P, D, q, d: lik_ops.maxsim_pair_list(Q, D, q.new_tensor(PAIRS), cu_seqlens_d=d),
+    "pair_list of queries": lambda Q, P, D, q, d: lik_ops.maxsim_pair_list(
+        P, D[None], q.new_tensor(PAIRS), cu_seqlens_q=q
+    ),
+    "pair_list_with_argmax": lambda Q, P, D, q, d: lik_ops.maxsim_pair_list_with_argmax(
+        Q, D, q.new_tensor(PAIRS), cu_seqlens_d=d
+    ),
+    "retrieve": lambda Q, P, D, q, d: lik_ops.retrieve(Q, D, 2, cu_seqlens_d=d)[0],
+    "retrieve the lowest": lambda Q, P, D, q, d: lik_ops.retrieve(Q, D, 2, cu_seqlens_d=d, largest=False)[0],
+    "retrieve in parts": lambda Q, P, D, q, d: lik_ops.retrieve(Q, D.cpu().numpy(), 2, chunk=2, cu_seqlens_d=d)[0],
+    "streamed": lambda Q, P, D, q, d: lik_ops.maxsim_streamed(Q, D, cu_seqlens_d=d, chunk=2),
+    "quantized": lambda Q, P, D, q, d: lik_ops.maxsim_varlen(Q, lik_ops.quantize(D), None, d),
+    "retrieve quantized": lambda Q, P, D, q, d: lik_ops.retrieve(Q, lik_ops.quantize(D), 2, chunk=2, cu_seqlens_d=d)[0],
+    "retrieve in two stages": lambda Q, P, D, q, d: lik_ops.retrieve(
+        Q, D, 2, cu_seqlens_d=d, coarse=lik_ops.quantize(D, cu_seqlens_d=_offsets(LENGTHS_D, d))
+    )[0],
+    "index": lambda Q, P, D, q, d: lik_ops.maxsim(Q, lik_ops.Index(lik_ops.quantize(D), d)),
+    "nested": lambda Q, P, D, q, d: lik_ops.maxsim(Q, torch.nested.nested_tensor_from_jagged(D, d)),
+    "unpack": lambda Q, P, D, q, d: lik_ops.unpack(D, d)[0],
+    "quantize": lambda Q, P, D, q, d: lik_ops.quantize(D, scale="document", cu_seqlens_d=d).dequantize(),
+}
+
+
+def _offsets(lengths, like):
+    return torch.tensor([0, *itertools.accumulate(lengths)], device=like.device, dtype=like.dtype)
+
+
+@pytest.mark.parametrize("name", GIVEN_LENGTHS)
+@pytest.mark.parametrize("wrong", ["lengths", "start", "end"])
+def test_offsets_that_do_not_cover_all_tokens_look_like_lengths(name, wrong, device):
+    call = GIVEN_LENGTHS[name]
+    Q, P, D = (torch.randn(*shape, 16, device=device) for shape in ((4, 8), (32,), (120,)))
+    right = [_offsets(n, torch.tensor(0, device=device)) for n in (LENGTHS_Q, LENGTHS_D)]
+    if wrong == "lengths":
+        others = [torch.tensor(n, device=device) for n in (LENGTHS_Q, LENGTHS_D)]
+    else:
+        at = 0 if wrong == "start" else -1
+        others = [x.clone() for x in right]
+        for x in others:
+            x[at] = x[at] + 1 if wrong == "start" else x[at] - 1
+    with lik_ops.checks():
+        found = call(Q, P, D, *right)
+        assert not (found[0] if isinstance(found, tuple) else found).isnan().any()
+        with pytest.raises(ValueError, match=r"looks like lengths \(offsets are 0"):
+            call(Q, P, D, *others)
+
+
+@pytest.mark.parametrize("name", sorted(GIVEN_LENGTHS.keys() - {"quantize", "retrieve in two stages"}))
+def test_a_cpu_warns_once_of_lengths_in_place_of_offsets(name, monkeypatch):
+    from lik_ops.ops import hints
+
+    monkeypatch.setattr(hints, "_given", set())
+    Q, P, D = torch.randn(4, 8, 16), torch.randn(32, 16), torch.randn(120, 16)
+    zero = torch.tensor(0)
+    GIVEN_LENGTHS[name](Q, P, D, _offsets(LENGTHS_Q, zero), _offsets(LENGTHS_D, zero))
+    gap = torch.tensor([5, 9, 40])  # gaps are allowed
+    lik_ops.maxsim_varlen(Q, D, None, gap)
+    assert not hints._given
+    lengths = torch.tensor(LENGTHS_Q), torch.tensor(LENGTHS_D)
+    with pytest.warns(UserWarning, match="looks like lengths") as found:
+        GIVEN_LENGTHS[name](Q, P, D, *lengths)
+    assert [x.filename for x in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GIVEN_LENGTHS[name](Q, P, D, *lengths)
+
+
 def test_bounds_and_the_largest_integers(device):
     x = arguments(device, torch.int64, length=[[2, 4], [1, BIG], [9, 3]])
     assert candidates(x)[1, 1].isnan()
@@ -133,7 +216,7 @@ def test_bounds_and_the_largest_integers(device):
         ):
             pair_list(x, max_seqlen_q=3)
         empty = arguments(device, torch.int64, pairs=[[0, 0]][:0], cu_q=[0], cu_d=[0])
-        empty["pairs"] = empty["pairs"].view(0, 2)
+        empty |= {"pairs": empty["pairs"].view(0, 2), "Q": empty["Q"][:0], "D": empty["D"][:0]}
         assert pair_list(empty, max_seqlen_q=0).shape == (0,)
 
 
@@ -163,7 +246,7 @@ def test_samples_of_a_vmap():
         expected = torch.vmap(call)(x)
         with lik_ops.checks():
             assert torch.equal(torch.vmap(call)(x), expected)
-    with lik_ops.checks(), pytest.raises(ValueError, match="cu_seqlens_d: expected ascending rows of D"):
+    with lik_ops.checks(), pytest.raises(ValueError, match="cu_seqlens_d: expected offsets from 0 to 7"):
         torch.vmap(lambda q: lik_ops.maxsim_varlen(q, D, cu_q, cu_d + 1))(Q)
 
 

@@ -28,7 +28,7 @@ from ..arguments import (
     shape_of,
 )
 from ..index import Index
-from ..ops import eager, values
+from ..ops import eager, hints, values
 from ..ops.eager import wants_gradients
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
@@ -92,6 +92,7 @@ def given(
     lifts: str = "",
     packs: str = "",
     refused: bool = False,
+    whole: bool = True,
 ) -> Given:
     """Pack what came as sequences, and check the arguments that all layouts share.
 
@@ -99,6 +100,7 @@ def given(
         d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
         lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
         packs: which of Q and D the function accepts packed, with `cu_seqlens`. For messages only.
+        whole: whether `cu_seqlens_d` is the caller's, and not part of it.
         refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
@@ -132,7 +134,7 @@ def given(
     check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     _check_bounds(op, "q", cu_seqlens_q, Q)
-    _check_bounds(op, "d", cu_seqlens_d, D)
+    _check_bounds(op, "d", cu_seqlens_d, D, whole)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     refused = (
         quantized is not None
@@ -161,12 +163,14 @@ def _check_lists(op: str, Q: Any, D: Tensor) -> None:
     same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
 
 
-def _check_bounds(op: str, side: str, cu_seqlens: Tensor | None, of: Tensor) -> None:
+def _check_bounds(op: str, side: str, cu_seqlens: Tensor | None, of: Tensor, whole: bool = True) -> None:
     if cu_seqlens is not None:
         name = f"cu_seqlens_{side}"
         check_cu_seqlens(op, name, cu_seqlens, of.device)
         if values.looks(cu_seqlens):
-            values.check_cu_seqlens(op, name, cu_seqlens, side.upper(), of)
+            values.check_cu_seqlens(op, name, cu_seqlens, side.upper(), of, whole)
+        elif whole:
+            hints.hint_at_lengths(op, name, cu_seqlens, side.upper(), of)
 
 
 def unpacked(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:

@@ -25,7 +25,7 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
-from ..ops import values
+from ..ops import hints, values
 from ..ops.stack import autocast, sharding
 
 __all__ = [
@@ -94,7 +94,8 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
     check_has_values("unpack", "cu_seqlens", cu_seqlens)
     ends = cu_seqlens.cpu()
-    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed)
+    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed, whole=values.looks(ends))
+    hints.hint_at_lengths("unpack", "cu_seqlens", ends, "packed", packed)
     return [packed[a:b] for a, b in itertools.pairwise(ends.tolist())]
 
 

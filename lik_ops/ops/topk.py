@@ -28,7 +28,7 @@ from ..arguments import (
 )
 from ..portable import topk as portable_topk
 from ..segments import Ragged, starts
-from . import values
+from . import hints, values
 from .custom import custom_op
 from .family import no_gradient
 from .stack import batching, functional
@@ -113,8 +113,11 @@ def of_parts(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype
     return of_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
 
-def check_arguments(op: str, s: Search) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless all fit together; Q may be 2-D."""
+def check_arguments(op: str, s: Search, whole: bool = True) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all fit together; Q may be 2-D.
+
+    `whole`: the offsets are the caller's, not part of them.
+    """
     Q, D, cu_seqlens_d = s.Q, s.D, s.cu_seqlens_d
     check_flag(op, "normalize", s.normalize)
     check(op, Q, D, s.q_mask, s.d_mask, s.q_weight)
@@ -129,7 +132,9 @@ def check_arguments(op: str, s: Search) -> None:
         raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
     check_bounds(op, cu_seqlens_d, D.device)
     if values.looks(cu_seqlens_d):
-        values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
+        values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D, whole)
+    elif whole:
+        hints.hint_at_lengths(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
@@ -147,7 +152,7 @@ def check_bounds(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
 
 
 def _check(op: str, s: Search) -> None:
-    check_arguments(op, s)
+    check_arguments(op, s, whole=False)
     check_lifted(op, s.Q, s.D if s.cu_seqlens_d is None else s.D.unsqueeze(0), s.q_mask, s.d_mask)
 
 

@@ -87,7 +87,7 @@ def _check(s: CodeSearch) -> None:
     )
     D = tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
     like = Search(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
-    topk.check_arguments(_NAME, like)
+    topk.check_arguments(_NAME, like, whole=False)
     check_lifted(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
     if s.n_probe is not None:
         check_count(_NAME, "n_probe", s.n_probe, 1)

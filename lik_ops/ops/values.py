@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arguments import shape_of
+from ..arguments import LOOKS_LIKE_LENGTHS, shape_of
 from ..segments import Ragged
 from ..settings import checks_values
 
@@ -33,12 +33,27 @@ def _raise(op: str, name: str, expected: str, x: Tensor, at: list[int]) -> None:
     raise ValueError(f"{op}: {name}: expected {expected}, got {x[tuple(at)].tolist()} at [{place}]")
 
 
-def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:
-    """Ascending rows of a packed tensor."""
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool = False) -> None:
+    """Raise ValueError unless these are ascending rows of a packed tensor; if `whole`, from its first to its end.
+
+    An operator accepts gaps at both ends. From a caller of a function they are usually lengths in place of offsets.
+    """
+    first, last = cu_seqlens[[0, -1]].tolist() if whole else (0, of.shape[0])
+    if first > 0:
+        _raise_lengths(op, name, first, last, of_name, of)
     bad = (cu_seqlens < 0) | (cu_seqlens > of.shape[0])
     bad[1:] |= cu_seqlens[1:] < cu_seqlens[:-1]
     if (at := _first(bad)) is not None:
         _raise(op, name, f"ascending rows of {of_name} {shape_of(of)}", cu_seqlens, at)
+    if last != of.shape[0]:
+        _raise_lengths(op, name, first, last, of_name, of)
+
+
+def _raise_lengths(op: str, name: str, first: int, last: int, of_name: str, of: Tensor) -> None:
+    raise ValueError(
+        f"{op}: {name}: expected offsets from 0 to {of.shape[0]}, the rows of {of_name} {shape_of(of)}, got {first} to"
+        f" {last}: {LOOKS_LIKE_LENGTHS}"
+    )
 
 
 def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Tensor, of_name: str, of: Tensor) -> None:

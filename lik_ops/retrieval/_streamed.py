@@ -154,4 +154,4 @@ def _scores(op: str, s: Search) -> Tensor:
         "q_mask": q_mask,
         "q_weight": q_weight,
     }
-    return inputs.varlen(inputs.given(op, Q, s.D, **known, normalize=s.normalize))[0]
+    return inputs.varlen(inputs.given(op, Q, s.D, **known, normalize=s.normalize, whole=False))[0]

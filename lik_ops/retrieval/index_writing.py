@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..arguments import kind_of
+from ..arguments import kind_of, shape_of
 from ..disk import naming
 from ..extras import import_extra
 from ..formats import bucket_weights, slots
@@ -90,7 +90,10 @@ def _checked(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
     if codec.cutoffs is None or not codec.normalize:
         raise ValueError(f"{_OP}: index: expected a codec with cutoffs that normalises, got {codec}")
     if bool((lengths < 0).any()) or int(index.cu_seqlens[0]) != 0 or int(lengths.sum()) != len(documents):
-        raise ValueError(f"{_OP}: index: expected ascending bounds from 0 to {len(documents)}")
+        raise ValueError(
+            f"{_OP}: index: expected ascending cu_seqlens from 0 to {len(documents)}, got"
+            f" {shape_of(index.cu_seqlens)} from {int(index.cu_seqlens[0])} to {int(index.cu_seqlens[-1])}"
+        )
     codes = documents.codes.cpu()
     if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(codec.centroids):
         raise ValueError(f"{_OP}: index: expected codes of {len(codec.centroids)} centroids, got others")

@@ -114,7 +114,7 @@ class Coded(Resident):
         D, d_mask, cu_seqlens_d = self.part(begin, end)
         tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
         search = topk.Search(*tensors, options["normalize"], top_k, options["chunk"])
-        return Found(_lifted(Q, *of_quantized(search, *self.stages)), begin)
+        return Found(_lifted(Q, *of_quantized(search, *self.stages, whole=False)), begin)
 
 
 def _lifted(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.Best:

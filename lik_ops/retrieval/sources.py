@@ -158,7 +158,7 @@ class _Packed(Ragged):
         topk.check_bounds(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
         super().__init__(offsets, D.shape[0], Layout(D.shape[1], _rows(D, 0, 0).dtype))
-        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D)
+        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, whole=values.looks(offsets))
 
     def read(self, begin: int, end: int) -> Part:
         offsets = self.offsets[begin : end + 1]

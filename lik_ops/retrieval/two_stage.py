@@ -58,13 +58,16 @@ class _Coarse(NamedTuple):
     upper: Tensor
 
 
-def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None) -> Best:
-    """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages."""
+def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None, whole: bool = True) -> Best:
+    """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages.
+
+    `whole`: as of `topk.check_arguments`.
+    """
     D: Quantized = s.D
     check_floats(_OP, "Q", s.Q)  # before a stand-in is made: torch makes none of some dtypes
     like = stand_in(D)
     beside = like.new_empty(()).expand(1, 1, D.d)
-    topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None))
+    topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None), whole)
     own = tokens_like(s.Q, D.shape)
     own = own if s.cu_seqlens_d is None else own.unsqueeze(0)
     if n_probe is None and n_candidates is None:
@@ -177,7 +180,7 @@ def _documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
 
 def _scores(Q: Tensor, D: Quantized, begin: int, end: int, s: Search) -> Tensor:
     """Scores ``[Nq, end - begin]`` of quantised documents."""
-    given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize}
+    given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
     if s.cu_seqlens_d is not None:
         given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
     elif (begin, end) != (0, len(D)):

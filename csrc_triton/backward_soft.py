@@ -109,6 +109,16 @@ def _group_rows(up, C: tl.constexpr):
     return count
 
 
+@triton.jit
+def _sum_maxima(up, owner, k0, k1, i, r, ok, C: tl.constexpr):
+    """Return ``sum_k g lse`` of documents k0 to k1 - 1, for each query row."""
+    total = tl.full((C.BM,), 0, tl.float32)
+    for k in range(k0, k1):
+        lse, g = upstream(up, owner, wide(k), i, r, ok)
+        total += tl.where(g != 0.0, g * lse, 0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["each"])
 def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C: tl.constexpr):
     """Sum over `each` documents for BM query rows: ``sum_t g P d_t`` of BD features, ``g lse`` and ``g H tau``; fp32.
@@ -135,10 +145,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
 
     row = (tl.program_id(1) * up.Nq + i).to(tl.int64) * up.Lq + r % up.Lq
     if weights is not None:
-        total = tl.full((C.BM,), 0, tl.float32)
-        for k in range(k0, k1):
-            lse, g = upstream(up, owner, wide(k), i, r, ok)
-            total += tl.where(g != 0.0, g * lse, 0.0)
+        total = _sum_maxima(up, owner, k0, k1, i, r, ok, C)
         if tl.program_id(2) == 0:
             tl.store(weights + row, total, mask=row_ok)
     if sums is not None or spreads is not None:

@@ -8,7 +8,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from .arguments import LOOKS_LIKE_LENGTHS, check_choice, check_cu_seqlens, check_floats, check_mask, check_plain, shape_of
+from .arguments import (
+    LOOKS_LIKE_LENGTHS,
+    check_choice,
+    check_cu_seqlens,
+    check_floats,
+    check_mask,
+    check_plain,
+    shape_of,
+)
 from .formats import FORMATS, FormatName, Query, encoded, extremes, part_of, parts, scales_of
 from .quantized import Quantized
 from .residual import ResidualCodec

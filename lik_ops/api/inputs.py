@@ -133,8 +133,7 @@ def given(
     Q, D, q_weight = _in_region(Q, D, q_weight, quantized is not None)
     check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
-    _check_bounds(op, "q", cu_seqlens_q, Q)
-    _check_bounds(op, "d", cu_seqlens_d, D, whole)
+    _check_bounds(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), whole)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     refused = (
         quantized is not None
@@ -163,14 +162,13 @@ def _check_lists(op: str, Q: Any, D: Tensor) -> None:
     same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
 
 
-def _check_bounds(op: str, side: str, cu_seqlens: Tensor | None, of: Tensor, whole: bool = True) -> None:
-    if cu_seqlens is not None:
-        name = f"cu_seqlens_{side}"
-        check_cu_seqlens(op, name, cu_seqlens, of.device)
-        if values.looks(cu_seqlens):
-            values.check_cu_seqlens(op, name, cu_seqlens, side.upper(), of, whole)
-        elif whole:
-            hints.hint_at_lengths(op, name, cu_seqlens, side.upper(), of)
+def _check_bounds(op: str, queries: tuple, documents: tuple, whole: bool) -> None:
+    """Raise unless the offsets of both sides, if any, may be those of the tensors next to them."""
+    for side, (cu_seqlens, of), covers in (("q", queries, True), ("d", documents, whole)):
+        if cu_seqlens is not None:
+            name = f"cu_seqlens_{side}"
+            check_cu_seqlens(op, name, cu_seqlens, of.device)
+            hints.look_at_offsets(op, name, cu_seqlens, side.upper(), of, covers)
 
 
 def unpacked(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import LOOKS_LIKE_LENGTHS, shape_of
+from . import values
 from .watchers import is_memory, nobody_watches
 
 _given: set[str] = set()  # warnings that this process had
@@ -28,6 +29,14 @@ def warn_once(kind: str, message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lik_ops", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def look_at_offsets(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool) -> None:
+    """Under `lik_ops.checks` raise for wrong offsets, else hint at lengths in their place if they are `whole`."""
+    if values.looks(cu_seqlens):
+        values.check_cu_seqlens(op, name, cu_seqlens, of_name, of, whole)
+    elif whole:
+        hint_at_lengths(op, name, cu_seqlens, of_name, of)
 
 
 def hint_at_lengths(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:

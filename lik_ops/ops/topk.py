@@ -28,7 +28,7 @@ from ..arguments import (
 )
 from ..portable import topk as portable_topk
 from ..segments import Ragged, starts
-from . import hints, values
+from . import hints
 from .custom import custom_op
 from .family import no_gradient
 from .stack import batching, functional
@@ -131,10 +131,7 @@ def check_arguments(op: str, s: Search, whole: bool = True) -> None:
     if s.d_mask is not None:
         raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
     check_bounds(op, cu_seqlens_d, D.device)
-    if values.looks(cu_seqlens_d):
-        values.check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, "D", D, whole)
-    elif whole:
-        hints.hint_at_lengths(op, "cu_seqlens_d", cu_seqlens_d, "D", D)
+    hints.look_at_offsets(op, "cu_seqlens_d", cu_seqlens_d, "D", D, whole)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:

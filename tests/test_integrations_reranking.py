@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,56 @@ def test_hits_without_vectors_come_last_and_equal_ones_as_they_came():
         with pytest.raises(ValueError, match="rerank_hits: top_k: expected 0 or more, got -1"):
             reranking.rerank_hits(query, ids, stored, -1)
     assert reranking.rerank_hits(query, [0, 1], [one, one], 0) == ([], [])
+
+
+WRONG_VECTORS = {
+    "none": (None, TypeError, "{} numbers, got NoneType"),
+    "ragged": ([[1.0, 2.0], [1.0]], ValueError, "{}, got rows of 1 to 2 numbers"),
+    "another d": ([[1.0, 2.0, 3.0]], ValueError, "{}, got [1, 3]"),
+    "one vector": ([1.0, 2.0], ValueError, "{}, got [2]"),
+    "words": (["a"], TypeError, "{} numbers, got list"),
+    "a hole": ([[1.0, None]], TypeError, "{} numbers, got list"),
+    "complex": (torch.ones(1, 2, dtype=torch.complex64), TypeError, "{} real numbers, got torch.complex64"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VECTORS)
+def test_errors_about_vectors_name_the_hit(name):
+    wrong, error, message = WRONG_VECTORS[name]
+    right = [[1.0, 0.0]]
+    expected = "rerank_hits: multi_vectors[1], of hit 'b': expected " + message.format("[L, 2]")
+    with pytest.raises(error, match=re.escape(expected)):
+        reranking.rerank_hits(right, ["a", "b"], [right, wrong])
+    if name != "another d":
+        expected = "rerank_hits: query: expected " + message.format("[Lq, d]")
+        with pytest.raises(error, match=re.escape(expected)):
+            reranking.rerank_hits(wrong, ["a"], [right])
+
+
+def wrong_pairs():
+    q, d = torch.randn(3, 8), torch.randn(4, 8)
+    yield [q, q], [d.half(), d.half()], TypeError, "d_embs[0]: expected torch.float32, as q_embs[0], got torch.float16"
+    yield [q, q], [d, d.half()], TypeError, "d_embs[1]: expected torch.float32, as q_embs[0], got torch.float16"
+    yield [q, q.half()], [d, d], TypeError, "q_embs[1]: expected torch.float32, as q_embs[0], got torch.float16"
+    yield [q, q], [d, d[:, :4]], ValueError, "d_embs[1]: expected [L, 8], got [4, 4]"
+    yield [q, q], [d, d[None]], ValueError, "d_embs[1]: expected [L, 8], got [1, 4, 8]"
+    yield [q[0], q], [d, d], ValueError, "q_embs[0]: expected [L, d], got [8]"
+    yield [q, q], [d, None], TypeError, "d_embs[1]: expected a floating-point Tensor, got NoneType"
+    yield [q, q], [d, d.int()], TypeError, "d_embs[1]: expected a floating-point Tensor, got torch.int32"
+    yield [q, q], [d, d.to("meta")], ValueError, "d_embs[1]: expected device cpu, as q_embs[0], got meta"
+
+
+@pytest.mark.parametrize(("queries", "documents", "error", "message"), list(wrong_pairs()))
+def test_errors_about_pairs_name_the_pair(queries, documents, error, message):
+    with pytest.raises(error, match=re.escape(f"compute_maxsim_score_batched: {message}")):
+        reranking.compute_maxsim_score_batched(queries, documents)
+
+
+def test_autocast_scores_pairs_of_several_dtypes():
+    q, d = torch.randn(3, 8), torch.randn(4, 8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = reranking.compute_maxsim_score_batched([q], [d])
+    close(found, by_hand(q.bfloat16().float(), d.float()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,6 +206,25 @@ def test_haystack_component(monkeypatch):
     assert documents[0].score is None, "the caller's stay as they are"
     with pytest.raises(ValueError, match="expected each with a multivector_embedding"):
         MaxSimRanker().run([Document(content="bare")], [[1.0, 0.0]])
+    ragged = Document(id="x", content="ragged", meta={"multivector_embedding": [[1.0, 2.0], [1.0]]})
+    with pytest.raises(ValueError, match=r"multivector_embedding of x: expected \[L, 2\], got rows of 1 to 2"):
+        MaxSimRanker().run([*documents, ragged], [[1.0, 0.0]])
+    with pytest.raises(ValueError, match=r"query_multivector_embedding: expected \[Lq, d\], got \[2\]"):
+        MaxSimRanker().run(documents, [1.0, 0.0])
+
+
+def test_haystack_loads_a_saved_pipeline_that_trusts_the_module(monkeypatch):
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+    pytest.importorskip("haystack", reason="haystack-ai is not installed")
+    from haystack import Pipeline
+
+    from lik_ops.integrations.haystack import MaxSimRanker
+
+    pipeline = Pipeline()
+    pipeline.add_component("ranker", MaxSimRanker(top_k=2, normalize=True))
+    loaded = Pipeline.from_dict(pipeline.to_dict(), allowed_modules=["lik_ops.integrations.haystack"])
+    ranker = loaded.get_component("ranker")
+    assert isinstance(ranker, MaxSimRanker) and (ranker.top_k, ranker.normalize, ranker.device) == (2, True, None)
 
 
 def test_qdrant_example():

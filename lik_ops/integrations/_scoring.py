@@ -54,6 +54,37 @@ def as_tokens(x: Any) -> Tokens:
     return [t.reshape(0, d) if t.dim() == 1 and not t.numel() else t for t in items]
 
 
+def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Tensor:
+    """Return the multi-vector `x` as a floating-point tensor ``[L, d]``.
+
+    Args:
+        where: what an error says first: the function, the argument and the item.
+        x: a tensor, an array or lists of numbers; empty of any shape, it has no vectors.
+        d: the number of features; None for any.
+        rows: the name of the number of vectors in errors.
+
+    Raises:
+        ValueError: the shape is wrong, or the rows have several lengths.
+        TypeError: `x` has no numbers.
+    """
+    expected = f"{where}: expected [{rows}, {'d' if d is None else d}]"
+    try:
+        vectors = as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        if isinstance(x, (list, tuple)) and len({len(row) for row in x if isinstance(row, (list, tuple))}) > 1:
+            lengths = sorted({len(row) for row in x if isinstance(row, (list, tuple))})
+            raise ValueError(f"{expected}, got rows of {lengths[0]} to {lengths[-1]} numbers") from None
+        raise TypeError(f"{expected} numbers, got {type(x).__name__}") from None
+    if vectors.is_complex():
+        raise TypeError(f"{expected} real numbers, got {vectors.dtype}")
+    vectors = _floating(vectors)
+    if d is not None and not vectors.numel():
+        return vectors.reshape(0, d)
+    if vectors.dim() != 2 or d not in (None, vectors.shape[1]):
+        raise ValueError(f"{expected}, got {list(vectors.shape)}")
+    return vectors
+
+
 def as_dense(x: Any) -> Tensor:
     """Embeddings of one shape, in one tensor."""
     tokens = as_tokens(x)

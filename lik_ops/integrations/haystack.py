@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from ..extras import error_of_missing
+from . import _scoring
 from .reranking import rerank_hits
 
 try:
@@ -21,6 +20,9 @@ __all__ = ["MaxSimRanker"]
 @component
 class MaxSimRanker:
     """Ranks documents whose `multivector_embedding`, or the entry of that name of their `meta`, is ``[L_i][d]``.
+
+    Haystack loads a saved pipeline with this component only if it is told to trust the module:
+    ``Pipeline.from_dict(saved, allowed_modules=["lik_ops.integrations.haystack"])``, and the same for ``loads``.
 
     Args:
         top_k: how many documents to return.
@@ -40,10 +42,11 @@ class MaxSimRanker:
         """Up to `top_k` documents from the highest score to the lowest, which is their `score`.
 
         Raises:
-            ValueError: a document has no multi-vector.
+            ValueError: a document has no multi-vector, or a multi-vector has a wrong shape.
+            TypeError: a multi-vector is not numbers.
         """
-        multi_vectors = [_multi_vector(document) for document in documents]
-        query = torch.tensor(query_multivector_embedding)
+        query = _scoring.as_vectors("MaxSimRanker: query_multivector_embedding", query_multivector_embedding, rows="Lq")
+        multi_vectors = [_multi_vector(document, query.shape[1]) for document in documents]
         wanted = self.top_k if top_k is None else top_k
         found = rerank_hits(
             query, range(len(documents)), multi_vectors, wanted, normalize=self.normalize, device=self.device
@@ -52,9 +55,9 @@ class MaxSimRanker:
         return {"documents": [dataclasses.replace(documents[i], score=score) for i, score in ranked]}
 
 
-def _multi_vector(document: Any) -> Any:
+def _multi_vector(document: Any, d: int) -> Any:
     found = getattr(document, "multivector_embedding", None)
     found = document.meta.get("multivector_embedding") if found is None else found
     if found is None:
         raise ValueError(f"MaxSimRanker: documents: expected each with a multivector_embedding, {document.id} has none")
-    return found
+    return _scoring.as_vectors(f"MaxSimRanker: documents: multivector_embedding of {document.id}", found, d)

@@ -50,7 +50,8 @@ def rerank_hits(
         order they came in; those without vectors come last, with -inf.
 
     Raises:
-        ValueError: `ids` and `multi_vectors` are not as many, a shape is wrong, or `top_k` is negative.
+        ValueError: `ids` and `multi_vectors` are not as many, a shape is wrong, or `top_k` is negative. Errors about a
+            multi-vector name its hit.
         TypeError: a dtype or type is wrong.
 
     Example:
@@ -62,14 +63,14 @@ def rerank_hits(
         raise ValueError(f"rerank_hits: multi_vectors: expected {len(ids)}, one for each id, got {len(multi_vectors)}")
     if top_k is not None:
         check_count("rerank_hits", "top_k", top_k)
-    Q = _scoring.as_dense(query)
-    if Q.dim() != 2:
-        raise ValueError(f"rerank_hits: query: expected [Lq, d], got {shape_of(Q)}")
+    Q = _scoring.as_vectors("rerank_hits: query", query, rows="Lq")
     Q = Q if device is None else Q.to(device)
     if not len(ids):
         return Hits([], [])
-    D = [t.reshape(0, Q.shape[-1]) if not t.numel() else t for t in _scoring.as_tokens(list(multi_vectors))]
-    D = [t.to(Q.device, Q.dtype) for t in D]
+    D = [
+        _scoring.as_vectors(f"rerank_hits: multi_vectors[{i}], of hit {ids[i]!r}", x, Q.shape[1]).to(Q.device, Q.dtype)
+        for i, x in enumerate(multi_vectors)
+    ]
     scores, order = maxsim(Q, D, normalize=normalize).sort(descending=True, stable=True)
     best = order[:top_k].tolist()
     return Hits([ids[i] for i in best], scores[:top_k].tolist())
@@ -112,6 +113,7 @@ def compute_maxsim_score_batched(
         )
     if not q_embs:
         return []
+    _check_pairs(q_embs, d_embs)
     rows: dict[int, int] = {}  # of each query, by what it is
     queries: list[Tensor] = []
     counts: list[int] = []
@@ -132,6 +134,23 @@ def compute_maxsim_score_batched(
     table = from_host([offsets, lengths], D.device).view(2, len(queries), K)
     scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
     return list((scores if at == list(range(len(at))) else scores[from_host(at, D.device)]).unbind())
+
+
+def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
+    """Raise an error that names the first query or document that does not fit the first query."""
+    op, first = "compute_maxsim_score_batched", q_embs[0]
+    for name, tensors in (("q_embs", q_embs), ("d_embs", d_embs)):
+        for i, t in enumerate(tensors):
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                found = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"{op}: {name}[{i}]: expected a floating-point Tensor, got {found}")
+            if t.dim() != 2 or t.shape[1] != first.shape[1]:
+                d = first.shape[1] if first.dim() == 2 else "d"
+                raise ValueError(f"{op}: {name}[{i}]: expected [L, {d}], got {shape_of(t)}")
+            if t.device != first.device:
+                raise ValueError(f"{op}: {name}[{i}]: expected device {first.device}, as q_embs[0], got {t.device}")
+            if t.dtype != first.dtype and not torch.is_autocast_enabled(t.device.type):
+                raise TypeError(f"{op}: {name}[{i}]: expected {first.dtype}, as q_embs[0], got {t.dtype}")
 
 
 def _store(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

@@ -176,8 +176,11 @@ def test_scores_without_triton() -> None:
 def test_every_requirement_is_pinned() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    wanted = [Requirement(text) for group in groups for text in group]
+    wanted = [Requirement(text) for text in project["dependencies"]]
+    for extra, group in project["optional-dependencies"].items():
+        # The torch of these hosts is older, and they are installed without constraints.txt.
+        host = extra in ("pylate", "colpali")
+        wanted += [x for x in map(Requirement, group) if not (host and x.name == "torch")]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {}
     for pin in (Requirement(line) for line in lines if line and not line.startswith("#")):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+import lik_ops
 from lik_ops.integrations import colpali, pylate
 from lik_ops.integrations import sentence_transformers as st
 
@@ -43,7 +44,12 @@ SIGNATURES = [
         (st, f"colbert_{n}", "sentence_transformers.multi_vector_encoder.scoring.colbert")
         for n in ("scores", "scores_pairwise", "kd_scores")
     ),
+    *(
+        (st, n, "sentence_transformers.multi_vector_encoder.scoring.xtr")
+        for n in ("xtr_scores", "xtr_kd_scores", "xtr_scores_pairwise", "XTRScores", "XTRKDScores")
+    ),
     *((pylate, f"colbert_{n}", "pylate.scores.colbert") for n in ("scores", "scores_pairwise", "kd_scores")),
+    *((pylate, n, "pylate.scores.xtr") for n in ("xtr_scores", "xtr_kd_scores", "XTRScores", "XTRKDScores")),
     *((colpali, n, "colpali_engine.utils.maxsim") for n in ("maxsim_inbatch", "maxsim_kd")),
 ]
 
@@ -161,19 +167,176 @@ def test_losses_of_pylate_take_the_callables():
     close(pylate.colbert_kd_scores(Q.abs(), D, None, mask), scores.colbert_kd_scores(Q.abs(), D, None, mask))
 
 
-@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss"])
-def test_losses_of_colpali(name):
-    losses = host("colpali_engine.loss.late_interaction_losses")
+def tokens(*shapes, dtype=torch.float32):
     torch.manual_seed(0)
-    tensors = [torch.nn.functional.normalize(torch.randn(4, n, 16), dim=-1).requires_grad_() for n in (5, 9)]
-    loss = getattr(losses, name)(pos_aware_negative_filtering=True)
+    return [torch.nn.functional.normalize(torch.randn(shape), dim=-1).to(dtype).requires_grad_() for shape in shapes]
+
+
+XTR_MASKS = {
+    "none": (None, None),
+    "bool": (torch.tensor([[1, 1, 0]] * 4).bool(), torch.arange(7).lt(5).expand(4, 2, 7)),
+    "numbers": (torch.tensor([[1.0, 0.5, 0.0]] * 4), torch.arange(7).lt(5).long().expand(4, 2, 7)),
+}
+
+
+@pytest.mark.parametrize("masks", XTR_MASKS)
+@pytest.mark.parametrize("name", ["XTRScores", "XTRKDScores"])
+@pytest.mark.parametrize("adapter", [st, pylate], ids=["sentence_transformers", "pylate"])
+def test_xtr_scores_are_those_of_the_host(adapter, name, masks):
+    theirs = host(
+        "pylate.scores.xtr" if adapter is pylate else "sentence_transformers.multi_vector_encoder.scoring.xtr"
+    )
+    x, masks = tokens((4, 3, 16), (4, 2, 7, 16)), XTR_MASKS[masks]
+
+    def step(scorer):
+        scores = scorer(12)(*x, *masks)
+        return scores, torch.autograd.grad(scores.square().sum(), x)
+
+    expected, ours = step(getattr(theirs, name)), step(getattr(adapter, name))
+    with adapter.enable() as routing:
+        routed = step(getattr(theirs, name))
+    assert sum(routing.calls.values()) == 1 and routing.not_reached == ()
+    close(ours, expected, rtol=1e-5, atol=1e-6)
+    close(routed, ours, rtol=0, atol=0)
+
+
+def test_xtr_loss_of_sentence_transformers():
+    """With every token retrieved: this model repeats tokens, and the host retrieves one of several equal ones."""
+    losses = host("sentence_transformers.multi_vector_encoder.losses")
+    scoring = host("sentence_transformers.multi_vector_encoder.scoring")
+    model, columns = Encoder(), features(3, 6, 9)
+    name, cached = "MultiVectorMultipleNegativesRankingLoss", "CachedMultiVectorMultipleNegativesRankingLoss"
+
+    def found(scorer, name=name, **options):
+        return step(getattr(losses, name)(model, similarity_fct=scorer, **options), columns, None)
+
+    expected = found(scoring.XTRScores(1000))
+    close(found(st.XTRScores(1000)), expected, rtol=1e-5, atol=1e-6)
+    close(found(st.XTRScores(1000), cached, mini_batch_size=2), expected, rtol=1e-5, atol=1e-6)
+    with st.enable() as routing:
+        close(found(scoring.XTRScores(1000)), expected, rtol=1e-5, atol=1e-6)
+    assert routing.calls["xtr_scores"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_dtypes_of_sentence_transformers(dtype):
+    """The host's own scores are fp64 too, unless a mask of another type makes them fp32."""
+    util = host("sentence_transformers.util.similarity")
+    Q, D = (x.detach() for x in tokens((3, 4, 16), (5, 7, 16), dtype=dtype))
+    for x, y in ((Q, D), (list(Q), list(D))):
+        expected = util.maxsim(x, y)
+        with st.enable() as routing:
+            found = util.maxsim(x, y)
+        assert sum(routing.calls.values()) == 1 and found.dtype == expected.dtype == lik_ops.maxsim(Q, D).dtype
+        close(found, expected, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
+
+
+def test_lists_of_several_lengths_in_pylate():
+    scores = host("pylate.scores.colbert")
+    D = [x.detach() for x in tokens((7, 16), (3, 16), (5, 16))]
+    Q = [x.detach() for x in tokens((4, 16), (2, 16))]
+    for x, y in ((Q, D), ([t.numpy() for t in Q], D), (Q, [t.numpy() for t in D])):
+        with pylate.enable() as routing:
+            found = scores.colbert_scores(x, y)
+        assert routing.calls == {"colbert_scores_lik": 1}
+        close(found, torch.stack([torch.stack([(q @ d.T).amax(-1).sum() for d in D]) for q in Q]))
+    calls = [
+        lambda: scores.colbert_scores(Q, D, backend="torch"),
+        lambda: scores.colbert_scores(Q, [d.double() for d in D]),
+        lambda: scores.colbert_kd_scores(Q, torch.randn(2, 3, 5, 16)),
+        lambda: scores.ColBERTScores()(Q, D),
+    ]
+    for call in calls:
+        with pylate.enable() as routing, pytest.raises(RuntimeError, match="stack expects each tensor to be equal"):
+            call()
+        assert not routing.calls
+
+
+def test_pylate_calls_that_the_host_answers_are_not_counted():
+    scores = host("pylate.scores.colbert")
+    Q, D = torch.ones(2, 3, 8, dtype=torch.int32), torch.ones(4, 5, 8, dtype=torch.int32)
+    with pylate.enable() as routing:
+        found = scores.colbert_scores(Q, D)
+    assert not found.is_floating_point() and (found == 24).all() and not routing.calls
+
+
+HOST_SCORES = {
+    "pylate": ("pylate.scores.colbert", "colbert_scores", pylate.colbert_scores),
+    "sentence_transformers": ("sentence_transformers.util.similarity", "maxsim", st.maxsim),
+    "colpali": ("colpali_engine.utils.maxsim", "_torch_maxsim", colpali.maxsim_inbatch),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", HOST_SCORES)
+def test_half_precision_gradients_are_nearer_than_the_hosts(name, dtype, monkeypatch):
+    """The pages of the hosts say by how much: the hosts round similarities before the maximum."""
+    module, function, ours = HOST_SCORES[name]
+    theirs = getattr(host(module), function)
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    x = tokens((16, 32, 128), (16, 180, 128), dtype=dtype)
+
+    def grads(score, *x):
+        loss = torch.nn.functional.cross_entropy(score(*x).to(torch.promote_types(x[0].dtype, torch.float32)), labels)
+        return torch.cat([g.double().flatten() for g in torch.autograd.grad(loss, x)])
+
+    labels = torch.arange(16)
+    exact = grads(lik_ops.maxsim, *(t.detach().double().requires_grad_() for t in x))
+    off, off_ours = ((grads(score, *x) - exact).norm() / exact.norm() for score in (theirs, ours))
+    assert off_ours < (3e-4 if dtype == torch.float16 else 2.5e-3) and off > 30 * off_ours
+
+
+COLPALI_LOSSES = {  # whether the loss takes negatives, and how many of its score matrices lik_ops makes
+    "ColbertLoss": (False, 1),
+    "ColbertPairwiseCELoss": (False, 1),
+    "ColbertSigmoidLoss": (False, 1),
+    "ColbertNegativeCELoss": (True, 3),
+    "ColbertPairwiseNegativeCELoss": (True, 3),
+}
+
+
+@pytest.mark.parametrize("smooth", [False, True], ids=["max", "smooth max"])
+@pytest.mark.parametrize("name", COLPALI_LOSSES)
+def test_losses_of_colpali(name, smooth, monkeypatch):
+    losses = host("colpali_engine.loss.late_interaction_losses")
+    monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
+    negatives, count = COLPALI_LOSSES[name]
+    x = tokens((4, 5, 16), (4, 9, 16), *([(4, 2, 7, 16)] if negatives else []))
+    loss = getattr(losses, name)(use_smooth_max=smooth, pos_aware_negative_filtering=True)
 
     def grads():
-        value = loss(*tensors)
-        return value, torch.autograd.grad(value, tensors)
+        value = loss(*x)
+        return value, torch.autograd.grad(value, x)
 
     expected = grads()
     with colpali.enable() as routing:
         found = grads()
-    assert routing.calls["maxsim_inbatch_lik"] == 1
-    close(found, expected, rtol=1e-5, atol=1e-6)
+        assert sum(routing.calls.values()) == count and routing.not_reached == ()
+        monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
+        close(grads(), expected, rtol=0, atol=0)
+    assert sum(routing.calls.values()) == count and losses.torch is torch
+    close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_of_colpali_with_documents_of_other_ranks():
+    losses = host("colpali_engine.loss.late_interaction_losses")
+    x = tokens((3, 5, 16), (9, 8, 16), (3, 2, 7, 16))
+    for smooth in (False, True):
+        loss = losses.ColbertNegativeCELoss(use_smooth_max=smooth, normalize_scores=False)
+        expected = loss(*x, offset=4)
+        with colpali.enable() as routing:
+            close(loss(*x, offset=4), expected)
+        assert sum(routing.calls.values()) == 3
+
+
+def test_compiled_losses_of_colpali():
+    """Routed code compiles without a break where the host's does: without the check of normalized scores."""
+    losses = host("colpali_engine.loss.late_interaction_losses")
+    x = tokens((4, 5, 16), (4, 9, 16), (4, 2, 7, 16))
+    for smooth in (False, True):
+        loss = losses.ColbertPairwiseNegativeCELoss(use_smooth_max=smooth, normalize_scores=False)
+        expected = loss(*x)
+        with colpali.enable():
+            torch.compiler.reset()
+            close(torch.compile(loss, backend="eager", fullgraph=True)(*x), expected, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import types
 import warnings
@@ -38,12 +39,28 @@ def _refuse(*arguments, **options):
     raise LIKUnsupported("the host's own")
 
 
+def _stack(x):
+    return x if isinstance(x, torch.Tensor) else torch.stack(x)
+
+
+class _Scorer:
+    """A host's XTR scorer, as far as routing sees it."""
+
+    def __init__(self, k=256):
+        self.k = k
+
+    def _score(self, queries, documents, queries_mask=None, documents_mask=None):
+        return _refuse()
+
+
 @pytest.fixture
 def pylate_host(monkeypatch):
     names = ("colbert_scores_lik", "colbert_scores_pairwise_lik", "colbert_kd_scores_lik")
     backend = dict.fromkeys(names, _refuse) | {"LIKUnsupported": LIKUnsupported}
     modules = {"pylate": {}, "pylate.scores": {}, "pylate.scores._lik_backend": backend}
-    modules["pylate.scores.colbert"] = {"_try_lik": lambda backend, *tensors: False}
+    modules["pylate.scores.colbert"] = {"_try_lik": lambda backend, *tensors: False, "convert_to_tensor": _stack}
+    modules["pylate.scores.xtr"] = {"XTRScores": type("XTRScores", (_Scorer,), {"_score": _Scorer._score})}
+    modules |= {"pylate.utils": {}, "pylate.utils.tensor": {"convert_to_tensor": _stack}}
     _host("pylate", "1.6.0", modules, monkeypatch)
     monkeypatch.delenv("PYLATE_SCORES_BACKEND", raising=False)
     monkeypatch.delenv("LIK_OPS_INTEGRATIONS", raising=False)
@@ -76,6 +93,67 @@ def test_functions_are_replaced_and_given_back(pylate_host):
     assert vars(pylate_host) == before
     with pytest.raises(LIKUnsupported):
         kept(Q, D)  # who had taken ours gets the host's again
+
+
+def test_calls_that_lik_ops_refuses_are_not_counted(pylate_host):
+    """PyLate catches the first error and answers the call itself."""
+    routing = pylate.enable()
+    Q, D = torch.ones(1, 2, 8, dtype=torch.int32), torch.ones(1, 3, 8, dtype=torch.int32)
+    with pytest.raises(LIKUnsupported, match="floats of one dtype"):
+        pylate_host.colbert_scores_lik(Q, D)
+    with pytest.raises(ValueError, match="d = 8"):
+        pylate_host.colbert_scores_lik(Q.float(), D.float()[..., :4])
+    scorer = sys.modules["pylate.scores.xtr"].XTRScores()
+    with pytest.raises(LIKUnsupported, match="the host's own"):
+        scorer._score(Q, D[:, None])
+    assert not routing.calls
+    pylate_host.colbert_scores_lik(Q.float(), D.float())
+    assert routing.calls == {"colbert_scores_lik": 1}
+
+
+def test_pylate_lists_of_several_lengths(pylate_host):
+    names = sys.modules["pylate.scores.colbert"]
+    ragged, D = [torch.randn(n, 8) for n in (2, 5)], torch.randn(3, 4, 8)
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        names.convert_to_tensor(ragged)
+    routing = pylate.enable()
+    found = names.convert_to_tensor(ragged)
+    assert names._try_lik("auto", found, D)
+    close(pylate_host.colbert_scores_lik(found, D), pylate.colbert_scores(ragged, D))
+    arrays = names.convert_to_tensor([t.numpy() for t in ragged])
+    close(pylate_host.colbert_scores_lik(D, arrays), pylate.colbert_scores(D, ragged))
+    assert routing.calls == {"colbert_scores_lik": 2}
+    assert names.convert_to_tensor(list(D)).shape == (3, 4, 8)  # of one length they are the host's
+    refused = [
+        lambda: names._try_lik("torch", found, D),
+        lambda: found.shape,
+        lambda: pylate_host.colbert_kd_scores_lik(found, D[None].expand(2, 3, 4, 8)),
+        lambda: pylate_host.colbert_scores_lik(found, D.double()),
+    ]
+    for call in refused:
+        with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+            call()
+    assert sum(routing.calls.values()) == 2
+    pylate.disable()
+    assert names.convert_to_tensor is _stack
+
+
+def test_pylate_xtr_scores(pylate_host):
+    scorer = sys.modules["pylate.scores.xtr"].XTRScores(5)
+    Q, D, mask = torch.randn(2, 3, 8), torch.randn(2, 3, 4, 8), torch.rand(2, 3, 4) > 0.3
+    with pylate.enable() as routing:
+        found = scorer._score(Q, D, torch.ones(2, 3), mask)
+    close(found, pylate.XTRScores(5)(Q, D, None, mask))
+    assert routing.calls == {"_score": 1}
+    with pytest.raises(LIKUnsupported):
+        scorer._score(Q, D)
+
+
+def test_modules_that_a_version_does_not_have(pylate_host, monkeypatch):
+    monkeypatch.delitem(sys.modules, "pylate.scores.xtr")
+    with pytest.warns(UserWarning, match=r"in pylate: pylate\.scores\.xtr:XTRScores\._score"):
+        routing = pylate.enable()
+    assert routing.not_reached == ("pylate.scores.xtr:XTRScores._score",)
 
 
 def test_twice_is_once(pylate_host):
@@ -187,22 +265,112 @@ def test_hosts_that_are_not_installed(adapter, monkeypatch):
     adapter.disable()
 
 
-def test_colpali_backend(monkeypatch):
+class _Loss:
+    """A loss of colpali-engine, as far as routing sees it: similarities, then their maximum and sum."""
+
+    tau = 0.1
+
+    def _aggregate(self, scores_raw, use_smooth_max, dim_max, dim_sum):
+        if use_smooth_max:
+            return (self.tau * torch.logsumexp(scores_raw / self.tau, dim=dim_max)).sum(dim=dim_sum)
+        return scores_raw.amax(dim=dim_max).sum(dim=dim_sum)
+
+    def scores(self, equation, Q, D, smooth):
+        raw = sys.modules[COLPALI_LOSSES].torch.einsum(equation, Q, D)
+        dims = (3, 2) if len(equation.partition("->")[2]) == 4 else (2, 1)
+        return self._aggregate(raw, smooth, *dims)
+
+
+COLPALI = "colpali_engine.utils._lik_backend"
+COLPALI_LOSSES = "colpali_engine.loss.late_interaction_losses"
+EQUATIONS = {  # of colpali-engine 0.3.17 and 0.3.18, and the shape of documents
+    "bnd,csd->bcns": (4, 5, 8),
+    "bnd,bsd->bns": (3, 5, 8),
+    "bnd,bld->bnl": (3, 5, 8),
+    "bnd,blsd->blns": (3, 2, 5, 8),
+    "bnd,bsld->bsnl": (3, 2, 5, 8),
+}
+
+
+@pytest.fixture
+def colpali_host(monkeypatch):
     names = {"maxsim_inbatch_lik": _refuse, "maxsim_kd_lik": _refuse}
-    path = "colpali_engine.utils._lik_backend"
-    modules = {"colpali_engine": {}, "colpali_engine.utils": {}, path: names | {"LIKUnsupportedError": LIKUnsupported}}
+    loss = type("ColbertModule", (_Loss,), {"_aggregate": _Loss._aggregate})
+    modules = {"colpali_engine": {}, "colpali_engine.utils": {}, "colpali_engine.loss": {}}
+    modules |= {
+        COLPALI: names | {"LIKUnsupportedError": LIKUnsupported},
+        "colpali_engine.utils.maxsim": {"_resolve_backend": lambda: os.environ.get("COLPALI_SCORES_BACKEND", "auto")},
+        COLPALI_LOSSES: {"torch": torch, "ColbertModule": loss},
+    }
     _host("colpali-engine", "0.3.18", modules, monkeypatch)
     monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
-    backend, Q, D = sys.modules[path], torch.randn(2, 3, 8), torch.randn(2, 4, 5, 8)
+    monkeypatch.delenv("LIK_OPS_INTEGRATIONS", raising=False)
+    yield sys.modules[COLPALI]
+    colpali.disable()
+
+
+def test_colpali_backend(colpali_host, monkeypatch):
+    Q, D = torch.randn(2, 3, 8), torch.randn(2, 4, 5, 8)
     with silently(colpali.enable) as routing:
-        close(backend.maxsim_inbatch_lik(Q, D[0]), colpali.maxsim_inbatch(Q, D[0]))
-        close(backend.maxsim_kd_lik(Q, D), colpali.maxsim_kd(Q, D))
+        close(colpali_host.maxsim_inbatch_lik(Q, D[0]), colpali.maxsim_inbatch(Q, D[0]))
+        close(colpali_host.maxsim_kd_lik(Q, D), colpali.maxsim_kd(Q, D))
         with pytest.raises(LIKUnsupported, match="one dtype"):
-            backend.maxsim_kd_lik(Q, D.double())
-    assert sum(routing.calls.values()) == 3 and backend.maxsim_kd_lik is _refuse
+            colpali_host.maxsim_kd_lik(Q, D.double())
+    assert sum(routing.calls.values()) == 2 and colpali_host.maxsim_kd_lik is _refuse
     monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
     with pytest.warns(UserWarning, match="COLPALI_SCORES_BACKEND=torch"), colpali.enable():
         pass
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_colpali_scores_of_losses(colpali_host, equation, smooth, monkeypatch):
+    loss, Q = sys.modules[COLPALI_LOSSES].ColbertModule(), torch.randn(3, 4, 8, requires_grad=True)
+    D = torch.randn(EQUATIONS[equation], requires_grad=True)
+
+    def scored():
+        found = loss.scores(equation, Q, D, smooth)
+        return found, torch.autograd.grad(found.sum(), (Q, D))
+
+    expected = scored()
+    with silently(colpali.enable) as routing:
+        found = scored()
+        assert routing.calls == {"_aggregate": 1}
+        monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
+        close(scored(), expected, rtol=0, atol=0)
+        monkeypatch.delenv("COLPALI_SCORES_BACKEND")
+        assert routing.calls == {"_aggregate": 1}
+    close(found, expected, rtol=1e-5, atol=1e-5)
+    assert sys.modules[COLPALI_LOSSES].torch is torch
+
+
+def test_colpali_smooth_scores_are_those_of_maxsim_soft(colpali_host):
+    loss, Q, D = sys.modules[COLPALI_LOSSES].ColbertModule(), torch.randn(3, 4, 8), torch.randn(5, 6, 8)
+    loss.tau = 0.05
+    with silently(colpali.enable):
+        found = loss.scores("bnd,csd->bcns", Q, D, True)
+    assert torch.equal(found, lik_ops.maxsim_soft(Q, D, 0.05))
+
+
+def test_colpali_leaves_other_uses_of_similarities_to_the_host(colpali_host):
+    losses, Q, D = sys.modules[COLPALI_LOSSES], torch.randn(3, 4, 8), torch.randn(3, 5, 8)
+    loss, raw = losses.ColbertModule(), torch.einsum("bnd,csd->bcns", Q, D)
+    with silently(colpali.enable) as routing:
+        similarities = losses.torch.einsum("bnd,csd->bcns", Q, D)
+        close(similarities.amax(3), raw.amax(3))
+        close(similarities / 2, raw / 2)
+        close(torch.logsumexp(similarities, dim=3), torch.logsumexp(raw, dim=3))
+        close(loss._aggregate(similarities, False, 2, 2), raw.amax(2).sum(2))
+        close(loss._aggregate(raw, False, 3, 2), raw.amax(3).sum(2))
+        loss.tau = -0.1
+        close(loss._aggregate(similarities, True, 3, 2), loss._aggregate(raw, True, 3, 2))
+        for equation, x, y in (
+            ("ij,jk->ik", Q[0], D[0].T),
+            ("bnd,csd->bcns", Q.int(), D.int()),
+            ("bnd,bsd->bns", Q[:1], D),  # one query for all documents
+        ):
+            close(losses.torch.einsum(equation, x, y), torch.einsum(equation, x, y))
+    assert not routing.calls
 
 
 def test_sentence_transformers_scoring(monkeypatch):
@@ -219,7 +387,9 @@ def test_sentence_transformers_scoring(monkeypatch):
     model_path = "sentence_transformers.multi_vector_encoder.model"
     packages = {"sentence_transformers": {}, "sentence_transformers.util": {}}
     packages["sentence_transformers.multi_vector_encoder"] = {}
+    scoring = "sentence_transformers.multi_vector_encoder.scoring"
     modules = packages | {path: names, model_path: {"MultiVectorEncoder": MultiVectorEncoder}}
+    modules |= {module: {"xtr_scores": _refuse} for module in (scoring, f"{scoring}.xtr")}
     _host("sentence-transformers", "6.2.0", modules, monkeypatch)
     model, Q = MultiVectorEncoder(), torch.randn(2, 3, 8)
     D = [torch.randn(n, 8) for n in (4, 2)]
@@ -237,7 +407,16 @@ def test_sentence_transformers_scoring(monkeypatch):
         close(scores, torch.stack([(Q @ Q[0, 0]).sum(-1), torch.full((2,), -1e9)], dim=1))
         close(similarity._maxsim_score_pairs(Q, Q, None, mask), scores.diagonal())
         assert (similarity._maxsim_score_documents(Q, Q[:, :0], None, mask[:, :0]) == -1e9).all()
-    assert routing.calls["similarity"] == 3 and routing.not_reached == ()
+        assert similarity._maxsim_score_pairs(Q.double(), Q.double(), None, None).dtype == torch.float64
+        groups = torch.randn(2, 3, 4, 8)
+        for module in (scoring, f"{scoring}.xtr"):
+            score = sys.modules[module].xtr_scores
+            close(score(Q, groups, top_k=5), st.xtr_scores(Q, groups, top_k=5))
+            for top_k in (0, True, 2.0):
+                with pytest.raises(LIKUnsupported):  # the host says what is wrong
+                    score(Q, groups, top_k=top_k)
+        assert routing.calls["xtr_scores"] == 2
+    assert routing.calls["similarity"] == 2 and routing.not_reached == ()
     with pytest.raises(LIKUnsupported):
         model.similarity(Q, D)
     assert not _routing._active

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, mse_loss
 
+import lik_ops
 from lik_ops import reference
 from lik_ops.integrations import colpali, pylate
 from lik_ops.integrations import sentence_transformers as st
@@ -128,10 +129,25 @@ def test_scores_are_fp32(host, device, dtype):
     assert len(scores.unique()) > 2 * len(scores.to(torch.bfloat16).unique())
 
 
-def test_fp64_is_what_the_host_gives():
-    Q, D = torch.randn(1, 2, 8).double(), torch.randn(1, 2, 8).double()
-    assert st.maxsim(Q, D).dtype == torch.float32
-    assert pylate.colbert_scores(Q, D).dtype == colpali.maxsim_inbatch(Q, D).dtype == torch.float64
+def test_scores_of_fp64_are_fp64():
+    Q, D = torch.randn(3, 2, 8).double(), torch.randn(3, 2, 8).double()
+    expected, mask = reference.maxsim(Q, D), torch.ones(3, 2, dtype=torch.bool)
+    lists = list(Q), list(D)
+    for scores in (
+        st.maxsim(Q, D),
+        st.maxsim(*lists),
+        st.maxsim(Q, D, mask, mask),
+        2 * st.mean_maxsim(Q, D),
+        st.colbert_scores(Q, D[:, None]),
+        st.colbert_kd_scores(Q, D.expand(3, 3, 2, 8)),
+        pylate.colbert_scores(Q, D),
+        colpali.maxsim_inbatch(Q, D),
+    ):
+        close(scores, expected, rtol=1e-12, atol=1e-12)
+    for scores in (st.maxsim_pairwise(Q, D), st.colbert_scores_pairwise(*lists), pylate.colbert_scores_pairwise(Q, D)):
+        close(scores, expected.diagonal(), rtol=1e-12, atol=1e-12)
+    for score in (st.xtr_scores, pylate.xtr_scores):
+        assert score(Q, D[:, None]).dtype == torch.float64
 
 
 @EVERY
@@ -161,6 +177,66 @@ def test_gradients_are_those_of_the_formula(host, device):
         function(q, d, None, d_mask).backward(upstream)
         grads.append((q.grad, d.grad))
     close(*grads)
+
+
+XTR = {  # scorers of the batch, of each query's own, what they count, and the score of a document without tokens
+    "sentence_transformers": (st.XTRScores, st.XTRKDScores, "retrieved", -1e9),
+    "pylate": (pylate.XTRScores, pylate.XTRKDScores, "positive", 0.0),
+}
+
+
+@pytest.mark.parametrize("host", XTR)
+@pytest.mark.parametrize("top_k", [1, 7, 1000])
+def test_xtr_scores_are_those_of_maxsim_xtr(host, top_k, device):
+    every, own, normalizer, empty = XTR[host]
+    Q, D = torch.randn(3, 4, 8, device=device), torch.randn(3, 2, 5, 8, device=device)
+    q_mask, d_mask = torch.rand(3, 4, device=device) > 0.3, torch.rand(3, 2, 5, device=device) > 0.3
+    q_mask[:, 0] = d_mask[..., 0] = True
+    d_mask[1, 1] = False
+    flat, keep, weight = D.flatten(0, 1), d_mask.flatten(0, 1), torch.rand(3, 4, device=device) * q_mask
+    score = partial(lik_ops.maxsim_xtr, Q, flat, top_k, normalizer=normalizer)
+    for mask, expected in (
+        (None, score(None, keep)),
+        (q_mask, score(q_mask, keep)),
+        (q_mask.long(), score(q_mask, keep)),
+        (weight, score(q_mask, keep, q_weight=weight)),
+    ):
+        expected[:, 3] = empty
+        found = every(top_k)(Q, D, mask, d_mask)
+        close(found, expected, rtol=0, atol=0)
+        pairs = torch.stack([expected[i, 2 * i : 2 * i + 2] for i in range(3)])
+        close(own(top_k)(Q, D, mask, d_mask), pairs, rtol=0, atol=0)
+        if host == "sentence_transformers":
+            ones = st.xtr_scores_pairwise(Q, D[:, 0], mask, d_mask[:, 0], top_k)
+            close(ones, own(top_k)(Q, D[:, :1], mask, d_mask[:, :1])[:, 0], rtol=0, atol=0)
+    close(every(top_k)(list(Q), list(D)), score(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("host", XTR)
+def test_xtr_scores_have_gradients(host, device):
+    every, own, normalizer, _ = XTR[host]
+    Q = torch.randn(3, 4, 8, device=device, requires_grad=True)
+    D = torch.randn(3, 2, 5, 8, device=device, requires_grad=True)
+    upstream = torch.randn(3, 6, device=device)
+    expected = reference.maxsim_xtr(Q, D.flatten(0, 1), 7, normalizer=normalizer)
+    close(*(torch.autograd.grad(x, (Q, D), upstream) for x in (every(7)(Q, D), expected)))
+    pairs = own(7)(Q, D)
+    assert pairs.shape == (3, 2) and torch.autograd.grad(pairs.sum(), Q)[0].any()
+
+
+def test_xtr_options_are_those_of_the_host():
+    assert st.XTRScores(9, chunk_elements=4).get_config_dict() == {"top_k": 9, "chunk_elements": 4}
+    assert st.XTRKDScores().top_k == pylate.xtr_scores.k == pylate.xtr_kd_scores.k == 256
+    scorer = pylate.XTRScores(9, 4)
+    assert (scorer.k, scorer.document_chunk_size) == (9, 4)
+
+
+def test_st_xtr_rows_of_zeros_are_padding(device):
+    Q, D = torch.randn(2, 3, 8, device=device), torch.randn(2, 2, 4, 8, device=device)
+    Q[1, 2], D[0, 1, 2:], D[1, 0] = 0, 0, 0
+    expected = st.xtr_scores(Q, D, Q.any(-1), D.any(-1), top_k=5)
+    close(st.xtr_scores(Q, D, top_k=5), expected)
+    assert (expected[:, 2] == -1e9).all()
 
 
 LOSS_SCORES = {"sentence_transformers": st.colbert_scores, "pylate": pylate.ColBERTScores()}
@@ -360,6 +436,9 @@ CALLS = {
     "pylate.colbert_scores": lambda Q, D, m: pylate.colbert_scores(Q, D, m[:, :3].float(), m),
     "pylate.colbert_scores_pairwise": lambda Q, D, m: pylate.colbert_scores_pairwise(list(Q), list(D)),
     "pylate.ColBERTScores": lambda Q, D, m: pylate.ColBERTScores()(Q, D.unsqueeze(1), None, m.unsqueeze(1)),
+    "st.XTRScores": lambda Q, D, m: st.XTRScores(7)(Q, D.unsqueeze(1), None, m.unsqueeze(1)),
+    "st.XTRKDScores": lambda Q, D, m: st.XTRKDScores(7)(Q, D.unsqueeze(1), m[:, :3], m.unsqueeze(1)),
+    "pylate.XTRScores": lambda Q, D, m: pylate.XTRScores(7)(Q, D.unsqueeze(1), m[:, :3].float(), m.unsqueeze(1)),
     "colpali.maxsim_inbatch": lambda Q, D, m: colpali.maxsim_inbatch(Q, D),
 }
 

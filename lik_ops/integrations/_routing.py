@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,13 +21,18 @@ ENVIRONMENT_VARIABLE = "LIK_OPS_INTEGRATIONS"
 _VALUES = {"": True, "1": True, "0": False}
 
 
+def _accept_all(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
 class Target(NamedTuple):
-    """A function of a host, and what takes its place."""
+    """A function of a host and its replacement."""
 
     owner: str  # a module, or "module:Class"
-    name: str
+    name: str  # "torch.einsum" replaces einsum only where the owner looks it up, in its own name `torch`
     function: Callable[..., Any]
-    scores: bool = True  # a call of it is counted
+    scores: bool = True  # whether its calls are counted
+    accepts: Callable[..., bool] = _accept_all  # whether to call `function`; if not, the host's own function runs
 
 
 class Host(NamedTuple):
@@ -42,7 +48,8 @@ class Routing:
     As a context manager it ends what it began: nothing, where the host was routed already.
 
     Attributes:
-        calls: how often each function scored with lik_ops. Compiled code is not counted.
+        calls: how often each function scored with lik_ops. A call that raises, or that the host answers itself, is not
+            counted, and neither is compiled code.
         not_reached: functions that this version of the host does not have.
     """
 
@@ -60,8 +67,18 @@ class Routing:
         if self._began:
             disable(self.host)
 
-    def _in_place_of(self, theirs: Callable[..., Any], target: Target) -> Callable[..., Any]:
-        """Ours under the name of `theirs`, which is called after the end and while the environment says so."""
+    def _in_place_of(self, theirs: Any, target: Target) -> Any:
+        """Return the replacement of `theirs`: a function, or a copy of a module with one function replaced."""
+        _, _, function = target.name.partition(".")
+        if not function:
+            return self._routed(theirs, target)
+        module = types.ModuleType(theirs.__name__)
+        vars(module).update(vars(theirs))
+        setattr(module, function, self._routed(getattr(theirs, function), target))
+        return module
+
+    def _routed(self, theirs: Callable[..., Any], target: Target) -> Callable[..., Any]:
+        """Return a function that calls the target's if routing is on and the target accepts the call, else `theirs`."""
 
         def is_routed() -> bool:
             return not self._ended and is_on()
@@ -71,26 +88,26 @@ class Routing:
 
         @functools.wraps(theirs)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            if not is_routed():
+            if not is_routed() or not target.accepts(*args, **kwargs):
                 return theirs(*args, **kwargs)
+            result = target.function(*args, **kwargs)
+            # Counted after the call, which may raise an error that the host catches to answer the call itself.
             if target.scores and not torch.compiler.is_compiling():
                 self.calls[target.name] += 1
-            return target.function(*args, **kwargs)
+            return result
 
         return routed
 
     def _begin(self) -> None:
         for target in self.host.targets():
-            module, _, name = target.owner.partition(":")
-            owner: Any = importlib.import_module(module)
-            owner = getattr(owner, name, None) if name else owner
-            theirs = getattr(owner, target.name, None)
+            owner, name = _find_owner(target.owner), target.name.partition(".")[0]
+            theirs = getattr(owner, name, None)
             if theirs is None:
                 self.not_reached += (f"{target.owner}.{target.name}",)
                 continue
             ours = self._in_place_of(theirs, target)
-            self._replaced.append((owner, target.name, theirs, ours))
-            setattr(owner, target.name, ours)
+            self._replaced.append((owner, name, theirs, ours))
+            setattr(owner, name, ours)
 
     def _end(self) -> tuple[str, ...]:
         """Give the host its functions back; those that someone else replaced since stay, and are named."""
@@ -102,6 +119,18 @@ class Routing:
             else:
                 kept.append(f"{owner.__name__}.{name}")
         return tuple(kept)
+
+
+def _find_owner(path: str) -> Any:
+    """Return the module, or the class "module:Class"; None if this version of the host has no such module or class."""
+    module, _, name = path.partition(":")
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module exists, and what it imports does not
+        return None
+    return getattr(owner, name, None) if name else owner
 
 
 _active: dict[str, Routing] = {}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import maxsim, maxsim_pairs
+from .. import maxsim, maxsim_pairs, maxsim_xtr
 from ..api.packing import from_host
 
 Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
@@ -130,6 +130,22 @@ def pairs(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_where_empt
     """Scores ``[B]`` of query i and document i; arguments as of `cross`."""
     Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
     return _filled(maxsim_pairs(Q, D, mask, keep, q_weight=weight), D, keep, fill)
+
+
+def xtr(Q: Any, D: Any, q_mask: Any, d_mask: Any, top_k: int, normalizer: str, fill: Fill = zero_where_empty) -> Tensor:
+    """Return the XTR scores ``[Nq, Nd]`` of every query and document; arguments as of `cross` and `maxsim_xtr`.
+
+    Query tokens whose mask is a number other than 0 count in the normalizer.
+    """
+    Q, D, mask, weight, keep = _prepared(as_dense(Q), as_dense(D), q_mask, d_mask)
+    if weight is not None:
+        mask = weight != 0
+    return _filled(maxsim_xtr(Q, D, top_k, mask, keep, q_weight=weight, normalizer=normalizer), D, keep, fill)
+
+
+def own_documents(scores: Tensor, count: int) -> Tensor:
+    """Return each query's scores of its own `count` documents ``[Nq, count]`` out of ``[Nq, G * count]``."""
+    return scores.unflatten(1, (-1, count)).diagonal(dim1=0, dim2=1).transpose(0, 1)
 
 
 def _prepared(Q: Any, D: Any, q_mask: Any, d_mask: Any) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:

@@ -16,17 +16,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import maxsim_soft
 from . import _routing, _scoring
 from ._routing import Routing as Routing
 
 __all__ = ["Routing", "disable", "enable", "maxsim_inbatch", "maxsim_kd", "score_multi_vector"]
 
 _LIK = "colpali_engine.utils._lik_backend"
+_MAXSIM = "colpali_engine.utils.maxsim"
+_LOSSES = "colpali_engine.loss.late_interaction_losses"
 
 
 def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
@@ -103,10 +107,75 @@ def _scores_lik(query: Tensor, doc: Tensor) -> Tensor:
     return _scoring.cross(query, doc, None, None)
 
 
+# Products of tokens in the losses, by their equations with letters renamed in order of appearance.
+_IN_BATCH, _PAIRS, _CANDIDATES = "abc,dec->adbe", "abc,adc->abd", "abc,adec->adbe"
+
+
+def _renamed(equation: str) -> str:
+    letters: dict[str, str] = {}
+    return "".join(letters.setdefault(x, chr(ord("a") + len(letters))) if x.isalpha() else x for x in equation)
+
+
+class _Similarities:
+    """Similarities of the tokens of a loss, as what they are computed from: the maximum after them needs no more.
+
+    Any other use computes them, as the host would have.
+    """
+
+    def __init__(self, equation: str, query: Tensor, doc: Tensor) -> None:
+        self.equation, self.query, self.doc = equation, query, doc
+
+    def computed(self) -> Tensor:
+        return torch.einsum(self.equation, self.query, self.doc)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.computed(), name)
+
+    def __truediv__(self, divisor: Any) -> Tensor:
+        return self.computed() / divisor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [x.computed() if isinstance(x, cls) else x for x in args]
+        return function(*plain, **(kwargs or {}))
+
+
+def _accepts_einsum(equation: Any, *operands: Any) -> bool:
+    """Return whether an ``einsum`` of the host's losses makes similarities that lik_ops can do without."""
+    if len(operands) != 2 or not isinstance(equation, str) or not _scoring.is_supported(*operands):
+        return False
+    query, doc = operands
+    layout = _renamed(equation)
+    if layout not in (_IN_BATCH, _PAIRS, _CANDIDATES) or (layout != _IN_BATCH and query.shape[0] != doc.shape[0]):
+        return False
+    resolve = getattr(sys.modules.get(_MAXSIM), "_resolve_backend", None)
+    return resolve is None or resolve() != "torch"
+
+
+def _accepts_aggregate(loss: Any, scores_raw: Any, use_smooth_max: bool, dim_max: int, dim_sum: int) -> bool:
+    """Return whether the host's `_aggregate` takes the maximum over document tokens and the sum over query tokens."""
+    if not isinstance(scores_raw, _Similarities):
+        return False
+    pairs = _renamed(scores_raw.equation) == _PAIRS
+    is_smooth = not use_smooth_max or (isinstance(loss.tau, (int, float)) and loss.tau > 0)
+    return is_smooth and (dim_max, dim_sum) == ((2, 1) if pairs else (3, 2))
+
+
+def _aggregate(loss: Any, scores_raw: _Similarities, use_smooth_max: bool, dim_max: int, dim_sum: int) -> Tensor:
+    """Return the scores that the host would make of the similarities."""
+    query, doc = scores_raw.query, scores_raw.doc
+    pairs = _renamed(scores_raw.equation) == _PAIRS
+    doc = doc.unsqueeze(1) if pairs else doc
+    scores = maxsim_soft(query, doc, loss.tau) if use_smooth_max else _scoring.cross(query, doc, None, None)
+    return scores.squeeze(1) if pairs else scores
+
+
 def _targets() -> list[_routing.Target]:
     return [
         _routing.Target(_LIK, "maxsim_inbatch_lik", _scores_lik),
         _routing.Target(_LIK, "maxsim_kd_lik", _scores_lik),
+        _routing.Target(f"{_LOSSES}:ColbertModule", "_aggregate", _aggregate, accepts=_accepts_aggregate),
+        _routing.Target(_LOSSES, "torch.einsum", _Similarities, scores=False, accepts=_accepts_einsum),
     ]
 
 
@@ -122,8 +191,7 @@ def enable() -> Routing:
     """Let lik_ops be colpali-engine's ``lik`` backend, on CPUs too; late-interaction-kernels need not be installed.
 
     Idempotent. ``COLPALI_SCORES_BACKEND`` chooses as before; ``LIK_OPS_INTEGRATIONS=0``, read at every call, gives
-    colpali-engine its own functions back. A warning names what is not reached. Losses with ``use_smooth_max=True`` are
-    colpali-engine's own.
+    colpali-engine its own functions back. A warning names what is not reached.
 
     Returns:
         A context manager that ends it; its `calls` counts the calls that lik_ops scored.

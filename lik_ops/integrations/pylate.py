@@ -7,6 +7,7 @@ Example::
     losses.Contrastive(model=model, score_metric=lik.ColBERTScores())
     losses.CachedContrastive(model=model, score_metric=lik.ColBERTScores(), mini_batch_size=32)
     losses.Distillation(model=model, score_metric=lik.colbert_kd_scores)
+    losses.Contrastive(model=model, score_metric=lik.XTRScores(k=256))
 
 Masked document tokens leave the maximum; PyLate's own torch code multiplies them by 0, so that there no maximum beside
 one is negative. A document that keeps no token scores 0. Scores are fp32 (fp64 for fp64), as from PyLate's kernel
@@ -28,15 +29,20 @@ from ._routing import Routing as Routing
 __all__ = [
     "ColBERTScores",
     "Routing",
+    "XTRKDScores",
+    "XTRScores",
     "colbert_kd_scores",
     "colbert_scores",
     "colbert_scores_pairwise",
     "disable",
     "enable",
+    "xtr_kd_scores",
+    "xtr_scores",
 ]
 
 _BACKENDS = (None, "auto", "lik")
 _LIK = "pylate.scores._lik_backend"
+_COLBERT = "pylate.scores.colbert"
 
 
 def colbert_scores(
@@ -126,20 +132,120 @@ class ColBERTScores:
         return {}
 
 
+class XTRScores:
+    """XTR scores ``[Nq, G * N]`` of every query and the documents ``[G, N, Ld, d]``, without storing similarities.
+
+    The scores are `lik_ops.maxsim_xtr` with ``normalizer="positive"``: each query token sees its `k` best tokens among
+    all documents of the call. Columns are ordered as in `ColBERTScores`. A document that keeps no token scores 0.
+
+    Args:
+        k: document tokens that each query token retrieves; more than there are is all of them.
+        document_chunk_size: accepted for PyLate's signature. Memory is bounded without it.
+
+    Example:
+        >>> from lik_ops.integrations import pylate
+        >>> pylate.XTRScores(k=64)(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
+        torch.Size([2, 6])
+    """
+
+    def __init__(self, k: int = 256, document_chunk_size: int | None = None) -> None:
+        self.k, self.document_chunk_size = k, document_chunk_size
+
+    def __call__(
+        self,
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+    ) -> Tensor:
+        return _xtr_scores(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {"k": self.k, "document_chunk_size": self.document_chunk_size}
+
+
+class XTRKDScores(XTRScores):
+    """XTR scores ``[Nq, N]`` of each query and its own documents ``[Nq, N, Ld, d]``.
+
+    Query tokens retrieve from the documents of all queries, as in `XTRScores`.
+
+    Example:
+        >>> from lik_ops.integrations import pylate
+        >>> pylate.XTRKDScores()(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
+        torch.Size([2, 8])
+    """
+
+    def __call__(
+        self,
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+    ) -> Tensor:
+        D = _scoring.as_dense(documents_embeddings)
+        return _scoring.own_documents(super().__call__(queries_embeddings, D, queries_mask, documents_mask), D.shape[1])
+
+
+xtr_scores = XTRScores()
+xtr_kd_scores = XTRKDScores()
+
+
+def _xtr_scores(scorer: Any, Q: Any, D: Any, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
+    """Return the scores of a scorer of PyLate's or ours, both of which have `k`."""
+    D, d_mask = _scoring.as_one_group(D, documents_mask)
+    return _scoring.xtr(Q, D, queries_mask, d_mask, scorer.k, "positive")
+
+
+def _accepts_xtr(scorer: Any, Q: Any, D: Any, *masks: Any, **named: Any) -> bool:
+    return _scoring.is_supported(Q, D)
+
+
+class _Ragged(list[Tensor]):
+    """Tokens ``[L_i, d]`` of several lengths. Any use as a tensor raises PyLate's error, which expects a tensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stacked(), name)
+
+    def stacked(self) -> Tensor:
+        """Let PyLate stack the items, which raises its error of different lengths."""
+        stacked: Tensor = importlib.import_module("pylate.utils.tensor").convert_to_tensor(list(self))
+        return stacked
+
+
+def _is_ragged(x: Any) -> bool:
+    if not isinstance(x, list) or not x or any(getattr(item, "ndim", 0) != 2 for item in x):
+        return False
+    return len({tuple(item.shape) for item in x}) > 1
+
+
+def _as_ragged(x: Any) -> _Ragged:
+    return _Ragged(_scoring.as_tensor(item) for item in x)
+
+
 def _check_backend(op: str, backend: Any) -> None:
     if backend not in _BACKENDS:
         raise ValueError(f"{op}: backend: expected None, 'auto' or 'lik', got {backend!r}")
 
 
 def _check_supported(Q: Any, D: Any) -> None:
-    """Raise what PyLate falls back on."""
+    """Raise the error on which PyLate falls back to its torch code, or the error of that code for ragged lists."""
     if not _scoring.is_supported(Q, D):
+        _refuse_ragged(Q, D)
         raise importlib.import_module(_LIK).LIKUnsupported("lik_ops has scores of floats of one dtype on one device")
+
+
+def _refuse_ragged(*tensors: Any) -> None:
+    for x in tensors:
+        if isinstance(x, _Ragged):
+            x.stacked()
 
 
 def _tries_lik(backend: str, *tensors: Any) -> bool:
     """In place of what keeps CPUs and lists from the backend."""
-    return backend in ("auto", "lik")
+    if backend in ("auto", "lik"):
+        return True
+    _refuse_ragged(*tensors)
+    return False
 
 
 def _scores_lik(Q: Tensor, D: Tensor, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
@@ -152,21 +258,28 @@ def _scores_pairwise_lik(Q: Any, D: Any) -> Tensor:
     return _scoring.pairs(Q, D, None, None)
 
 
+def _kd_scores_lik(Q: Any, D: Any, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
+    _refuse_ragged(Q, D)
+    return _scores_lik(Q, D, queries_mask, documents_mask)
+
+
 def _targets() -> list[_routing.Target]:
     return [
-        _routing.Target("pylate.scores.colbert", "_try_lik", _tries_lik, scores=False),
+        _routing.Target(_COLBERT, "_try_lik", _tries_lik, scores=False),
+        _routing.Target(_COLBERT, "convert_to_tensor", _as_ragged, scores=False, accepts=_is_ragged),
         _routing.Target(_LIK, "colbert_scores_lik", _scores_lik),
         _routing.Target(_LIK, "colbert_scores_pairwise_lik", _scores_pairwise_lik),
-        _routing.Target(_LIK, "colbert_kd_scores_lik", _scores_lik),
+        _routing.Target(_LIK, "colbert_kd_scores_lik", _kd_scores_lik),
+        _routing.Target("pylate.scores.xtr:XTRScores", "_score", _xtr_scores, accepts=_accepts_xtr),
     ]
 
 
 def _bypassed() -> list[str]:
     backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower()
     if backend in ("torch", "flash"):
-        return [f"scores while PYLATE_SCORES_BACKEND={backend}"]
+        return [f"ColBERT scores while PYLATE_SCORES_BACKEND={backend}"]
     if backend == "auto" and importlib.util.find_spec("flash_maxsim") is not None:
-        return ["scores on GPUs that flash-maxsim takes first (PYLATE_SCORES_BACKEND=lik asks lik_ops alone)"]
+        return ["ColBERT scores on GPUs that flash-maxsim takes first (PYLATE_SCORES_BACKEND=lik asks lik_ops alone)"]
     return []
 
 
@@ -174,7 +287,9 @@ _HOST = _routing.Host("pylate", "1.5.1", _targets, _bypassed)
 
 
 def enable() -> Routing:
-    """Let lik_ops be PyLate's ``lik`` backend, on CPUs and of lists too, without late-interaction-kernels.
+    """Let lik_ops be PyLate's ``lik`` backend, on CPUs and of lists too, and score its XTR losses.
+
+    late-interaction-kernels need not be installed.
 
     Idempotent. Losses go over columns of documents one by one; ``score_metric=ColBERTScores()`` makes that one call.
     ``PYLATE_SCORES_BACKEND`` and ``backend=`` choose as before; ``LIK_OPS_INTEGRATIONS=0``, read at every

@@ -12,25 +12,25 @@ margins), evaluators ``score_functions={"maxsim": maxsim}`` or ``similarity_fct=
 
 As sentence-transformers has it: masked document tokens leave the maximum, a document that keeps no token scores -1e9,
 a query mask of numbers multiplies each token's maximum, rows of zeros in a padded tensor without a mask are padding,
-and scores are fp32 on the device of the documents. Lists of ``[L_i, d]`` are scored without padding.
+and scores are on the device of the documents, fp32 (fp64 for fp64). Lists of ``[L_i, d]`` are scored without padding.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api.packing import from_host
 from . import _routing, _scoring
 from ._routing import Routing as Routing
-from ._scoring import Tokens
+from ._sides import SIMILARITY, Side, cross, fill, pairs
 
 __all__ = [
     "Routing",
+    "XTRKDScores",
+    "XTRScores",
     "colbert_kd_scores",
     "colbert_scores",
     "colbert_scores_pairwise",
@@ -43,11 +43,12 @@ __all__ = [
     "mean_colbert_scores_pairwise",
     "mean_maxsim",
     "mean_maxsim_pairwise",
+    "xtr_kd_scores",
+    "xtr_scores",
+    "xtr_scores_pairwise",
 ]
 
-_EMPTY = -1e9
-_CHUNK_ELEMENTS = 100_000_000  # of documents that are packed or moved at a time
-_SIMILARITY = "sentence_transformers.util.similarity"
+_SCORING = "sentence_transformers.multi_vector_encoder.scoring"
 _MODEL = "sentence_transformers.multi_vector_encoder.model:MultiVectorEncoder"
 
 
@@ -81,14 +82,14 @@ def maxsim(
         >>> sentence_transformers.maxsim(torch.randn(2, 32, 128), documents).shape
         torch.Size([2, 3])
     """
-    queries, documents = _Side("a", a, a_mask), _Side("b", b, b_mask)
+    queries, documents = Side("a", a, a_mask), Side("b", b, b_mask)
     home = documents.device or queries.device or torch.device("cpu")
     if not len(queries) or not len(documents):
         return torch.zeros(len(queries), len(documents), device=home)
     at = home if device is None else torch.device(device)
     there = queries.part(0, len(queries), at)
     parts = [
-        _cross(there[0], D, there[1], keep)
+        cross(there[0], D, there[1], keep)
         for D, keep in (documents.part(*ends, at) for ends in documents.ranges(chunk_elements, at))
     ]
     scores = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(home)
@@ -112,7 +113,7 @@ def maxsim_pairwise(
         >>> sentence_transformers.maxsim_pairwise(torch.randn(2, 32, 128), documents).shape
         torch.Size([2])
     """
-    queries, documents = _Side("a", a, a_mask), _Side("b", b, b_mask)
+    queries, documents = Side("a", a, a_mask), Side("b", b, b_mask)
     if len(queries) != len(documents):
         raise ValueError(
             f"maxsim_pairwise: b: expected {len(queries)} documents, as many as queries, got {len(documents)}"
@@ -124,7 +125,7 @@ def maxsim_pairwise(
     parts = []
     for ends in documents.ranges(chunk_elements, at):
         (Q, q_mask), (D, d_mask) = queries.part(*ends, at), documents.part(*ends, at)
-        parts.append(_pairs(Q, D, q_mask, d_mask))
+        parts.append(pairs(Q, D, q_mask, d_mask))
     scores = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(home)
     return scores / queries.counts(home) if length_normalize else scores
 
@@ -199,9 +200,9 @@ def colbert_kd_scores(
         torch.Size([2, 8])
     """
     D = _scoring.as_dense(documents_embeddings)
-    queries = _Side("queries", _scoring.as_dense(queries_embeddings), queries_mask)
+    queries = Side("queries", _scoring.as_dense(queries_embeddings), queries_mask)
     keep = D.any(-1) if documents_mask is None else documents_mask
-    scores = _cross(queries.tokens, D, queries.mask, keep)
+    scores = cross(queries.tokens, D, queries.mask, keep)
     return scores / queries.counts(scores.device).unsqueeze(1) if length_normalize else scores
 
 
@@ -221,84 +222,129 @@ mean_colbert_scores_pairwise = _mean(colbert_scores_pairwise, "mean_colbert_scor
 mean_colbert_kd_scores = _mean(colbert_kd_scores, "mean_colbert_kd_scores")
 
 
-class _Side:
-    """Queries or documents of a call, and their mask: of a padded tensor without one, its rows that are not zero."""
+def xtr_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """Return the XTR scores ``[Nq, G * N]`` of every query and the documents ``[G, N, Ld, d]``.
 
-    def __init__(self, name: str, x: Any, mask: Any) -> None:
-        self.name = name
-        first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
-        self.device = first.device if isinstance(first, Tensor) else None  # arrays have none
-        self.tokens: Tokens = _scoring.as_tokens(x)
-        if isinstance(mask, (list, tuple)):
-            mask = torch.nn.utils.rnn.pad_sequence([_scoring.as_tensor(m) for m in mask], batch_first=True)
-        self.mask = _scoring.as_mask(f"{name}_mask", mask)
-        if isinstance(self.tokens, Tensor) and self.tokens.dim() == 2:
-            self.tokens = self.tokens.unsqueeze(0)
-            if self.mask is not None and self.mask.dim() == 1:
-                self.mask = self.mask.unsqueeze(0)
-        if self.mask is not None:
-            self._fit()
-        elif isinstance(self.tokens, Tensor):
-            self.mask = self.tokens.any(-1)
+    The scores are `lik_ops.maxsim_xtr` with ``normalizer="retrieved"``: each query token sees its `top_k` best tokens
+    among all documents of the call. Columns are ordered as in `colbert_scores`. No similarities are stored.
 
-    def _fit(self) -> None:
-        assert self.mask is not None
-        width = max(self._widths(), default=0)
-        if self.mask.dim() != 2 or self.mask.shape[1] != width or self.mask.shape[0] not in (1, len(self)):
-            raise ValueError(
-                f"{self.name}_mask: expected [{len(self)}, {width}], as {self.name} padded, got {list(self.mask.shape)}"
-            )
-        self.mask = self.mask.expand(len(self), -1)
+    Args:
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask: as in `colbert_scores`.
+        top_k: document tokens that each query token retrieves; more than there are is all of them.
+        chunk_elements: accepted for the host's signature. Memory is bounded without it.
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def _widths(self) -> list[int]:
-        if isinstance(self.tokens, Tensor):
-            return [self.tokens.shape[1]] * len(self)
-        return [t.shape[0] for t in self.tokens]
-
-    def ranges(self, elements: int | None, at: torch.device) -> list[tuple[int, int]]:
-        """Parts of at most `elements` numbers, of at least one item; one part where nothing is packed or moved."""
-        if isinstance(self.tokens, Tensor) and self.tokens.device == at:
-            return [(0, len(self))]
-        budget = _CHUNK_ELEMENTS if elements is None else elements
-        d = self.tokens[0].shape[-1]
-        found, begin, held = [], 0, 0
-        for i, width in enumerate(self._widths()):
-            if i > begin and held + width * d > budget:
-                found.append((begin, i))
-                begin, held = i, 0
-            held += width * d
-        return [*found, (begin, len(self))]
-
-    def part(self, begin: int, end: int, at: torch.device) -> tuple[Tokens, Tensor | None]:
-        """Items and their mask on the device `at`."""
-        tokens, mask = _scoring.moved(self.tokens[begin:end], at), self.mask
-        if mask is not None and isinstance(tokens, list):  # it is padded to the longest of all
-            mask = mask[:, : max(t.shape[0] for t in tokens)]
-        return tokens, None if mask is None else mask[begin:end].to(at)
-
-    def counts(self, device: torch.device) -> Tensor:
-        """Tokens of each item, at least 1."""
-        if self.mask is not None:
-            return self.mask.bool().sum(-1).clamp(min=1).to(device)
-        return from_host([max(width, 1) for width in self._widths()], device)
+    Example:
+        >>> from lik_ops.integrations import sentence_transformers
+        >>> sentence_transformers.xtr_scores(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
+        torch.Size([2, 6])
+    """
+    D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
+    queries = Side("queries", _scoring.as_dense(queries_embeddings), queries_mask)
+    documents = Side("documents", D, d_mask)
+    return _scoring.xtr(queries.tokens, documents.tokens, queries.mask, documents.mask, top_k, "retrieved", fill)
 
 
-def _fill(scores: Tensor, empty: Tensor) -> Tensor:
-    """The host's score of documents without tokens. Its own function warns of them where reading waits for nothing: of
-    tensors on the CPU, if they are ordinary ones."""
-    theirs = getattr(sys.modules.get(_SIMILARITY), "_fill_empty_document_scores", None)
-    return scores.masked_fill(empty, _EMPTY) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
+def xtr_kd_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """Return the XTR scores ``[Nq, N]`` of each query and its own documents ``[Nq, N, Ld, d]``.
+
+    Arguments are as in `xtr_scores`. Query tokens retrieve from the documents of all queries.
+
+    Example:
+        >>> from lik_ops.integrations import sentence_transformers
+        >>> sentence_transformers.xtr_kd_scores(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
+        torch.Size([2, 8])
+    """
+    D = _scoring.as_dense(documents_embeddings)
+    scores = xtr_scores(queries_embeddings, D, queries_mask, documents_mask, top_k, chunk_elements)
+    return _scoring.own_documents(scores, D.shape[1])
 
 
-def _cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
-    return _scoring.cross(a, b, a_mask, b_mask, _fill).float()
+def xtr_scores_pairwise(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any = None,
+    documents_mask: Any = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """Return the XTR scores ``[B]`` of query i and document i of ``[B, Ld, d]``.
+
+    Arguments are as in `xtr_scores`. Query tokens retrieve from the documents of the whole batch.
+
+    Example:
+        >>> from lik_ops.integrations import sentence_transformers
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 300, 128)
+        >>> sentence_transformers.xtr_scores_pairwise(Q, D).shape
+        torch.Size([2])
+    """
+    D, d_mask = _scoring.as_dense(documents_embeddings), _scoring.as_mask("documents_mask", documents_mask)
+    D = D.unsqueeze(1) if D.dim() == 3 else D
+    d_mask = d_mask.unsqueeze(1) if d_mask is not None and d_mask.dim() == 2 else d_mask
+    return xtr_kd_scores(queries_embeddings, D, queries_mask, d_mask, top_k, chunk_elements).squeeze(-1)
 
 
-def _pairs(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
-    return _scoring.pairs(a, b, a_mask, b_mask, _fill).float()
+class XTRScores:
+    """`xtr_scores` with fixed options, for the ``similarity_fct`` of a loss.
+
+    Args:
+        top_k, chunk_elements: as in `xtr_scores`.
+
+    Example:
+        >>> from lik_ops.integrations import sentence_transformers
+        >>> sentence_transformers.XTRScores(64)(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
+        torch.Size([2, 6])
+    """
+
+    _function = staticmethod(xtr_scores)
+
+    def __init__(self, top_k: int = 256, *, chunk_elements: int | None = None) -> None:
+        self.top_k, self.chunk_elements = top_k, chunk_elements
+
+    def __call__(
+        self,
+        queries_embeddings: Any,
+        documents_embeddings: Any,
+        queries_mask: Any = None,
+        documents_mask: Any = None,
+    ) -> Tensor:
+        tensors = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+        return self._function(*tensors, self.top_k, self.chunk_elements)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {"top_k": self.top_k, "chunk_elements": self.chunk_elements}
+
+
+class XTRKDScores(XTRScores):
+    """`xtr_kd_scores` with fixed options, as `XTRScores`.
+
+    Example:
+        >>> from lik_ops.integrations import sentence_transformers
+        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)
+        >>> sentence_transformers.XTRKDScores(64)(Q, D).shape
+        torch.Size([2, 8])
+    """
+
+    _function = staticmethod(xtr_kd_scores)
+
+
+def _accepts_xtr(*args: Any, top_k: Any = 256, **named: Any) -> bool:
+    """Return whether `top_k` is valid; if not, the host's own function raises."""
+    top_k = args[4] if len(args) > 4 else top_k
+    return isinstance(top_k, int) and not isinstance(top_k, bool) and top_k > 0
 
 
 def _similarity(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
@@ -318,10 +364,12 @@ def _by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[..., Tenso
 
 def _targets() -> list[_routing.Target]:
     return [
-        _routing.Target(_SIMILARITY, "_maxsim_score_documents", _cross),
-        _routing.Target(_SIMILARITY, "_maxsim_score_pairs", _pairs),
+        _routing.Target(SIMILARITY, "_maxsim_score_documents", cross),
+        _routing.Target(SIMILARITY, "_maxsim_score_pairs", pairs),
         _routing.Target(_MODEL, "similarity", _similarity),  # lists are not padded
         _routing.Target(_MODEL, "similarity_pairwise", _similarity_pairwise),
+        _routing.Target(_SCORING, "xtr_scores", xtr_scores, accepts=_accepts_xtr),
+        _routing.Target(f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr),  # what the host's own calls
     ]
 
 
@@ -333,7 +381,8 @@ def enable() -> Routing:
 
     Idempotent. ``LIK_OPS_INTEGRATIONS=0``, read at every call, gives sentence-transformers its own functions back. A
     warning names what is not reached. Losses still go over columns of documents one by one; their argument
-    ``similarity_fct=colbert_scores`` makes that one call. XTR scores are sentence-transformers' own.
+    ``similarity_fct=colbert_scores`` makes that one call. XTR scores
+    are routed too. Only a bare ``xtr_scores`` that was imported before `enable` stays the host's own.
 
     Returns:
         A context manager that ends it; its `calls` counts the calls that lik_ops scored.

@@ -23,8 +23,12 @@ from explained import EXPLAINED
 HOST, ROUTED = os.environ["LIK_OPS_HOST"], os.environ["LIK_OPS_ROUTED"]
 # The modules that define what the adapters' callables stand in for.
 PUBLIC = {
-    "sentence_transformers": ["util.similarity", "multi_vector_encoder.scoring.colbert"],
-    "pylate": ["scores.colbert"],
+    "sentence_transformers": [
+        "util.similarity",
+        "multi_vector_encoder.scoring.colbert",
+        "multi_vector_encoder.scoring.xtr",
+    ],
+    "pylate": ["scores.colbert", "scores.xtr"],
     "colpali": ["utils.maxsim"],
 }
 PACKAGE = {"colpali": "colpali_engine"}.get(HOST, HOST)
@@ -46,8 +50,9 @@ def _counted(name: str, function):
 
     @functools.wraps(function)
     def counted(*args, **kwargs):
+        result = function(*args, **kwargs)
         calls[name] += 1
-        return function(*args, **kwargs)
+        return result
 
     return counted
 

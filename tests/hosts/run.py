@@ -51,7 +51,7 @@ HOSTS = {
         "1.6.0",
         ["sentence-transformers==5.3.0", "transformers==5.3.0", "datasets", "accelerate", "pandas", "ujson", "ninja"],
         [f"tests/test_{name}.py" for name in PYLATE],
-        ["tests/test_colbert_scores.py", "tests/test_contrastive.py", "tests/test_cached_contrastive.py"],
+        [f"tests/test_{name}.py" for name in ("colbert_scores", "xtr_scores", "contrastive", "cached_contrastive")],
         ("pylate==1.6.0",),  # fast-plaid and fastkmeans are for its indexes
         standins=True,
     ),

@@ -1,0 +1,97 @@
+"""The two sides of a call of sentence-transformers, and its score of documents without tokens."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api.packing import from_host
+from . import _scoring
+from ._scoring import Tokens
+
+EMPTY = -1e9
+CHUNK_ELEMENTS = 100_000_000  # of documents that are packed or moved at a time
+SIMILARITY = "sentence_transformers.util.similarity"
+
+
+class Side:
+    """Queries or documents of a call, and their mask: of a padded tensor without one, its rows that are not zero."""
+
+    def __init__(self, name: str, x: Any, mask: Any) -> None:
+        self.name = name
+        first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
+        self.device = first.device if isinstance(first, Tensor) else None  # arrays have none
+        self.tokens: Tokens = _scoring.as_tokens(x)
+        if isinstance(mask, (list, tuple)):
+            mask = torch.nn.utils.rnn.pad_sequence([_scoring.as_tensor(m) for m in mask], batch_first=True)
+        self.mask = _scoring.as_mask(f"{name}_mask", mask)
+        if isinstance(self.tokens, Tensor) and self.tokens.dim() == 2:
+            self.tokens = self.tokens.unsqueeze(0)
+            if self.mask is not None and self.mask.dim() == 1:
+                self.mask = self.mask.unsqueeze(0)
+        if self.mask is not None:
+            self._fit()
+        elif isinstance(self.tokens, Tensor):
+            self.mask = self.tokens.any(-1)
+
+    def _fit(self) -> None:
+        assert self.mask is not None
+        width = max(self._widths(), default=0)
+        if self.mask.dim() != 2 or self.mask.shape[1] != width or self.mask.shape[0] not in (1, len(self)):
+            raise ValueError(
+                f"{self.name}_mask: expected [{len(self)}, {width}], as {self.name} padded, got {list(self.mask.shape)}"
+            )
+        self.mask = self.mask.expand(len(self), -1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _widths(self) -> list[int]:
+        if isinstance(self.tokens, Tensor):
+            return [self.tokens.shape[1]] * len(self)
+        return [t.shape[0] for t in self.tokens]
+
+    def ranges(self, elements: int | None, at: torch.device) -> list[tuple[int, int]]:
+        """Parts of at most `elements` numbers, of at least one item; one part where nothing is packed or moved."""
+        if isinstance(self.tokens, Tensor) and self.tokens.device == at:
+            return [(0, len(self))]
+        budget = CHUNK_ELEMENTS if elements is None else elements
+        d = self.tokens[0].shape[-1]
+        found, begin, held = [], 0, 0
+        for i, width in enumerate(self._widths()):
+            if i > begin and held + width * d > budget:
+                found.append((begin, i))
+                begin, held = i, 0
+            held += width * d
+        return [*found, (begin, len(self))]
+
+    def part(self, begin: int, end: int, at: torch.device) -> tuple[Tokens, Tensor | None]:
+        """Items and their mask on the device `at`."""
+        tokens, mask = _scoring.moved(self.tokens[begin:end], at), self.mask
+        if mask is not None and isinstance(tokens, list):  # it is padded to the longest of all
+            mask = mask[:, : max(t.shape[0] for t in tokens)]
+        return tokens, None if mask is None else mask[begin:end].to(at)
+
+    def counts(self, device: torch.device) -> Tensor:
+        """Tokens of each item, at least 1."""
+        if self.mask is not None:
+            return self.mask.bool().sum(-1).clamp(min=1).to(device)
+        return from_host([max(width, 1) for width in self._widths()], device)
+
+
+def fill(scores: Tensor, empty: Tensor) -> Tensor:
+    """The host's score of documents without tokens. Its own function warns of them where reading waits for nothing: of
+    tensors on the CPU, if they are ordinary ones."""
+    theirs = getattr(sys.modules.get(SIMILARITY), "_fill_empty_document_scores", None)
+    return scores.masked_fill(empty, EMPTY) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
+
+
+def cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
+    return _scoring.cross(a, b, a_mask, b_mask, fill)
+
+
+def pairs(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
+    return _scoring.pairs(a, b, a_mask, b_mask, fill)

@@ -94,6 +94,14 @@ def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{expected} {reprlib.repr(x)}")
 
 
+def short_repr(x: Any) -> str:
+    """Return a repr of limited length. Python refuses to print integers of more than 4,300 digits."""
+    try:
+        return reprlib.repr(x)
+    except ValueError:
+        return f"an int of {x.bit_length()} bits" if isinstance(x, int) else f"{type(x).__name__} of large integers"
+
+
 def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
     """Raise TypeError or ValueError, naming the argument, unless it is an integer of at least `least` that fits int64.
 
@@ -103,7 +111,7 @@ def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
         raise TypeError(f"{op}: {name}: expected an int, got {kind_of(x)}")
     if isinstance(x, int) and not least <= x <= _INT64_MAX:
         expected = f"{least} or more" if x < least else f"at most {_INT64_MAX}"
-        raise ValueError(f"{op}: {name}: expected {expected}, got {reprlib.repr(x)}")
+        raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(x)}")
 
 
 def as_device(op: str, given: Any) -> torch.device:
@@ -112,7 +120,7 @@ def as_device(op: str, given: Any) -> torch.device:
         try:
             return torch.device(given)
         except (RuntimeError, ValueError):
-            raise ValueError(f"{op}: device: expected a device of this torch, got {reprlib.repr(given)}") from None
+            raise ValueError(f"{op}: device: expected a device of this torch, got {short_repr(given)}") from None
     raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
 
 
@@ -193,7 +201,7 @@ def _dtype_hint(x: Any) -> str:
     """Name the torch dtype that a string or a numpy dtype stands for, or return an empty string."""
     spelled = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
     named = getattr(torch, str(spelled).removeprefix("torch."), None)
-    return f" {reprlib.repr(spelled)}: pass {named}" if isinstance(named, torch.dtype) and named in DTYPES else ""
+    return f" {short_repr(spelled)}: pass {named}" if isinstance(named, torch.dtype) and named in DTYPES else ""
 
 
 def check_floats(op: str, name: str, x: Any) -> None:

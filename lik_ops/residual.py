@@ -26,6 +26,7 @@ from .arguments import (
     check_strided,
     check_tensor,
     shape_of,
+    short_repr,
 )
 from .formats import RESIDUAL, Residual, Stored, parts
 
@@ -282,7 +283,7 @@ class ResidualCodec:
         for name, count, least in (("nbits", nbits, 1), ("iterations", iterations, 1), ("seed", seed, -(2**63))):
             check_count(op, name, count, least)
         if nbits not in (1, 2, 4, 8):
-            raise ValueError(f"{op}: nbits: expected 1, 2, 4 or 8, got {nbits}")
+            raise ValueError(f"{op}: nbits: expected 1, 2, 4 or 8, got {short_repr(nbits)}")
         if n_centroids is not None:
             check_count(op, "n_centroids", n_centroids, 1)
         rows = tokens.detach().flatten(0, -2)

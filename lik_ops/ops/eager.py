@@ -9,7 +9,7 @@ by a description of its arguments; later calls of the same description only look
 from __future__ import annotations
 
 import contextlib
-import math
+import sys
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     if _is_compiling() or checks_values() or not nobody_watches():
         return None
     Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index, reduction = arguments
-    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
+    if type(temperature) not in (int, float) or not 0 < temperature <= sys.float_info.max:
         return None
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None

@@ -5,6 +5,7 @@ token and document, in fp32; the backward recomputes the probabilities from it. 
 there is no correction of the probabilities as in the backward of attention.
 """
 
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import check_strided, kind_of, score_dtype, shape_of
+from ..arguments import check_strided, kind_of, score_dtype, shape_of, short_repr
 from ..segments import Dense
 from . import maxsim as operators
 from .custom import custom_op
@@ -57,8 +58,8 @@ def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float, torch.SymFloat)):
             raise TypeError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {kind_of(temperature)}")
-        if isinstance(temperature, (int, float)) and not 0 < temperature < float("inf"):
-            raise ValueError(f"{op}: temperature: expected a finite number above 0, got {temperature}")
+        if isinstance(temperature, (int, float)) and not 0 < temperature <= sys.float_info.max:
+            raise ValueError(f"{op}: temperature: expected a finite number above 0, got {short_repr(temperature)}")
         return
     check_strided(op, "temperature", temperature)
     if temperature.dim() != 0:

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from ..api import inputs
 from ..api.packing import is_sequences
-from ..arguments import check_flag, check_plain, lift
+from ..arguments import check_flag, check_plain, lift, short_repr
 from ..index import Index
 from ..ops import topk
 from ..ops.stack import sharding
@@ -166,10 +166,11 @@ def retrieve(
         D, cu_seqlens_d = inputs.unpacked(_OP, D, cu_seqlens_d)
     search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
     if n_probe is not None and coarse is not None:
-        raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {n_probe}")
+        raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {short_repr(n_probe)}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
         if count is not None and coarse is None and not isinstance(D, Quantized):
-            raise ValueError(f"{_OP}: {name}: expected None unless coarse is given or D is residual codes, got {count}")
+            expected = "None unless coarse is given or D is residual codes"
+            raise ValueError(f"{_OP}: {name}: expected {expected}, got {short_repr(count)}")
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")

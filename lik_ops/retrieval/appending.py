@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..arguments import check_strided, describe_non_tensor
+from ..arguments import check_strided, describe_non_tensor, short_repr
 from ..quantized import Quantized
 from . import arguments, storage
 from .codecs import same
@@ -130,4 +131,10 @@ def encoded_ids(op: str, ids: Any, count: int) -> bytes | None:
     if not are_ids(ids):
         kinds = sorted({type(x).__name__ for x in ids})
         raise TypeError(f"{op}: ids: expected str or int, all alike, got {', '.join(kinds)}")
-    return json.dumps(ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        return json.dumps(ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except ValueError:
+        # JSON is decimal, and Python neither prints nor reads longer integers.
+        largest = short_repr(max((x for x in ids if isinstance(x, int)), key=abs))
+        expected = f"integers of at most {sys.get_int_max_str_digits()} digits"
+        raise ValueError(f"{op}: ids: expected {expected}, got {largest}") from None

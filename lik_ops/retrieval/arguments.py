@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-import reprlib
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_has_values, check_strided
+from ..arguments import check_has_values, check_strided, short_repr
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -40,7 +39,7 @@ def integers(op: str, name: str, x: Any) -> Tensor:
         try:
             x = torch.as_tensor(list(x) if isinstance(x, range) else _plain(x), device="cpu")
         except (TypeError, ValueError, RuntimeError):  # also of integers beyond 64 bits
-            raise TypeError(f"{op}: {name}: expected integers, got {reprlib.repr(x)}") from None
+            raise TypeError(f"{op}: {name}: expected integers, got {short_repr(x)}") from None
     check_strided(op, name, x)
     check_has_values(op, name, x)
     empty = torch.float32, torch.get_default_dtype()  # what no numbers are of

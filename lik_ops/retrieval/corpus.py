@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..arguments import check_dtype, check_flag
+from ..arguments import check_dtype, check_flag, short_repr
 from ..formats import FormatName, Residual
 from ..quantized import Quantized
 from ..residual import ResidualCodec
@@ -94,7 +94,7 @@ class Corpus:
         op = "Corpus.create"
         path, d = _path(op, path), arguments.index(op, "d", d)
         if not 1 <= d < _LARGEST_D:
-            raise ValueError(f"{op}: d: expected 1 or more, below 2^31, got {d}")
+            raise ValueError(f"{op}: d: expected 1 or more, below 2^31, got {short_repr(d)}")
         check_dtype(op, "dtype", dtype)
         check_format(op, format, scale, or_none=True)
         storage.safetensors(op)
@@ -189,7 +189,8 @@ class Corpus:
         begin = arguments.index(op, "begin", begin)
         end = len(snapshot) if end is None else arguments.index(op, "end", end)
         if not 0 <= begin <= end <= len(snapshot):
-            raise ValueError(f"{op}: begin, end: expected 0 <= begin <= end <= {len(snapshot)}, got {begin}, {end}")
+            found = f"{short_repr(begin)}, {short_repr(end)}"
+            raise ValueError(f"{op}: begin, end: expected 0 <= begin <= end <= {len(snapshot)}, got {found}")
         return snapshot.documents(begin, end)
 
     @overload

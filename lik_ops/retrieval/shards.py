@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
+from ..arguments import short_repr
 from ..index import Index
 from ..ops import topk
 from ..ops.stack import autocast
@@ -139,6 +140,7 @@ def shard(
         return Coded(op, corpus, d_mask, cu_seqlens_d, stages)
     for name in ("n_probe", "n_candidates"):
         if (count := stages[name]) is not None:
-            raise ValueError(f"{op}: {name}: expected None unless corpus is residual codes in memory, got {count}")
+            expected = "None unless corpus is residual codes in memory"
+            raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(count)}")
     corpus, cu_seqlens_d = sources.packed(op, corpus, d_mask, cu_seqlens_d, Q)
     return (Resident if is_resident(corpus) else Read)(op, corpus, d_mask, cu_seqlens_d)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..arguments import short_repr
 from ..quantized import Quantized
 from ..segments import rows_of
 from .layout import Kept, Tokens, offsets, scorable
@@ -114,7 +115,7 @@ class Snapshot:
         """The tokens ``[L, d]`` of one document as they count, counted from the end if below 0."""
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
-            raise IndexError(f"Corpus: index: expected that of one of {len(self)} documents, got {index}")
+            raise IndexError(f"Corpus: index: expected that of one of {len(self)} documents, got {short_repr(index)}")
         (tokens,), cu_seqlens = self.pieces(at, at + 1)
         return tokens.clone() if isinstance(tokens, Tensor) else tokens.quantized(cu_seqlens).dequantize()
 

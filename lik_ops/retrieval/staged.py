@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import as_bool, check_count
+from ..arguments import as_bool, check_count, short_repr
 from ..ops import topk, topk_codes
 from ..ops.topk import Best, Search
 from ..quantized import Quantized
@@ -48,7 +48,7 @@ def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: 
     if D.codes is None:
         raise ValueError(f"{op}: D: expected residual codes beside n_probe and n_candidates, got {D.format}")
     if chunk is not None:
-        raise ValueError(f"{op}: chunk: expected None beside n_probe and n_candidates, got {chunk}")
+        raise ValueError(f"{op}: chunk: expected None beside n_probe and n_candidates, got {short_repr(chunk)}")
 
 
 def _places(s: Search, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,6 +153,21 @@ def test_warmup_takes_every_kernel_that_a_search_may_take(k, monkeypatch):
     assert len(warmed) > 3
 
 
+@pytest.mark.parametrize("k", [1, 10, 200])
+def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeypatch):
+    merging, launches = [], []
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(cuda_topk.launcher, "launch", lambda kernel, grid, args, options: launches.append(args[4:]))
+    monkeypatch.setattr(lik_ops.ops.topk.backends, "select", lambda *_: cuda_topk)
+    lik_ops.ops.topk.warm(torch.device("cpu"), torch.float32, k)
+    warmed = set(launches)
+    for rows in (1, 3):
+        launches.clear()
+        lik_ops.ops.topk.of_parts(torch.zeros(2, 2, rows, k, dtype=torch.int64), [k] * 2, k, torch.float32)
+        merging += launches
+    assert len(merging) == 2 and set(merging) <= warmed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("counts", [[3, 3], [3, 1, 2], [0, 3], [0, 0]])
 def test_parts_of_any_length(counts, dtype):

@@ -83,8 +83,11 @@ COLUMNS = 100  # of code that a window of 1,280 pixels shows
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_code_of_pages_fits_the_window(path):
-    code = re.findall(r"^```\w*\n(.*?)^```$", path.read_text(), re.M | re.S)
-    assert not [line for block in code for line in block.splitlines() if len(line) > COLUMNS]
+    text = path.read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)
+    indented = re.findall(r"^    (.+)$", re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.M | re.S), re.M)
+    lines = [line for block in fenced for line in block.splitlines()] + indented
+    assert not [line for line in lines if len(line) > COLUMNS]
 
 
 def test_code_of_the_notebook_and_of_docstrings_fits_the_window():

@@ -156,6 +156,17 @@ def test_a_temperature_that_is_learned(place, weight):
 
 
 @at_places
+@pytest.mark.parametrize("value", [-1.0, -0.0, 0.0, float("-inf"), float("nan")])
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_learned_temperature_that_is_not_above_0_is_nan(place, weight, value):
+    x, labels = drawn(replace(SMALL, weight=weight, seed=2), place.device)
+    tau = torch.tensor(value, device=place.device, requires_grad=True)
+    with place.use():
+        loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=tau, more=(tau,))
+    assert loss.isnan() and grads[-1].isnan()
+
+
+@at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
 def test_a_loss_does_not_depend_on_its_batch(place, number):
     for dtype in place.some_dtypes(number):

@@ -241,6 +241,22 @@ def test_what_is_not_known_of_others_proves_nothing():
     assert lik_ops.retrieve(Q, D, 1, coarse=quantize(D), n_candidates=2).proven.tolist() == [1]
 
 
+@pytest.mark.parametrize("n_candidates", [1, 2, 3, 4])
+@pytest.mark.parametrize("infinite", [0, 1, 2, 3])
+def test_documents_that_score_minus_infinity_are_proven_in_the_order_of_their_indices(infinite, n_candidates):
+    """Document `infinite` scores -inf for its features, the others because they keep no token."""
+    Q, D = torch.ones(1, 2, 16), torch.ones(4, 3, 16)
+    D[infinite, :, 0] = -torch.inf
+    d_mask = torch.zeros(4, 3, dtype=torch.bool)
+    d_mask[infinite] = True
+    coarse = lik_ops.quantize(D, d_mask=d_mask)
+    for k in (1, 2, 3):
+        found = lik_ops.retrieve(Q, D, k, d_mask=d_mask, coarse=coarse, n_candidates=n_candidates)
+        best = lik_ops.retrieve(Q, D, k, d_mask=d_mask)[1]
+        assert found.scores.eq(-torch.inf).all()
+        assert int(found.proven) == len(set(found.indices[0].tolist()) & set(best[0].tolist()))
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantised_documents_alone(format, chunk):

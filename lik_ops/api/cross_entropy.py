@@ -42,7 +42,8 @@ def maxsim_cross_entropy(
             of candidates the first. A label that is no document makes the loss of its query NaN, and the gradients that
             it takes part in; under `lik_ops.checks` it is an error.
         q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`.
-        temperature: a number above 0, or a tensor of no axes of the dtype of the scores, which is differentiable.
+        temperature: a number above 0, or a scalar (0-d) tensor of the dtype of the scores, which is differentiable. If
+            the tensor is not above 0, losses and gradients are NaN.
         ignore_index: a label whose query has loss 0 and no gradient, and does not count in the mean.
         reduction: ``"mean"`` over the queries that are not ignored, ``"sum"``, or ``"none"``.
 

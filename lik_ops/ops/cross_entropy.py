@@ -115,7 +115,11 @@ def default_labels(Q: Tensor, D: Tensor) -> Tensor:
 
 
 def weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
-    """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter."""
+    """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter.
+
+    NaN if the temperature is not above 0, as of `maxsim_soft`, for the gradient of the temperature too.
+    """
+    temperature = temperature * torch.where(temperature > 0, torch.ones_like(temperature), torch.nan)
     if q_weight is None:
         return Q.new_ones(Q.shape[:-1], dtype=temperature.dtype) / temperature
     return (q_weight if q_mask is None else torch.where(q_mask, q_weight, 0)) / temperature

@@ -131,8 +131,10 @@ def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -
     proven = torch.full_like(rescored, k)
     if n_candidates is not None and k < count:
         rest = rough.upper.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
-        sure = (values > rest) | (values.isnan() & (rest < torch.inf)) | (rest == -torch.inf)
-        proven = sure.sum(1)
+        sure = (values > rest) | (values.isnan() & (rest < torch.inf))
+        # Documents that score -inf are in the order of their indices, those that were not chosen among them.
+        missed = (~chosen).int().argmax(1, keepdim=True).masked_fill(chosen.all(1, keepdim=True), count)
+        proven = (sure | ((rest == -torch.inf) & (indices < missed))).sum(1)
     return TwoStage(values, indices, rescored, proven)
 
 

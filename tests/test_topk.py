@@ -161,11 +161,12 @@ def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeyp
     monkeypatch.setattr(lik_ops.ops.topk.backends, "select", lambda *_: cuda_topk)
     lik_ops.ops.topk.warm(torch.device("cpu"), torch.float32, k)
     warmed = set(launches)
-    for rows in (1, 3):
+    for processes, rows in ((2, 1), (2, 3), (4, 1), (8, 2)):
         launches.clear()
-        lik_ops.ops.topk.of_parts(torch.zeros(2, 2, rows, k, dtype=torch.int64), [k] * 2, k, torch.float32)
+        received = torch.zeros(processes, 2, rows, k, dtype=torch.int64)
+        lik_ops.ops.topk.of_parts(received, [k] * processes, k, torch.float32)
         merging += launches
-    assert len(merging) == 2 and set(merging) <= warmed
+    assert len(merging) == 4 and set(merging) <= warmed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -83,10 +83,13 @@ def first(scores: Tensor, top_k: int) -> Best:
 
 
 def warm(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
-    """Run every kernel that finds the `top_k` best of up to 4 million scores of `dtype`, also over two processes."""
+    """Run every kernel that finds the `top_k` best of up to 4 million scores of `dtype`, also over some processes."""
     for count in WARMED:
         first(torch.zeros((1, count), dtype=dtype, device=device), top_k)
-    of_parts(torch.zeros((2, 2, 1, top_k), dtype=torch.int64, device=device), [top_k] * 2, top_k, dtype)
+    width = min(top_k, WARMED[1])  # more would only take memory
+    for processes in (2, 8):
+        received = torch.zeros((processes, 2, 1, width), dtype=torch.int64, device=device)
+        of_parts(received, [width] * processes, top_k, dtype)
 
 
 def merge(parts: list[Best], top_k: int) -> Best:

@@ -307,7 +307,8 @@ def check_mask(
     """Raise unless `mask` is None or a mask of the tokens `of`, of one of `dtypes`."""
     if _check_like(op, name, mask, of_name, of) and mask.dtype not in dtypes:
         expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
-        hint = f": for a mask of ones and zeros pass {name} != 0" * mask.dtype.is_floating_point
+        is_convertible = torch.bool in dtypes and mask.dtype.is_floating_point  # not ids
+        hint = f": for a mask of ones and zeros pass {name} != 0" * is_convertible
         raise TypeError(f"{op}: {name}: expected {expected}, got {mask.dtype}{hint}")
 
 

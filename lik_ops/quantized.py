@@ -195,6 +195,8 @@ class Quantized:
         """
         if isinstance(documents, (tuple, int)) or documents is None or documents is Ellipsis:
             raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
+        if isinstance(documents, Tensor):
+            check_strided("Quantized", "index", documents)
         found: dict[str, Any] = {"data": self.data[documents]}
         found["codes"] = None if self.codes is None else self.codes[documents]
         axes = found["data"].dim() - self.dim() + 1  # that the first one became

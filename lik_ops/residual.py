@@ -188,7 +188,13 @@ class ResidualCodec:
         return out.view(*codes.shape, self.d)
 
     def scales(self, codes: Tensor, residuals: Tensor) -> Tensor:
-        """What tokens are multiplied by: inverse norms, fp32 of the shape of the codes; ones of sizes 1 without."""
+        """What tokens are multiplied by: inverse norms, fp32 of the shape of the codes; ones of sizes 1 without.
+
+        Raises:
+            TypeError: a dtype or type is wrong.
+            ValueError: a shape or device is wrong.
+        """
+        self.check_codes("ResidualCodec.scales", codes, residuals)
         if not self.normalize:
             return torch.ones((1,) * codes.dim(), dtype=torch.float32, device=codes.device)
         stored = self._stored(codes, residuals)

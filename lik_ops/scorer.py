@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from .api.score import maxsim
-from .arguments import MASK_DTYPES, Backward, Save, check_count, check_mask, check_options, check_save, check_tensor
+from .arguments import (
+    MASK_DTYPES,
+    Backward,
+    Save,
+    check_count,
+    check_mask,
+    check_options,
+    check_save,
+    check_strided,
+    check_tensor,
+)
 from .retrieval import retrieve
 
 _IDS = tuple(dtype for dtype in MASK_DTYPES if dtype != torch.bool)
@@ -93,6 +103,7 @@ class MaxSimScorer(nn.Module):
             raise ValueError("MaxSimScorer: pad_id: expected the id of padding for forward_with_ids, got None")
         for name, ids, of, tokens in (("q_ids", q_ids, "Q", Q), ("d_ids", d_ids, "D", D)):
             check_tensor("forward_with_ids", of, tokens)
+            check_strided("forward_with_ids", of, tokens)
             check_tensor("forward_with_ids", name, ids)
             check_mask("forward_with_ids", name, ids, of, tokens, _IDS)
         # Short integers are compared modulo their range.

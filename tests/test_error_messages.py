@@ -12,11 +12,12 @@ import torch
 import lik_ops
 
 from .test_bad_input import CALLS as TABLE
-from .test_bad_input import CODED, CU_D, CU_Q, D3, D4, LISTED, PAIRS, Q3, WARM, WEIGHT, _callable, _tensor, d
+from .test_bad_input import CODED, CU_D, CU_Q, D3, D4, LISTED, MASKS, PAIRS, Q3, WARM, WEIGHT, _callable, _tensor, d
 
 CODEC = lik_ops.ResidualCodec.train(D3, nbits=4, n_centroids=2)
 CODES, RESIDUALS = CODEC.encode(D3)
 LIST = [D3[0], D3[1, :2]]
+SCORER, IDS = lik_ops.MaxSimScorer(pad_id=0), {"Q": CU_Q[:2, None].expand(2, 4), "D": CU_D[:3, None].expand(3, 5)}
 
 # Further right calls of the functions in the table: without optional arguments, of one query, of lists, of codes.
 MORE: dict[str, list[dict]] = {
@@ -48,6 +49,9 @@ MORE: dict[str, list[dict]] = {
     "ResidualCodec.train": [{"tokens": D3, "nbits": 4, "n_centroids": 2, "seed": 0}],
     "encode": [{"tokens": D3}],
     "decode": [{"codes": CODES, "residuals": RESIDUALS, "dtype": torch.float32}],
+    "scales": [{"codes": CODES, "residuals": RESIDUALS}],
+    "score": [{"Q": Q3, "D": D3, **MASKS}],
+    "forward_with_ids": [{"Q": Q3, "D": D3, "q_ids": IDS["Q"], "d_ids": IDS["D"]}],
     "Quantized.of_codes": [{"codes": CODES, "residuals": RESIDUALS, "codec": CODEC, "dtype": torch.float32}],
     "Quantized.dequantize": [{"dtype": torch.float16}],
     "Index": [{"documents": lik_ops.quantize(D3.flatten(0, 1)), "cu_seqlens": CU_D}],
@@ -56,10 +60,14 @@ METHODS = {
     "ResidualCodec.train": lik_ops.ResidualCodec.train,
     "encode": CODEC.encode,
     "decode": CODEC.decode,
+    "scales": CODEC.scales,
+    "score": SCORER.score,
+    "forward_with_ids": SCORER.forward_with_ids,
     "Quantized.of_codes": lik_ops.Quantized.of_codes,
     "Quantized.dequantize": CODED.dequantize,
 }
-PREFIX = {"encode": "ResidualCodec.encode", "decode": "ResidualCodec.decode", "MaxSimScorer.forward": "maxsim"}
+PREFIX = {name: (f"ResidualCodec.{name}: ",) for name in ("encode", "decode", "scales")}
+PREFIX |= dict.fromkeys(("MaxSimScorer.forward", "score", "forward_with_ids"), ("maxsim: ", "forward_with_ids: "))
 SKIPPED = ("use_backend", "checks")  # context managers
 CALLS = {
     name: [*TABLE.get(name, []), *MORE.get(name, [])] for name in dict.fromkeys([*TABLE, *MORE]) if name not in SKIPPED
@@ -128,7 +136,7 @@ CHANGES = {
 @pytest.mark.parametrize("function", CALLS)
 def test_every_error_begins_with_the_function(function):
     """Layouts, ranks, sizes and types of every argument: what is raised is never torch's error or an operator's."""
-    wrong, prefix = [], PREFIX.get(function, function) + ": "
+    wrong, prefixes = [], PREFIX.get(function, (f"{function}: ",))
     for number, right in enumerate(CALLS[function]):
         _call(function, right)
         for name, (kind, change) in ((name, x) for name in right for x in CHANGES.items()):
@@ -139,7 +147,7 @@ def test_every_error_begins_with_the_function(function):
             try:
                 _call(function, right, **{name: value})
             except (TypeError, ValueError) as error:
-                if not str(error).startswith(prefix) or len(str(error)) > 300:
+                if not str(error).startswith(prefixes) or len(str(error)) > 300:
                     wrong.append(f"{name}[{number}], {kind}: {error}")
             except Exception as error:
                 wrong.append(f"{name}[{number}], {kind}: {type(error).__name__}: {error}"[:200])
@@ -285,3 +293,15 @@ def test_tokens_without_values_train_no_codec():
 def test_a_falsy_dtype_is_no_default():
     with pytest.raises(TypeError, match=r"^Quantized\.of_codes: dtype: expected float16, .* got int$"):
         lik_ops.Quantized.of_codes(CODES, RESIDUALS, CODEC, 0)
+
+
+def test_ids_of_floats_are_no_masks():
+    with pytest.raises(TypeError, match=r"^forward_with_ids: q_ids: expected .*, got torch\.float32$"):
+        SCORER.forward_with_ids(Q3, D3, IDS["Q"].float(), IDS["D"])
+
+
+def test_documents_are_not_indexed_by_sparse_tensors():
+    with pytest.raises(
+        TypeError, match=r"^Quantized: index: expected a dense \(strided\) tensor, got layout torch.sparse"
+    ):
+        CODED[torch.ones(2, dtype=torch.long).to_sparse()]

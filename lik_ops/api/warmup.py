@@ -101,6 +101,7 @@ def warmup(
     check_is_present("warmup", device)
     most_Nq, most_Nd, most_Ld = (max(each[name]) for name in ("Nq", "Nd", "Ld"))
     check_fits_memory("warmup", "Nq, Lq, d", (most_Nq, Lq, d))
+    check_fits_memory("warmup", "top_k", (4, max(each["top_k"], default=1)))
     check_fits_memory("warmup", "Nq, Nd, Ld, d", (most_Nq if candidates else 1, most_Nd, most_Ld, d))
     options: dict = {"normalize": normalize, "backward": backward}
     calls = _Calls(device)

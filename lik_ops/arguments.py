@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix
+from .messages import describe_non_tensor, first_sentence, kind_of, shape_of, short_repr, show_sizes
 
 Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
 """How gradients are summed: see `lik_ops.maxsim`."""
@@ -55,24 +56,6 @@ def require(condition, message) -> None:
         raise ValueError(message())
 
 
-def shape_of(t: Tensor) -> str:
-    return str(list(t.shape))
-
-
-def kind_of(x: Any) -> str:
-    """What a value is, in a message that expected another type."""
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return "a nested tensor" if x.is_nested else f"a tensor {shape_of(x)}"
-
-
-def describe_non_tensor(x: Any) -> str:
-    """Return the type of `x` for an error that expected a tensor, with a hint if torch can convert `x`."""
-    numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and isinstance(x, numpy.ndarray) and not isinstance(x, numpy.ma.MaskedArray)
-    return kind_of(x) + ": convert it with torch.from_numpy" * is_array
-
-
 def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
     """Raise TypeError, naming the argument, unless it is a tensor, or None where there need not be one."""
     if not isinstance(x, Tensor) and not (or_none and x is None):
@@ -92,14 +75,6 @@ def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
         raise TypeError(f"{expected} {kind_of(x)}")
     if x not in choices:
         raise ValueError(f"{expected} {reprlib.repr(x)}")
-
-
-def short_repr(x: Any) -> str:
-    """Return a repr of limited length. Python refuses to print integers of more than 4,300 digits."""
-    try:
-        return reprlib.repr(x)
-    except ValueError:
-        return f"an int of {x.bit_length()} bits" if isinstance(x, int) else f"{type(x).__name__} of large integers"
 
 
 def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
@@ -122,11 +97,6 @@ def as_device(op: str, given: Any) -> torch.device:
         except (RuntimeError, ValueError):
             raise ValueError(f"{op}: device: expected a device of this torch, got {short_repr(given)}") from None
     raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
-
-
-def first_sentence(error: Exception) -> str:
-    """Return the first sentence of a message, which torch may follow with links and advice."""
-    return str(error).split(". ")[0].split("\n")[0].rstrip(".")[:150]
 
 
 def check_is_present(op: str, device: torch.device) -> None:
@@ -255,12 +225,6 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
             same_size(found, size, message)
 
 
-def _known(expected: Sequence, spelled: str) -> str:
-    """Return the sizes that a message has to show next to `spelled`."""
-    is_spelled = all(n is None or str(n) in spelled for n in expected)
-    return "" if is_spelled else f" = [{', '.join('*' if n is None else str(n) for n in expected)}]"
-
-
 def check_indices(
     op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
 ) -> None:
@@ -270,7 +234,7 @@ def check_indices(
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
     check_strided(op, name, x)
-    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {spelled}{_known(expected, spelled)}, got {shape_of(x)}")
+    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {show_sizes(spelled, expected)}, got {shape_of(x)}")
     if x.device != device:
         raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
 

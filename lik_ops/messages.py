@@ -1,0 +1,46 @@
+"""Parts of error messages: values, types and sizes in a few words. Built only when something is raised."""
+
+import reprlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def shape_of(t: Tensor) -> str:
+    return str(list(t.shape))
+
+
+def kind_of(x: Any) -> str:
+    """What a value is, in a message that expected another type."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "a nested tensor" if x.is_nested else f"a tensor {shape_of(x)}"
+
+
+def describe_non_tensor(x: Any) -> str:
+    """Return the type of `x` for an error that expected a tensor, with a hint if torch can convert `x`."""
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(x, numpy.ndarray) and not isinstance(x, numpy.ma.MaskedArray)
+    return kind_of(x) + ": convert it with torch.from_numpy" * is_array
+
+
+def short_repr(x: Any) -> str:
+    """Return a repr of limited length. Python refuses to print integers of more than 4,300 digits."""
+    try:
+        return reprlib.repr(x)
+    except ValueError:
+        return f"an int of {x.bit_length()} bits" if isinstance(x, int) else f"{type(x).__name__} of large integers"
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of a message, which torch may follow with links and advice."""
+    return str(error).split(". ")[0].split("\n")[0].rstrip(".")[:150]
+
+
+def show_sizes(spelled: str, sizes: Sequence) -> str:
+    """Return the shape `spelled`, followed by its known sizes (not None) unless they are spelled."""
+    if all(n is None or str(n) in spelled for n in sizes):
+        return spelled
+    return f"{spelled} = [{', '.join('*' if n is None else str(n) for n in sizes)}]"

@@ -43,6 +43,19 @@ def same_size(a, b, message) -> None:
         torch._check_value(a == b, message)
 
 
+def at_most_one(size: Any) -> Any:
+    """Return ``min(size, 1)``, which is 0 in an exported program whose size is 0.
+
+    A tracer takes a symbolic size for 1 or more. It would replace the plain minimum by 1, but keeps this expression.
+    """
+    return min(size, 1) if isinstance(size, int) else torch.sym_min((size + 1) // 2, 1)
+
+
+def at_least_one(size: Any) -> Any:
+    """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0: see `at_most_one`."""
+    return max(size, 1) if isinstance(size, int) else size + 1 - at_most_one(size)
+
+
 def require(condition, message) -> None:
     """Raise ``ValueError(message())`` if `condition` is false. A symbolic condition becomes a run-time check.
 

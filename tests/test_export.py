@@ -1,6 +1,7 @@
 """Exported programs, and packages that need no lik_ops."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -35,8 +36,12 @@ class Model(torch.nn.Module):
         return self.function(Q, D, q_mask, d_mask, q_weight=q_weight, **self.options)
 
 
-def search(Q, D, q_mask, d_mask, q_weight, **options):
-    return lik_ops.retrieve(Q, D, 3, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+def search(Q, D, q_mask, d_mask, q_weight, top_k=3, **options):
+    return lik_ops.retrieve(Q, D, top_k, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+
+
+def search_one(*args, **options):
+    return search(*args, top_k=1, **options)
 
 
 FUNCTIONS = {
@@ -50,6 +55,7 @@ FUNCTIONS = {
     "winners": lik_ops.maxsim_with_argmax,
     "candidate winners": lik_ops.maxsim_with_argmax,
     "search": search,
+    "search one": search_one,
 }
 
 
@@ -98,6 +104,7 @@ def assert_same(actual, expected, exact=True):
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
+AXES = [axes for n in (1, 2, 4) for axes in itertools.combinations(range(4), n)]
 SIZES = ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 1, 1), (4, 4, 4, 4))
 
 
@@ -106,7 +113,7 @@ def targets(program):
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", [layout for layout in FUNCTIONS if layout != "search"])
+@pytest.mark.parametrize("layout", [layout for layout in FUNCTIONS if not layout.startswith("search")])
 def test_every_layout_exports_with_every_size_dynamic(layout, strict):
     model = Model(FUNCTIONS[layout], normalize=True)
     program = torch.export.export(model, arguments(layout), dynamic_shapes=dynamic(layout), strict=strict)
@@ -212,10 +219,11 @@ def test_opened_programs_hold_no_operator_of_ours_and_stay_dynamic():
         assert_same(opened.module()(*arguments("cross", sizes)), Model()(*arguments("cross", sizes)), exact=False)
 
 
-def test_opened_programs_find_what_retrieve_does():
+@pytest.mark.parametrize("layout", ["search", "search one"])
+def test_opened_programs_find_what_retrieve_does(layout):
     """In the same order, ties and NaN included; `top_k` and the number of documents on either side of each other."""
-    example = arguments("search")
-    program = torch.export.export(Model(search), example, dynamic_shapes=dynamic("search"))
+    search, example = FUNCTIONS[layout], arguments(layout)
+    program = torch.export.export(Model(search), example, dynamic_shapes=dynamic(layout))
     assert "lik.maxsim_topk.default" in targets(program)
     opened = lik_ops.export.open_operators(program)
     assert not any("lik" in t for t in targets(opened))
@@ -227,6 +235,49 @@ def test_opened_programs_find_what_retrieve_does():
         assert_same(
             tuple(x.nan_to_num(7.0) for x in opened.module()(*args)), tuple(x.nan_to_num(7.0) for x in search(*args))
         )
+
+
+EMPTY = [tuple(0 if i in axes else n for i, n in enumerate((3, 5, 4, 6))) for axes in AXES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", ["cross", "candidates", "flat_d", "winners", "candidate winners"])
+def test_programs_take_empty_inputs(layout, dtype):
+    """Tracers take every size for 1 or more, and may read a size from a stride."""
+    model = Model(FUNCTIONS[layout], normalize=True)
+
+    def integer_masks(sizes):
+        Q, D, q_mask, d_mask, weight = arguments(layout, sizes, dtype=dtype)
+        return Q, D, q_mask.long(), d_mask.long(), weight
+
+    program = torch.export.export(model, integer_masks((3, 5, 4, 6)), dynamic_shapes=dynamic(layout))
+    opened = lik_ops.export.open_operators(program)
+    for sizes in EMPTY:
+        args = integer_masks(sizes)
+        assert_same(program.module()(*args), model(*args))
+        assert_same(opened.module()(*args), model(*args), exact=False)
+
+
+def token_means(Q, D, q_mask):
+    return lik_ops.maxsim_token_topk(Q, D, 2, q_mask, reduction="mean")
+
+
+def chamfer(Q, D, q_mask):
+    return lik_ops.chamfer_distance(Q, D[: Q.shape[0]])
+
+
+@pytest.mark.parametrize("function", [token_means, chamfer])
+def test_exported_means_over_nothing_are_those_of_eager_calls(function):
+    class Mean(torch.nn.Module):
+        def forward(self, Q, D, q_mask):
+            return function(Q, D, q_mask)
+
+    tokens = {"Q": {1: Dim("Lq")}, "D": {1: Dim("Ld")}, "q_mask": {1: Dim("Lq")}}
+    program = torch.export.export(Mean(), arguments("cross")[:3], dynamic_shapes=tokens).module()
+    for Lq in (0, 1, 2, 4):
+        for Ld in (0, 1, 2, 6):
+            args = [x.nan_to_num() for x in arguments("cross", (3, 5, Lq, Ld))[:3]]
+            assert torch.equal(program(*args), function(*args)), (Lq, Ld)
 
 
 def test_programs_that_search_packed_documents_are_not_opened():
@@ -382,7 +433,7 @@ def check_package(tmp_path, layout, device, dtype=torch.float32, **options):
     assert found == path
     check_contents(path, kernel=device == "cuda" and dtype != torch.float64 and "winners" not in layout)
     large = (64, 2000, 32, 100) if not layout.startswith("candidate") else (64, 100, 32, 100)
-    all_sizes = (*SIZES, (2, 3, 200, 1100), large)
+    all_sizes = (*SIZES, *EMPTY, (2, 3, 200, 1100), large)
     examples = [arguments(layout, sizes, dtype=dtype, device=device) for sizes in all_sizes]
     result = load_elsewhere(tmp_path, path, examples)
     if result.returncode < 0 and torch_alone_fails(tmp_path, device):
@@ -423,6 +474,7 @@ def test_a_package_scores_without_lik_ops(tmp_path, device):
         ("pairs", torch.float16),
         ("winners", torch.float32),
         ("search", torch.float32),
+        ("search one", torch.float32),
     ],
 )
 def test_packages_of_other_layouts_and_dtypes(tmp_path, layout, dtype, device):

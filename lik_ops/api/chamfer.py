@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import check_choice, check_strided, check_tensor, score_dtype, shape_of
+from ..arguments import at_least_one, check_choice, check_strided, check_tensor, score_dtype, shape_of
 from ..ops import values
 from ..ops.chamfer import METRICS, Clouds
 from ..ops.stack import functional, sharding
@@ -91,5 +91,5 @@ def _mean(distances: Tensor, lengths: Tensor | None, weight: Tensor | None) -> T
     """Of each cloud. What is at no distance, as beyond its end, adds none, and nobody near is far, whatever weights."""
     if weight is not None:
         distances = distances * torch.where((distances == 0) | distances.isinf(), 1, weight)
-    count = max(distances.shape[1], 1) if lengths is None else lengths.clamp_min(1)
+    count = at_least_one(distances.shape[1]) if lengths is None else lengths.clamp_min(1)
     return distances.sum(1) / count

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import as_bool, check_choice, check_count, check_flag
+from ..arguments import as_bool, at_least_one, check_choice, check_count, check_flag
 from ..ops.maxsim import watched
 from ..ops.stack import functional
 
@@ -69,5 +69,5 @@ def maxsim_token_topk(
     if reduction == "sum":
         return scores
     keep = as_bool(d_mask)
-    tokens: Any = torch.sym_max(torch.sym_min(D.shape[-2], top_k), 1) if keep is None else keep.sum(-1).clamp(1, top_k)
+    tokens: Any = torch.sym_min(at_least_one(D.shape[-2]), top_k) if keep is None else keep.sum(-1).clamp(1, top_k)
     return scores / tokens

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import at_most_one
 from ..segments import Dense
 from .blocks import NORM_EPS
 
@@ -68,10 +70,41 @@ class _Blocks:
         return tiles * parts * groups * units
 
 
-def _range(block: Tensor, size: Any, total: Any) -> tuple[Tensor, Tensor]:
+class _Plan(NamedTuple):
+    """Sizes as tensors, for the steps of the loop.
+
+    A tracer takes every size for 1 or more, and may read a size from a stride, which is 1 where the size is 0. Step
+    counts therefore come from outside of the loop, where sizes are those of the inputs: no step runs on empty inputs.
+    """
+
+    steps: Tensor
+    tiles: Tensor
+    parts: Tensor
+    groups: Tensor
+    Nq: Tensor
+    Lq: Tensor
+    K: Tensor
+    Ld: Tensor
+    queries: Tensor  # the indices of a block, [QB]
+    query_tokens: Tensor  # [SB]
+    documents: Tensor  # [DB]
+    document_tokens: Tensor  # [TB]
+
+
+def _plan(blocks: _Blocks, device: torch.device) -> _Plan:
+    tiles, parts, groups, _ = blocks.counts
+    numbers = blocks.steps, tiles, parts, groups, blocks.Nq, blocks.Lq, blocks.K, blocks.Ld
+    sizes = blocks.queries, blocks.query_tokens, blocks.documents, blocks.document_tokens
+    return _Plan(
+        *(torch.full((), number, dtype=torch.int64, device=device) for number in numbers),
+        *(torch.arange(size, device=device) for size in sizes),
+    )
+
+
+def _range(block: Tensor, within: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """The indices of a block, those beyond the end repeating the last, and which are not beyond."""
-    index = block * size + torch.arange(size, device=block.device)
-    return index.clamp(max=total - 1), index < total
+    index = block * within.shape[0] + within
+    return torch.minimum(index, total - 1), index < total
 
 
 def _rows(X: Tensor, index: tuple[Tensor, ...], normalize: bool, dtype: torch.dtype) -> Tensor:
@@ -81,20 +114,19 @@ def _rows(X: Tensor, index: tuple[Tensor, ...], normalize: bool, dtype: torch.dt
     return x
 
 
-def _step(carried: _Carried, x: Dense, normalize: bool) -> _Carried:
+def _step(carried: _Carried, plan: _Plan, x: Dense, normalize: bool) -> _Carried:
     """One block of query tokens against one of document tokens."""
-    blocks, dtype = _Blocks(x.Q, x.D), carried.scores.dtype
-    QB, SB, DB, TB = blocks.queries, blocks.query_tokens, blocks.documents, blocks.document_tokens
-    tiles, parts, groups, _ = blocks.counts
-    tile, rest = carried.n % tiles, carried.n // tiles
-    part, rest = rest % parts, rest // parts
-    group, unit = rest % groups, rest // groups
-    i, _ = _range(unit, QB, blocks.Nq)
-    s, s_ok = _range(part, SB, blocks.Lq)
-    j, _ = _range(group, DB, blocks.K)
-    t, _ = _range(tile, TB, blocks.Ld)
+    candidates, dtype = x.D.dim() == 4, carried.scores.dtype
+    QB, SB, DB, TB = (within.shape[0] for within in plan[-4:])
+    tile, rest = carried.n % plan.tiles, carried.n // plan.tiles
+    part, rest = rest % plan.parts, rest // plan.parts
+    group, unit = rest % plan.groups, rest // plan.groups
+    i, _ = _range(unit, plan.queries, plan.Nq)
+    s, s_ok = _range(part, plan.query_tokens, plan.Lq)
+    j, _ = _range(group, plan.documents, plan.K)
+    t, _ = _range(tile, plan.document_tokens, plan.Ld)
     of_query = (i[:, None], s[None])
-    of_document = (i[:, None], j[:, None], t[None]) if blocks.candidates else (j[:, None], t[None])
+    of_document = (i[:, None], j[:, None], t[None]) if candidates else (j[:, None], t[None])
     q, y = _rows(x.Q, of_query, normalize, dtype), _rows(x.D, of_document, normalize, dtype)
     S = (q.reshape(QB * SB, -1) @ y.reshape(DB * TB, -1).mT).view(QB, SB, DB, TB)
     kept = None if x.d_mask is None else x.d_mask[of_document]
@@ -109,7 +141,7 @@ def _step(carried: _Carried, x: Dense, normalize: bool) -> _Carried:
         terms = terms * x.q_weight[of_query].to(dtype)[..., None]
     terms = torch.where(keep[..., None], terms, 0)
     sums = torch.where(part == 0, 0, carried.sums)
-    sums = torch.where(tile == tiles - 1, sums + terms.sum(1), sums)
+    sums = torch.where(tile == plan.tiles - 1, sums + terms.sum(1), sums)
     scores = carried.scores.index_put((i[:, None], j[None]), sums)
     where, argmax = None, None
     if carried.where is not None and carried.argmax is not None:
@@ -132,8 +164,8 @@ def _winners(S: Tensor, kept: Tensor | None, value: Tensor, before: Tensor, t: T
     return torch.where(is_new, first, where)
 
 
-def _initial(x: Dense, argmax_dtype: torch.dtype | None) -> _Carried:
-    blocks, device = _Blocks(x.Q, x.D), x.Q.device
+def _initial(x: Dense, blocks: _Blocks, argmax_dtype: torch.dtype | None) -> _Carried:
+    device = x.Q.device
     dtype = torch.float64 if x.Q.dtype == torch.float64 else torch.float32
     block = (blocks.queries, blocks.query_tokens, blocks.documents)
     where, argmax = None, None
@@ -166,24 +198,26 @@ def forward(
     from torch._higher_order_ops.while_loop import while_loop_op  # `torch.while_loop` would start a compiler of its own
 
     given = Dense(Q, D, q_mask, d_mask, q_weight)
-    start = _initial(given, argmax_dtype)
-    carried, present = [t for t in start if t is not None], [t for t in given if t is not None]
+    blocks = _Blocks(Q, D)
+    start, plan = _initial(given, blocks, argmax_dtype), _plan(blocks, Q.device)
+    carried, present = [t for t in start if t is not None], [*plan, *(t for t in given if t is not None)]
 
-    def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_Carried, Dense]:
+    def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_Carried, _Plan, Dense]:
         found = iter(tensors)
         return (
             _Carried(*(None if t is None else next(found) for t in start)),  # type: ignore[arg-type]
+            _Plan(*(next(found) for _ in plan)),
             Dense(*(None if t is None else next(found) for t in given)),  # type: ignore[arg-type]
         )
 
     def goes_on(*tensors: Tensor) -> Tensor:
-        state, x = unpacked(tensors)
-        return state.n < _Blocks(x.Q, x.D).steps
+        state, sizes, _ = unpacked(tensors)
+        return state.n < sizes.steps
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(t for t in _step(*unpacked(tensors), normalize) if t is not None)
 
-    end, _ = unpacked((*while_loop_op(goes_on, step, tuple(carried), tuple(present)), *present))  # type: ignore[arg-type]
+    end, *_ = unpacked((*while_loop_op(goes_on, step, tuple(carried), tuple(present)), *present))  # type: ignore[arg-type]
     return _without_documents(end, given)
 
 
@@ -192,9 +226,14 @@ def best(scores: Tensor, top_k: Any) -> tuple[Tensor, Tensor]:
 
     In the order of `ops.topk`, which is that of a stable sort: NaN first, equal ones by column.
     """
+    count = torch.sym_min(top_k, scores.shape[1])
+    if top_k == 1 and not isinstance(scores.shape[1], int):
+        # The column of padding is for code of the module that reads the best score of an empty corpus.
+        count = at_most_one(scores.shape[1])
+        scores = F.pad(scores, (0, 1), value=NEG_INF)
     values, columns = torch.sort(scores, dim=1, descending=True, stable=True)
     # An index, not a slice: that would guard on which of the two is less.
-    kept = torch.arange(torch.sym_min(top_k, scores.shape[1]), device=scores.device)
+    kept = torch.arange(count, device=scores.device)
     return values[:, kept], columns[:, kept]
 
 

@@ -268,12 +268,13 @@ class Found(NamedTuple):
 
 
 class WideSpecialization(NamedTuple):
-    """Compile-time choices of `maxsim_forward_wide`, each correct for every shape with Ld >= BN."""
+    """Compile-time choices of `maxsim_forward_wide`, correct for every shape with Ld >= BN, or Ld < BN if PACKED."""
 
     BN: int  # document tokens of a tile
     SLOT: int  # rows that one query takes, a power of two: 2 to 64
     STAGES: int  # steps of the ring
     NORMALIZE: bool = False  # over norms that are read
+    PACKED: bool = False  # a document is shorter than its tile, which also holds tokens of the next documents
 
 
 class Candidates(NamedTuple):

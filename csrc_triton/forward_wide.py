@@ -41,7 +41,7 @@ def _previous(stage, C: gl.constexpr):
 
 @gluon.jit
 def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
-    """Copy every step. What does not exist arrives as zeros; the last tile of a document is shifted back."""
+    """Copy every step. Out-of-range elements are zeros. The last tile of a document is shifted back unless PACKED."""
     GROUPS: gl.constexpr = HALF_ROWS // C.SLOT
     BLOCK: gl.constexpr = Q.block_type.shape
     LAYOUT: gl.constexpr = Q.layout
@@ -53,7 +53,7 @@ def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
         row = (task % K) * Ld
         group = task // K * (2 * GROUPS)
         for t0 in range(0, Ld, C.BN):
-            token = row + gl.minimum(t0, Ld - C.BN)
+            token = row if C.PACKED else row + gl.minimum(t0, Ld - C.BN)
             for c0 in range(0, d, FEATURES):
                 full = ring.full.index(stage)
                 mbarrier.wait(ring.empty.index(stage), phase)
@@ -113,6 +113,9 @@ def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexp
             S = warpgroup_mma_wait(0, [S])
             if C.NORMALIZE:
                 S = S * ring.norms.index(_previous(stage, C)).load(gl.SliceLayout(0, ACC))[None, :]
+            if C.PACKED:
+                t = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
+                S = gl.where((t < sizes.Ld)[None, :], S, float("-inf"))
             mbarrier.arrive(ring.empty.index(_previous(stage, C)), count=1)
             best = nan_max(best, _lane_maxima(S))
         first = (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT)

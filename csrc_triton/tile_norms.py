@@ -36,18 +36,20 @@ def _tokens_of(tile, Lq, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def maxsim_tile_norms(Q, D, queries, documents, sizes, d, BN: tl.constexpr, BD: tl.constexpr):
+def maxsim_tile_norms(Q, D, queries, documents, sizes, d, BN: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr):
     """Of document tokens, ``documents [K, tiles, BN]``, and, unless `queries` is None, of query tokens ``[Nq, Lq]``.
 
-    The last tile of a document is shifted back to end where it ends; Ld >= BN. Features lie behind each other.
+    The last tile of a document is shifted back to end where it ends. With PACKED, Ld < BN and a document has one tile,
+    whose other norms are arbitrary but finite. Features are contiguous.
     """
     tiles = tl.cdiv(sizes.Ld, BN)
     tile = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BN)
     if tile < sizes.K * tiles:
-        t = tl.minimum(tile % tiles * BN, sizes.Ld - BN) + n
+        t = n if PACKED else tl.minimum(tile % tiles * BN, sizes.Ld - BN) + n
+        ok = t < sizes.Ld if PACKED else n >= 0
         pointers = document_base(D, tile * 0, tile // tiles) + t * D.stride_l
-        tl.store(documents + tile * BN + n, _inverse(pointers, n >= 0, d, BN, BD))
+        tl.store(documents + tile * BN + n, _inverse(pointers, ok, d, BN, BD))
     elif queries is not None:
         i, s, ok = _tokens_of(tile - sizes.K * tiles, sizes.Lq, BN)
         tl.store(queries + i * sizes.Lq + s, _inverse(row_pointers(Q, i, s), ok, d, BN, BD), mask=ok)

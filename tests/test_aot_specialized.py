@@ -228,7 +228,14 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, nor
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "d", "Lq", "Ld", "options"),
-    [(torch.bfloat16, 768, 128, 1024, False), (torch.float16, 208, 32, 300, True), (torch.bfloat16, 1024, 8, 64, True)],
+    [
+        (torch.bfloat16, 768, 128, 1024, False),
+        (torch.float16, 208, 32, 300, True),
+        (torch.bfloat16, 1024, 8, 64, True),
+        (torch.bfloat16, 256, 32, 20, True),
+        (torch.float16, 512, 128, 100, False),
+        (torch.bfloat16, 320, 8, 127, True),
+    ],
     ids=str,
 )
 def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, tmp_path):
@@ -237,15 +244,16 @@ def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, tm
     check(compiled, tmp_path)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("d", "BD", "queries"), [(128, 128, False), (48, 64, False), (320, 128, True)])
-def test_norms_of_a_launch_compile_without_spills(d, BD, queries):
+def test_norms_of_a_launch_compile_without_spills(d, BD, queries, packed):
     q, constants = _queries(Case("maxsim_forward", torch.bfloat16, d))
     documents, more = _documents(Case("maxsim_forward", torch.bfloat16, d))
     kind = "*fp32" if queries else "constexpr"
     signature = {"Q": Queries(*q), "D": documents, "queries": kind, "documents": "*fp32", "sizes": Sizes(*["i32"] * 4)}
-    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr"}
+    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr", "PACKED": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(1, k): v for k, v in more.items()}
-    values |= {(6,): 64, (7,): BD} | ({} if queries else {(2,): None})
+    values |= {(6,): 64, (7,): BD, (8,): packed} | ({} if queries else {(2,): None})
     aligned = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (1, 3), (3,), (5,)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(tile_norms.maxsim_tile_norms, signature, values, attributes)

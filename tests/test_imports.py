@@ -48,7 +48,7 @@ def indexed():
     codes = lik_ops.quantize(PD.detach(), lik_ops.ResidualCodec.train(PD.detach(), 2))
     with tempfile.TemporaryDirectory() as directory:
         lik_ops.write_index(directory, lik_ops.Index(codes, cu_d))
-        return lik_ops.retrieve(Q.detach(), lik_ops.read_index(directory), 2)[0]
+        return lik_ops.retrieve(Q.detach().cpu(), lik_ops.read_index(directory), 2)[0]
 
 
 CALLS = {
@@ -64,8 +64,10 @@ CALLS = {
     "maxsim_candidates_varlen_with_argmax": lambda: lik_ops.maxsim_candidates_varlen_with_argmax(
         PQ, PD, offsets, lengths, **listed
     )[0],
-    "maxsim_pair_list": lambda: lik_ops.maxsim_pair_list(PQ, PD, pairs, **cut),
-    "maxsim_pair_list_with_argmax": lambda: lik_ops.maxsim_pair_list_with_argmax(PQ, PD, pairs, **cut)[0],
+    "maxsim_pair_list": lambda: lik_ops.maxsim_pair_list(PQ, PD, pairs, max_seqlen_q=3, **cut),
+    "maxsim_pair_list_with_argmax": lambda: lik_ops.maxsim_pair_list_with_argmax(
+        PQ, PD, pairs, max_seqlen_q=3, **cut
+    )[0],
     "maxsim_padded": lambda: lik_ops.maxsim_padded(Q, C, n_q, n_d),
     "maxsim_padded_with_argmax": lambda: lik_ops.maxsim_padded_with_argmax(Q, C, n_q, n_d)[0],
     "retrieve": lambda: lik_ops.retrieve(Q.detach(), D.detach(), 2)[0],

@@ -30,6 +30,7 @@ def test_when_it_is_chosen():
     assert choice(arch=configs.ARCHITECTURES["sm_80"]) is None
     assert choice(rows=128) is None and choice(rows=129) is not None
     assert choice(rows=256, K=65) is None
+    assert choice(rows=256, K=1, Lq=256) is not None  # the generic kernel scores long queries part by part
     assert choice(d=129) is None
 
 

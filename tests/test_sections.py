@@ -36,7 +36,7 @@ def cuts(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(choose, "sectioned", sectioned)
-    monkeypatch.setattr(choose, "_LONG", (LEAST // 2,) * 2)
+    monkeypatch.setattr(choose, "_LONG", LEAST // 2)
     monkeypatch.setattr(choose, "_LEAST_SECTION", LEAST // 2)
     yield found
     eager.forget()

@@ -131,6 +131,8 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
 
 def test_wide_features_take_tiles_by_length():
     assert [choice(d=768, Ld=Ld).config.BN for Ld in (64, 130, 180, 256, 300, 1024)] == [64, 64, 64, 256, 128, 256]
+    shorter = [choice(d=768, Ld=Ld).config for Ld in (1, 20, 63, 100, 127)]
+    assert [(C.BN, C.PACKED) for C in shorter] == [(64, True)] * 3 + [(128, True)] * 2
     assert choice(d=768, Lq=300).parts == 5 and choice(d=768, Lq=300).config.SLOT == 64
     assert choice(d=768, argmax=True) is None and choice(d=200) is None
 
@@ -294,6 +296,10 @@ def wide_cases():
             (2, 150, 64, 512, 320),
             (1, 140, 129, 256, 768),
             (2, 70, 300, 200, 144),
+            (40, 70, 32, 20, 144),
+            (9, 131, 31, 1, 768),
+            (3, 140, 100, 100, 256),
+            (2, 150, 64, 63, 320),
         ]
     ):
         for values in ("integer", "negative", "normal"):
@@ -313,7 +319,7 @@ def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, 
     p = dataclasses.replace(p, normalize=normalize)
     x = build(p, "cuda")
     if normalize:
-        x.D[2, 5] = 0
+        x.D[2, -1] = 0
     plan = new_plan(x.Q, x.D, None, normalize, None)
     assert isinstance(plan, WidePlan)
     scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
@@ -328,10 +334,12 @@ def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalize", [False, True])
-def test_wide_features_with_nan_and_infinities(normalize):
-    p = Problem(Nq=20, Nd=150, Lq=32, Ld=200, d=256, dtype=torch.bfloat16, values="normal")
+@pytest.mark.parametrize("Ld", [200, 100, 20])
+def test_wide_features_with_nan_and_infinities(normalize, Ld):
+    """A document of 100 or 20 tokens is shorter than its tile, which then holds tokens of the next documents."""
+    p = Problem(Nq=20, Nd=150, Lq=32, Ld=Ld, d=256, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
-    x.D[3, 150] = float("nan")
+    x.D[3, -1] = float("nan")
     x.D[7, 5, 3] = float("inf")
     x.D[9, :, :] = float("-inf")
     x.Q[:, :, :] = x.Q.abs()
@@ -472,3 +480,26 @@ def test_documents_beyond_2_31_elements_and_off_alignment():
         torch.testing.assert_close(scores[:, j : j + 1].double(), expected, rtol=1e-5, atol=1e-4)
     shifted = D.view(-1)[1 : 1 + 400 * 180 * 128].view(400, 180, 128)
     assert torch.equal(lik_ops.maxsim(Q, shifted), lik_ops.maxsim(Q, shifted.clone()))
+
+
+@pytest.mark.parametrize(
+    ("Nq", "Nd", "Lq", "Ld", "d", "kernel"),
+    [
+        (1, 4, 1024, 300, 128, "maxsim_forward_specialized"),  # the generic kernel would have 4 programs
+        (1, 4, 1024, 300, 512, "maxsim_forward_wide"),
+        (32, 4, 32, 1024, 256, "maxsim_forward_wide"),
+        (32, 4, 32, 180, 256, "maxsim_forward"),
+        (32, 16, 32, 180, 128, "maxsim_forward_specialized"),
+        (32, 8, 32, 1024, 128, "maxsim_forward"),
+        (1, 4, 32, 2048, 512, "maxsim_forward_ragged"),
+        (1, 64, 32, 2048, 128, "maxsim_forward"),
+        (1, 64, 32, 4096, 128, "maxsim_forward_ragged"),
+        (4, 16, 32, 2048, 256, "maxsim_forward_ragged"),
+        (1, 4, 1024, 2048, 256, "maxsim_forward_wide"),
+        (1, 4, 1024, 8192, 256, "maxsim_forward_ragged"),
+    ],
+)
+def test_few_programs_take_the_kernel_that_was_measured_to_be_fastest(Nq, Nd, Lq, Ld, d, kernel):
+    """See `benchmarks/results/sweep_pairs.json`."""
+    Q, D = (torch.empty(*n, d, dtype=torch.bfloat16, device="meta") for n in ((Nq, Lq), (Nd, Ld)))
+    assert choose.dense(Q, D, None, False, None, SM_90).kernel == kernel

@@ -31,7 +31,12 @@ from .gluon import kernels
 from .gluon_configs import RowMaxima, Specialized
 
 _LEAST_SPLIT = 1024  # query rows and document tokens; with 512 rows, splitting first takes longer
-_LONG = 2048, 4096  # tokens of documents, in the mean, that are cut where they are few: of busy programs, of others
+_LONG = 2048  # tokens of documents, in the mean, that are split where they are few
+# (row tile, document) pairs per SM up to which splitting is faster: of busy programs; of others, which only wait for
+# documents, if these have at least or less than `_LARGE_BYTES` in the mean; and if a Gluon kernel could serve. Measured
+# on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
+_MOST_BUSY, _MOST_LARGE, _MOST_SMALL, _MOST_GLUON = 1.0, 0.6, 0.4, 0.25
+_LARGE_BYTES = 2**20
 _LEAST_SECTION = 128  # tokens
 _MOST_SECTION = 2048  # beyond it there are more sections than run at a time
 _MOST_SECTIONS = 256  # of a document: one program puts them together
@@ -98,17 +103,29 @@ def dense(
     """The kernel of a call of dense tensors that have all their axes."""
     arch = arch or architecture(Q.device)
     found: Choice | None = None
+    streamed: Specialized | RowMaxima | None = None
     argmax = argmax_dtype is not None
     if D.dim() == 3 and Q.numel() and D.numel() and _finds_features(Q, D):
         if d_mask is None:
-            found = specialized(Q, D, normalize, argmax, arch)
+            streamed = specialized(Q, D, normalize, argmax, arch)
         elif D.is_contiguous() and not normalize:
-            found = row_maxima(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax, True, arch)
-        if found is None and is_even(Q) and is_even(D) and (d_mask is None or is_even(d_mask)):
+            streamed = row_maxima(D, Q.shape[0] * Q.shape[1], D.shape[0], Q.shape[1], argmax, True, arch)
+        evenly_spaced = all(x is None or is_even(x) for x in (Q, D, d_mask))
+        if evenly_spaced and (streamed is None or leaves_room(streamed, Q.shape[1], D.shape[1], arch)):
             found = sectioned(cut_of(Q, D, None, d_mask), normalize, argmax, arch)
+        found = found or streamed
         if found is None and not normalize:
             found = split(Q, D, arch)
     return found or plain(Q, D, normalize, argmax, arch)
+
+
+def leaves_room(choice: Specialized | RowMaxima, Lq: int, Ld: int, arch: Architecture) -> bool:
+    """Whether a Gluon kernel has so few programs that splitting documents of `Ld` tokens in the mean is faster.
+
+    Splitting uses the generic kernel, which is slower for long queries. These need documents twice as long.
+    """
+    least = _LONG if Lq <= gluon_configs.MOST_WHOLE else 2 * _LONG
+    return Ld >= least and choice.programs < arch.processors * _MOST_GLUON
 
 
 def _finds_features(Q: Tensor, D: Tensor) -> bool:
@@ -143,7 +160,7 @@ def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
         found = gluon_configs.few_split(arch, *call[2:]) if splits else None
     else:
         found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax)
-    if found is None or D.shape[-2] < found.config.BN or not describable(D) or kernels() is None:
+    if found is None or not describable(D) or kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
         return None  # rows that `maxsim_forward` loads feature by feature, and adds up in another order
@@ -204,7 +221,7 @@ def cut_of(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -
 
 def is_long(c: Cut) -> bool:
     """Whether documents are so long in the mean that `sectioned` may serve."""
-    return c.Td >= _LONG[0] * c.columns
+    return c.Td >= _LONG * c.columns
 
 
 def sectioned(c: Cut, normalize: bool, argmax: bool, arch: Architecture) -> Sectioned | None:
@@ -218,9 +235,11 @@ def sectioned(c: Cut, normalize: bool, argmax: bool, arch: Architecture) -> Sect
     launch, levels = packed(c, Lq, wide, True, normalize, argmax, arch)
     config = launch.config
     row_tiles, K = configs.cdiv(c.queries, config.BM // config.SLOT), c.columns
-    # Other programs read at 60 GB/s when they are alone on a multiprocessor: 80 of them are as fast as the memory.
+    # Other programs read at 60 GB/s when they are alone on an SM: 80 of them are as fast as the memory.
     busy = normalize or c.d_mask is not None or config.BM > 64
-    if c.Td < _LONG[not busy] * K or row_tiles * K > arch.processors * (1 if busy else 0.6):
+    is_large = c.Td * d * c.D.element_size() >= K * _LARGE_BYTES
+    share = _MOST_BUSY if busy else _MOST_LARGE if is_large else _MOST_SMALL
+    if row_tiles * K > arch.processors * share:
         return None
     most = min(_sections_at_a_time(launch, c, row_tiles, arch), _SECTION_BYTES // ((8 if argmax else 4) * c.Tq))
     if most < 2 * K:

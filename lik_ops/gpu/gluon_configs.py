@@ -19,6 +19,10 @@ _LEAST_GIVEN = 6  # row tiles that pay for a launch that finds the norms of docu
 _SMALL, _LARGE = 64, 128  # tokens of a tile of `maxsim_forward_specialized`
 _MOST_WASTE = 1.07  # what larger tiles may multiply beside what smaller ones do, where winners are found
 MOST_QUERY_NORMS = 2**21  # in a workspace, for wide features
+# (row tile, document) pairs per SM from which these kernels beat `maxsim_forward`. One pair is enough for queries of
+# more than `MOST_WHOLE` tokens, which `maxsim_forward` scores one part after the other, and for wide features and
+# documents of `_LONG_WIDE` tokens. Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
+_LEAST_PAIRS, MOST_WHOLE, _LONG_WIDE = 0.48, 128, 512
 _LEAST_FILLED = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
 
 # Tokens of a tile and stages, and whether registers keep the query rows: of int8 documents, of FP8.
@@ -55,7 +59,7 @@ def row_maxima(
     sums = dense and 2 <= next_power_of_2(Lq) <= _MOST_SLOT and Lq >= _LEAST_FILLED * next_power_of_2(Lq)
     row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SPECIALIZED_ROWS)
     half = arch.name == "sm_90" and dtype in HALF and d <= 128
-    worth = rows > SPECIALIZED_ROWS // 2 and row_tiles * K >= arch.processors // 2
+    worth = rows > SPECIALIZED_ROWS // 2 and (Lq > MOST_WHOLE or row_tiles * K >= arch.processors // 2)
     if not (half and worth and row_tiles * K < 2**31 and rows <= _MOST_ROWS):
         return None
     slot, levels = forward_configs.row_sums(arch, dtype, Lq, d, False, 0)
@@ -106,19 +110,24 @@ def _streamed(rows: int, choice: Specialized | RowMaxima) -> str:
     return f"{rows} rows x {choice.config.BN} tokens, {choice.config.STAGES} stages, {choice.programs} programs"
 
 
+_MOST_PACKED = 128  # tokens of a tile that is longer than a document: masking 256 would spill registers
 # Of `maxsim_forward_wide`: tokens of a tile, stages of its ring, and what a token costs beside one of the largest tile.
 _WIDE = ((256, 4, 1.0), (128, 6, 1.05), (64, 8, 1.3))
 
 
-def _least_waste(tiles: tuple[tuple[int, int, float], ...], Ld: int) -> tuple[int, int]:
-    """Tokens and stages of the tile that fits and whose last one of a document wastes least."""
-    fitting = [tile for tile in tiles if tile[0] <= Ld] or [min(tiles)]
+def _least_waste(tiles: tuple[tuple[int, int, float], ...], Ld: int, most_packed: int = 0) -> tuple[int, int]:
+    """Tokens and stages of the tile that wastes least on the last tile of a document.
+
+    A tile of more than `most_packed` tokens may not be longer than a document.
+    """
+    fitting = [tile for tile in tiles if tile[0] <= max(Ld, most_packed)] or [min(tiles)]
     return min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])[:2]
 
 
 def _wide(Lq: int, Ld: int) -> WideSpecialization:
-    tokens, stages = _least_waste(_WIDE, Ld)
-    return WideSpecialization(BN=tokens, SLOT=min(next_power_of_2(Lq), WIDE_ROWS // 2), STAGES=stages)
+    tokens, stages = _least_waste(_WIDE, Ld, _MOST_PACKED)
+    slot = min(next_power_of_2(Lq), WIDE_ROWS // 2)
+    return WideSpecialization(BN=tokens, SLOT=slot, STAGES=stages, PACKED=tokens > Ld)
 
 
 def _tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> tuple[int, int, bool]:
@@ -157,10 +166,12 @@ def specialized(
     parts = cdiv(Lq, config.SLOT)
     row_tiles = cdiv(Nq * parts * config.SLOT, rows)
     pairs = row_tiles * K
-    fits = Lq >= 2 and Ld >= config.BN and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
+    fits = Lq >= 2 and Ld >= (1 if d > 128 else config.BN) and pairs < 2**31 and Nq * parts * config.SLOT < 2**31
     # The plain kernel finds norms between its products, this one beside them.
     least = 0 if few else rows // 4 if normalize and d <= 128 else rows // 2
-    worth = Nq * parts * config.SLOT > least and pairs >= arch.processors // 2
+    one_is_enough = Lq > MOST_WHOLE or (d > 128 and Ld >= _LONG_WIDE)
+    enough = one_is_enough or pairs >= int(arch.processors * _LEAST_PAIRS)
+    worth = Nq * parts * config.SLOT > least and enough
     if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
         return None
     return Specialized(config, parts, row_tiles, _programs(arch.processors, row_tiles, pairs))

@@ -100,14 +100,17 @@ class PackedPlan(Plan):
         return self._tried(c) if counts is None else self._plain(c, counts)
 
     def _choice(self, c: Cut) -> gluon_configs.RowMaxima | choose.Sectioned | None:
-        """How row maxima or sections score the call, None where neither does. Kept by what it hangs on."""
+        """How row maxima or sections score the call, or None if neither does. Cached by the sizes that decide."""
+        choice = None
         if self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15:
             choice = self._chosen((c.queries, c.columns, c.Tq), choose.packed_row_maxima, c)
-            if choice is not None:
+        if not (self.in_sections and choose.is_long(c)):
+            return choice
+        if choice is not None:
+            mean = c.Tq // max(c.queries, 1), c.Td // max(c.columns, 1)
+            if not choose.leaves_room(choice, *mean, self.arch):
                 return choice
-        if self.in_sections and choose.is_long(c):
-            return self._chosen(c.sizes, partial(choose.sectioned, normalize=self.normalize), c)
-        return None
+        return self._chosen(c.sizes, partial(choose.sectioned, normalize=self.normalize), c) or choice
 
     def _chosen(self, key: tuple, find: Callable, c: Cut) -> Any:
         found = self.chosen.get(key, self)

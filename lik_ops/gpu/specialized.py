@@ -101,7 +101,7 @@ class SpecializedPlan(GluonPlan):
         queries = torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if wide else None
         tiles = len(documents) // BN + (sizes.Nq * configs.cdiv(sizes.Lq, BN) if wide else 0)
         given = queries_of(x.Q, None, None), documents_of(x.D, None)
-        args = (*given, queries, documents, sizes, self.d, BN, self.norm_features)
+        args = (*given, queries, documents, sizes, self.d, BN, self.norm_features, sizes.Ld < BN)
         launcher.launch(tile_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
         return gluon.tiles((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
 

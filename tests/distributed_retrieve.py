@@ -368,6 +368,13 @@ def check_errors(device: str, directory: Path) -> None:
     expect(ValueError, "Q: expected it on rank 0 alone", lambda: retrieve(Q if mine else None, D, 3))
     wrong = TypeError if mine else ValueError
     expect(wrong, "top_k: expected an int, got str", lambda: retrieve(Q, D, "3" if mine else 3))
+    # Nothing that the other ranks are sent may depend on what a wrong argument is.
+    expect(wrong, "top_k: expected an int, got generator", lambda: retrieve(Q, D, (x for x in ()) if mine else 3))
+    array = torch.ones(3, device=device)
+    expect(
+        wrong, "normalize: expected a bool, got a tensor", lambda: retrieve(Q, D, 3, normalize=array if mine else False)
+    )
+    expect(ValueError, "Q: expected values, got a tensor on", lambda: retrieve(Q.to("meta") if mine else Q, D, 3))
     # What only the search had found out, of the kernels' arguments, while the others waited for its results.
     expect(wrong, "D: expected the dtype of Q", lambda: retrieve(Q, D.half() if mine else D, 3))
     expect(ValueError, "D: expected d = 8", lambda: retrieve(Q, D[..., :4] if mine else D, 3))

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import DTYPES, as_device, check_flag, check_plain, check_strided, check_tensor
+from ..arguments import (
+    DTYPES,
+    as_device,
+    check_flag,
+    check_has_values,
+    check_plain,
+    check_strided,
+    check_tensor,
+    kind_of,
+)
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
@@ -66,6 +75,8 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
         check_tensor(op, name, x, or_none=True)
     if isinstance(corpus, Tensor) and not corpus.is_nested:
         check_strided(op, "D", corpus)
+    if queries[0] is not None:
+        check_has_values(op, "Q", queries[0])
     at = current_device(group) if device is None else as_device(op, device)
     if at.type == "meta":
         raise ValueError(f"{op}: device: expected one with values, got meta")
@@ -199,9 +210,11 @@ def retrieve(
     """
     check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
-    alike: dict[str, Any] = {"sharded": bool(sharded), "documents": None, "top_k": top_k, "normalize": bool(normalize)}
+    alike: dict[str, Any] = {"sharded": sharded is True, "documents": None, "normalize": normalize is True}
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
-    alike |= stages
+    # Other ranks receive these, also where one is not a count and the call raises.
+    counts = {"top_k": top_k} | stages
+    alike |= {name: x if x is None or isinstance(x, int) else kind_of(x) for name, x in counts.items()}
     call, found, error = None, None, None
     try:
         for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):

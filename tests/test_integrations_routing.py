@@ -7,6 +7,7 @@ import os
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import lik_ops
 from lik_ops.integrations import _routing, colpali, pylate
 from lik_ops.integrations import sentence_transformers as st
 
+ROOT = Path(__file__).parent.parent
 close = torch.testing.assert_close
 
 
@@ -260,9 +262,15 @@ def test_hosts_that_are_not_installed(adapter, monkeypatch):
         raise importlib.metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(ImportError, match="is not installed: pip install '"):
+    name = adapter._HOST.distribution
+    with pytest.raises(ImportError, match=f"enable: {name} is not installed: pip install '") as raised:
         adapter.enable()
     adapter.disable()
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    extra = name.removesuffix("-engine")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = " ".join(f"'{x}'" for x in project["optional-dependencies"][extra])
+    assert f"pip install {packages}, or in a checkout of lik_ops pip install '.[{extra}]'" in str(raised.value)
 
 
 class _Loss:

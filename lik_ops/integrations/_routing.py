@@ -40,6 +40,7 @@ class Host(NamedTuple):
     at_least: str  # the first version that has the targets
     targets: Callable[[], Sequence[Target]]  # imports the host
     bypassed: Callable[[], Sequence[str]] = tuple  # what will not come to the targets, in words, as things are now
+    bound: str = ""  # what the extra of lik_ops that installs the host requires of torch
 
 
 class Routing:
@@ -154,8 +155,8 @@ def enable(host: Host) -> Routing:
         version = importlib.metadata.version(host.distribution)
     except importlib.metadata.PackageNotFoundError as error:
         name = host.distribution
-        package = f"'{name}>={host.at_least}'"
-        raise error_of_missing("enable", name, name.removesuffix("-engine"), package) from error
+        packages = " ".join(f"'{x}'" for x in (f"{name}>={host.at_least}", host.bound) if x)
+        raise error_of_missing("enable", name, name.removesuffix("-engine"), packages) from error
     routing = Routing(host)
     routing._began = True
     missed: list[str] = []

@@ -184,7 +184,7 @@ def _bypassed() -> list[str]:
     return ["scores while COLPALI_SCORES_BACKEND=torch"] if backend == "torch" else []
 
 
-_HOST = _routing.Host("colpali-engine", "0.3.17", _targets, _bypassed)
+_HOST = _routing.Host("colpali-engine", "0.3.17", _targets, _bypassed, "torch<2.14")
 
 
 def enable() -> Routing:

@@ -283,7 +283,7 @@ def _bypassed() -> list[str]:
     return []
 
 
-_HOST = _routing.Host("pylate", "1.5.1", _targets, _bypassed)
+_HOST = _routing.Host("pylate", "1.5.1", _targets, _bypassed, "torch==2.11.*")
 
 
 def enable() -> Routing:

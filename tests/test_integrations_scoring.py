@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from functools import partial
@@ -300,6 +301,62 @@ def test_pairs_are_the_diagonal(score, device):
         close(score(Q, D, length_normalize=True), expected / torch.tensor([2, 4, 1, 3], device=device))
         with pytest.raises(ValueError, match="expected 3 documents"):
             score(Q[:3], D)
+
+
+WRONG_EMBEDDINGS = {  # an item of a list, and what errors say of it
+    "none": (None, TypeError, "expected [L, d] numbers, got NoneType"),
+    "words": ("ab", TypeError, "expected [L, d] numbers, got str"),
+    "rows of several lengths": ([[1.0, 2.0], [1.0]], ValueError, "expected [L, d], got rows of 1 to 2 numbers"),
+    "complex": (
+        torch.ones(4, 8, dtype=torch.complex64),
+        TypeError,
+        "expected [L, d] real numbers, got torch.complex64",
+    ),
+    "another d": (torch.ones(4, 4), ValueError, "got [4, 4]"),
+    "another rank": (torch.ones(1, 4, 8), ValueError, "got [1, 4, 8]"),
+}
+TAKE_LISTS = {  # functions of queries and documents, and their names of these
+    "st.maxsim": (st.maxsim, "a", "b"),
+    "st.maxsim_pairwise": (st.maxsim_pairwise, "a", "b"),
+    "st.colbert_scores": (st.colbert_scores, "queries", "documents"),
+    "st.colbert_scores_pairwise": (st.colbert_scores_pairwise, "queries", "documents"),
+    "st.colbert_kd_scores": (st.colbert_kd_scores, "queries", "documents"),
+    "st.xtr_scores": (st.xtr_scores, "queries", "documents"),
+    "st.xtr_kd_scores": (st.xtr_kd_scores, "queries", "documents"),
+    "st.xtr_scores_pairwise": (st.xtr_scores_pairwise, "queries", "documents"),
+    "pylate.colbert_scores": (pylate.colbert_scores, "queries", "documents"),
+    "pylate.colbert_scores_pairwise": (pylate.colbert_scores_pairwise, "queries", "documents"),
+    "pylate.colbert_kd_scores": (pylate.colbert_kd_scores, "queries", "documents"),
+    "pylate.ColBERTScores": (pylate.ColBERTScores(), "queries", "documents"),
+    "pylate.XTRScores": (pylate.XTRScores(), "queries", "documents"),
+    "pylate.XTRKDScores": (pylate.XTRKDScores(), "queries", "documents"),
+    "colpali.score_multi_vector": (colpali.score_multi_vector, "qs", "ps"),
+    "colpali.maxsim_inbatch": (colpali.maxsim_inbatch, "queries", "documents"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_EMBEDDINGS)
+@pytest.mark.parametrize("name", TAKE_LISTS)
+def test_errors_name_the_item_of_a_list(name, wrong):
+    (score, queries, documents), (item, error, message) = TAKE_LISTS[name], WRONG_EMBEDDINGS[wrong]
+    tokens = torch.ones(4, 8)
+    groups = not (name.endswith(("maxsim", "multi_vector", "inbatch", "pairwise")) or name == "pylate.colbert_scores")
+    right = [torch.ones(2, 4, 8)] * 2 if groups else [tokens] * 2
+    if wrong != "another rank" or not groups:
+        with pytest.raises(error, match=rf"^{documents}\[1\]: .*{re.escape(message)}"):
+            score([tokens] * 2, [right[0], item])
+    with pytest.raises(error, match=rf"^{queries}\[1\]: .*{re.escape(message)}"):
+        score([tokens, item], right)
+
+
+@pytest.mark.parametrize("name", TAKE_LISTS)
+def test_errors_name_embeddings_that_are_none(name):
+    score, queries, documents = TAKE_LISTS[name]
+    for named, given in ((queries, (None, torch.ones(2, 2, 4, 8))), (documents, (torch.ones(2, 4, 8), None))):
+        with pytest.raises(
+            TypeError, match=f"^{named}: expected a tensor, an array or a list of numbers, got NoneType"
+        ):
+            score(*given)
 
 
 # sentence-transformers alone.

@@ -45,13 +45,44 @@ def as_mask(name: str, mask: Any) -> Any:
         raise TypeError(f"{name}: expected a tensor, an array or a list, got {type(mask).__name__}") from None
 
 
-def as_tokens(x: Any) -> Tokens:
-    """Embeddings as hosts give them, in tensors; integers, as of quantised ones, become fp32."""
+def as_tokens(x: Any, name: str) -> Tokens:
+    """Return embeddings in tensors: `x` as one tensor, or its items if `x` is a list. Integers become fp32.
+
+    Args:
+        x: a tensor, an array or a list of ``[L_i, d]``, each a tensor, an array or lists of numbers.
+        name: the argument, for errors.
+
+    Raises:
+        ValueError: the items of a list are not ``[L_i, d]`` of one d.
+        TypeError: `x` or an item has no numbers.
+    """
     if not isinstance(x, (list, tuple)):
-        return _floating(as_tensor(x))
-    items = [_floating(as_tensor(item)) for item in x]
-    d = next((t.shape[-1] for t in items if t.dim() == 2), 0)
-    return [t.reshape(0, d) if t.dim() == 1 and not t.numel() else t for t in items]
+        return _embeddings(f"{name}: expected a tensor, an array or a list of", x)
+    items = _items(name, x)
+    d = next((t.shape[1] for t in items if t.dim() == 2), 0)
+    items = [t.reshape(0, d) if t.dim() == 1 and not t.numel() else t for t in items]
+    for i, t in enumerate(items):
+        if t.dim() != 2 or t.shape[1] != d:
+            raise ValueError(f"{name}[{i}]: expected [L, {d or 'd'}], got {list(t.shape)}")
+    return items
+
+
+def _items(name: str, x: Any) -> list[Tensor]:
+    return [_embeddings(f"{name}[{i}]: expected [L, d]", item) for i, item in enumerate(x)]
+
+
+def _embeddings(where: str, x: Any) -> Tensor:
+    """Return `x` as a floating-point tensor of any shape. Errors begin with `where`, which says what is expected."""
+    try:
+        found = as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        lengths = {len(row) for row in x if isinstance(row, (list, tuple))} if isinstance(x, (list, tuple)) else set()
+        if len(lengths) > 1:
+            raise ValueError(f"{where}, got rows of {min(lengths)} to {max(lengths)} numbers") from None
+        raise TypeError(f"{where} numbers, got {type(x).__name__}") from None
+    if found.is_complex():
+        raise TypeError(f"{where} real numbers, got {found.dtype}")
+    return _floating(found)
 
 
 def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Tensor:
@@ -68,16 +99,7 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
         TypeError: `x` has no numbers.
     """
     expected = f"{where}: expected [{rows}, {'d' if d is None else d}]"
-    try:
-        vectors = as_tensor(x)
-    except (TypeError, ValueError, RuntimeError):
-        if isinstance(x, (list, tuple)) and len({len(row) for row in x if isinstance(row, (list, tuple))}) > 1:
-            lengths = sorted({len(row) for row in x if isinstance(row, (list, tuple))})
-            raise ValueError(f"{expected}, got rows of {lengths[0]} to {lengths[-1]} numbers") from None
-        raise TypeError(f"{expected} numbers, got {type(x).__name__}") from None
-    if vectors.is_complex():
-        raise TypeError(f"{expected} real numbers, got {vectors.dtype}")
-    vectors = _floating(vectors)
+    vectors = _embeddings(expected, x)
     if d is not None and not vectors.numel():
         return vectors.reshape(0, d)
     if vectors.dim() != 2 or d not in (None, vectors.shape[1]):
@@ -85,15 +107,25 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
     return vectors
 
 
-def as_dense(x: Any) -> Tensor:
-    """Embeddings of one shape, in one tensor."""
-    tokens = as_tokens(x)
-    return torch.stack(tokens) if isinstance(tokens, list) else tokens
+def as_dense(x: Any, name: str) -> Tensor:
+    """Return embeddings in one tensor; the items of a list have one shape. Arguments are as of `as_tokens`."""
+    if not isinstance(x, (list, tuple)):
+        return _embeddings(f"{name}: expected a tensor, an array or a list of", x)
+    items = _items(name, x)
+    for i, t in enumerate(items):
+        if t.shape != items[0].shape:
+            raise ValueError(f"{name}[{i}]: expected {list(items[0].shape)}, as {name}[0], got {list(t.shape)}")
+    if not items:
+        raise ValueError(f"{name}: expected at least one, got none")
+    return torch.stack(items)
 
 
 def as_one_group(documents: Any, mask: Any) -> tuple[Tensor, Any]:
     """The documents of groups ``[G, N, Ld, d]``, and their mask, as those of one; group g begins at ``g * N``."""
-    D = as_dense(documents).flatten(0, 1)
+    D = as_dense(documents, "documents")
+    if D.dim() != 4:
+        raise ValueError(f"documents: expected [G, N, Ld, d], got {list(D.shape)}")
+    D = D.flatten(0, 1)
     return D, None if mask is None else as_mask("documents_mask", mask).flatten(0, 1)
 
 
@@ -137,7 +169,8 @@ def xtr(Q: Any, D: Any, q_mask: Any, d_mask: Any, top_k: int, normalizer: str, f
 
     Query tokens whose mask is a number other than 0 count in the normalizer.
     """
-    Q, D, mask, weight, keep = _prepared(as_dense(Q), as_dense(D), q_mask, d_mask)
+    Q, D = as_dense(Q, "queries"), as_dense(D, "documents")
+    Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
     if weight is not None:
         mask = weight != 0
     return _filled(maxsim_xtr(Q, D, top_k, mask, keep, q_weight=weight, normalizer=normalizer), D, keep, fill)
@@ -149,7 +182,7 @@ def own_documents(scores: Tensor, count: int) -> Tensor:
 
 
 def _prepared(Q: Any, D: Any, q_mask: Any, d_mask: Any) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:
-    Q, D = as_tokens(Q), as_tokens(D)
+    Q, D = as_tokens(Q, "queries"), as_tokens(D, "documents")
     if q_mask is not None and isinstance(Q, list):
         Q = torch.nn.utils.rnn.pad_sequence(Q, batch_first=True)
     if d_mask is not None and isinstance(D, list):

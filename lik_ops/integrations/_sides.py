@@ -24,7 +24,7 @@ class Side:
         self.name = name
         first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
         self.device = first.device if isinstance(first, Tensor) else None  # arrays have none
-        self.tokens: Tokens = _scoring.as_tokens(x)
+        self.tokens: Tokens = _scoring.as_tokens(x, name)
         if isinstance(mask, (list, tuple)):
             mask = torch.nn.utils.rnn.pad_sequence([_scoring.as_tensor(m) for m in mask], batch_first=True)
         self.mask = _scoring.as_mask(f"{name}_mask", mask)

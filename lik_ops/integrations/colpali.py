@@ -83,13 +83,13 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
         torch.Size([1, 2])
     """
     for name, given in (("qs", qs), ("ps", ps)):
-        if len(given) == 0:
+        if given is not None and len(given) == 0:
             raise ValueError(f"score_multi_vector: {name}: expected at least one, got none")
     at = torch.device(device or _best_device())
-    queries = _scoring.moved(_scoring.as_tokens(qs), at)
+    queries, pages = _scoring.moved(_scoring.as_tokens(qs, "qs"), at), _scoring.as_tokens(ps, "ps")
     parts = [
-        _scoring.cross(queries, _scoring.moved(_scoring.as_tokens(ps[begin : begin + batch_size]), at), None, None)
-        for begin in range(0, len(ps), batch_size)
+        _scoring.cross(queries, _scoring.moved(pages[begin : begin + batch_size], at), None, None)
+        for begin in range(0, len(pages), batch_size)
     ]
     return torch.cat(parts, dim=1).to("cpu", torch.float32)
 

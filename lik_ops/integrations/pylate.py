@@ -102,7 +102,7 @@ def colbert_kd_scores(
         torch.Size([2, 8])
     """
     _check_backend("colbert_kd_scores", backend)
-    Q, D = _scoring.as_dense(queries_embeddings), _scoring.as_dense(documents_embeddings)
+    Q, D = _scoring.as_dense(queries_embeddings, "queries"), _scoring.as_dense(documents_embeddings, "documents")
     return _scoring.cross(Q, D, queries_mask, documents_mask)
 
 
@@ -182,7 +182,7 @@ class XTRKDScores(XTRScores):
         queries_mask: Any = None,
         documents_mask: Any = None,
     ) -> Tensor:
-        D = _scoring.as_dense(documents_embeddings)
+        D = _scoring.as_dense(documents_embeddings, "documents")
         return _scoring.own_documents(super().__call__(queries_embeddings, D, queries_mask, documents_mask), D.shape[1])
 
 

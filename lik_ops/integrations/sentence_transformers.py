@@ -154,7 +154,8 @@ def colbert_scores(
         torch.Size([2, 6])
     """
     D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
-    return maxsim(queries_embeddings, D, queries_mask, d_mask, chunk_elements, length_normalize)
+    Q = _scoring.as_tokens(queries_embeddings, "queries")
+    return maxsim(Q, D, queries_mask, d_mask, chunk_elements, length_normalize)
 
 
 def colbert_scores_pairwise(
@@ -173,8 +174,8 @@ def colbert_scores_pairwise(
         >>> sentence_transformers.colbert_scores_pairwise(Q, D).shape
         torch.Size([2])
     """
-    tensors = queries_embeddings, documents_embeddings, queries_mask, documents_mask
-    return maxsim_pairwise(*tensors, chunk_elements, length_normalize)
+    Q, D = _scoring.as_tokens(queries_embeddings, "queries"), _scoring.as_tokens(documents_embeddings, "documents")
+    return maxsim_pairwise(Q, D, queries_mask, documents_mask, chunk_elements, length_normalize)
 
 
 def colbert_kd_scores(
@@ -199,8 +200,8 @@ def colbert_kd_scores(
         >>> sentence_transformers.colbert_kd_scores(Q, D).shape
         torch.Size([2, 8])
     """
-    D = _scoring.as_dense(documents_embeddings)
-    queries = Side("queries", _scoring.as_dense(queries_embeddings), queries_mask)
+    D = _scoring.as_dense(documents_embeddings, "documents")
+    queries = Side("queries", _scoring.as_dense(queries_embeddings, "queries"), queries_mask)
     keep = D.any(-1) if documents_mask is None else documents_mask
     scores = cross(queries.tokens, D, queries.mask, keep)
     return scores / queries.counts(scores.device).unsqueeze(1) if length_normalize else scores
@@ -246,7 +247,7 @@ def xtr_scores(
         torch.Size([2, 6])
     """
     D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
-    queries = Side("queries", _scoring.as_dense(queries_embeddings), queries_mask)
+    queries = Side("queries", _scoring.as_dense(queries_embeddings, "queries"), queries_mask)
     documents = Side("documents", D, d_mask)
     return _scoring.xtr(queries.tokens, documents.tokens, queries.mask, documents.mask, top_k, "retrieved", fill)
 
@@ -268,7 +269,7 @@ def xtr_kd_scores(
         >>> sentence_transformers.xtr_kd_scores(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
         torch.Size([2, 8])
     """
-    D = _scoring.as_dense(documents_embeddings)
+    D = _scoring.as_dense(documents_embeddings, "documents")
     scores = xtr_scores(queries_embeddings, D, queries_mask, documents_mask, top_k, chunk_elements)
     return _scoring.own_documents(scores, D.shape[1])
 
@@ -291,7 +292,7 @@ def xtr_scores_pairwise(
         >>> sentence_transformers.xtr_scores_pairwise(Q, D).shape
         torch.Size([2])
     """
-    D, d_mask = _scoring.as_dense(documents_embeddings), _scoring.as_mask("documents_mask", documents_mask)
+    D, d_mask = _scoring.as_dense(documents_embeddings, "documents"), _scoring.as_mask("documents_mask", documents_mask)
     D = D.unsqueeze(1) if D.dim() == 3 else D
     d_mask = d_mask.unsqueeze(1) if d_mask is not None and d_mask.dim() == 2 else d_mask
     return xtr_kd_scores(queries_embeddings, D, queries_mask, d_mask, top_k, chunk_elements).squeeze(-1)

@@ -1,10 +1,9 @@
-"""What kernels are passed: tensors with their strides and masks, grouped so that a launch reads like a call.
+"""Arguments of kernels: tensors with their strides and masks, grouped so that a launch reads like a call.
 
-What only the backward is passed is in `backward_arguments`.
-
-Two layouts share every kernel. Cross product: D is ``[Nd, Ld, d]`` and every document meets every query. Candidates:
-D is ``[Nq, K, Ld, d]`` and a document meets the one query that owns it. A document is found at
-``owner * stride_owner + k * stride_doc``, with ``stride_owner = 0`` and ``owner = 0`` for the cross product.
+`backward_arguments` has the arguments of the backward. Two layouts share every kernel. Cross product: D is
+``[Nd, Ld, d]`` and every document is scored against every query. Candidates: D is ``[Nq, K, Ld, d]`` and a document is
+scored against the one query that owns it. A document is found at ``owner * stride_owner + k * stride_doc``, with
+``stride_owner = 0`` and ``owner = 0`` for the cross product.
 """
 
 from typing import Any, NamedTuple

@@ -53,3 +53,26 @@ def test_onnx_of_other_dtypes_and_integer_masks(dtype):
     session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
     inputs = {i.name: t.numpy() for i, t in zip(session.get_inputs(), (Q, D, d_mask), strict=True)}
     torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), lik_ops.maxsim(Q, D, None, d_mask))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_scores_nan_wherever_it_is():
+    """At each position of a document, and behind a mask, where it does not count."""
+    pytest.importorskip("onnxscript", reason='pip install ".[onnx]"')
+    runtime = pytest.importorskip("onnxruntime", reason='pip install ".[onnx]"')
+
+    class Plain(torch.nn.Module):
+        def forward(self, Q, D, d_mask):
+            return lik_ops.maxsim(Q, D, None, d_mask)
+
+    Q, D = torch.randn(2, 5, 8), torch.randn(38, 37, 8)
+    tokens = torch.arange(37)
+    D[tokens, tokens] = float("nan")
+    d_mask = torch.ones(38, 37, dtype=torch.bool)
+    d_mask[tokens[::3], tokens[::3]] = False
+    table = lik_ops.export.onnx_translations()
+    program = torch.onnx.export(Plain(), (Q, D, d_mask), dynamo=True, custom_translation_table=table, verbose=False)
+    session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    inputs = {i.name: t.numpy() for i, t in zip(session.get_inputs(), (Q, D, d_mask), strict=True)}
+    found = torch.from_numpy(session.run(None, inputs)[0])
+    torch.testing.assert_close(found, lik_ops.maxsim(Q, D, None, d_mask), rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -71,6 +71,9 @@ def _maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, no
         d_mask = d_mask if candidates else op.Unsqueeze(d_mask, axis(0))
         S = op.Where(op.Unsqueeze(d_mask, axis(2)), S, infinite)
     terms = op.ReduceMax(S, axis(-1), keepdims=0)  # [Nq, K, Lq]
+    # onnxruntime's ReduceMax drops a NaN or keeps it, depending on its position.
+    has_nan = op.Cast(op.ReduceSum(op.Cast(op.IsNaN(S), to=1), axis(-1), keepdims=0), to=9)
+    terms = op.Where(has_nan, number(float("nan")), terms)
     if q_weight is not None:
         terms = op.Mul(terms, op.Unsqueeze(q_weight, axis(1)))
     if q_mask is not None:

@@ -19,7 +19,8 @@ from ..gradients import gradient
 
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_GRAD, _JVP = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
+_Kind = torch._C._functorch.TransformType
+_GRAD, _JVP, _FUNCTIONALIZE = _Kind.Grad, _Kind.Jvp, _Kind.Functionalize
 
 
 def is_transforming() -> bool:
@@ -42,8 +43,13 @@ def takes_tangents() -> bool:
     return _has(_JVP)
 
 
+def is_functionalizing() -> bool:
+    """Return whether `torch.func.functionalize` is active."""
+    return _has(_FUNCTIONALIZE)
+
+
 # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: see `sharding`.
-for _asked in (is_transforming, is_deriving, takes_tangents):
+for _asked in (is_transforming, is_deriving, takes_tangents, is_functionalizing):
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -138,4 +144,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
 
     Not for the bodies of operators: the dispatcher has left the transform there.
     """
+    if is_functionalizing():  # torch has no rule for an autograd.Function there
+        reject_transforms("MaxSim inside functionalize", is_differentiating)
+        return lik.maxsim_fwd(*args)
     return _Forward.apply(*args) if is_transforming() else lik.maxsim_fwd(*args)

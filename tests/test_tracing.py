@@ -1,0 +1,82 @@
+"""`torch.fx.symbolic_trace` and `torch.func.functionalize` of the functions."""
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import maxsim
+
+Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
+LABELS = torch.zeros(2, dtype=torch.long)
+FUNCTIONS = {
+    "maxsim": lambda q, x: lik_ops.maxsim(q, x, normalize=True),
+    "maxsim_pairs": lambda q, x: lik_ops.maxsim_pairs(q, x[:2]),
+    "maxsim_with_argmax": lambda q, x: lik_ops.maxsim_with_argmax(q, x)[1],
+    "maxsim_soft": lambda q, x: lik_ops.maxsim_soft(q, x, 0.5),
+    "maxsim_token_topk": lambda q, x: lik_ops.maxsim_token_topk(q, x, 2),
+    "maxsim_xtr": lambda q, x: lik_ops.maxsim_xtr(q, x, 3),
+    "maxsim_cross_entropy": lambda q, x: lik_ops.maxsim_cross_entropy(q, x, LABELS.to(q.device)),
+    "maxsim_varlen": lambda q, x: lik_ops.maxsim_varlen(q, x),
+    "chamfer_distance": lambda q, x: lik_ops.chamfer_distance(q, x[:2]),
+    "similarity_map": lambda q, x: lik_ops.similarity_map(q, x[:2]),
+    "retrieve": lambda q, x: lik_ops.retrieve(q, x, 2)[1],
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, q, x):
+        return self.function(q, x) + 1
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "maxsim_cross_entropy"])
+def test_symbolic_tracing_keeps_the_call(name):
+    model = Model(FUNCTIONS[name])
+    traced = torch.fx.symbolic_trace(model)
+    assert getattr(lik_ops, name) in [node.target for node in traced.graph.nodes]
+    assert torch.equal(traced(Q, D), model(Q, D))
+
+
+def test_symbolic_tracing_of_the_module():
+    scorer = lik_ops.MaxSimScorer(normalize=True)
+    traced = torch.fx.symbolic_trace(scorer)
+    assert [node.name for node in traced.graph.nodes if node.op == "call_function"] == ["maxsim"]
+    assert torch.equal(traced(Q, D, None, None, None), scorer(Q, D))
+
+
+def test_a_name_that_torch_cannot_replace_is_an_error_that_says_what_to_do():
+    with pytest.raises(
+        TypeError, match=r"maxsim: Q: expected a Tensor, got Proxy: call .* or give its name to torch\.fx"
+    ):
+        torch.fx.symbolic_trace(Model(lambda q, x: maxsim(q, x)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functionalize(name):
+    function = FUNCTIONS[name]
+    functional = torch.func.functionalize(function)
+    assert torch.equal(functional(Q, D), function(Q, D))
+    q = Q.clone().requires_grad_()
+    if functional(q, D).requires_grad:
+        actual, expected = (torch.autograd.grad(f(q, D).sum(), q)[0] for f in (functional, function))
+        assert torch.equal(actual, expected)
+
+
+def test_functionalize_with_vmap():
+    for f in (
+        torch.func.vmap(torch.func.functionalize(maxsim), (0, None)),
+        torch.func.functionalize(torch.func.vmap(maxsim, (0, None))),
+    ):
+        assert torch.equal(f(Q, D), maxsim(Q, D))
+
+
+def test_functionalize_with_gradients_is_refused():
+    def total(q):
+        return maxsim(q, D).sum()
+
+    for f in (torch.func.grad(torch.func.functionalize(total)), torch.func.functionalize(torch.func.grad(total))):
+        with pytest.raises(NotImplementedError, match=r"functionalize: use torch\.autograd"):
+            f(Q)

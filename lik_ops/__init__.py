@@ -32,7 +32,7 @@ from .quantizing import quantize
 from .residual import ResidualCodec
 from .retrieval import Corpus, maxsim_streamed, read_index, retrieve, write_index
 from .scorer import MaxSimScorer
-from .settings import checks, use_backend
+from .settings import checks, norm_warning, use_backend
 
 if TYPE_CHECKING:
     from . import distributed as distributed
@@ -65,6 +65,7 @@ __all__ = [
     "maxsim_varlen_with_argmax",
     "maxsim_with_argmax",
     "maxsim_xtr",
+    "norm_warning",
     "pack",
     "pack_padded",
     "quantize",

@@ -1,6 +1,7 @@
 """What a call may be told from outside: environment variables, and context managers that win over them.
 
 ``LIK_OPS_BACKEND`` and `use_backend` say who computes, ``LIK_OPS_CHECKS`` and `checks` whether values are looked at.
+``LIK_OPS_NORM_WARNING`` and `norm_warning` say whether tokens that look unnormalized cause a warning.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 BACKENDS = ("auto", "triton", "portable")
-BACKEND_VARIABLE, CHECKS_VARIABLE = "LIK_OPS_BACKEND", "LIK_OPS_CHECKS"
+BACKEND_VARIABLE, CHECKS_VARIABLE, NORM_VARIABLE = "LIK_OPS_BACKEND", "LIK_OPS_CHECKS", "LIK_OPS_NORM_WARNING"
 
 # Below os.environ, whose own look-up takes most of a microsecond of every call.
 _environment = getattr(os.environ, "_data", None)
@@ -21,6 +22,7 @@ _backend_key, _checks_key = _encode(BACKEND_VARIABLE), _encode(CHECKS_VARIABLE)
 
 _backend: ContextVar[str | None] = ContextVar("lik_ops_backend", default=None)
 _checks: ContextVar[bool | None] = ContextVar("lik_ops_checks", default=None)
+_norm_warning: ContextVar[bool | None] = ContextVar("lik_ops_norm_warning", default=None)
 
 
 def _checked(name: str, source: str) -> str:
@@ -115,3 +117,41 @@ def checks(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _checks.reset(token)
+
+
+def warns_of_norms() -> bool:
+    """Return whether tokens may cause a warning: as the innermost `norm_warning` says, else the variable, else True."""
+    chosen = _norm_warning.get()
+    if chosen is not None:
+        return chosen
+    value = os.environ.get(NORM_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{NORM_VARIABLE}: expected 0 or 1, got {value!r}")
+    return value != "0"
+
+
+@contextmanager
+def norm_warning(enabled: bool = True) -> Iterator[None]:
+    """Turn the warning for tokens that look unnormalized on or off inside the ``with`` block.
+
+    Late-interaction models are trained with tokens of norm 1. A scoring function without ``normalize=True`` warns once
+    per process if most of a few tokens of Q or D have another norm: it reads them on the CPU, where reading waits for
+    nothing, or under `checks`. ``LIK_OPS_NORM_WARNING=0`` turns the warning off for a whole process.
+
+    Args:
+        enabled: False turns the warning off.
+
+    Raises:
+        TypeError: `enabled` is not a bool.
+
+    Example:
+        >>> with lik_ops.norm_warning(False):
+        ...     scores = lik_ops.maxsim(torch.randn(2, 32, 128), torch.randn(5, 300, 128))
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"norm_warning: enabled: expected a bool, got {type(enabled).__name__}")
+    token = _norm_warning.set(enabled)
+    try:
+        yield
+    finally:
+        _norm_warning.reset(token)

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 # The compile caches on disk do not know the code below an operator: an old backward could be served.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+# Tests score random tokens.
+os.environ.setdefault("LIK_OPS_NORM_WARNING", "0")
 # Without caches each process would compile trials of every width of vectors, for seven seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

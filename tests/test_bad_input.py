@@ -98,6 +98,7 @@ CALLS: dict[str, list[dict]] = {
     "warmup": [{**WARM, **dict.fromkeys(FLAGS, False), "backward": "auto"}],
     "use_backend": [{"name": "portable"}],
     "checks": [{"enabled": True}],
+    "norm_warning": [{"enabled": True}],
     "MaxSimScorer": [{"normalize": False, "backward": "auto", "recompute": False, "save": None, "pad_id": 0}],
     "MaxSimScorer.forward": [{"Q": Q3, "D": D3, **MASKS, **WEIGHT}],
 }
@@ -181,7 +182,7 @@ def _callable(function):
 
 def _calls(function, right, **changes):
     found = _callable(function)(**{**right, **changes})
-    if function in ("checks", "use_backend"):
+    if function in ("checks", "norm_warning", "use_backend"):
         with found:
             pass
 

@@ -68,7 +68,7 @@ METHODS = {
 }
 PREFIX = {name: (f"ResidualCodec.{name}: ",) for name in ("encode", "decode", "scales")}
 PREFIX |= dict.fromkeys(("MaxSimScorer.forward", "score", "forward_with_ids"), ("maxsim: ", "forward_with_ids: "))
-SKIPPED = ("use_backend", "checks")  # context managers
+SKIPPED = ("use_backend", "checks", "norm_warning")  # context managers
 CALLS = {
     name: [*TABLE.get(name, []), *MORE.get(name, [])] for name in dict.fromkeys([*TABLE, *MORE]) if name not in SKIPPED
 }

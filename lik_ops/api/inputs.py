@@ -132,7 +132,7 @@ def given(
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = _in_region(Q, D, q_weight, quantized is not None)
     check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
-    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
+    _check_per_token(op, (Q, D, q_mask, d_mask), q_weight, normalize or quantized is not None)
     _check_bounds(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), whole)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     refused = (
@@ -160,6 +160,12 @@ def _check_lists(op: str, Q: Any, D: Tensor) -> None:
     if count is None:
         raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
     same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
+
+
+def _check_per_token(op: str, given: tuple, q_weight: Any, is_normalized: bool) -> None:
+    Q, D, q_mask, d_mask = given
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
+    hints.look_at_tokens(op, Q, D, q_mask, d_mask, is_normalized)
 
 
 def _check_bounds(op: str, queries: tuple, documents: tuple, whole: bool) -> None:

@@ -20,7 +20,7 @@ from ..arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bo
 from ..formats import Stored
 from ..segments import Cut
 from ..settings import checks_values, requested_backend, use_backend
-from . import family
+from . import family, hints
 from .cross_entropy import Labelled, LossCall, check_call, default_labels
 from .cuts import has_even_rows, is_packed, sizes_of
 from .eager_calls import CutCall, DenseCall
@@ -139,6 +139,7 @@ def _new_call(name: str, *arguments: Any) -> DenseCall | None:
     given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
     Q, D, q_mask, d_mask, q_weight = given
     check(name, Q, D, q_mask, d_mask, q_weight, backward)
+    hints.look_at_tokens(name, Q, D, q_mask, d_mask, normalize)
     differentiable = wants_gradients(Q, D, q_weight)
     argmax_dtype = argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None
     if name == "maxsim_with_argmax":
@@ -189,6 +190,7 @@ def _new_loss_call(given: tuple) -> LossCall:
     *tensors, normalize, reduction = given
     check_call("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
     x = Labelled(*tensors)
+    hints.look_at_tokens("maxsim_cross_entropy", *x[:4], normalize)
     backend = backends.select(x.Q.device, x.Q.dtype)
     return LossCall(x, backend, normalize, reduction, wants_gradients(x.Q, x.D, x.q_weight))
 

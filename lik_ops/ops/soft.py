@@ -16,6 +16,7 @@ from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..arguments import check_strided, kind_of, score_dtype, shape_of, short_repr
 from ..segments import Dense
+from . import hints
 from . import maxsim as operators
 from .custom import custom_op
 from .family import backend_once, check_needed, check_upstream, fake_gradient, no_double_backward, register_autograd
@@ -162,4 +163,7 @@ def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:
         keep = argmax_dtype is not None or functional.records_gradients(tau)
         return lik.maxsim_soft_fwd(*tensors, tau, number, normalized, keep)
 
-    return operators.watched("maxsim_soft", forward, given, normalize, "auto")[0]
+    found = operators.watched("maxsim_soft", forward, given, normalize, "auto")[0]
+    Q, D, q_mask, d_mask, _ = given
+    hints.look_at_tokens("maxsim_soft", Q, D, q_mask, d_mask, normalize)
+    return found

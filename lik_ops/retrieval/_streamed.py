@@ -12,7 +12,7 @@ from ..api import inputs
 from ..api.packing import is_sequences
 from ..api.score import maxsim
 from ..arguments import check_flag, lift
-from ..ops import topk
+from ..ops import hints, topk
 from ..ops.stack import autocast
 from ..ops.topk import Best, Search
 from . import sources
@@ -121,6 +121,7 @@ def checked(op: str, s: Search) -> Search:
     sources.check_dtype(op, Q, D.dtype)
     s = s._replace(Q=Q, D=D, q_weight=q_weight)
     topk.check_arguments(op, s)
+    hints.look_at_tokens(op, Q, D, s.q_mask, s.d_mask, s.normalize)
     return s
 
 

@@ -46,7 +46,7 @@ class Recorder:
         if not frame.f_code.co_filename.startswith(INSIDE) or event not in ("call", "return"):
             return
         name = frame.f_code.co_qualname  # of Python 3.11 and later
-        if "<" in name.rsplit(".", 1)[-1]:
+        if "<" in name.rsplit(".", 1)[-1] or frame.f_code.co_filename.endswith("portable/pace.py"):  # a wrapper
             return
         if event == "call":
             path = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix().removeprefix("lik_ops/")

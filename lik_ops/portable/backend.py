@@ -6,11 +6,19 @@ from .code_scores import code_scores
 from .cross_entropy import count_labels, label_gradients, label_losses
 from .forward import forward
 from .head import backward_head, forward_head
+from .pace import paced
 from .packed import forward_ragged
 from .packed_backward import backward_ragged
 from .quantized import forward_quantized, keep_int8
 from .soft import backward_soft, forward_soft
 from .topk import best, best_of_parts
+
+backward_chamfer, forward_chamfer = paced(backward_chamfer), paced(forward_chamfer)
+backward_head, forward_head = paced(backward_head), paced(forward_head)
+backward_lowmem, backward_unified, forward = paced(backward_lowmem), paced(backward_unified), paced(forward)
+backward_ragged, forward_ragged = paced(backward_ragged), paced(forward_ragged)
+backward_soft, forward_soft = paced(backward_soft), paced(forward_soft)
+code_scores, forward_quantized = paced(code_scores), paced(forward_quantized)
 
 __all__ = [
     "backward_chamfer",

@@ -33,6 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .pace import look
+
 MIN_ROWS, MAX_ROWS = 24, 1024
 SHARED_ROWS = 64  # rows of a slice that short documents share
 # Multiples that rows have, multiples that columns have, and most columns. torch's amax is fastest on 32 fp32 columns.
@@ -151,6 +153,7 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Of matrices or batches of them, in their own dtype: a region of autocast casts products without an `out`."""
+    look()
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     return multiply(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))
 
@@ -196,8 +199,9 @@ def fold_sum(x: Tensor) -> Tensor:
 
 
 def slices_of(first: int, last: int, step: int) -> Iterator[slice]:
-    """``[first, last)`` cut into slices of at most `step`."""
+    """``[first, last)`` cut into slices of at most `step`; between two of them the number of threads may change."""
     for start in range(first, last, step):
+        look()
         yield slice(start, min(start + step, last))
 
 

@@ -9,6 +9,7 @@ from ..arguments import score_dtype
 from .blocks import MIN_ROWS, MiB, ceil_div, lies_ready, slice_shape, slices_of
 from .layout import Layout, unified_layout
 from .narrow import FewDocuments, FewQueries
+from .pace import look
 from .scores import NEG_INF, Forward
 from .slices import Panel, Slices, tiling_of
 from .wide import Wide
@@ -108,6 +109,7 @@ class Across(Slices):
             S = self.similarities[: tokens * n * columns].view(tokens, n, columns)
             rows = None if masked is None else masked[t].reshape(-1).nonzero().squeeze(-1)
             for panel in panels:
+                look()
                 torch.bmm(part, panel.columns[:tokens], out=S)
                 if rows is not None and rows.numel():
                     S.view(-1, columns).index_fill_(0, rows, NEG_INF)

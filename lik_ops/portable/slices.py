@@ -29,6 +29,7 @@ from .blocks import (
     slices_of,
 )
 from .layout import Padded
+from .pace import look
 from .scores import NEG_INF, Forward, keep_first, winners
 
 
@@ -144,6 +145,7 @@ class Slices(Forward):
         for start in self.shape.starts:
             documents = self._load_documents(b, x, start, views)
             for panel in panels:
+                look()
                 best = panel.best.narrow(0, place, views.used * self.shape.documents)
                 self._score(b, x, start, documents, views, panel, best)
 

@@ -1,0 +1,154 @@
+"""One thread in place of several while other processes need the processors.
+
+An OpenMP thread that waits for the others of its team spins for milliseconds. If another process has the processor of
+one of them, the whole team spins until that thread runs again, and the scheduler charges the team for the time that
+it spun. Work in pieces of a millisecond, as in this backend, was then 5 to 12 times slower with two threads than with
+one. The variable that forbids spinning (OMP_WAIT_POLICY=passive) is read when torch is imported, which is too early.
+
+The kernel counts how often it takes a processor away from a thread that could go on. Many such switches per second of
+work mean that the machine is busy. The call then goes on with one thread for a while and tries several again later.
+Neither the number of threads of the process nor that of its other threads changes: both settings belong to a thread.
+Scores have the same bits with any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+if sys.platform == "linux":
+    from resource import RUSAGE_SELF, getrusage
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+LOOK_SECONDS = 0.002  # between two looks at the counters, which take 4 us each
+WINDOW_SECONDS = 0.02  # processor time of the process that is judged at once
+STALE_SECONDS = 0.1  # a call so long after the last look begins a new window
+# A thread that spins is switched away after each of its time slices of 3 to 4 ms, 250 times per second or more. Of an
+# idle machine some 10 per second are expected.
+MOST_SWITCHES = 100  # per second of processor time
+LEAST_SWITCHES = 3  # in a window
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0  # with one thread; doubled each time the machine is still busy
+
+
+@lru_cache(maxsize=1)
+def _setters() -> list[Callable[[int], Any]] | None:
+    """Set the threads of the calling thread alone, in OpenMP and MKL; None where they cannot be set."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        setters: list[Callable[[int], Any]] = [library.omp_set_num_threads]
+    except (OSError, AttributeError):
+        return None
+    try:
+        setters.append(library.MKL_Set_Num_Threads_Local)
+    except AttributeError:
+        if torch.backends.mkl.is_available():
+            return None
+    return setters
+
+
+def _counters() -> tuple[float, int]:
+    """Processor time of this process in seconds, and how often one of its threads lost a processor."""
+    usage = getrusage(RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime, usage.ru_nivcsw
+
+
+class _Pace(threading.local):
+    """How many threads the calls of one thread use."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # of calls within calls
+        self.threads = 1  # that the thread has outside of calls
+        self.is_single = False
+        self.next_look = self.last_look = self.until = 0.0
+        self.pause = FIRST_PAUSE_SECONDS
+        self.before: tuple[float, int] | None = None  # the counters when the window began
+
+    def enter(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            self.threads, now = torch.get_num_threads(), perf_counter()
+            if now - self.last_look > STALE_SECONDS:
+                self.before = None
+            if self.threads > 1 and now < self.until:
+                self._use_one()
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.depth == 0 and self.is_single:
+            self._use_all()
+
+    def look(self) -> None:
+        """Change the number of threads if it is time to."""
+        if self.depth == 0 or self.threads < 2:
+            return
+        now = perf_counter()
+        if now < self.next_look:
+            return
+        self.next_look = now + LOOK_SECONDS
+        if self.is_single:
+            if now >= self.until:
+                self._use_all()
+            return
+        counters, self.last_look = _counters(), now
+        if self.before is None:
+            self.before = counters
+            return
+        seconds, switches = (x - y for x, y in zip(counters, self.before, strict=True))
+        if seconds < WINDOW_SECONDS:
+            return
+        self.before = counters
+        if switches < max(LEAST_SWITCHES, MOST_SWITCHES * seconds):
+            self.pause = FIRST_PAUSE_SECONDS
+            return
+        self.until = now + self.pause
+        self.pause = min(2 * self.pause, LONGEST_PAUSE_SECONDS)
+        self._use_one()
+
+    def _use_one(self) -> None:
+        if (setters := _setters()) is None:
+            return
+        for setter in setters:
+            setter(1)
+        self.is_single = True
+
+    def _use_all(self) -> None:
+        setters = _setters()
+        assert setters is not None
+        setters[0](self.threads)
+        for setter in setters[1:]:
+            setter(0)  # MKL: the number of the process
+        self.is_single, self.before = False, None
+
+
+_pace = _Pace()
+
+
+def look() -> None:
+    """Let the call use one thread, or several again, if the machine became busy, or calm. Cheap."""
+    _pace.look()
+
+
+def paced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function use one thread while the machine is busy; on Linux alone."""
+    if sys.platform != "linux":
+        return function
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _pace.enter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _pace.leave()
+
+    return call

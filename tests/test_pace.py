@@ -1,0 +1,183 @@
+"""One thread in place of several while other processes need the processors."""
+
+import itertools
+import sys
+import threading
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.portable import backend, blocks, pace
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts switches of Linux")
+SEVERAL = 2
+
+
+class Machine:
+    """A clock and the counters of a process, which pass between two looks."""
+
+    def __init__(self):
+        self.now, self.seconds, self.switches = 1000.0, 0.0, 0
+        self.each = 0.01, 0.01, 0  # what passes: wall time, processor time and switches
+        self.threads = []  # at each look
+
+    def is_busy(self, busy):
+        self.each = (0.01, 0.011, 3) if busy else (0.01, 0.011, 0)
+
+    def clock(self):
+        return self.now
+
+    def counters(self):
+        return self.seconds, int(self.switches)
+
+    def look(self, inner):
+        wall, seconds, switches = self.each
+        self.now, self.seconds, self.switches = self.now + wall, self.seconds + seconds, self.switches + switches
+        inner()
+        self.threads.append(torch.get_num_threads())
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    if pace._setters() is None:
+        pytest.skip("threads cannot be set")
+    found, inner, before = Machine(), pace.look, torch.get_num_threads()
+    torch.set_num_threads(SEVERAL)
+    monkeypatch.setattr(pace, "_pace", pace._Pace())
+    monkeypatch.setattr(pace, "perf_counter", found.clock)
+    monkeypatch.setattr(pace, "_counters", found.counters)
+    monkeypatch.setattr(blocks, "look", lambda: found.look(inner))
+    yield found
+    assert torch.get_num_threads() == SEVERAL, "a call leaves the number of threads as it was"
+    torch.set_num_threads(before)
+
+
+@pace.paced
+def work(looks):
+    for _ in blocks.slices_of(0, looks, 1):
+        pass
+
+
+def test_a_busy_machine_makes_a_call_go_on_with_one_thread_for_a_while(machine):
+    machine.is_busy(True)
+    work(10)
+    assert machine.threads == [SEVERAL] * 2 + [1] * 8
+    assert torch.get_num_threads() == SEVERAL
+    machine.threads.clear()
+    machine.is_busy(False)
+    work(60)
+    assert machine.threads[:40] == [1] * 40 and machine.threads[-10:] == [SEVERAL] * 10
+
+
+def test_pauses_become_longer_while_the_machine_is_busy(machine):
+    machine.is_busy(True)
+    work(4000)
+    tries = [i for i in range(1, 4000) if machine.threads[i] != 1 and machine.threads[i - 1] == 1]
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert gaps[:4] == sorted(gaps[:4]) and gaps[0] > 90 and max(gaps) < 820
+    assert machine.threads.count(1) > 3900
+    machine.is_busy(False)
+    work(2000)
+    assert pace._pace.pause == pace.FIRST_PAUSE_SECONDS
+
+
+def test_a_calm_machine_keeps_all_threads(machine):
+    work(500)
+    machine.each = 0.01, 0.02, 0.2  # ten switches per second
+    work(500)
+    assert set(machine.threads) == {SEVERAL}
+
+
+def test_calls_that_wait_long_for_a_processor_are_judged_too(machine):
+    machine.each = 0.3, 0.03, 9  # a look each .3 s of wall time, .03 s of which the process ran
+    work(3)
+    assert machine.threads[-1] == 1
+
+
+def test_short_calls_are_judged_together(machine):
+    machine.is_busy(True)
+    for _ in range(5):
+        work(1)
+    assert machine.threads[-1] == 1
+    machine.now += 100
+    machine.threads.clear()
+    work(2)
+    assert machine.threads == [SEVERAL] * 2, "what was counted long ago says nothing"
+
+
+def test_one_thread_stays_one(machine):
+    machine.is_busy(True)
+    torch.set_num_threads(1)
+    work(10)
+    assert set(machine.threads) == {1} and torch.get_num_threads() == 1
+    torch.set_num_threads(SEVERAL)
+
+
+def test_an_error_within_a_call_leaves_all_threads(machine):
+    @pace.paced
+    def fails():
+        work(10)
+        assert torch.get_num_threads() == 1, "the outer call goes on with one"
+        raise RuntimeError("stop")
+
+    machine.is_busy(True)
+    with pytest.raises(RuntimeError, match="stop"):
+        fails()
+    assert torch.get_num_threads() == SEVERAL
+
+
+def test_other_threads_keep_theirs(machine):
+    """Those that there are, and those that start while a call uses one."""
+    seen, go, done = [], threading.Event(), threading.Event()
+
+    def count():
+        seen.append(torch.get_num_threads())
+        go.wait(30)
+        seen.append(torch.get_num_threads())
+        done.set()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+
+    @pace.paced
+    def call():
+        work(10)
+        assert torch.get_num_threads() == 1
+        go.set()
+        done.wait(30)
+        new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+
+    machine.is_busy(True)
+    call()
+    thread.join()
+    assert seen == [SEVERAL] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bits_do_not_change_with_the_number_of_threads(dtype, machine):
+    Q, D = torch.randn(9, 32, 128).to(dtype), torch.randn(200, 90, 128).to(dtype)
+    cu_seqlens = torch.arange(0, 18_001, 90)
+    calls = {
+        "dense": lambda: lik_ops.maxsim(Q, D),
+        "argmax": lambda: lik_ops.maxsim_with_argmax(Q, D)[0],
+        "packed": lambda: lik_ops.retrieve(Q, D.flatten(0, 1), 20, cu_seqlens_d=cu_seqlens)[0],
+        "soft": lambda: lik_ops.maxsim_soft(Q, D[:40], 0.1),
+    }
+    for name, call in calls.items():
+        machine.is_busy(False)
+        machine.now += 1000
+        machine.threads.clear()
+        expected = call()
+        assert set(machine.threads) == {SEVERAL}, name
+        machine.is_busy(True)
+        found = call()
+        assert torch.equal(found, expected), name
+        assert machine.threads[-1] == 1, name
+
+
+def test_functions_of_the_backend_are_paced():
+    for name in ("forward", "forward_ragged", "forward_quantized", "forward_soft", "backward_unified", "code_scores"):
+        assert hasattr(getattr(backend, name), "__wrapped__"), name

@@ -7,7 +7,7 @@ one. The variable that forbids spinning (OMP_WAIT_POLICY=passive) is read when t
 
 The kernel counts how often it takes a processor away from a thread that could go on. Many such switches per second of
 work mean that the machine is busy. The call then goes on with one thread for a while and tries several again later.
-Neither the number of threads of the process nor that of its other threads changes: both settings belong to a thread.
+Other threads of the process keep their number of threads, because both settings belong to the calling thread.
 Scores have the same bits with any number of threads.
 """
 

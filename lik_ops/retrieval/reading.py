@@ -50,7 +50,7 @@ class Mapped(NamedTuple):
 
 
 class _Region(NamedTuple):
-    """Where a file has a tensor."""
+    """The place of a tensor in a file."""
 
     begin: int
     end: int
@@ -105,7 +105,7 @@ class ShardFile:
         return found.tensors
 
     def map(self) -> Mapped:
-        """Map the tensors anew, in memory that no one else has."""
+        """Map the tensors once more, in memory that only the caller has."""
         # A tensor of `torch.inference_mode` would stay one after the block of the caller.
         with torch.inference_mode(False), self._opened() as (file, about, regions):
             try:
@@ -149,7 +149,7 @@ class ShardFile:
             raise ValueError(f"{self.at}: the shard is truncated or corrupt: {error}") from error
 
     def _regions(self, file: BinaryIO) -> dict[str, _Region]:
-        """Where the tensors are, by the header of a safetensors file."""
+        """Return the places of the tensors, by the header of a safetensors file."""
         size = int.from_bytes(file.read(_HEADER_BYTES), "little")
         first = _HEADER_BYTES + size
         if first > self.shard.bytes:
@@ -173,7 +173,7 @@ class ShardFile:
     def _region(
         self, header: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
     ) -> _Region:
-        """Where a tensor is, if the header says what is expected. The data begin at byte `first`."""
+        """Return the place of a tensor, if the header says what is expected. The data begin at byte `first`."""
         entry, nbytes = header.get(name), dtype.itemsize
         for n in shape:
             nbytes *= n

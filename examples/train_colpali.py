@@ -4,7 +4,7 @@
     python examples/train_colpali.py --pages 64 --tokens 1024 --steps 20
 
 A page is many random vision tokens, its query some of them under noise; a projection of both is trained.
-Needs ``pip install . colpali-engine``; nothing is downloaded.
+Needs ``pip install ".[colpali]"``; nothing is downloaded.
 """
 
 from __future__ import annotations

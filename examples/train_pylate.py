@@ -4,7 +4,7 @@
     python examples/train_pylate.py --cached --batch-size 128 --steps 40
 
 A BERT of 1.5 M parameters from random weights learns to find the rest of a docstring by its first paragraph, among
-those of its batch. Needs ``pip install . pylate``; nothing is downloaded.
+those of its batch. Needs ``pip install ".[pylate]"``; nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def _backend() -> str:
 
 
 def _devices() -> list[tuple[torch.device, str]]:
-    devices = [(torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    threads = torch.get_num_threads()
+    devices = [(torch.device("cpu"), f"{platform.machine()}, {threads} thread{'' if threads == 1 else 's'}")]
     if torch.cuda.is_available():
         devices += [(torch.device("cuda", i), torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
     return devices

@@ -53,11 +53,18 @@ def main(argv: list[str] | None = None) -> None:
         try:
             calls = warmup(device, dtype, Lq=Lq, **given)
         except (TypeError, ValueError) as error:
-            parser.error(str(error).removeprefix("warmup: "))
+            parser.error(_explain(error, device))
         for said, seconds in calls:
             total += seconds
             print(f"{seconds:8.2f} s  {said}")
-    print(f"{total:8.2f} s")
+    print(f"{total:8.2f} s  in all")
+
+
+def _explain(error: Exception, device: str) -> str:
+    """Return the message of the error, with a hint if the default device is missing."""
+    message = str(error).removeprefix("warmup: ")
+    missing = device == "cuda" and not torch.cuda.is_available() and message.startswith("device: ")
+    return f"{message} (--device cpu warms up the CPU)" if missing else message
 
 
 def _check_backend(parser: argparse.ArgumentParser, device: str, dtype: torch.dtype) -> None:

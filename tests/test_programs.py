@@ -139,10 +139,13 @@ def test_tune_says_what_is_missing(said):
 
 def test_warmup_says_what_is_missing(said):
     assert "error: device: expected a device of this machine, got cuda: " in said["warmup"][2]
+    assert said["warmup"][2].endswith(" (--device cpu warms up the CPU)\n")
+    assert "--device cpu" not in said["warmup, no device"][2]
     assert "error: device: expected a device of this torch, got 'none'" in said["warmup, no device"][2]
     assert "error: d: expected 1 or more, got 0" in said["warmup, wrong size"][2]
     assert "error: backend 'triton' cannot compute torch.bfloat16 on cpu" in said["warmup, wrong backend"][2]
     assert "maxsim, Q [1, 2, 8], D [2, 5, 8]" in said["warmup, cpu"][1]
+    assert said["warmup, cpu"][1].endswith(" s  in all\n")
 
 
 def test_opcheck_says_what_is_missing(said):

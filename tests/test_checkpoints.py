@@ -32,6 +32,13 @@ def as_tuple(outputs):
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
+def assert_same(x, expected, is_atomic):
+    if is_atomic:
+        torch.testing.assert_close(x, expected)
+    else:
+        assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LIK)
 def test_the_cache_shares_no_memory_with_the_caller(name, device):
@@ -42,13 +49,15 @@ def test_the_cache_shares_no_memory_with_the_caller(name, device):
     forward, recompute = CONTEXT()
     with torch.no_grad(), forward:
         outputs = as_tuple(op(*args))
+    is_atomic = "unified" in name and device == "cuda"  # atomic additions have other bits in each call
     for x, e in zip(outputs, expected, strict=True):
-        assert torch.equal(x, e) and x.stride() == e.stride()
+        assert_same(x, e, is_atomic)
+        assert x.stride() == e.stride()
         x.data.fill_(1)
     with torch.no_grad(), recompute:
         cached = as_tuple(op(*args))
     for x, e in zip(cached, expected, strict=True):
-        assert torch.equal(x, e)
+        assert_same(x, e, is_atomic)
 
 
 def test_no_mode_sees_the_copies():

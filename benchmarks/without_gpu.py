@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,11 +38,20 @@ def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, lis
     return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
 
 
-def install() -> None:
-    """Let CPU tensors of this process take the way of CUDA ones, as far as their launches, which do nothing."""
+def _sm_90(device: torch.device) -> configs.Architecture:
+    return configs.ARCHITECTURES["sm_90"]
+
+
+def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:
+    """Let CPU tensors of this process take the way of CUDA ones, as far as their launches, which do nothing.
+
+    Args:
+        architecture: stands for `lik_ops.gpu.arguments.architecture`.
+        bind: stands for `lik_ops.gpu.launcher.bind`.
+    """
     torch.set_num_threads(1)
     stand_ins = {
-        "architecture": lambda device: configs.ARCHITECTURES["sm_90"],
+        "architecture": architecture,
         "current_device": lambda: None,
         "raw_stream": lambda index: 0,
         "makers": lambda device: (_empty_cpu, makers(device)[1]),
@@ -50,5 +60,5 @@ def install() -> None:
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)
-    launcher.bind, launcher.enter_context = _bind, lambda: None  # type: ignore[assignment]
+    launcher.bind, launcher.enter_context = bind, lambda: None  # type: ignore[assignment]
     backends.select = lambda device, dtype: backend

@@ -61,20 +61,20 @@ class Launches:
 
     def install(self) -> Callable[[Any], None]:
         """Let CPU tensors take the host code of a GPU. Return a function that chooses its architecture."""
-        from lik_ops import backends
-        from lik_ops.gpu import backend, launcher
-        from lik_ops.gpu.memory import makers
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+        import without_gpu
 
-        torch.set_num_threads(1)
+        from lik_ops.gpu import launcher
+        from lik_ops.ops import eager
+
         found, chosen = self.found, [None]
-        empty_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 
-        class Recorded(launcher.Bound):
+        class Recorded(without_gpu.Bound):
             """A kernel that is never compiled, and has no direct launch, so that no call is replayed."""
 
             def __init__(self, options: dict[str, Any]) -> None:
+                super().__init__()
                 self.direct, self.options = None, options
-                self._encoded, self._descriptor_metadata = {}, []
 
             def launch(self, grid: tuple[int, ...], args: tuple, values: list) -> None:
                 found.append([list(grid), plain(self.options), plain(args)])
@@ -82,25 +82,11 @@ class Launches:
         def bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Any, list]:
             return Recorded(options), launcher.describe(kernel, args)[1]
 
-        stand_ins = {
-            "architecture": lambda device: chosen[0],
-            "current_device": lambda: None,
-            "raw_stream": lambda index: 0,
-            "makers": lambda device: (empty_cpu, makers(device)[1]),
-        }
-        for module in [module for name, module in sys.modules.items() if name.startswith("lik_ops.gpu.")]:
-            for name, stand_in in stand_ins.items():
-                if hasattr(module, name):
-                    setattr(module, name, stand_in)
-        launcher.bind, launcher.enter_context = bind, lambda: None  # type: ignore[assignment]
-        backends.select = lambda device, dtype: backend
-
         def choose(architecture: Any) -> None:
-            from lik_ops.ops import eager
-
             eager.forget()
             chosen[0] = architecture
 
+        without_gpu.install(lambda device: chosen[0], bind)
         return choose
 
 
@@ -182,8 +168,6 @@ def _finish(result: Any, what: str) -> None:
 
 def record_launches(count: int, seed: int) -> dict[str, str]:
     """Return a digest of the launches of each call, by architecture and call."""
-    import lik_ops.gpu.backend  # noqa: F401
-
     launches, records = Launches(), {}
     choose = launches.install()
     for name, arch in architectures():

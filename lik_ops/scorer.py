@@ -96,7 +96,7 @@ class MaxSimScorer(nn.Module):
             TypeError, ValueError: as `lik_ops.maxsim`; also a ValueError without a `pad_id`.
 
         Example:
-            >>> scorer = lik_ops.MaxSimScorer(pad_id=0)
+            >>> scorer = lik_ops.MaxSimScorer(normalize=True, pad_id=0)
             >>> q_ids, d_ids = torch.tensor([[7, 8, 0]]), torch.tensor([[5, 0], [4, 9]])
             >>> scorer.forward_with_ids(torch.randn(1, 3, 16), torch.randn(2, 2, 16), q_ids, d_ids).shape
             torch.Size([1, 2])
@@ -123,7 +123,7 @@ class MaxSimScorer(nn.Module):
         """`forward` without gradients, whatever requires them: for inference.
 
         Example:
-            >>> scorer, Q = lik_ops.MaxSimScorer(), torch.randn(2, 32, 128, requires_grad=True)
+            >>> scorer, Q = lik_ops.MaxSimScorer(normalize=True), torch.randn(2, 32, 128, requires_grad=True)
             >>> scorer.score(Q, torch.randn(5, 300, 128)).requires_grad
             False
         """
@@ -136,7 +136,7 @@ class MaxSimScorer(nn.Module):
 
         Example:
             >>> Q, D = torch.randn(32, 128), torch.randn(50, 300, 128)
-            >>> scores, indices = lik_ops.MaxSimScorer().retrieve(Q, D, 3)
+            >>> scores, indices = lik_ops.MaxSimScorer(normalize=True).retrieve(Q, D, 3)
             >>> indices.shape
             torch.Size([3])
         """

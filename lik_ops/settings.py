@@ -64,7 +64,7 @@ def use_backend(name: str) -> Iterator[None]:
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
         >>> with lik_ops.use_backend("portable"):
-        ...     scores = lik_ops.maxsim(Q, D)
+        ...     scores = lik_ops.maxsim(Q, D, normalize=True)
     """
     token = _backend.set(_checked(name, "use_backend: name"))
     try:
@@ -106,7 +106,7 @@ def checks(enabled: bool = True) -> Iterator[None]:
     Example:
         >>> Q, D = torch.randn(3, 8), torch.randn(5, 8)
         >>> with lik_ops.checks():
-        ...     lik_ops.maxsim_varlen(Q, D, torch.tensor([0, 3]), torch.tensor([0, 4, 6]))
+        ...     lik_ops.maxsim_varlen(Q, D, torch.tensor([0, 3]), torch.tensor([0, 4, 6]), normalize=True)
         Traceback (most recent call last):
         ValueError: maxsim_varlen: cu_seqlens_d: expected ascending rows of D [5, 8], got 6 at [2]
     """

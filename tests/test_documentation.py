@@ -24,6 +24,7 @@ import torch
 
 import lik_ops
 from lik_ops.opcheck import checks, graphs
+from lik_ops.ops import eager, hints
 
 from .test_export import why_not_cpp
 from .test_integrations_hosts import ADAPTERS, host
@@ -93,6 +94,15 @@ def directory(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def newcomer(monkeypatch):
+    """What a user sees who pastes code into a new process: tokens that look unnormalized would cause a warning."""
+    monkeypatch.delenv("LIK_OPS_NORM_WARNING", raising=False)
+    monkeypatch.setattr(hints, "_given", set())
+    monkeypatch.setattr(hints, "_looks", {})
+    eager.forget()
+
+
 def run(command, directory, **environment):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, **environment}
@@ -134,8 +144,9 @@ def test_every_page_says_what_to_install(page):
     assert first is None or "pip install " in text[: first.start()] or page == "README.md"
 
 
+@pytest.mark.filterwarnings("error:.*expected tokens of norm 1:UserWarning")
 @pytest.mark.parametrize("page", pages(""))
-@pytest.mark.usefixtures("directory")
+@pytest.mark.usefixtures("directory", "newcomer")
 def test_python_blocks_run_as_they_are_written(page, monkeypatch):
     """Without the optional packages that the page does not name."""
     for package in {"numpy", "onnxscript", "safetensors", "tqdm"} - extras_of((ROOT / page).read_text()):
@@ -211,7 +222,7 @@ SLOW_EXAMPLES = {"lik_ops.export.package"}
 NEEDED = {"lik_ops.export.onnx": "onnxscript", "lik_ops.retrieval.corpus": "safetensors"}
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("default", "error:.*expected tokens of norm 1:UserWarning")
 @pytest.mark.parametrize(
     "name",
     [
@@ -220,7 +231,7 @@ NEEDED = {"lik_ops.export.onnx": "onnxscript", "lik_ops.retrieval.corpus": "safe
         if not name.startswith(DISTRIBUTED)
     ],
 )
-@pytest.mark.usefixtures("directory")
+@pytest.mark.usefixtures("directory", "newcomer")
 def test_examples_of_docstrings_run_and_give_what_they_say(name):
     for module, package in NEEDED.items():
         if name.startswith(module):

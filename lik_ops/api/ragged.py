@@ -69,7 +69,7 @@ def maxsim_varlen(
     Example:
         >>> Q, cu_seqlens_q = lik_ops.pack([torch.randn(5, 128), torch.randn(32, 128)])
         >>> D, cu_seqlens_d = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
-        >>> lik_ops.maxsim_varlen(Q, D, cu_seqlens_q, cu_seqlens_d).shape
+        >>> lik_ops.maxsim_varlen(Q, D, cu_seqlens_q, cu_seqlens_d, normalize=True).shape
         torch.Size([2, 3])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
@@ -119,7 +119,8 @@ def maxsim_candidates_varlen(
         >>> store, cu_seqlens = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
         >>> chosen = torch.tensor([[2, 0], [1, 1]])
         >>> offsets, lengths = cu_seqlens[:-1][chosen], cu_seqlens.diff()[chosen]
-        >>> lik_ops.maxsim_candidates_varlen(torch.randn(2, 32, 128), store, offsets, lengths).shape
+        >>> Q = torch.randn(2, 32, 128)
+        >>> lik_ops.maxsim_candidates_varlen(Q, store, offsets, lengths, normalize=True).shape
         torch.Size([2, 2])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
@@ -168,7 +169,7 @@ def maxsim_pair_list(
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(100, 300, 128)
-        >>> lik_ops.maxsim_pair_list(Q, D, torch.tensor([[0, 17], [0, 3], [2, 99]])).shape
+        >>> lik_ops.maxsim_pair_list(Q, D, torch.tensor([[0, 17], [0, 3], [2, 99]]), normalize=True).shape
         torch.Size([3])
     """
     options: dict[str, Any] = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
@@ -215,7 +216,7 @@ def maxsim_padded(
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 10, 300, 128)
         >>> query_lengths, doc_lengths = torch.tensor([5, 32]), torch.randint(1, 300, (2, 10))
-        >>> lik_ops.maxsim_padded(Q, D, query_lengths, doc_lengths).shape
+        >>> lik_ops.maxsim_padded(Q, D, query_lengths, doc_lengths, normalize=True).shape
         torch.Size([2, 10])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}

@@ -74,7 +74,8 @@ def maxsim_varlen_with_argmax(
     Example:
         >>> Q, cu_seqlens_q = lik_ops.pack([torch.randn(5, 128), torch.randn(32, 128)])
         >>> D, cu_seqlens_d = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
-        >>> scores, argmax = lik_ops.maxsim_varlen_with_argmax(Q, D, cu_seqlens_q, cu_seqlens_d)
+        >>> offsets = cu_seqlens_q, cu_seqlens_d
+        >>> scores, argmax = lik_ops.maxsim_varlen_with_argmax(Q, D, *offsets, normalize=True)
         >>> scores.shape, argmax.shape
         (torch.Size([2, 3]), torch.Size([37, 3]))
         >>> [x.shape for x in lik_ops.unpack(argmax, cu_seqlens_q)]
@@ -142,7 +143,8 @@ def maxsim_candidates_varlen_with_argmax(
         >>> chosen = torch.tensor([[2, 0], [1, 1]])
         >>> offsets, lengths = cu_seqlens[:-1][chosen], cu_seqlens.diff()[chosen]
         >>> Q = torch.randn(2, 32, 128)
-        >>> lik_ops.maxsim_candidates_varlen_with_argmax(Q, store, offsets, lengths)[1].shape
+        >>> where = offsets, lengths
+        >>> lik_ops.maxsim_candidates_varlen_with_argmax(Q, store, *where, normalize=True)[1].shape
         torch.Size([2, 2, 32])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
@@ -183,7 +185,8 @@ def maxsim_pair_list_with_argmax(
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(100, 300, 128)
-        >>> lik_ops.maxsim_pair_list_with_argmax(Q, D, torch.tensor([[0, 17], [0, 3], [2, 99]]))[1].shape
+        >>> pairs = torch.tensor([[0, 17], [0, 3], [2, 99]])
+        >>> lik_ops.maxsim_pair_list_with_argmax(Q, D, pairs, normalize=True)[1].shape
         torch.Size([3, 32])
     """
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
@@ -218,7 +221,7 @@ def maxsim_padded_with_argmax(
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 10, 300, 128)
         >>> query_lengths, doc_lengths = torch.tensor([5, 32]), torch.randint(1, 300, (2, 10))
-        >>> lik_ops.maxsim_padded_with_argmax(Q, D, query_lengths, doc_lengths)[1].shape
+        >>> lik_ops.maxsim_padded_with_argmax(Q, D, query_lengths, doc_lengths, normalize=True)[1].shape
         torch.Size([2, 10, 32])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}

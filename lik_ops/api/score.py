@@ -72,7 +72,7 @@ def maxsim(
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
         >>> lik_ops.maxsim(Q, D, normalize=True).shape
         torch.Size([2, 5])
-        >>> lik_ops.maxsim(Q, [torch.randn(n, 128) for n in (300, 7, 40)]).shape
+        >>> lik_ops.maxsim(Q, [torch.randn(n, 128) for n in (300, 7, 40)], normalize=True).shape
         torch.Size([2, 3])
     """
     if save is not None:
@@ -147,7 +147,8 @@ def maxsim_pairs(
         TypeError, ValueError: as `maxsim`; also when Q or D is not 3-D or their batch sizes differ.
 
     Example:
-        >>> lik_ops.maxsim_pairs(torch.randn(4, 32, 128), torch.randn(4, 300, 128)).shape
+        >>> Q, D = torch.randn(4, 32, 128), torch.randn(4, 300, 128)
+        >>> lik_ops.maxsim_pairs(Q, D, normalize=True).shape
         torch.Size([4])
     """
     if save is not None:
@@ -225,7 +226,8 @@ def maxsim_with_argmax(
         TypeError, ValueError: as `maxsim`.
 
     Example:
-        >>> scores, argmax = lik_ops.maxsim_with_argmax(torch.randn(32, 128), torch.randn(5, 300, 128))
+        >>> Q, D = torch.randn(32, 128), torch.randn(5, 300, 128)
+        >>> scores, argmax = lik_ops.maxsim_with_argmax(Q, D, normalize=True)
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """

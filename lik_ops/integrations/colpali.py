@@ -41,7 +41,8 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
 
     Example:
         >>> from lik_ops.integrations import colpali
-        >>> colpali.maxsim_inbatch(torch.randn(2, 32, 128), torch.randn(4, 1030, 128)).shape
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(1030, 128).expand(4, 1030, 128)
+        >>> colpali.maxsim_inbatch(Q, D).shape
         torch.Size([2, 4])
     """
     return _scoring.cross(query, doc, None, None)
@@ -55,7 +56,8 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
 
     Example:
         >>> from lik_ops.integrations import colpali
-        >>> colpali.maxsim_kd(torch.randn(2, 32, 128), torch.randn(2, 4, 1030, 128)).shape
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(1030, 128).expand(2, 4, 1030, 128)
+        >>> colpali.maxsim_kd(Q, D).shape
         torch.Size([2, 4])
     """
     return _scoring.cross(query, doc, None, None)
@@ -78,8 +80,8 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
 
     Example:
         >>> from lik_ops.integrations import colpali
-        >>> pages = [torch.randn(n, 128) for n in (1030, 700)]
-        >>> colpali.score_multi_vector([torch.randn(20, 128)], pages).shape
+        >>> pages = [torch.eye(n, 128) for n in (1030, 700)]
+        >>> colpali.score_multi_vector([torch.eye(20, 128)], pages).shape
         torch.Size([1, 2])
     """
     for name, given in (("qs", qs), ("ps", ps)):

@@ -67,7 +67,8 @@ def colbert_scores(
 
     Example:
         >>> from lik_ops.integrations import pylate
-        >>> pylate.colbert_scores(torch.randn(2, 32, 128), torch.randn(5, 300, 128)).shape
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(300, 128).expand(5, 300, 128)
+        >>> pylate.colbert_scores(Q, D).shape
         torch.Size([2, 5])
     """
     _check_backend("colbert_scores", backend)
@@ -79,8 +80,8 @@ def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, 
 
     Example:
         >>> from lik_ops.integrations import pylate
-        >>> documents = [torch.randn(n, 128) for n in (300, 12)]
-        >>> pylate.colbert_scores_pairwise(torch.randn(2, 32, 128), documents).shape
+        >>> documents = [torch.eye(n, 128) for n in (300, 12)]
+        >>> pylate.colbert_scores_pairwise(torch.eye(32, 128).expand(2, 32, 128), documents).shape
         torch.Size([2])
     """
     _check_backend("colbert_scores_pairwise", backend)
@@ -98,7 +99,8 @@ def colbert_kd_scores(
 
     Example:
         >>> from lik_ops.integrations import pylate
-        >>> pylate.colbert_kd_scores(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(300, 128).expand(2, 8, 300, 128)
+        >>> pylate.colbert_kd_scores(Q, D).shape
         torch.Size([2, 8])
     """
     _check_backend("colbert_kd_scores", backend)
@@ -113,7 +115,8 @@ class ColBERTScores:
 
     Example:
         >>> from lik_ops.integrations import pylate
-        >>> pylate.ColBERTScores()(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(300, 128).expand(2, 3, 300, 128)
+        >>> pylate.ColBERTScores()(Q, D).shape
         torch.Size([2, 6])
     """
 

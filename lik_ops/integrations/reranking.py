@@ -102,7 +102,7 @@ def compute_maxsim_score_batched(
 
     Example:
         >>> from lik_ops.integrations import reranking
-        >>> query, batch = torch.randn(32, 128), torch.randn(90, 128)
+        >>> query, batch = torch.eye(32, 128), torch.eye(90, 128)
         >>> scores = reranking.compute_maxsim_score_batched([query] * 3, batch.split([40, 20, 30]))
         >>> len(scores), scores[0].shape
         (3, torch.Size([]))

@@ -78,8 +78,8 @@ def maxsim(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> documents = [torch.randn(n, 128) for n in (300, 12, 40)]
-        >>> sentence_transformers.maxsim(torch.randn(2, 32, 128), documents).shape
+        >>> documents = [torch.eye(n, 128) for n in (300, 12, 40)]
+        >>> sentence_transformers.maxsim(torch.eye(32, 128).expand(2, 32, 128), documents).shape
         torch.Size([2, 3])
     """
     queries, documents = Side("a", a, a_mask), Side("b", b, b_mask)
@@ -109,8 +109,8 @@ def maxsim_pairwise(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> documents = [torch.randn(n, 128) for n in (300, 12)]
-        >>> sentence_transformers.maxsim_pairwise(torch.randn(2, 32, 128), documents).shape
+        >>> documents = [torch.eye(n, 128) for n in (300, 12)]
+        >>> sentence_transformers.maxsim_pairwise(torch.eye(32, 128).expand(2, 32, 128), documents).shape
         torch.Size([2])
     """
     queries, documents = Side("a", a, a_mask), Side("b", b, b_mask)
@@ -150,7 +150,8 @@ def colbert_scores(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> sentence_transformers.colbert_scores(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(300, 128).expand(2, 3, 300, 128)
+        >>> sentence_transformers.colbert_scores(Q, D).shape
         torch.Size([2, 6])
     """
     D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
@@ -170,7 +171,7 @@ def colbert_scores_pairwise(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 300, 128)
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(300, 128).expand(2, 300, 128)
         >>> sentence_transformers.colbert_scores_pairwise(Q, D).shape
         torch.Size([2])
     """
@@ -196,7 +197,7 @@ def colbert_kd_scores(
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
-        >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)
+        >>> Q, D = torch.eye(32, 128).expand(2, 32, 128), torch.eye(300, 128).expand(2, 8, 300, 128)
         >>> sentence_transformers.colbert_kd_scores(Q, D).shape
         torch.Size([2, 8])
     """

@@ -63,7 +63,7 @@ def maxsim_streamed(
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(1000, 300, 128)
-        >>> lik_ops.maxsim_streamed(Q, D, chunk=100).shape
+        >>> lik_ops.maxsim_streamed(Q, D, chunk=100, normalize=True).shape
         torch.Size([2, 1000])
     """
     op = "maxsim_streamed"

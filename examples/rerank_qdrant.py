@@ -1,15 +1,18 @@
 """Two stages with Qdrant: one vector a document finds candidates, MaxSim of their stored multi-vectors sorts them.
 
-Runs in Qdrant's local mode, without a server: ``pip install '.[qdrant]'``, then ``python examples/rerank_qdrant.py``.
+Runs in Qdrant's local mode, without a server: ``pip install ".[qdrant]"``, then ``python examples/rerank_qdrant.py``.
 Qdrant scores multi-vectors too; its ranking of the same candidates is printed beside, and has to be the same.
 """
 
 from __future__ import annotations
 
 import torch
-from qdrant_client import QdrantClient, models
+from missing_packages import explain_missing
 
 from lik_ops.integrations.reranking import rerank_hits
+
+with explain_missing('".[qdrant]"'):
+    from qdrant_client import QdrantClient, models
 
 DOCUMENTS, CANDIDATES, BEST, D = 200, 30, 5, 64
 

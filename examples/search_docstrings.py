@@ -20,19 +20,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
-from hashed_encoder import WORD, HashedEncoder
-from known_item import BATCH_SIZE, EVALUATION_POOL, Evaluation, evaluate_known_items
-from model_encoder import ModelEncoder
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from token_batch import TokenBatch, TokenEncoder
-from tqdm import tqdm
+from missing_packages import explain_missing
 
 import lik_ops
+
+with explain_missing('".[demo]"'):
+    import numpy as np
+    from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
+    from hashed_encoder import WORD, HashedEncoder
+    from known_item import BATCH_SIZE, EVALUATION_POOL, Evaluation, evaluate_known_items
+    from model_encoder import ModelEncoder
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    from token_batch import TokenBatch, TokenEncoder
+    from tqdm import tqdm
 
 DEFAULT_QUESTION = "run a command in a subprocess and capture its output"
 SHARD_SIZE = 20 * BATCH_SIZE  # documents

@@ -18,12 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from docstring_corpus import Docstring, collect_docstrings
-from hashed_encoder import HashedEncoder
-from matplotlib.figure import Figure
+from missing_packages import explain_missing
 from torch import Tensor
 
 import lik_ops
+
+with explain_missing('".[demo]"'):
+    from docstring_corpus import Docstring, collect_docstrings
+    from hashed_encoder import HashedEncoder
+    from matplotlib.figure import Figure
 
 DEFAULT_QUESTION = "find close matches to a misspelled word in a list"
 COLUMNS = 45  # words of the document beside each other

@@ -23,15 +23,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
-from hashed_encoder import split_words
-from known_item import EVALUATION_POOL, Evaluation, bm25_scores, evaluate, score_documents
-from matplotlib.figure import Figure
-from tiny_colbert import TinyColBERT, TinyColBERTEncoder
-from tqdm import tqdm
+from missing_packages import explain_missing
+
+with explain_missing('".[demo]"'):
+    import numpy as np
+    from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
+    from hashed_encoder import split_words
+    from known_item import EVALUATION_POOL, Evaluation, bm25_scores, evaluate, score_documents
+    from matplotlib.figure import Figure
+    from tiny_colbert import TinyColBERT, TinyColBERTEncoder
+    from tqdm import tqdm
 
 HELD_OUT = 4000  # rows of the shuffled corpus that no training may see, as in search_docstrings
 LEAST_PAIRS = 4000

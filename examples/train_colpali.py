@@ -17,11 +17,14 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 import torch
-from colpali_engine.loss.late_interaction_losses import ColbertLoss
-from side_by_side import Run, report
+from missing_packages import explain_missing
 from torch import Tensor
 
 from lik_ops.integrations import colpali as lik
+
+with explain_missing('".[colpali]"'):
+    from colpali_engine.loss.late_interaction_losses import ColbertLoss
+    from side_by_side import Run, report
 
 FEATURES, QUERY_TOKENS, NOISE = 256, 24, 2.0
 SPREAD = torch.arange(FEATURES) % 2  # every other feature is noise alone, which the projection has to learn

@@ -19,12 +19,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
-from pylate import losses, models, scores
-from side_by_side import Run, chosen, report
-from small_bert import base_model
+from missing_packages import explain_missing
 
 from lik_ops.integrations import pylate as lik
+
+with explain_missing('".[pylate]"'):
+    from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
+    from pylate import losses, models, scores
+    from side_by_side import Run, chosen, report
+    from small_bert import base_model
 
 
 def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespace, with_lik_ops: bool) -> Run:

@@ -18,15 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from datasets import Dataset
-from docstring_corpus import collect_docstrings, installed, shuffled
-from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-from sentence_transformers.multi_vector_encoder import losses
-from side_by_side import Run, chosen, report
-from small_bert import base_model
-from transformers import PrinterCallback
+from missing_packages import explain_missing
 
 from lik_ops.integrations import sentence_transformers as lik
+
+with explain_missing('".[sentence-transformers]" datasets accelerate'):
+    from datasets import Dataset
+    from docstring_corpus import collect_docstrings, installed, shuffled
+    from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+    from sentence_transformers.multi_vector_encoder import losses
+    from side_by_side import Run, chosen, report
+    from small_bert import base_model
+    from transformers import PrinterCallback
 
 
 def train(base: Path, pairs: Dataset, options: argparse.Namespace, with_lik_ops: bool) -> Run:

@@ -109,3 +109,36 @@ def test_only_the_helper_imports_what_is_optional():
         found |= {(path.name, name) for name in optional.findall(text)}
     # An array that exists; a bar that is left out; the error is made from `error_of_missing`.
     assert found == {("sources.py", "numpy"), ("progress.py", "tqdm"), ("haystack.py", "haystack")}
+
+
+EXAMPLES = """
+import json, os, runpy, sys, warnings
+warnings.simplefilter("ignore")  # torch without numpy
+sys.path.insert(0, "examples")
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
+found = {}
+for name in json.loads(sys.argv[2]):
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_path(f"examples/{name}", run_name="__main__")
+    except (Exception, SystemExit) as end:
+        found[name] = type(end).__name__, str(end)
+print(json.dumps(found))
+"""
+PACKAGES = ["bm25s", "colpali_engine", "datasets", "matplotlib", "numpy", "pylate", "qdrant_client", "rich"]
+PACKAGES += ["safetensors", "sentence_transformers", "tokenizers", "tqdm", "transformers"]
+
+
+def test_examples_say_what_to_install():
+    programs = [path.name for path in (ROOT / "examples").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    command = [sys.executable, "-c", EXAMPLES, json.dumps(PACKAGES), json.dumps(programs)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found.pop("export_retriever.py") == ["SystemExit", "0"]  # needs nothing else
+    assert len(found) > 5
+    for name, (kind, message) in found.items():
+        extra = re.fullmatch(r'\w+ is not installed: pip install "\.\[([\w-]+)\]".*', message)
+        assert kind == "SystemExit" and extra, (name, kind, message)
+        assert f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text(), name
+        assert extra[0].partition("pip install ")[2] in (ROOT / "examples" / name).read_text().split('"""')[1], name

@@ -1,10 +1,7 @@
 """MaxSim, the scoring of late-interaction retrieval, as PyTorch operators under ``torch.ops.lik``."""
 
 from importlib import import_module
-from types import FunctionType as _Function
 from typing import TYPE_CHECKING, Any
-
-from torch import fx as _fx
 
 from . import export, reference
 from ._version import __version__
@@ -78,12 +75,6 @@ __all__ = [
     "warmup",
     "write_index",
 ]
-
-
-# Symbolic tracing keeps a call of `lik_ops.maxsim` and its kin as one node. Other calls are not affected.
-for _name in __all__:
-    if isinstance(globals()[_name], _Function):
-        _fx.wrap(_name)
 
 
 def __getattr__(name: str) -> Any:

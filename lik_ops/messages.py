@@ -22,7 +22,7 @@ def kind_of(x: Any) -> str:
 def describe_non_tensor(x: Any) -> str:
     """Return the type of `x` for an error that expected a tensor, with a hint if torch can convert `x`."""
     if isinstance(x, fx.Proxy):
-        return "Proxy: call the function as an attribute of lik_ops, or give its name to torch.fx.wrap"
+        return "Proxy: give the name of the function to torch.fx.wrap in your module"
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(x, numpy.ndarray) and not isinstance(x, numpy.ma.MaskedArray)
     return kind_of(x) + ": convert it with torch.from_numpy" * is_array

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .api.score import maxsim
 from .arguments import (
@@ -20,8 +20,6 @@ from .arguments import (
     check_tensor,
 )
 from .retrieval import retrieve
-
-fx.wrap("maxsim")  # symbolic tracing keeps the call
 
 _IDS = tuple(dtype for dtype in MASK_DTYPES if dtype != torch.bool)
 

@@ -346,8 +346,8 @@ def test_bad_input_names_the_argument(tmp_path):
         ),
         (lambda: lik_ops.write_index(tmp_path, D), TypeError, "index: expected an Index, got Quantized"),
         (lambda: lik_ops.write_index(tmp_path, Index(D, bounds)), TypeError, "index: expected documents of residual"),
-        (lambda: lik_ops.write_index(tmp_path, Index(coded, bounds - 1)), ValueError, "expected ascending bounds"),
-        (lambda: lik_ops.write_index(tmp_path, Index(coded, bounds[:2])), ValueError, "expected ascending bounds"),
+        (lambda: lik_ops.write_index(tmp_path, Index(coded, bounds - 1)), ValueError, "expected ascending cu_seqlens"),
+        (lambda: lik_ops.write_index(tmp_path, Index(coded, bounds[:2])), ValueError, "expected ascending cu_seqlens"),
     ):
         with pytest.raises(error, match=message):
             call()

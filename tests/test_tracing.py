@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import maxsim
+from lik_ops import maxsim, maxsim_varlen
 
 Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
 LABELS = torch.zeros(2, dtype=torch.long)
@@ -32,11 +32,13 @@ class Model(torch.nn.Module):
         return self.function(q, x) + 1
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "maxsim_cross_entropy"])
-def test_symbolic_tracing_keeps_the_call(name):
-    model = Model(FUNCTIONS[name])
+@pytest.mark.parametrize("function", [FUNCTIONS["maxsim"], lambda q, x: maxsim(q, x)], ids=["attribute", "name"])
+def test_symbolic_tracing_keeps_the_call(function):
+    model = Model(function)
+    for _ in range(5):  # a call of the same options that is known by then does not matter
+        model(Q, D)
     traced = torch.fx.symbolic_trace(model)
-    assert getattr(lik_ops, name) in [node.target for node in traced.graph.nodes]
+    assert maxsim in [node.target for node in traced.graph.nodes]
     assert torch.equal(traced(Q, D), model(Q, D))
 
 
@@ -45,13 +47,23 @@ def test_symbolic_tracing_of_the_module():
     traced = torch.fx.symbolic_trace(scorer)
     assert [node.name for node in traced.graph.nodes if node.op == "call_function"] == ["maxsim"]
     assert torch.equal(traced(Q, D, None, None, None), scorer(Q, D))
+    assert torch.equal(traced(Q, D, None, None, torch.zeros(2, 3)), torch.zeros(2, 4))
 
 
-def test_a_name_that_torch_cannot_replace_is_an_error_that_says_what_to_do():
-    with pytest.raises(
-        TypeError, match=r"maxsim: Q: expected a Tensor, got Proxy: call .* or give its name to torch\.fx"
-    ):
-        torch.fx.symbolic_trace(Model(lambda q, x: maxsim(q, x)))
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("maxsim", "maxsim_cross_entropy")])
+def test_other_functions_say_how_to_trace_them(name):
+    with pytest.raises(TypeError, match=rf"^{name}: \w+: expected .* got Proxy: give .* to torch\.fx\.wrap"):
+        torch.fx.symbolic_trace(Model(FUNCTIONS[name]))
+
+
+torch.fx.wrap("maxsim_varlen")
+
+
+def test_a_wrapped_function_stays_one_node():
+    model = Model(lambda q, x: maxsim_varlen(q, x))
+    traced = torch.fx.symbolic_trace(model)
+    assert lik_ops.maxsim_varlen in [node.target for node in traced.graph.nodes]
+    assert torch.equal(traced(Q, D), model(Q, D))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

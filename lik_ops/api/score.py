@@ -5,6 +5,7 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .._ops import ops as lik
 from ..arguments import Backward, Save, check, check_options, check_save, check_types
@@ -93,6 +94,9 @@ def maxsim(
             options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
             g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
             return inputs.varlen(g)[0]
+        if has_torch_function((Q, D)):  # a Proxy of torch.fx: symbolic tracing keeps the call
+            options = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "recompute": recompute}
+            return handle_torch_function(maxsim, (Q, D), Q, D, q_mask, d_mask, **options)
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
     if not (q_mask is None and d_mask is None and q_weight is None):
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)

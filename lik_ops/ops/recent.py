@@ -46,7 +46,7 @@ class _Known:
             for x in present:
                 if x.is_nested or not (x.is_cuda if self.is_cuda else x.is_cpu):
                     return False
-        except AttributeError:  # not a tensor
+        except (AttributeError, ValueError):  # not a tensor; a Proxy of torch.fx has no truth value
             return False
         return (
             self.check(*present)

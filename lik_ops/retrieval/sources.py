@@ -249,7 +249,7 @@ def _check_readable(op: str, D: Any) -> None:
     if numpy is None or not isinstance(D, numpy.ndarray):
         expected = "a Tensor, a list of Tensors, a numpy.ndarray or a Corpus"
         hint = ": open a corpus with lik_ops.Corpus.open" if isinstance(D, (str, os.PathLike)) else ""
-        raise TypeError(f"{op}: D: expected {expected}, got {type(D).__name__}{hint}")
+        raise TypeError(f"{op}: D: expected {expected}, got {describe_non_tensor(D)}{hint}")
     check_unmasked(op, "D", D)
     if D.dtype not in (numpy.float16, numpy.float32, numpy.float64):  # none of them in the other order of bytes
         raise TypeError(f"{op}: D: expected float16, float32 or float64, got an array of {D.dtype}")

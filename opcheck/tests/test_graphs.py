@@ -180,7 +180,7 @@ device: ValueError: maxsim: D: expected the device of Q, cpu, got meta
 candidates: ValueError: maxsim: D: expected Nq = 2 candidate lists, got [1, 5, 6, 4]
 flat candidates: ValueError: maxsim: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got [3, 4]
 mask shape: ValueError: maxsim: q_mask: expected shape [2, 3] to match Q [2, 3, 4], got [1, 3]
-mask dtype: TypeError: maxsim: d_mask: expected bool (True = keep) or an integer dtype, got torch.float32
+mask dtype: TypeError: maxsim: d_mask: expected bool (True = keep) or an integer dtype, got torch.float32: for a mask of ones and zeros pass d_mask != 0
 weight dtype: TypeError: maxsim: q_weight: expected torch.float32 for torch.float32 inputs, got torch.float64
 backward: ValueError: maxsim: backward: expected one of auto, lowmem, unified, got 'fast'
 pairs: ValueError: maxsim_pairs: D: expected B = 2 documents, got [5, 6, 4]

@@ -15,15 +15,15 @@ SEVERAL = 2
 
 
 class Machine:
-    """A clock and the counters of a process, which pass between two looks."""
+    """A clock and the counters of a thread, which pass between two looks."""
 
     def __init__(self):
         self.now, self.seconds, self.switches = 1000.0, 0.0, 0
-        self.each = 0.01, 0.01, 0  # what passes: wall time, processor time and switches
+        self.each = 0.051, 0.05, 0  # what passes: wall time, processor time and switches
         self.threads = []  # at each look
 
     def is_busy(self, busy):
-        self.each = (0.01, 0.011, 3) if busy else (0.01, 0.011, 0)
+        self.each = (0.051, 0.025, 8) if busy else (0.051, 0.05, 0)
 
     def clock(self):
         return self.now
@@ -66,8 +66,8 @@ def test_a_busy_machine_makes_a_call_go_on_with_one_thread_for_a_while(machine):
     assert torch.get_num_threads() == SEVERAL
     machine.threads.clear()
     machine.is_busy(False)
-    work(60)
-    assert machine.threads[:40] == [1] * 40 and machine.threads[-10:] == [SEVERAL] * 10
+    work(30)
+    assert machine.threads[:2] == [1] * 2 and machine.threads[-10:] == [SEVERAL] * 10
 
 
 def test_pauses_become_longer_while_the_machine_is_busy(machine):
@@ -75,7 +75,7 @@ def test_pauses_become_longer_while_the_machine_is_busy(machine):
     work(4000)
     tries = [i for i in range(1, 4000) if machine.threads[i] != 1 and machine.threads[i - 1] == 1]
     gaps = [b - a for a, b in itertools.pairwise(tries)]
-    assert gaps[:4] == sorted(gaps[:4]) and gaps[0] > 90 and max(gaps) < 820
+    assert gaps[:4] == sorted(gaps[:4]) and gaps[0] > 18 and max(gaps) < 165
     assert machine.threads.count(1) > 3900
     machine.is_busy(False)
     work(2000)
@@ -84,8 +84,14 @@ def test_pauses_become_longer_while_the_machine_is_busy(machine):
 
 def test_a_calm_machine_keeps_all_threads(machine):
     work(500)
-    machine.each = 0.01, 0.02, 0.2  # ten switches per second
-    work(500)
+    for each in (
+        (0.051, 0.05, 0.2),  # some switches, as on an idle machine
+        (0.051, 0.05, 20),  # many switches, but the thread runs nearly all the time
+        (0.051, 0.01, 0),  # the thread waits for a disk
+    ):
+        machine.each = each
+        machine.now += 100  # a new window
+        work(500)
     assert set(machine.threads) == {SEVERAL}
 
 
@@ -172,10 +178,10 @@ def test_bits_do_not_change_with_the_number_of_threads(dtype, machine):
         machine.threads.clear()
         expected = call()
         assert set(machine.threads) == {SEVERAL}, name
-        machine.is_busy(True)
+        machine.each = 0.2, 0.1, 30  # busy, and judged at the second look
         found = call()
         assert torch.equal(found, expected), name
-        assert machine.threads[-1] == 1, name
+        assert 1 in machine.threads, name
 
 
 def test_functions_of_the_backend_are_paced():

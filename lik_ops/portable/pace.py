@@ -5,8 +5,9 @@ one of them, the whole team spins until that thread runs again, and the schedule
 it spun. Work in pieces of a millisecond, as in this backend, was then 5 to 12 times slower with two threads than with
 one. The variable that forbids spinning (OMP_WAIT_POLICY=passive) is read when torch is imported, which is too early.
 
-The kernel counts how often it takes a processor away from a thread that could go on. Many such switches per second of
-work mean that the machine is busy. The call then goes on with one thread for a while and tries several again later.
+A machine is busy if the calling thread runs for much less than the time that passes, and loses its processor often.
+The kernel counts both. A thread that waits for a disk runs little, but gives its processor away itself. The call then
+goes on with one thread for a while and tries several again later.
 Other threads of the process keep their number of threads, because both settings belong to the calling thread.
 Scores have the same bits with any number of threads.
 """
@@ -25,18 +26,20 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 if sys.platform == "linux":
-    from resource import RUSAGE_SELF, getrusage
+    from resource import RUSAGE_THREAD, getrusage
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 LOOK_SECONDS = 0.002  # between two looks at the counters, which take 4 us each
-WINDOW_SECONDS = 0.02  # processor time of the process that is judged at once
+WINDOW_SECONDS = 0.1  # that are judged at once
 STALE_SECONDS = 0.1  # a call so long after the last look begins a new window
-# A thread that spins is switched away after each of its time slices of 3 to 4 ms, 250 times per second or more. Of an
-# idle machine some 10 per second are expected.
+# Measured on 2 cores: a search with two threads ran for .99 of the time on an idle machine and lost its processor 3
+# times per second. Next to two busy processes it ran for .49 of the time and lost its processor 250 times per second
+# of processor time, after each time slice of 3 to 4 ms.
+MOST_SHARE = 0.85  # of the time, for which the thread of a busy machine runs
 MOST_SWITCHES = 100  # per second of processor time
-LEAST_SWITCHES = 3  # in a window
+LEAST_SWITCHES = 5  # in a window
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0  # with one thread; doubled each time the machine is still busy
 
 
@@ -57,8 +60,8 @@ def _setters() -> list[Callable[[int], Any]] | None:
 
 
 def _counters() -> tuple[float, int]:
-    """Processor time of this process in seconds, and how often one of its threads lost a processor."""
-    usage = getrusage(RUSAGE_SELF)
+    """Return the processor time of this thread in seconds, and how often it lost its processor."""
+    usage = getrusage(RUSAGE_THREAD)
     return usage.ru_utime + usage.ru_stime, usage.ru_nivcsw
 
 
@@ -71,7 +74,8 @@ class _Pace(threading.local):
         self.is_single = False
         self.next_look = self.last_look = self.until = 0.0
         self.pause = FIRST_PAUSE_SECONDS
-        self.before: tuple[float, int] | None = None  # the counters when the window began
+        self.window = 0.0  # when the window began
+        self.before: tuple[float, int] | None = None  # the counters then
 
     def enter(self) -> None:
         self.depth += 1
@@ -100,14 +104,14 @@ class _Pace(threading.local):
                 self._use_all()
             return
         counters, self.last_look = _counters(), now
-        if self.before is None:
-            self.before = counters
+        passed = now - self.window
+        if self.before is not None and passed < WINDOW_SECONDS:
             return
-        seconds, switches = (x - y for x, y in zip(counters, self.before, strict=True))
-        if seconds < WINDOW_SECONDS:
+        before, self.before, self.window = self.before, counters, now
+        if before is None:
             return
-        self.before = counters
-        if switches < max(LEAST_SWITCHES, MOST_SWITCHES * seconds):
+        seconds, switches = (x - y for x, y in zip(counters, before, strict=True))
+        if seconds > MOST_SHARE * passed or switches < max(LEAST_SWITCHES, MOST_SWITCHES * seconds):
             self.pause = FIRST_PAUSE_SECONDS
             return
         self.until = now + self.pause

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import as_bool, at_least_one, check_choice, check_count, check_flag
+from ..arguments import at_least_one, check_choice, check_count, check_flag
 from ..ops.maxsim import watched
 from ..ops.stack import functional
 
@@ -68,6 +68,8 @@ def maxsim_token_topk(
     scores = watched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), normalize, "auto")[0]
     if reduction == "sum":
         return scores
-    keep = as_bool(d_mask)
-    tokens: Any = torch.sym_min(at_least_one(D.shape[-2]), top_k) if keep is None else keep.sum(-1).clamp(1, top_k)
-    return scores / tokens
+    if d_mask is not None:
+        return scores / d_mask.bool().sum(-1).clamp(1, top_k)
+    most: Any = at_least_one(D.shape[-2])
+    # Dynamo of torch 2.11 traces no `sym_min` of plain integers.
+    return scores / (min(most, top_k) if isinstance(most, int) else torch.sym_min(most, top_k))

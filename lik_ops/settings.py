@@ -87,6 +87,18 @@ def checks_values() -> bool:
 
 
 @contextmanager
+def _enabled_within(op: str, variable: ContextVar, enabled: bool) -> Iterator[None]:
+    """Set a variable to True or False inside the ``with`` block of the function `op`."""
+    if not isinstance(enabled, bool):
+        raise TypeError(f"{op}: enabled: expected a bool, got {type(enabled).__name__}")
+    token = variable.set(enabled)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def checks(enabled: bool = True) -> Iterator[None]:
     """Look at the values of cu_seqlens, offsets, lengths and pairs in every call made inside the ``with`` block.
 
@@ -110,13 +122,8 @@ def checks(enabled: bool = True) -> Iterator[None]:
         Traceback (most recent call last):
         ValueError: maxsim_varlen: cu_seqlens_d: expected ascending rows of D [5, 8], got 6 at [2]
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"checks: enabled: expected a bool, got {type(enabled).__name__}")
-    token = _checks.set(enabled)
-    try:
+    with _enabled_within("checks", _checks, enabled):
         yield
-    finally:
-        _checks.reset(token)
 
 
 def warns_of_norms() -> bool:
@@ -148,10 +155,5 @@ def norm_warning(enabled: bool = True) -> Iterator[None]:
         >>> with lik_ops.norm_warning(False):
         ...     scores = lik_ops.maxsim(torch.randn(2, 32, 128), torch.randn(5, 300, 128))
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"norm_warning: enabled: expected a bool, got {type(enabled).__name__}")
-    token = _norm_warning.set(enabled)
-    try:
+    with _enabled_within("norm_warning", _norm_warning, enabled):
         yield
-    finally:
-        _norm_warning.reset(token)

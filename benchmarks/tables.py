@@ -138,10 +138,10 @@ def lead(results: Path = RESULTS) -> str:
         f" On an {gpus['forward']}, {serve['case']['Nq']} queries score {serve['case']['Nd']:,} documents of"
         f" {serve['case']['Ld']} tokens in {serve_ms:.3f} ms, {peer_ms / serve_ms:.1f} times as fast as the fastest"
         f" alternative ({peer}). Forward and backward of {step['case']['Nq']} queries and {step['case']['Nd']}"
-        f" documents take {ours['ms']:.2f} ms and {ours['peak_mb']:.0f} MiB, compared with {kernels['ms']:.2f} ms and"
+        f" documents need {ours['ms']:.2f} ms and {ours['peak_mb']:.0f} MiB, compared with {kernels['ms']:.2f} ms and"
         f" {kernels['peak_mb']:.0f} MiB in {COLUMNS[1]} and {eager['ms']:.2f} ms and {eager['peak_mb']:,.0f} MiB in"
         f" plain PyTorch. On an {gpus['hosts']}, a step of PyLate's cached contrastive loss ({loss['case']['Nq']}"
-        f" queries, documents of {loss['case']['Ld']:,} tokens, without the encoder) takes {fast['ms']:.0f} ms and"
+        f" queries, documents of {loss['case']['Ld']:,} tokens, without the encoder) needs {fast['ms']:.0f} ms and"
         f" {fast['peak_mb']:,.0f} MiB instead of {slow['ms']:.0f} ms and {slow['peak_mb']:,.0f} MiB."
     )
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

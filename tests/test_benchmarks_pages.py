@@ -72,16 +72,16 @@ def test_limits_of_the_readme_are_in_the_results():
     host = {r["name"]: r["us"] for r in tables.load("host")["records"]}
     eager = host["step lowmem"] / min(us for name, us in host.items() if name.startswith("step, "))
     step, encoder = (host[f"lik_ops.maxsim, {x}"] / host[f"einsum, {x}"] for x in ("step", "step of an encoder"))
-    assert f"takes {eager:.2f} of the host time" in limits
-    assert f"takes {step:.2f} of the naive formula's host time, and {encoder:.2f} with" in limits
+    assert f"costs {eager:.2f} times the host time" in limits
+    assert f"costs {step:.2f} times the host time of the naive formula, and {encoder:.2f} times with" in limits
 
     options = tables.load("options")["records"]
     normalized = [r for r in options if r["case"]["normalize"]]
     costs = [r["cost"] for r in normalized]
-    assert f"`normalize` takes {min(costs):.2f} to {max(costs):.2f} times" in limits
+    assert f"`normalize` makes a call {min(costs):.2f} to {max(costs):.2f} times" in limits
     slower = {r["case"]["name"]: r["ms"]["option"] / r["ms"]["by hand"] for r in normalized}
     (worst,) = [name for name, ratio in slower.items() if ratio > 1]
-    assert worst == "normalize pages 64x64" and f"pages 64 x 64 ({slower[worst]:.2f} of it)" in limits
+    assert worst == "normalize pages 64x64" and f"pages 64 x 64 ({slower[worst]:.2f} times as long)" in limits
 
     ragged = tables.load("ragged")["records"]
     ratios = [r["ratio_to_dense"] for r in ragged if "ratio_to_dense" in r]
@@ -92,7 +92,7 @@ def test_limits_of_the_readme_are_in_the_results():
         for name in ("rerank 1k", "serve 16x1k")
     ]
     small = max(r["cost"] for r in options if r["case"]["name"].startswith("holes") and r["ms"]["plain"] < 0.05)
-    assert f"{min(holes):.2f} to {max(holes):.2f} times as long as no mask, and up to {small:.2f}" in limits
+    assert f"{min(holes):.2f} to {max(holes):.2f} times as long as no mask, and up to {small:.2f} times" in limits
 
     gpus = [r["contenders"][tables.OURS] for r in tables.load("retrieve_gpus")["records"]]
     single, rows = ([r[key] for r in gpus] for key in ("efficiency", "sustained_efficiency"))

@@ -54,7 +54,7 @@ def test_files_and_tests_that_are_named_exist(page):
         assert not name or name in functions(path), f"{page}: {path} has no {name}"
 
 
-@pytest.mark.parametrize("heading", ["What works", "What raises"])
+@pytest.mark.parametrize("heading", ["Supported features", "Unsupported calls"])
 def test_every_row_names_what_shows_it(heading):
     """A test by its name, or a check of `lik_ops.opcheck`."""
     found = rows("docs/pytorch.md", heading)

@@ -267,9 +267,12 @@ def retrieve_rows(records: list[dict]) -> list[list[str]]:
 
 
 def gpus(document: dict) -> list[str]:
-    """What searches over several GPUs took: of a table its heading and its rows."""
-    text = "`lik_ops.distributed.retrieve`, a process for each GPU over NCCL, with the bits of one GPU"
-    text += f": {machine(document, 'torch')}, {document['settings']['gpus']} GPUs. `sustained`: the efficiency of"
+    """Return the text and the table of searches over several GPUs."""
+    text = (
+        "`lik_ops.distributed.retrieve` with one process for each GPU over NCCL. The results have the bits of one GPU."
+        f" {machine(document, 'torch')}, {document['settings']['gpus']} GPUs. `sustained` is the efficiency of"
+        " consecutive calls without waiting in between."
+    )
     rows = []
     for record in (r for r in document["records"] if "ms" in r["contenders"].get(OURS, {})):
         case, ours = record["case"], record["contenders"][OURS]
@@ -278,7 +281,7 @@ def gpus(document: dict) -> list[str]:
         row += [number(None if times is None else max(times), 2) for times in each]
         rows.append([*row, f"{ours['efficiency']:.2f}", number(ours.get("sustained_efficiency"), 2)])
     header = ["queries", "documents", "one GPU, ms", "all, ms", "search alone", "agreement alone", "merge alone"]
-    return [text + " calls that follow each other without waiting.", table([*header, "efficiency", "sustained"], rows)]
+    return [text, table([*header, "efficiency", "sustained"], rows)]
 
 
 def retrieve(results: Path = RESULTS) -> str:
@@ -286,14 +289,15 @@ def retrieve(results: Path = RESULTS) -> str:
     if (results / "retrieve.json").exists():
         document = load("retrieve", results)
         parts.append(
-            f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median milliseconds of whole calls by the wall"
-            " clock; documents of 180 tokens, d 128, bf16, queries of 32 tokens, the best 100. `roofline`: the time"
-            " of operations or bytes at the rates measured in the run, whichever is longer; for documents in host"
-            " memory or on the disk, their bytes at the rate of copies from one pinned buffer. `of sustained`: the"
-            " time of plain bf16 products"
-            " with as many operations, which meet the limit on power as a long search does, to ours. `of read`: that of"
-            " a kernel that only reads the corpus. Of the others: their time to ours, `*` where they score in less than"
-            " fp32. `-`: cannot, failed, or no time left; `benchmarks/results/retrieve.json` says why."
+            f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Median wall-clock milliseconds of whole calls."
+            " Documents of 180 tokens, d 128, bf16, queries of 32 tokens, the best 100.\n\n"
+            "- `roofline`: the time of the operations or bytes at the rates measured in the run, whichever is longer."
+            " For documents in host memory or on disk, the time to copy their bytes from one pinned buffer.\n"
+            "- `of sustained`: the time of plain bf16 products with as many operations, divided by the time of lik_ops."
+            " Like a long search, these products run at the power limit of the GPU.\n"
+            "- `of read`: the time of a kernel that only reads the corpus, divided by the time of lik_ops.\n"
+            "- Other libraries: their time divided by the time of lik_ops. `*`: scores in less than fp32.\n"
+            "- `-`: not supported, failed, or no time left. `benchmarks/results/retrieve.json` has the reason."
         )
         header = ["documents", "queries", "number", "roofline", OURS, "of roofline", "of sustained", "of read", "goal"]
         header += COLUMNS[1:4]

@@ -1,9 +1,9 @@
-"""Put the rows of a run that was asked for some, or had no time for all, beside the rest of a result.
+"""Merge the rows of a partial run into a stored result.
 
     python benchmarks/add.py NEW.json [--to benchmarks/results/NAME.json]
 
-Rows that the run has take the place of those of the same name. Others stay, each with its commit, and
-its GPUs where these are others.
+A row of the run replaces the row of the same name. Other rows stay and keep the commit they were measured at. They
+also keep their GPUs if these differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _is_measured(record: dict) -> bool:
 
 
 def _kept(record: dict, old: dict, new: dict) -> dict:
-    """A record of `old`, as a result with the environment of `new` has it."""
+    """Return a record of `old` in a form that is valid under the environment of `new`."""
     env = old["environment"]
     gpus = record.get("gpus", env["gpus"])
     others = {} if gpus == new["environment"]["gpus"] else {"gpus": gpus}
@@ -31,7 +31,7 @@ def _kept(record: dict, old: dict, new: dict) -> dict:
 
 
 def joined(old: dict, new: dict) -> dict:
-    """`new`, a result, with the records of `old` that it has not measured; in the order of `old`."""
+    """Return `new` plus the records of `old` that it has not measured, in the order of `old`."""
     if old["benchmark"] != new["benchmark"]:
         raise ValueError(f"benchmark: the result is of {old['benchmark']}, the run of {new['benchmark']}")
     records = {r["case"]["name"]: _kept(r, old, new) for r in old["records"]}
@@ -41,7 +41,7 @@ def joined(old: dict, new: dict) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="what a benchmark wrote with --out")
+    parser.add_argument("run", type=Path, help="the file that a benchmark wrote with --out")
     parser.add_argument("--to", type=Path, help="the result (default benchmarks/results, by the name of the benchmark)")
     args = parser.parse_args()
     new = json.loads(args.run.read_text())

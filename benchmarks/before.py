@@ -1,14 +1,15 @@
-"""What did changes do to speed and bits: this checkout beside an older one, on one GPU?
+"""Compare the speed and the bits of this checkout with an older one, on one GPU.
 
     git worktree add /tmp/old COMMIT
     python benchmarks/before.py /tmp/old [--only pages] [--rounds 20] [--turns 3] [--seconds 300] [--out FILE]
 
-Every row of forward.py, training.py and ragged.py that has only lik_ops in it, searches, and tiny calls. Several
-processes compile first. Then each checkout runs in a process of its own, and they take turns at each row, so that the
-device's clock meets them alike. Median device times of calls that find the L2 cache flushed; `host_us` is the least
-that the host takes for a call of a small row. `same` says whether scores, winners and gradients have the same bits.
-Rows that seem slower than before are measured again, as long as there is time, and all their turns count. The script
-fails where a row is slower, beyond `NOISE`, or differs.
+The rows are all lik_ops rows of forward.py, training.py and ragged.py, some searches, and tiny calls. Several
+processes compile first. Then each checkout runs in a separate process. The two processes alternate on each row, so
+that changes of the device clock affect both.
+
+Times are median device times, each call on a flushed L2 cache. `host_us` is the smallest host time of a call of a
+small row. `same` says whether scores, winners and gradients have the same bits. Rows that seem slower are measured
+again while time remains, and all turns are used. The script fails if a row differs or is slower by more than `NOISE`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from torch import Tensor
 import lik_ops
 
 NOISE = 1.02
-SMALL = 10**9  # operations of a call whose host time counts
+SMALL = 10**9  # most operations of a call whose host time is compared
 BEST = 100  # documents of a search
 ROW_SECONDS = 20
-COMPILERS = 6  # processes of each checkout
-AGAIN = 4  # times that a row is measured again, at most
+COMPILERS = 6  # processes per checkout
+AGAIN = 4  # most repeated measurements of a row
 SEARCHES = (
     *(
         common.Case(f"retrieve {Nq}x{Nd // 1000}k", Nq, Nd, 32, 180)
@@ -80,7 +81,7 @@ def is_small(case: Any) -> bool:
 
 
 def call_of(kind: str, case: Any, device: str = "cuda") -> Callable[[], object]:
-    """What a row times, as lik_ops' users call it."""
+    """Return the call that a row times, written as a user of lik_ops would write it."""
     if kind == "ragged":
         packed = ragged_cases.Inputs(case, device)
         return ragged.call_of(packed, ragged_contenders.contenders(packed)[ragged_contenders.PACKED])
@@ -94,7 +95,10 @@ def call_of(kind: str, case: Any, device: str = "cuda") -> Callable[[], object]:
 
 
 def digest(found: object) -> str:
-    """Of the bits of tensors: a sum of their words, each times an odd number of its own, on their device."""
+    """Return a hash of the bits of tensors.
+
+    The device computes a sum of all words of a tensor, each multiplied by a different odd number.
+    """
     tensors = [found] if isinstance(found, Tensor) else [t for t in found if isinstance(t, Tensor)]  # type: ignore
     total = hashlib.sha256()
     for x in tensors:
@@ -124,11 +128,11 @@ def compile_all(rows: list[int]) -> None:
             with with_gradients(n), gpu.time_limit(ROW_SECONDS):
                 made(n)()
         except (Exception, gpu.TooSlowError):
-            continue  # its turn will say why
+            continue  # the measurement reports the reason
 
 
 def serve(rounds: int) -> None:
-    """Of the rows that the standard input names, one after the other, what this process finds."""
+    """Measure the rows that standard input names, one after the other, and print each result."""
     timer = gpu.Timer(rounds)
     ready: tuple[int, Callable[[], object]] = -1, dict
     for line in sys.stdin:
@@ -136,7 +140,7 @@ def serve(rounds: int) -> None:
         try:
             with with_gradients(n), gpu.time_limit(ROW_SECONDS):
                 if ready[0] != n:
-                    ready = -1, dict  # its memory goes first
+                    ready = -1, dict  # free the memory of the previous row first
                     ready = n, made(n)
                 found: dict[str, object] = {"bits": digest(ready[1]()), "ms": timer(ready[1])}
                 if is_small(ROWS[n][1]):
@@ -147,7 +151,7 @@ def serve(rounds: int) -> None:
 
 
 class Checkout:
-    """Processes that score with the lik_ops of a folder."""
+    """Processes that score with the lik_ops of one folder."""
 
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder = folder.resolve()
@@ -172,23 +176,23 @@ class Checkout:
         return json.loads(line) if line else {"failed": "its process ended"}
 
     def commit(self) -> str:
-        """What it is, or its name, if git does not know it."""
+        """Return the commit of the folder, or the folder's name if git does not know it."""
         git = ["git", "-C", str(self.folder), "rev-parse", "HEAD"]
         known = (self.folder / ".git").exists()
         return (subprocess.run(git, capture_output=True, text=True).stdout.strip() if known else "") or self.folder.name
 
 
 def compile_first(checkouts: tuple[Checkout, Checkout], rows: list[int], seconds: float) -> None:
-    """What is not compiled by then is compiled where it is measured."""
+    """Compile for `seconds`. Rows that are not ready by then compile when they are measured."""
     end = time.monotonic() + seconds
     runs.wait([process for checkout in checkouts for process in checkout.compilers(rows)], end)
 
 
-Turns = tuple[list[dict], list[dict]]  # of the older and of this checkout
+Turns = tuple[list[dict], list[dict]]  # older checkout, this checkout
 
 
 def measure(checkouts: tuple[Checkout, Checkout], n: int, turns: int, found: Turns) -> dict:
-    """A record of a row, of so many more turns; who begins changes."""
+    """Run `turns` more turns of a row, alternating which checkout starts, and return its record."""
     for turn in range(turns):
         for at in ((0, 1), (1, 0))[turn % 2]:
             found[at].append(checkouts[at].row(n))
@@ -196,7 +200,7 @@ def measure(checkouts: tuple[Checkout, Checkout], n: int, turns: int, found: Tur
 
 
 def joined(kind: str, case: Any, old: list[dict], new: list[dict]) -> dict:
-    """A record of a row from what both checkouts found in their turns."""
+    """Return the record of a row from the results of both checkouts."""
     record: dict[str, Any] = {"kind": kind, "case": asdict(case), "turns": len(new)}
     failed = [found["failed"] for found in (*old, *new) if "failed" in found]
     if failed:
@@ -213,7 +217,7 @@ def is_slower(record: dict) -> bool:
 
 
 def verdict(records: list[dict]) -> list[str]:
-    """The rows that are slower than before, that differ, or that failed."""
+    """Return the rows that are slower than before, differ, or failed."""
     wrong = [r for r in records if "failed" in r or is_slower(r) or not r["same"]]
     return [f"{r['kind']}, {r['case']['name']}" for r in wrong]
 
@@ -232,10 +236,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="the older checkout")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each turn (default 20)")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each checkout (default 3)")
-    parser.add_argument("--seconds", type=float, default=300, help="start nothing after this time (default 300)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/before.json)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls per turn (default 20)")
+    parser.add_argument("--turns", type=int, default=3, help="turns per checkout (default 3)")
+    parser.add_argument("--seconds", type=float, default=300, help="start no row after this time (default 300)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/before.json)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,12 +1,14 @@
-"""A billion tokens of residual codes searched exhaustively on one GPU; and from host memory, fewer.
+"""Search a billion tokens of residual codes exhaustively on one GPU, and a smaller corpus from host memory.
 
     python benchmarks/billion.py [--documents 8000000] [--host 400000] [--out FILE]
     python benchmarks/billion.py --device cpu --documents 2000 --host 500    # to see that it works
 
-Documents of 128 tokens, d 128, 2 bits, made on the device: codes drawn at random from 16,384 centroids, so that hardly
-two tokens of a tile share one, and random residuals. `floor` is the largest of what reading the codes, the centroids'
-rows and the products take: bytes over the bandwidth that this run measures, 256 bytes a token over that of the L2
-cache, operations over those of a bf16 matrix product. Wall-clock medians of whole calls that wait for their result.
+Documents have 128 tokens of d 128 at 2 bits and are created on the device. Codes are drawn at random from 16,384
+centroids, so hardly any two tokens of a tile share one. Residuals are random too.
+
+`floor` is the largest of three times. They are the code bytes over the bandwidth that this run measures, 256 bytes per
+token over the L2 bandwidth, and the operations over a bf16 matrix product's rate. Times are wall-clock medians of
+whole calls, including the wait for the result.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from torch.nn.functional import normalize
 import lik_ops
 
 CENTROIDS, LENGTH, D, NBITS, TOP_K = 16_384, 128, 128, 2, 100
-L2_BYTES = 5.5e12  # a second: of an H100, by others' measurements; an H200 has the same cache
+L2_BYTES = 5.5e12  # bytes/s, published measurements of an H100; an H200 has the same cache
 GOALS = {1: 60.0, 16: 90.0}  # ms
 
 
 def documents(count: int, device: str) -> lik_ops.Quantized:
-    """On the device, without a copy of any of it."""
+    """Create documents on the device without any copy."""
     generator = torch.Generator(device).manual_seed(0)
     centroids = normalize(torch.randn(CENTROIDS, D, generator=generator, device=device), dim=-1).half()
     weights = torch.tensor([-0.08, -0.025, 0.025, 0.08], device=device)
@@ -49,12 +51,12 @@ def queries(count: int, device: str) -> Tensor:
 
 
 def seconds(function: Callable[[], object], rounds: int) -> float:
-    """The median, of calls that are waited for."""
+    """Return the median time of synchronized calls, in seconds."""
     return statistics.median([retrieve.seconds_of(function) for _ in range(rounds + 1)][1:])
 
 
 def floor(tokens: int, Nq: int, read: int, ceilings: dict[str, float] | None) -> dict[str, float]:
-    """Milliseconds that each part takes at best, on a GPU."""
+    """Return the smallest possible time of each part on a GPU, in milliseconds."""
     if ceilings is None:
         return {}
     return {
@@ -89,20 +91,20 @@ def resident(count: int, ceilings: dict[str, float] | None, rounds: int, device:
 
 
 def copies(device: str) -> float:
-    """Bytes a second from one pinned buffer."""
+    """Return the rate of copies from one pinned buffer, in bytes per second."""
     pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(pinned, device=device)
     return pinned.nbytes / seconds(lambda: target.copy_(pinned, non_blocking=True), 5)
 
 
 def in_memory(size: int) -> str | None:
-    """A directory that memory holds, if it has room for so many bytes; else None, that of temporary files."""
+    """Return a directory in memory with room for `size` bytes, else None for the default temporary directory."""
     shared = Path("/dev/shm")
     return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 1.1 * size else None
 
 
 def from_host(count: int, ceilings: dict[str, float] | None, rounds: int, device: str) -> list[dict]:
-    """A `Corpus` on a disk that memory holds, copied chunk by chunk while the chunk before is scored."""
+    """Measure a `Corpus` on a memory-backed disk. A chunk is copied while the previous one is scored."""
     made = documents(count, device).to("cpu")
     assert made.codes is not None and made.codec is not None
     none = torch.zeros(count)
@@ -139,11 +141,11 @@ def report(record: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=8_000_000, help="in the memory of the GPU (default 8,000,000)")
-    parser.add_argument("--host", type=int, default=400_000, help="on disk (default 400,000); 0 for none")
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each (default 5)")
-    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/billion.json)")
+    parser.add_argument("--documents", type=int, default=8_000_000, help="documents in GPU memory (default 8,000,000)")
+    parser.add_argument("--host", type=int, default=400_000, help="documents on disk (default 400,000); 0 for none")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls per row (default 5)")
+    parser.add_argument("--device", default="cuda", help="cpu: only to check that the script works")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/billion.json)")
     args = parser.parse_args()
     ceilings = gpu.ceilings(gpu.Timer(5)) if args.device == "cuda" else None
     settings = {"ceilings": ceilings, "rounds": args.rounds}

@@ -1,10 +1,10 @@
-"""How fast is the Chamfer distance on this GPU, beside flash-maxsim's and what one writes without a kernel?
+"""Measure the Chamfer distance on this GPU, compared with flash-maxsim and plain PyTorch.
 
     python benchmarks/chamfer.py [--only step] [--rounds 20] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed, each way of the distance both ways. ``eager`` has all
-distances in memory, by `torch.cdist`. The largest relative error of the distances to nearest points is that beside
-fp64, of some points; ``peak_mb`` is what a call takes beyond its inputs.
+Times are median device times, each call on a flushed L2 cache. All contenders compute both directions of the distance.
+``eager`` stores all distances with `torch.cdist`. The largest relative error of the distances to nearest points is
+measured against fp64 for some points. ``peak_mb`` is the memory of a call beyond its inputs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 import lik_ops
 
 TOLERANCE = 1e-4
-SOME = 64  # points whose distances are checked
+SOME = 64  # points to check
 SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Clouds:
-    """A question: points, coordinates, and whether their gradients too."""
+    """A case: point counts, coordinates, and whether gradients are computed too."""
 
     name: str
     N: int
@@ -68,7 +68,7 @@ def distances(case: Clouds) -> dict[str, Distance]:
 
 
 def error_of(case: Clouds, P: Tensor, R: Tensor) -> float:
-    """Of our distances to nearest points, both ways, of the last points."""
+    """Return the largest relative error of our nearest-point distances, for the last points in both directions."""
     of_P, _, of_R, _ = torch.ops.lik.chamfer_fwd(P[None], R[None], None, None, case.metric)
     errors = []
     for found, X, Y in ((of_P, P, R), (of_R, R, P)):

@@ -1,5 +1,4 @@
-"""What the benchmark scripts share: cases and their inputs, interleaved timing on a CPU, and JSON records of where and
-with what they were made."""
+"""Shared code of the benchmark scripts: cases, inputs, interleaved CPU timing, and JSON records."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Case:
-    """A question of a benchmark. Its name is how results of different commits are compared, so it stays."""
+    """One benchmark case. Results of different commits are compared by its name, so keep names stable."""
 
     name: str
     Nq: int
@@ -34,11 +33,11 @@ class Case:
     Ld: int
     d: int = 128
     dtype: str = "bfloat16"
-    what: str = "scores"  # "scores", "winners" (with argmax) or "step" (forward with winners, and backward)
-    mask: str = ""  # "prefix": documents of Ld / 2 to Ld tokens; "holes": a quarter of all tokens masked, on both sides
+    what: str = "scores"  # "scores", "winners" (with argmax) or "step" (forward with winners, then backward)
+    mask: str = ""  # "prefix": documents of Ld / 2 to Ld tokens; "holes": a quarter of all Q and D tokens masked
     normalize: bool = False
     weighted: bool = False  # with q_weight
-    candidates: bool = False  # Nd documents of each query's own
+    candidates: bool = False  # each query has Nd documents of its own
     goal_ms: float | None = None
 
     @property
@@ -47,7 +46,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Of one product of all tokens, masked ones included; a backward pass is not counted."""
+        """Operations of one product of all tokens, including masked ones and without the backward."""
         return 2 * self.Nq * self.Nd * self.Lq * self.Ld * self.d
 
     @property
@@ -56,7 +55,7 @@ class Case:
 
     @property
     def similarities(self) -> int:
-        """Bytes of the similarities in the dtype of the inputs: what is never to be in memory."""
+        """Bytes of all similarities in the input dtype. The operators never store them."""
         return self.operations // (2 * self.d) * self.itemsize
 
     @property
@@ -66,7 +65,10 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of a forward that reads every token, masked ones included, mask and weight once, and writes its results."""
+        """Bytes of a forward that reads all tokens, mask and weights once and writes its results.
+
+        Masked tokens are included.
+        """
         tokens = self.Nq * self.Lq + self.documents * self.Ld
         masked = {"": 0, "prefix": self.documents * self.Ld, "holes": tokens}[self.mask]
         weights = 4 * self.Nq * self.Lq if self.weighted else 0
@@ -75,12 +77,12 @@ class Case:
 
 
 def shape_of(case: dict) -> str:
-    """The shape of a record's case, for people."""
+    """Return a readable shape of a record's case."""
     return f"{case['Nq']} x {case['Nd']}, Lq {case['Lq']}, Ld {case['Ld']}, d {case['d']}, {case['dtype']}"
 
 
 class Inputs:
-    """Random tensors for a case: tokens of unit norm, or of any norm where the case normalises them."""
+    """Random tensors of a case. Tokens have unit norm, or any norm if the case normalizes them."""
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -113,7 +115,7 @@ class Inputs:
         return {**per_token, "normalize": self.normalize}
 
     def last(self, queries: int, documents: int) -> tuple[Tensor, Tensor, dict]:
-        """Views of the last `queries` and of the last `documents` (of those queries), with their options."""
+        """Return views of the last `queries`, their last `documents`, and the matching options."""
         q = slice(-queries, None)
         k = (q, slice(-documents, None)) if self.D.dim() == 4 else (slice(-documents, None),)
         options = {
@@ -135,7 +137,7 @@ def eager(
     normalize: bool = False,
     winners: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What one writes without a library: every similarity in memory, in the inputs' dtype."""
+    """Compute MaxSim in plain PyTorch, with all similarities in memory in the input dtype."""
     if normalize:
         Q, D = torch.nn.functional.normalize(Q, dim=-1), torch.nn.functional.normalize(D, dim=-1)
     S = torch.einsum("isd,ijtd->ijst" if D.dim() == 4 else "isd,jtd->ijst", Q, D)
@@ -151,18 +153,24 @@ def eager(
 
 
 def error_of(x: Inputs, scores: Tensor) -> float:
-    """Relative error beside fp64, on the last queries and documents: what goes wrong first beyond 2^31 elements."""
+    """Return the relative error against fp64, for the last queries and documents.
+
+    These fail first if a tensor exceeds 2^31 elements.
+    """
     Q, D, options = x.last(4, 64)
     return relative_error(scores[-4:, -64:], reference.maxsim(Q.double(), D.double(), **options))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; NaN where either has one."""
+    """Return the norm of the difference over the norm of `expected`. NaN in either gives NaN."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _cpu_name() -> str:
-    """The processor's model, and its family numbers where the name says little, as in virtual machines."""
+    """Return the processor's model and family numbers.
+
+    In virtual machines, the name alone says little.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -180,7 +188,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checked-out commit, with "+" if tracked or new files differ from it; LIK_OPS_COMMIT where git cannot tell."""
+    """Return the checked-out commit, with "+" if tracked or new files differ.
+
+    The variable LIK_OPS_COMMIT has priority. Set it if git is not available.
+    """
     if named := os.environ.get("LIK_OPS_COMMIT"):
         return named
 
@@ -196,7 +207,7 @@ def _commit() -> str | None:
 
 
 def environment(*packages: str) -> dict:
-    """Machine, versions and commit; `packages` are further distributions whose versions matter."""
+    """Return machine, versions and commit. `packages` are further distributions to record."""
     names = ("lik-ops", "torch", "triton", *packages)
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -214,7 +225,7 @@ def environment(*packages: str) -> dict:
 
 
 def write(name: str, records: list[dict], *packages: str, path: Path | None = None, **settings: object) -> Path:
-    """Write ``results/<name>.json`` (or `path`): environment, settings, records. Returns the path."""
+    """Write environment, settings and records to ``results/<name>.json`` or `path`, and return the path."""
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"benchmark": name, "environment": environment(*packages), "settings": settings, "records": records}
@@ -223,10 +234,10 @@ def write(name: str, records: list[dict], *packages: str, path: Path | None = No
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each function, ``best`` and ``median`` of `rounds` rounds that call each of them once.
+    """Return the ``best`` and ``median`` milliseconds of each function over `rounds` rounds.
 
-    Functions of one comparison share rounds, so that what else the machine does meets them alike. For host code and
-    CPU kernels: nothing is synchronised.
+    Each round calls every function once, so that other load on the machine affects all of them. Use it for host code
+    and CPU kernels: it does not synchronize.
     """
     for function in functions.values():
         function()

@@ -1,8 +1,10 @@
-"""Who is measured on a GPU, and how each is called. A string in place of a function says why there is none.
+"""The contenders on a GPU and how to call each one.
 
-Peers are called through their public functions, where they have one for the case. Their own conditions hold:
-late-interaction-kernels and flash-maxsim compute in half precision whatever the inputs; flash-maxsim takes lengths, no
-masks, and leaves normalisation to the caller.
+A string instead of a function gives the reason for a missing contender.
+
+Peers are called through their public functions if these support the case. Peers keep their own conditions:
+late-interaction-kernels and flash-maxsim compute in half precision for all inputs. flash-maxsim accepts lengths but no
+masks, and expects normalized tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 
 import lik_ops
 
-os.environ.setdefault("LIK_SUPPRESS_NORM_WARN", "1")  # late-interaction-kernels' check of norms, once a process
+os.environ.setdefault("LIK_SUPPRESS_NORM_WARN", "1")  # late-interaction-kernels checks norms once per process
 
 Contender = Callable[[], object] | str
 Scorer = Callable[[Tensor, Tensor], Tensor]
@@ -75,10 +77,10 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
 
 
 def forget_tuning() -> None:
-    """Have the peers tune their kernels again, in less time than by default.
+    """Make the peers tune their kernels again, in less time than by default.
 
-    They do it once for a query length, on whatever shape comes first, or take what another process found. Here that
-    is the case itself where it has a goal, and the shape that it varies where not.
+    Peers tune once per query length, on the first shape they see, or reuse the result of another process. Here they
+    tune on the case itself if it has a goal, else on the shape that the case varies.
     """
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] in PEER_MODULES]
     for kernel in (value for module in modules for value in vars(module).values()):
@@ -94,9 +96,9 @@ def _bound(scorer: Scorer | str, Q: Tensor, D: Tensor) -> Contender:
 
 
 def forward(case: Case, x: Inputs) -> dict[str, Contender]:
-    """Each returns scores [Nq, Nd], or a tuple that begins with them; to be called with gradients off.
+    """Return functions that give scores [Nq, Nd], or a tuple that starts with them. Call them with gradients off.
 
-    Winners, which a backward needs, are computed if the case has them: peers do so where an input asks for a gradient.
+    Winners are computed if the case asks for them. Peers compute winners only if an input requires a gradient.
     """
     Q, D, options = x.Q, x.D, x.options
     found: dict[str, Contender] = {"lik_ops": lambda: lik_ops.maxsim(Q, D, **options)}
@@ -110,14 +112,16 @@ def forward(case: Case, x: Inputs) -> dict[str, Contender]:
     found["eager"] = "too many similarities"
     if case.similarities < EAGER_LIMIT:
         found["eager"] = lambda: eager(Q, D, **options, winners=winners)
-    if case.goal_ms and case.Lq < CHUNK:  # longer queries are cut into chunks, tuned alike
+    if case.goal_ms and case.Lq < CHUNK:  # longer queries are split into chunks with the same tuning
         forget_tuning()
     return found
 
 
 def compiled_eager(case: Case, x: Inputs) -> Contender:
-    """The einsum form as torch.compile makes it at its best: matrix products tuned for the shape, one CUDA graph, whose
-    inputs are read where they are and not copied into it."""
+    """Return the einsum form under torch.compile in its fastest mode.
+
+    Matrix products are tuned for the shape and run in one CUDA graph, which reads its inputs in place.
+    """
     if case.similarities >= EAGER_LIMIT:
         return "too many similarities"
     torch._dynamo.reset()
@@ -129,7 +133,7 @@ def compiled_eager(case: Case, x: Inputs) -> Contender:
 
 
 def training(case: Case, x: Inputs) -> dict[str, Scorer | str]:
-    """Differentiable scores of Q and D."""
+    """Return differentiable scorers of Q and D."""
     found: dict[str, Scorer | str] = {
         "lik_ops lowmem": lambda Q, D: lik_ops.maxsim(Q, D, **x.options, backward="lowmem"),
         "lik_ops unified": lambda Q, D: lik_ops.maxsim(Q, D, **x.options, backward="unified"),

@@ -1,10 +1,10 @@
-"""How fast is MaxSim on this machine's CPU, beside maxsim-cpu, eager einsum and the machine's own matrix product?
+"""Measure MaxSim on this CPU, compared with maxsim-cpu, eager einsum and the machine's matrix product.
 
     python benchmarks/cpu.py [--rounds 7] [--only rerank] [--threads 2]
 
-Before it is timed, every shape is checked against the fp64 reference on some pairs; contenders whose results differ
-from ours are named and left out.
-Rates count ``2 * Nq * Nd * Lq * Ld * d`` operations, also where masked tokens or a backward pass add or save work.
+Every shape is checked against the fp64 reference on some pairs before timing. Contenders with different results are
+named and left out. Rates use ``2 * Nq * Nd * Lq * Ld * d`` operations, even if a mask saves work or a backward adds
+work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
 except ImportError:
     maxsim_cpu = None
 
-INT8 = "lik_ops int8"  # the same documents, a quarter of the bytes
+INT8 = "lik_ops int8"  # the same documents in a quarter of the bytes
 EAGER_LIMIT = 2**31  # bytes of similarities that eager einsum may hold
 SGEMM = 2048
 MAXSIM_CPU_LQ = 32  # above, maxsim-cpu 0.1.0 returns garbage (seen at 64) or crashes (at 1024)
@@ -58,13 +58,13 @@ CASES = (
 
 
 def step(score: Callable[..., Tensor], x: Inputs) -> tuple[Tensor, ...]:
-    """Gradients of both inputs."""
+    """Return the gradients of both inputs."""
     Q, D = x.Q.detach().requires_grad_(), x.D.detach().requires_grad_()
     return torch.autograd.grad(score(Q, D), (Q, D), x.grad_scores)
 
 
 def functions(case: Case, x: Inputs) -> dict[str, Callable[[], object]]:
-    """Ours and whoever else can do the case."""
+    """Return lik_ops and all contenders that support the case."""
     found: dict[str, Callable[[], object]] = {}
     if case.what == "step":
         found["lik_ops"] = lambda: step(lambda Q, D: lik_ops.maxsim(Q, D, **x.options), x)
@@ -87,9 +87,9 @@ def functions(case: Case, x: Inputs) -> dict[str, Callable[[], object]]:
 
 
 def check(case: Case, x: Inputs, found: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Relative errors: ours against the fp64 reference on some pairs, others against ours.
+    """Return relative errors: ours against the fp64 reference on some pairs, and peers against ours.
 
-    Raises where ours are wrong, and takes others who are out of `found`.
+    Raises if ours are wrong, and removes wrong contenders from `found`.
     """
     scores = lik_ops.maxsim(x.Q, x.D, **x.options)
     errors = {"lik_ops": common.error_of(x, scores)}
@@ -98,7 +98,7 @@ def check(case: Case, x: Inputs, found: dict[str, Callable[[], object]]) -> dict
     tolerance = 1e-4 if case.dtype == "float32" else 2e-2
     for name in [name for name in found if name != "lik_ops"]:
         if case.what == "step":
-            # Rounding may move a winner, so single rows may differ: compare what all of D receives.
+            # Rounding may move a winner, so single rows may differ. Compare the sum over all of D.
             ours, theirs = (found[who]()[1].float().sum((0, 1)) for who in ("lik_ops", name))
             errors[name] = relative_error(theirs, ours)
         else:
@@ -150,10 +150,10 @@ def report(record: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each contender (default 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls per contender (default 7)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--threads", type=int, help="torch's threads (default: as torch chose)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/cpu.json)")
+    parser.add_argument("--threads", type=int, help="number of torch threads (default: unchanged)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/cpu.json)")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,12 +1,17 @@
-"""How fast is a step of the contrastive loss on this GPU, and how much memory does it take?
+"""Measure time and memory of a step of the contrastive loss on this GPU.
 
     python benchmarks/cross_entropy.py [--only 256] [--rounds 30] [--out FILE]
 
-Forward and backward, both gradients, document i being that of query i, at temperature 1: all that flash-maxsim's fused
-loss has, which is no operator of autograd and adds to ``.grad``. ``scores`` is `F.cross_entropy` of `lik_ops.maxsim`,
-``recomputed`` that without winners, ``flash-maxsim, scores`` that of flash-maxsim's scores. Gradients are checked
-beside those of the same tokens in fp32. ``ms`` are median device times of calls that find the L2 cache flushed, the
-host ahead; ``host_us`` is what the host takes for a step; ``own_mb`` what no step can do without: the gradients.
+A step is forward and backward with both gradients. Document i belongs to query i, and the temperature is 1. The fused
+loss of flash-maxsim supports only this case. It is not an autograd operator and adds to ``.grad``.
+
+- ``scores``: `F.cross_entropy` of `lik_ops.maxsim`
+- ``recomputed``: the same without saved winners
+- ``flash-maxsim, scores``: `F.cross_entropy` of flash-maxsim's scores
+
+Gradients are checked against the gradients of the same tokens in fp32. ``ms`` are median device times, each call on a
+flushed L2 cache with the host ahead. ``host_us`` is the host time of a step. ``own_mb`` is the memory of the
+gradients, which every implementation needs.
 """
 
 from __future__ import annotations
@@ -75,7 +80,10 @@ def steps(case: Case, x: Inputs) -> dict[str, Step | str]:
 
 
 def errors_of(case: Case, x: Inputs, found: tuple[Tensor, ...]) -> list[float]:
-    """Relative errors of both gradients beside those of the same tokens in fp32, whose steps are checked elsewhere."""
+    """Return relative errors of both gradients against the same tokens in fp32.
+
+    Other benchmarks check fp32 steps.
+    """
     Q, D = (t.detach().float().requires_grad_() for t in (x.Q, x.D))
     scores = lik_ops.maxsim(Q, D, recompute=True)
     loss = F.cross_entropy(scores, torch.arange(case.Nq, device=Q.device))

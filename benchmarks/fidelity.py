@@ -1,12 +1,17 @@
-"""What do formats of documents lose: on random unit tokens, and on those of the examples' encoders?
+"""Measure the accuracy of document formats, for random unit tokens and for tokens of the examples' encoders.
 
     python benchmarks/fidelity.py [--only hashed] [--queries 300] [--steps 100] [--out FILE]
 
-Known items, as in `examples/search_docstrings.py`: the first paragraphs of 300 docstrings ask, the rest of 1,000 is
-searched, by the hashed encoder and by `examples/train_colbert.py`'s after `--steps` steps. Each format is compared with
-full precision: MRR@10; ``recall``, the part of its 10 or 100 best that the format has among its own; ``spearman``, the
-mean over queries of the rank correlation of all scores; ``error``, the largest difference of a score beside the
-largest score. Random tokens have no known item. Scores are those of the machine's backend.
+The known items are as in `examples/search_docstrings.py`. The first paragraphs of 300 docstrings are queries, and the
+rest of 1,000 docstrings are searched. The encoders are the hashed one and the encoder of
+`examples/train_colbert.py` after `--steps` steps. Each format is compared with full precision:
+
+- MRR@10 of the known items; random tokens have none
+- ``recall``: the share of the true 10 or 100 best documents that the format ranks among its own best
+- ``spearman``: the rank correlation of all scores, averaged over queries
+- ``error``: the largest score difference relative to the largest score
+
+Scores come from the machine's backend.
 """
 
 from __future__ import annotations
@@ -34,14 +39,14 @@ FORMATS = {
     "binary": ("binary", "token"),
     **{f"residual{nbits}": (f"residual{nbits}", "token") for nbits in (1, 2, 4, 8)},
 }
-CENTROIDS, ITERATIONS = 1024, 5  # of residual codes, trained on the documents; few, as these are
+CENTROIDS, ITERATIONS = 1024, 5  # of residual codes; few, because they are trained on few documents
 FULL = "full"
 RECALL = (10, 100)
 LQ, LD, DIMENSION, RANDOM_DOCUMENTS, RANDOM_QUERIES = 32, 180, 128, 1000, 32
 
 
 class Tokens(NamedTuple):
-    """Queries ``[Nq, Lq, d]`` and packed documents; query i asks for document i where `known`."""
+    """Queries ``[Nq, Lq, d]`` and packed documents. If `known`, the answer to query i is document i."""
 
     Q: Tensor
     q_weight: Tensor | None  # 0 for padding
@@ -50,7 +55,7 @@ class Tokens(NamedTuple):
     known: bool
 
     def scores(self, D: Tensor | Quantized) -> Tensor:
-        """``[Nq, Nd]`` of these documents, as they are or in a format."""
+        """Return scores ``[Nq, Nd]`` of documents, either plain or in a format."""
         return lik_ops.maxsim_varlen(self.Q, D, None, self.cu_seqlens, q_weight=self.q_weight)  # type: ignore[arg-type]
 
     def quantized(self, format: str, scale: str) -> Quantized:
@@ -62,25 +67,25 @@ class Tokens(NamedTuple):
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Of each row, fp64."""
+    """Return the ranks within each row in fp64."""
     return x.argsort(-1).argsort(-1).double()
 
 
 def spearman(found: Tensor, exact: Tensor) -> float:
-    """The mean over rows of the rank correlation."""
+    """Return the rank correlation, averaged over rows."""
     a, b = (r - r.mean(-1, keepdim=True) for r in (ranks(found), ranks(exact)))
     return float(torch.cosine_similarity(a, b, dim=-1).mean())
 
 
 def recall(found: Tensor, exact: Tensor, k: int) -> float:
-    """The mean part of the `k` best of `exact` that are among those of `found`."""
+    """Return the share of the `k` best of `exact` among the `k` best of `found`, averaged over rows."""
     k = min(k, exact.shape[-1])
     best = [lik_ops.ops.topk.first(x, k)[1] for x in (found, exact)]
     return float((best[0].unsqueeze(-1) == best[1].unsqueeze(-2)).double().sum((-1, -2)).mean() / k)
 
 
 def compared(found: Tensor, exact: Tensor) -> dict[str, float]:
-    """How far scores ``[n, Nd]`` of a format are from those of full precision."""
+    """Return accuracy figures of a format's scores ``[n, Nd]`` against full precision."""
     error = float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
     best = {f"recall{k}": recall(found, exact, k) for k in RECALL}
     return {"error": error, "spearman": spearman(found, exact), **best}
@@ -104,7 +109,7 @@ def _encoded(encoder: object, pool: list, queries: int) -> Tokens:
 
 
 def _docstrings() -> tuple[list, int]:
-    """The docstrings in the order of the examples, and how many of them are searched."""
+    """Return the docstrings in the order of the examples, and the number to search."""
     sys.path.insert(0, str(EXAMPLES))
     from docstring_corpus import collect_docstrings, installed, shuffled
     from known_item import EVALUATION_POOL
@@ -133,7 +138,7 @@ def trained(queries: int, steps: int) -> Tokens:
 
 
 def mrr(scores: Tensor) -> float:
-    """MRR@10 of known items, as the demo counts."""
+    """Return MRR@10 of known items as the demo computes it."""
     sys.path.insert(0, str(EXAMPLES))
     from known_item import evaluate
 
@@ -146,7 +151,7 @@ def measure(name: str, tokens: Tokens) -> dict:
     for format, how in FORMATS.items():
         made = tokens.quantized(*how)
         found = tokens.scores(made)
-        kept = sum(x.nbytes for x in made.tensors().values())  # without a codec, which larger corpora hardly notice
+        kept = sum(x.nbytes for x in made.tensors().values())  # the codec is negligible in larger corpora
         results[format] = {"bytes": kept / len(tokens.D), **compared(found, exact)}
         if tokens.known:
             results[format]["mrr"] = mrr(found)
@@ -166,8 +171,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"tokens whose name contains this ({', '.join(TOKENS)})")
     parser.add_argument("--queries", type=int, default=300, help="known items (default 300)")
-    parser.add_argument("--steps", type=int, default=100, help="of training (default 100)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/fidelity.json)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/fidelity.json)")
     args = parser.parse_args()
     records = []
     for name, make in TOKENS.items():

@@ -1,10 +1,10 @@
-"""How long do the first calls of a fresh process take? Each function five times, in a process of its own.
+"""Measure the first calls of a fresh process: each function five times in a separate process.
 
     python benchmarks/first_calls.py [--calls 5] [--out FILE]
 
-Each process runs twice: the first fills Triton's compile cache, which takes what compiling takes; the second has the
-cache warm. Seconds of each call with its synchronization, after importing torch and lik_ops and creating the tensors.
-``imported`` counts the modules that each call imported.
+Each process runs twice. The first run fills Triton's compile cache and includes the compile time. The second run has a
+warm cache. Times are seconds per call including synchronization, after torch and lik_ops are imported and the tensors
+exist. ``imported`` is the number of modules that each call imported.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def run(name: str, calls: int) -> dict | list:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=5, help="calls of each function (default 5)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/first_calls.json)")
+    parser.add_argument("--calls", type=int, default=5, help="calls per function (default 5)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/first_calls.json)")
     args = parser.parse_args()
     names = run("names", 0)
     with ThreadPoolExecutor(8) as pool:

@@ -1,11 +1,12 @@
-"""How fast is the forward on this GPU, beside eager and compiled torch, late-interaction-kernels and flash-maxsim?
+"""Measure the forward on this GPU, compared with eager and compiled PyTorch and two peer libraries.
 
     python benchmarks/forward.py [--only rerank] [--rounds 30] [--seconds 180] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed. The ceilings, a bf16 matrix product and a plain read, are
-measured in the same run; ``floor`` is the larger of operations and bytes over them, ``read`` the time of a kernel that
-only reads as many bytes as the case has: what a call of few microseconds cannot beat either. Every contender is checked
-against fp64 before it is timed. Compiled torch goes last, until the time is up: it compiles for every shape.
+The peers are late-interaction-kernels and flash-maxsim. Times are median device times, each call on a flushed L2
+cache. The ceilings are a bf16 matrix product and a plain read, measured in the same run. ``floor`` is the larger time
+of the operations and of the bytes at these rates. ``read`` is the time of a kernel that only reads the bytes of the
+case, a lower bound for calls of few microseconds. Every contender is checked against fp64 before timing. Compiled
+PyTorch runs last, until the time is up, because it compiles for every shape.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from torch import Tensor
 
 import lik_ops
 
-FIRST_CALL_SECONDS = 25  # compiling and tuning of one contender on one case
+FIRST_CALL_SECONDS = 25  # limit for compiling and tuning one contender on one case
 TOLERANCE = 1e-2
-EXACT = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}  # fp32 beyond it is some other precision
+EXACT = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-5}  # a larger fp32 error means a lower precision
 COMPILED_FIRST = ("fat d 768", "rerank 1k", "pages 64x64", "in-batch 256", "serve 16x1k", "rerank 100")
 
-# A variant follows the shape that it varies: the peers run it as they tuned themselves for that one.
+# A variant follows the shape that it varies. The peers reuse their tuning for that shape.
 CASES = (
     Case("rerank 1k", 1, 1000, 32, 300, goal_ms=0.021),
     Case("rerank 100", 1, 100, 32, 300),
@@ -72,7 +73,7 @@ CASES = (
 
 
 def prepare(x: Inputs, contender: Contender, seconds: float) -> dict:
-    """Compile, check and weigh a contender; or say why there is nothing to time."""
+    """Compile a contender, check it and measure its memory, or return the reason for not timing it."""
     if isinstance(contender, str):
         return {"skipped": contender}
     if seconds <= 0:
@@ -119,7 +120,7 @@ def new_record(case: Case, timer: gpu.Timer, ceiling: dict[str, float], traffic:
 
 
 def host_microseconds(rounds: int = 500) -> dict[str, float]:
-    """Host time of a tiny call, gradients off: the kernels run behind the host."""
+    """Return the host time of a tiny call without gradients, with kernels running behind the host."""
     case = Case("host", 8, 8, 32, 64, d=64)
     x = Inputs(case, "cuda")
     found = contenders.forward(case, x)
@@ -148,11 +149,11 @@ def report(record: dict, names: Mapping[str, object]) -> None:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each contender (default 30)")
-    parser.add_argument("--only", default="", help="cases whose name contains this, or one of these between commas")
-    parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
-    parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows side by side (default 0)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/forward.json)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls per contender (default 30)")
+    parser.add_argument("--only", default="", help="cases whose name contains one of these comma-separated texts")
+    parser.add_argument("--seconds", type=float, default=180, help="start no row after this time (default 180)")
+    parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows in parallel (default 0)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/forward.json)")
     args = parser.parse_args()
     cases = [case for case in CASES if any(part in case.name for part in args.only.split(","))]
     compile_first((case.name for case in cases), args.first)

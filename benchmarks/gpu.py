@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: times on the device, ceilings of the machine, limits on what a contender may take."""
+"""Shared code of the GPU benchmarks: device times, machine ceilings, and limits for slow contenders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 FLUSH_BYTES = 512 * 2**20
-AHEAD_MS = 0.5, 30.0  # at least, at most
+AHEAD_MS = 0.5, 30.0  # minimum, maximum
 CYCLES_PER_MS = 2_000_000
 
 
@@ -22,7 +22,7 @@ CYCLES_PER_MS = 2_000_000
 def _read(x, out, n, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.sum(tl.load(x + offsets, mask=offsets < n, other=0))
-    if total == 123456789:  # keeps the loads; hardly ever true
+    if total == 123456789:  # keeps the loads, and is hardly ever true
         tl.store(out, total)
 
 
@@ -32,11 +32,11 @@ def _empty(out):
 
 
 class Timer:
-    """Times of single calls on the device, each on an L2 cache flushed by reading.
+    """Measures single calls on the device, each on an L2 cache flushed by reading.
 
-    A flush that writes leaves dirty lines, whose write-back the next call pays. Before the flush the device idles for
-    thrice as long as the host takes for the slowest of the calls, within `AHEAD_MS`: the host has queued the whole call
-    when it begins, and launches are not part of its time.
+    A flush that writes would leave dirty lines, and the next call would pay for their write-back. Before the flush,
+    the device idles for three times the host time of the slowest call, within `AHEAD_MS`. The host has then queued the
+    whole call when it starts, so launches are not part of its time.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -52,7 +52,11 @@ class Timer:
 
     @staticmethod
     def looked_at(function: Callable[[], object]) -> tuple[int, float]:
-        """After two calls to warm up: how many fit in two seconds, at least five; the host's milliseconds of one."""
+        """Warm up with two calls and time a third.
+
+        Returns:
+            The number of calls that fit in two seconds, at least five, and the host milliseconds of one call.
+        """
         function(), function()
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -62,8 +66,10 @@ class Timer:
         return max(5, int(2 / (time.perf_counter() - start))), queued * 1e3
 
     def compare(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Median milliseconds of each function, in rounds that call each of them once: what the clock of the device
-        does meets them alike."""
+        """Return the median milliseconds of each function.
+
+        Each round calls every function once, so that changes of the device clock affect all of them.
+        """
         looks = [self.looked_at(function) for function in functions.values()]
         rounds = min([self.rounds, *(rounds for rounds, _ in looks)])
         least, most = AHEAD_MS
@@ -78,16 +84,16 @@ class Timer:
                 function()
                 end.record()
                 events[name].append((start, end))
-            torch.cuda.synchronize()  # else the host, ahead by whole rounds, queues allocations of all of them
+            torch.cuda.synchronize()  # else the host runs whole rounds ahead and queues their allocations
         return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
 
     def __call__(self, function: Callable[[], object]) -> float:
-        """Median milliseconds."""
+        """Return the median milliseconds of one function."""
         return self.compare({"": function})[""]
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
-    """What this machine does at best, a bf16 matrix product and a read of 4 GiB; and the time of an empty kernel."""
+    """Measure this machine's limits: a bf16 matrix product, a read of 4 GiB and an empty kernel."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul = timer(lambda: a @ b)
     big = torch.randint(0, 7, (2**30,), dtype=torch.int32, device="cuda")
@@ -100,12 +106,15 @@ def ceilings(timer: Timer) -> dict[str, float]:
 
 
 class TooSlowError(BaseException):
-    """Out of the reach of `except Exception`, with which compilers catch what one of their choices does."""
+    """Raised if a contender exceeds its time limit.
+
+    It does not derive from `Exception`, because compilers catch `Exception` while they try choices.
+    """
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TooSlowError` in the main thread once `seconds` have passed, at the next step of Python code."""
+    """Raise `TooSlowError` in the main thread after `seconds`, at the next step of Python code."""
 
     def stop(signum: int, frame: object) -> None:
         raise TooSlowError(f"not ready within {seconds:.0f} s")
@@ -120,13 +129,13 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the GPU; where there is none, scripts that only see that they work have nothing to wait for."""
+    """Wait for the GPU, or return at once without one, for runs that only check a script."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def first_call(function: Callable[[], object], seconds: float) -> tuple[object, float]:
-    """The result of a call that may compile and tune, and the seconds that it took."""
+    """Return the result and the seconds of a call that may compile and tune."""
     start = time.perf_counter()
     with time_limit(seconds):
         result = function()
@@ -135,7 +144,7 @@ def first_call(function: Callable[[], object], seconds: float) -> tuple[object, 
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Device memory that a call takes beyond what is there, its results included."""
+    """Return the peak device memory of a call beyond existing memory, including its results."""
     if not torch.cuda.is_available():
         return 0
     synchronize()
@@ -148,7 +157,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def host_microseconds(function: Callable[[], object], rounds: int) -> float:
-    """Time of a call on the host, which does not wait for the device."""
+    """Return the host time of a call, without waiting for the device."""
     for _ in range(5):
         function()
     synchronize()

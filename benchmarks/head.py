@@ -1,11 +1,15 @@
-"""How fast are documents scored that are hidden states of a model, on this GPU?
+"""Measure the scoring of documents from hidden states on this GPU.
 
     python benchmarks/head.py [--only "1 x 1000"] [--rounds 30] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed. ``by hand`` is a linear layer, `normalize` and
-`lik_ops.maxsim`; ``linear`` is the layer alone; ``read`` a kernel that only reads the hidden states, which no call can
-beat; ``unfused`` is ours with its tokens made first, as for many queries, where the call itself does not: its bits are
-compared. Each is checked against fp64 first. ``peak_mb`` is what a call takes beyond its inputs.
+Times are median device times, each call on a flushed L2 cache. Each contender is checked against fp64 first.
+
+- ``by hand``: a linear layer, `normalize` and `lik_ops.maxsim`
+- ``linear``: the layer alone
+- ``read``: a kernel that only reads the hidden states, a lower bound
+- ``unfused``: lik_ops with tokens computed first, as for many queries; it must have the bits of the fused call
+
+``peak_mb`` is the memory of a call beyond its inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ SHAPE = {"Lq": 32, "Ld": 300}
 
 @dataclass(frozen=True)
 class Head(Case):
-    """A question of hidden states of `width` features."""
+    """A case with hidden states of `width` features."""
 
     width: int = 768
 
@@ -48,11 +52,11 @@ CASES = (
     Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
     Head("step 128 x 128", 128, 128, **SHAPE, what="step"),
 )
-Scorer = Callable[..., Tensor]  # of Q, H, W and b
+Scorer = Callable[..., Tensor]  # f(Q, H, W, b)
 
 
 class Inputs:
-    """Query tokens of unit norm, hidden states, a head, and a mask of documents or None."""
+    """Query tokens of unit norm, hidden states, a head, and a document mask or None."""
 
     def __init__(self, case: Head) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -94,7 +98,7 @@ def scorers(x: Inputs) -> dict[str, Scorer | str]:
 
 
 def unfused(x: Inputs) -> Tensor:
-    """Scores of the way that keeps winners, without these: tokens first."""
+    """Return scores of the unfused path, which computes tokens first, without its winners."""
     from lik_ops.gpu import head
     from lik_ops.portable.head import Hidden, scores_by_slices
 
@@ -102,14 +106,14 @@ def unfused(x: Inputs) -> Tensor:
 
 
 def step(score: Scorer, x: Inputs) -> tuple[Tensor, ...]:
-    """Scores, and gradients of all four."""
+    """Return scores and the gradients of all four inputs."""
     leaves = [t.detach().requires_grad_() for t in x.tensors]
     scores = score(*leaves)
     return scores.detach(), *torch.autograd.grad(scores, leaves, x.upstream.to(scores.dtype))
 
 
 def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
-    """Relative errors beside fp64 of scores of the last documents; of a step also of all gradients."""
+    """Return relative errors against fp64: scores of the last documents, or all results of a step."""
     if case.what == "scores":
         last, mask = x.H[-64:], None if x.d_mask is None else x.d_mask[-64:]
         given = [t.double() for t in (x.Q, last, x.W, x.b)]
@@ -117,7 +121,7 @@ def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
     found = step(score, x)
     leaves = [t.detach().double().requires_grad_() for t in x.tensors]
     grads, scores = [torch.zeros_like(t) for t in leaves], []
-    for part in torch.arange(case.Nd).split(8):  # all similarities of a part in memory
+    for part in torch.arange(case.Nd).split(8):  # keep all similarities of one part in memory
         n = slice(int(part[0]), int(part[-1]) + 1)
         of_part = reference.maxsim_from_hidden(leaves[0], leaves[1][n], *leaves[2:])
         for total, g in zip(grads, torch.autograd.grad(of_part, leaves, x.upstream[:, n].double()), strict=True):
@@ -142,7 +146,7 @@ def measure(case: Head, timer: gpu.Timer) -> dict:
                 functions[name] = call
             except (gpu.TooSlowError, RuntimeError, TypeError, ValueError) as failure:
                 results[name] = {"failed": gpu.reason(failure)}
-        # Winners that rounding moved have other gradients: those by hand say how far.
+        # Rounding may move winners and change gradients. The error of `by hand` shows by how much.
         allowed = max(TOLERANCE, *(2 * e for e in results["by hand"].get("errors", [0.0])))
         if "failed" in results["lik_ops"] or not max(results["lik_ops"]["errors"]) < allowed:
             raise AssertionError(f"{case.name}: {results['lik_ops']}, allowed {allowed}")

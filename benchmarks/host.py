@@ -1,13 +1,14 @@
-"""What does a call cost the host on this GPU, beside late-interaction-kernels and flash-maxsim, and where does it go?
+"""Measure the host cost of a call on this GPU, its parts, and the host cost of two peer libraries.
 
     python benchmarks/host.py [--rounds 300] [--out FILE] [--without-gpu]
 
-Host microseconds of tiny calls (8 x 8, Lq 32, Ld 64, d 64, bf16), the best of blocks of calls: the GPU runs behind the
-host, is waited for between blocks, and a block is short enough for its queue. ``steps`` are parts of a call alone.
-``ragged`` and ``ragged step`` are calls of as few tokens of many lengths, packed and padded, the peers' beside ours.
+Times are host microseconds of tiny calls (8 x 8, Lq 32, Ld 64, d 64, bf16), the best over blocks of calls. The GPU
+runs behind the host, with a sync between blocks. Blocks are short enough for the launch queue. ``steps`` are parts of
+a call, each alone. ``ragged`` and ``ragged step`` are calls with few tokens of many lengths, packed and padded, with
+the peers.
 
-``--without-gpu`` measures ``no grad``, ``training`` and ``compiled`` on a CPU, up to the launches, which do nothing
-there. Peers and einsum, which would compute, are left out; blocks are shorter, as other processes come between.
+``--without-gpu`` measures ``no grad``, ``training`` and ``compiled`` on a CPU, with launches that do nothing. Peers
+and einsum are left out, because they would compute. Blocks are shorter, because other processes interrupt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import lik_ops
 from lik_ops.gpu import launcher
 
 BLOCK, BLOCK_WITHOUT_GPU = 50, 20
-_kept: list[torch.library.Library] = []  # whose operators would go with them
+_kept: list[torch.library.Library] = []  # keep them alive, else their operators disappear
 RAGGED = (
     Case("cross", 8, 8, 32, 64, d=64, mean_q=0.6),
     Case("cross, dense queries", 8, 8, 32, 64, d=64),
@@ -51,7 +52,10 @@ def _wait() -> None:
 
 
 def microseconds(functions: dict[str, Callable[[], object]], rounds: int, block: int = BLOCK) -> dict[str, float]:
-    """Of each call. Blocks of calls take turns, as a host is not as fast in one second as in the next."""
+    """Return the best time of each call in microseconds.
+
+    Blocks of calls alternate, because the speed of a host changes from one second to the next.
+    """
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(max(rounds // block, 3)):
         for name, function in functions.items():
@@ -137,10 +141,11 @@ def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def compiled(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward, step, and the step of a projection, F.normalize, scores and cross-entropy: in `torch.compile`.
+    """Return compiled functions: forward, step, and a step of projection, normalization, scores and cross-entropy.
 
-    "nothing" is what torch takes itself: operators with the arguments of ours, whose results lie ready. Steps are timed
-    with autograd in its own thread, as ever, and "one thread" without: a host may take long to wake another thread.
+    "nothing" is the cost of PyTorch alone: operators with the same arguments that return ready results. Steps run
+    autograd in its own thread as usual. "one thread" runs autograd in the calling thread, because waking a thread may
+    be slow.
     """
     upstream, labels = torch.ones(8, 8, device=Q.device), torch.arange(8, device=Q.device)
     leaf_Q, leaf_D = Q.clone().requires_grad_(), D.clone().requires_grad_()
@@ -177,7 +182,7 @@ def in_one_thread(step: Callable[[], object]) -> Callable[[], object]:
 
 
 def nothing(Q: Tensor, D: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Scores of an operator that computes nothing and makes nothing, but what autograd needs of it."""
+    """Return a scorer whose operator computes and allocates only what autograd requires."""
     ready = Q.new_zeros(8, 8, dtype=torch.float32), Q.new_zeros(8, 8, 32, dtype=torch.int16)
 
     def like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -204,7 +209,10 @@ def nothing(Q: Tensor, D: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def ragged(what: str) -> dict[str, Callable[[], object]]:
-    """Everybody on each of `RAGGED`: scores alone, or steps of a training; and ours where rows differ at every call."""
+    """Return all contenders on each case of `RAGGED`, for scores or for training steps.
+
+    lik_ops is also measured with row counts that change at every call.
+    """
     found: dict[str, Callable[[], object]] = {}
     for case in RAGGED:
         x = Inputs(replace(case, what=what), "cuda")
@@ -236,7 +244,7 @@ def _call(score: Callable[..., Tensor], tokens: tuple[Tensor, ...], upstream: Te
 
 
 def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
-    """Parts of `lik_ops.maxsim`, each alone."""
+    """Return parts of `lik_ops.maxsim`, each as a function."""
     from lik_ops.arguments import check, metadata
     from lik_ops.gpu import backend as cuda
     from lik_ops.gpu import backward as cuda_backward
@@ -278,9 +286,9 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1000, help="calls of each contender (default 1000)")
-    parser.add_argument("--only", default="", help="kinds between commas: no grad, training, compiled, ragged, ...")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/host.json)")
+    parser.add_argument("--rounds", type=int, default=1000, help="calls per contender (default 1000)")
+    parser.add_argument("--only", default="", help="comma-separated kinds: no grad, training, compiled, ragged, ...")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/host.json)")
     parser.add_argument("--without-gpu", action="store_true", help="on a CPU, with launches that do nothing")
     args = parser.parse_args()
     if args.without_gpu:

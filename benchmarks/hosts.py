@@ -1,12 +1,14 @@
-"""What do the hosts' own losses take with their own scoring, and what with lik_ops?
+"""Measure the losses of host libraries with their own scoring and with lik_ops.
 
     python benchmarks/hosts.py [--only cached] [--rounds 20] [--seconds 140] [--device cpu] [--out FILE]
 
-The model returns tokens that it is given, so a step is the loss, forward and backward, and no encoder. ``scoring_ms``
-is the scores and their backward alone, as many queries at a time as the loss takes. Nothing is compiled but lik_ops'
-kernels; ``eager`` is the formula with every similarity in memory. Errors are those of the loss and of both gradients
-beside the same loss where the host scores in fp64, ``difference`` the largest of any element between the host's scoring
-and lik_ops. ``--device cpu`` cuts the sizes: it shows that the script works.
+The model returns given tokens, so a step is forward and backward of the loss without an encoder. ``scoring_ms`` is the
+scores and their backward alone, with as many queries at a time as the loss uses. Only the lik_ops kernels are
+compiled. ``eager`` is the formula with every similarity in memory.
+
+Errors of the loss and of both gradients are relative to the same loss with fp64 host scoring. ``difference`` is the
+largest difference of an element between the host's scoring and lik_ops. ``--device cpu`` reduces the sizes and only
+checks that the script works.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ OURS, EAGER = "lik_ops", "eager"
 class Case(common.Case):
     what: str = "step"
     host: str = "sentence-transformers"
-    chunk: int = 0  # queries scored at a time, by the loss that caches gradients; 0: the plain loss, all at once
+    chunk: int = 0  # queries per chunk of the loss that caches gradients; 0: the plain loss
 
 
 CASES = (
@@ -58,7 +60,7 @@ CASES = (
 class Host(NamedTuple):
     theirs: Score
     ours: Score
-    loss: Callable[[torch.nn.Module, Score, int], torch.nn.Module]  # of a model, a scoring and a chunk
+    loss: Callable[[torch.nn.Module, Score, int], torch.nn.Module]  # f(model, scoring, chunk)
 
 
 def of_sentence_transformers() -> Host:
@@ -75,11 +77,14 @@ def of_sentence_transformers() -> Host:
 
 
 def of_pylate() -> Host:
-    """PyLate imports `datasets` for a collator. Losses need nothing of it: where it is missing, an empty module will do
-    while PyLate is imported."""
+    """Import PyLate.
+
+    PyLate imports `datasets` for a collator, which losses do not need. If `datasets` is missing, an empty module
+    replaces it during the import.
+    """
     missing = importlib.util.find_spec("datasets") is None
     if missing:
-        importlib.import_module("sentence_transformers")  # which looks whether there is one
+        importlib.import_module("sentence_transformers")  # it checks for the module
         sys.modules["datasets"] = ModuleType("datasets")
         sys.modules["datasets"].__spec__ = importlib.util.spec_from_loader("datasets", None)
     try:
@@ -100,7 +105,7 @@ HOSTS = {"sentence-transformers": (st, of_sentence_transformers), "PyLate": (pyl
 
 
 def why_not(host: str) -> str:
-    """Why a host cannot be measured here; empty where it can."""
+    """Return the reason that a host cannot be measured here, or an empty string."""
     known = HOSTS[host][0]._HOST
     version = common._version(known.distribution)
     if version is None:
@@ -110,7 +115,7 @@ def why_not(host: str) -> str:
 
 
 class Given(torch.nn.Module):
-    """In place of a model: returns the tokens of the features, as leaves where gradients are asked for."""
+    """A model that returns the tokens of the features, as leaves if gradients are needed."""
 
     skiplist: tuple[int, ...] = ()
     do_query_expansion = False
@@ -128,7 +133,7 @@ class Given(torch.nn.Module):
 
 
 def eager(Q: Tensor, D: Tensor, queries_mask: Tensor, documents_mask: Tensor) -> Tensor:
-    """`common.eager` with the signature of the hosts."""
+    """Compute `common.eager` with the hosts' signature."""
     return common.eager(Q, D.flatten(0, 1), queries_mask, documents_mask.flatten(0, 1))
 
 
@@ -137,7 +142,7 @@ def in_double(score: Score) -> Score:
 
 
 def features_of(*sides: Tensor) -> list[dict[str, Tensor]]:
-    """Queries and documents as the losses take them; every token counts."""
+    """Return queries and documents as the features of a loss, with all tokens kept."""
     ids = [torch.ones(x.shape[:2], dtype=torch.long, device=x.device) for x in sides]
     return [{"input_ids": i, "attention_mask": i, "tokens": x} for i, x in zip(ids, sides, strict=True)]
 
@@ -150,7 +155,7 @@ def step(loss: torch.nn.Module, features: list[dict[str, Tensor]]) -> Tensor:
 
 
 def results(loss: torch.nn.Module, features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The loss and both gradients."""
+    """Return the loss and both gradients."""
     value = step(loss, features)
     grads = torch.cat([leaf.grad.flatten() for leaf in loss.model.leaves])
     loss.model.leaves.clear()
@@ -159,7 +164,7 @@ def results(loss: torch.nn.Module, features: list[dict[str, Tensor]]) -> dict[st
 
 
 def score_step(score: Score, x: Inputs, chunk: int) -> tuple[Tensor, Tensor]:
-    """Both gradients of the scores, `chunk` queries at a time."""
+    """Return both gradients of the scores, computed for `chunk` queries at a time."""
     Q, D = x.Q.detach().requires_grad_(), x.D.detach().requires_grad_()
     keep = torch.ones(D.shape[:2], dtype=torch.bool, device=D.device)
     for q, upstream in zip(Q.split(chunk or len(Q)), x.grad_scores.split(chunk or len(Q)), strict=True):
@@ -169,7 +174,11 @@ def score_step(score: Score, x: Inputs, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def prepare(taken: Callable, scoring: Callable, expected: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-    """Compile, check and weigh a contender: what is recorded, and its results; or say why there is nothing to time."""
+    """Compile a contender, check it and measure its memory.
+
+    Returns:
+        The record, or the reason for not timing the contender, and the results.
+    """
     try:
         _, first = gpu.first_call(lambda: (taken(), scoring()), FIRST_CALL_SECONDS)
         got = results(*taken.args)
@@ -226,17 +235,17 @@ def report(record: dict) -> None:
 
 
 def cut(case: Case) -> Case:
-    """The case in the size of a test."""
+    """Return the case in the size of a test."""
     return replace(case, Nq=8, Nd=8, Lq=min(case.Lq, 40) // 8, Ld=24, d=16, chunk=min(case.chunk, 4))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each part (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls per part (default 20)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=140, help="start no case after this time (default 140)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/hosts.json)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/hosts.json)")
     args = parser.parse_args()
     start = time.monotonic()
 

@@ -1,12 +1,13 @@
-"""How fast are few long documents scored on this GPU, beside a plain read of them?
+"""Measure the scoring of few long documents on this GPU, compared with a plain read of them.
 
     python benchmarks/long.py [--only "Lq 128"] [--rounds 20] [--seconds 150] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed. ``read`` is the time of a kernel that only reads the
-documents: what a call of few microseconds cannot beat either. ``uncut`` are the same documents as candidates of the one
-query, which no call cuts into sections: their bits are compared. The goal is .8 of the rate of `read`. Peers are tuned
-anew on each row: none is begun with once the time is up. Rows of Lq 128 are those of the papers' tables of long
-documents.
+Times are median device times, each call on a flushed L2 cache. ``read`` is the time of a kernel that only reads the
+documents, a lower bound for calls of few microseconds. ``uncut`` scores the same documents as candidates of the query,
+which are never split into sections. Both must have the same bits. The goal is 0.8 of the rate of `read`.
+
+Peers are tuned for each row, and no peer starts after the time is up. Rows with Lq 128 are taken from the papers'
+tables of long documents.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from torch import Tensor
 
 import lik_ops
 
-SHARE = 0.8  # of the rate of a read
+SHARE = 0.8  # goal, as a share of the rate of a read
 TOLERANCE = 1e-2
-SECONDS = 10  # of a peer's first call
+SECONDS = 10  # limit of a peer's first call
 
 
 @dataclass(frozen=True)
 class Long(Case):
-    """A question of few documents; `packed`: one behind the other, their lengths on the device alone."""
+    """A case of few documents. If `packed`, their lengths are known only on the device."""
 
     packed: bool = False
 
@@ -48,7 +49,7 @@ CASES = (
 
 
 def calls(case: Long, x: Inputs) -> dict[str, Callable[[], Tensor | tuple[Tensor, ...]]]:
-    """Ours: scores, or a tuple that begins with them."""
+    """Return the lik_ops calls, which give scores or a tuple that starts with them."""
     Q, D, options = x.Q, x.D, x.options
     if case.what == "winners":
         rest = (x.q_mask, x.d_mask, x.q_weight, x.normalize, torch.int32, "auto")
@@ -79,7 +80,7 @@ def measure(case: Long, timer: gpu.Timer, until: float) -> dict:
         raise AssertionError(f"{case.name}: relative error {error}")
     results["lik_ops"] = {"error": error, "peak_mb": gpu.peak_bytes(functions["lik_ops"]) / 2**20}
     peers = contenders.forward(case, x)
-    contenders.forget_tuning()  # that of another shape
+    contenders.forget_tuning()  # it is from another shape
     for name, peer in peers.items():
         if name not in contenders.PEERS or case.packed or case.what == "winners":
             continue
@@ -100,7 +101,7 @@ def measure(case: Long, timer: gpu.Timer, until: float) -> dict:
 
 def main() -> None:
     run = Run("long", __doc__, *contenders.PEERS, rounds=20)
-    run.parser.add_argument("--seconds", type=float, default=150, help="until when peers are begun with (default 150)")
+    run.parser.add_argument("--seconds", type=float, default=150, help="start no peer after this time (default 150)")
     args = run.parser.parse_args()
     timer, until = gpu.Timer(args.rounds), time.monotonic() + args.first + args.seconds
     ceilings = gpu.ceilings(timer)

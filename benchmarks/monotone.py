@@ -1,12 +1,13 @@
-"""Which calls are slower than a call that asks for more? Random shapes, each next to stronger calls of the same tokens.
+"""Find calls that are slower than a call that asks for more, for random shapes.
 
     python benchmarks/monotone.py [--only NAME] [--rounds 15] [--cases 120] [--part 1/8] [--out FILE]
 
-A call is stronger if it computes everything the plain call computes, and more: with `normalize`, with argmax, with a
-mask of documents, with 5 % more documents, or with longer documents or wider features. A plain call that takes over
-1.05 times as long as a stronger one has the wrong kernel or configuration. Median device times of calls that find the
-L2 cache flushed, in rounds of all calls of a shape. ``floor_ms`` is the time of the product or of reading the tokens,
-by the ceilings of the same run.
+A stronger call computes everything that the plain call computes, and more. It adds `normalize`, argmax, a document
+mask, 5 % more documents, longer documents or wider features. A plain call that needs over 1.05 times as long as a
+stronger one has the wrong kernel or configuration.
+
+Times are median device times, each call on a flushed L2 cache, in rounds over all calls of a shape. ``floor_ms`` is
+the time of the product or of reading the tokens, by the ceilings of the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from runs import Run
 import lik_ops
 
 LIMIT = 1.05
-# The report that led to this script: 32 x 200 documents of 1,024 tokens at d 256 took .343 ms, with `normalize` .205.
+# A reported problem: 32 x 200 documents of 1,024 tokens at d 256 cost 0.343 ms, but 0.205 ms with `normalize`.
 KNOWN = (
     Case("reported", 32, 200, 32, 1024, d=256),
     Case("reported, d 192", 32, 200, 32, 1024, d=192),
@@ -35,7 +36,7 @@ MOST_OPERATIONS, MOST_BYTES = 4e11, 2e9
 
 
 def drawn(seed: int) -> Iterator[Case]:
-    """Endless random cases of moderate cost."""
+    """Yield random cases of moderate cost without end."""
     draw = random.Random(seed)
     while True:
         case = Case(
@@ -56,7 +57,7 @@ def fields(case: Case) -> dict:
 
 
 def calls(case: Case) -> dict[str, Callable[[], object]]:
-    """The plain call, and stronger ones by what they ask for in addition."""
+    """Return the plain call and the stronger calls, named by what they add."""
     x = Inputs(case, "cuda")
     everything = torch.ones(x.D.shape[:2], dtype=torch.bool, device="cuda")
 
@@ -89,7 +90,7 @@ def main() -> None:
     run = Run("monotone", __doc__, rounds=15)
     run.parser.add_argument("--cases", type=int, default=120, help="random shapes (default 120)")
     run.parser.add_argument("--seed", type=int, default=0)
-    run.parser.add_argument("--part", default="1/1", help="2/8: every eighth shape from the second on")
+    run.parser.add_argument("--part", default="1/1", help="2/8: every eighth shape, starting at the second")
     args = run.parser.parse_args()
     timer = gpu.Timer(args.rounds)
     ceilings = gpu.ceilings(timer)

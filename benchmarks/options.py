@@ -1,10 +1,10 @@
-"""What does an option cost on this GPU: beside the call without it, and beside doing the same by hand?
+"""Measure the cost of each option on this GPU, compared with the plain call and with the same result by hand.
 
     python benchmarks/options.py [--only normalize] [--rounds 30] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed. ``by hand`` is what one writes without the option: tokens
-normalised by torch and a plain call. Each result is checked against fp64 first. The script fails where an option is
-slower than doing without it, beyond `NOISE`. ``goal`` is the most that it may cost beside the plain call.
+Times are median device times, each call on a flushed L2 cache. ``by hand`` avoids the option: PyTorch normalizes the
+tokens for a plain call. Each result is checked against fp64 first. The script fails if an option is slower than doing
+the same by hand, by more than `NOISE`. ``goal`` is the largest allowed cost relative to the plain call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Row:
-    """A case with an option, and the most that it may take, as a multiple of the case without it."""
+    """A case with an option, and the largest allowed time as a multiple of the case without it."""
 
     case: Case
     goal: float
@@ -62,13 +62,13 @@ ROWS = (
 
 
 def plain(case: Case) -> Case:
-    """The case without its option, of which a row has one, and winners."""
+    """Return the case without its option and without winners. A row has only one option."""
     what = case.what if case.normalize or case.what == "step" else "scores"
     return replace(case, normalize=False, mask="", weighted=False, what=what)
 
 
 def called(case: Case, x: Inputs, by_hand: bool = False) -> Callable[[], object]:
-    """The call of a case; `by_hand`, on tokens that torch normalises."""
+    """Return the call of a case. With `by_hand`, PyTorch normalizes the tokens."""
 
     def score(Q: Tensor, D: Tensor, options: dict) -> Tensor:
         if by_hand:
@@ -84,7 +84,7 @@ def called(case: Case, x: Inputs, by_hand: bool = False) -> Callable[[], object]
 
 
 def check(row: Row, x: Inputs, call: Callable[[], object]) -> float:
-    """The relative error of scores, or the larger one of gradients, beside fp64."""
+    """Return the relative error of the scores, or the larger one of both gradients, against fp64."""
     if row.case.what == "step":
         error = max(training.errors_of(x, lambda Q, D: lik_ops.maxsim(Q, D, **x.options)).values())
     else:

@@ -2,8 +2,8 @@
 
     python benchmarks/plot.py [--results DIR] [--out docs/images]
 
-The SVGs carry their text as text and follow the reader's colour scheme; where a viewer does not know it, they are dark
-on a white card. The colours are Okabe and Ito's, and every contender has a marker of its own.
+The SVGs store text as text and follow the reader's color scheme. Viewers without color schemes show dark on a white
+card. The colors are from Okabe and Ito, and every contender has a different marker.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tables import COLUMNS, OURS, RESULTS, ROOT, best_peer, load, machine, timed
 
 IMAGES = ROOT / "docs" / "images"
 INK, CARD, GRID = "#1f2328", "#ffffff", "#d1d9e0"
-STEP = 1.15  # between neighbours of equal intensity
-TITLE_COLUMNS = 95  # of a title that fits the width of a figure
+STEP = 1.15  # factor between neighbors of equal intensity
+TITLE_COLUMNS = 95  # characters of a title line that fit the width of a figure
 # NVIDIA's data sheet: 132 SMs x 4,096 bf16 operations per clock x 1.83 GHz.
 PEAK_TFLOPS = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
 DARK = {INK: "#e6edf3", CARD: "#0d1117", GRID: "#3d444d"}
@@ -36,7 +36,7 @@ MARKERS = (("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"
 STYLE = dict(zip(COLUMNS, MARKERS, strict=True))
 RC = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "lik_ops",  # the same identifiers every time
+    "svg.hashsalt": "lik_ops",  # keeps identifiers stable between runs
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": INK,
@@ -52,7 +52,7 @@ RC = {
 
 
 def digest(results: Path = RESULTS) -> str:
-    """Which result a picture was made from."""
+    """Return an identifier of the result that a picture was drawn from."""
     return "forward.json " + hashlib.sha256((results / "forward.json").read_bytes()).hexdigest()[:16]
 
 
@@ -77,7 +77,7 @@ def drawn(document: dict) -> list[dict]:
 
 
 def spread(intensities: list[float]) -> Iterator[float]:
-    """Abscissas that draw cases of about equal intensity side by side, around where they all lie."""
+    """Yield x positions that draw cases of nearly equal intensity next to each other, around their average."""
     groups: list[list[float]] = []
     for x in sorted(intensities):
         if groups and x < groups[-1][0] * STEP:
@@ -95,10 +95,10 @@ def widest_gap(xs: list[float]) -> float:
 
 
 def draw_rates(axes: Axes, ceilings: dict, gpu: str, xs: list[float]) -> None:
-    """Draw the two rates that were measured in the run, and the peak of the GPU's data sheet.
+    """Draw the two measured rates and the peak of the GPU's data sheet.
 
-    The rates are references, not bounds: the matrix product of cuBLAS runs at a clock of its own. Their texts avoid
-    the cases, which are at `xs`.
+    The rates are references, not bounds, because the matrix product of cuBLAS runs at a different clock. Their labels
+    avoid the cases, which are at `xs`.
     """
     left, right = axes.get_xlim()
     ridge = ceilings["tflops"] * 1e3 / ceilings["gbs"]
@@ -154,7 +154,7 @@ def roofline(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         figure.legend(loc="outside lower center", ncols=6, fontsize=9, frameon=False)
         shown = [record["case"]["name"] for record in records]
         draw_title(figure, f"MaxSim forward, {machine(document, shown=shown)}")
-        figure.canvas.draw()  # the layout, on which the angle of the slanted roof depends
+        figure.canvas.draw()  # compute the layout, which sets the angle of the slanted roof
         draw_rates(axes, ceilings, document["environment"]["gpus"][0], xs)
         return save(figure, out / "forward-roofline.svg", results)
 
@@ -165,7 +165,7 @@ def draw_title(figure: Figure, text: str) -> None:
 
 
 def ticks(axis: Axis, limits: tuple[float, float]) -> None:
-    """1, 2 and 5 of every decade, written plainly."""
+    """Set ticks at 1, 2 and 5 of every decade, in plain notation."""
     decades = range(math.floor(math.log10(limits[0])), math.ceil(math.log10(limits[1])))
     values = [m * 10**e for e in decades for m in (1, 2, 5) if limits[0] <= m * 10**e <= limits[1]]
     axis.set_ticks(values, [f"{v:g}" for v in values])
@@ -206,7 +206,7 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of forward.json")
-    parser.add_argument("--out", type=Path, default=IMAGES, help="where to write (default docs/images)")
+    parser.add_argument("--out", type=Path, default=IMAGES, help="output folder (default docs/images)")
     args = parser.parse_args()
     for picture in (roofline, speed):
         print("wrote", picture(args.results, args.out))

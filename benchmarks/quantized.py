@@ -1,20 +1,20 @@
-"""How fast are scores of quantised documents on this GPU, and how far off: formats, full precision and peers.
-
-"x int8" are documents beside which queries are rounded to int8 (``query="int8"``).
+"""Measure speed and accuracy of quantized documents on this GPU: formats, full precision and peers.
 
     python benchmarks/quantized.py [--only pages] [--own] [--rounds 30] [--seconds 400] [--out FILE]
 
-``quantized`` rows: median device times of calls that find the L2 cache flushed, peers tuned anew on each shape.
-`error` is the largest difference from fp64 scores of full precision, beside the largest score; `spearman` the rank
-correlation with them, ``recall`` the part of the best 10 or 100 that is found, all of one query's documents, at most
-`LOOKED_AT`. `fidelity.py` has the same of real tokens.
+"x int8" marks documents whose queries are rounded to int8 (``query="int8"``).
 
-``search`` rows: `lik_ops.retrieve` of the best 10 of a query, by the wall clock: of full precision, of int8 alone, and
-of both stages (``coarse=``), with the documents on the device and, pinned, on the host. `rescored` is the part of the
-documents that the second stage scores. Tokens are random, whose scores are all alike, or lean to their document's
-topic, as those of trained encoders do.
+``quantized`` rows hold median device times, each call on a flushed L2 cache. Peers are tuned for each shape. `error`
+is the largest difference from fp64 scores of full precision, relative to the largest score. `spearman` is the rank
+correlation with these scores, and ``recall`` is the share of the best 10 or 100 that is found. They use the documents
+of one query, at most `LOOKED_AT`. `fidelity.py` has the same figures for real tokens.
 
-Nothing starts after `--seconds`; the file is written anew after each row.
+``search`` rows hold wall-clock times of `lik_ops.retrieve` for the best 10 of a query. They search full precision,
+int8 alone, and both stages (``coarse=``), with documents on the device and pinned on the host. `rescored` is the share
+of documents that the second stage scores. Tokens are either random, with nearly equal scores, or lean to their
+document's topic, like tokens of trained encoders.
+
+No measurement starts after `--seconds`. The file is rewritten after each row.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ import lik_ops
 
 LOOKED_AT = 4096
 BEST = 10  # documents of a search
-TOPIC = 0.6  # of a token's square, what is its document's topic
-CALL_SECONDS = 60  # of a first call, which compiles and tunes, unless asked otherwise
+TOPIC = 0.6  # share of its document's topic in a token's squared norm
+CALL_SECONDS = 60  # default limit of a first call, which compiles and tunes
 PAGES = {"Lq": 1024, "Ld": 1024}
 FORMATS = {
     "int8": ("int8", "token", "half"),
@@ -57,7 +57,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A case, and what its formats may take."""
+    """A case and the time goals of its formats."""
 
     case: Case
     goals: dict[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ SEARCHES = tuple(Found(tokens, n) for n in (100_000, 1_000_000) for tokens in ("
 
 
 def _peers(x: Inputs) -> dict[str, Callable[[], object]]:
-    """Documents quantised by each peer's own function; queries too, where its kernel takes them so."""
+    """Return the peers, with documents quantized by their own functions, and queries if the kernel needs it."""
     found: dict[str, Callable[[], object]] = {}
     try:
         from flash_maxsim import flash_maxsim_quant as flash
@@ -124,13 +124,13 @@ def _peers(x: Inputs) -> dict[str, Callable[[], object]]:
 
 
 def exact_scores(x: Inputs) -> Tensor:
-    """Of the first query and its first documents ``[1, n]``, in fp64."""
+    """Return fp64 scores ``[1, n]`` of the first query and its first documents."""
     parts = [lik_ops.reference.maxsim(x.Q[:1].double(), part.double())[0] for part in x.D[:LOOKED_AT].split(64)]
     return torch.cat(parts)[None]
 
 
 def quality_of(scores: object, exact: Tensor) -> dict[str, float]:
-    """How far they are off, and how well they rank."""
+    """Return the errors and the rank quality of scores."""
     assert isinstance(scores, Tensor)
     first = scores.reshape(1, -1) if scores.dim() == 1 else scores[:1]
     return fidelity.compared(first[:, :LOOKED_AT].double(), exact)
@@ -144,7 +144,7 @@ def measure(
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
     functions |= {name: (lambda D=D: lik_ops.maxsim(x.Q, D)) for name, D in made.items()}
     functions |= {} if own else _peers(x)
-    contenders.forget_tuning()  # that of another shape
+    contenders.forget_tuning()  # it is from another shape
     failed: dict[str, str] = {}
     for name, function in list(functions.items()):
         try:
@@ -163,7 +163,7 @@ def measure(
 
 
 def drawn(tokens: str, documents: int, device: str) -> tuple[Tensor, Tensor]:
-    """A query and documents of unit tokens."""
+    """Return a query and documents of unit tokens."""
     Q, D = retrieve.draw_queries(1, device), retrieve.draw(documents, device)
     if tokens == "topics":
         topics = retrieve.unit(documents, 1, retrieve.DIMENSION, generator=torch.Generator(device).manual_seed(3))
@@ -174,13 +174,13 @@ def drawn(tokens: str, documents: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def on_host(D: Tensor) -> Tensor:
-    """A copy in pinned memory, where there is a device."""
+    """Return a copy in pinned memory, or in plain memory without a device."""
     host = torch.empty(D.shape, dtype=D.dtype, pin_memory=D.is_cuda)
     return host.copy_(D)
 
 
 def search(of: Found, rounds: int, device: str, end: float) -> dict:
-    """Times of searches, which have to find the same, and what the second stage scored."""
+    """Measure searches, check that they agree, and count the documents that the second stage scores."""
     Q, D = drawn(of.tokens, of.documents, device)
     coarse = lik_ops.quantize(D, "int8")
     exact = lik_ops.retrieve(Q, D, BEST)
@@ -231,14 +231,14 @@ def planned(only: str) -> Iterator[Row | Found]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each (default 30)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls per row (default 30)")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--own", action="store_true", help="without peers, whose tuning takes most of the time")
-    parser.add_argument("--call", type=float, default=CALL_SECONDS, help="seconds of a first call (default 60)")
-    parser.add_argument("--seconds", type=float, default=400, help="start nothing after this time (default 400)")
-    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
-    parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows side by side (default 0)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/quantized.json)")
+    parser.add_argument("--own", action="store_true", help="skip the peers, whose tuning is most of the run time")
+    parser.add_argument("--call", type=float, default=CALL_SECONDS, help="seconds for a first call (default 60)")
+    parser.add_argument("--seconds", type=float, default=400, help="start no row after this time (default 400)")
+    parser.add_argument("--device", default="cuda", help="cpu: only to check that the script works")
+    parser.add_argument("--first", type=float, default=0, help="seconds to compile all rows in parallel (default 0)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/quantized.json)")
     args = parser.parse_args()
     compile_first((row.name if isinstance(row, Found) else row.case.name for row in planned(args.only)), args.first)
     end, records, path = time.monotonic() + args.seconds, list[dict](), args.out

@@ -1,18 +1,19 @@
-"""What do ragged lengths cost on this GPU, beside dense tensors of the same number of tokens, padding and the peers?
+"""Measure ragged calls on this GPU, compared with dense tensors of as many tokens, padding and peers.
 
     python benchmarks/ragged.py [--only rerank] [--rounds 30] [--seconds 150] [--out FILE]
 
-Documents have lengths as in HotpotQA: a gamma distribution of shape 4, clipped, whose mean is 0.3 of the longest that
-there may be; queries 0.6 of it where they are ragged (pages: 0.3), else all of them have the full length. Lengths are
-seeded on the host, so that they are the same everywhere. Padded contenders pad to the longest of the batch.
+Document lengths follow HotpotQA: a clipped gamma distribution of shape 4 with a mean of 0.3 of the maximum. Ragged
+queries have a mean of 0.6 of the maximum (pages: 0.3). Other queries have full length. Lengths are seeded on the host,
+so they are the same on every machine. Padded contenders pad to the longest sequence of the batch.
 
-``ratio_to_dense`` is the time of the packed call over that of the dense kernel on as many scores of queries and
-documents that all have the mean length (``dense_mean``), each for the operations that it needs: the goal is 1.15. A
-step, forward with winners and backward, is compared with a dense step. The last part puts masks on dense calls, a tenth
-of the document tokens here and there (``holes``) or all behind a length (``prefix``), beside no mask.
+``ratio_to_dense`` is the time of the packed call over the time of the dense kernel (``dense_mean``), each per
+operation that it needs. The dense kernel computes as many scores of queries and documents that all have the mean
+length. The goal is 1.15. A step, forward with winners and backward, is compared with a dense step. The last part puts
+masks on dense calls and compares them with no mask. They mask random tokens, a tenth of all (``holes``), or all tokens
+after a length (``prefix``).
 
-Median device times of calls that find the L2 cache flushed. Every contender is checked against fp64 before it is timed.
-The file is written anew after each case.
+Times are median device times, each call on a flushed L2 cache. Every contender is checked against fp64 before
+timing. The file is rewritten after each case.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from ragged_contenders import DENSE, PACKED, Contender, Entry, contenders, dense
 
 import lik_ops
 
-FIRST_CALL_SECONDS = 30  # compiling and tuning of one contender on one case
+FIRST_CALL_SECONDS = 30  # limit for compiling and tuning one contender on one case
 WRONG, WRONG_GRADIENT = 1e-2, 0.5
-EXACT = 1e-2  # as in forward.py and training.py: similarities rounded to bf16 are off by less, their winners by more
+EXACT = 1e-2  # exceeds the error of bf16 similarities but not of moved winners, as in forward.py and training.py
 GOAL = 1.15
 
 CASES = (
@@ -69,7 +70,7 @@ def call_of(x: Inputs, entry: Entry) -> Callable[[], object]:
 
 
 def checked(what: str, errors: dict[str, float]) -> dict:
-    """The errors, and whether they are those of the inputs' precision; or that the result is wrong."""
+    """Return the errors and whether they match the input precision, or the failure if the result is wrong."""
     worst = max(errors.values())
     if not worst < (WRONG_GRADIENT if what == "step" else WRONG):
         return {"failed": "wrong: " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items())}
@@ -77,7 +78,7 @@ def checked(what: str, errors: dict[str, float]) -> dict:
 
 
 def prepare(x: Inputs, contender: Contender, seconds: float) -> dict:
-    """Compile, check and weigh a contender; or say why there is nothing to time."""
+    """Compile a contender, check it and measure its memory, or return the reason for not timing it."""
     if isinstance(contender, str):
         return {"skipped": contender}
     if seconds <= 0:
@@ -98,7 +99,7 @@ def prepare(x: Inputs, contender: Contender, seconds: float) -> dict:
 
 
 def timed(timer: gpu.Timer, calls: Mapping[str, Callable[[], object]]) -> dict[str, dict]:
-    """What the timer finds, together, or one by one if a call fails in it."""
+    """Time all calls together, or one at a time if a call fails."""
     try:
         return {name: {"ms": ms} for name, ms in timer.compare(calls).items()}
     except Exception:
@@ -113,7 +114,7 @@ def timed(timer: gpu.Timer, calls: Mapping[str, Callable[[], object]]) -> dict[s
 
 
 def ratios(record: dict) -> dict:
-    """What the times of a record say: ours beside the dense kernel's, and those of the others beside ours."""
+    """Return the time ratios of a record: ours to the dense kernel, and peers to ours."""
     times = {n: r["ms"] for n, r in record["contenders"].items() if "ms" in r}
     if PACKED not in times:
         return {}
@@ -148,7 +149,7 @@ def measure(case: Case, timer: gpu.Timer, ceiling: dict[str, float], end: float,
 
 
 def measure_masked(case: common.Case, timer: gpu.Timer, device: str = "cuda") -> dict:
-    """A dense call without a mask, with holes, and with lengths; as contenders of one record."""
+    """Measure a dense call without a mask, with holes, and with lengths, as contenders of one record."""
     x = common.Inputs(case, device)
     generator = torch.Generator(device).manual_seed(1)
     kept = torch.rand(x.D.shape[:-1], generator=generator, device=device)
@@ -178,7 +179,7 @@ def measure_masked(case: common.Case, timer: gpu.Timer, device: str = "cuda") ->
 
 
 def masked_ratios(record: dict) -> dict:
-    """What each mask costs: times of the call without one."""
+    """Return the cost of each mask as a multiple of the call without a mask."""
     times = {n: r["ms"] for n, r in record["contenders"].items() if "ms" in r}
     plain = times.pop("no mask", None)
     return {"ratio_to_unmasked": {n: ms / plain for n, ms in times.items()}} if plain else {}
@@ -204,10 +205,10 @@ def report(record: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each contender (default 30)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls per contender (default 30)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=150, help="start nothing after this time (default 150)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/ragged.json)")
+    parser.add_argument("--seconds", type=float, default=150, help="start no row after this time (default 150)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/ragged.json)")
     args = parser.parse_args()
     start = time.monotonic()
     timer = gpu.Timer(args.rounds)
@@ -215,7 +216,7 @@ def main() -> None:
     print(", ".join(f"{name} {value:.4g}" for name, value in settings["ceilings"].items()), flush=True)
     records: list[dict] = []
     path = args.out
-    # Masks first: they need no peer, and little time.
+    # Masks run first because they need little time and no peer.
     for case in (*MASKED, *CASES):
         if args.only not in case.name:
             continue

@@ -1,4 +1,4 @@
-"""Ragged cases, their inputs, and what is right for them: lengths as in HotpotQA, packed and padded alike."""
+"""Ragged cases with HotpotQA-like lengths, their packed and padded inputs, and their reference results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import lik_ops
 from lik_ops import reference
 
 SHAPE = 4  # of the gamma distribution of lengths
-CHECKED_Q, CHECKED_D = 4, 16  # the last queries, and the last documents of each, are compared with fp64
+CHECKED_Q, CHECKED_D = 4, 16  # compare the last queries, and the last documents of each, with fp64
 
 
 def draw_lengths(count: int, most: int, mean: float, generator: torch.Generator) -> Tensor:
-    """int64 ``[count]``, from 1 to `most`: a gamma distribution of shape 4 whose mean is `mean` of `most`, clipped.
+    """Return int64 lengths ``[count]`` from 1 to `most`, with a mean of `mean` times `most`.
 
-    Passages of HotpotQA are like that: few are very short, the typical one is somewhat below the mean, and a thin tail
-    reaches the maximum that a model allows. A sum of exponentials, so that a seed gives the same lengths everywhere.
+    They follow a clipped gamma distribution of shape 4, like HotpotQA passages. Few are very short, the typical length
+    is below the mean, and a thin tail reaches the model's maximum. A sum of exponentials gives the same lengths
+    everywhere.
     """
     gamma = -torch.rand((count, SHAPE), generator=generator, dtype=torch.float64).clamp_(min=1e-12).log_().mean(-1)
     return gamma.mul_(mean * most).round_().long().clamp_(1, most)
@@ -29,21 +30,21 @@ def draw_lengths(count: int, most: int, mean: float, generator: torch.Generator)
 
 @dataclass(frozen=True)
 class Case:
-    """A ragged problem. Its name is how results of different commits are compared, so it stays."""
+    """One ragged case. Results of different commits are compared by its name, so keep names stable."""
 
     name: str
     Nq: int
-    Nd: int  # documents, or those of the store that candidates and pairs name
-    Lq: int  # the longest that there may be
+    Nd: int  # documents, or size of the store that candidates and pairs refer to
+    Lq: int  # maximum query length
     Ld: int
-    K: int = 0  # candidates of each query
-    P: int = 0  # pairs of a list
+    K: int = 0  # candidates per query
+    P: int = 0  # pairs in the list
     d: int = 128
     dtype: str = "bfloat16"
-    what: str = "scores"  # or "step": forward with winners, and backward
-    mean: float = 0.3  # of the documents' lengths, as a part of Ld
-    mean_q: float = 1.0  # of the queries' lengths; 1: all have Lq tokens
-    retune: bool = False  # the peers tune themselves on this case; else they keep what they have for its lengths
+    what: str = "scores"  # or "step": forward with winners, then backward
+    mean: float = 0.3  # mean document length as a share of Ld
+    mean_q: float = 1.0  # mean query length as a share of Lq; 1: all have Lq tokens
+    retune: bool = False  # tune the peers on this case, else reuse their tuning for its lengths
 
     @property
     def layout(self) -> str:
@@ -51,7 +52,7 @@ class Case:
 
 
 class Inputs:
-    """Random unit tokens of one case: packed, and what else is made of them."""
+    """Random unit tokens of one case: packed, and other forms derived from them."""
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case, self.dtype = case, getattr(torch, case.dtype)
@@ -60,7 +61,7 @@ class Inputs:
         self.q_lengths = torch.full((case.Nq,), case.Lq)
         if case.mean_q < 1:
             self.q_lengths = draw_lengths(case.Nq, case.Lq, case.mean_q, host)
-        # Host numbers: the longest of the batch is what one pads to.
+        # Host numbers: a batch is padded to its longest sequence.
         self.Lq, self.Ld = int(self.q_lengths.max()), int(self.d_lengths.max())
         if case.layout == "candidates":
             i = torch.arange(case.Nq).repeat_interleave(case.K)
@@ -70,7 +71,7 @@ class Inputs:
         else:
             i = torch.arange(case.Nq).repeat_interleave(case.Nd)
             j = torch.arange(case.Nd).repeat(case.Nq)
-        # Of every score: its query and its document.
+        # The query and the document of every score.
         self.tokens_met = int((self.q_lengths[i] * self.d_lengths[j]).sum())
         self.mean_Lq = round(self.q_lengths[i].double().mean().item())
         self.mean_Ld = round(self.d_lengths[j].double().mean().item())
@@ -96,37 +97,37 @@ class Inputs:
 
     @property
     def operations(self) -> int:
-        """Of the products of kept tokens; a backward pass is not counted."""
+        """Operations of the products of kept tokens, without the backward."""
         return 2 * self.case.d * self.tokens_met
 
     @property
     def bytes(self) -> int:
-        """Of a forward that reads every token that some score needs once, and writes its scores."""
+        """Bytes of a forward that reads every needed token once and writes its scores."""
         met = [n[self.met[:, side].unique()].sum().item() for side, n in enumerate(self.lengths)]
         return int(self.dtype.itemsize * self.case.d * sum(met) + 4 * math.prod(self.shape))
 
     @property
     def dense_operations(self) -> int:
-        """Of as many scores of queries and documents that all have the mean length."""
+        """Operations of as many scores of queries and documents that all have the mean length."""
         return 2 * self.case.d * math.prod(self.shape) * self.mean_Lq * self.mean_Ld
 
     def dense_tokens(self) -> tuple[Tensor, Tensor]:
-        """A dense problem of that size: ``Q``, and ``D`` with a document of its own for each candidate or pair."""
+        """Return a dense problem of that size: ``Q``, and ``D`` with one document per candidate or pair."""
         case = self.case
         count_q = case.P or case.Nq
         documents = (case.Nq, case.K) if case.K else (case.P or case.Nd,)
         return self.draw(count_q, self.mean_Lq), self.draw(*documents, self.mean_Ld)
 
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Q ``[Nq, Lq, d]`` and D ``[Nd, Ld, d]``, zeros where there is no token."""
+        """Return Q ``[Nq, Lq, d]`` and D ``[Nd, Ld, d]`` with zeros for missing tokens."""
         return tuple(_padded(x, mask) for x, mask in ((self.Q, self.q_mask), (self.D, self.d_mask)))  # type: ignore
 
     def chosen(self, x: Tensor) -> Tensor:
-        """Of what each document has one: that of each candidate, ``[Nq, K, ...]``."""
+        """Return the entry of each candidate ``[Nq, K, ...]`` from per-document values."""
         return x[self.met[:, 1].view(self.shape)]
 
     def packed_documents(self, x: Tensor) -> Tensor:
-        """What padded documents hold, or the sum of what padded candidates do, for each packed token: ``[Td, d]``."""
+        """Return packed tokens ``[Td, d]`` from padded documents, or the sum over padded candidates."""
         if x.dim() == 3:
             return x[self.d_mask]
         rows = self.chosen(self.cu_d[:-1])[..., None] + torch.arange(self.Ld, device=x.device)
@@ -141,7 +142,7 @@ def _padded(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked(x: Inputs) -> Tensor:
-    """Which scores are compared with fp64, as indices of the flat scores: the last ones, of the last queries."""
+    """Return flat indices of the scores to compare with fp64: the last ones of the last queries."""
     if x.case.layout == "pairs":
         return torch.arange(x.shape[0], device=x.Q.device)[-CHECKED_Q * CHECKED_D :]
     flat = torch.arange(math.prod(x.shape), device=x.Q.device)
@@ -149,7 +150,7 @@ def checked(x: Inputs) -> Tensor:
 
 
 def _reference(x: Inputs, Q: Tensor, D: Tensor, flat: Tensor) -> Tensor:
-    """The scores `flat` of packed fp64 tokens."""
+    """Return the scores at `flat` of packed fp64 tokens."""
     i, j = x.met[flat].unbind(1)
     tokens, masks = [], []
     for packed, cu, n, which in ((Q, x.cu_q, x.Lq, i), (D, x.cu_d, x.Ld, j)):
@@ -160,7 +161,7 @@ def _reference(x: Inputs, Q: Tensor, D: Tensor, flat: Tensor) -> Tensor:
 
 
 def error_of(x: Inputs, scores: Tensor) -> float:
-    """Relative error of the last scores beside fp64."""
+    """Return the relative error of the last scores against fp64."""
     flat = checked(x)
     return relative_error(scores.flatten()[flat], _reference(x, x.Q.double(), x.D.double(), flat))
 
@@ -170,15 +171,15 @@ Leaves = tuple[Tensor, Tensor]
 
 
 def step(score: Scorer, tokens: Leaves, grad_scores: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of both."""
+    """Return the gradients of both inputs."""
     Q, D = (t.detach().requires_grad_() for t in tokens)
     return torch.autograd.grad(score(Q, D), (Q, D), grad_scores)
 
 
 def errors_of(x: Inputs, score: Scorer, tokens: Leaves) -> dict[str, float]:
-    """Relative errors of both gradients beside fp64, where only the last scores have an upstream gradient.
+    """Return relative errors of both gradients against fp64.
 
-    Of padded tokens (`tokens` is packed or padded) those of the kept ones.
+    Only the last scores have an upstream gradient. If `tokens` are padded, only kept tokens are compared.
     """
     flat = checked(x)
     upstream = torch.zeros_like(x.grad_scores)

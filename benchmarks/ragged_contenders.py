@@ -1,8 +1,10 @@
-"""Who is measured on ragged cases, and how each is called. A string in place of a function says why there is none.
+"""The contenders on ragged cases and how to call each one.
 
-Every contender is a function of its own query and document tokens, packed or padded: what a caller would keep in that
-form is made once and not timed, what has to be made of it at each call is. flash-maxsim's packed functions compute in
-fp16 and copy anything else at every call, so they are given fp16.
+A string instead of a function gives the reason for a missing contender.
+
+Every contender is a function of its query and document tokens, packed or padded. Tensors that a caller would keep are
+created once and not timed. Work that each call needs is timed. The packed functions of flash-maxsim compute in fp16
+and copy other dtypes at every call, so they receive fp16.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import lik_ops
 
 
 class Entry(NamedTuple):
-    """How scores are computed, of which tokens."""
+    """A scoring function and its tokens."""
 
     score: Scorer
     tokens: Leaves
@@ -69,7 +71,7 @@ def _eager(x: Inputs) -> Scorer | str:
     def score(Q: Tensor, D: Tensor) -> Tensor:
         if layout == "pairs":
             Q, D = Q[i], D[j][:, None]
-        found = eager(Q, D, q_mask, d_mask, winners=training)  # amax would share gradients among ties
+        found = eager(Q, D, q_mask, d_mask, winners=training)  # amax would split gradients between ties
         scores = found[0] if isinstance(found, tuple) else found
         return scores[:, 0] if layout == "pairs" else scores
 
@@ -90,7 +92,7 @@ def _late(x: Inputs) -> Scorer | str:
 
 
 def _flash(x: Inputs) -> Contender:
-    """Packed: one query, or a list of pairs that are packed one by one. Without gradients."""
+    """Return the packed call: one query, or a list of pairs packed one at a time. It has no gradients."""
     try:
         import flash_maxsim
     except ImportError:
@@ -134,7 +136,7 @@ def _of(score: Scorer | str, tokens: Leaves) -> Contender:
 
 
 def contenders(x: Inputs) -> dict[str, Contender]:
-    """All of them for one case, ours first."""
+    """Return all contenders of a case, ours first."""
     packed = x.Q, x.D
     dense_queries = x.Q.view(x.case.Nq, x.Lq, x.case.d) if x.case.mean_q == 1 else x.Q
     Q, D = x.padded()
@@ -150,5 +152,5 @@ def contenders(x: Inputs) -> dict[str, Contender]:
 
 
 def dense_mean(x: Inputs) -> Entry:
-    """The dense kernel on documents (and queries) that all have the mean length; it scores other tokens."""
+    """Return the dense kernel on sequences that all have the mean length. It scores different tokens."""
     return Entry(lik_ops.maxsim_pairs if x.case.layout == "pairs" else lik_ops.maxsim, x.dense_tokens())

@@ -1,13 +1,14 @@
-"""How fast are scores of residual codes on this GPU: beside scans of decoded tokens, and peers.
+"""Measure the scoring of residual codes on this GPU, compared with scans of decoded tokens and peers.
 
     python benchmarks/residual.py [--only "1x10k"] [--rounds 30] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed, of documents of 180 tokens, d 128, codes drawn at random
-from 16,384 centroids, so that hardly two tokens of a tile share one. "decoded" scans bf16 tokens that were decoded
-before, "decode + ours" decodes them to memory in each call. `gigabytes` are those of codes, scales and residuals a
-second.
+Times are median device times, each call on a flushed L2 cache. Documents have 180 tokens of d 128. Codes are drawn at
+random from 16,384 centroids, so hardly any two tokens of a tile share one. "decoded" scans bf16 tokens that were
+decoded before. "decode + ours" decodes them to memory in each call. `gigabytes` is the rate of codes, scales and
+residuals in GB/s.
 
-late-interaction-kernels reads bits in another order than these libraries write: its times count, its scores do not.
+late-interaction-kernels reads bits in another order than these libraries write. Its times are valid, but its scores
+are not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CENTROIDS, LENGTH, D = 16_384, 180, 128
 
 @dataclass(frozen=True)
 class Row:
-    """A case, and what it may take."""
+    """A case and its time goal."""
 
     name: str
     Nq: int

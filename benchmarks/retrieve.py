@@ -1,26 +1,26 @@
-"""How close does `lik_ops.retrieve` come to what this machine can do, beside the peers and chunked eager torch?
+"""Measure `lik_ops.retrieve` against this machine's limits, the peers and chunked eager PyTorch.
 
     python benchmarks/retrieve.py [--only resident] [--documents 1000000] [--seconds 200] [--out FILE]
     python benchmarks/retrieve.py --gpus [--out FILE]     # several GPUs: lik_ops.distributed.retrieve over NCCL
 
-Documents of 180 unit tokens, d 128, bf16, drawn on the GPU part by part, seeded; the best 100 of each query.
+Documents have 180 unit tokens of d 128 in bf16, drawn on the GPU in seeded parts. Searches return the best 100.
 
-- ``resident``: the corpus is on the GPU. ``floor`` is the larger of operations and bytes over the ceilings (a bf16
-  matrix product, a plain read of 4 GiB), ``read`` a kernel that only reads this corpus, by the same clock and in turn
-  with the contenders. From 16 queries on a call is long enough to meet the limit on power, which the short product of
-  the ceilings does not: ``sustained`` is the time of plain bf16 products of 8192 rows, as many operations as the case,
-  in turn with the contenders too.
-- ``streamed``: the corpus is in host memory, pinned or pageable, or a `lik_ops.Corpus` on the disk (in the page cache
-  once it was read). ``floor`` is its bytes at the rate of copies from one pinned buffer, measured in the same run.
-- ``gpus``: a process for each GPU, each with the whole corpus, of which it searches its part; efficiency is the time of
-  one GPU over that of all, times their number. Beside it, of each rank: its search, the agreement at the beginning and
-  the merge at the end, each alone, and the host's time of a whole call.
+- ``resident``: the corpus is on the GPU. ``floor`` is the larger time of operations and bytes at the measured
+  ceilings, a bf16 matrix product and a plain read of 4 GiB. ``read`` is a kernel that only reads this corpus, timed
+  with the same clock and alternating with the contenders. Calls of 16 or more queries are long enough to reach the
+  power limit, which the short product of the ceilings does not. ``sustained`` covers this: plain bf16 products of 8192
+  rows with the operations of the case, also alternating with the contenders.
+- ``streamed``: the corpus is in pinned or pageable host memory, or a `lik_ops.Corpus` on disk (in the page cache after
+  the first read). ``floor`` is its bytes at the copy rate from one pinned buffer, measured in the same run.
+- ``gpus``: one process per GPU. Each holds the whole corpus and searches one part. Efficiency is the time of one GPU
+  divided by the time of all GPUs and by their number. For each rank, the search, the agreement at the start and the
+  merge at the end are timed alone, along with the host time of a whole call.
 
-Times are of whole calls by the wall clock, from an idle device to an idle device: medians, contenders in turn. The
-corpus is many times the L2 cache, so nothing is flushed. Before it is timed, a contender is compared with fp32 scores
-of two queries and all documents; what is streamed or distributed must have the bits of the resident call. Documents
-that are nearly as good may change places in what computes in less precision: ``recall`` is the part of the true best
-that was found. The file is written anew after each case.
+Times are wall-clock medians of whole calls, from an idle device to an idle device, with alternating contenders. The
+corpus is many times the L2 cache, so nothing is flushed. Before a contender is timed, it is compared with fp32 scores
+of two queries and all documents. Streamed and distributed results must have the bits of the resident call. Documents
+with nearly equal scores may swap places at lower precision, so ``recall`` is the share of the true best that was
+found. The file is rewritten after each case.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torch import Tensor
 import lik_ops
 
 LQ, LD, DIMENSION, TOP_K, ITEMSIZE = 32, 180, 128, 100, 2
-PLAN = (  # the slowest last
+PLAN = (  # slowest last
     ("resident", 1),
     ("streamed", 1),
     ("streamed", 16),
@@ -53,14 +53,14 @@ PLAN = (  # the slowest last
     ("resident", 16),
     ("resident", 256),
 )
-TUNED = (1, 64)  # queries that the peers tune their kernels for; 16 and 256 take what they have
+TUNED = (1, 64)  # query counts that the peers tune for; 16 and 256 reuse that tuning
 GOALS = {("resident", 1): 0.97, ("resident", 64): 0.90, ("streamed", 1): 0.90, ("streamed", 16): 0.90}
 PART = 20_000  # documents drawn at a time
-PEER_CHUNK = 50_000  # documents: below the 2^31 elements that late-interaction-kernels can address
-EAGER_BYTES = 2 * 2**30  # similarities of a chunk
-PRODUCT, SUSTAINED_QUERIES = 8192, 16  # sides of a plain product; from how many queries on it is compared with
+PEER_CHUNK = 50_000  # documents, below the 2^31 elements that late-interaction-kernels can address
+EAGER_BYTES = 2 * 2**30  # bytes of the similarities of a chunk
+PRODUCT, SUSTAINED_QUERIES = 8192, 16  # side of a plain product; fewest queries that are compared with it
 FIRST_CALL_SECONDS = 40
-CASE_SECONDS = 20  # of timed rounds
+CASE_SECONDS = 20  # limit of timed rounds
 WRONG, EXACT = 1e-2, 1e-5
 GIB = 2**30
 Best = tuple[Tensor, Tensor]
@@ -72,7 +72,7 @@ def unit(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def draw(documents: int, device: str) -> Tensor:
-    """The corpus ``[documents, 180, 128]``; the first documents do not depend on how many there are."""
+    """Return the corpus ``[documents, 180, 128]``. The first documents do not depend on the count."""
     D = torch.empty((documents, LD, DIMENSION), dtype=torch.bfloat16, device=device)
     generator = torch.Generator(device).manual_seed(0)
     for begin in range(0, documents, PART):
@@ -94,9 +94,10 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def compare(functions: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each call, in up to `rounds` rounds that call each once; none begins after `seconds`, but two.
+    """Return milliseconds of each call over up to `rounds` rounds.
 
-    Every other round goes backwards: what a call leaves behind, warm or cool, is not always the same one's to meet.
+    No round starts after `seconds`, except for the first two. Every second round runs backward, so that the effects of
+    one call (warm or cool hardware) do not always reach the same next call.
     """
     end = time.monotonic() + seconds
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -109,25 +110,25 @@ def compare(functions: Mapping[str, Callable[[], object]], rounds: int, seconds:
 
 
 class Products:
-    """Plain products of unit rows, as the search has them, with about so many operations."""
+    """Plain products of unit rows, as in the search, with about the given number of operations."""
 
     def __init__(self, operations: int, device: str) -> None:
         generator = torch.Generator(device).manual_seed(2)
         self.a, self.b = (unit(PRODUCT, PRODUCT, generator=generator) for _ in range(2))
         self.out = torch.empty_like(self.a)
         self.count = max(1, round(operations / (2 * PRODUCT**3)))
-        self.share = operations / (2 * PRODUCT**3 * self.count)  # of the time of a call: exactly so many
+        self.share = operations / (2 * PRODUCT**3 * self.count)  # scales the time of a call to exactly `operations`
 
     def __call__(self) -> None:
         for _ in range(self.count):
             torch.matmul(self.a, self.b.T, out=self.out)
 
 
-# What is right
+# Reference results
 
 
 def reference_scores(Q: Tensor, D: Tensor, part: int = 8192) -> Tensor:
-    """All scores in fp32, ``[Nq, Nd]``."""
+    """Return all scores ``[Nq, Nd]`` in fp32."""
     each = [torch.einsum("isd,jtd->ijst", Q.float(), x.float()).amax(-1).sum(-1) for x in D.split(part)]
     return torch.cat(each, dim=1)
 
@@ -137,15 +138,16 @@ def checked_queries(Nq: int) -> list[int]:
 
 
 def agreement(found: Best, reference: Tensor) -> dict[str, float]:
-    """How far the best documents ``[n, k]`` are from those of the scores `reference` ``[n, Nd]``.
+    """Compare the best documents ``[n, k]`` with the scores `reference` ``[n, Nd]``.
 
-    ``error``: of the scores, relative. ``loss``: by how much the document at any place is worse than the one that
-    belongs there, relative. ``recall``: the part of the true best that was found.
+    Returns:
+        ``error``: the relative error of the scores. ``loss``: the largest relative loss of a document against the one
+        that belongs in its place. ``recall``: the share of the true best that was found.
     """
     scores, indices = found
     best = reference.topk(scores.shape[1], dim=1)
     if bool((indices.sort(dim=1).values.diff(dim=1) == 0).any()):
-        return {"error": float("nan"), "loss": float("nan"), "recall": float("nan")}  # a document twice
+        return {"error": float("nan"), "loss": float("nan"), "recall": float("nan")}  # a document appears twice
     of_found = reference.gather(1, indices)
     hits = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(indices, best.indices, strict=True))
     return {
@@ -160,11 +162,11 @@ def same_bits(found: Best, expected: Best) -> bool:
     return torch.equal(a, b) and torch.equal(found[1], expected[1])
 
 
-# Who is measured
+# Contenders
 
 
 def eager_chunked(Q: Tensor, D: Tensor, k: int) -> Best:
-    """What one writes without a library: similarities chunk by chunk; documents on a CPU are copied first."""
+    """Search in plain PyTorch with similarities computed in chunks. CPU documents are copied first."""
     chunk = max(1, EAGER_BYTES // (Q.shape[0] * Q.shape[1] * D.shape[1] * ITEMSIZE))
     return best_of_chunks(lambda x: common.eager(Q, x), Q.device, D, k, min(chunk, PEER_CHUNK))
 
@@ -218,7 +220,7 @@ def others(Q: Tensor, D: Tensor, k: int) -> dict[str, Contender]:
 
 
 def prepare(contender: Contender, check: Callable[[Best], dict], seconds: float) -> dict:
-    """Compile and check a contender; or say why there is nothing to time."""
+    """Compile and check a contender, or return the reason for not timing it."""
     if isinstance(contender, str):
         return {"skipped": contender}
     if seconds <= 0:
@@ -251,9 +253,10 @@ def measure(
     end: float,
     ceilings: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict:
-    """Add the contenders to a record that has its case and its floor. `check` of a name, or of "".
+    """Add the contenders to a record that has its case and its floor.
 
-    `ceilings` are timed in turn with them, each becoming ``{name}_ms`` of the record.
+    `check` is keyed by contender name, with "" as the default. `ceilings` are timed alternating with the contenders,
+    and each one becomes ``{name}_ms`` of the record.
     """
     entries = {}
     for name, contender in found.items():
@@ -262,7 +265,7 @@ def measure(
     ready = {n: f for n, f in found.items() if not isinstance(f, str) and "first_s" in entries[n]}
     ceilings = ceilings or {}
     try:
-        # Ours and what it is held against beside each other: after a peer's second of work a GPU is slower for either.
+        # Run ours next to the ceilings. A GPU that just ran a peer for a second is slower for both.
         ours = {n: f for n, f in ready.items() if n.startswith("lik_ops")}
         in_turn = {**ours, **ceilings, **ready}
         times = compare(in_turn, rounds, min(CASE_SECONDS, max(0.0, end - time.monotonic())))
@@ -305,7 +308,7 @@ def resident(
 
 
 def copy_gbs(host: Tensor, device: str) -> float:
-    """Gigabytes a second of copies from pinned host memory, of 1 GiB or what there is."""
+    """Return the rate of copies from pinned host memory in GB/s, for 1 GiB or the whole tensor."""
     source = host.flatten()[: GIB // host.element_size()]
     target = torch.empty_like(source, device=device)
     times = compare({"": lambda: target.copy_(source, non_blocking=True)}, 7, 5)[""]
@@ -313,7 +316,7 @@ def copy_gbs(host: Tensor, device: str) -> float:
 
 
 def streamed(Q: Tensor, host: Mapping[str, Tensor], expected: Best, gbs: float, rounds: int, end: float) -> dict:
-    """A corpus in host memory: pinned, and what else there is of it."""
+    """Measure a corpus in host memory, pinned and in any other form in `host`."""
     pinned = host["pinned"]
     k = min(TOP_K, len(pinned))
     record = new_record("streamed", len(Q), len(pinned), k) | {"copy_gbs": gbs}
@@ -341,7 +344,7 @@ def on_disk(Q: Tensor, pinned: Tensor, expected: Best, gbs: float, rounds: int, 
         for part in pinned.split(5000):
             corpus.append(part.flatten(0, 1), lengths=[LD] * len(part))
 
-        def near(found: Best) -> dict:  # packed documents are scored by another kernel
+        def near(found: Best) -> dict:  # another kernel scores packed documents
             error = common.relative_error(found[0], expected[0])
             if not error < WRONG:
                 return {"failed": f"wrong: error {error:.1e}"}
@@ -363,7 +366,7 @@ def report(record: dict) -> None:
 
 
 class Run:
-    """The corpora that cases share, each made when it is first needed."""
+    """The corpora that cases share, each created on first use."""
 
     def __init__(self, args: argparse.Namespace, end: float) -> None:
         self.args, self.end, self.device = args, end, args.device
@@ -375,7 +378,7 @@ class Run:
         return draw(max(self.args.documents, self.args.streamed_documents), self.device)
 
     def read(self) -> None:
-        """The corpus, and nothing else."""
+        """Read the whole corpus and do nothing else."""
         assert self.timer is not None
         self.timer.read(self.D[: self.args.documents].view(torch.int32).view(-1))
 
@@ -415,12 +418,12 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1_000_000, help="on the GPU (default 1000000, 46 GB)")
     parser.add_argument("--streamed-documents", type=int, default=170_000, help="in host memory (default 170000, 8 GB)")
     parser.add_argument("--disk-documents", type=int, default=20_000, help="on the disk (default 20000, 1 GB)")
-    parser.add_argument("--rounds", type=int, default=11, help="timed calls of each contender (default 11)")
+    parser.add_argument("--rounds", type=int, default=11, help="timed calls per contender (default 11)")
     parser.add_argument("--only", default="", help="cases whose name contains this (resident, streamed, disk)")
-    parser.add_argument("--seconds", type=float, default=200, help="start nothing after this time (default 200)")
-    parser.add_argument("--gpus", action="store_true", help="a process for each GPU instead, over NCCL")
-    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works (--gpus: over gloo)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/retrieve[_gpus].json)")
+    parser.add_argument("--seconds", type=float, default=200, help="start no row after this time (default 200)")
+    parser.add_argument("--gpus", action="store_true", help="run one process per GPU instead, over NCCL")
+    parser.add_argument("--device", default="cuda", help="cpu: only to check that the script works (--gpus: over gloo)")
+    parser.add_argument("--out", type=Path, help="output (default benchmarks/results/retrieve[_gpus].json)")
     args = parser.parse_args()
     start = time.monotonic()
     if args.gpus:

@@ -1,8 +1,9 @@
-"""`benchmarks/retrieve.py --gpus`: `lik_ops.distributed.retrieve`, a process for each GPU, beside one GPU alone.
+"""`benchmarks/retrieve.py --gpus`: distributed search with one process per GPU, compared with one GPU alone.
 
-One GPU alone is timed on all of them at once, each rank searching the whole corpus by itself, and is the median of the
-ranks: a GPU that has just worked is slower than one that has waited, and here none has waited. ``sustained`` is the
-time of a call of several that nobody waits between, as a server with searches in flight has them.
+The search is `lik_ops.distributed.retrieve`. The time of one GPU is measured on all GPUs at once: each rank searches
+the whole corpus, and the median of the ranks is used. A GPU that just worked is slower than one that has waited, and
+here no GPU has waited. ``sustained`` is the time per call of several calls without a sync between them, as in a server
+with searches in flight.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from lik_ops.distributed.gathering import merged
 QUERIES = (1, 64, 16, 256)
 PART_ROUNDS = 7
 IN_FLIGHT, SUSTAINED_ROUNDS = 8, 3
-SUSTAINED_MS = 500  # of one GPU: two calls at least, however long they are
-SECONDS = 3  # of each kind of rounds of a case
+SUSTAINED_MS = 500  # work of one GPU, with at least two calls
+SECONDS = 3  # limit of each kind of rounds of a case
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -43,12 +44,12 @@ def free_port() -> int:
 
 
 def efficiency(one_ms: float, all_ms: float, gpus: int) -> float:
-    """1 where `gpus` of them take that part of the time of one."""
+    """Return the parallel efficiency. It is 1 if `gpus` GPUs need 1 / `gpus` of the time of one."""
     return one_ms / (gpus * all_ms)
 
 
 def parts_of(Q: Tensor, D: Tensor, k: int) -> dict[str, Callable[[], object]]:
-    """The parts of a call, each on its own: this rank's search, what the ranks agree on first, what they send last."""
+    """Return the parts of a call: this rank's search, the agreement at the start and the merge at the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
     begin, end = len(D) * rank // world, len(D) * (rank + 1) // world
     best = lik_ops.retrieve(Q, D[begin:end], k)
@@ -61,7 +62,7 @@ def parts_of(Q: Tensor, D: Tensor, k: int) -> dict[str, Callable[[], object]]:
 
 
 def of_each_rank(times: list[float], device: torch.device) -> list[float]:
-    """The median of each rank's rounds."""
+    """Return the median over rounds of each rank."""
     mine = torch.tensor([statistics.median(times)], device=device)
     all_ranks = mine.new_empty(dist.get_world_size())
     all_gather(all_ranks, mine, None)
@@ -69,7 +70,7 @@ def of_each_rank(times: list[float], device: torch.device) -> list[float]:
 
 
 def in_flight(function: Callable[[], object], calls: int) -> Callable[[], None]:
-    """So many calls, none of which is waited for."""
+    """Return a function that makes `calls` calls without waiting for any of them."""
 
     def queue() -> None:
         for _ in range(calls):
@@ -81,9 +82,9 @@ def in_flight(function: Callable[[], object], calls: int) -> Callable[[], None]:
 def in_turn(
     functions: dict[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Milliseconds of each function, all ranks beginning together, in up to `rounds` rounds that call each once.
+    """Return milliseconds of each function over up to `rounds` rounds, with all ranks starting together.
 
-    As many rounds on all ranks, two at least: rank 0, by its own clock, says whether one more follows.
+    All ranks run the same number of rounds, at least two. Rank 0 decides by its clock whether another round follows.
     """
     import retrieve  # it imports this module
 
@@ -101,9 +102,9 @@ def in_turn(
 
 
 def measure_parts(Q: Tensor, D: Tensor, k: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each part, of each rank; all ranks begin together.
+    """Return milliseconds of each part on each rank, with all ranks starting together.
 
-    ``launch`` is a whole call up to where it returns: the time of the host, which waits for the agreement alone.
+    ``launch`` is the host time of a whole call until it returns. The host waits only for the agreement.
     """
     import retrieve  # it imports this module
 
@@ -127,18 +128,17 @@ def measure_parts(Q: Tensor, D: Tensor, k: int, rounds: int) -> dict[str, list[f
 
 
 def figures(times: dict[str, list[float]], device: torch.device) -> dict[str, float]:
-    """What all GPUs take (rank 0), what one takes (the median of the ranks), and the efficiency of the two."""
+    """Return the time of all GPUs (rank 0), the time of one (median of the ranks), and the efficiency."""
     one_ms = statistics.median(of_each_rank(times["one"], device))
     all_ms = of_each_rank(times["all"], device)[0]
     return {"ms": all_ms, "one_ms": one_ms, "efficiency": efficiency(one_ms, all_ms, dist.get_world_size())}
 
 
 def measure(Q: Tensor, D: Tensor, rounds: int, seconds: float) -> dict:
-    """A record of one case: of calls of all GPUs what rank 0 is told by its own clock, which ends when the result is
-    there.
+    """Return the record of one case. Times of all GPUs are rank 0's, until the result is there.
 
-    `parts`, of each rank, say where the time goes: the call should take that of the slowest ``local`` and of ``merge``,
-    and on GPUs none of ``agree``, which happens during the search.
+    `parts` show where the time goes on each rank. A call should cost the slowest ``local`` plus ``merge``. On GPUs,
+    ``agree`` should cost nothing, because it overlaps with the search.
     """
     import retrieve  # it imports this module
 
@@ -173,7 +173,7 @@ def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str
     if args.device != "cpu":
         torch.cuda.set_device(rank)
     address = f"tcp://127.0.0.1:{port}"
-    # Both, so that the host sends the first message of a search; and between processes of one machine.
+    # Use both backends, because the host sends the first message of a search. All processes are on one machine.
     backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=TIMEOUT)
@@ -182,7 +182,7 @@ def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str
         records: list[dict] = []
         for Nq in QUERIES:
             left = torch.tensor(args.seconds - (time.monotonic() - start), device=device)
-            dist.broadcast(left, 0)  # or ranks might disagree
+            dist.broadcast(left, 0)  # else ranks might disagree
             if left.item() <= 0:
                 records.append({"case": {"name": f"gpus {Nq}", "kind": "gpus"}, "contenders": {}, "failed": "no time"})
             else:
@@ -198,7 +198,7 @@ def worker(rank: int, world: int, port: int, args: argparse.Namespace, path: str
 
 
 def run(args: argparse.Namespace) -> None:
-    """All cases, and the file with what came of them, also where a process fails."""
+    """Run all cases and write the results to the file, even if a process fails."""
     world = 2 if args.device == "cpu" else torch.cuda.device_count()
     if world < 2:
         raise SystemExit(f"--gpus: expected several GPUs, found {world}")

@@ -28,8 +28,10 @@ def wait(processes: Iterable[subprocess.Popen], end: float) -> None:
 
 
 def compile_first(names: Iterable[str], seconds: float) -> None:
-    """Run this script once for each row, in processes side by side that end after `seconds`: Triton finds then what
-    they compiled. One at a time rows take ten times as long."""
+    """Run this script once per row in parallel processes that end after `seconds`.
+
+    Triton then finds the compiled kernels in its cache. Compiling one row at a time is ten times slower.
+    """
     if not seconds:
         return
     end = time.monotonic() + seconds
@@ -46,19 +48,19 @@ def compile_first(names: Iterable[str], seconds: float) -> None:
 
 
 class Run:
-    """The arguments of a benchmark, and its records, written after each: what ends early loses none."""
+    """The arguments of a benchmark and its records. Records are written after each row, so an early end loses none."""
 
     def __init__(self, name: str, doc: str | None, *packages: str, rounds: int = 30) -> None:
         self.name, self.packages, self.records = name, packages, list[dict]()
         self.parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         add = self.parser.add_argument
-        add("--rounds", type=int, default=rounds, help=f"timed calls of each (default {rounds})")
+        add("--rounds", type=int, default=rounds, help=f"timed calls per row (default {rounds})")
         add("--only", default="", help="rows whose name contains this")
-        add("--first", type=float, default=0, metavar="SECONDS", help="compile all rows side by side first, so long")
-        add("--out", type=Path, help=f"where to write (default benchmarks/results/{name}.json)")
+        add("--first", type=float, default=0, metavar="SECONDS", help="compile rows in parallel first, for this time")
+        add("--out", type=Path, help=f"output file (default benchmarks/results/{name}.json)")
 
     def asked(self, rows: Iterable[tuple[str, T]], args: argparse.Namespace) -> Iterator[T]:
-        """The rows that `args` ask for, once what they compile is compiled."""
+        """Yield the rows that `args` select, after their kernels are compiled."""
         chosen = {name: row for name, row in rows if args.only in name}
         compile_first(chosen, args.first)
         for row in chosen.values():
@@ -66,7 +68,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def keep(self, record: dict, args: argparse.Namespace, **settings: object) -> dict:
-        """`record`, once it is in the file."""
+        """Write `record` to the file and return it."""
         self.records.append(record)
         settings = {"rounds": args.rounds, **settings}
         common.write(self.name, self.records, *self.packages, path=args.out, **settings)

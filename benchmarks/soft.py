@@ -1,12 +1,16 @@
-"""How fast is soft MaxSim on this GPU, beside the hard maximum and what one writes without a kernel?
+"""Measure soft MaxSim on this GPU, compared with the hard maximum and plain PyTorch.
 
     python benchmarks/soft.py [--only step] [--rounds 30] [--no-compile] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed. ``hard`` is `lik_ops.maxsim`; ``eager`` has all
-similarities in memory and takes their `logsumexp`; ``compiled`` is that by `torch.compile`; ``learned``, of steps, is
-ours with the gradient of a temperature too. Each is checked against fp64 first.
-``peak_mb`` is what a call takes beyond its inputs, ``own_mb`` what no step can do without: gradients, scores, and one
-number for each query token and document.
+Times are median device times, each call on a flushed L2 cache. Each contender is checked against fp64 first.
+
+- ``hard``: `lik_ops.maxsim`
+- ``eager``: `logsumexp` over all similarities in memory
+- ``compiled``: the same under `torch.compile`
+- ``learned``: lik_ops with a gradient of the temperature too, for steps
+
+``peak_mb`` is the memory of a call beyond its inputs. ``own_mb`` is the memory that every step needs: gradients,
+scores, and one number per query token and document.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch import Tensor
 import lik_ops
 from lik_ops import reference
 
-TAU = 0.1  # colpali-engine's
+TAU = 0.1  # the default of colpali-engine
 TOLERANCE = 2e-2
 COMPILE_SECONDS = 60
 SHORT, PAGES = {"Lq": 32, "Ld": 300}, {"Lq": 1024, "Ld": 1024}
@@ -41,7 +45,7 @@ Scorer = Callable[[Tensor, Tensor], Tensor]
 
 
 def eager(Q: Tensor, D: Tensor) -> Tensor:
-    """Every similarity in memory, in the inputs' dtype; sums of exponentials in fp32."""
+    """Compute soft MaxSim with all similarities in the input dtype and exponential sums in fp32."""
     S = torch.einsum("isd,jtd->ijst", Q, D)
     return (torch.logsumexp(S.float() / TAU, -1) * TAU).sum(-1)
 
@@ -62,7 +66,7 @@ def scorers(case: Case, compiles: bool) -> dict[str, Scorer | Learned]:
 
 
 def errors_of(x: Inputs, score: Scorer | Learned) -> list[float]:
-    """Relative errors of scores and both gradients beside fp64, of the last queries and documents."""
+    """Return relative errors of scores and both gradients against fp64, for the last queries and documents."""
     if isinstance(score, Learned):
         return score.errors(x)
     n = training.SLICE_Q
@@ -78,7 +82,7 @@ def errors_of(x: Inputs, score: Scorer | Learned) -> list[float]:
 
 
 class Learned:
-    """Ours, with a temperature that has a gradient."""
+    """lik_ops with a temperature that requires a gradient."""
 
     def __init__(self) -> None:
         self.tau = torch.tensor(TAU, device="cuda", requires_grad=True)
@@ -88,7 +92,10 @@ class Learned:
         return torch.autograd.grad(lik_ops.maxsim_soft(Q, D, self.tau), (Q, D, self.tau), x.grad_scores)
 
     def errors(self, x: Inputs) -> list[float]:
-        """The temperature's gradient of ones, beside fp64, of the last queries and documents."""
+        """Return the relative error of the temperature's gradient against fp64.
+
+        The upstream gradient is ones, for the last queries and documents.
+        """
         q, k = (t[-training.SLICE_Q :] for t in (x.Q, x.D))
         (found,) = torch.autograd.grad(lik_ops.maxsim_soft(q, k, self.tau).sum(), self.tau)
         tau = self.tau.detach().double().requires_grad_()
@@ -128,7 +135,7 @@ def measure(case: Case, timer: gpu.Timer, compiles: bool) -> dict:
 
 def main() -> None:
     run = Run("soft", __doc__)
-    run.parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    run.parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
     args = run.parser.parse_args()
     timer = gpu.Timer(args.rounds)
     ceiling = gpu.ceilings(timer)

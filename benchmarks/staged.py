@@ -1,16 +1,16 @@
-"""What do searches of residual codes by stages find, and take, beside exhaustive ones and fast-plaid?
+"""Measure recall and time of staged searches of residual codes, compared with exhaustive ones and fast-plaid.
 
     python benchmarks/staged.py [--only "200,000"] [--rounds 20] [--seconds 540] [--out FILE]
     python benchmarks/staged.py --device cpu --sizes 300 --centroids 64 --queries 4    # to see that it works
 
-Documents of 120 unit tokens, d 128, that lie in clusters: each document has 12 topics of 20,000, a token is that of one
-of them and noise. Queries are 32 tokens of a document, with more noise. Documents are drawn part by part and kept as
-codes alone; on the way their tokens are scored in full. `recall` is the part of the ten best documents that is found:
-of those by full precision, and of those that an exhaustive search of the codes finds.
+Documents have 120 unit tokens of d 128 in clusters. Each document has 12 of 20,000 topics, and each token is one of
+these topics plus noise. Queries are 32 tokens of a document with more noise. Documents are drawn in parts and stored
+as codes only, after their full tokens are scored. `recall` is the share of the ten best documents that is found. The
+ten best are by full precision, or by an exhaustive search of the codes.
 
-fast-plaid searches the same codes: its index is what `lik_ops.write_index` writes, in a process of its own, which may
-fail. Times are medians of whole calls by the wall clock, from an idle device to an idle device, with 1 query and with
-64. Nothing starts after `--seconds`; the file is written anew after each row, and before fast-plaid's part of it.
+fast-plaid searches the same codes from an index written by `lik_ops.write_index`. It runs in a separate process, which
+may fail. Times are wall-clock medians of whole calls, from an idle device to an idle device, with 1 query and with 64.
+No measurement starts after `--seconds`. The file is rewritten after each row, and before fast-plaid runs on it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch.nn.functional import normalize
 import lik_ops
 
 LENGTH, D, LQ = 120, 128, 32
-TOPICS, TOPICS_EACH, NOISE, QUERY_NOISE = 20_000, 12, 0.6, 0.5  # noise: its norm beside that of a topic, 1
+TOPICS, TOPICS_EACH, NOISE, QUERY_NOISE = 20_000, 12, 0.6, 0.5  # noise norms, relative to a topic of norm 1
 TOP_K, PART = 10, 20_000
-TRAINED = 30_000  # documents that a codec is trained on, at most
+TRAINED = 30_000  # most documents for training a codec
 STAGES = ((1, 256), (2, 1024), (4, 4096), (8, 4096), (None, 4096))  # n_probe, n_candidates
 PEER = "fast-plaid"
 PEER_STAGES = ((4, 4096), (8, 4096), (32, 8192))  # n_ivf_probe, n_full_scores; the second is its default
@@ -60,7 +60,7 @@ ROWS = tuple(Row(*x) for x in ((20_000, 2), (20_000, 4), (200_000, 2), (200_000,
 
 
 def _drawn(documents: int, device: str) -> Iterator[Tensor]:
-    """Tokens ``[n, 120, 128]``, part by part, about the same topics however many there are."""
+    """Yield tokens ``[n, 120, 128]`` in parts. The topics do not depend on the number of documents."""
     generator = torch.Generator(device).manual_seed(0)
     centers = normalize(torch.randn(TOPICS, D, generator=generator, device=device), dim=-1)
     for begin in range(0, documents, PART):
@@ -80,7 +80,7 @@ def _queries(count: int, documents: int, device: str) -> Tensor:
 
 
 def made(row: Row, n_centroids: int, Q: Tensor, device: str) -> tuple[lik_ops.Quantized, Tensor]:
-    """The documents in codes, and the best of them in full precision."""
+    """Return the documents as codes, and the best of them in full precision."""
     some = torch.cat(list(_drawn(min(row.documents, TRAINED), device)))
     codec = lik_ops.ResidualCodec.train(some, row.nbits, n_centroids, iterations=4)
     del some
@@ -102,7 +102,7 @@ def made(row: Row, n_centroids: int, Q: Tensor, device: str) -> tuple[lik_ops.Qu
 
 
 def recall(found: Tensor, expected: Tensor) -> float:
-    """The part of the expected documents ``[n, k]`` that was found."""
+    """Return the share of the expected documents ``[n, k]`` that was found."""
     return float((found.unsqueeze(-1) == expected.unsqueeze(-2)).any(-2).double().mean())
 
 
@@ -114,7 +114,7 @@ def _timed(calls: dict[str, Callable[[], object]], rounds: int, end: float) -> d
 
 
 def measure(row: Row, documents: lik_ops.Quantized, Q: Tensor, truth: Tensor, rounds: int, end: float) -> dict:
-    """An exhaustive search, and ones by stages."""
+    """Measure an exhaustive search and staged searches."""
     options: dict[str, dict] = {"exhaustive": {}}
     for probe, kept in STAGES:
         options[f"{probe or 'all'} probes, {kept} kept"] = {"n_probe": probe, "n_candidates": kept}
@@ -140,7 +140,7 @@ def measure(row: Row, documents: lik_ops.Quantized, Q: Tensor, truth: Tensor, ro
 
 
 def peer(documents: lik_ops.Quantized, Q: Tensor, truth: Tensor, rounds: int, end: float) -> dict[str, Any]:
-    """Its searches of the same codes, or why there are none."""
+    """Measure fast-plaid on the same codes, or return the reason for a missing result."""
     if common._version(PEER) is None:
         return {"failed": "not installed"}
     exhaustive = lik_ops.retrieve(Q, documents, TOP_K)[1]
@@ -165,7 +165,7 @@ def peer(documents: lik_ops.Quantized, Q: Tensor, truth: Tensor, rounds: int, en
 
 
 def search_as_peer(path: Path, device: str, rounds: int) -> None:
-    """In a process of its own: times and documents of the index at `path`, into a file there."""
+    """Search the index at `path` in this process and write times and documents to a file there."""
     from fast_plaid import search
 
     index, Q = search.FastPlaid(index=str(path / "index"), device=device), torch.load(path / "queries.pt")
@@ -224,15 +224,15 @@ def run(args: argparse.Namespace, rows: list[Row]) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls per search (default 20)")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--sizes", type=int, nargs="*", help="other numbers of documents, with 2 bits")
-    parser.add_argument("--centroids", type=int, default=16_384, help="default 16,384")
-    parser.add_argument("--queries", type=int, default=64, help="beside one alone (default 64)")
-    parser.add_argument("--seconds", type=float, default=540, help="start nothing after this time (default 540)")
-    parser.add_argument("--device", default="cuda", help="cpu: only to see that it works")
+    parser.add_argument("--sizes", type=int, nargs="*", help="document counts to use instead, with 2 bits")
+    parser.add_argument("--centroids", type=int, default=16_384, help="number of centroids (default 16,384)")
+    parser.add_argument("--queries", type=int, default=64, help="size of the query batch (default 64)")
+    parser.add_argument("--seconds", type=float, default=540, help="start no row after this time (default 540)")
+    parser.add_argument("--device", default="cuda", help="cpu: only to check that the script works")
     parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/staged.json)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/staged.json)")
     args = parser.parse_args()
     if args.peer is not None:
         return search_as_peer(args.peer, args.device, args.rounds)

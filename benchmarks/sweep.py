@@ -1,9 +1,9 @@
-"""Which tile sizes are fastest for the forward on this GPU? Times alternatives to the table of `gpu/forward_table.py`.
+"""Find the fastest tile sizes of the forward on this GPU by timing alternatives to the built-in table.
 
     python benchmarks/sweep.py [--only rerank] [--out FILE]
 
-Every alternative is checked to give the very bits of the table's choice before it is timed. Beside them, what no
-kernel can beat: an empty one, and a plain read of the same documents.
+Every alternative must give exactly the bits of the table's choice before timing. Two lower bounds are measured too:
+an empty kernel and a plain read of the same documents.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _empty():
 
 
 def alternatives(case: Case) -> Iterator[Tile]:
-    """Tiles whose first dimension gives each warp 16 or 32 rows, and that are not half empty."""
+    """Yield tiles whose first dimension gives each warp 16 or 32 rows and that are at least half full."""
     rows = case.Lq * (1 if case.candidates else case.Nq)
     for tokens_first, BM, BN, warps, stages in itertools.product((False, True), ROWS, TOKENS, WARPS, STAGES):
         first = BN if tokens_first else BM
@@ -50,7 +50,7 @@ def alternatives(case: Case) -> Iterator[Tile]:
 
 @contextmanager
 def forced(tile: Tile) -> Iterator[None]:
-    """`maxsim_forward` with this tile, also where the specialised kernel would serve."""
+    """Run `maxsim_forward` with this tile, even if the specialized kernel would be chosen."""
     table = mock.patch.object(forward_configs, "forward_tiles", lambda *_: (tile,))
     with table, mock.patch.object(gluon_configs, "specialized", lambda *_, **__: None):
         eager.forget()
@@ -87,7 +87,7 @@ def measure(case: Case, timer: Timer) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/sweep.json)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/sweep.json)")
     args = parser.parse_args()
     timer, records = Timer(9), []
     for case in CASES:

@@ -1,10 +1,10 @@
-"""Which configurations are fastest for the backward on this GPU? Times each kernel alone, beside the table's choice.
+"""Find the fastest backward configurations on this GPU by timing each kernel against the table's choice.
 
     python benchmarks/sweep_backward.py [--only pages] [--out FILE]
 
-Winners are drawn three ways: uniform (random embeddings), Zipf (a few tokens of a document win most query tokens, as in
-text) and one token that wins everything. Every alternative is checked before it is timed: gradients against fp64
-formulas on the last query and document.
+Winners are drawn in three ways: uniform (random embeddings), Zipf (a few tokens of a document win most query tokens,
+as in text), and one token that wins everything. Every alternative is checked before timing. Its gradients are compared
+with fp64 formulas for the last query and document.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PRODUCTS = ((64, 16, 4, 3, 168), (64, 16, 4, 3, 128), (64, 16, 4, 4, 168), (64, 
 PRODUCTS_FP32 = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
 # BM, warps
 LISTS = ((1024, 4), (512, 2))
-# BN, tokens of a program, warps
+# BN, tokens per program, warps
 FEW = ((32, 1024, 4), (16, 1024, 4), (32, 512, 4), (32, 256, 4), (32, 1024, 8), (32, 1024, 2))
 
 
@@ -62,7 +62,7 @@ def winners(case: Case, kind: str, generator: torch.Generator) -> Tensor:
     uniform = torch.rand(shape, generator=generator, device="cuda")
     if kind == "one":
         index = torch.full(shape, case.Ld // 3, device="cuda")
-    elif kind == "zipf":  # the n-th most frequent token wins a share of about 1 / n; which tokens these are is random
+    elif kind == "zipf":  # the n-th most frequent token, chosen at random, wins a share of about 1 / n
         order = torch.randperm(case.Ld, generator=generator, device="cuda")
         index = order[(uniform.mul_(torch.tensor(case.Ld + 1.0).log()).exp_() - 1).long().clamp_(0, case.Ld - 1)]
     else:
@@ -85,7 +85,7 @@ class Inputs:
         return cuda_backward._call(arguments), outputs
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """The gradients of the last query, and of the last document, in fp64."""
+        """Return the fp64 gradients of the last query and of the last document."""
         Q, D, up = self.Q.double(), self.D, self.up.double()
         if D.dim() == 4:
             index = self.argmax[-1].long()  # [K, Lq]
@@ -204,8 +204,8 @@ def report(r: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--winners", default="uniform,zipf,one", help="which draws")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/sweep_backward.json)")
+    parser.add_argument("--winners", default="uniform,zipf,one", help="comma-separated draws of winners")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/sweep_backward.json)")
     args = parser.parse_args()
     timer, records = Timer(9), []
     for case in CASES:

@@ -1,9 +1,9 @@
-"""Which tile is fastest where query rows are few? Alternatives to those of `gpu/gluon_configs.py`.
+"""Find the fastest tile for few query rows by timing alternatives to the built-in table.
 
     python benchmarks/sweep_few.py [--only fp8] [--rounds 15] [--first 60] [--out FILE]
 
-Median device times of calls that find the L2 cache flushed, one tile after the other. Each has to give the bits of the
-table's.
+Times are median device times, each call on a flushed L2 cache, for one tile after the other. Each tile must give the
+bits of the table's choice.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import lik_ops
 from lik_ops.gpu import gluon_configs
 from lik_ops.ops import eager
 
-TABLES = ("_FEW", "_INT8_FEW", "_FP8_FEW", "_SPLIT_FEW")  # of `gluon_configs`, by what documents are
+TABLES = ("_FEW", "_INT8_FEW", "_FP8_FEW", "_SPLIT_FEW")  # tables of `gluon_configs`, by document format
 TILES = ((64, 1), (64, 2), (64, 3), (64, 4), (64, 6), (64, 10), (128, 1), (128, 2), (128, 3))  # tokens and stages
 SHAPES = ((1, 1000, 300), (2, 1000, 300), (4, 1000, 300), (1, 1000, 1024), (1, 100_000, 180))  # Nq, Nd, Ld
 Call = Callable[[], object]
 
 
 class Few(NamedTuple):
-    """A call of few query rows: how its documents are kept, and what is asked for."""
+    """A call of few query rows: the document format and the requested result."""
 
     kept: str
     Nq: int
@@ -55,7 +55,7 @@ class Few(NamedTuple):
         return lambda: lik_ops.maxsim(x.Q, D)
 
 
-# How documents are kept, or what is asked for; the queries of 32 tokens whose rows are few beside it.
+# The document format or the requested result, and the counts of 32-token queries that are few rows for it.
 KEPT = {"normalize": 4, "winners": 1, "fp32": 1, "fp8_e4m3": 4, "int8 token": 2, "int8 document": 2}
 ROWS = tuple(
     Few(kept, *shape)
@@ -67,7 +67,7 @@ ROWS = tuple(
 
 @contextmanager
 def forced(tile: tuple[int, int] | None) -> Iterator[None]:
-    """Calls of few rows with this tile, or that of the table."""
+    """Run calls of few rows with this tile, or with the table's tile."""
     eager.forget()
     tables = {name: getattr(gluon_configs, name) if tile is None else ((*tile, 1.0),) for name in TABLES}
     with mock.patch.multiple(gluon_configs, **tables):
@@ -84,7 +84,7 @@ def measure(row: Few, timer: gpu.Timer) -> dict:
             try:
                 same = torch.equal(call(), expected)  # type: ignore[arg-type]
                 found: dict = {"same_bits": same, "ms": timer.compare({"call": call})["call"]}
-            except Exception as failure:  # shared memory or registers that there are not
+            except Exception as failure:  # too much shared memory or too many registers
                 found = {"failed": gpu.reason(failure)}
         tried["table" if tile is None else f"{tile[0]} x {tile[1]}"] = found
     return {"case": {**row._asdict(), "name": row.name}, "tried": tried}

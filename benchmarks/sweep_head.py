@@ -1,9 +1,8 @@
-"""Which tile is fastest where hidden states are scored as their tokens are made? Alternatives to `gpu/head_configs.py`.
+"""Find the fastest tile of the fused hidden-state kernel by timing alternatives to the built-in table.
 
     python benchmarks/sweep_head.py [--only "1 x 1000"] [--rounds 15] [--workers 8 | --compiled] [--out FILE]
 
-Worker processes compile them all first. Each has to give the bits of tokens that lie in memory, made by the table's
-tile.
+Worker processes compile all alternatives first. Each must give the bits of unfused scores with the table's tile.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lik_ops.gpu.arguments import architecture
 
 
 class Tile(NamedTuple):
-    """Of a program: tokens, hidden features of a step, warps, stages; and how many programs a multiprocessor runs."""
+    """Tokens, hidden features per step, warps and stages of a program, and programs per SM."""
 
     BN: int
     BK: int
@@ -62,7 +61,7 @@ def tiles_of(case: Head) -> tuple[Tile, ...]:
 
 
 def cases(only: str) -> list[Head]:
-    """Those that are fused on an H100 or H200."""
+    """Return the cases that are fused on an H100 or H200."""
     return [
         case
         for case in CASES
@@ -75,7 +74,7 @@ def cases(only: str) -> list[Head]:
 
 @contextmanager
 def forced(tile: Tile | None) -> Iterator[None]:
-    """Calls that are fused with this tile, or that of the table."""
+    """Run fused calls with this tile, or with the table's tile."""
     made = head_configs.scores
 
     def launch(arch, *args):
@@ -97,7 +96,11 @@ def score(x: Inputs) -> torch.Tensor:
 
 
 def compile_one(job: tuple[Head, Tile]) -> str:
-    """Compile for a few documents, as sizes are not known to a kernel; what went wrong, if anything."""
+    """Compile for a few documents, because kernels do not depend on sizes.
+
+    Returns:
+        The error, or an empty string.
+    """
     case, tile = job
     arch = architecture(torch.device("cuda"))
     try:
@@ -110,9 +113,9 @@ def compile_one(job: tuple[Head, Tile]) -> str:
 
 
 def compile_all(chosen: list[Head], workers: int) -> dict[tuple[str, Tile | None], str]:
-    """What failed, by case and tile."""
+    """Compile all tiles of all cases and return the errors by case and tile."""
     jobs = [(case, tile) for case in chosen for tile in tiles_of(case)]
-    # Another width is not another kernel.
+    # Widths share a kernel.
     kernels = {(case.Nq, case.Lq, case.d, case.mask, tile): (case, tile) for case, tile in jobs}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -160,10 +163,10 @@ def print_table(records: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (default 15)")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile (default 8)")
-    parser.add_argument("--compiled", action="store_true", help="an earlier run compiled: no process does first")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/sweep_head.json)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls per tile (default 15)")
+    parser.add_argument("--workers", type=int, default=8, help="compiler processes (default 8)")
+    parser.add_argument("--compiled", action="store_true", help="skip compiling because an earlier run did it")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/sweep_head.json)")
     args = parser.parse_args()
     chosen = cases(args.only)
     failed = {} if args.compiled else compile_all(chosen, args.workers)

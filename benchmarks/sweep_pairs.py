@@ -1,10 +1,10 @@
-"""From how many pairs on is a Gluon kernel faster than the generic one, and when is a long document worth splitting?
+"""Find the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
 
     python benchmarks/sweep_pairs.py [--only "d 256"] [--rounds 15] [--out FILE]
 
-Calls with fewer (row tile, document) pairs than SMs. ``generic`` and ``gluon`` force one side of the threshold,
-``split`` lets long documents be split at 2,048 tokens, ``table`` is what the built-in thresholds choose. Median device
-times of calls that find the L2 cache flushed. Each has to give the bits of the table's.
+The calls have fewer (row tile, document) pairs than SMs. ``generic`` and ``gluon`` force one side of the threshold,
+``split`` lets long documents be split at 2,048 tokens, and ``table`` uses the built-in thresholds. Times are median
+device times, each call on a flushed L2 cache. Each call must give the bits of the table's choice.
 """
 
 from __future__ import annotations

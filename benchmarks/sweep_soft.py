@@ -1,10 +1,10 @@
-"""Which tiles are fastest for the kernels of soft MaxSim on this GPU? Times alternatives to those of `soft_configs`.
+"""Find the fastest tiles of the soft MaxSim kernels on this GPU by timing alternatives to the built-in table.
 
     python benchmarks/sweep_soft.py [--only pages] [--part queries] [--kind Tile] [--seconds 100] [--out FILE]
 
-Parts: the forward, the gradient of queries, that of documents; gradients by the plain and by the Gluon kernel. Every
-alternative is checked against the table's result before it is timed; ``=``: it has its bits. Processes compile all of
-them first, side by side.
+The parts are the forward, the gradient of queries and the gradient of documents. Gradients have a plain and a Gluon
+kernel. Every alternative is checked against the table's result before timing. ``=`` marks equal bits. Parallel
+processes compile all alternatives first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPECIALIZED_BACKWARD = soft_configs.specialized_backward
 
 
 class Tile(NamedTuple):
-    """Of a plain kernel."""
+    """Configuration of a plain kernel."""
 
     BM: int
     BN: int
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Of a Gluon kernel."""
+    """Configuration of a Gluon kernel."""
 
     BN: int
     stages: int
@@ -86,14 +86,14 @@ CHOICES: dict[str, list] = {"forward": FORWARD, "queries": QUERIES, "documents":
 
 def _plain(launch: Any, tile: Tile, slot: bool) -> Any:
     config = launch.config._replace(BM=tile.BM, BN=tile.BN)
-    if slot:  # of a query longer than a tile the rows are met tile by tile
+    if slot:  # a query longer than a tile is processed tile by tile
         config = config._replace(SLOT=min(config.SLOT, tile.BM), LONG=config.LONG or config.SLOT > tile.BM)
     return replace(launch, config=config, num_warps=tile.warps, num_stages=tile.stages, max_registers=tile.registers)
 
 
 @contextmanager
 def forced(part: str, choice: Choice) -> Iterator[None]:
-    """The kernel of a part as `choice` has it; as the table has it where that is None."""
+    """Run the kernel of a part as `choice` configures it, or as the table does if `choice` is None."""
     with ExitStack() as stack:
 
         def put(name: str, function: Any) -> None:
@@ -115,7 +115,7 @@ def _streamed(found: Any, choice: Stream) -> Any:
 
 
 def called(part: str, x: Inputs) -> Any:
-    """What the part computes, as a function; a backward is given soft maxima that are made now."""
+    """Return the part as a function. A backward receives freshly computed soft maxima."""
     if part == "forward":
         return lambda: torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, None, None, None, None, TAU, False, False)[0]
     lse = torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, None, None, None, None, TAU, False, True)[1]
@@ -125,7 +125,11 @@ def called(part: str, x: Inputs) -> Any:
 
 
 def compiled(job: tuple[Case, str, Choice]) -> str:
-    """Run one alternative, so that it is compiled; what went wrong."""
+    """Run one alternative once to compile it.
+
+    Returns:
+        The error, or an empty string.
+    """
     case, part, choice = job
     function = called(part, Inputs(case, "cuda"))
     try:
@@ -172,10 +176,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--part", default="", help="parts whose name contains this")
-    parser.add_argument("--kind", default="", help="Tile: those of plain kernels alone; Stream: of Gluon kernels")
-    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each (default 7)")
-    parser.add_argument("--seconds", type=float, default=600, help="of which none is timed after (default 600)")
-    parser.add_argument("--out", type=Path, help="where to write (default benchmarks/results/sweep_soft.json)")
+    parser.add_argument("--kind", default="", help="Tile: only plain kernels; Stream: only Gluon kernels")
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls per alternative (default 7)")
+    parser.add_argument("--seconds", type=float, default=600, help="time no alternative after this time (default 600)")
+    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/sweep_soft.json)")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     asked = [(case, part) for case in CASES for part in PARTS if args.only in case.name and args.part in part]

@@ -1,9 +1,10 @@
-"""How far off are fp32 scores where TF32 is allowed, beside torch's einsum, and what do they take?
+"""Measure error and time of fp32 scores with TF32 allowed, compared with einsum in PyTorch.
 
     python benchmarks/tf32.py [--rounds 50] [--out FILE]
 
-``mean`` and ``most``: the signed mean and the largest relative error of a score against fp64, of unit-length tokens,
-for 16 queries x 1000 documents (32 and 300 tokens). What is cut off, not rounded, shows in the mean.
+``mean`` and ``most`` are the signed mean and the largest relative error of a score against fp64. Tokens have unit
+norm, for 16 queries x 1000 documents (32 and 300 tokens). The mean shows whether values are truncated instead of
+rounded.
 """
 
 from __future__ import annotations

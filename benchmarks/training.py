@@ -1,12 +1,14 @@
-"""How fast is a training step on this GPU, forward with winners and backward, and how much memory does it take?
+"""Measure time and memory of a training step on this GPU: forward with winners, then backward.
 
     python benchmarks/training.py [--only pages] [--rounds 20] [--seconds 180] [--out FILE]
 
-Median device times: the host is ahead, so launches are not part of them (``host_us`` has those). Gradients are checked
-against fp64 first, at the full shape: only the scores of the last queries and documents get an upstream gradient, so
-that the reference needs those alone and everything else must be zero. Similarities rounded to the inputs' dtype, or
-fp32 inputs rounded to half, move winners: such gradients are off by more than rounding, and not ``exact``. ``own_mb``
-is what no implementation can do without: gradients, winners and scores.
+Times are median device times with the host ahead, so launches are not included (``host_us`` has them). Gradients are
+checked against fp64 first, at the full shape. Only the scores of the last queries and documents get an upstream
+gradient. The reference then needs only these, and everything else must be zero.
+
+Winners move if similarities are rounded to the input dtype, or fp32 inputs to half precision. The error of such
+gradients exceeds rounding, and they are not ``exact``. ``own_mb`` is the memory that every implementation needs:
+gradients, winners and scores.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Case(common.Case):
 
     @property
     def own_bytes(self) -> int:
-        """Gradients, winners and scores."""
+        """Bytes of gradients, winners and scores."""
         tokens = self.Nq * self.Lq + self.documents * self.Ld
         return tokens * self.d * self.itemsize + self.winners + 4 * self.Nq * self.Nd
 
@@ -50,18 +52,18 @@ CASES = (
     Case("in-batch 64", 64, 64, 32, 180),
     Case("in-batch 256 prefix masks", 256, 256, 32, 300, mask="prefix"),
     Case("in-batch 64 fp32", 64, 64, 32, 180, dtype="float32"),
-    Case("pages 128", 128, 128, 1024, 1024, goal_ms=9.0),  # last: a peer compiles for minutes
+    Case("pages 128", 128, 128, 1024, 1024, goal_ms=9.0),  # last, because a peer compiles for minutes
 )
 
 
 def step(score: Scorer, x: Inputs, grad_scores: Tensor, needs: str = "QD") -> tuple[Tensor, ...]:
-    """Gradients of the inputs that `needs` names; the others are frozen."""
+    """Return the gradients of the inputs named in `needs`. The others are frozen."""
     Q, D = x.Q.detach().requires_grad_("Q" in needs), x.D.detach().requires_grad_("D" in needs)
     return torch.autograd.grad(score(Q, D), [t for t, name in ((Q, "Q"), (D, "D")) if name in needs], grad_scores)
 
 
 def backward(score: Scorer, x: Inputs, needs: str) -> Callable[[], object]:
-    """The backward alone, of a forward that ran once."""
+    """Return a function that runs the backward alone, of a forward that ran once."""
     Q, D = x.Q.detach().requires_grad_("Q" in needs), x.D.detach().requires_grad_("D" in needs)
     scores = score(Q, D)
     leaves = [t for t, name in ((Q, "Q"), (D, "D")) if name in needs]
@@ -69,7 +71,7 @@ def backward(score: Scorer, x: Inputs, needs: str) -> Callable[[], object]:
 
 
 def errors_of(x: Inputs, score: Scorer) -> dict[str, float]:
-    """Relative errors of both gradients beside fp64; infinite where a gradient that must be zero is not."""
+    """Return relative errors of both gradients against fp64. A nonzero that must be zero gives infinity."""
     upstream = torch.zeros_like(x.grad_scores)
     upstream[-SLICE_Q:, -SLICE_D:] = x.grad_scores[-SLICE_Q:, -SLICE_D:]
     grads = step(score, x, upstream)
@@ -88,7 +90,7 @@ def errors_of(x: Inputs, score: Scorer) -> dict[str, float]:
 
 
 def prepare(x: Inputs, score: Scorer | str, seconds: float) -> dict:
-    """Compile, check and weigh a contender; or say why there is nothing to time."""
+    """Compile a contender, check it and measure its memory, or return the reason for not timing it."""
     if isinstance(score, str):
         return {"skipped": score}
     if seconds <= 0:
@@ -110,7 +112,7 @@ def forward(score: Scorer, x: Inputs) -> Tensor:
     return score(x.Q.detach().requires_grad_(), x.D.detach().requires_grad_())
 
 
-# Each is made right before it is timed, because a backward alone holds what its forward saved.
+# Each is created right before timing, because a backward holds the tensors that its forward saved.
 PARTS: dict[str, Callable[[Scorer, Inputs], Callable[[], object]]] = {
     "ms": lambda score, x: lambda: step(score, x, x.grad_scores),
     "forward_ms": lambda score, x: lambda: forward(score, x),
@@ -161,7 +163,7 @@ def report(record: dict) -> None:
 
 def main() -> None:
     run = Run("training", __doc__, *contenders.PEERS, rounds=20)
-    run.parser.add_argument("--seconds", type=float, default=180, help="start nothing after this time (default 180)")
+    run.parser.add_argument("--seconds", type=float, default=180, help="start no row after this time (default 180)")
     args = run.parser.parse_args()
     start = time.monotonic() + args.first
     timer = gpu.Timer(args.rounds)

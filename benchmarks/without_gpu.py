@@ -1,4 +1,4 @@
-"""The host code of sm_90 on CPU tensors, with launches that do nothing: for a host's time where there is no GPU."""
+"""Run the host code of sm_90 on CPU tensors, with launches that do nothing, to measure host time without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _bound: dict[tuple, Bound] = {}
 
 
 class Bound(launcher.Bound):
-    """Stands for a compiled kernel."""
+    """A stand-in for a compiled kernel."""
 
     def __init__(self) -> None:
         self._encoded, self._descriptor_metadata, self.direct = {}, [], _direct
@@ -43,11 +43,11 @@ def _sm_90(device: torch.device) -> configs.Architecture:
 
 
 def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:
-    """Let CPU tensors of this process take the way of CUDA ones, as far as their launches, which do nothing.
+    """Route CPU tensors of this process through the CUDA code, up to launches, which do nothing.
 
     Args:
-        architecture: stands for `lik_ops.gpu.arguments.architecture`.
-        bind: stands for `lik_ops.gpu.launcher.bind`.
+        architecture: replaces `lik_ops.gpu.arguments.architecture`.
+        bind: replaces `lik_ops.gpu.launcher.bind`.
     """
     torch.set_num_threads(1)
     stand_ins = {

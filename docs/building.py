@@ -1,7 +1,7 @@
-"""Build the site: a hook of mkdocs for files outside of docs/, and a griffe extension that reads docstrings.
+"""Build the site: a mkdocs hook for files outside docs/, and a griffe extension that reads docstrings.
 
-`on_files` adds README.md, CONTRIBUTING.md, CHANGELOG.md and the notebook as pages. `Sections` tells the parser what
-the docstrings of lik_ops mean by their sections, and puts the schema of an operator below its text.
+`on_files` adds README.md, CONTRIBUTING.md, CHANGELOG.md and the notebook as pages. `Sections` defines the docstring
+sections of lik_ops for the parser, and adds the schema of each operator below its text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     from griffe import Docstring, Extension
-except ImportError:  # tests import this file without the packages of the site
+except ImportError:  # tests import this file without the site's packages
     Extension = object
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ OPERATORS = {
 
 
 def from_docs(text: str) -> str:
-    """A page of the root, with its links as they are from docs/."""
+    """Return a page of the repository root with its links adapted to docs/."""
     return text.replace("](docs/", "](").replace("](README.md", "](index.md")
 
 
@@ -82,7 +82,7 @@ def render_cell(cell: dict[str, Any], pictures: dict[str, bytes]) -> str:
 
 
 def render_notebook(notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
-    """Return a notebook as Markdown, and its pictures by their paths below docs/."""
+    """Return a notebook as Markdown, and its pictures keyed by their path below docs/."""
     pictures: dict[str, bytes] = {}
     return "\n\n".join(render_cell(cell, pictures) for cell in notebook["cells"]), pictures
 
@@ -111,7 +111,7 @@ def add_breaks(match: re.Match[str]) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Let names break that would not fit a narrow column, never inside of a word, and keep short code on one line."""
+    """Let long names break between words to fit a narrow column, and keep short code on one line."""
     output = LONG_NAME.sub(add_breaks, LONG_CODE.sub(add_breaks, output))
     return SHORT_CODE.sub('<code class="short">', output)
 
@@ -129,7 +129,7 @@ def split_arguments(arguments: str) -> list[str]:
 
 
 def wrap_schema(schema: str) -> str:
-    """Return a schema with one line for each argument, which no screen cuts."""
+    """Return a schema with one argument per line, so that no screen cuts it off."""
     head, _, result = schema.rpartition(" -> ")
     name, _, arguments = head.removesuffix(")").partition("(")
     lines = [f"    {argument}," for argument in split_arguments(arguments)]
@@ -137,7 +137,7 @@ def wrap_schema(schema: str) -> str:
 
 
 def schemas() -> dict[str, str]:
-    """Return the schema of each operator, from the snapshots that the operator checks compare."""
+    """Return the schema of each operator, from the snapshots of the operator checks."""
     tree = ast.parse((ROOT / "opcheck" / "graphs.py").read_text())
     (found,) = (
         node.value
@@ -148,7 +148,7 @@ def schemas() -> dict[str, str]:
 
 
 class Sections(Extension):
-    """``Example`` is a section of examples, ``Returns`` begins with no type, and an operator shows its schema."""
+    """Treats ``Example`` as examples and ``Returns`` as untyped, and shows the schema of an operator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The folder that the builder of the Hugging Face kernels hub takes: ``make hub`` writes build/hub.
+"""Write the folder for the builder of the Hugging Face kernels hub: ``make hub`` writes build/hub.
 
-``torch-ext/lik_ops`` is the package without what the hub has no use for. Its modules import each other relatively, so
-it loads under any name, and the namespace of its operators is what `_ops` says, a module that the builder adds.
-``build/torch-<backend>`` is what the builder makes of it (``kernel-builder build`` needs Nix), as far as
-`kernels.get_local_kernel` can tell.
+``torch-ext/lik_ops`` is the package without the parts that the hub cannot use. Its modules use relative imports, so it
+loads under any name. The builder adds a module `_ops` that sets the namespace of the operators.
+``build/torch-<backend>`` matches the builder's output as far as `kernels.get_local_kernel` checks it.
+(``kernel-builder build`` itself needs Nix.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NAME, MODULE, LICENSE = "lik-ops", "lik_ops", "Apache-2.0"
 BACKENDS = ("cpu", "cuda", "rocm")
-# Adapters of other libraries, command lines, and what the builder writes.
+# Adapters of other libraries, command lines, and files that the builder writes.
 LEFT_OUT = ("integrations/", "opcheck/", "info.py", "tune.py", "warmup.py", "_ops.py")
 
 OPS = """import torch
@@ -34,7 +34,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 def sources() -> dict[str, Path]:
-    """The modules of the kernel, by their paths in it."""
+    """Return the modules of the kernel, keyed by their path in the kernel."""
     found = {}
     for folder, inside in ((ROOT / "lik_ops", ""), (ROOT / "csrc_triton", "csrc_triton/")):
         for path in sorted(folder.rglob("*.py")):
@@ -45,7 +45,7 @@ def sources() -> dict[str, Path]:
 
 
 def identifier() -> str:
-    """Seven digits that differ where any source does."""
+    """Return seven digits that change with any source file."""
     found = hashlib.sha256()
     for name, path in sources().items():
         found.update(f"{name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -53,7 +53,7 @@ def identifier() -> str:
 
 
 def version() -> int:
-    """The hub counts major versions, 0 for what is not stable."""
+    """Return the major version, which the hub counts. 0 means not stable."""
     found = re.search(r'"(\d+)\.', (ROOT / "lik_ops" / "_version.py").read_text())
     assert found is not None
     return int(found[1])
@@ -94,12 +94,12 @@ def _write_variant(target: Path, backend: str, unique: str) -> None:
 
 
 def write(target: Path, repo_id: str | None = None, unique: str | None = None) -> None:
-    """Write the folder, in place of one that this wrote before.
+    """Write the folder, replacing an earlier one that this function wrote.
 
     Args:
-        target: the folder; one with other contents is left alone, and raises.
+        target: the folder. Raises if it has other contents.
         repo_id: the repository on the hub that ``kernel-builder upload`` fills.
-        unique: ends the names of the namespaces; by default it hangs on the sources.
+        unique: the suffix of the namespaces. By default, a digest of the sources.
     """
     if target.exists() and any(target.iterdir()) and not (target / "build.toml").is_file():
         raise SystemExit(f"{target}: expected a folder that is new, empty or of a kernel")
@@ -118,8 +118,8 @@ def write(target: Path, repo_id: str | None = None, unique: str | None = None) -
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub", help="the folder (default build/hub)")
-    parser.add_argument("--repo-id", help="where kernel-builder upload puts it, owner/name")
-    parser.add_argument("--id", dest="unique", help="ends the namespaces (default: a digest of the sources)")
+    parser.add_argument("--repo-id", help="destination of kernel-builder upload, owner/name")
+    parser.add_argument("--id", dest="unique", help="suffix of the namespaces (default: a digest of the sources)")
     args = parser.parse_args(argv)
     write(args.out, args.repo_id, args.unique)
     print(args.out)

@@ -146,8 +146,9 @@ def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
     """The scales of tokens, or of what shares one, from their `extremes`."""
-    # By a tensor: a GPU multiplies by the inverse of a number, and every device has the same scales.
-    scales = (high - low) / torch.full((), FORMATS[format].largest, device=high.device)
+    # In fp64, which rounds to the bits of an fp32 division: every device has the same scales, compiled too, though
+    # a GPU multiplies by the inverse of a number, and Inductor's divisions in fp32 are off in the last bits there.
+    scales = ((high - low).double() / FORMATS[format].largest).float()
     # A scale that is too small for its inverse to be a number keeps nothing.
     return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
 
@@ -155,7 +156,8 @@ def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
 def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
     """Tokens ``x [n, d]`` in fp32 or fp64 as `format` keeps them, with scales ``[n]`` or ``[1]``."""
     kept = FORMATS[format]
-    inverse = torch.where(scale > 0, 1 / scale, 0).unsqueeze(-1)  # 0 for NaN: its scale says so
+    # 0 for NaN: its scale says so. In fp64 as in `scales_of`.
+    inverse = torch.where(scale > 0, 1 / scale.double(), 0).float().unsqueeze(-1)
     if kept.encode is not None:
         return kept.encode(x, inverse)
     x = (x if minimum is None else x - minimum.unsqueeze(-1)) * inverse

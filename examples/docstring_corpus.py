@@ -1,7 +1,7 @@
-"""Text to search without a download: the docstrings of the Python packages installed here.
+"""Collect text to search without a download: the docstrings of the installed Python packages.
 
-Every docstring is a known-item retrieval task: its first paragraph asks, the rest of it should be found. Nothing is
-imported, the sources are only parsed.
+Every docstring is a known-item retrieval task. Its first paragraph is the query, and the rest is the document to find.
+Sources are parsed, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Docstring:
 
 
 def installed(packages: Iterable[str] = PACKAGES) -> list[str]:
-    """Those of `packages` that are installed, without importing them."""
+    """Return the installed packages among `packages`, without importing them."""
     return [package for package in packages if importlib.util.find_spec(package) is not None]
 
 

@@ -1,8 +1,9 @@
-"""Export a retriever, compile it into a file, and score with it in a process that has torch and nothing else.
+"""Export a retriever, compile it into a file, and score with it in a process that has only torch.
 
-A stand-in for a late-interaction encoder, MaxSim, and the best documents of each query, as one module. The process that
-loads the package cannot import lik_ops: MaxSim is compiled into it, with every size left open. With --cpp that process
-has no Python either: it is the program in run_retriever, built with CMake against the torch that is installed.
+The retriever is one module: a stand-in for a late-interaction encoder, MaxSim, and the best documents of each query.
+The process that loads the package cannot import lik_ops, because MaxSim is compiled into the package. Every size is
+dynamic. With --cpp, the process does not use Python either. It is the program in run_retriever, built with CMake and
+the installed torch.
 
     python examples/export_retriever.py [retriever.pt2] [--cpp]
 """
@@ -92,7 +93,7 @@ def build_runner(directory: Path) -> Path:
 def score_elsewhere(
     program: list[str], package: str, examples: list[tuple[Tensor, ...]], directory: Path
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """What the package returns in another program, which reads the inputs from a file and writes the outputs to one."""
+    """Return the outputs of the package in another program, which reads and writes tensors in files."""
     torch.save(tuple(examples), directory / "inputs.pt")
     files = [str(Path(package).resolve()), str(directory / "inputs.pt"), str(directory / "outputs.pt")]
     subprocess.run([*program, *files], check=True, cwd=directory)

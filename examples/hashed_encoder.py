@@ -1,7 +1,7 @@
-"""Token embeddings without a trained model: a word is the sum of random vectors of its character n-grams.
+"""Compute token embeddings without a trained model: a word is the sum of random vectors of its character n-grams.
 
-Equal words get equal vectors, words that share a stem lean a little toward each other, all others are orthogonal but
-for chance (cosine within about 0.3). The vectors depend on the words alone, so every run gets the same ones.
+Equal words get equal vectors. Words with a common stem are slightly similar. All other words are orthogonal except for
+chance (cosine within about 0.3). The vectors depend only on the words, so every run gets the same vectors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Known-item evaluation: does a docstring's first paragraph find the rest of it? MaxSim beside BM25."""
+"""Measure how often the first paragraph of a docstring finds the rest of it, with MaxSim and with BM25."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token embeddings of a late-interaction model in a local folder, through sentence-transformers or PyLate."""
+"""Compute token embeddings with a late-interaction model in a local folder, through sentence-transformers or PyLate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Two stages with Qdrant: one vector a document finds candidates, MaxSim of their stored multi-vectors sorts them.
+"""Search Qdrant in two stages: one vector per document finds candidates, and MaxSim of stored multi-vectors ranks them.
 
-Runs in Qdrant's local mode, without a server: ``pip install ".[qdrant]"``, then ``python examples/rerank_qdrant.py``.
-Qdrant scores multi-vectors too; its ranking of the same candidates is printed beside, and has to be the same.
+The example uses the local mode of Qdrant, without a server. Install ``pip install ".[qdrant]"``, then run
+``python examples/rerank_qdrant.py``. Qdrant can also score multi-vectors. The example prints its ranking of the same
+candidates next to the MaxSim ranking, and both must be equal.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Search the docstrings of the Python packages installed here with late interaction.
+"""Search the docstrings of the installed Python packages with late interaction.
 
     python examples/search_docstrings.py
     python examples/search_docstrings.py how do I wait for several coroutines --top 3 --no-eval
 
-Writes the embeddings of all docstrings to a corpus on disk, retrieves from it, and prints the best ones with the words
-that matched. Then it prints how often a docstring's first paragraph finds the rest of it, compared with BM25. The
-default encoder is hashed and not trained, so BM25 ranks better; ``--model`` takes a trained one. Needs
+Writes the embeddings of all docstrings to a corpus on disk, retrieves from it, and prints the best docstrings with the
+words that matched. Then prints how often the first paragraph of a docstring finds the rest of it, compared with BM25.
+The default encoder is hashed and not trained, so BM25 ranks better. ``--model`` accepts a trained encoder. Needs
 ``pip install ".[demo]"`` and downloads nothing.
 """
 

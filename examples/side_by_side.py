@@ -1,4 +1,4 @@
-"""Two trainings beside each other: losses of their steps, time and memory."""
+"""Run two trainings and compare the losses of their steps, their time and their memory."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     python examples/similarity_map.py read a file line by line --out map.png
     python examples/similarity_map.py --name textwrap.shorten cut a text and put dots behind it
 
-Takes the docstring of the standard library that answers the question best, or the one named, and draws the similarity
-of every word of the question to every word of it; a dot marks the word that wins each maximum, whose sum is the score.
-Needs ``pip install ".[demo]"``; downloads nothing.
+Selects the docstring of the standard library that answers the question best, or the docstring given by name. Draws the
+similarity of every word of the question to every word of the docstring. A dot marks the word that wins each maximum,
+and the score is the sum of the maxima. Needs ``pip install ".[demo]"`` and downloads nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ with explain_missing('".[demo]"'):
     from matplotlib.figure import Figure
 
 DEFAULT_QUESTION = "find close matches to a misspelled word in a list"
-COLUMNS = 45  # words of the document beside each other
+COLUMNS = 45  # words of the document per panel
 INCHES_PER_WORD = 0.26
 
 

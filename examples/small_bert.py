@@ -1,4 +1,4 @@
-"""A BERT small enough to be trained on a CPU in a minute, from nothing that has to be downloaded."""
+"""Build a BERT that trains on a CPU in a minute and needs no download."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A ColBERT small enough to train on two CPU cores in a minute or two, with nothing to download.
+"""Define a ColBERT that trains on two CPU cores in a minute or two and needs no download.
 
-A token is a word, its embedding a row of a hashed table. One convolution mixes in the neighbours, and a linear layer
-weighs each query token: MaxSim's gradient reaches the weights through ``q_weight``.
+A token is a word, and its embedding is a row of a hashed table. One convolution mixes in neighboring words. A linear
+layer computes a weight for each query token, and the gradient of MaxSim reaches this layer through ``q_weight``.
 """
 
 from __future__ import annotations

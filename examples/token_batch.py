@@ -1,4 +1,4 @@
-"""A batch of texts as late interaction sees it: one embedding a token, padded, with a mask."""
+"""Define a batch of texts for late interaction: one embedding per token, padded, with a mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenBatch:
 
 
 class TokenEncoder(Protocol):
-    """What `search_docstrings` asks of an encoder."""
+    """The interface that `search_docstrings` needs of an encoder."""
 
     def fit(self, documents: list[str]) -> None:
         """Learn what must be known of the documents as a whole before one is encoded."""

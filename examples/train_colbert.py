@@ -1,14 +1,16 @@
-"""Train a tiny ColBERT from random initialisation on the docstrings of the Python packages installed here.
+"""Train a tiny ColBERT from random initialization on the docstrings of the installed Python packages.
 
     python examples/train_colbert.py
-    python examples/train_colbert.py --resume               # go on where an interrupted run was last saved
+    python examples/train_colbert.py --resume               # continue from the last checkpoint of an interrupted run
     python examples/train_colbert.py --minimum 0.55         # exit with 1 if it ranks worse
 
-A docstring's first paragraph must find the rest of it among those of the other 63 of its batch. Every 25 steps it is
-asked the same of 300 queries over 1,000 documents that it never trains on. The folder `--out` receives ``curves.png``
-and ``checkpoint.pt``. The standard library alone holds too few docstrings: ``pip install ".[demo]"`` brings the
-packages that have them. A minute on two CPU cores; where other programs want the cores too, OMP_WAIT_POLICY=PASSIVE
-keeps torch's threads from waiting for each other at full speed. Nothing is downloaded.
+The first paragraph of a docstring must find the rest of it among the 63 other docstrings of its batch. Every 25 steps,
+the model is evaluated on 300 queries over 1,000 documents that it never trains on. The folder `--out` receives
+``curves.png`` and ``checkpoint.pt``.
+
+The standard library has too few docstrings. ``pip install ".[demo]"`` installs packages that have enough. Training runs
+for about a minute on two CPU cores. If other programs share the cores, set OMP_WAIT_POLICY=PASSIVE, so that waiting
+threads of torch do not occupy them. Downloads nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ SMOOTHING = 20  # steps of the running mean of the loss in the picture
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is, so that a resumed one is the same run."""
+    """The settings of a run. A resumed run must have the same settings."""
 
     steps: int = 100
     batch_size: int = 64

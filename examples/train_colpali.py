@@ -3,8 +3,8 @@
     python examples/train_colpali.py
     python examples/train_colpali.py --pages 64 --tokens 1024 --steps 20
 
-A page is many random vision tokens, its query some of them under noise; a projection of both is trained.
-Needs ``pip install ".[colpali]"``; nothing is downloaded.
+A page is many random vision tokens, and its query is some of these tokens with noise. The example trains a projection
+of both. Needs ``pip install ".[colpali]"`` and downloads nothing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/train_pylate.py
     python examples/train_pylate.py --cached --batch-size 128 --steps 40
 
-A BERT of 1.5 M parameters from random weights learns to find the rest of a docstring by its first paragraph, among
-those of its batch. Needs ``pip install ".[pylate]"``; nothing is downloaded.
+A BERT of 1.5 M parameters with random weights learns to find the rest of a docstring by its first paragraph, among the
+docstrings of its batch. Needs ``pip install ".[pylate]"`` and downloads nothing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ MiB = 1 << 20
 # Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
 WORKSPACE, LARGE_WORKSPACE = 32 * MiB, 256 * MiB
 # Query rows that a program scores in one reading of the documents; bytes of documents over which programs that each
-# read them, for rows of their own, stay close enough to find them in the L2 cache (docs/performance.md).
+# read them, for rows of their own, stay close enough to find them in the L2 cache (docs/lab-book.md).
 ROWS_AT_ONCE, READ_TOGETHER = 256, 4096 * MiB
 # Numbers of scores that between them take every kernel of the Triton backend.
 WARMED = (100, 1_000, 8_000, 20_000, 200_000, 1_000_000, 4_000_000)

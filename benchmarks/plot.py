@@ -153,7 +153,7 @@ def roofline(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         axes.scatter([], [], s=90, color=INK, marker="_", label="measured rate")
         figure.legend(loc="outside lower center", ncols=6, fontsize=9, frameon=False)
         shown = [record["case"]["name"] for record in records]
-        draw_title(figure, f"MaxSim forward, {machine(document, shown=shown)}")
+        draw_title(figure, f"MaxSim forward, {machine(document, cases=shown)}")
         figure.canvas.draw()  # compute the layout, which sets the angle of the slanted roof
         draw_rates(axes, ceilings, document["environment"]["gpus"][0], xs)
         return save(figure, out / "forward-roofline.svg", results)

@@ -100,6 +100,93 @@ def test_limits_of_the_readme_are_in_the_results():
     assert f"{min(rows):.2f} to {max(rows):.2f} in consecutive searches" in limits
 
 
+def over(record: dict, ms: float) -> float:
+    """Return by how much a time exceeds its goal."""
+    return ms / (record.get("goal_ms") or record["case"]["goal_ms"]) - 1
+
+
+def test_limits_of_the_performance_page_are_in_the_results():
+    page = (tables.ROOT / "docs" / "performance.md").read_text()
+    limits = " ".join(page.split("\n## Limits\n")[1].split("\n## ")[0].split())
+
+    def found(name):
+        return {r["case"]["name"]: r for r in tables.load(name)["records"]}
+
+    forward = {name: r for name, r in found("forward").items() if r["case"]["goal_ms"]}
+    missed = {name: over(r, r["contenders"][tables.OURS]["ms"]) for name, r in forward.items()}
+    missed = {name: f"{name} by {x:.0%}".replace("%", " %") for name, x in missed.items() if x > 0}
+    assert sorted(missed) == ["pages 1x1k", "rerank 1k", "rerank 1k long", "rerank Lq 128"]
+    assert all(text in limits for text in missed.values())
+    training = found("training")
+    steps = {
+        name: over(r, r["contenders"]["lik_ops lowmem"]["ms"]) for name, r in training.items() if r["case"]["goal_ms"]
+    }
+    assert [name for name, x in steps.items() if x > 0] == ["in-batch 256"]
+    assert f"the step of in-batch 256 by {100 * steps['in-batch 256']:.0f} %" in limits
+    soft, head, chamfer = (
+        {n: over(r, r["results"][tables.OURS]["ms"]) for n, r in found(name).items() if r["goal_ms"]}
+        for name in ("soft", "head", "chamfer")
+    )
+    two, three, step = (100 * soft[f"soft {name}"] for name in ("256x256", "pages 32x32", "step 256x256"))
+    assert f"the soft forward by {two:.0f} and {three:.0f} %, the soft step by {step:.0f} %" in limits
+    assert f"the head of one query by {100 * head['1 x 1000']:.0f} %" in limits
+    assert f"Chamfer at d 128 by {100 * chamfer['16384 d 128']:.0f} %" in limits
+    assert len([x for x in (*soft.values(), *head.values(), *chamfer.values()) if x > 0]) == 5
+    codes = [r["ms"]["codes"] / r["row"]["goal"] - 1 for r in tables.load("residual")["records"] if r["row"]["goal"]]
+    assert f"residual codes by {100 * min(codes):.0f} to {100 * max(codes):.0f} %" in limits
+    one, many = (r["ms"] / r["goal"] for r in tables.load("billion")["records"] if r["where"] == "device")
+    assert f"a billion tokens by {100 * (one - 1):.0f} % (16 queries: {many:.1f} times the goal)" in limits
+
+    quantized = [r for r in tables.load("quantized")["records"] if "goals" in r]
+    single, others = (
+        [
+            r["ms"][k] / goal - 1
+            for r in quantized
+            for k, goal in r["goals"].items()
+            if (r["case"]["Nq"] * r["case"]["Lq"] == 32) is one_query
+        ]
+        for one_query in (True, False)
+    )
+    assert (
+        f"goals of one query by up to {100 * max(single):.0f} %, and others by up to {100 * max(others):.0f}" in limits
+    )
+    slow = [r["ms"]["int8"] / r["ms"]["full"] for r in quantized if r["case"]["Nq"] * r["case"]["Lq"] > 128]
+    assert f"takes {min(slow):.1f} to {max(slow):.1f} times as long as bf16" in limits
+
+    options = found("options")
+    costs = [
+        options[f"normalize {x}"]["cost"] - 1 for x in ("4x1k", "16x1k", "16x1k winners", "16x1k d 64", "16x1k d 320")
+    ]
+    costs += [r["cost"] - 1 for name, r in options.items() if name.startswith("normalize step")]
+    assert f"costs {100 * min(costs):.0f} to {100 * max(costs):.0f} % from 128 to 512" in limits
+    by_hand = options["normalize pages 64x64"]["ms"]
+    assert f"it is {100 * (by_hand['option'] / by_hand['by hand'] - 1):.0f} % slower than by hand" in limits
+    holes = max(r["cost"] - 1 for n, r in options.items() if n.startswith("holes") and r["ms"]["plain"] < 0.05)
+    assert f"cost up to {100 * holes:.0f} % in calls below 0.05 ms" in limits
+
+    large = found("cross_entropy")["loss 4096x4096"]["results"]
+    ours, scores = large[tables.OURS], large["scores"]
+    assert f"takes {ours['ms'] / scores['ms']:.1f} times as long" in limits
+    assert ours["peak_mb"] / scores["peak_mb"] == pytest.approx(1 / 5, abs=0.01) and "a fifth" in limits
+    (top_k,) = (r for r in tables.load("first_calls")["records"] if r["case"]["name"] == "maxsim_token_topk")
+    assert f"take {1000 * top_k['seconds'][-1]:.0f} ms" in limits
+    shapes = [
+        (ms := r["ms"])["plain"] / min(x for n, x in ms.items() if n != "plain")
+        for r in tables.load("monotone")["records"]
+    ]
+    slower = [x for x in shapes if x > 1.05]
+    assert f"{len(slower)} of {len(shapes)} random shapes take 1.05 to {max(slower):.2f} times" in limits
+    tf32 = {
+        r["contender"]: r["ms"] for r in tables.load("tf32")["records"] if (r["d"], r["precision"]) == (320, "tf32")
+    }
+    assert f"TF32 at d 320 takes {tf32['lik_ops'] / tf32['einsum']:.2f} times" in limits
+
+
+def test_every_shown_case_is_in_the_results():
+    for name, cases in tables.SHOWN.items():
+        assert [r["case"]["name"] for r in tables.shown(name, tables.load(name)["records"])] == list(cases)
+
+
 def test_every_block_is_in_a_document():
     text = "".join((tables.ROOT / name).read_text() for name in tables.DOCUMENTS)
     for name in tables.BLOCKS:
@@ -154,7 +241,8 @@ def test_table_of_ragged_results(tmp_path):
         "of_floor": 0.5,
     }
     masks = {"no mask": {"ms": 0.02}, "holes": {"ms": 0.03}}
-    masked = {"case": dataclasses.asdict(ragged.MASKED[0]), "contenders": masks, "ratio_to_unmasked": {"holes": 1.5}}
+    ratios = {"holes": 1.5, "prefix": 0.9}
+    masked = {"case": dataclasses.asdict(ragged.MASKED[0]), "contenders": masks, "ratio_to_unmasked": ratios}
     gone = {"case": case, "contenders": {}, "failed": "no time left"}
     written(tmp_path, "ragged", [masked, record, gone])
     lines = tables.ragged(tmp_path).splitlines()
@@ -163,7 +251,9 @@ def test_table_of_ragged_results(tmp_path):
         "| rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 0.0160 | 1.23 | 0.50 | 1.50x | - | - | - | 2.50x * | 3 | 51 |"
     )
     assert [line for line in lines if line.startswith("| rerank")] == [row]
-    assert lines[-1] == "| masked rerank 1k | 1 x 1000, 32, 300, 128 | 0.0200 | 1.50 | - |"
+    assert "take 1.50 to 1.50 times" in lines[-1] and "and 0.90 to 0.90 times with prefix masks" in lines[-1]
+    written(tmp_path, "ragged", [record])
+    assert tables.ragged(tmp_path).splitlines() == lines[:-2]
 
 
 def test_table_of_searches(tmp_path):

@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 PIP_NOW := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP_INSTALL := $(PIP_NOW) --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -q --durations=10
-AOT := $(addprefix tests/test_aot,.py _chamfer.py _cross_entropy.py _head.py _rows.py _soft.py _soft_specialized.py _specialized.py _topk.py)
-# What hangs on Triton alone: these, what is launched, and the interpreter.
-COMPILED := $(AOT) $(addprefix tests/test_,fallback.py launcher.py packaged.py topk.py)
-INTERPRETED := tests/test_interpreter.py
+AOT := $(wildcard tests/*/test_aot*.py tests/*/*/test_aot*.py)
+# Tests that depend on Triton alone: compilation, launches and the interpreter.
+COMPILED := $(AOT) $(addprefix tests/,gpu/test_fallback.py gpu/test_launcher.py gpu/forward/test_topk.py export/test_packaged.py)
+INTERPRETED := tests/gpu/test_interpreter.py
 # Kernels, compiled and in the interpreter, take two fifths of all tests' time; csrc_triton, its callers and Triton change them.
 KERNELS := $(AOT) $(INTERPRETED)
 TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
@@ -116,7 +116,7 @@ test-hosts:
 
 hub: $(VENV)/.stamp-hub
 	@$(BIN)/python hub/layout.py
-	@$(PYTEST) -m "not gpu" tests/test_hub.py
+	@$(PYTEST) -m "not gpu" tests/project/test_hub.py
 
 test-all: $(VENV)/.stamp
 	@$(PYTEST) -m "not gpu" tests opcheck $(PYTEST_ARGS)

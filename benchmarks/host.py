@@ -28,7 +28,7 @@ from ragged_contenders import contenders
 from torch import Tensor
 
 import lik_ops
-from lik_ops.gpu import launcher
+from lik_ops.gpu.runtime import launcher
 
 BLOCK, BLOCK_WITHOUT_GPU = 50, 20
 _kept: list[torch.library.Library] = []  # keep them alive, else their operators disappear
@@ -245,11 +245,11 @@ def _call(score: Callable[..., Tensor], tokens: tuple[Tensor, ...], upstream: Te
 
 def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     """Return parts of `lik_ops.maxsim`, each as a function."""
-    from lik_ops.arguments import check, metadata
+    from lik_ops.core.arguments import check, metadata
+    from lik_ops.core.settings import requested_backend
     from lik_ops.gpu import backend as cuda
-    from lik_ops.gpu import backward as cuda_backward
-    from lik_ops.ops import watchers
-    from lik_ops.settings import requested_backend
+    from lik_ops.gpu.backward import dense as cuda_backward
+    from lik_ops.ops.fast_path import watchers
 
     lik_ops.maxsim(Q, D)
     plan = cuda.forward_plan(Q, D, None, None, None, False, None)

@@ -24,9 +24,9 @@ from common import Case, Inputs
 from forward import CASES
 from gpu import Timer
 
-from lik_ops.gpu import forward_configs, gluon_configs
-from lik_ops.gpu.forward_table import Tile
-from lik_ops.ops import eager
+from lik_ops.gpu.tuning import forward_configs, sm90_configs
+from lik_ops.gpu.tuning.forward_table import Tile
+from lik_ops.ops.fast_path import eager
 
 ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
 WALKERS = (0, 264, 396, 528)
@@ -52,7 +52,7 @@ def alternatives(case: Case) -> Iterator[Tile]:
 def forced(tile: Tile) -> Iterator[None]:
     """Run `maxsim_forward` with this tile, even if the specialized kernel would be chosen."""
     table = mock.patch.object(forward_configs, "forward_tiles", lambda *_: (tile,))
-    with table, mock.patch.object(gluon_configs, "specialized", lambda *_, **__: None):
+    with table, mock.patch.object(sm90_configs, "specialized", lambda *_, **__: None):
         eager.forget()
         yield
     eager.forget()

@@ -21,9 +21,10 @@ import torch
 from gpu import Timer
 from torch import Tensor
 
-from lik_ops.gpu import backward as cuda_backward
-from lik_ops.gpu import backward_configs, backward_documents
-from lik_ops.gpu.backward_call import GradientCall
+from lik_ops.gpu.backward import dense as cuda_backward
+from lik_ops.gpu.backward import documents as backward_documents
+from lik_ops.gpu.backward.call import GradientCall
+from lik_ops.gpu.tuning import backward_configs
 
 
 @dataclass(frozen=True)

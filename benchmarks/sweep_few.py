@@ -20,8 +20,8 @@ from runs import Run
 from torch import Tensor
 
 import lik_ops
-from lik_ops.gpu import gluon_configs
-from lik_ops.ops import eager
+from lik_ops.gpu.tuning import sm90_configs
+from lik_ops.ops.fast_path import eager
 
 TABLES = ("_FEW", "_INT8_FEW", "_FP8_FEW", "_SPLIT_FEW")  # tables of `gluon_configs`, by document format
 TILES = ((64, 1), (64, 2), (64, 3), (64, 4), (64, 6), (64, 10), (128, 1), (128, 2), (128, 3))  # tokens and stages
@@ -69,8 +69,8 @@ ROWS = tuple(
 def forced(tile: tuple[int, int] | None) -> Iterator[None]:
     """Run calls of few rows with this tile, or with the table's tile."""
     eager.forget()
-    tables = {name: getattr(gluon_configs, name) if tile is None else ((*tile, 1.0),) for name in TABLES}
-    with mock.patch.multiple(gluon_configs, **tables):
+    tables = {name: getattr(sm90_configs, name) if tile is None else ((*tile, 1.0),) for name in TABLES}
+    with mock.patch.multiple(sm90_configs, **tables):
         yield
     eager.forget()
 

@@ -23,8 +23,8 @@ import torch
 from head import CASES, Head, Inputs, unfused
 
 import lik_ops
-from lik_ops.gpu import head_configs
-from lik_ops.gpu.arguments import architecture
+from lik_ops.families.head import configs as head_configs
+from lik_ops.gpu.runtime.arguments import architecture
 
 
 class Tile(NamedTuple):

@@ -28,8 +28,8 @@ from common import Case, Inputs
 from gpu import Timer
 from soft import PAGES, SHORT, TAU
 
-from lik_ops.gpu import soft_configs
-from lik_ops.ops import eager
+from lik_ops.families.soft import configs as soft_configs
+from lik_ops.ops.fast_path import eager
 
 PARTS = ("forward", "queries", "documents")
 CASES = (Case("256x256", 256, 256, **SHORT), Case("pages 32x32", 32, 32, **PAGES))

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from lik_ops import backends
-from lik_ops.gpu import backend, configs, launcher
-from lik_ops.gpu.memory import makers
+from lik_ops.gpu import backend
+from lik_ops.gpu.runtime import launcher
+from lik_ops.gpu.runtime.memory import makers
+from lik_ops.gpu.tuning import architectures
 
 _empty_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 _bound: dict[tuple, Bound] = {}
@@ -38,16 +40,16 @@ def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, lis
     return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
 
 
-def _sm_90(device: torch.device) -> configs.Architecture:
-    return configs.ARCHITECTURES["sm_90"]
+def _sm_90(device: torch.device) -> architectures.Architecture:
+    return architectures.ARCHITECTURES["sm_90"]
 
 
 def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:
     """Route CPU tensors of this process through the CUDA code, up to launches, which do nothing.
 
     Args:
-        architecture: replaces `lik_ops.gpu.arguments.architecture`.
-        bind: replaces `lik_ops.gpu.launcher.bind`.
+        architecture: replaces `lik_ops.gpu.runtime.arguments.architecture`.
+        bind: replaces `lik_ops.gpu.runtime.launcher.bind`.
     """
     torch.set_num_threads(1)
     stand_ins = {
@@ -56,7 +58,9 @@ def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:
         "raw_stream": lambda index: 0,
         "makers": lambda device: (_empty_cpu, makers(device)[1]),
     }
-    for module in [module for name, module in sys.modules.items() if name.startswith("lik_ops.gpu.")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith(("lik_ops.gpu.", "lik_ops.families."))
+    ]:
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)

@@ -2,8 +2,8 @@
 
     python docs/run_notebook.py [examples/late_interaction.ipynb]
 
-`tests/test_notebook.py` compares the stored text with the text of a new run. Needs matplotlib and a C++ compiler for
-`torch.compile`.
+`tests/examples/test_notebook.py` compares the stored text with the text of a new run.
+Needs matplotlib and a C++ compiler for `torch.compile`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import export, reference
 from ._version import __version__
-from .api.chamfer import chamfer_distance
-from .api.cross_entropy import maxsim_cross_entropy
-from .api.head import maxsim_from_hidden
 from .api.packing import lengths_to_mask, pack, pack_padded, unpack
 from .api.ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
 from .api.ragged_argmax import (
@@ -18,18 +15,21 @@ from .api.ragged_argmax import (
 )
 from .api.score import maxsim, maxsim_pairs, maxsim_with_argmax
 from .api.similarity_map import similarity_map
-from .api.soft import maxsim_soft
-from .api.token_topk import maxsim_token_topk
 from .api.warmup import warmup
-from .api.xtr import maxsim_xtr
-from .arguments import Backward as Backward
-from .index import Index
-from .quantized import Quantized
-from .quantizing import quantize
-from .residual import ResidualCodec
+from .core.arguments import Backward as Backward
+from .core.settings import checks, norm_warning, use_backend
+from .families.chamfer.api import chamfer_distance
+from .families.head.api import maxsim_from_hidden
+from .families.loss.api import maxsim_cross_entropy
+from .families.soft.api import maxsim_soft
+from .families.token_topk.api import maxsim_token_topk
+from .families.xtr.api import maxsim_xtr
+from .formats.index import Index
+from .formats.quantize import quantize
+from .formats.quantized import Quantized
+from .formats.residual import ResidualCodec
 from .retrieval import Corpus, maxsim_streamed, read_index, retrieve, write_index
 from .scorer import MaxSimScorer
-from .settings import checks, norm_warning, use_backend
 
 if TYPE_CHECKING:
     from . import distributed as distributed

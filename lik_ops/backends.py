@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
+from .core.settings import requested_backend
 from .portable import backend as portable
-from .settings import requested_backend
 
 _log = logging.getLogger("lik_ops")
 _has_triton = find_spec("triton") is not None

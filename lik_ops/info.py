@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import __version__, backends, maxsim
-from .arguments import first_sentence
+from .core.arguments import first_sentence
+from .core.settings import BACKEND_VARIABLE, requested_backend
 from .portable import backend as portable
-from .settings import BACKEND_VARIABLE, requested_backend
 
 if TYPE_CHECKING:
-    from .gpu.configs import Architecture
+    from .gpu.tuning.architectures import Architecture
 
 _DOCUMENTS, _TOKENS = 1000, 300  # of the documents whose kernel is asked for
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -67,7 +67,7 @@ def choice(
     if backend is portable:
         return f"portable: {_why_portable(device, dtype)}"
     from .gpu import backend as cuda
-    from .gpu import launcher
+    from .gpu.runtime import launcher
 
     try:
         arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
@@ -123,13 +123,13 @@ def table() -> str:
     """The table of tiles that ``LIK_OPS_TABLE`` names."""
     if find_spec("triton") is None:
         return "none: triton is not installed"
-    from .gpu import tables
+    from .gpu.tuning import measured_tables
 
     try:
-        found = tables.loaded()
+        found = measured_tables.loaded()
     except ValueError as error:
         return f"error: {error}"
-    return "built in" if found is None else f"{os.environ[tables.ENVIRONMENT_VARIABLE]}: {found}"
+    return "built in" if found is None else f"{os.environ[measured_tables.ENVIRONMENT_VARIABLE]}: {found}"
 
 
 def triton() -> str:
@@ -147,7 +147,7 @@ def triton() -> str:
 
 def fallen_back() -> list[str]:
     """What is known of kernels that did not compile in this process."""
-    launcher = sys.modules.get(f"{__package__}.gpu.launcher")
+    launcher = sys.modules.get(f"{__package__}.gpu.runtime.launcher")
     return [] if launcher is None else list(launcher.fallen_back.values())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .api.score import maxsim
-from .arguments import (
+from .core.arguments import (
     MASK_DTYPES,
     Backward,
     Save,

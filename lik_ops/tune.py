@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import disk
+from .core import disk
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.out.exists() and not args.out.is_file():
         parser.error(f"argument --out: expected a regular file, found something else at {args.out}")
     from . import tuning
-    from .gpu import tables
+    from .gpu.tuning import measured_tables
 
     try:
         arch = tuning.local_architecture()
@@ -54,10 +54,10 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     table = tuning.tune(args, arch)
-    disk.replace_file(args.out, lambda at: at.write_text(tables.to_json(table)))
-    tables.parse(args.out.read_text(), str(args.out))
+    disk.replace_file(args.out, lambda at: at.write_text(measured_tables.to_json(table)))
+    measured_tables.parse(args.out.read_text(), str(args.out))
     print(f"wrote {args.out}: {table}")
-    print(f"{tables.ENVIRONMENT_VARIABLE}={args.out} makes lik_ops use it")
+    print(f"{measured_tables.ENVIRONMENT_VARIABLE}={args.out} makes lik_ops use it")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from . import __version__, reference
-from .arguments import argmax_dtype_for
+from .core.arguments import argmax_dtype_for
+from .core.segments import Dense
 from .gpu import backend as cuda
-from .gpu import configs, forward_configs, forward_table, tables
-from .gpu.configs import Architecture
-from .gpu.forward_table import Rule, Tile
-from .gpu.plain import PlainPlan, plain_plan
-from .segments import Dense
+from .gpu.forward.generic import PlainPlan, plain_plan
+from .gpu.tuning import architectures, forward_configs, forward_table, measured_tables
+from .gpu.tuning.architectures import Architecture
+from .gpu.tuning.forward_table import Rule, Tile
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
 _ROWS = (32, 64, 128, 256)
@@ -71,7 +71,7 @@ class Regime:
     rows: int  # query rows that are many
 
     def queries(self, rows: int) -> int:
-        return max(1, rows // configs.next_power_of_2(self.Lq))
+        return max(1, rows // architectures.next_power_of_2(self.Lq))
 
 
 def inputs(
@@ -98,9 +98,9 @@ def inputs(
 def rule_of(regime: Regime, arch: Architecture, tiles: Iterable[Tile]) -> Rule:
     """The rule that serves with `tiles` what `regime` stands for: lengths in slots of the same size, as wide rows."""
     d, Lq = regime.d, regime.Lq
-    above_d = configs.next_power_of_2(d) // 2 if d <= 128 else 128
+    above_d = architectures.next_power_of_2(d) // 2 if d <= 128 else 128
     most = built_in(arch, regime)[-1].rows
-    above_Lq = most if Lq > most else configs.next_power_of_2(Lq) // 2
+    above_Lq = most if Lq > most else architectures.next_power_of_2(Lq) // 2
     return Rule(arch.unit, (regime.dtype,), d, Lq, False, 0, tuple(tiles), above_d, above_Lq)
 
 
@@ -216,7 +216,7 @@ class Tuner:
     def rule(self, regime: Regime) -> Rule | None:
         """A tile for many rows, and smaller ones where they are faster; None if none is right."""
         usual = built_in(self.arch, regime)
-        slot = min(configs.next_power_of_2(regime.Lq), usual[-1].rows)
+        slot = min(architectures.next_power_of_2(regime.Lq), usual[-1].rows)
         sizes = [usual[-1].rows] if regime.Lq > usual[-1].rows else [rows for rows in _ROWS if rows >= slot]
         if self.quick:
             sizes = sizes[:1]
@@ -271,14 +271,14 @@ def check(args: argparse.Namespace, arch: Architecture) -> None:
     for name in ("d", "lq"):
         if min(getattr(args, name)) < 1:
             raise ValueError(f"--{name}: expected positive numbers, got {getattr(args, name)}")
-    odd = [d for d in args.d if not configs.loads_vectors(d, 0)]
+    odd = [d for d in args.d if not architectures.loads_vectors(d, 0)]
     if odd:
         raise ValueError(f"--d: expected multiples of 16, got {odd}: others take the built-in tiles")
     if "float32" in args.dtype and arch.unit in forward_configs.SPLITTING:
         raise ValueError(f"--dtype: float32 is not tuned on {arch.name}: its tiles also serve rows split before")
 
 
-def tune(args: argparse.Namespace, arch: Architecture) -> tables.Table:
+def tune(args: argparse.Namespace, arch: Architecture) -> measured_tables.Table:
     """Measure what the checked options ask for on the current GPU, which is an `arch`."""
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
@@ -293,4 +293,4 @@ def tune(args: argparse.Namespace, arch: Architecture) -> tables.Table:
 
     versions = {"lik_ops": __version__, "torch": torch.__version__, "triton": triton.__version__}
     rules = tuple(rule for rule in found if rule is not None)
-    return tables.Table(properties.name, arch.name, versions, rules, tuner.measured)
+    return measured_tables.Table(properties.name, arch.name, versions, rules, tuner.measured)

@@ -13,7 +13,7 @@ import torch
 
 from . import backends
 from .api.warmup import warmup
-from .arguments import as_device
+from .core.arguments import as_device
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = {  # default, help

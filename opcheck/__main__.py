@@ -9,7 +9,7 @@ import sys
 import torch
 
 from lik_ops.opcheck import report
-from lik_ops.opcheck.samples import OPERATORS
+from lik_ops.opcheck.samples.table import OPERATORS
 
 _MOST_JOBS = 16
 

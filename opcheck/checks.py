@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lik_ops.opcheck.inputs import Operator, Sample
-from lik_ops.opcheck.samples import OPERATORS, registered
+from lik_ops.opcheck.samples.inputs import Operator, Sample
+from lik_ops.opcheck.samples.table import OPERATORS, registered
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lik_ops.opcheck.samples import registered
+from lik_ops.opcheck.samples.table import registered
 
 
 class Scores(torch.nn.Module):

@@ -14,7 +14,7 @@ import torch
 
 import lik_ops
 from lik_ops.opcheck import checks, graphs
-from lik_ops.opcheck.samples import OPERATORS
+from lik_ops.opcheck.samples.table import OPERATORS
 
 
 class Result(NamedTuple):

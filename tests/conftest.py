@@ -32,7 +32,7 @@ settings.load_profile(os.environ.get("LIK_OPS_HYPOTHESIS", "default"))
 @pytest.fixture(autouse=True)
 def _nothing_to_replay():
     """What a test changes of the backend, or watches of its launches, no call of another test may have recorded."""
-    if (replay := sys.modules.get("lik_ops.gpu.replay")) is not None:
+    if (replay := sys.modules.get("lik_ops.gpu.runtime.capture")) is not None:
         replay.Calls.forget()
 
 
@@ -51,7 +51,7 @@ def _seed_and_poison():
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from . import interpreting
+    from .support import interpreting
 
     interpreting.patch()
 

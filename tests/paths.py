@@ -88,7 +88,7 @@ def ways() -> Iterator[tuple[str, list[str]]]:
 
 
 SCRIPT = """
-from tests import interpreting
+from tests.support import interpreting
 from tests.paths import ways
 interpreting.patch()
 for name, lines in ways():

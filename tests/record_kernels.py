@@ -64,8 +64,8 @@ class Launches:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
         import without_gpu
 
-        from lik_ops.gpu import launcher
-        from lik_ops.ops import eager
+        from lik_ops.gpu.runtime import launcher
+        from lik_ops.ops.fast_path import eager
 
         found, chosen = self.found, [None]
 
@@ -91,7 +91,7 @@ class Launches:
 
 
 def architectures() -> Iterator[tuple[str, Any]]:
-    from lik_ops.gpu.configs import ARCHITECTURES
+    from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
     for name, arch in ARCHITECTURES.items():
         yield name, replace(arch, processors=_SM_COUNTS[name])
@@ -205,7 +205,7 @@ def pytest_configure(config: Any) -> None:
     path = config.getoption("--record-kernels", default=None)
     if path is None:
         return
-    from . import machine_code
+    from .support import machine_code
 
     compile_as_launched = machine_code.compile_as_launched
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import (
+from ..core.arguments import (
     argmax_dtype_for,
     as_bool,
     check_count,
@@ -27,14 +27,15 @@ from ..arguments import (
     same_size,
     shape_of,
 )
-from ..index import Index
-from ..ops import eager, hints, values
-from ..ops.eager import wants_gradients
+from ..core.segments import Ragged
+from ..formats.index import Index
+from ..formats.quantized import Quantized, stand_in
+from ..ops.checks import hints, values
+from ..ops.fast_path import eager
+from ..ops.fast_path.eager import wants_gradients
+from ..ops.fast_path.watchers import is_memory
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional, sharding
-from ..ops.watchers import is_memory
-from ..quantized import Quantized, stand_in
-from ..segments import Ragged
 from .packing import Sequences, check_sides, is_sequences, sequences, weights_of
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them

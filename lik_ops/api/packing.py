@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import (
+from ..core.arguments import (
     INDEX_DTYPES,
     check_count,
     check_cu_seqlens,
@@ -25,7 +25,7 @@ from ..arguments import (
     score_dtype,
     shape_of,
 )
-from ..ops import hints, values
+from ..ops.checks import hints, values
 from ..ops.stack import autocast, sharding
 
 __all__ = [

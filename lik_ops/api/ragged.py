@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import (
+from ..core.arguments import (
     Backward,
     check_floats,
     check_indices,
@@ -17,12 +17,13 @@ from ..arguments import (
     same_size,
     shape_of,
 )
-from ..ops import eager, values
+from ..core.segments import Ragged, starts
+from ..formats.quantized import Quantized
+from ..ops.checks import values
+from ..ops.fast_path import eager
+from ..ops.fast_path.watchers import is_memory
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast, functional
-from ..ops.watchers import is_memory
-from ..quantized import Quantized
-from ..segments import Ragged, starts
 from . import inputs
 from .inputs import Tokens, given
 from .packing import lengths_to_mask

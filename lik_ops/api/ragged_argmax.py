@@ -7,7 +7,7 @@ from typing import Any, cast, overload
 
 from torch import Tensor
 
-from ..arguments import Backward
+from ..core.arguments import Backward
 from . import inputs
 from .inputs import Tokens, Winners, given
 from .ragged import padded

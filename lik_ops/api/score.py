@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .._ops import ops as lik
-from ..arguments import Backward, Save, check, check_options, check_save, check_types
-from ..index import Index
-from ..ops import eager, saved
+from ..core.arguments import Backward, Save, check, check_options, check_save, check_types
+from ..formats.index import Index
+from ..formats.quantized import Quantized
 from ..ops import maxsim as operators
+from ..ops import saved
+from ..ops.fast_path import eager
 from ..ops.stack import autocast, functional
-from ..quantized import Quantized
 from . import inputs
 from .inputs import Tokens, Winners, given
 from .packing import is_sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import check_flag, check_per_token, check_tokens, score_dtype, shape_of
+from ..core.arguments import check_flag, check_per_token, check_tokens, score_dtype, shape_of
 from ..ops.stack import autocast
 
 _OP = "similarity_map"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import (
+from ..core.arguments import (
     Backward,
     as_device,
     check_count,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..api.packing import from_host
-from ..index import Index
-from ..quantized import Quantized
+from ..formats.index import Index
+from ..formats.quantized import Quantized
 
 _WORDS = 16  # of each rank's message, whatever it calls: messages of other lengths would end a group or be misread
 

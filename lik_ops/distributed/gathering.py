@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import DTYPES, as_bool, score_dtype
+from ..core.arguments import DTYPES, as_bool, score_dtype
 from ..ops import topk
 from .agreement import all_gather, wire
 

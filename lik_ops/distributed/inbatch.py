@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import as_bool, check, check_count, check_flag, check_plain
-from ..ops import cross_entropy
-from ..ops.soft import check_temperature
+from ..core.arguments import as_bool, check, check_count, check_flag, check_plain
+from ..families.loss import ops as loss_ops
+from ..families.soft.ops import check_temperature
 from ..ops.stack import autocast, functional
 from .agreement import Agreement, check_group, kind, wire
 from .ring import Ring, RingCrossEntropy, RingLossOptions, RingMaxSim, Round, ScoreOptions
@@ -190,16 +190,16 @@ def maxsim_cross_entropy(
     Q, D, q_weight = autocast.to_region(Q, D, q_weight)
     error: Exception | None = None
     try:
-        cross_entropy.check_call(op, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
+        loss_ops.check_call(op, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
         check_temperature(op, temperature, Q)
         check_count(op, "ignore_index", ignore_index, -(2**63))
         if isinstance(temperature, Tensor):
-            q_weight, temperature = cross_entropy.weights_over(temperature, Q, as_bool(q_mask), q_weight), 1.0
+            q_weight, temperature = loss_ops.weights_over(temperature, Q, as_bool(q_mask), q_weight), 1.0
     except (TypeError, ValueError) as wrong:
         error = wrong
     ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
     if labels is None:
-        labels = ready.round.columns(0).start + cross_entropy.default_labels(Q, D)
+        labels = ready.round.columns(0).start + loss_ops.default_labels(Q, D)
     options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
     losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # see `count_labels`
-    return cross_entropy.reduced(losses, labels, ignore_index, reduction)
+    return loss_ops.reduced(losses, labels, ignore_index, reduction)

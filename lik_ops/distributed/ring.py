@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, score_dtype
-from ..ops.gradients import gradient
+from ..core.arguments import argmax_dtype_for, score_dtype
+from ..ops.registration.gradients import gradient
 from .agreement import as_bytes
 
 

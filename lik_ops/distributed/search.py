@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import (
+from ..core.arguments import (
     DTYPES,
     as_device,
     check_flag,
@@ -29,8 +29,8 @@ from .gathering import NO_QUERIES, Queries, broadcast, described, merged
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..index import Index
-    from ..quantized import Quantized
+    from ..formats.index import Index
+    from ..formats.quantized import Quantized
     from ..retrieval import Corpus
 
 _RETRIEVE = "distributed.retrieve"

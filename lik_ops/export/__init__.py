@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..backends import why_not_triton
-from ..portable import blocked
+from ..portable.forward import blocked
 from .onnx import onnx_translations
 
 __all__ = ["onnx_translations", "open_operators", "package"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._ops import ops as lik
-from ..extras import import_extra
+from ..core.extras import import_extra
 
 
 def onnx_translations() -> dict[Any, Callable]:

@@ -3,22 +3,22 @@
 Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
 """
 
-from . import forward as cuda_forward
-from . import numbers
-from . import ragged_forward as cuda_ragged
-from .arguments import architecture, unavailable
-from .backward import GradientPlan, backward_lowmem, backward_unified
-from .chamfer import backward_chamfer, forward_chamfer
-from .code_scores import code_scores
-from .cross_entropy import count_labels, label_gradients, label_losses
-from .forward import forward, forward_plan
-from .head import backward_head, forward_head
-from .quantized import forward_quantized, forward_quantized_cut, keep_int8
-from .ragged_backward import backward_cut, backward_ragged
-from .ragged_forward import forward_ragged, ragged_plan
-from .replay import Calls
-from .soft import backward_soft, forward_soft
-from .topk import best, best_of_parts
+from ..families.chamfer.gpu import backward_chamfer, forward_chamfer
+from ..families.head.gpu import backward_head, forward_head
+from ..families.loss.gpu import count_labels, label_gradients, label_losses
+from ..families.soft.gpu import backward_soft, forward_soft
+from .backward.dense import GradientPlan, backward_lowmem, backward_unified
+from .backward.packed import backward_cut, backward_ragged
+from .forward import dense as cuda_forward
+from .forward import packed as cuda_ragged
+from .forward import sm90_quantized
+from .forward.code_scores import code_scores
+from .forward.dense import forward, forward_plan
+from .forward.packed import forward_ragged, ragged_plan
+from .forward.quantized import forward_quantized, forward_quantized_cut, keep_int8
+from .forward.topk import best, best_of_parts
+from .runtime.arguments import architecture, unavailable
+from .runtime.capture import Calls
 
 __all__ = [
     "Calls",
@@ -56,5 +56,5 @@ def forget() -> None:
     """Drop what was worked out from the table of configurations."""
     Calls.forget()
     cuda_forward.forget()
-    numbers.forget()
+    sm90_quantized.forget()
     cuda_ragged.forget()

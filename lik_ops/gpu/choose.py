@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..csrc_triton.arguments import Config
-from ..csrc_triton.sections import LEAST
-from ..segments import Cut
-from . import configs, forward_configs, gluon_configs
-from .arguments import (
+from ..core.segments import Cut
+from ..csrc_triton.common.arguments import Config
+from ..csrc_triton.forward.generic.splits import LEAST
+from .runtime.arguments import (
     allow_tf32,
     architecture,
     describable,
@@ -26,9 +25,10 @@ from .arguments import (
     wide_of,
     wide_rows,
 )
-from .configs import Architecture, Kind, Launch
-from .gluon import kernels
-from .gluon_configs import RowMaxima, Specialized
+from .runtime.gluon import kernels
+from .tuning import architectures, forward_configs, sm90_configs
+from .tuning.architectures import Architecture, Kind, Launch
+from .tuning.sm90_configs import RowMaxima, Specialized
 
 _LEAST_SPLIT = 1024  # query rows and document tokens; with 512 rows, splitting first takes longer
 _LONG = 2048  # tokens of documents, in the mean, that are split where they are few
@@ -124,7 +124,7 @@ def leaves_room(choice: Specialized | RowMaxima, Lq: int, Ld: int, arch: Archite
 
     Splitting uses the generic kernel, which is slower for long queries. These need documents twice as long.
     """
-    least = _LONG if Lq <= gluon_configs.MOST_WHOLE else 2 * _LONG
+    least = _LONG if Lq <= sm90_configs.MOST_WHOLE else 2 * _LONG
     return Ld >= least and choice.programs < arch.processors * _MOST_GLUON
 
 
@@ -157,9 +157,9 @@ def specialized(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
     call = arch, Q.dtype, *sizes(Q, D), Q.shape[-1]
     if Q.dtype == torch.float32:
         splits = not argmax and plain(Q, D, normalize, argmax, arch).launch.config.SPLIT
-        found = gluon_configs.few_split(arch, *call[2:]) if splits else None
+        found = sm90_configs.few_split(arch, *call[2:]) if splits else None
     else:
-        found = gluon_configs.specialized(*call, normalize=normalize, argmax=argmax)
+        found = sm90_configs.specialized(*call, normalize=normalize, argmax=argmax)
     if found is None or not describable(D) or kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
@@ -179,7 +179,7 @@ def int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture)
     if each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous()):
         return None
     call = arch, Q.dtype, *sizes(Q, data), Q.shape[-1]
-    found = gluon_configs.int8(*call, each_token=each_token, terms=terms)
+    found = sm90_configs.int8(*call, each_token=each_token, terms=terms)
     return None if found is None or kernels() is None else found
 
 
@@ -193,7 +193,7 @@ def fp8(Q: Tensor, data: Tensor, kept: str, arch: Architecture) -> Specialized |
     """The same for FP8 documents that are kept as "e4m3" or "e5m2", whatever lies apart in their scales."""
     if not _describes_numbers(Q, data):
         return None
-    found = gluon_configs.fp8(arch, Q.dtype, *sizes(Q, data), Q.shape[-1], kept=kept)
+    found = sm90_configs.fp8(arch, Q.dtype, *sizes(Q, data), Q.shape[-1], kept=kept)
     return None if found is None or kernels() is None else found
 
 
@@ -209,7 +209,7 @@ def row_maxima(
     d = D.shape[-1]
     if d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
         return None
-    found = gluon_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, dense=dense)
+    found = sm90_configs.row_maxima(arch, D.dtype, rows, K, Lq, d, argmax=argmax, dense=dense)
     return None if found is None or kernels() is None else found
 
 
@@ -229,12 +229,12 @@ def sectioned(c: Cut, normalize: bool, argmax: bool, arch: Architecture) -> Sect
     mean length decide."""
     if not is_long(c) or c.candidates or c.pairs is not None or 0 in (c.queries, c.columns, c.Tq):
         return None
-    Lq, d = max(forward_configs.LEAST_SLOT, configs.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
+    Lq, d = max(forward_configs.LEAST_SLOT, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
     span, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
     wide = 2 if wide_rows(span) == 2 else int((c.Td + 64) * row + span >= 2**31)
     launch, levels = packed(c, Lq, wide, True, normalize, argmax, arch)
     config = launch.config
-    row_tiles, K = configs.cdiv(c.queries, config.BM // config.SLOT), c.columns
+    row_tiles, K = architectures.cdiv(c.queries, config.BM // config.SLOT), c.columns
     # Other programs read at 60 GB/s when they are alone on an SM: 80 of them are as fast as the memory.
     busy = normalize or c.d_mask is not None or config.BM > 64
     is_large = c.Td * d * c.D.element_size() >= K * _LARGE_BYTES
@@ -246,9 +246,9 @@ def sectioned(c: Cut, normalize: bool, argmax: bool, arch: Architecture) -> Sect
         return None
     each, alike = None, c.offsets is None and c.lengths is None
     if alike:
-        tiles = configs.cdiv(configs.cdiv(c.Td, most - K), config.BN)
+        tiles = architectures.cdiv(architectures.cdiv(c.Td, most - K), config.BN)
         each = max(tiles, LEAST) * config.BN
-        most = K * configs.cdiv(c.D.shape[-2], each)
+        most = K * architectures.cdiv(c.D.shape[-2], each)
     read_on = not (alike and c.D.shape[-2] >= config.BN)
     launch = replace(launch, config=config._replace(SECTIONS=True, PACKED=read_on, EARLY=arch.name == "sm_90"))
     slot, of_slot = forward_configs.row_sums(arch, c.Q.dtype, Lq, d, normalize, wide)
@@ -263,7 +263,7 @@ def _sections_at_a_time(launch: Launch, c: Cut, row_tiles: int, arch: Architectu
     C = launch.config
     shared = (launch.num_stages * C.BN + C.BM) * C.BD * c.Q.element_size()
     resident = max(min(_RESIDENT, arch.shared_memory // shared), 1) * arch.processors // row_tiles
-    waves = min(configs.cdiv(configs.cdiv(c.Td, resident), _MOST_SECTION), c.columns)
+    waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident), _MOST_SECTION), c.columns)
     return min(waves * resident, c.columns + min(c.Td // _LEAST_SECTION, _MOST_SECTIONS * c.columns))
 
 
@@ -301,7 +301,7 @@ def packed_row_maxima(c: Cut, argmax: bool, arch: Architecture) -> RowMaxima | N
     that `reads_packed_tiles`. Of its sizes queries, documents and Tq decide, if D has 1 to 2^31 - 1 rows."""
     if 0 in (c.queries, c.columns, c.Tq):
         return None
-    mean = configs.cdiv(c.Tq, c.queries)
+    mean = architectures.cdiv(c.Tq, c.queries)
     return row_maxima(c.D, c.Tq, c.columns, mean, argmax, c.cu_seqlens_q is None, arch)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from ..extras import error_of_missing
+from ..core.extras import error_of_missing
 
 ENVIRONMENT_VARIABLE = "LIK_OPS_INTEGRATIONS"
 _VALUES = {"": True, "1": True, "0": False}

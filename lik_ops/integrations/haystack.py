@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..extras import error_of_missing
+from ..core.extras import error_of_missing
 from . import _scoring
 from .reranking import rerank_hits
 

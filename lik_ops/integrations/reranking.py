@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import maxsim, maxsim_candidates_varlen
 from ..api.packing import from_host
-from ..arguments import check_count, shape_of
+from ..core.arguments import check_count, shape_of
 from . import _scoring
 
 __all__ = ["Hits", "compute_maxsim_score_batched", "rerank_hits"]

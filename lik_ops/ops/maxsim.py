@@ -15,13 +15,13 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, as_bool, check, lifted, metadata
-from ..segments import Dense
-from . import eager
-from .custom import custom_op
-from .documented import document
-from .eager_calls import DenseCall
-from .family import (
+from ..core.arguments import argmax_dtype_for, as_bool, check, lifted, metadata
+from ..core.segments import Dense
+from .fast_path import eager
+from .fast_path.eager_calls import DenseCall
+from .registration.custom import custom_op
+from .registration.docstrings import document
+from .registration.family import (
     check_forward,
     check_gradient,
     fake_forward,
@@ -30,7 +30,7 @@ from .family import (
     no_double_backward,
     register_autograd,
 )
-from .gradients import gradient, planned
+from .registration.gradients import gradient, planned
 from .stack import autocast, batching, functional, sharding
 
 _FWD_SCHEMA = (

@@ -12,11 +12,11 @@ from torch.library import triton_op, wrap_triton
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import check, check_lifted, score_dtype
-from ..csrc_triton.packaged import maxsim_packaged as _kernel
-from ..gpu.arguments import allow_tf32
-from .documented import document
-from .family import no_gradient
+from ..core.arguments import check, check_lifted, score_dtype
+from ..csrc_triton.export.packaged import maxsim_packaged as _kernel
+from ..gpu.runtime.arguments import allow_tf32
+from .registration.docstrings import document
+from .registration.family import no_gradient
 
 _NAME = add_op_namespace_prefix("maxsim_packaged")
 _DOC = "Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ..arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of, require
-from ..formats import OPERANDS, Format, Stored
-from ..segments import Ragged
-from . import values
-from .custom import custom_op
-from .family import backend_once, check_forward, fake_forward, no_gradient
+from ..core.arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of, require
+from ..core.segments import Ragged
+from ..formats.table import OPERANDS, Format, Stored
+from .checks import values
+from .registration.custom import custom_op
+from .registration.family import backend_once, check_forward, fake_forward, no_gradient
 from .stack import batching_ragged, functional
 
 _SCHEMA = (

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import argmax_dtype_for, require
-from ..segments import Ragged
-from . import values
-from .custom import custom_op
-from .family import (
+from ..core.arguments import argmax_dtype_for, require
+from ..core.segments import Ragged
+from .checks import values
+from .registration.custom import custom_op
+from .registration.family import (
     backend_once,
     check_forward,
     check_gradient,
@@ -24,7 +24,7 @@ from .family import (
     no_double_backward,
     register_autograd,
 )
-from .gradients import is_unified
+from .registration.gradients import is_unified
 from .stack import batching_ragged, functional
 
 _TENSORS = (

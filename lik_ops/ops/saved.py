@@ -16,9 +16,10 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..segments import Dense
-from .custom import custom_op
-from .family import (
+from ..core.segments import Dense
+from .quantized import tokens_like
+from .registration.custom import custom_op
+from .registration.family import (
     backend_once,
     check_forward,
     check_gradient,
@@ -29,8 +30,7 @@ from .family import (
     no_double_backward,
     register_autograd,
 )
-from .gradients import is_unified, planned
-from .quantized import tokens_like
+from .registration.gradients import is_unified, planned
 from .stack import batching, functional
 
 _FWD_SCHEMA = (

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import (
+from ..core.arguments import (
     as_bool,
     check,
     check_count,
@@ -26,13 +26,13 @@ from ..arguments import (
     check_tensor,
     score_dtype,
 )
-from ..portable import topk as portable_topk
-from ..segments import Ragged, starts
-from . import hints
-from .custom import custom_op
-from .family import no_gradient
+from ..core.segments import Ragged, starts
+from ..portable.forward import topk as portable_topk
+from .checks import hints
+from .fast_path.watchers import is_memory, nobody_sees
+from .registration.custom import custom_op
+from .registration.family import no_gradient
 from .stack import batching, functional
-from .watchers import is_memory, nobody_sees
 
 _SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d, Tensor? q_weight, bool normalize,"

@@ -16,15 +16,15 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor, require
+from ..core.arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor, require
 from ..portable.blocks import product_by_rows, row_norms
 from . import topk
-from .custom import custom_op
-from .family import no_gradient
+from .fast_path.watchers import nobody_sees
 from .quantized import tokens_like
+from .registration.custom import custom_op
+from .registration.family import no_gradient
 from .stack import batching
 from .topk import Best, Search, reject_derivatives
-from .watchers import nobody_sees
 
 _SCHEMA = (
     "(Tensor Q, Tensor codes, Tensor centroids, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d,"

@@ -1,17 +1,17 @@
 """The portable backend: plain torch, for CPU and for any device or dtype without Triton kernels."""
 
-from .backward import backward_lowmem, backward_unified
-from .chamfer import backward_chamfer, forward_chamfer
-from .code_scores import code_scores
-from .cross_entropy import count_labels, label_gradients, label_losses
-from .forward import forward
-from .head import backward_head, forward_head
+from ..families.chamfer.portable import backward_chamfer, forward_chamfer
+from ..families.head.portable import backward_head, forward_head
+from ..families.loss.portable import count_labels, label_gradients, label_losses
+from ..families.soft.portable import backward_soft, forward_soft
+from .backward.dense import backward_lowmem, backward_unified
+from .backward.packed import backward_ragged
+from .forward.code_scores import code_scores
+from .forward.dense import forward
+from .forward.packed import forward_ragged
+from .forward.quantized import forward_quantized, keep_int8
+from .forward.topk import best, best_of_parts
 from .pace import paced
-from .packed import forward_ragged
-from .packed_backward import backward_ragged
-from .quantized import forward_quantized, keep_int8
-from .soft import backward_soft, forward_soft
-from .topk import best, best_of_parts
 
 backward_chamfer, forward_chamfer = paced(backward_chamfer), paced(forward_chamfer)
 backward_head, forward_head = paced(backward_head), paced(forward_head)

@@ -10,7 +10,7 @@ query tokens. Bits must not depend on the batch:
 - Padding and packed tokens change `Lq` and `Ld`, so slices of any rows and columns must have the same bits.
 
 MKL grants this to slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start at multiples of 64 bytes;
-`tests/test_slices.py` checks the machine it runs on.
+`tests/portable/test_slices.py` checks the machine it runs on.
 
 Calls of few tokens would multiply padding for the most part. `narrow` makes products of fewer rows, where one random
 product shows that this machine gives them the same bits; `wide` has chunks of its own.
@@ -18,7 +18,7 @@ product shows that this machine gives them the same bits; `wide` has chunks of i
 Documents are copied into the slices even where a view would do. On ``[300, 128] x [128, 32]`` from main memory MKL
 reaches 0.54 of its full rate on an AMD processor, and 0.65 if documents are copied into the cache first, the copy
 included. Where `reads_in_place` holds, fp32 documents that need no conversion are read where they lie: many of them at
-once (`forward.Across`), or as slices. `tests/test_slices.py` checks that these products give the same bits.
+once (`forward.Across`), or as slices. `tests/portable/test_slices.py` checks that these products give the same bits.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import Stored
-from ..segments import Ragged
+from ..core.segments import Ragged
+from ..formats.table import Stored
 from .blocks import copy_grouped, may_look
 
 

@@ -2,8 +2,8 @@
 
 from ._retrieve import retrieve
 from ._streamed import maxsim_streamed
-from .corpus import Corpus
-from .index_files import read_index
-from .index_writing import write_index
+from .index.read import read_index
+from .index.write import write_index
+from .store.corpus import Corpus
 
 __all__ = ["Corpus", "maxsim_streamed", "read_index", "retrieve", "write_index"]

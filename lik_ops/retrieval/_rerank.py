@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import as_bool, check, check_flag, lift, score_dtype
+from ..core.arguments import as_bool, check, check_flag, lift, score_dtype
 from ..ops import topk
 from . import arguments, sources
-from .layout import joined, offsets, scorable
-from .snapshot import Snapshot
+from .store.layout import joined, offsets, scorable
+from .store.snapshot import Snapshot
 
 
 def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any) -> Tensor:

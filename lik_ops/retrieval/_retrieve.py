@@ -11,14 +11,14 @@ from torch.torch_version import TorchVersion
 
 from ..api import inputs
 from ..api.packing import is_sequences
-from ..arguments import check_flag, check_plain, lift, short_repr
-from ..index import Index
+from ..core.arguments import check_flag, check_plain, lift, short_repr
+from ..formats.index import Index
+from ..formats.quantized import Quantized
 from ..ops import topk
 from ..ops.stack import sharding
 from ..ops.topk import Best, Search
-from ..quantized import Quantized
 from . import _streamed, sources
-from .layout import scorable
+from .store.layout import scorable
 from .two_stage import TwoStage, best_of_quantized, of_quantized, two_stage
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from .corpus import Corpus
+    from .store.corpus import Corpus
 
 _OP = "retrieve"
 # Under the Dynamo of torch 2.11 `torch.compiler.is_exporting()` is true in all that it traces; the flag behind it is

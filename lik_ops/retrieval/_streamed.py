@@ -11,21 +11,22 @@ from torch import Tensor
 from ..api import inputs
 from ..api.packing import is_sequences
 from ..api.score import maxsim
-from ..arguments import check_flag, lift
-from ..ops import hints, topk
+from ..core.arguments import check_flag, lift
+from ..ops import topk
+from ..ops.checks import hints
 from ..ops.stack import autocast
 from ..ops.topk import Best, Search
 from . import sources
 from .copying import on_device
-from .layout import scorable
 from .progress import progress_bar
+from .store.layout import scorable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from .corpus import Corpus
+    from .store.corpus import Corpus
 
 _AT_ONCE = 1 << 14  # documents on the device of Q whose scores exist at a time
 

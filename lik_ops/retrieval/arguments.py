@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_has_values, check_strided, short_repr
+from ..core.arguments import check_has_values, check_strided, short_repr
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import joined
 from .sources import Part
+from .store.layout import joined
 
 _ALIGNMENT = 256  # bytes, of each tensor of a part, of which there are up to three
 

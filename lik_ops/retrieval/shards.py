@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import short_repr
-from ..index import Index
+from ..core.arguments import short_repr
+from ..formats.index import Index
+from ..formats.quantized import Quantized, stand_in
 from ..ops import topk
 from ..ops.stack import autocast
-from ..quantized import Quantized, stand_in
 from . import _retrieve, sources
 from .staged import check_stages
 from .two_stage import of_quantized

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..api.packing import is_sequences, sequences
-from ..arguments import DTYPES, check_has_values, check_mask, check_strided, check_tensor, describe_non_tensor
-from ..ops import topk, values
+from ..core.arguments import DTYPES, check_has_values, check_mask, check_strided, check_tensor, describe_non_tensor
+from ..ops import topk
+from ..ops.checks import values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
-from .layout import Layout, Tokens, joined
-from .snapshot import Snapshot
+from .store.layout import Layout, Tokens, joined
+from .store.snapshot import Snapshot
 
 _LARGEST_PART = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
 _CPU_PART = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway

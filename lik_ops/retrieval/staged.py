@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import as_bool, check_count, short_repr
+from ..core.arguments import as_bool, check_count, short_repr
+from ..formats.quantized import Quantized
 from ..ops import topk, topk_codes
 from ..ops.topk import Best, Search
-from ..quantized import Quantized
 
 
 def staged(op: str, s: Search, n_probe: Any, n_candidates: Any) -> Best:

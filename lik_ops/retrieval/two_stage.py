@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..arguments import (
+from ..core.arguments import (
     as_bool,
     check,
     check_count,
@@ -27,13 +27,13 @@ from ..arguments import (
     lift,
     score_dtype,
 )
+from ..core.segments import rows_of
+from ..formats.quantize import Bounds
+from ..formats.quantized import Quantized, stand_in
 from ..ops import topk
 from ..ops.quantized import tokens_like
 from ..ops.stack import autocast
 from ..ops.topk import Best, Search
-from ..quantized import Quantized, stand_in
-from ..quantizing import Bounds
-from ..segments import rows_of
 from . import _rerank, sources
 from .staged import staged
 
@@ -332,7 +332,7 @@ def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Ten
 
 def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
     """`of_both`, of what `retrieve` was given: a tensor of documents or a corpus."""
-    from .corpus import Corpus
+    from .store.corpus import Corpus
 
     if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
         raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {describe_non_tensor(s.D)}")

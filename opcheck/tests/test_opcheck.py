@@ -6,8 +6,8 @@ import torch
 import lik_ops
 from lik_ops.opcheck import __main__ as command
 from lik_ops.opcheck import checks, graphs, report
-from lik_ops.opcheck.inputs import Operator
-from lik_ops.opcheck.samples import OPERATORS, registered
+from lik_ops.opcheck.samples.inputs import Operator
+from lik_ops.opcheck.samples.table import OPERATORS, registered
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

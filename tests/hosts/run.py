@@ -20,7 +20,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYLATE = ["colbert_scores", "scores_lik", "scores_flash", "xtr_scores", "xtr_scoring", "contrastive"]
 PYLATE += ["cached_contrastive", "kd", "prefixes", "encode_output_value"]
-OURS = ["tests/test_integrations_hosts.py", "tests/test_documentation.py::test_blocks_for_a_host_run_where_it_is"]
+OURS = [
+    "tests/integrations/test_integrations_hosts.py",
+    "tests/project/test_documentation.py::test_blocks_for_a_host_run_where_it_is",
+]
 PYTEST = [
     "expecttest",
     "hypothesis",

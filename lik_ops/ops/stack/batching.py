@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...arguments import score_dtype
+from ...core.arguments import score_dtype
 
 MOST_COPIED = 32 << 20  # bytes
 

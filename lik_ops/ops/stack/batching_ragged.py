@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._ops import ops as lik
-from ...segments import Ragged
-from ...settings import checks
+from ...core.segments import Ragged
+from ...core.settings import checks
 from .batching import Outputs, _Batch
 
 _QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # tokens with their masks and weights, by their place in `Ragged`

@@ -16,7 +16,7 @@ import torch.compiler.config
 from ..._version import __version__
 
 _ROOT = Path(__file__).parents[2]
-_TRACED = ("ops/**/*.py", "arguments.py", "segments.py")
+_TRACED = ("ops/**/*.py", "families/**/*.py", "core/arguments.py", "core/segments.py")
 
 
 def digest() -> str:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..._ops import ops as lik
-from ...segments import Ragged
-from ..watchers import is_memory
+from ...core.segments import Ragged
+from ..fast_path.watchers import is_memory
 
 
 def _token_pairs(Q, D) -> tuple:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..._ops import ops as lik
-from ..family import no_double_backward
-from ..gradients import gradient
+from ..registration.family import no_double_backward
+from ..registration.gradients import gradient
 
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...segments import Ragged
+from ...core.segments import Ragged
 
 _registered = False
 _DTensor: Any = None  # the class, and a placement, once it is registered

@@ -1,0 +1,170 @@
+"""The destination-owned gradient of the documents: a program owns a tile of BN tokens of one document.
+
+Or, where documents are few, a piece of the tile's rows. Which rows won a token of the tile is read from the lists of
+`backward_lists`. Where a document meets too many rows to list, all their winners are read; rows that won elsewhere are
+not.
+"""
+
+import triton
+import triton.language as tl
+
+from ...common.primitives import document_base, inverse_norm, query_weight, row_pointers, rows_sum_of_squares, wide
+from ..arguments import StepRows, Target, Tile
+from ..gather import slot_pointers, write_gradient
+from .sums import sum_of_rows
+
+
+@triton.jit
+def _codes(e, tile, up, C: tl.constexpr):
+    """What says which query row is number e of a tile: its list entry, or the token that row e won; -1: none."""
+    if tile.entries is not None:
+        code = tl.load(tile.entries + e, mask=e < tile.end, other=-1)
+    else:
+        if C.CANDIDATES:
+            base = (tile.owner.to(tl.int64) * up.K + tile.k) * up.Lq
+        else:
+            base = tile.k.to(tl.int64) * up.Nq * up.Lq
+        code = tl.load(up.argmax + base + e, mask=e < tile.end, other=-1).to(tl.int32)
+    return code
+
+
+@triton.jit
+def _rows(code, e, s, C: tl.constexpr):
+    """The query rows that codes are of, the e-th of their tile."""
+    tile = s.tile
+    up = s.up
+    Q = s.Q
+    if tile.entries is not None:
+        r = (code.to(tl.uint32) // C.BN).to(tl.int32)  # i * Lq + s, among those that the document meets
+        hit = code >= 0
+    else:
+        r = e
+        hit = (code >= tile.t0) & (code < tile.t0 + C.BN)
+    token = (r % up.Lq).to(tl.int32)
+    i = (r // up.Lq).to(tl.int32) + tile.owner
+    if C.FLAT:
+        pointers = Q.ptr + tile.owner.to(tl.int64) * Q.stride_n + r * Q.stride_l
+    else:
+        pointers = row_pointers(Q, i, token)
+    if tile.entries is not None:
+        local = tl.where(hit, (code.to(tl.uint32) % C.BN).to(tl.int32), -1)
+    else:
+        local = tl.where(hit, code - tile.t0, -1)
+    pair = i.to(tl.int64) * up.stride_q + tile.k.to(tl.int64) * up.stride_k
+    coefficient = tl.load(up.grad_scores + pair, mask=hit, other=0.0)
+    if Q.weight is not None:
+        coefficient *= query_weight(Q, i, token, hit)
+    if up.norms is not None:
+        coefficient *= tl.load(up.norms + tile.owner.to(tl.int64) * up.Lq + r, mask=hit, other=0.0)
+    elif C.NORMALIZE:
+        coefficient *= inverse_norm(rows_sum_of_squares(pointers, hit, s.d, Q.stride_d, C.BD, C.WIDE))
+    return StepRows(pointers, hit, local, coefficient)
+
+
+@triton.jit
+def _each_step(
+    visit: tl.constexpr, total, s, STEP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
+):
+    """See `sum_of_rows`. Codes are read ahead: the rows that they name can then be on their way for several steps."""
+    code = _codes(s.tile.begin + tl.arange(0, STEP), s.tile, s.up, C)
+    for e0 in tl.range(s.tile.begin, s.tile.end, STEP, num_stages=STAGES):
+        e = e0 + tl.arange(0, STEP)
+        if AHEAD:
+            ahead = _codes(e + STEP, s.tile, s.up, C)
+            total = visit(total, _rows(code, e, s, C), s, C)
+            code = ahead
+        else:
+            total = visit(total, _rows(_codes(e, s.tile, s.up, C), e, s, C), s, C)
+    return total
+
+
+@triton.jit
+def _sum_of_tile(of, columns, d, C: tl.constexpr):
+    return sum_of_rows(_each_step, of[0], of[1], of[2], columns, d, C)
+
+
+@triton.jit
+def _tile_of(pid, lists, rows, up, C: tl.constexpr):
+    """The document of tile number `pid`, its owner and number there, the tile's first token, and its part of the list.
+
+    No `Tile`: Triton 3.6 returns no groups that hold None.
+    """
+    document = pid // lists.tiles
+    b = pid % lists.tiles
+    begin = rows * 0
+    end = rows
+    if lists.starts is not None:
+        starts = lists.starts + (wide(document) * (lists.tiles * lists.blocks + 1) + b * lists.blocks)
+        begin = tl.load(starts)
+        end = tl.load(starts + lists.blocks)
+    document += lists.first
+    owner = document * 0
+    k = document
+    if C.CANDIDATES:
+        owner = document // up.K
+        k = document % up.K
+    return document, owner, k, b * C.BN, begin, end
+
+
+@triton.jit
+def _slots(pieces, rows, document, begin, p, C: tl.constexpr):
+    """Which rows of the partial sums piece p of a tile has, whose rows begin at `begin`.
+
+    A piece has room for two tiles: one that the piece before has a part of, and one that goes on in the next. Tiles
+    that are whole in a piece need none.
+    """
+    slot = wide(document) * (2 * tl.cdiv(rows, pieces.rows)) + 2 * p + (p == begin // pieces.rows).to(tl.int32)
+    return slot * C.BN + tl.arange(0, C.BN)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
+    """grad_D of BN tokens of one document a program, documents from ``lists.first`` on: the sum over the rows that they
+    won, of `rows` that a document meets.
+
+    With pieces, program (.., n) sums the n-th piece of a tile's list; `maxsim_join_pieces` adds up what is left.
+    """
+    document, owner, k, t0, begin, end = _tile_of(tl.program_id(0), lists, rows, up, C)
+    entries = lists.entries
+    if entries is not None:
+        entries += wide(document - lists.first) * rows
+    t = t0 + tl.arange(0, C.BN)
+    base = document_base(D, owner, k)
+    at = document.to(tl.int64) * up.Ld + t
+    features = d
+    if pieces.partial is None:
+        to = Target(base, t, t < up.Ld, grad_D, at, up.scale)
+    else:
+        first = begin // pieces.rows
+        p = first + tl.program_id(1)
+        whole = tl.full((C.BN,), 1, tl.int1) & (end <= (first + 1) * pieces.rows)
+        slots = _slots(pieces, rows, document - lists.first, begin, p, C)
+        to = Target(base, t, whole & (t < up.Ld), grad_D, at, up.scale, pieces.partial, slots, whole == 0)
+        begin = tl.maximum(begin, p * pieces.rows)
+        end = tl.minimum(end, (p + 1) * pieces.rows)
+        features = tl.where((begin < end) | (tl.program_id(1) == 0), d, 0)
+    tile = Tile(owner, k, t0, begin, end, entries)
+    write_gradient(_sum_of_tile, (tile, up, Q), to, features, D, d, C)
+
+
+@triton.jit
+def _sum_of_pieces(of, columns, d, C: tl.constexpr):
+    """The sum of a tile's pieces in ascending order."""
+    pieces, rows, document, begin, end = of
+    G = tl.full((C.BN, C.BD), 0, tl.float32)
+    for p in range(begin // pieces.rows, tl.cdiv(end, pieces.rows)):
+        slots = slot_pointers(pieces.partial, _slots(pieces, rows, document, begin, p, C), columns, d)
+        G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
+    return G
+
+
+@triton.jit(do_not_specialize=["rows"])
+def maxsim_join_pieces(D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
+    """grad_D of the tiles whose lists `maxsim_grad_documents` took in several pieces."""
+    document, owner, k, t0, begin, end = _tile_of(tl.program_id(0), lists, rows, up, C)
+    t = t0 + tl.arange(0, C.BN)
+    at = document.to(tl.int64) * up.Ld + t
+    to = Target(document_base(D, owner, k), t, t < up.Ld, grad_D, at, up.scale)
+    features = tl.where(end > (begin // pieces.rows + 1) * pieces.rows, d, 0)
+    of = (pieces, rows, document - lists.first, begin, end)
+    write_gradient(_sum_of_pieces, of, to, features, D, d, C)

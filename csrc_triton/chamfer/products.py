@@ -1,0 +1,191 @@
+"""Nearest points by the matrix unit: squared distances as ``|p|^2 + |r|^2 - 2 <p, r>``, near enough to say who is near.
+
+Points become terms first, once: rows of half-precision numbers, whose products run at the full rate, and norms. An fp32
+row x is held as ``2^e (hi + lo)``, hi and lo in fp16, e chosen so that its largest feature is just below 2^15: hi + lo
+is x but for 2^-22 of each feature and 2^-39 of the largest. So
+
+    p . r = 2^(e_p + e_r) (hi hi' + hi lo' + lo hi')
+
+to 2^-21 of ``|p| |r|`` besides the rounding of the sums: as near as |p|^2 + |r|^2 in fp32 deserve. `fp32` holds
+features of any size as well, which scales its small products apart.
+
+A row whose norm is not finite has zeros for terms; one that is not there an infinite norm.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import condition, load_rows, wide
+from .exact import LOWEST, cloud_length, key_of, least_of, lower
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_EXPONENT = tl.constexpr(0x7F800000)
+_LEAST = tl.constexpr(15 << 23)  # what is smaller has no square in fp32
+_FACTOR = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14
+_SCALE = tl.constexpr(14 << 23)
+_CODES = tl.constexpr(5)  # of a step: four lanes, or several of them
+
+
+@triton.jit
+def _row_sizes(pointers, ok, X, d, C: tl.constexpr):
+    """Each row's sum of squares, and its largest magnitude as the bits of a float."""
+    squares = tl.full((C.BM,), 0, tl.float32)
+    most = tl.full((C.BM,), 0, tl.int32)
+    for c0 in range(0, d, C.BD):
+        x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, X.stride_d, C.WIDE).to(tl.float32)
+        squares += tl.sum(x * x, axis=1)
+        most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1))
+    return squares, most
+
+
+@triton.jit(do_not_specialize=["rows"])
+def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
+    """Write BM of the first `rows` rows of `terms`, with their norms and scales."""
+    row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
+    batch = terms.batch + row // terms.each
+    n = terms.first + row % terms.each
+    there = row < rows
+    length, _ = cloud_length(X, tl.where(there, batch, terms.batch))
+    ok = there & (n < length)
+    pointers = X.ptr + batch.to(tl.int64) * X.stride_batch + n.to(tl.int64) * X.stride_n
+    squares, most = _row_sizes(pointers, ok, X, d, C)
+    finite = ok & (most < _EXPONENT) & (squares < float("inf"))
+    tl.store(terms.norms + row, tl.where(ok, squares, float("inf")), mask=there)
+    if C.SPLIT:
+        finite = finite & (most >= _LEAST)
+        exponent = tl.where(finite, most & _EXPONENT, _LEAST)
+        factor = (tl.full(exponent.shape, _FACTOR, tl.int32) - exponent).to(tl.float32, bitcast=True)
+        tl.store(terms.scales + row, (exponent - _SCALE).to(tl.float32, bitcast=True), mask=there)
+    places = terms.rows + row.to(tl.int64) * terms.width
+    for c0 in range(0, terms.width, C.BD):
+        columns = c0 + tl.arange(0, C.BD)
+        x = load_rows(pointers, finite, columns, d, X.stride_d, C.WIDE)
+        at = places[:, None] + columns[None, :]
+        if C.SPLIT:
+            x = x * factor[:, None]
+            hi = x.to(tl.float16)
+            lo = (x - hi.to(tl.float32)).to(tl.float16)
+            tl.store(at, hi, mask=there[:, None])
+            tl.store(at + wide(terms.room) * terms.width, lo, mask=there[:, None])
+        else:
+            tl.store(at, x, mask=there[:, None])
+
+
+@triton.jit
+def _tile(tiles, terms, row, c0, lo, BM: tl.constexpr, C: tl.constexpr):
+    """BM rows from `row` on, BD features from c0 on; their low parts where `lo` is 1."""
+    row += lo * terms.room
+    if tiles is not None:
+        x = tiles.load([row, c0])
+    else:
+        rows = (row + tl.arange(0, BM)).to(tl.int64) * terms.width
+        x = tl.load(terms.rows + (rows[:, None] + (c0 + tl.arange(0, C.BD))[None, :]))
+    return x
+
+
+@triton.jit
+def _both(tiles, terms, row, c0, BM: tl.constexpr, C: tl.constexpr):
+    """The high and low parts of a tile; of terms that are not split the same twice."""
+    hi = _tile(tiles, terms, row, c0, 0, BM, C)
+    lo = hi
+    if C.SPLIT:
+        lo = _tile(tiles, terms, row, c0, 1, BM, C)
+    return hi, lo
+
+
+@triton.jit
+def _added(S, x, y, C: tl.constexpr):
+    """S with the products of terms; the small ones first."""
+    if C.SPLIT:
+        S = tl.dot(x[1], tl.trans(y[0]), S)
+        S = tl.dot(x[0], tl.trans(y[1]), S)
+    return tl.dot(x[0], tl.trans(y[0]), S)
+
+
+@triton.jit
+def _ordered(distances):
+    """As integers in their order, NaN below all."""
+    bits = distances.to(tl.int32, bitcast=True)
+    return tl.where(distances == distances, bits ^ ((bits >> 31) & _MAGNITUDE), LOWEST)
+
+
+@triton.jit
+def _lane_minima(S, C: tl.constexpr):
+    """Of each row in each lane: [BM, BN] is [BM, BN // 8, 4, 2] there, and axes 1 and 3 stay in a thread."""
+    return tl.reduce(tl.reduce(tl.reshape(S, (C.BM, C.BN // 8, 4, 2)), 3, least_of), 1, least_of)
+
+
+@triton.jit
+def _column_keys(S, group, C: tl.constexpr):
+    """The least of each column, over the number of the 16 rows, from `group` on, that it is in; a warp has these."""
+    least = tl.reduce(tl.reduce(tl.reshape(S, (C.BM // 16, 2, 8, C.BN)), 1, least_of), 1, least_of)
+    groups = group + tl.arange(0, C.BM // 16)
+    return tl.min(key_of(_ordered(least), tl.broadcast_to(groups[:, None], least.shape)), axis=0)
+
+
+@triton.jit
+def _row_keys(best, where):
+    """The least of each row over the code of its lane, or that of all if several lanes of a step have it."""
+    lane = tl.arange(0, 4)[None, :]
+    keys = key_of(_ordered(best), where * _CODES + lane)
+    key = tl.min(keys, axis=1)
+    first = key - (key.to(tl.int32) % _CODES).to(tl.int64)
+    same = tl.sum((keys - lane == first[:, None]).to(tl.int32), axis=1)
+    return tl.where(same > 1, first + 4, key)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.constexpr):
+    """As `chamfer_nearest`, of the clouds and points that terms p and r are of; a part of R has `steps` of BN.
+
+    A key of `of_R` tells 16 points of P; one of `of_P` a step of BN points of R and the lane of the nearest, of those
+    over which the matrix unit spreads a row, by turns two points to each; or 4 if several lanes have one.
+    """
+    part = steps * C.BN
+    tiles, parts = p.each // C.BM, tl.cdiv(r.each, part)
+    local = tl.program_id(0) // (tiles * parts)
+    tile = tl.program_id(0) // parts % tiles
+    batch = p.batch + local
+    N, _ = cloud_length(P, batch)
+    M, _ = cloud_length(R, batch)
+    begin = tl.program_id(0) % parts * part
+    end = tl.minimum(tl.minimum(begin + part, r.each), M - r.first)
+    i = p.first + tile * C.BM + tl.arange(0, C.BM)
+    end = tl.where(p.first + tile * C.BM < N, end, begin)  # else nobody is here
+
+    row = local * p.each + tile * C.BM
+    norms = tl.load(p.norms + row + tl.arange(0, C.BM))
+    scales = tl.full((C.BM,), -2.0, tl.float32)
+    if C.SPLIT:
+        scales *= tl.load(p.scales + row + tl.arange(0, C.BM))
+    if C.ONE_CHUNK:
+        x = _both(p_tiles, p, row, 0, C.BM, C)
+    best = tl.full((C.BM, 4), float("inf"), tl.float32)
+    where = tl.full((C.BM, 4), 0, tl.int32) + (r.first + begin) // C.BN
+    group = (p.first + tile * C.BM) // 16
+    for first in range(begin, end, C.BN):
+        other = local * r.each + first
+        # Asked for before the products, not after.
+        r_norms = tl.load(r.norms + other + tl.arange(0, C.BN))
+        r_scales = r_norms
+        if C.SPLIT:
+            r_scales = tl.load(r.scales + other + tl.arange(0, C.BN))
+        S = tl.full((C.BM, C.BN), 0, tl.float32)
+        if C.ONE_CHUNK:
+            S = _added(S, x, _both(r_tiles, r, other, 0, C.BN, C), C)
+        else:
+            for c0 in range(0, p.width, C.BD):
+                S = _added(S, _both(p_tiles, p, row, c0, C.BM, C), _both(r_tiles, r, other, c0, C.BN, C), C)
+        j = r.first + first + tl.arange(0, C.BN)
+        if C.SPLIT:
+            S *= r_scales[None, :]
+        S = tl.fma(S, scales[:, None], r_norms[None, :]) + norms[:, None]
+        m = _lane_minima(S, C)
+        better = (m < best) | ((m != m) & (best == best))
+        where = tl.where(better, (r.first + first) // C.BN, where)
+        best = tl.where(better, m, best)
+        keys = of_R + batch.to(tl.int64) * R.count + j
+        tl.atomic_min(keys, _column_keys(S, group, C), mask=j < M, sem="relaxed")
+    keys = of_P + batch.to(tl.int64) * P.count + i
+    mask = (i < N) & condition(begin < end)
+    lower(keys, _row_keys(best, where), tl.load(keys, mask=mask, other=0), mask)

@@ -1,0 +1,164 @@
+"""fp32 products on the half-precision matrix unit, and the tokens it cannot take, multiplied by fp32 instructions.
+
+A row x is held as ``2^e (hi + lo / 2^11)``, hi and lo in fp16, e chosen for the row so that its largest feature uses
+the upper end of fp16's range. hi keeps 11 bits of a feature and lo 12 more (fp16's 11 and its sign), so
+
+    q . x = 2^(e_q + e_x) (hi hi' + (hi lo' + lo hi') / 2^11)
+
+to 2^-21 of ``sum |q_k x_k|`` besides the rounding of the sums: as with three TF32 products, at twice their rate. The
+sums of the small products are scaled between the matrix instructions, which gives lo the same range as hi.
+
+That holds for "plain" rows: features that are zero or within 2^28 of the row's largest, and this within 2^40 of 1. The
+others, NaN and inf included, are multiplied feature by feature. Plain or not is a property of the row alone: no score
+depends on its batch.
+"""
+
+import triton
+import triton.language as tl
+
+from ..formats.encoded import token_scales
+from .primitives import NO_TOKEN, load_rows, load_tokens, nan_max, wide
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_EXPONENT = tl.constexpr(0x7F800000)
+_LEAST = tl.constexpr((127 - 40) << 23)
+_MOST = tl.constexpr((127 + 40) << 23)
+_NARROW = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
+_FACTOR = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14; fp16 ends below 2^16
+_SCALE = tl.constexpr(14 << 23)
+LOW_PART = tl.constexpr(2048.0)
+_TF32_HALF, _TF32_KEPT = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
+_STEP = tl.constexpr(16)  # tokens at a time that are not plain: rare, so few registers matter more than speed
+
+
+@triton.jit
+def _measure(x):
+    """Which rows are plain, which of them are zero, and the largest feature's exponent, as the bits of a float.
+
+    In bits: magnitudes order as integers, and few instructions a row matter as much as few a feature.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    most = tl.max(bits & _MAGNITUDE, axis=1)
+    complement = tl.max(-bits & _MAGNITUDE, axis=1)  # 2^31 less the smallest magnitude that is not zero
+    exponent = most & _EXPONENT
+    narrow = complement <= exponent * -1 + _NARROW  # no tl.full: Gluon's would ask for a layout
+    near = (exponent >= _LEAST) & (exponent <= _MOST)
+    return (narrow & near) | (most == 0), most == 0, exponent
+
+
+@triton.jit
+def nearest_tf32(x):
+    """`x` rounded to the 10 bits of TF32, halves away from zero: the matrix unit would cut the others off.
+
+    NaN stays NaN, whatever bits it has, and inf stays inf.
+    """
+    bits = (x.to(tl.int32, bitcast=True) + _TF32_HALF) & _TF32_KEPT
+    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x + x)
+
+
+@triton.jit
+def plain_rows(x):
+    """Which rows `split` can hold."""
+    plain, _, _ = _measure(x)
+    return plain
+
+
+@triton.jit
+def split(x):
+    """Rows as (hi, lo), ``2^e`` (of any finite value for zeros), which are plain, and which are zero.
+
+    What is not plain gives values of no use.
+    """
+    plain, zero, exponent = _measure(x)
+    y = x * (exponent * -1 + _FACTOR).to(tl.float32, bitcast=True)[:, None]
+    hi = y.to(tl.float16)
+    lo = ((y - hi.to(tl.float32)) * LOW_PART).to(tl.float16)
+    return (hi, lo), ((exponent - _SCALE) & _MAGNITUDE).to(tl.float32, bitcast=True), plain, zero
+
+
+@triton.jit
+def split_product(q, x, C: tl.constexpr):
+    """``q . x^T`` of split rows but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
+    q_hi, q_lo = q
+    x_hi, x_lo = x
+    if C.TOKENS_FIRST:
+        S = tl.dot(x_lo, tl.trans(q_hi))
+        S = tl.dot(x_hi, tl.trans(q_lo), S)
+        S = tl.dot(x_hi, tl.trans(q_hi), S * (1.0 / LOW_PART))
+    else:
+        S = tl.dot(q_hi, tl.trans(x_lo))
+        S = tl.dot(q_lo, tl.trans(x_hi), S)
+        S = tl.dot(q_hi, tl.trans(x_hi), S * (1.0 / LOW_PART))
+    return S
+
+
+@triton.jit
+def _fp32_similarities(x, rows, document, t, C: tl.constexpr):
+    """Similarities of a tile as fp32 instructions give them, feature after feature."""
+    S = tl.full((C.BM, _STEP), 0, tl.float32)
+    tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
+    if C.TERMS > 0:
+        scale = token_scales(x.counts, document.row + t)
+    for k in tl.range(0, x.d, num_stages=1):
+        q = tl.load(rows.ptr + wide(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
+        y = tl.load(tokens + wide(k) * x.D.stride_d)
+        if C.TERMS > 0:
+            # Scales first: numbers alone, times queries near the largest fp32 number, would be infinite.
+            q = q.to(tl.float32)
+            y = y.to(tl.float32) * scale
+        S += q[:, None] * y[None, :]
+    return S
+
+
+@triton.jit
+def odd_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
+    """Maxima and winners with what `split_product` leaves out: rows that are not `plain`, and such tokens; or with
+    what `terms_product` does: such rows."""
+    odd_rows = rows.ok & (plain == 0)
+    best = tl.where(odd_rows, float("-inf"), best)
+    where = tl.where(odd_rows, NO_TOKEN, where)
+    any_odd_row = tl.max(odd_rows.to(tl.int32), axis=0)
+    for t0 in tl.range(0, document.length, _STEP, num_stages=1):
+        t = tl.minimum(t0 + tl.arange(0, _STEP), document.length - 1)
+        keep = t >= 0
+        if x.D.mask is not None:
+            keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
+        odd = keep & (t < 0)
+        if C.TERMS == 0:
+            tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE)
+            odd = keep & (plain_rows(tile) == 0)
+        if (any_odd_row > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0):
+            S = _fp32_similarities(x, rows, document, t, C)
+            use = (odd_rows[:, None] & keep[None, :]) | odd[None, :]
+            S = tl.where(use, S, float("-inf"))
+            m = tl.reduce(S, 1, nan_max)
+            hit = use & ((S == m[:, None]) | (S != S))
+            first = tl.min(tl.where(hit, t[None, :], NO_TOKEN), axis=1)
+            better = (m > best) | ((m != m) & (best == best))
+            where = tl.where(better, first, tl.where(m == best, tl.minimum(where, first), where))
+            best = nan_max(best, m)
+    return best, where
+
+
+@triton.jit
+def load_terms(terms, row, ok, BD: tl.constexpr):
+    """The query rows hi and lo that `split_tokens` wrote, and their scales: negative if not plain."""
+    pointers = terms.queries + row.to(tl.int64)[:, None] * BD + tl.arange(0, BD)[None, :]
+    hi = tl.load(pointers, mask=ok[:, None], other=0.0)
+    lo = tl.load(pointers + wide(terms.query_room) * BD, mask=ok[:, None], other=0.0)
+    return (hi, lo), tl.load(terms.query_scales + row, mask=ok, other=1.0)
+
+
+@triton.jit(do_not_specialize=["rows", "L", "room"])
+def split_tokens(X, out, scales, rows, L, room, d, C: tl.constexpr):
+    """Split the tokens of X, documents or queries [.., L, d], one after the other, into rows of BD features."""
+    row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
+    ok = row < rows
+    columns = tl.arange(0, C.BD)
+    pointers = X.ptr + (row // L).to(tl.int64) * X.stride_doc + (row % L).to(tl.int64) * X.stride_l
+    x, scale, plain, zero = split(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE))
+    hi, lo = x
+    places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
+    tl.store(places, hi, mask=ok[:, None])
+    tl.store(places + room * C.BD, lo, mask=ok[:, None])
+    tl.store(scales + row, tl.where(zero, 1.0, tl.where(plain, scale, -1.0)), mask=ok)

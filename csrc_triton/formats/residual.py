@@ -1,0 +1,201 @@
+"""Tokens of residual codes, decoded where a tile of them is read: a centroid, and a weight of each feature's bucket.
+
+`Config.STORED` is "codes1", "codes2", "codes4" or "codes8", by the bits of a bucket. The first feature of a byte is in
+its highest bits, and weights are in the order of what bits say: how a codec orders the bits of a bucket is in its
+table. Inverse norms are scales of `Counts`, which sums are multiplied by in fp32. Beside half-precision queries and
+fp16 centroids weights and sums are rounded to fp16 before.
+
+There residuals come as words of eight features, "words1" to "words4": a thread looks the weights of one up in
+registers, by byte permutation (`prmt`). The numbers are those of bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import load_rows, load_tokens
+
+
+@triton.constexpr_function
+def bucket_bits(stored):
+    """Of `Config.STORED`: bits of a bucket, 0 of another format."""
+    return int(stored[5:]) if isinstance(stored, str) and stored.startswith(("codes", "words")) else 0
+
+
+@triton.constexpr_function
+def in_words(stored):
+    """Whether residuals come as words of eight features."""
+    return isinstance(stored, str) and stored.startswith("words")
+
+
+@triton.constexpr_function
+def _in_fp16(centroids, query):
+    """Whether weights and sums are rounded to fp16."""
+    return centroids.is_fp16() and query.primitive_bitwidth == 16
+
+
+@triton.constexpr_function
+def _lookups(nbits):
+    """PTX: eight weights, as four pairs of fp16 $0 to $3, of the buckets in the word $4, first feature first.
+
+    Tables are the bytes of the weights, as low ones ($5 and on) and high ones of four weights each. The selector of
+    `prmt` has a nibble for each byte that it picks. Here it picks the bytes of four weights, those of the last feature
+    lowest ("down") or of pairs so ("pairs"), which are joined to two pairs.
+    """
+    spread = {
+        1: "shl.b32 t, $4, 12; or.b32 s, $4, t; and.b32 s, s, 0x000f000f; shl.b32 t, s, 6; or.b32 s, s, t;"
+        "and.b32 s, s, 0x03030303; shl.b32 t, s, 3; or.b32 s, s, t; and.b32 s, s, 0x11111111;",
+        2: "prmt.b32 s, $4, 0, 0x4140; shl.b32 t, s, 4; or.b32 s, s, t; and.b32 s, s, 0x0f0f0f0f; shl.b32 t, s, 2;"
+        "or.b32 s, s, t; and.b32 s, s, 0x33333333;",
+        4: "and.b32 s, $4, 0x77777777; shr.b32 m, $4, 3; and.b32 m, m, 0x11111111;",
+    }[nbits]
+    if nbits < 4:
+        pick = "prmt.b32 l, $5, $5, s; prmt.b32 h, $6, $6, s;"
+        join = ("0x6273", "0x4051")
+    else:
+        pick = "prmt.b32 k, 0xff00, 0, m;"
+        for found, a, b, c, d in (("l", 5, 6, 7, 8), ("h", 9, 10, 11, 12)):
+            pick += f"prmt.b32 t, ${a}, ${b}, s; prmt.b32 {found}, ${c}, ${d}, s;"
+            pick += f"lop3.b32 {found}, k, {found}, t, 0xca;"  # bits of k choose
+        join = ("0x4051", "0x6273")
+    both = []
+    for outputs in ((2, 3), (0, 1)) if nbits == 1 else ((0, 1), (2, 3)):
+        both += [pick + "".join(f"prmt.b32 ${o}, l, h, {order};" for o, order in zip(outputs, join, strict=True))]
+    on = "shr.b32 s, s, 16;" + ("shr.b32 m, m, 16;" if nbits == 4 else "")
+    return "{ .reg .b32 s, t, m, k, l, h; " + spread + both[0] + on + both[1] + " }"
+
+
+@triton.constexpr_function
+def _registers(nbits):
+    return "=&r,=&r,=&r,=&r,r" + ",r" * (8 if nbits == 4 else 2)
+
+
+@triton.constexpr_function
+def _token(dtype):
+    """PTX: pairs of fp16, ($1 + $2) times $3 in fp32, as a pair of `dtype`."""
+    return (
+        "{ .reg .b32 t; .reg .b16 a, b; .reg .f32 x, y; add.rn.f16x2 t, $1, $2; mov.b32 {a, b}, t;"
+        "cvt.f32.f16 x, a; cvt.f32.f16 y, b; mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3;"
+        f"cvt.rn.{'f16x2' if dtype == tl.float16 else 'bf16x2'}.f32 $0, y, x; }}"
+    )
+
+
+@triton.jit
+def _weight_bits(weights, at, high):
+    """The low or high byte of a weight as fp16."""
+    bits = tl.load(weights + at).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (bits >> (8 * high)) & 255
+
+
+@triton.jit
+def _bytes_of(weights, at, high, COUNT: tl.constexpr):
+    """Those of four weights."""
+    word = _weight_bits(weights, at, high) | (_weight_bits(weights, at + 1, high) << 8)
+    if COUNT > 2:
+        word |= (_weight_bits(weights, at + 2, high) << 16) | (_weight_bits(weights, at + 3, high) << 24)
+    return word.to(tl.int32)
+
+
+@triton.jit
+def lookup_tables(counts, C: tl.constexpr):
+    """The weights as `_lookups` takes them, made once a program."""
+    w = counts.weights
+    if bucket_bits(C.STORED) == 4:
+        tables = (
+            _bytes_of(w, 0, 0, 4), _bytes_of(w, 4, 0, 4), _bytes_of(w, 8, 0, 4), _bytes_of(w, 12, 0, 4),
+            _bytes_of(w, 0, 1, 4), _bytes_of(w, 4, 1, 4), _bytes_of(w, 8, 1, 4), _bytes_of(w, 12, 1, 4),
+        )  # fmt: skip
+    else:
+        COUNT: tl.constexpr = 2 * bucket_bits(C.STORED)
+        tables = _bytes_of(w, 0, 0, COUNT), _bytes_of(w, 0, 1, COUNT)  # type: ignore[assignment]
+    return tables
+
+
+@triton.jit
+def coded_rows(counts, row, t):
+    """Of tokens t, the first of which is `row` of all: codes, 0 where they are no centroid's; and scales, NaN there."""
+    code = tl.load(counts.codes + row + t)
+    scale = tl.load(counts.scale + row * counts.scale_each + t * counts.scale_each)
+    unsigned: tl.constexpr = tl.uint32 if code.dtype.primitive_bitwidth == 32 else tl.uint64
+    inside = code.to(unsigned, bitcast=True) < counts.centroids_count.to(unsigned)
+    return tl.where(inside, code, 0), tl.where(inside, scale, float("nan"))
+
+
+@triton.jit
+def load_words(base, t, code, c0, d, D, counts, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Of tokens, WIDTH features from c0 on: words, and pairs of features of their centroids."""
+    row = code.to(tl.uint32).to(tl.uint64) * (d // 2).to(tl.uint32).to(tl.uint64)
+    centroids = counts.centroids.to(tl.pointer_type(tl.int32), bitcast=True) + row
+    offsets = t * D.stride_l
+    if C.WIDE > 0:
+        offsets = t.to(tl.int64) * D.stride_l
+    # From what the compiler does not know is 0: a thread takes one word, and not as many as lie side by side. Their
+    # features are those of a centroid that it loads at once.
+    columns = c0 // 8 + tl.arange(0, WIDTH // 8) + (tl.minimum(d, 1) - 1)
+    pairs = c0 // 2 + tl.arange(0, WIDTH // 2)
+    if C.WHOLE:
+        words = tl.load(base + offsets[:, None] + columns[None, :])
+        x = tl.load(centroids[:, None] + pairs[None, :])
+    else:
+        words = tl.load(base + offsets[:, None] + columns[None, :], mask=(columns < d // 8)[None, :], other=0)
+        x = tl.load(centroids[:, None] + pairs[None, :], mask=(pairs < d // 2)[None, :], other=0)
+    return words, x
+
+
+@triton.jit
+def tokens_of(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C: tl.constexpr):
+    """What `load_words` found as features of tokens, in `dtype`, fp16 or bf16; zeros beyond d."""
+    NBITS: tl.constexpr = bucket_bits(C.STORED)
+    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
+    word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
+    args = (word,) + tables  # noqa: RUF005  # Triton unpacks no tuples
+    w0, w1, w2, w3 = tl.inline_asm_elementwise(
+        _lookups(NBITS), _registers(NBITS), args, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+    )
+    weights = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), centroids.shape)
+    if not C.WHOLE:
+        pairs = c0 // 2 + tl.arange(0, centroids.shape[1])
+        weights = tl.where((pairs < d // 2)[None, :], weights, 0)
+    x = tl.inline_asm_elementwise(_token(dtype), "=r,r,r,r", (centroids, weights, scale[:, None]), tl.int32, True, 1)
+    low = x.to(tl.uint16).to(dtype, bitcast=True)
+    high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
+def side_by_side(a, b):
+    """``[n, m]`` and ``[n, m]`` as ``[n, 2 m]``, with no exchange between threads."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def load_coded(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
+    """Features from c0 on of tokens `t` from `base` on, the first of which is `row` of all; zeros beyond d.
+
+    They are multiplied by their scales, in fp32 or in `dtype`, that of the queries; NaN where a code is no centroid's.
+    """
+    code, scale = coded_rows(counts, row, t)
+    if in_words(C.STORED):
+        HALF: tl.constexpr = C.BD // 2  # a thread takes a word of each, and pays for a row once
+        words, x = load_words(base, t, code, c0, d, D, counts, HALF, C)
+        more, y = load_words(base, t, code, c0 + HALF, d, D, counts, HALF, C)
+        x = tokens_of(words, x, scale, c0, d, counts.weights, dtype, C)
+        x = side_by_side(x, tokens_of(more, y, scale, c0 + HALF, d, counts.weights, dtype, C))
+    else:
+        NBITS: tl.constexpr = bucket_bits(C.STORED)
+        EACH: tl.constexpr = 8 // NBITS
+        columns = c0 + tl.arange(0, C.BD)
+        bytes = c0 // EACH + tl.arange(0, C.BD // EACH)
+        buckets = load_tokens(base, t, t >= 0, bytes, tl.cdiv(d, EACH), D, C.WIDE)
+        if EACH > 1:
+            shifts = (8 - NBITS - NBITS * tl.arange(0, EACH)).to(tl.uint8)
+            buckets = (buckets[:, :, None] >> shifts[None, None, :]) & ((1 << NBITS) - 1)
+            buckets = tl.reshape(buckets, (C.BN, C.BD))
+        weights = tl.load(counts.weights + buckets.to(tl.int32), mask=(columns < d)[None, :], other=0.0)
+        ok = code < counts.centroids_count  # unless there are none
+        x = load_rows(counts.centroids + code.to(tl.int64) * d, ok, columns, d, 1, C.WIDE)
+        if _in_fp16(counts.centroids.dtype.element_ty, dtype):
+            x = (x.to(tl.float32) + weights.to(tl.float16).to(tl.float32)).to(tl.float16).to(tl.float32)
+        else:
+            x = x.to(tl.float32) + weights
+        x = x * scale[:, None]
+    return x

@@ -1,0 +1,218 @@
+"""Around `forward_rows`: which document tokens count, before it; the scores from the rows' maxima, after it.
+
+The latter also of documents in sections.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ...common.arguments import Sizes
+from ...common.primitives import NO_TOKEN, condition, ordered_sum, query_keep, query_weight, split_sum, wide
+from ...common.segments import document_segment, query_segment
+from .packed import carried, flushed
+from .splits import any_section_keeps, merged_sections, sections_of
+
+_SECTIONS_AT_ONCE = tl.constexpr(4096)  # whose maxima of a row are read
+
+
+@triton.jit
+def _keep(mask, k, t, end, stride_k, stride_l):
+    """Whether tokens t < end of document k count."""
+    return tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < end, other=0) != 0
+
+
+@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "tiles"])
+def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, TILES: tl.constexpr, BN: tl.constexpr):
+    """Of each document, a program each: the first token that counts, 0 if none does; how many from there on hold all
+    that do; and of their tiles of BN, the last one shifted back to end with them, the tokens that do not."""
+    k = tl.program_id(0).to(tl.int64)
+    end = tl.full((), 0, tl.int32)
+    source = Ld
+    for t0 in range(0, Ld, TILES * BN):
+        t = t0 + tl.arange(0, TILES * BN)
+        keep = _keep(mask, k, t, Ld, stride_k, stride_l)
+        end = tl.maximum(end, tl.max(tl.where(keep, t + 1, 0), axis=0))
+        source = tl.minimum(source, tl.min(tl.where(keep, t, Ld), axis=0))
+    source = tl.minimum(source, end)
+    length = end - source
+    tl.store(lengths + k, length)
+    tl.store(sources + k, source)
+    column = tl.arange(0, BN)[None, :]
+    for n0 in range(0, tiles, TILES):
+        n = n0 + tl.arange(0, TILES)
+        start = source + tl.minimum(n * BN, tl.maximum(length - BN, 0))
+        keep = _keep(mask, k, start[:, None] + column, end, stride_k, stride_l)
+        absent = tl.reshape(tl.where(keep, 0, 1), (TILES, BN // 32, 32)) << tl.arange(0, 32)[None, None, :]
+        word = n[:, None] + (k * (BN // 32) + tl.arange(0, BN // 32)[None, :]) * tiles
+        tl.store(bits + word, tl.sum(absent, axis=2), mask=n[:, None] < tiles)
+
+
+@triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l"])
+def maxsim_kept_tokens(
+    mask, D, tokens, places, lengths, Ld, stride_k, stride_l, d, TOKENS: tl.constexpr, BD: tl.constexpr
+):
+    """Of each document ``[Ld, d]`` the tokens that count, one after the other, in `tokens` from where it begins in D;
+    how many they are; and in `places`, unless it is None, which. A program for every TOKENS of a document."""
+    blocks = tl.cdiv(Ld, TOKENS)
+    k = (tl.program_id(0) // blocks).to(tl.int64)
+    t0 = tl.program_id(0) % blocks * TOKENS
+    before = tl.full((), 0, tl.int32)
+    for b0 in range(0, t0, 16 * TOKENS):
+        t = b0 + tl.arange(0, 16 * TOKENS)
+        kept = _keep(mask, k, t, t0, stride_k, stride_l)
+        before += tl.sum(kept.to(tl.int32), axis=0)
+    t = t0 + tl.arange(0, TOKENS)
+    keep = _keep(mask, k, t, Ld, stride_k, stride_l)
+    counted = keep.to(tl.int32)
+    place = before + tl.cumsum(counted, axis=0) - counted
+    columns = tl.arange(0, BD)
+    ok = (columns < d)[None, :]
+    # All of them: copies need not wait for the mask.
+    x = tl.load(D + (k * Ld + t)[:, None] * d + columns[None, :], mask=ok & (t < Ld)[:, None], other=0.0)
+    tl.store(tokens + (k * Ld + place)[:, None] * d + columns[None, :], x, mask=ok & keep[:, None])
+    if places is not None:
+        tl.store(places + k * Ld + place, t, mask=keep)
+    if t0 + TOKENS >= Ld:
+        tl.store(lengths + k, before + tl.sum(counted, axis=0))
+
+
+@triton.jit(do_not_specialize=["Ld", "rows"])
+def maxsim_winners_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
+    """Winners ``[K, rows]`` among the tokens that count, as tokens of their documents; -1 as it is."""
+    blocks = tl.cdiv(rows, BLOCK)
+    k = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    winner = tl.load(argmax + k * rows + row, mask=row < rows, other=-1).to(tl.int32)
+    place = tl.load(places + k * Ld + winner, mask=winner >= 0, other=-1)
+    tl.store(argmax + k * rows + row, place.to(argmax.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["Tq", "mask_stride"])
+def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.constexpr):
+    """Set those of the zeros `covered` [Tq] that are rows of a query, a program each, and not masked."""
+    begin = tl.load(cu_seqlens_q + tl.program_id(0)).to(tl.int64)
+    end = tl.load(cu_seqlens_q + tl.program_id(0) + 1).to(tl.int64)
+    end = tl.where((begin >= 0) & (end <= Tq), end, begin)
+    for r0 in range(begin, end, BLOCK):
+        row = r0 + tl.arange(0, BLOCK)
+        keep = row < end
+        if mask is not None:
+            keep = keep & (tl.load(mask + row * mask_stride, mask=keep, other=0) != 0)
+        tl.store(covered + row, keep, mask=row < end)
+
+
+@triton.jit
+def _over_sections(cut, place, row, there, keep, rows, C: tl.constexpr):
+    """Maxima of query rows over the sections of a document; winners are stored."""
+    AT_ONCE: tl.constexpr = _SECTIONS_AT_ONCE // row.shape[0]
+    k, first, count = place
+    best, where = merged_sections(cut, first, count, row, keep, rows, AT_ONCE)
+    if cut.argmax is not None:
+        where = tl.where(keep & (where != NO_TOKEN), where, -1)
+        tl.store(cut.argmax + k.to(tl.int64) * rows + row, where.to(cut.argmax.dtype.element_ty), mask=there)
+    if C.NORMALIZE:
+        best = best * tl.load(cut.norms + row, mask=keep, other=0.0)
+    return best[None, :]
+
+
+@triton.jit
+def _block_sums(
+    maxima, cut, place, Q, begin, length, s0, k, sizes, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+    DOCUMENTS: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Sums over SLOT rows of each query from its row s0 on, as [DOCUMENTS * QUERIES]; and which queries keep some."""
+    s = s0 + tl.arange(0, QUERIES * SLOT) % SLOT
+    row = begin + s
+    i = row // sizes.Lq
+    rows = sizes.Nq * sizes.Lq
+    keep = query_keep(Q, i, row % sizes.Lq, s < length)
+    weight = query_weight(Q, i, row % sizes.Lq, keep)
+    if C is None:
+        at = k.to(tl.int64)[:, None] * rows + row[None, :]
+        best = tl.load(maxima + at, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
+    else:
+        best = _over_sections(cut, place, row, s < length, keep, rows, C)
+    terms = tl.reshape(tl.where(keep[None, :], weight[None, :] * best, 0.0), (DOCUMENTS * QUERIES * SLOT,))
+    if C is None:
+        sums = ordered_sum(terms, DOCUMENTS * QUERIES, SLOT)
+    else:
+        sums = split_sum(terms, DOCUMENTS * QUERIES, SLOT)  # warps may share a query
+    return sums, tl.max(tl.reshape(keep.to(tl.int32), (QUERIES, SLOT)), axis=1)
+
+
+@triton.jit(do_not_specialize=["queries", "stride", "Nq", "K", "Lq", "Td"])
+def maxsim_row_sums(
+    maxima, cut, scores, Q, segments, queries, stride, Nq, K, Lq, Td, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+    DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Scores ``[queries, stride]`` of K documents from their rows' maxima ``[K, Nq * Lq]``: weighted sums over the rows
+    of each query.
+
+    Or, in place of `maxima`, from `cut`, the `Sections` that the forward with configuration C left; then DOCUMENTS is
+    1. A program adds SLOT rows at a time of QUERIES queries for DOCUMENTS documents, as trees of ``SLOT * 2^LEVELS``
+    rows.
+    """
+    sizes = Sizes(Nq, K, Lq, 0)
+    query_tiles = tl.cdiv(queries, QUERIES)
+    first = (tl.program_id(0) % query_tiles) * QUERIES
+    k = (tl.program_id(0) // query_tiles) * DOCUMENTS + tl.arange(0, DOCUMENTS)
+    place = None
+    if C is not None:
+        place = sections_of(segments, tl.program_id(0) // query_tiles, K, Td, cut, C.BN)
+        if C.EARLY:
+            gdc_wait()
+    i = first + tl.arange(0, QUERIES * SLOT) // SLOT
+    begin, length, _ = query_segment(segments, i, i < queries, Nq * Lq)
+    total, keeps = _block_sums(maxima, cut, place, Q, begin, length, 0, k, sizes, SLOT, QUERIES, DOCUMENTS, C)
+    longest = tl.max(length, axis=0)
+    if longest > SLOT:
+        pending = tl.full((DOCUMENTS * QUERIES, 4 if LEVELS <= 4 else 8), 0, tl.float32)
+        total, pending = carried(tl.zeros_like(total), pending, total, 0, LEVELS)
+        for s0 in range(SLOT, longest, SLOT):
+            sums, more = _block_sums(maxima, cut, place, Q, begin, length, s0, k, sizes, SLOT, QUERIES, DOCUMENTS, C)
+            total, pending = carried(total, pending, sums, s0 // SLOT, LEVELS)
+            keeps = keeps | more
+        total = flushed(total, pending, tl.cdiv(longest, SLOT), LEVELS)
+
+    i = first + tl.arange(0, QUERIES)
+    _, _, fits = query_segment(segments, i, i < queries, Nq * Lq)
+    _, tokens, valid = document_segment(segments, k, k < K, Td)
+    any_kept = (tokens > 0)[:, None]
+    if C is not None:
+        any_kept = any_kept & (any_section_keeps(cut, place) > 0)
+    empty = tl.where(keeps > 0, float("-inf"), 0.0)
+    score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
+    score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
+    at = i.to(tl.int64)[None, :] * stride + k[:, None]
+    tl.store(scores + at, score, mask=(i < queries)[None, :] & (k < K)[:, None])
+
+
+@triton.jit
+def _tree_of_parts(at, p, parts, k, K, TREE: tl.constexpr):
+    """The sums of parts p to p + TREE - 1 in each document, zeros of those that there are not."""
+    if TREE == 1:
+        sums = tl.load(at + wide(p) * K, mask=(k < K) & condition(p < parts), other=0.0)
+    else:
+        HALF: tl.constexpr = TREE // 2
+        left = _tree_of_parts(at, p, parts, k, K, HALF)
+        sums = left + _tree_of_parts(at, p + HALF, parts, k, K, HALF)
+    return sums
+
+
+@triton.jit(do_not_specialize=["stride", "K", "parts"])
+def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOCK: tl.constexpr):
+    """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
+
+    A program takes BLOCK documents of a query. TREE neighbours are added as a tree, then these one after the other: the
+    order of kernels that take more rows of a query at once.
+    """
+    blocks = tl.cdiv(K, BLOCK)
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    k = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = partial + i * parts * K + k
+    total = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, parts, TREE):
+        sums = _tree_of_parts(at, p, parts, k, K, TREE)
+        total = tl.where(p == 0, sums, total + sums)
+    tl.store(scores + i * stride + k, total, mask=k < K)

@@ -1,0 +1,378 @@
+"""What arguments may be, and the errors when they are not: `op` begins every message, and the argument's name follows.
+
+Dense layouts are told apart by the rank of D: the cross product ``Q [Nq, Lq, d]``, ``D [Nd, Ld, d]`` and the candidates
+``Q [Nq, Lq, d]``, ``D [Nq, K, Ld, d]``. Sizes may be symbolic (torch.compile, torch.export): they are only compared.
+"""
+
+import math
+import reprlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from .messages import describe_non_tensor, first_sentence, kind_of, shape_of, short_repr, show_sizes
+
+Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
+"""How gradients are summed: see `lik_ops.maxsim`."""
+Save: TypeAlias = Literal["int8"]
+"""What the backward keeps of documents: see `lik_ops.maxsim`."""
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BACKWARDS: tuple[str, ...] = get_args(Backward)
+MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+LOOKS_LIKE_LENGTHS = "looks like lengths (offsets are 0 followed by the cumulative sum of the lengths)"
+_INT16_MAX, _INT64_MAX = 32767, 2**63 - 1
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for every input dtype, fp64 for fp64: scores, weights and their gradients."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def same_size(a, b, message) -> None:
+    """Raise ValueError unless two sizes are equal; sizes unknown while tracing become a run-time check."""
+    if isinstance(a, int) and isinstance(b, int):
+        if a != b:
+            raise ValueError(message())
+    else:
+        torch._check_value(a == b, message)
+
+
+def at_most_one(size: Any) -> Any:
+    """Return ``min(size, 1)``, which is 0 in an exported program whose size is 0.
+
+    A tracer takes a symbolic size for 1 or more. It would replace the plain minimum by 1, but keeps this expression.
+    """
+    return min(size, 1) if isinstance(size, int) else torch.sym_min((size + 1) // 2, 1)
+
+
+def at_least_one(size: Any) -> Any:
+    """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0: see `at_most_one`."""
+    return max(size, 1) if isinstance(size, int) else size + 1 - at_most_one(size)
+
+
+def require(condition, message) -> None:
+    """Raise ``ValueError(message())`` if `condition` is false. A symbolic condition becomes a run-time check.
+
+    `torch._check_value` imports sympy, also for plain booleans. Calls of lik_ops import nothing.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._check_value(condition)  # torch 2.11 traces no message
+    elif not isinstance(condition, bool):
+        torch._check_value(condition, message)
+    elif not condition:
+        raise ValueError(message())
+
+
+def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
+    """Raise TypeError, naming the argument, unless it is a tensor, or None where there need not be one."""
+    if not isinstance(x, Tensor) and not (or_none and x is None):
+        raise TypeError(f"{op}: {name}: expected a Tensor{' or None' * or_none}, got {describe_non_tensor(x)}")
+
+
+def check_flag(op: str, name: str, x: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is True or False."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{op}: {name}: expected a bool, got {kind_of(x)}")
+
+
+def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it is one of a few strings."""
+    expected = f"{op}: {name}: expected one of {', '.join(choices)}, got"
+    if not isinstance(x, str):
+        raise TypeError(f"{expected} {kind_of(x)}")
+    if x not in choices:
+        raise ValueError(f"{expected} {reprlib.repr(x)}")
+
+
+def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it is an integer of at least `least` that fits int64.
+
+    Sizes unknown while tracing pass.
+    """
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name}: expected an int, got {kind_of(x)}")
+    if isinstance(x, int) and not least <= x <= _INT64_MAX:
+        expected = f"{least} or more" if x < least else f"at most {_INT64_MAX}"
+        raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(x)}")
+
+
+def as_device(op: str, given: Any) -> torch.device:
+    """A device, or what is one by its name; else TypeError or ValueError, naming the argument."""
+    if isinstance(given, (str, int, torch.device)) and not isinstance(given, bool):
+        try:
+            return torch.device(given)
+        except (RuntimeError, ValueError):
+            raise ValueError(f"{op}: device: expected a device of this torch, got {short_repr(given)}") from None
+    raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
+
+
+def check_is_present(op: str, device: torch.device) -> None:
+    """Raise ValueError, naming the argument, for a device that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        expected = f"expected a device of this machine, got {device}"
+        raise ValueError(f"{op}: device: {expected}: {first_sentence(error)}") from error
+
+
+def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless these are what the scoring functions take."""
+    check_flag(op, "normalize", normalize)
+    check_choice(op, "backward", backward, BACKWARDS)
+    check_flag(op, "recompute", recompute)
+
+
+def check_save(op: str, save: Any, recompute: bool) -> None:
+    """Raise TypeError or ValueError unless documents can be saved so."""
+    check_choice(op, "save", save, get_args(Save))
+    if recompute:
+        raise ValueError(f"{op}: recompute: expected False beside save={save!r}, which keeps the winners, got True")
+
+
+def check_types(op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any) -> None:
+    """`check_tensor` of each."""
+    check_tensor(op, "Q", Q)
+    check_tensor(op, "D", D)
+    for name, x in (("q_mask", q_mask), ("d_mask", d_mask), ("q_weight", q_weight)):
+        check_tensor(op, name, x, or_none=True)
+
+
+def check_strided(op: str, name: str, t: Tensor) -> None:
+    """Raise TypeError, naming the argument, for sparse and nested tensors."""
+    if t.layout != torch.strided or t.is_nested:
+        found = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
+
+
+def check_plain(op: str, **tensors: Any) -> None:
+    """Raise TypeError, naming the argument, if one of these is a DTensor."""
+    if torch.compiler.is_dynamo_compiling() or (module := sys.modules.get("torch.distributed.tensor")) is None:
+        return
+    for name, x in tensors.items():
+        if isinstance(x, module.DTensor):
+            raise TypeError(f"{op}: {name}: expected a plain tensor, got a DTensor: pass its to_local()")
+
+
+def check_has_values(op: str, name: str, t: Tensor) -> None:
+    """Raise ValueError, naming the argument, for tensors on the meta device."""
+    if t.is_meta:
+        raise ValueError(f"{op}: {name}: expected values, got a tensor on the meta device, which has none")
+
+
+def check_fits_memory(op: str, name: str, shape: Sequence) -> None:
+    """Raise ValueError, naming the argument, if int64 cannot count the bytes of a tensor of 8-byte elements."""
+    if torch.compiler.is_compiling():
+        return  # it would guard on sizes
+    if all(isinstance(n, int) for n in shape) and 8 * math.prod(max(n, 1) for n in shape) > _INT64_MAX:
+        raise ValueError(f"{op}: {name}: expected sizes that fit memory, got {list(shape)}")
+
+
+def check_dtype(op: str, name: str, dtype: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is one that tokens may have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype) + _dtype_hint(dtype)
+        raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+
+
+def _dtype_hint(x: Any) -> str:
+    """Name the torch dtype that a string or a numpy dtype stands for, or return an empty string."""
+    spelled = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
+    named = getattr(torch, str(spelled).removeprefix("torch."), None)
+    return f" {short_repr(spelled)}: pass {named}" if isinstance(named, torch.dtype) and named in DTYPES else ""
+
+
+def check_floats(op: str, name: str, x: Any) -> None:
+    """Raise TypeError, naming the argument, unless it is a dense tensor of such a dtype."""
+    check_tensor(op, name, x)
+    check_strided(op, name, x)
+    check_dtype(op, name, x.dtype)
+
+
+def _has_rank(t: Tensor, shape: str) -> bool:
+    rank = shape.count(",") + 1
+    return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank
+
+
+def check_tokens(
+    op: str, Q: Tensor, D: Tensor, q_shapes: Sequence[str], d_shapes: Sequence[str], hints: Sequence[str] = ("", "")
+) -> None:
+    """Raise unless Q and D are embeddings of a rank that `q_shapes` and `d_shapes` spell, alike in dtype, device and d.
+
+    Args:
+        q_shapes, d_shapes: shapes as messages say them: ``("[Lq, d]", "[Nq, Lq, d]")``, or ``("[..., L, d]",)``.
+        hints: text that messages add to the shapes of Q and of D.
+    """
+    for name, t, shapes, hint in (("Q", Q, q_shapes, hints[0]), ("D", D, d_shapes, hints[1])):
+        check_tensor(op, name, t)
+        check_strided(op, name, t)
+        if not any(_has_rank(t, shape) for shape in shapes):
+            expected = " or ".join([", ".join(shapes[:-1]), shapes[-1]] if len(shapes) > 1 else shapes)
+            raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {shape_of(t)}")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+    if D.dtype != Q.dtype:
+        raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
+    if D.device != Q.device:
+        raise ValueError(f"{op}: D: expected the device of Q, {Q.device}, got {D.device}")
+    same_size(
+        D.shape[-1],
+        Q.shape[-1],
+        lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {shape_of(Q)}, got {shape_of(D)}",
+    )
+    if isinstance(Q.shape[-1], int) and Q.shape[-1] < 1:
+        raise ValueError(f"{op}: Q: expected d >= 1, got {shape_of(Q)}")
+
+
+def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> None:
+    """Raise ValueError unless `x` has the sizes `expected`, None for any."""
+    if x.dim() != len(expected):
+        raise ValueError(message())
+    for found, size in zip(x.shape, expected, strict=True):
+        if size is not None:
+            same_size(found, size, message)
+
+
+def check_indices(
+    op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
+) -> None:
+    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `spelled` says, on the
+    device of `of`."""
+    check_tensor(op, name, x)
+    if x.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
+    check_strided(op, name, x)
+    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {show_sizes(spelled, expected)}, got {shape_of(x)}")
+    if x.device != device:
+        raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
+
+
+def check_cu_seqlens(
+    op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]", of: str = "Q"
+) -> None:
+    """Raise unless these may be the bounds of N packed sequences."""
+    check_indices(op, name, cu_seqlens, (None,), spelled, device, of)
+    if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{op}: {name}: expected {spelled}, got {shape_of(cu_seqlens)}")
+
+
+def _check_like(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
+    """Whether `x` is given; raise unless it then has the shape of its tensor without d, exactly, and its device."""
+    check_tensor(op, name, x, or_none=True)
+    if x is None:
+        return False
+    check_strided(op, name, x)
+    expected = of.shape[:-1]
+    _check_sizes(
+        x,
+        expected,
+        lambda: f"{op}: {name}: expected shape {list(expected)} to match {of_name} {shape_of(of)}, got {shape_of(x)}",
+    )
+    if x.device != of.device:
+        raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
+    return True
+
+
+def check_mask(
+    op: str, name: str, mask: Any, of_name: str, of: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES
+) -> None:
+    """Raise unless `mask` is None or a mask of the tokens `of`, of one of `dtypes`."""
+    if _check_like(op, name, mask, of_name, of) and mask.dtype not in dtypes:
+        expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
+        is_convertible = torch.bool in dtypes and mask.dtype.is_floating_point  # not ids
+        hint = f": for a mask of ones and zeros pass {name} != 0" * is_convertible
+        raise TypeError(f"{op}: {name}: expected {expected}, got {mask.dtype}{hint}")
+
+
+def check_weight(op: str, q_weight: Any, Q: Tensor) -> None:
+    """Raise unless `q_weight` is None or weights of the tokens of Q."""
+    if _check_like(op, "q_weight", q_weight, "Q", Q) and q_weight.dtype != score_dtype(Q.dtype):
+        raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
+
+
+def check_per_token(
+    op: str, Q: Tensor, D: Tensor, q_mask: Any, d_mask: Any, q_weight: Any, mask_dtypes: Sequence = MASK_DTYPES
+) -> None:
+    """`check_mask` and `check_weight` of what goes with Q and D."""
+    check_mask(op, "q_mask", q_mask, "Q", Q, mask_dtypes)
+    check_mask(op, "d_mask", d_mask, "D", D, mask_dtypes)
+    check_weight(op, q_weight, Q)
+
+
+def check(
+    op: str,
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    backward: str = "auto",
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless dense arguments fit together."""
+    check_tokens(op, Q, D, ("[Lq, d]", "[Nq, Lq, d]"), ("[Ld, d]", "[Nd, Ld, d]", "[Nq, K, Ld, d]"))
+    if D.dim() == 4:
+        if Q.dim() == 2:
+            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
+        same_size(
+            D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {shape_of(D)}"
+        )
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
+    check_choice(op, "backward", backward, BACKWARDS)
+
+
+def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
+    """What the inner ops ask beyond `check`: 3-D Q, 3-D or 4-D D, bool masks."""
+    if Q.dim() != 3 or D.dim() not in (3, 4):
+        raise ValueError(
+            f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {shape_of(Q)}, {shape_of(D)}"
+        )
+    for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
+        if mask is not None and mask.dtype != torch.bool:
+            converts = add_op_namespace_prefix("maxsim")
+            raise TypeError(f"{op}: {name}: expected bool ({converts} converts integers), got {mask.dtype}")
+
+
+def metadata(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None) -> tuple:
+    """All that decides how arguments are checked and computed, but their values: a key for what was found out once.
+
+    Of real tensors only: symbolic sizes would be guarded on.
+    """
+    key = (Q.shape, Q.stride(), Q.dtype, Q.get_device(), D.shape, D.stride(), D.dtype, D.get_device())
+    if q_mask is None and d_mask is None and q_weight is None:
+        return key
+    per_token = (q_mask, d_mask, q_weight)
+    return key, *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in per_token]
+
+
+def as_bool(mask: Tensor | None) -> Tensor | None:
+    """Integer masks read as ``!= 0``."""
+    return mask if mask is None or mask.dtype == torch.bool else mask != 0
+
+
+def lift(x: Tensor | None, is_flat: bool) -> Tensor | None:
+    """Give a per-query or per-document tensor the leading axis that its 2-D `Q` or `D` lacks."""
+    return x.unsqueeze(0) if is_flat and x is not None else x
+
+
+def lifted(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The arguments with all their axes: those of a 2-D `Q` or `D` given one."""
+    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
+    if q_flat:
+        Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
+    return Q, lift(D, d_flat), q_mask, lift(d_mask, d_flat), q_weight  # type: ignore[return-value]
+
+
+def argmax_dtype_for(Ld) -> torch.dtype:
+    """int16 where every token index of a document is known to fit, else int32; a symbolic Ld stays unguarded."""
+    if isinstance(Ld, int):
+        return torch.int16 if Ld <= _INT16_MAX else torch.int32
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return torch.int16 if statically_known_true(Ld <= _INT16_MAX) else torch.int32

@@ -1,0 +1,177 @@
+"""Nearest points of two clouds, and gradients of their distances: ``lik::chamfer_fwd``, ``lik::chamfer_bwd``.
+
+Gradients are summed as those of MaxSim: a point's differences to those that chose it are rows that won it.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._ops import add_op_namespace_prefix
+from ..._ops import ops as lik
+from ...core.arguments import (
+    check_choice,
+    check_dtype,
+    check_indices,
+    check_strided,
+    check_tensor,
+    same_size,
+    score_dtype,
+    shape_of,
+)
+from ...core.settings import requested_backend, use_backend
+from ...ops.registration.custom import custom_op
+from ...ops.registration.family import backend_once, check_shape, no_double_backward
+from ...ops.stack import batching, functional
+
+METRICS = ("sqeuclidean", "l1")
+_SCHEMA = "(Tensor P, Tensor R, Tensor? p_lengths, Tensor? r_lengths, str metric) -> (Tensor, Tensor, Tensor, Tensor)"
+_BWD_SCHEMA = (
+    "(Tensor? of_P, Tensor? of_R, Tensor P, Tensor R, Tensor nearest, Tensor nearest_R, str metric, bool[2] needs)"
+    " -> (Tensor, Tensor)"
+)
+_FWD, _BWD = map(add_op_namespace_prefix, ("chamfer_fwd", "chamfer_bwd"))
+
+
+class Clouds(NamedTuple):
+    """Points ``P [B, N, d]`` and ``R [B, M, d]``; how many of each cloud count, ``[B]``, or None for all."""
+
+    P: Tensor
+    R: Tensor
+    p_lengths: Tensor | None
+    r_lengths: Tensor | None
+
+    def check(self, op: str, one: bool = False) -> None:
+        """Raise ValueError or TypeError, naming the argument, unless all fit together; of `one`, P and R may be 2-D."""
+        for name, X, points in (("P", self.P, "N"), ("R", self.R, "M")):
+            check_tensor(op, name, X)
+            check_strided(op, name, X)
+            if X.dim() != 3 and not (one and X.dim() == 2):
+                expected = f"[{points}, d] or " * one + f"[B, {points}, d]"
+                raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(X)}")
+            check_dtype(op, name, X.dtype)
+        self._check_alike(op)
+        for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
+            if n is not None:
+                clouds = "[B]" if self.P.dim() == 3 else "[]"
+                check_indices(op, name, n, self.P.shape[:-2], clouds, self.P.device, of="P")
+
+    def _check_alike(self, op: str) -> None:
+        P, R = self.P, self.R
+        if R.dtype != P.dtype:
+            raise TypeError(f"{op}: R: expected the dtype of P, {P.dtype}, got {R.dtype}")
+        if R.device != P.device:
+            raise ValueError(f"{op}: R: expected the device of P, {P.device}, got {R.device}")
+        if R.dim() != P.dim():
+            raise ValueError(f"{op}: R: expected as many axes as P {shape_of(P)}, got {shape_of(R)}")
+
+        def alike() -> str:
+            return f"{op}: R: expected B and d of P {shape_of(P)}, got {shape_of(R)}"
+
+        for axis in range(-1, -P.dim() - 1, -2):
+            same_size(R.shape[axis], P.shape[axis], alike)
+        if isinstance(P.shape[-1], int) and P.shape[-1] < 1:
+            raise ValueError(f"{op}: P: expected d >= 1, got {shape_of(P)}")
+
+
+@custom_op(add_op_namespace_prefix("chamfer_fwd"), _SCHEMA)
+def chamfer_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Distances ``[B, N]`` of points of P to their nearest of R and which that is, int32; and ``[B, M]`` the other way.
+
+    The lowest is nearest where distances are equal. fp32 (fp64 for fp64). Beyond the end of a cloud 0 and -1; inf and
+    -1 where the other cloud is empty; NaN and -1 for both clouds where a length of either cannot be. Of a NaN or
+    infinite coordinate the distance is NaN or infinite.
+    """
+    x, metric = Clouds(*args[:4]), args[4]
+    backend = backend_once(_FWD, x, (metric,), x.P, _check, x, metric)
+    functional.reject_forward_ad(x.P, x.R)
+    return backend.forward_chamfer(*x, metric)
+
+
+def _check(x: Clouds, metric: str) -> None:
+    x.check(_FWD)
+    check_choice(_FWD, "metric", metric, METRICS)
+
+
+@chamfer_fwd.register_fake
+def _(*args):
+    x, metric = Clouds(*args[:4]), args[4]
+    _check(x, metric)
+    dtype, found = score_dtype(x.P.dtype), []
+    for X in (x.P, x.R):
+        found += [X.new_empty(X.shape[:2], dtype=dtype), X.new_empty(X.shape[:2], dtype=torch.int32)]
+    return tuple(found)
+
+
+class _Given(NamedTuple):
+    """The tensors of a backward: gradients of distances, None where there is none, the points, and who was nearest."""
+
+    of_P: Tensor | None
+    of_R: Tensor | None
+    P: Tensor
+    R: Tensor
+    nearest: Tensor
+    nearest_R: Tensor
+
+    def check(self, metric: str) -> None:
+        """Raise ValueError or TypeError, naming the argument, unless all fit together."""
+        Clouds(self.P, self.R, None, None).check(_BWD)
+        check_choice(_BWD, "metric", metric, METRICS)
+        dtype = score_dtype(self.P.dtype)
+        for name, x, X, expected in (
+            ("of_P", self.of_P, self.P, dtype),
+            ("of_R", self.of_R, self.R, dtype),
+            ("nearest", self.nearest, self.P, torch.int32),
+            ("nearest_R", self.nearest_R, self.R, torch.int32),
+        ):
+            if x is None:
+                continue
+            check_shape(_BWD, name, x, X.shape[:2], X.device)
+            if x.dtype != expected:
+                raise TypeError(f"{_BWD}: {name}: expected {expected}, got {x.dtype}")
+
+
+@custom_op(add_op_namespace_prefix("chamfer_bwd"), _BWD_SCHEMA)
+def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of P and R, of their dtype, each summed by its owner: no atomics, bitwise reproducible.
+
+    `of_P`, `of_R` are those of the distances of `chamfer_fwd`, of which one may be None; `nearest`, `nearest_R` its
+    winners. `needs` says which of the two are wanted; the other has size [0].
+    """
+    x, (metric, needs) = _Given(*args[:6]), args[6:]
+    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric)
+    functional.reject_forward_ad(*x[:4])
+    return backend.backward_chamfer(*x, metric, list(needs))
+
+
+@chamfer_bwd.register_fake
+def _(*args):
+    x, (metric, needs) = _Given(*args[:6]), args[6:]
+    x.check(metric)
+    return tuple(X.new_empty(X.shape if need else (0,)) for X, need in zip((x.P, x.R), needs, strict=True))
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.metric = inputs[4]
+    ctx.backend = requested_backend()
+    ctx.save_for_backward(inputs[0], inputs[1], output[1], output[3])
+    ctx.mark_non_differentiable(output[1], output[3])
+
+
+def _backward(ctx, of_P, _, of_R, __):
+    needs = list(ctx.needs_input_grad[:2])
+    grads: list[Tensor | None] = [None, None]
+    if any(needs) and not (of_P is None and of_R is None):
+        with use_backend(ctx.backend):
+            found = lik.chamfer_bwd(of_P, of_R, *ctx.saved_tensors, ctx.metric, needs)
+        grads = [x if need else None for x, need in zip(found, needs, strict=True)]
+    return *grads, None, None, None
+
+
+chamfer_fwd.register_autograd(_backward, setup_context=_setup)
+chamfer_bwd.register_autograd(no_double_backward("chamfer_distance"))
+chamfer_fwd.register_vmap(partial(batching.one_by_one, chamfer_fwd, 4))
+chamfer_bwd.register_vmap(partial(batching.one_by_one, chamfer_bwd, 6))

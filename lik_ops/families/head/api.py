@@ -1,0 +1,78 @@
+"""MaxSim of hidden states: the projection of a document head, its normalisation and the maximum in one call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..._ops import ops as lik
+from ...core.arguments import argmax_dtype_for, as_bool, check_flag, check_tensor, lift
+from ...ops.stack import autocast, functional, sharding
+from .ops import check_hidden
+from .portable import Hidden
+
+_OP = "maxsim_from_hidden"
+
+
+def maxsim_from_hidden(
+    Q: Tensor,
+    H: Tensor,
+    W: Tensor,
+    b: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """Scores of documents that are hidden states of a model: `maxsim` of ``D = normalize(H W^T + b)``.
+
+    ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``, where D are the tokens that the linear head of a
+    late-interaction model makes, over ``max(||.||, 1e-12)``. Sums are fp32, tokens are rounded to the type of H, as
+    what `maxsim` is given. D is never whole in memory: on a GPU a call of few query tokens makes and scores tokens in
+    one kernel, others make some documents at a time. Differentiable in Q, H, W, b and `q_weight`.
+
+    Args:
+        Q: query tokens, ready to be scored, ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
+        H: hidden states of document tokens ``[Nd, Ld, d_model]`` or ``[Ld, d_model]``, of the dtype and device of Q.
+        W: weights of the head ``[d, d_model]``, as `torch.nn.Linear` has them, of the dtype and device of Q.
+        b: its bias ``[d]``, or None.
+        q_mask, d_mask: tokens to keep, the shape of Q and H without its last axis; bool (True = keep) or integers read
+            as ``!= 0``. What a masked token holds never matters, nor does any gradient see it.
+        q_weight: a weight for each query token, the shape of Q without d; fp32 (fp64 for fp64).
+        normalize: whether document tokens are divided by their norms. Queries never are.
+
+    Returns:
+        ``[Nq, Nd]``, fp32 (fp64 for fp64), without the axes that a 2-D Q or H lacks. Documents and queries without a
+        token that is kept score as those of `maxsim`.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size or device is wrong.
+        NotImplementedError: `torch.func` would differentiate it.
+
+    Example:
+        >>> Q, H = torch.randn(4, 32, 128), torch.randn(8, 180, 768)
+        >>> head = torch.nn.Linear(768, 128)
+        >>> lik_ops.maxsim_from_hidden(Q, H, head.weight, head.bias).shape
+        torch.Size([4, 8])
+
+    Source: the encoders of Khattab and Zaharia, "ColBERT", 2020, section 3.2, with equation 3.
+    """
+    check_flag(_OP, "normalize", normalize)
+    check_tensor(_OP, "b", b, or_none=True)  # before a region casts what is beside it
+    check_tensor(_OP, "q_weight", q_weight, or_none=True)
+    Q, H, q_weight = autocast.to_region(Q, H, q_weight)
+    W, bias, _ = autocast.to_region(W, W if b is None else b, None)
+    x = Hidden(Q, H, W, None if b is None else bias, q_mask, d_mask, q_weight)
+    check_hidden(_OP, x)
+    functional.reject_forward_ad(*x[:4], q_weight)
+    functional.reject_transforms(_OP)
+    sharding.register_if_needed()
+    keeps = functional.records_gradients(*x[:4], q_weight)
+    q_flat, h_flat = Q.dim() == 2, H.dim() == 2
+    q_keep, weight = lift(as_bool(q_mask), q_flat), lift(q_weight, q_flat)
+    Q, H, d_keep = lift(Q, q_flat), lift(H, h_flat), lift(as_bool(d_mask), h_flat)  # type: ignore[assignment]
+    dtype = argmax_dtype_for(x.H.shape[-2]) if keeps else None
+    scores = lik.maxsim_from_hidden_fwd(Q, H, *x[2:4], q_keep, d_keep, weight, normalize, dtype)[0]
+    scores = scores.squeeze(1) if h_flat else scores
+    return scores.squeeze(0) if q_flat else scores

@@ -1,0 +1,112 @@
+"""Which tiles the kernels of `head` take: see `configs`. Those of both follow from d, so that tokens have one set of
+bits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...csrc_triton.common.arguments import HeadConfig
+from ...gpu.tuning.architectures import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
+
+MOST_FEATURES = 256  # of a token, which a program holds in fp32
+MOST_ROWS = 96  # of queries, that meet a tile of tokens part by part: beside 128, tokens are quicker made first
+_PART_ROWS = 32  # of a part: more would not leave registers for its similarities
+_ROUNDS = 2  # documents of each program at least: else most would wait for those that have one more
+# Triton 3.9 cannot place the accumulators of sm_100; others were not tried.
+_FUSED = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
+_SLOPES = 2048  # numbers of a tile of gradients, 16 of a thread: with 32 what is no vector spills
+MOST_TILE_ROWS = 256  # of any tile
+FEWEST_TOKENS = 64  # of a document: each that a tile meets takes a reduction of its own
+
+
+@dataclass(frozen=True)
+class HeadLaunch(Launch):
+    """A configuration with its warps and pipeline stages."""
+
+    config: HeadConfig  # type: ignore[assignment]
+
+    def tile(self) -> str:
+        """What a program makes at a time, for people."""
+        c = self.config
+        return f"{c.BN} tokens x {c.BD} features, {c.BK} of a step, {self.num_warps} warps, {self.num_stages} stages"
+
+
+@functools.lru_cache(maxsize=1024)
+def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool):
+    """The tile of tokens. Each reads all weights, from the L2 cache: large ones, as registers hold them."""
+    half, vectors = dtype != torch.float32, loads_vectors(width, wide)
+    BD = max(next_power_of_2(d), 16)
+    BN, BK, warps, stages = 128, 64, 8, 3
+    if arch.unit == "interpreter":
+        BN, BK = 32, 32
+    elif not half:
+        BN, BK, stages = 64, 32, 2
+        if BD > 128:
+            BK = 16
+    elif arch.unit == "wgmma":
+        BN, stages = (256 if BD <= 128 else 128), (5 if BD <= 64 else 4)  # as many as shared memory holds
+    elif arch.unit == "mfma":
+        BN, BK, stages = 64, 32, 1
+    else:
+        BN, BK = (128 if BD <= 128 else 64), 32
+    if not vectors and arch.unit != "interpreter":
+        BN, BK, stages = 64, 32 if half and BD <= 128 else 16, 2
+        if half and arch.unit == "wgmma":  # a warp group for 64 rows, two where their sums leave few registers
+            BN, warps = (64, 4) if BD <= 128 else (128, 8)
+    products = precision(dtype, arch, tf32)
+    config = HeadConfig(
+        BN,
+        BD,
+        BK,
+        16,
+        1,
+        1,
+        normalize,
+        wide,
+        products,
+        ONE_LOOP=arch.unit in ("wgmma", "interpreter"),
+        WHOLE=d == BD,
+        HELD=arch.unit == "wgmma",
+    )
+    return HeadLaunch(config, warps, stages, arch.registers)
+
+
+@functools.lru_cache(maxsize=1024)
+def scores(
+    arch: Architecture, dtype: torch.dtype, Nq: int, Lq: int, d: int, width: int, normalize: bool, wide: int
+) -> HeadLaunch:
+    """The tile in which few query rows are scored: that of tokens, with room for the rows."""
+    found = tokens(arch, dtype, d, width, normalize, wide, False)
+    slot = next_power_of_2(max(Lq, 1))
+    rows = max(next_power_of_2(Nq * slot), 16)
+    BM = min(rows, _PART_ROWS)
+    config = found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot)
+    return replace(found, config=config, walkers=programs(arch))
+
+
+def slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:
+    """Rows and features of a tile, how many programs share the tiles, and Triton's launch options."""
+    BD = max(next_power_of_2(d), 16)
+    BN = max(_SLOPES // BD, 1)
+    options = {"num_warps": 4} | ({"maxnreg": arch.registers} if arch.registers else {})
+    return BN, BD, min(cdiv(rows, BN), 8 * arch.processors), options
+
+
+def programs(arch: Architecture) -> int:
+    """How many a device runs at a time, which share the documents."""
+    return arch.processors * (1 if arch.unit in ("wgmma", "interpreter") else 2)
+
+
+def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> bool:
+    """Whether tokens are scored where they are made: where all query rows stand beside a tile of them, of half types.
+
+    Its scores have the bits of the other way, so the sizes of a batch may decide.
+    """
+    slot = next_power_of_2(max(Lq, 1))
+    few = slot <= _PART_ROWS and Nq * slot <= MOST_ROWS and d <= MOST_FEATURES
+    many = Nd >= _ROUNDS * programs(arch)
+    rows_fit = 0 < Nd * Ld < 2**31 - 2 * MOST_FEATURES
+    return arch.name in _FUSED and dtype != torch.float32 and few and many and rows_fit and Ld >= FEWEST_TOKENS

@@ -1,0 +1,129 @@
+"""MaxSim of hidden states by Triton kernels: few query rows are scored where tokens are made, without these ever being
+in memory; for others tokens of some documents at a time are made, and scored as any."""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...csrc_triton.common.arguments import HeadConfig, Weights
+from ...csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
+from ...gpu.backward.dense import backward_lowmem
+from ...gpu.forward.dense import forward
+from ...gpu.runtime import launcher
+from ...gpu.runtime.arguments import (
+    allow_tf32,
+    architecture,
+    checked_grid,
+    describable,
+    documents_of,
+    on_device,
+    queries_of,
+    sizes,
+    wide_of,
+)
+from ...gpu.tuning.architectures import Architecture, cdiv
+from ...portable.blocks import MiB
+from . import configs as head_configs
+from .portable import Gradients, Head, Hidden, Parts, scores_by_slices, slopes, tokens_of
+
+_log = logging.getLogger("lik_ops")
+_INT32_MAX = 2**31 - 1
+Tiles: TypeAlias = TensorDescriptor | None
+
+
+def _wide(H: Tensor, W: Tensor) -> int:
+    """`HeadConfig.WIDE`."""
+    return max(wide_of(W, H), 1)
+
+
+def _weights(head: Head) -> Weights:
+    return Weights._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
+
+
+def _tiles(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
+    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them. `most`: in how
+    many documents' rows a program's end."""
+
+    def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
+        if not (arch.has_descriptors and describable(x)) or x.data_ptr() % 16:
+            return None
+        return TensorDescriptor(x, shape, strides, block)
+
+    n, L, width = H.shape
+    rows = described(H, [n - most + 1, most * L, width], [L * width, width, 1], [1, config.BN, config.BK])
+    return rows, described(W, list(W.shape), [width, 1], [config.BD, config.BK])
+
+
+def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+    """Those of `tokens_of`, by a kernel that holds them whole."""
+    (n, L, width), d = H.shape, head.W.shape[0]
+    rows = n * L
+    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
+        return tokens_of(H, head)
+    arch, tf32 = architecture(H.device), allow_tf32(H.dtype)
+    launch = head_configs.tokens(arch, H.dtype, d, width, head.normalize, _wide(H, head.W), tf32)
+    out = H.new_empty((n, L, d))
+    norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
+    with on_device(H.device):
+        tiles = _tiles(H, n, head.W, arch, launch.config)
+        args = documents_of(H, None), _weights(head), *tiles, out, norms, width, d, rows, L, launch.config
+        launcher.launch(maxsim_head_tokens, checked_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
+    return out, norms
+
+
+def _slopes(
+    G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Those of `slopes`, rounded, in place of G."""
+    n, L, d = G.shape
+    rows = n * L
+    if rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
+        return slopes(G, D, norms, keep, summed)
+    arch = architecture(G.device)
+    BN, BD, programs, options = head_configs.slopes(arch, d, rows)
+    sums = G.new_empty((programs, d), dtype=torch.float32) if summed else None
+    with on_device(G.device):
+        args = documents_of(G, keep), D, norms, sums, d, rows, L, BN, BD
+        launcher.launch(maxsim_head_slopes, checked_grid(programs), args, options)
+    return G.view(rows, d), None if sums is None else sums.sum(0)
+
+
+_PARTS = Parts(_tokens, forward, backward_lowmem, _slopes, 32 * MiB, True, 1)
+
+
+def _scores(x: Hidden, normalize: bool) -> Tensor:
+    """Scores whose tokens are never in memory, of a call that `is_fused`."""
+    (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, Head(x.W, x.b, normalize)
+    arch, wide = architecture(x.Q.device), max(_wide(x.H, x.W), wide_of(x.Q, x.Q))
+    launch = head_configs.scores(arch, x.Q.dtype, Nq, Lq, d, width, normalize, wide)
+    _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, sizes(x.Q, x.H), launch.tile())
+    scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
+    with on_device(x.Q.device):
+        programs = min(Nd, launch.walkers)
+        tiles = _tiles(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
+        groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
+        args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config
+        launcher.launch(maxsim_forward_head, checked_grid(programs), args, launch.options(arch))
+    return scores
+
+
+def forward_head(x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Scores and winners of `lik::maxsim_from_hidden_fwd`."""
+    (Nq, Lq, d), (Nd, Ld, _) = x.Q.shape, x.H.shape
+    is_fused = head_configs.is_fused(architecture(x.Q.device), x.Q.dtype, Nq, Nd, Lq, Ld, d)
+    if Nq and Lq and is_fused and argmax_dtype is None:
+        return _scores(x, normalize), torch.empty(0, dtype=torch.int32, device=x.Q.device)
+    _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), sizes(x.Q, x.H))
+    return scores_by_slices(_PARTS, x, normalize, argmax_dtype)
+
+
+def backward_head(
+    grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
+    return Gradients(_PARTS, grad_scores, x, argmax, normalize, needs).run()

@@ -1,0 +1,88 @@
+"""The in-batch contrastive loss of MaxSim."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..._ops import ops as lik
+from ...core.arguments import as_bool, check_count, check_types
+from ...ops.checks import values
+from ...ops.fast_path import eager
+from ...ops.stack import autocast, functional, sharding
+from ..soft.ops import check_temperature
+from .ops import check_call, default_labels, reduced, weights_over
+
+_OP = "maxsim_cross_entropy"
+
+
+def maxsim_cross_entropy(
+    Q: Tensor,
+    D: Tensor,
+    labels: Tensor | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """The contrastive loss: the cross-entropy of ``maxsim(Q, D) / temperature`` at the document that is right.
+
+    ``loss[i] = log sum_j exp(score[i, j] / temperature) - score[i, labels[i]] / temperature``: InfoNCE (van den Oord et
+    al., 2018, equation 4) of MaxSim, as ColBERTv2 trains with in-batch negatives (Santhanam et al., 2022, section 3.2).
+    It is ``F.cross_entropy(lik_ops.maxsim(Q, D) / temperature, labels)`` without the scores and winners which that
+    keeps: where these take more than 24 MiB a step keeps two numbers for each query, and finds the rest again.
+
+    Args:
+        Q: query tokens ``[Nq, Lq, d]``; fp16, bf16, fp32 or fp64.
+        D: document tokens of the dtype and device of Q: ``[Nd, Ld, d]``, positives and negatives of the whole batch; or
+            ``[Nq, K, Ld, d]``, the K candidates of each query.
+        labels: ``[Nq]``, int32 or int64: which document, or candidate, is the right one. None: document i of query i,
+            of candidates the first. A label that is no document makes the loss of its query NaN, and the gradients that
+            it takes part in; under `lik_ops.checks` it is an error.
+        q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`.
+        temperature: a number above 0, or a scalar (0-d) tensor of the dtype of the scores, which is differentiable. If
+            the tensor is not above 0, losses and gradients are NaN.
+        ignore_index: a label whose query has loss 0 and no gradient, and does not count in the mean.
+        reduction: ``"mean"`` over the queries that are not ignored, ``"sum"``, or ``"none"``.
+
+    Returns:
+        fp32 (fp64 for fp64): a tensor of no axes, or ``[Nq]`` with ``"none"``. The mean over no queries is NaN. As of
+        `F.cross_entropy`, the loss of a query is infinite where the right document alone scores ``-inf`` because it
+        keeps no token, and NaN where all documents do or a score is NaN.
+
+    Raises:
+        TypeError, ValueError: as `lik_ops.maxsim`; also for labels, a temperature or a reduction that is none.
+        NotImplementedError: `torch.func` would differentiate it.
+
+    Example:
+        >>> Q = torch.randn(8, 32, 128, requires_grad=True)
+        >>> D = torch.randn(24, 180, 128, requires_grad=True)
+        >>> lik_ops.maxsim_cross_entropy(Q, D, temperature=0.02, normalize=True).backward()
+        >>> Q.grad.shape, D.grad.shape  # documents 8 to 23 are negatives of all queries
+        (torch.Size([8, 32, 128]), torch.Size([24, 180, 128]))
+    """
+    per_token = q_mask, d_mask, q_weight
+    loss = eager.maxsim_cross_entropy(Q, D, labels, *per_token, temperature, normalize, ignore_index, reduction)
+    if loss is not None:
+        return loss
+    check_types(_OP, Q, D, *per_token)
+    check_temperature(_OP, temperature, Q)
+    check_count(_OP, "ignore_index", ignore_index, -(2**63))
+    sharding.register_if_needed()
+    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    check_call(_OP, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
+    if labels is None:
+        labels = default_labels(Q, D)
+    elif values.looks(labels):
+        values.check_labels(_OP, labels, D.shape[-3], ignore_index)
+    functional.reject_transforms(_OP, functional.is_differentiating)
+    q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
+    if isinstance(temperature, Tensor):
+        q_weight, temperature = weights_over(temperature, Q, q_mask, q_weight), 1.0
+    functional.reject_forward_ad(Q, D, q_weight)
+    tensors = Q, D, q_mask, d_mask, q_weight, labels
+    losses = lik.maxsim_cross_entropy_fwd(*tensors, float(temperature), ignore_index, normalize)[0]
+    return reduced(losses, labels, ignore_index, reduction)

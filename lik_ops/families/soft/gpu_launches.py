@@ -1,0 +1,106 @@
+"""A backward of soft MaxSim, or one of some queries or documents, as its kernels are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...csrc_triton.backward.arguments import SoftUpstream
+from ...csrc_triton.soft.backward import maxsim_soft_documents
+from ...gpu.runtime import launcher
+from ...gpu.runtime.arguments import (
+    allow_tf32,
+    architecture,
+    checked_grid,
+    describable,
+    documents_of,
+    is_even,
+    queries_of,
+    sizes,
+    wide_of,
+)
+from ...gpu.tuning.architectures import Kind, Launch, cdiv
+from . import configs as soft_configs
+
+Temperature = Tensor | float
+
+
+class SoftCall(NamedTuple):
+    """A backward, or one of some queries."""
+
+    grad_scores: Tensor
+    Q: Tensor
+    D: Tensor
+    lse: Tensor
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+    temperature: Temperature
+    normalize: bool
+
+    @property
+    def candidates(self) -> bool:
+        return self.D.dim() == 4
+
+    def part(self, own: slice) -> SoftCall:
+        """Of some queries; of candidates theirs, with all that belongs to them."""
+        lse, D, d_mask = self.lse[:, own], self.D, self.d_mask
+        if self.candidates:
+            lse, D, d_mask = self.lse[own], D[own], None if d_mask is None else d_mask[own]
+        q_mask, q_weight = (None if x is None else x[own] for x in (self.q_mask, self.q_weight))
+        return SoftCall(self.grad_scores[own], self.Q[own], D, lse, q_mask, d_mask, q_weight, *self[7:])
+
+    def some_documents(self, own: slice) -> SoftCall:
+        """Of some documents of the cross product."""
+        d_mask = None if self.d_mask is None else self.d_mask[own]
+        return self._replace(grad_scores=self.grad_scores[:, own], D=self.D[own], lse=self.lse[own], d_mask=d_mask)
+
+    def launch(self) -> Launch:
+        Q, wide = self.Q, wide_of(self.Q, self.D)
+        flat = self.candidates or is_even(Q)
+        kind = Kind(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
+        return soft_configs.backward(kind, tf32=allow_tf32(Q.dtype), flat=flat)
+
+    def tiles(self, of_queries: bool) -> TensorDescriptor | None:
+        """The other side of a product for the tensor memory access unit: whole rows, of which none are masked.
+
+        Of document tokens as documents, of whose ends it knows: what follows counts as zeros.
+        """
+        x, config = (self.Q if of_queries else self.D), self.launch().config
+        masked = self.q_mask if of_queries else self.d_mask
+        readable = describable(x) and x.data_ptr() % 16 == 0 and config.ONE_CHUNK and masked is None
+        if not (architecture(x.device).has_descriptors and readable) or (of_queries and self.candidates):
+            return None
+        *_, L, d = x.shape
+        if of_queries:
+            return TensorDescriptor(x, [x.numel() // d, d], [d, 1], [config.BN, config.BD])
+        return TensorDescriptor(x, [x.numel() // (L * d), L, d], [L * d, d, 1], [1, config.BN, config.BD])
+
+    def upstream(self) -> SoftUpstream:
+        strides = (*self.lse.stride()[:2],) if self.candidates else (0, self.lse.stride(0))
+        g = self.grad_scores
+        return SoftUpstream._make((g, *g.stride(), self.lse, *strides, *sizes(self.Q, self.D)))
+
+    def groups(self, of_queries: bool) -> tuple:
+        """What both kernels take first; `of_queries` are the others."""
+        queries = queries_of(self.Q, self.q_mask, self.q_weight)
+        return queries, documents_of(self.D, self.d_mask), self.tiles(of_queries), self.upstream(), self.temperature
+
+    def run(self, kernel: Callable, grid: tuple[int, ...], *args: object) -> None:
+        launch = self.launch()
+        options = launch.options(architecture(self.Q.device))
+        grid = (*checked_grid(grid[0]), grid[1], cdiv(self.Q.shape[-1], launch.config.BD))
+        groups = self.groups(kernel is maxsim_soft_documents)
+        launcher.launch(kernel, grid, (*groups, *args, self.Q.shape[-1], launch.config), options)
+
+    @property
+    def sums_documents(self) -> bool:
+        """Whether gradients of documents are sums first, which another kernel takes through the norms of tokens."""
+        return self.normalize and not self.launch().config.ONE_CHUNK
+
+    def owners(self, rows_each: int, groups: int) -> int:
+        """Programs that own the rows of groups."""
+        return groups * cdiv(rows_each, self.launch().config.BM)

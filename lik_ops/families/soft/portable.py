@@ -1,0 +1,286 @@
+"""Soft MaxSim on plain torch: log-sum-exps of slices of similarities, and gradients block by block.
+
+Scores are those of `slices`, whose shapes do not depend on the batch. A gradient is summed by its owner: a piece of
+query tokens sums over all documents, a piece of document tokens over all queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import score_dtype
+from ...portable.backward.dense import PIECE_BYTES, sum_tensors, through_norm
+from ...portable.blocks import MiB, Piece, pieces_of, product, row_norms, slices_of
+from ...portable.forward.dense import outputs
+from ...portable.forward.scores import NEG_INF
+from ...portable.forward.slices import Panel, Slices, _Views
+from ...portable.layout import Layout, unified_layout
+
+Temperature = Tensor | float
+BLOCK_BYTES = 2 * MiB  # of similarities
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of Q, D, q_weight and tau
+_PEAK = 0.75  # at most one probability of a query token is above it, even with rounding errors
+
+
+def forward_soft(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    temperature: Temperature,
+    normalize: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, Nd]`` and soft maxima ``[Nd, Nq, Lq]``, or ``[Nq, K]`` and ``[Nq, K, Lq]`` for 4-D `D`.
+
+    Arguments are validated and lifted already. The soft maxima are ``[0]`` unless `keep`.
+    """
+    scores, lse, is_trivial = outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
+    if not is_trivial:
+        layout = unified_layout(Q, D, q_mask, d_mask, q_weight, scores, lse)
+        SoftMaxima(layout, normalize, _checked(temperature)).run()
+    return scores, lse
+
+
+def _checked(temperature: Temperature) -> Temperature:
+    """NaN in place of a tensor that is not above 0: nobody may look at one of a GPU."""
+    if isinstance(temperature, Tensor):
+        least = torch.finfo(temperature.dtype).tiny
+        return torch.where(temperature > 0, temperature.clamp_min(least), torch.nan)
+    return temperature
+
+
+def _finite(x: Tensor) -> Tensor:
+    """What exponents are taken relative to: `x`, or 0 where it is infinite."""
+    return x.masked_fill(x.isinf(), 0)
+
+
+class SoftMaxima(Slices):
+    """The forward by slices, with a log-sum-exp in the place of the maximum."""
+
+    def __init__(self, layout: Layout, normalize: bool, temperature: Temperature) -> None:
+        self.kept, self.temperature = layout.argmax, temperature
+        super().__init__(layout._replace(argmax=None), normalize)
+
+    def _score(
+        self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
+    ) -> None:
+        shape, tokens = self.shape, self.tokens
+        S = self._new_products(start, documents, views, panel)
+        if shape.documents * tokens < shape.rows:
+            S = S[:, : shape.documents * tokens]
+        if shape.documents > 1:
+            S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
+        top = _finite(S.amax(-2))
+        found = S.sub_(top.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(top)
+        best.copy_(found if start == 0 else self._joined(best, found))
+
+    def _joined(self, a: Tensor, b: Tensor) -> Tensor:
+        """The soft maximum of two parts of a document."""
+        high, low = torch.maximum(a, b), torch.minimum(a, b)
+        more = ((low - high) / self.temperature).exp_().log1p_().mul_(self.temperature).add_(high)
+        return torch.where(high.isinf() | (low == NEG_INF), high, more)
+
+    def _finish(self, b: slice, x: slice, u: slice) -> None:
+        if self.kept is not None:
+            q = self.queries
+            y = slice(u.start * q, min(u.stop * q, self.Y))
+            target = self.kept[b, x, y]
+            best = self.best[: b.stop - b.start, : x.stop - x.start, : u.stop - u.start, : q * self.Lq]
+            target.copy_(best.unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start])
+            if self.layout.q_mask is not None:
+                target.masked_fill_(~self.layout.q_mask[b, None, y], NEG_INF)
+        super()._finish(b, x, u)
+
+
+def backward_soft(
+    grad_scores: Tensor,
+    Q: Tensor,
+    D: Tensor,
+    lse: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    temperature: Temperature,
+    normalize: bool,
+    needs: list[bool],
+) -> Gradients:
+    """The gradients that `needs` names; `lse` are the soft maxima of the forward."""
+    layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
+    return SoftBackward(layout, Q, D, normalize, _checked(temperature), needs).gradients()
+
+
+class _Entropies:
+    """Entropies of the probabilities of some query tokens, summed over documents with the upstream gradients.
+
+    A soft maximum minus the mean similarity would lose all digits if one token has nearly all of the probability. Here
+    every term is positive. ``-P log P`` is computed from ``log P`` only for probabilities of at most `_PEAK`. Above it
+    ``log P`` has few digits. The single such term follows from the sum of the other probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None  # [batches, rows]
+        self._sums: tuple[Tensor, ...] = ()  # of the tokens so far of a document whose tokens are in several blocks
+
+    def add(self, log_P: Tensor, P: Tensor, g: Tensor, is_last: bool) -> None:
+        """Add a block ``[batches, rows, documents, tokens]``; `is_last`: no further block has tokens of its documents.
+
+        `g`: upstream gradients ``[batches, rows, documents, 1]``.
+        """
+        small = torch.where(P > _PEAK, 0, P)
+        terms = torch.where(small == 0, 0, small * log_P)  # log P may be -inf
+        sums = small.sum(-1), terms.sum(-1)
+        if self._sums:
+            sums = sums[0] + self._sums[0], sums[1] + self._sums[1]
+        self._sums = () if is_last else sums
+        if not is_last:
+            return
+        rest, spread = sums
+        of_peak = torch.where(rest < 0.5, (1 - rest) * torch.log1p(-rest), 0)  # without a peak `rest` is 1
+        g = g.squeeze(-1)
+        found = torch.where(g == 0, 0, g * -(spread + of_peak)).sum(-1)
+        self.total = found if self.total is None else self.total + found
+
+
+class SoftBackward:
+    """One call. A block is a piece of query tokens and one of document tokens, as ``[batches, rows, tokens]``."""
+
+    def __init__(
+        self, layout: Layout, Q: Tensor, D: Tensor, normalize: bool, temperature: Temperature, needs: list[bool]
+    ) -> None:
+        self.layout, self.normalize, self.temperature, self.needs = layout, normalize, temperature, needs
+        self.dtype = dtype = score_dtype(Q.dtype)
+        self.grad_Q = Q.new_zeros(Q.shape if needs[0] else (0,))
+        self.grad_D = D.new_zeros(D.shape if needs[1] else (0,))
+        self.grad_weight = Q.new_zeros(Q.shape[:-1] if needs[2] else (0,), dtype=dtype)
+        self.grad_tau = Q.new_zeros(() if needs[3] else (0,), dtype=dtype)
+        (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = layout.Q.shape, layout.D.shape[1:3]
+
+    def gradients(self) -> Gradients:
+        if 0 not in (self.B, self.Y, self.Lq, self.X, self.Ld):
+            self._into_queries()
+            if self.needs[1]:
+                self._into_documents()
+        return self.grad_Q, self.grad_D, self.grad_weight, self.grad_tau
+
+    def _pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """Of queries and of documents: of the same batches, all of them or one."""
+        most = max(1, PIECE_BYTES // (self.d * self.dtype.itemsize))
+        rows = max(1, min(most, 512, self.Y * self.Lq))
+        tokens = max(1, min(most, BLOCK_BYTES // (rows * self.dtype.itemsize)))
+        batches = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), most // (self.Y * self.Lq)))
+        self.batches = list(slices_of(0, self.B, batches))
+        return list(pieces_of((1, self.Y, self.Lq), rows)), list(pieces_of((1, self.X, self.Ld), tokens))
+
+    def _tokens(self, piece: Piece, of_queries: bool) -> tuple[Tensor, Tensor | None]:
+        """Tokens ``[batches, n, d]``, zeros where masked, over their norms if normalising; and which are kept."""
+        layout = self.layout
+        tokens, mask = (layout.Q, layout.q_mask) if of_queries else (layout.D, layout.d_mask)
+        x = tokens[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
+        keep = None if mask is None else mask[tuple(piece)].flatten(1, 2)
+        if keep is not None:
+            x = torch.where(keep.unsqueeze(-1), x, 0)
+        return (x / row_norms(x) if self.normalize else x), keep
+
+    def _of_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
+        """Soft maxima and the gradients of their scores, ``[batches, items, rows]``; 0 where there is no maximum."""
+        kept = self.layout.argmax
+        assert kept is not None
+        lse = kept[query.batches, documents, query.items, query.tokens]
+        g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
+        exists = lse != NEG_INF
+        return tuple(torch.where(exists, x, 0).flatten(2).contiguous() for x in (lse, g))  # type: ignore[return-value]
+
+    def _block(self, query: Piece, document: Piece, entropies: _Entropies | None = None) -> tuple[Tensor, Tensor]:
+        """Return ``g P`` of a block and its document tokens; add to `entropies` unless that is None."""
+        q, _ = self._tokens(query, True)
+        x, keep = self._tokens(document, False)
+        S = product(q, x.mT)
+        lse, g = self._of_rows(query, document.items)
+        log_P = S.unflatten(2, (lse.shape[1], -1))  # [batches, rows, items, tokens]
+        log_P.sub_(lse.mT.unsqueeze(-1)).div_(self.temperature).clamp_max_(0)
+        if keep is not None:
+            log_P.masked_fill_(~keep.unflatten(1, (lse.shape[1], -1)).unsqueeze(1), NEG_INF)
+        g = g.mT.unsqueeze(-1)
+        if entropies is None:
+            P = log_P.exp_()
+        else:
+            P = log_P.exp()
+            entropies.add(log_P, P, g, document.tokens.stop == self.Ld)
+        P = torch.where(g == 0, 0, P.mul_(g))  # masked rows and documents without tokens have no P
+        return P.flatten(2), x
+
+    def _into_queries(self) -> None:
+        if not (self.needs[0] or self.needs[2] or self.needs[3]):
+            return
+        queries, documents = self._pieces()
+        for batches in self.batches:
+            for query in queries:
+                query = query._replace(batches=batches)
+                self._sum_into(query, [document._replace(batches=batches) for document in documents])
+
+    def _sum_into(self, query: Piece, documents: list[Piece]) -> None:
+        """The gradients of a piece of query tokens."""
+        entropies = _Entropies() if self.needs[3] else None
+        total = None
+        if self.needs[0]:
+            total = sum_tensors(product(*self._block(query, document, entropies)) for document in documents)
+        elif entropies is not None:
+            for document in documents:
+                self._block(query, document, entropies)
+        _, keep = self._tokens(query, True)
+        w = self._weights(query, keep)
+        if self.needs[2]:
+            self._write(self.grad_weight, self.layout.Q.shape[:-1], query, self._of_maxima(query, documents))
+        if entropies is not None:
+            assert entropies.total is not None
+            self.grad_tau += (entropies.total if w is None else entropies.total * w).sum()
+        if total is not None:
+            if w is not None:
+                total = total * w.unsqueeze(-1)
+            self._write(self.grad_Q, self.layout.Q.shape, query, self._through(total, query, True))
+
+    def _of_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
+        """Return the gradients of weights of 1."""
+        whole = (self._of_rows(query, document.items) for document in documents if document.tokens.start == 0)
+        return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
+
+    def _through(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
+        """`total` through the norms of its tokens; 0 where nothing arrives: such tokens may hold NaN."""
+        if not self.normalize:
+            return total
+        tokens = (
+            (self.layout.Q if of_queries else self.layout.D)[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
+        )
+        live = (total != 0).any(-1, keepdim=True)
+        return torch.where(live, through_norm(total, torch.where(live, tokens, 0)), 0)
+
+    @staticmethod
+    def _write(target: Tensor, shape: torch.Size, piece: Piece, found: Tensor) -> None:
+        part = target.view(shape)[tuple(piece)]
+        part.copy_(found.view(part.shape))
+
+    def _into_documents(self) -> None:
+        queries, documents = self._pieces()
+        for batches in self.batches:
+            for document in documents:
+                document = document._replace(batches=batches)
+                total = sum_tensors(self._of_queries(query._replace(batches=batches), document) for query in queries)
+                self._write(self.grad_D, self.layout.D.shape, document, self._through(total, document, False))
+
+    def _of_queries(self, query: Piece, document: Piece) -> Tensor:
+        """What a piece of document tokens receives from one of queries."""
+        P, _ = self._block(query, document)
+        q, keep = self._tokens(query, True)
+        w = self._weights(query, keep)
+        return product(P.mT, q if w is None else q * w.unsqueeze(-1))
+
+    def _weights(self, query: Piece, keep: Tensor | None) -> Tensor | None:
+        """Of query tokens, 0 of masked ones; None without."""
+        weight = self.layout.q_weight
+        if weight is None:
+            return None
+        w = weight[tuple(query)].flatten(1).contiguous()
+        return w if keep is None else torch.where(keep, w, 0)

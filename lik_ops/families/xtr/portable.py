@@ -1,0 +1,61 @@
+"""XTR by plain torch, on any device: similarities a block at a time, of which each query token keeps its best."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import score_dtype
+from ...core.segments import Dense
+from ...portable.blocks import fold_sum, product_by_rows, slices_within
+
+_BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
+
+
+def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores ``[Nq, Nd]``, retrieved winners int32 ``[Nd, Nq, Lq]``, and what the sums were divided by ``[Nq, Nd]``."""
+    Q, D, q_mask, d_mask, q_weight = x
+    (Nq, Lq, _), Nd = Q.shape, D.shape[0]
+    dtype = score_dtype(Q.dtype)
+    weight = torch.ones(Nq, Lq, dtype=dtype, device=Q.device) if q_weight is None else q_weight
+    keep = torch.ones(Nq, Lq, dtype=torch.bool, device=Q.device) if q_mask is None else q_mask
+    scores, count = (torch.empty(Nq, Nd, dtype=dtype, device=Q.device) for _ in range(2))
+    argmax = torch.empty(Nd, Nq, Lq, dtype=torch.int32, device=Q.device)
+    for i in slices_within(Nq, 8 * Nd * Lq, _BLOCK_BYTES):
+        rows = Q[i].to(dtype).masked_fill(~keep[i, :, None], 0).flatten(0, 1)
+        best, where, least = _best(rows, D, d_mask, top_k)
+        retrieved = ((best >= least[:, None]) | best.isnan()) & (best > -torch.inf).logical_or(best.isnan())
+        if positive:
+            retrieved &= ~(best <= 0)
+        best, where, retrieved = (t.unflatten(0, (len(keep[i]), Lq)) for t in (best, where, retrieved))
+        retrieved &= keep[i, :, None]
+        argmax[:, i] = torch.where(retrieved, where, -1).permute(2, 0, 1).to(torch.int32)
+        terms = torch.where(retrieved, best * torch.where(keep[i], weight[i], 0)[..., None], 0)
+        count[i] = retrieved.sum(1).to(dtype).clamp_min_(1e-3 if positive else 1)
+        scores[i] = fold_sum(terms.transpose(1, 2)) / count[i]
+    empty = D.new_full((Nd,), D.shape[1] == 0, dtype=torch.bool) if d_mask is None else ~d_mask.any(1)
+    return scores.masked_fill_(keep.any(1)[:, None] & empty, -torch.inf), argmax, count
+
+
+def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum ``[rows, Nd]`` of each row in each document, where it is, and the `top_k`-th best of all tokens.
+
+    NaN comes before all, and takes a place among the best.
+    """
+    (count, _), (Nd, Ld, _) = rows.shape, D.shape
+    best = rows.new_full((count, Nd), -torch.inf)
+    where = torch.zeros(count, Nd, dtype=torch.int64, device=rows.device)
+    highest = rows.new_empty(count, 0)
+    if Ld == 0 or count == 0:
+        return best, where, rows.new_full((count,), -torch.inf)
+    for j in slices_within(Nd, rows.element_size() * count * Ld, _BLOCK_BYTES):
+        S = product_by_rows(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
+        if d_mask is not None:
+            S = S.masked_fill_(~d_mask[j], -torch.inf)
+        best[:, j], where[:, j] = S.max(2)
+        highest = torch.cat([highest, S.flatten(1)], 1)
+        highest = highest.topk(min(top_k, highest.shape[1]), dim=1, sorted=False).values
+    if highest.shape[1] < top_k:  # all are among the best
+        return best, where, rows.new_full((count,), -torch.inf)
+    # Of NaN last: where all are NaN nothing else is as good.
+    return best, where, highest.topk(1, dim=1, largest=False).values.squeeze(1)

@@ -1,0 +1,334 @@
+"""`Quantized`: documents in a format of `formats`, which scoring functions take in place of D."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import (
+    DTYPES,
+    INDEX_DTYPES,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_strided,
+    check_tensor,
+    describe_non_tensor,
+    kind_of,
+    shape_of,
+)
+from ..core.disk import path_of, replace_file, save_tensors
+from ..core.extras import import_extra
+from .residual import ResidualCodec
+from .table import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
+
+_CODEC = "codec."  # what the names of its tensors begin with in a file
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Quantized:
+    """Documents as `quantize` makes them, or `of_codes`: what scoring functions and `retrieve` take in place of D.
+
+    Indexing takes documents, along the first axis. ``torch.save``, pickle and ``copy`` take it as it is; `save` and
+    `load` use safetensors.
+
+    Args:
+        data: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]`` or packed ``[Td, d]``, of the dtype of the format;
+            of ``"binary"`` ``[..., ceil(d / 8)]``, feature k in bit ``k % 8`` of byte ``k // 8``, set where it is > 0;
+            of residual codes ``[..., ceil(d nbits / 8)]``, the first features in the highest bits.
+        scale: fp32, of the shape of `data` without its last axis, or with sizes of 1 where it is one for all.
+        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``; of residual codes
+            ``"residual1"``, ``"residual2"``, ``"residual4"`` or ``"residual8"``.
+        d: features of a token.
+        dtype: of the tokens as they were.
+        minimum: of ``"uint8"`` what is added to each feature, like `scale`; else None.
+        error: how far the furthest token of each document is off, in the L2 norm, rounded up: fp32 ``[Nd]``,
+            ``[Nq, K]`` or ``[]``; None where it is not known. Two-stage `retrieve` needs it.
+        norm: the largest L2 norm of a token of each document as it was, rounded up, likewise.
+        codes: of residual codes the centroid of each token, int32 or int64, of the shape of `data` without its last
+            axis; a document with one that is outside the codec scores NaN. Else None.
+        codec: of residual codes what they are read with, on the device of `data`. Else None.
+        query: ``"int8"`` lets a GPU round query rows to int8 beside ``"int8"`` documents, to a 254th of their largest
+            feature, which takes about half the time where queries are many; ``"half"`` keeps them to a 64,516th.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a shape or device is wrong.
+
+    Example:
+        >>> # Codes that another library wrote.
+        >>> data = torch.randint(0, 256, (5, 300, 128), dtype=torch.uint8)
+        >>> scale, minimum = torch.rand(5, 300) / 100, -torch.rand(5, 300)
+        >>> D = lik_ops.Quantized(data, scale, "uint8", 128, torch.float16, minimum=minimum)
+        >>> lik_ops.maxsim(torch.randn(2, 32, 128), D).shape
+        torch.Size([2, 5])
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: FormatName | Residual
+    d: int
+    dtype: torch.dtype
+    minimum: Tensor | None = None
+    error: Tensor | None = None
+    norm: Tensor | None = None
+    codes: Tensor | None = None
+    codec: ResidualCodec | None = None
+    query: Query = "half"
+
+    def __post_init__(self) -> None:
+        op = "Quantized"
+        check_choice(op, "format", self.format, tuple(ALL))
+        check_choice(op, "query", self.query, get_args(Query) if self.format == "int8" else ("half",))
+        kept = ALL[self.format]
+        check_tensor(op, "data", self.data)
+        check_strided(op, "data", self.data)
+        if self.data.dtype != kept.dtype:
+            raise TypeError(f"{op}: data: expected {kept.dtype} for {self.format}, got {self.data.dtype}")
+        check_count(op, "d", self.d, 1)
+        check_dtype(op, "dtype", self.dtype)
+        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
+            raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {shape_of(self.data)}")
+        tokens = self.data.shape[:-1]
+        if self.minimum is not None and not kept.affine:
+            raise TypeError(f"{op}: minimum: expected None for {self.format}, got {kind_of(self.minimum)}")
+        for name, required in (("scale", True), ("minimum", kept.affine)):
+            sizes = f"{list(tokens)}, or 1 for any size,"
+            self._check(name, getattr(self, name), required, lambda x: _has_sizes(x, tokens), sizes)
+        of_packed, documents = len(tokens) == 1, tokens[:-1]
+
+        def fits_documents(x: Tensor) -> bool:
+            return x.dim() <= 2 if of_packed else x.shape == documents
+
+        for name in ("error", "norm"):
+            sizes = "[] or [Nd]" if of_packed else f"{list(documents)}"
+            self._check(name, getattr(self, name), False, fits_documents, sizes)
+        self._check_codes(tokens, kept.nbits)
+
+    def _check_codes(self, tokens: torch.Size, nbits: int) -> None:
+        op, codes, codec = "Quantized", self.codes, self.codec
+        for name, x, kind in (("codes", codes, Tensor), ("codec", codec, ResidualCodec)):
+            if not isinstance(x, kind if nbits else type(None)):
+                found = kind_of(x) if kind is ResidualCodec or not nbits else describe_non_tensor(x)
+                raise TypeError(
+                    f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {found}"
+                )
+        if codes is None or codec is None:
+            return
+        check_strided(op, "codes", codes)
+        if codes.dtype not in INDEX_DTYPES:
+            raise TypeError(f"{op}: codes: expected int32 or int64, got {codes.dtype}")
+        if codes.shape != tokens or codes.device != self.device:
+            expected = f"{list(tokens)} on {self.device}"
+            raise ValueError(f"{op}: codes: expected {expected}, got {shape_of(codes)} on {codes.device}")
+        if (codec.nbits, codec.d, codec.centroids.device) != (nbits, self.d, self.device):
+            expected = f"nbits={nbits}, d={self.d} on {self.device}"
+            raise ValueError(f"{op}: codec: expected {expected}, got {codec} on {codec.centroids.device}")
+        tensors = codec.tensors()
+        if any(x.requires_grad for x in tensors.values()):  # documents are numbers
+            detached: dict[str, Any] = {name: x.detach() for name, x in tensors.items()}
+            object.__setattr__(self, "codec", replace(codec, **detached))
+
+    def _check(self, name: str, x: Any, required: bool, fits: Callable[[Tensor], bool], expected: str) -> None:
+        check_tensor("Quantized", name, x, or_none=not required)
+        if x is None:
+            return
+        check_strided("Quantized", name, x)
+        if x.dtype != torch.float32:
+            raise TypeError(f"Quantized: {name}: expected torch.float32, got {x.dtype}")
+        if not fits(x) or x.device != self.data.device:
+            raise ValueError(
+                f"Quantized: {name}: expected {expected} on the device of data, {self.data.device}, got {shape_of(x)}"
+                f" on {x.device}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tokens as they were."""
+        return torch.Size((*self.data.shape[:-1], self.d))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, those of the codec among them."""
+        return sum(x.nbytes for x in (*self.tensors().values(), *(self.codec.tensors().values() if self.codec else ())))
+
+    def dim(self) -> int:
+        return self.data.dim()
+
+    def __len__(self) -> int:
+        return self.data.shape[0]
+
+    def __repr__(self) -> str:
+        query = "" if self.query == "half" else f", query={self.query!r}"
+        return f"Quantized({list(self.shape)}, format={self.format!r}{query}, device={str(self.device)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With FP8 as bytes: torch does not read it again from a pickle."""
+        return {**self.__dict__, "data": self.data.view(ALL[self.format].bytes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, data=state["data"].view(ALL[state["format"]].dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the documents by their names."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
+        """The same on another device."""
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
+        return replace(self, **moved, codec=self.codec and self.codec.to(device, non_blocking))
+
+    def __getitem__(self, documents: Any) -> Quantized:
+        """Some documents, or of ``[Td, d]`` some tokens, by a slice, a list or a tensor of indices.
+
+        A mask ``[Nd, Ld]`` finds the tokens, packed. Of tokens `error` and `norm` are not known.
+        """
+        if isinstance(documents, (tuple, int)) or documents is None or documents is Ellipsis:
+            raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
+        if isinstance(documents, Tensor):
+            check_strided("Quantized", "index", documents)
+        found: dict[str, Any] = {"data": self.data[documents]}
+        found["codes"] = None if self.codes is None else self.codes[documents]
+        axes = found["data"].dim() - self.dim() + 1  # that the first one became
+        taken = documents.dim() if isinstance(documents, Tensor) and documents.dtype == torch.bool else 1
+        for name in ("scale", "minimum"):
+            x = getattr(self, name)
+            if x is not None and taken > 1:
+                x = x.expand(*self.data.shape[:taken], *x.shape[taken:])[documents]
+            elif x is not None:  # what all documents share they share still
+                x = x[documents] if x.shape[0] == len(self) else x[0][(None,) * axes]
+            found[name] = x
+        for name in ("error", "norm"):
+            x, of_tokens = getattr(self, name), taken == self.dim() - 1
+            found[name] = None if x is None or of_tokens else x[documents]
+        return replace(self, **found)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tokens as they count, in `dtype` (None: that they had), rounded once."""
+        dtype = self.dtype if dtype is None else dtype
+        check_dtype("Quantized.dequantize", "dtype", dtype)
+        stored = self.stored()
+        out = torch.empty((len(stored.data), self.d), dtype=dtype, device=self.device)
+        for part in parts(len(out), self.d):
+            out[part] = stored.decoded(part, self.d)
+        return out.view(self.shape)
+
+    def kept(self) -> Stored:
+        """The tokens with the axes that they have, FP8 as bytes."""
+        codes, codec = self.codes, self.codec
+        coded = () if codes is None or codec is None else (codes, codec.centroids, codec.table)
+        format = INT8_QUERIES if self.query == "int8" else self.format
+        data, dtype = self.data, ALL[self.format].bytes
+        return Stored(data if data.dtype == dtype else data.view(dtype), self.scale, self.minimum, format, *coded)
+
+    def stored(self) -> Stored:
+        """The tokens of all documents, as operators take them."""
+        return self.kept().flat()
+
+    def per_token(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and minima of all tokens ``[Td]``, ``[1]`` where there is one for all."""
+        return self.stored()[1:3]
+
+    @classmethod
+    def of_codes(
+        cls, codes: Tensor, residuals: Tensor, codec: ResidualCodec, dtype: torch.dtype | None = None
+    ) -> Quantized:
+        """Documents of residual codes that exist, with the inverse norms of their tokens.
+
+        Args:
+            codes: ``[Ld]``, ``[Nd, Ld]``, ``[Nq, K, Ld]`` or packed ``[Td]``, int32 or int64. A document with one that
+                is outside the codec scores NaN.
+            residuals: uint8 ``[..., ceil(d nbits / 8)]``, in the bit order of the codec.
+            codec: what they are read with.
+            dtype: of the tokens as they were; None for that of the centroids.
+
+        Raises:
+            TypeError: a dtype or type is wrong.
+            ValueError: a shape or device is wrong.
+
+        Example:
+            >>> codec = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-0.1, 0.1]))
+            >>> codes, residuals = torch.tensor([[0, 7]]), torch.tensor([[[255], [0]]]).byte()
+            >>> D = lik_ops.Quantized.of_codes(codes, residuals, codec)
+            >>> lik_ops.maxsim(torch.randn(2, 32, 8), D).shape
+            torch.Size([2, 1])
+        """
+        if not isinstance(codec, ResidualCodec):
+            raise TypeError(f"Quantized.of_codes: codec: expected a ResidualCodec, got {kind_of(codec)}")
+        codec.check_codes("Quantized.of_codes", codes, residuals)
+        if dtype is not None:
+            check_dtype("Quantized.of_codes", "dtype", dtype)
+        scale = codec.scales(codes, residuals)
+        dtype = codec.centroids.dtype if dtype is None else dtype
+        return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write one safetensors file, in place of the one there once it is whole. Needs ``lik-ops[retrieval]``.
+
+        A symbolic link at `path` is replaced. The file that it leads to stays as it is.
+
+        Raises:
+            FileExistsError: `path` is a directory or a device.
+            ModuleNotFoundError: safetensors or numpy is not installed.
+            OSError: an error of the disk, with `path`.
+        """
+        import_extra("Quantized.save", "retrieval", "numpy", "safetensors.torch")
+        found, codec = self.tensors(), self.codec
+        about = {"format": self.format, "d": str(self.d), "dtype": str(self.dtype).removeprefix("torch.")}
+        about |= {"query": self.query} if self.query != "half" else {}
+        if codec is not None:
+            found |= {_CODEC + name: x for name, x in codec.tensors().items()}
+            about |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
+        # Documents may be mapped from the file that they replace.
+        replace_file(path, lambda whole: save_tensors(found, whole, {"lik_ops": "1", **about}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:
+        """What `save` wrote.
+
+        On a CPU the tensors are mapped memory of the file, which has to keep its size while they are in use. `save`
+        puts another file in its place and does not change a file that is mapped.
+
+        Raises:
+            ModuleNotFoundError: safetensors is not installed.
+            ValueError: the file is damaged, or of something else.
+        """
+        safetensors = import_extra("Quantized.load", "retrieval", "safetensors")
+        path, device = os.fspath(path), str(torch.device(device))
+        try:
+            opened = safetensors.safe_open
+            with open(path, "rb") as whole, opened(path_of(whole, path), framework="pt", device=device) as file:
+                about = file.metadata() or {}
+                dtype = getattr(torch, about.get("dtype", ""), None)
+                if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:
+                    raise ValueError("its metadata are of something else")
+                tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors]
+            if of_codec := {name: tensors.pop(_CODEC + name) for name in names}:
+                options: Any = {"bit_order": about["bit_order"], "normalize": about["normalize"] == "True"}
+                tensors["codec"] = ResidualCodec(**of_codec, **options)
+            d, query = int(about["d"]), about.get("query", "half")
+            return cls(**tensors, format=about["format"], d=d, dtype=dtype, query=query)
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            expected = "expected a file that Quantized.save wrote"
+            raise ValueError(f"Quantized: path: {expected}, got {path}: {error}") from error
+
+
+def _has_sizes(x: Tensor, sizes: torch.Size) -> bool:
+    """Whether a tensor has these sizes, or 1 in place of any."""
+    return x.dim() == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+
+
+def stand_in(D: Quantized) -> Tensor:
+    """A tensor that has the metadata of the tokens as they were, and the memory of one number."""
+    return torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)

@@ -1,0 +1,108 @@
+"""Custom operators whose calls take little of the host's time, and whose first call does not import Dynamo.
+
+`torch.library.custom_op` hides an operator's body from Dynamo, which it imports for that at the first call: seconds, in
+a process that may compile nothing. Here the import is left to whoever compiles. And it takes 8 us to reach a body:
+here ordinary tensors reach it by kernels registered for the devices that a backend knows, in 2 to 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import _C
+from torch.library import CustomOpDef
+
+from ..._ops import ops as lik
+from ..stack.checkpointing import uncached
+from .docstrings import document
+
+_HIDDEN = "__dynamo_disable"  # the attribute in which torch keeps a body that it has hidden
+_LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
+_DEVICES = ("CPU", "CUDA")
+
+
+def custom_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable], CustomOpDef]:
+    """`torch.library.custom_op` of an operator that writes to no argument and returns none."""
+
+    def defined(body: Callable) -> CustomOpDef:
+        bare_name = name.partition("::")[2]
+        op = torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)(body)
+        if _is_skipped(_run):
+            for hidden in getattr(op, "_backend_fns", {}).values():
+                bare = getattr(hidden, "__wrapped__", None)
+                if bare is not None:
+                    setattr(bare, _HIDDEN, partial(_run, hidden, bare))
+            _register_directly(op, body, bare_name)
+        document(bare_name, body.__doc__ or "")
+        return op
+
+    return defined
+
+
+def _run(hidden: Callable, bare: Callable, *args: Any) -> Any:
+    """A body for as long as there is no Dynamo to hide it from; then torch hides it."""
+    if "torch._dynamo" not in sys.modules:
+        return bare(*args)
+    bare.__dict__.pop(_HIDDEN, None)
+    return hidden(*args)
+
+
+def _is_skipped(function: Callable, below: bool = False) -> bool:
+    """Let Dynamo skip the frames of `function`, and if asked all `below`: whether this torch can."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        action = eval_frame._FrameAction
+        skip = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, ImportError, TypeError):
+        return False
+    return True
+
+
+def _register_directly(op: CustomOpDef, body: Callable, name: str) -> None:
+    """Ways to `body` for tensors on `_DEVICES`: below autograd, and past it where it would record nothing.
+
+    Autograd's kernel sees in the keys of a call whether modes, transforms or subclasses wait for it further down.
+    """
+    try:
+        from torch._library.autograd import make_autograd_impl
+
+        records, below = make_autograd_impl(op._opoverload, op), _C._after_autograd_keyset
+        wants, may_record = _C._any_requires_grad, _C.is_grad_enabled
+    except (AttributeError, ImportError):
+        return
+    assert below is not None
+
+    def direct(*args: Any) -> Any:
+        return body(*args)
+
+    if not _is_skipped(direct, below=True):
+        return
+    for device in _DEVICES:
+        autograd = f"Autograd{device}"
+        keys = (device, autograd, "BackendSelect", "ADInplaceOrView")
+        unusual = ~_union([getattr(_C.DispatchKey, key) for key in keys])
+
+        def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
+            records_gradients = may_record() and wants(*args)
+            if keyset.raw_repr() & unusual:
+                found = records(keyset, *args)
+                return found if records_gradients else uncached(found)
+            return records(keyset, *args) if records_gradients else body(*args)
+
+        if not _is_skipped(recorded, below=True):
+            return
+        _LIBRARY.impl(name, direct, device)
+        _LIBRARY.impl(name, recorded, autograd, with_keyset=True)
+
+
+def _union(keys: list) -> int:
+    found = 0
+    for key in keys:
+        found |= _C.DispatchKeySet(key).raw_repr()
+    return found

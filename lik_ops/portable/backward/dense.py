@@ -1,0 +1,260 @@
+"""The portable backward: gradients gathered at the winners that the forward found.
+
+Each destination sums what it receives, in a fixed order, in fp32 (fp64 for fp64 inputs), and rounds once; nothing is as
+large as an input besides the gradients. One pass over the winners that adds to both gradients takes longer: without
+atomic adds to save on, ``"unified"`` is the same function.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.arguments import argmax_dtype_for, score_dtype
+from ..blocks import NORM_EPS, MiB, Piece, may_look, pieces_of, row_norms, slices_of
+from ..forward.dense import forward
+from ..layout import Layout, unified_layout
+
+DOCUMENT_BYTES = 6 * MiB  # of documents that are read many times
+PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
+ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
+GROUP = 32  # documents whose winners are summed before they are added to those of others
+
+
+def backward_lowmem(
+    grad_scores: Tensor,
+    Q: Tensor,
+    D: Tensor,
+    argmax: Tensor | None,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    needs: list[bool],
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no.
+
+    Documents may be int8 of a `scale` ``[..., Ld]``, with winners; their gradient has the dtype of Q.
+    """
+    if argmax is None:
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
+    layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
+    scale = scale.unsqueeze(0) if scale is not None and D.dim() == 3 else scale
+    return Backward(layout, Q.shape, D.shape, normalize, needs, scale).gradients()
+
+
+backward_unified = backward_lowmem
+
+
+def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Weighted sums of rows of `table`: of each row of a 2-D `index`, or from each of `offsets` to the next."""
+    return F.embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weight)
+
+
+def through_norm(grad: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of rows from that of ``rows / max(||rows||, eps)``."""
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    clamped = norms.clamp_min(NORM_EPS)
+    unit = rows / clamped
+    along = (unit * grad).sum(-1, keepdim=True).masked_fill_(norms < NORM_EPS, 0)
+    return unit.mul_(along).sub_(grad).div_(-clamped)
+
+
+class Backward:
+    """One call: the arguments in one layout, the gradients, and the passes that fill them."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shape_Q: torch.Size,
+        shape_D: torch.Size,
+        normalize: bool,
+        needs: list[bool],
+        scale: Tensor | None = None,
+    ) -> None:
+        self.layout, self.normalize, self.needs = layout, normalize, needs
+        self.scale = scale  # [B, X, Ld] of int8 documents
+        Q, D = layout.Q, layout.D
+        self.dtype, self.may_look = score_dtype(Q.dtype), may_look(Q)
+        (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = Q.shape, D.shape[1:3]
+        self.token_bytes = self.d * self.dtype.itemsize
+        self.piece_tokens = max(1, PIECE_BYTES // self.token_bytes)
+        self.grad_Q = Q.new_empty(shape_Q if needs[0] else (0,))
+        self.grad_D = Q.new_empty(shape_D if needs[1] else (0,))
+        self.grad_q_weight = Q.new_empty(shape_Q[:-1] if needs[2] else (0,), dtype=self.dtype)
+
+    def anything(self) -> bool:
+        """Whether anything can be sent."""
+        return self.layout.argmax is not None and self.layout.argmax.numel() > 0 and self.Ld > 0
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.grad_Q, self.grad_D, self.grad_q_weight
+        if not self.anything():
+            for grad in found:
+                grad.zero_()
+        else:
+            if self.needs[0] or self.needs[2]:
+                self.gather_into_queries()
+            if self.needs[1]:
+                self.gather_into_documents()
+        return found
+
+    def _winners(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Winners int64, which of them exist, and the gradients of their maxima before the weight: ``[b, x, y, s]``."""
+        assert self.layout.argmax is not None
+        winner = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
+        exists = winner >= 0
+        g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
+        return winner, exists, torch.where(exists, g, 0)
+
+    def _weighted(self, g: Tensor, query: Piece) -> Tensor:
+        """The gradients of the similarities that won; NaN where there is no winner and the weight is NaN."""
+        if self.layout.q_weight is None:
+            return g
+        return g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
+
+    def _query_rows(self, query: Piece) -> Tensor:
+        """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
+        rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
+        return rows / row_norms(rows) if self.normalize else rows
+
+    def _tokens(self, part: Any) -> Tensor:
+        """Document tokens ``[n, d]`` in the computing dtype."""
+        rows = self.layout.D[part].reshape(-1, self.d).contiguous().to(self.dtype)
+        return rows if self.scale is None else rows.mul_(self.scale[part].reshape(-1, 1))
+
+    def _rows(self, gathered: Tensor, exists: Tensor) -> Tensor:
+        """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
+        rows = gathered.flatten(0, -2).to(self.dtype)
+        rows.masked_fill_(~exists.reshape(-1, 1), 0)
+        return rows.div_(row_norms(rows)) if self.normalize else rows
+
+    def gather_into_queries(self) -> None:
+        """grad_Q and grad_q_weight: a piece of query tokens at a time sums its winners over the documents.
+
+        Documents are summed in groups that no number of queries changes: a query's gradient has the same bits alone
+        and among others.
+        """
+        group = max(1, min(GROUP, self.piece_tokens, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
+        for query in pieces_of((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, ENTRIES // group))):
+            batches, items, tokens = query.counts()
+            limit = batches * items * tokens
+            groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
+            if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
+                groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
+            sums = (
+                self._sums_of_winners(query, documents, group) for documents in slices_of(0, self.X, groups * group)
+            )
+            self._finish(query, sum_tensors(itertools.chain.from_iterable(sums)), of_queries=True)
+
+    def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
+        """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
+        winner, exists, g = self._winners(query, documents)
+        batches, count = winner.shape[:2]
+        table = self._direct_table(query, documents, exists)
+        if table is None:
+            for part in slices_of(0, count, group):
+                yield self._sum_of_gathered(query, documents, part, winner, exists, g)
+            return
+        first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
+        index, weight = (t.movedim(1, -1).reshape(-1) for t in (winner.clamp_min_(0).add_(first), g))
+        starts = torch.arange(0, index.numel(), count, device=g.device).unsqueeze(1)
+        offsets = (starts + torch.arange(0, count, group, device=g.device)).view(-1)
+        yield from bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
+
+    def _sum_of_gathered(
+        self, query: Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
+    ) -> Tensor:
+        """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
+        batches = winner.shape[0]
+        # As [x, b * y * s].
+        winner, exists, g = (t[:, part].movedim(1, 0).flatten(1) for t in (winner, exists, g))
+        count, tokens = g.shape
+        batch = torch.arange(batches, device=g.device).repeat_interleave(tokens // batches) + query.batches.start
+        place = torch.arange(count, device=g.device).unsqueeze(1) + (documents.start + part.start)
+        total = g.new_empty(tokens, self.d, dtype=self.dtype)
+        for some in slices_of(0, tokens, max(1, self.piece_tokens // count)):
+            rows = self._rows(self._tokens((batch[some], place, winner[:, some].clamp_min(0))), exists[:, some])
+            index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
+            total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
+        return total
+
+    def _direct_table(self, query: Piece, documents: slice, exists: Tensor) -> Tensor | None:
+        """The documents as ``[n, d]`` without a copy, if winners can be summed as they lie there."""
+        D = self.layout.D[query.batches, documents]
+        if self.normalize or D.dtype != self.dtype or not D.is_contiguous():
+            return None
+        maskless = self.layout.d_mask is None and self.layout.q_mask is None
+        return D.view(-1, self.d) if (bool(exists.all()) if self.may_look else maskless) else None
+
+    def gather_into_documents(self) -> None:
+        """grad_D: a piece of document tokens at a time sums the query tokens that it won."""
+        # Several queries' candidates only where none of their rows are cut: else how would depend on the others.
+        rows = self.Y * self.Lq
+        max_batches = max(1, min(self.piece_tokens // rows, ENTRIES // (self.X * rows)))
+        for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
+            batches, items, _ = document.counts()
+            limit = max(1, min(self.piece_tokens // batches, ENTRIES // (batches * items)))
+            total = sum_tensors(
+                self._sum_of_queries(Piece(document.batches, query.items, query.tokens), document)
+                for query in pieces_of((1, self.Y, self.Lq), limit)
+            )
+            self._finish(document, total, of_queries=False)
+
+    def _sum_of_queries(self, query: Piece, document: Piece) -> Tensor:
+        """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
+        winner, exists, g = self._winners(query, document.items)
+        weight = self._weighted(g, query).flatten()
+        batches, items, tokens = document.counts()
+        if tokens < self.Ld:
+            exists &= (winner >= document.tokens.start) & (winner < document.tokens.stop)
+        # A stable sort by destination fixes the order of addition. What has no destination here is sorted to the end.
+        rows = batches * items * tokens
+        first = torch.arange(batches * items, device=g.device).view(batches, items, 1, 1) * tokens
+        destination = torch.where(exists, winner.add_(first - document.tokens.start), rows).int().flatten()
+        destination, order = torch.sort(destination, stable=True)
+        bounds = torch.searchsorted(destination, torch.arange(rows + 1, dtype=torch.int32, device=g.device))
+        if self.may_look:
+            order, bounds = order[: int(bounds[-1])], bounds[:-1]
+        sources = query.counts()[1] * query.counts()[2]
+        source = order.remainder(sources)
+        if batches > 1:
+            source += order.div(items * sources, rounding_mode="floor").mul_(sources)
+        return bags(self._query_rows(query), source, weight[order], bounds)[:rows]
+
+    def _finish(self, piece: Piece, total: Tensor, of_queries: bool) -> None:
+        """Write the gradients of a piece of tokens, given what they receive before their weights and norms."""
+        layout, part, needs_weight = self.layout, tuple(piece), of_queries and self.needs[2]
+        tokens, gradient = (layout.Q, self.grad_Q) if of_queries else (layout.D, self.grad_D)
+        q_weight = layout.q_weight if of_queries else None
+        if needs_weight or self.normalize or q_weight is not None:
+            # Rows that receive nothing may hold NaN, and so may their weights.
+            live = (total != 0).any(-1, keepdim=True)
+            rows = tokens[part].reshape(-1, self.d).contiguous().to(self.dtype) if of_queries else self._tokens(part)
+            rows = torch.where(live, rows, 0)
+            if needs_weight:
+                unit = rows / row_norms(rows) if self.normalize else rows
+                target = self.grad_q_weight.view(tokens.shape[:-1])[part]
+                target.copy_((unit * total).sum(-1).view(target.shape))
+            if q_weight is not None:
+                total = torch.where(live, total * q_weight[part].reshape(-1, 1), 0)
+            if self.normalize:
+                total = through_norm(total, rows)
+        if self.needs[0 if of_queries else 1]:
+            target = gradient.view(tokens.shape)[part]
+            if total.data_ptr() != target.data_ptr():  # unless the sums were made in it
+                target.copy_(total.view(target.shape))
+
+
+def sum_tensors(parts: Iterator[Tensor]) -> Tensor:
+    """The sum of at least one tensor, in the order given; overwrites the first."""
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total

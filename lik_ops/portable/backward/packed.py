@@ -1,0 +1,174 @@
+"""The portable backward of packed tokens: each row of a gradient sums what its winners send, in a fixed order.
+
+Gradients are made a window of rows at a time. The cells that can send something into it are taken in order, a bounded
+number of winners at once, and their products are summed by destination. `unified` changes nothing here either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...core.segments import Ragged
+from ..blocks import MiB, Piece, row_norms, slices_of
+from ..layout import Cells, Layout
+from .dense import ENTRIES, Backward, bags
+
+TABLE_BYTES = 6 * MiB  # of the other side's tokens, converted or normalised once
+
+
+def backward_ragged(
+    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
+    return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients()
+
+
+class _PackedBackward(Backward):
+    """The gradients as of one long query and one long document, which is how packed tokens lie."""
+
+    def __init__(self, grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool]) -> None:
+        weight = None if r.q_weight is None else r.q_weight[None, None]
+        layout = Layout(r.Q[None, None], r.D[None, None], None, None, weight, grad_scores, argmax)
+        super().__init__(layout, r.Q.shape, r.D.shape, normalize, needs)
+        self.ragged, self.winners, self.grad_scores = r, argmax, grad_scores.reshape(-1)
+        self.cells = Cells(r, argmax.shape[1] if r.pairs is not None and argmax.dim() == 2 else r.Q.shape[0])
+
+    def anything(self) -> bool:
+        return super().anything() and self.ragged.queries > 0 and self.Lq > 0
+
+    def gather_into_queries(self) -> None:
+        for window, chosen in self._windows(self.cells.q_start, self.cells.q_length, self.Lq):
+            self._gather(window, self._cells_of(chosen, None), into_queries=True)
+
+    def gather_into_documents(self) -> None:
+        for window, chosen in self._windows(self.cells.start, self.cells.length, self.Ld):
+            self._gather(window, self._cells_of(None, chosen), into_queries=False)
+
+    def _windows(self, start: Tensor, length: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows whose gradients are summed together, and the segments that have some of them.
+
+        Where nobody may look these are all rows and all segments.
+        """
+        if not self.may_look:
+            yield slice(0, rows), torch.arange(start.shape[0], device=start.device)
+            return
+        for window in slices_of(0, rows, self.piece_tokens):
+            meets = (start < window.stop) & (start + length > window.start) & (length > 0)
+            yield window, meets.nonzero().squeeze(-1)
+
+    def _cells_of(self, queries: Tensor | None, items: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Query and item of the cells of some queries or of some items.
+
+        Their order depends on nothing else, and a bounded number comes at a time.
+        """
+        cells, device = self.cells, self.grad_scores.device
+        most = ENTRIES if self.may_look else max(1, ENTRIES // self.winners.shape[1])
+        if items is None:
+            items = torch.arange(cells.start.shape[0], device=device)
+            if cells.query is not None and self.may_look and queries is not None:
+                alive = torch.zeros(self.ragged.queries, dtype=torch.bool)
+                alive[queries] = True
+                items = items[alive[cells.query] & (cells.length > 0)]
+        if cells.query is not None:
+            for part in items.split(most):
+                yield cells.query[part], part
+            return
+        if queries is None:
+            queries = torch.arange(self.ragged.queries, device=device)
+        if queries.numel():
+            for some in queries.split(most):
+                for part in items.split(max(1, most // some.numel())):
+                    yield some.repeat_interleave(part.numel()), part.repeat(some.numel())
+
+    def _entries(self, query: Tensor, item: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Cells repeated for each token of their query, and these tokens: at most so many, or those of one cell.
+
+        Where nobody may look, every query counts as of all the tokens that one can have.
+        """
+        width = self.winners.shape[1]
+        if not self.may_look:
+            for part in slices_of(0, query.numel(), max(1, most // width)):
+                s = torch.arange(width, device=query.device).repeat(part.stop - part.start)
+                yield query[part].repeat_interleave(width), item[part].repeat_interleave(width), s
+            return
+        lengths = self.cells.q_length[query]
+        ends = lengths.cumsum(0)
+        first = 0
+        while first < lengths.numel():
+            before = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(torch.searchsorted(ends, before + most, right=True)))
+            of, total = lengths[first:last], int(ends[last - 1]) - before
+            s = torch.arange(before, before + total) - (ends[first:last] - of).repeat_interleave(of)
+            of_query, of_item = (x[first:last].repeat_interleave(of, output_size=total) for x in (query, item))
+            yield of_query, of_item, s
+            first = last
+
+    def _gather(self, window: slice, chunks: Iterator[tuple[Tensor, Tensor]], into_queries: bool) -> None:
+        """The gradients of the rows of `window`, which receive something from some cells."""
+        total = self.grad_scores.new_zeros((window.stop - window.start, self.d), dtype=self.dtype)
+        source = self.ragged.D if into_queries else self.ragged.Q
+        table = self._table(source)
+        for chunk in chunks:
+            for entries in self._entries(*chunk, ENTRIES if table is not None else self.piece_tokens):
+                self._add(total, source, table, *self._sent(*entries, window, into_queries))
+        self._finish(Piece(slice(0, 1), slice(0, 1), window), total, into_queries)
+
+    def _sent(
+        self, query: Tensor, item: Tensor, s: Tensor, window: slice, into_queries: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What winners send: from which row, into which of `window`, times what; and whether they do."""
+        cells = self.cells
+        winner = self.winners[cells.winners_at(query, item, s, self.winners.shape[1])].long()
+        # Winners beyond their document are of no forward of these arguments; they must not be read.
+        exists = (winner >= 0) & (winner < cells.length[item])
+        if not self.may_look:
+            exists &= s < cells.q_length[query]
+        q_row, d_row = cells.q_start[query] + s, cells.start[item] + winner
+        g = self.grad_scores[cells.scores_at(query, item)]
+        if not into_queries and self.ragged.q_weight is not None:
+            g = g * self.ragged.q_weight[q_row.clamp_max(self.Lq - 1)]
+        source, destination = (d_row, q_row) if into_queries else (q_row, d_row)
+        destination = destination - window.start
+        exists &= (destination >= 0) & (destination < window.stop - window.start)
+        return source, destination, g, exists
+
+    def _table(self, source: Tensor) -> Tensor | None:
+        """The source's rows in the computing dtype, normalised if asked; None if they take too much memory."""
+        if source.dtype == self.dtype and not self.normalize and source.is_contiguous():
+            return source
+        if source.numel() * self.dtype.itemsize > TABLE_BYTES:
+            return None
+        rows = source.to(self.dtype).contiguous()
+        return rows / row_norms(rows) if self.normalize else rows
+
+    def _add(
+        self,
+        total: Tensor,
+        source: Tensor,
+        table: Tensor | None,
+        origin: Tensor,
+        destination: Tensor,
+        weight: Tensor,
+        exists: Tensor,
+    ) -> None:
+        """Add what is sent from rows of `source`, which is `table` where there is one, into rows of `total`."""
+        if not self.may_look:
+            origin, destination, weight = (torch.where(exists, x, 0) for x in (origin, destination, weight))
+            rows = self._rows(source[origin], exists).mul_(weight.unsqueeze(-1))
+            total.index_put_((destination,), rows, accumulate=True)
+            return
+        if not bool(exists.all()):
+            origin, destination, weight = (x[exists] for x in (origin, destination, weight))
+        if not origin.numel():
+            return
+        # A stable sort fixes the order of addition; bags are only made of the rows that receive something.
+        destination, order = torch.sort(destination.int(), stable=True)
+        origin, weight = origin[order], weight[order]
+        found, counts = torch.unique_consecutive(destination, return_counts=True)
+        if table is None:
+            table = self._rows(source[origin], torch.ones_like(origin, dtype=torch.bool))
+            origin = torch.arange(origin.numel())
+        total[found.long()] += bags(table, origin, weight, counts.cumsum(0) - counts)

@@ -1,0 +1,54 @@
+"""Scores of documents by the centroids of their tokens alone, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.segments import rows_of
+from ..blocks import fold_sum
+
+_BYTES = 32 << 20  # of what is gathered from the table at a time
+
+
+def code_scores(
+    table: Tensor, weight: Tensor, probed: Tensor | None, codes: Tensor, offsets: Tensor, lengths: Tensor
+) -> Tensor:
+    """Of queries and documents ``sum_s weight[query, s] max_t table[query, code_t, s]``, fp32 ``[Nq, Nd]``.
+
+    Args:
+        table: fp32 ``[Nq, C, Lq]``, of each query token and centroid.
+        weight: fp32 ``[Nq, Lq]``.
+        probed: bool ``[Nq, C]``: documents without one of these codes score ``-inf``. None: no document does.
+        codes: of all tokens; -1 is passed over. Others that are no centroid's make the score infinite.
+        offsets, lengths: where documents lie, ``[Nd]``. Those outside of `codes` score infinity.
+    """
+    Nq, count, Lq = table.shape
+    scores = table.new_full((Nq, len(offsets)), torch.inf)
+    inside = (offsets >= 0) & (lengths >= 0) & (offsets <= len(codes) - lengths)
+    chosen = inside.nonzero().flatten()
+    offsets, lengths = offsets[chosen].long(), lengths[chosen].long()
+    # Of each code what its token has: products of all query tokens, and for which queries it is probed; -inf without.
+    rows = torch.cat([table.transpose(0, 1).reshape(count, Nq * Lq), table.new_full((1, Nq * Lq), -torch.inf)])
+    hits = table.new_zeros((count + 1, Nq))
+    hits[:count] = 1 if probed is None else probed.t().float()
+    ends = lengths.cumsum(0)
+    begin, most = 0, max(1, _BYTES // max(4 * Nq * Lq, 1))
+    while begin < len(chosen):
+        before = ends[begin] - lengths[begin]
+        end = max(begin + 1, int(torch.searchsorted(ends, before + most, right=True)))
+        at, _ = rows_of(offsets[begin:end], lengths[begin:end])
+        found, each = codes[at].long(), lengths[begin:end]
+        ok = (found >= 0) & (found < count)
+        odd = _most((~ok & (found != -1)).float().unsqueeze(1), each)[:, 0] > 0
+        found = torch.where(ok, found, count)
+        best, hit = _most(rows[found], each).view(end - begin, Nq, Lq), _most(hits[found], each) > 0
+        some = torch.where(hit, fold_sum(weight * best), -torch.inf)
+        scores[:, chosen[begin:end]] = some.masked_fill(odd.unsqueeze(1), torch.inf).t()
+        begin = end
+    return scores
+
+
+def _most(x: Tensor, lengths: Tensor) -> Tensor:
+    """The maxima of the rows of each segment, -inf of one without."""
+    return torch.segment_reduce(x, "max", lengths=lengths, axis=0, unsafe=True, initial=-torch.inf)

@@ -1,0 +1,120 @@
+"""The portable forward: slices of similarities, or, where documents are read as they lie, many documents at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import score_dtype
+from ..blocks import MIN_ROWS, MiB, ceil_div, lies_ready, slice_shape, slices_of
+from ..layout import Layout, unified_layout
+from ..pace import look
+from .narrow import FewDocuments, FewQueries
+from .scores import NEG_INF, Forward
+from .slices import Panel, Slices, tiling_of
+from .wide import Wide
+
+DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
+TILE_BYTES = MiB  # of similarities
+
+
+def forward(
+    Q: Tensor,
+    D: Tensor,
+    q_mask: Tensor | None,
+    d_mask: Tensor | None,
+    q_weight: Tensor | None,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, Nd]`` and winners ``[Nd, Nq, Lq]``, or ``[Nq, K]`` and ``[Nq, K, Lq]`` for 4-D `D`.
+
+    Arguments are validated and lifted already. Scores are fp32 (fp64 for fp64 inputs); winners are of `argmax_dtype`,
+    and ``[0]`` where it is None.
+    """
+    dtype = torch.int32 if argmax_dtype is None else argmax_dtype
+    scores, argmax, is_trivial = outputs(Q, D, q_mask, dtype, argmax_dtype is not None, -1)
+    if is_trivial:
+        return scores, argmax
+    run(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize)
+    return scores, argmax
+
+
+def outputs(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, dtype: torch.dtype, keep: bool, nothing: float
+) -> tuple[Tensor, Tensor, bool]:
+    """Scores, and what is kept of each query token and document (``[0]`` unless `keep`), of a dtype; and whether both
+    are filled already, as there is nothing to multiply: with `nothing`."""
+    cross = D.dim() == 3
+    (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
+    columns = D.shape[0] if cross else D.shape[1]
+    scores = Q.new_empty((Nq, columns), dtype=score_dtype(Q.dtype))
+    kept = Q.new_empty(((columns, Nq, Lq) if cross else (Nq, columns, Lq)) if keep else (0,), dtype=dtype)
+    if scores.numel() and Lq and Ld:
+        return scores, kept, False
+    if Lq == 0:
+        return scores.zero_(), kept, True
+    scores.fill_(NEG_INF)
+    if q_mask is not None:
+        scores.masked_fill_(~q_mask.any(-1)[:, None], 0)
+    return scores, kept.fill_(nothing), True
+
+
+def run(layout: Layout, normalize: bool) -> None:
+    """Fill the outputs of `layout`, whose tensors have elements."""
+    kind: type[Forward] = Across if Across.takes(layout, normalize) else Slices
+    kind = next((special for special in (Wide, FewQueries, FewDocuments) if special.takes(layout)), kind)
+    kind(layout, normalize).run()
+
+
+class Across(Slices):
+    """Documents are read where they lie, many at once: slices are token by token, a row of a slice for each document.
+
+    A processor fetches ahead within pages of memory, and only few lines of each. Products of whole documents wait for
+    the memory and then multiply; here every slice takes the next token of `DOCUMENTS` pages or more, and both overlap.
+    """
+
+    least = MIN_ROWS
+
+    @staticmethod
+    def takes(layout: Layout, normalize: bool) -> bool:
+        """Whether documents need no conversion and are enough for a slice.
+
+        Winners are found faster in whole documents, and queries of several panels read them from the cache.
+        """
+        dtype, (X, Ld, d) = layout.pairs.dtype, layout.D.shape[1:]
+        if normalize or layout.argmax is not None or X < MIN_ROWS:
+            return False
+        return slice_shape(layout.Q.shape[2], Ld, d, dtype).panels == 1 and lies_ready(layout.D, dtype)
+
+    def _plan_blocks(self) -> None:
+        X, size = self.X, self.dtype.itemsize
+        self.shape = self.shape._replace(rows=1, documents=1, starts=(0,))
+        most = max(DOCUMENTS, TILE_BYTES // (self.Ld * self.shape.columns * size))
+        self.tiling = tiling_of(self.shape, ceil_div(X, max(1, X // most)), 1, X, self.Y, self.d, self.dtype)
+        row_bytes = self.tiling.block_slices * self.shape.columns * size
+        self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, TILE_BYTES // row_bytes)))  # as even as can be
+        self.similarities = self.layout.pairs.new_empty(self.slices * row_bytes // size)
+
+    def _columns(self, loaded: Tensor) -> Tensor:
+        # MKL is faster with columns that are contiguous in memory, and of fp32 the bits are the same.
+        return super()._columns(loaded.mT.contiguous().mT)
+
+    def _compute(self, b: slice, x: slice, place: int, panels: list[Panel]) -> None:
+        layout, n, columns = self.layout, x.stop - x.start, self.shape.columns
+        documents = layout.D[b.start, x].transpose(0, 1)
+        masked = None if layout.d_mask is None else ~layout.d_mask[b.start, x].t()
+        for t in slices_of(0, self.Ld, self.slices):
+            part, tokens = documents[t], t.stop - t.start
+            S = self.similarities[: tokens * n * columns].view(tokens, n, columns)
+            rows = None if masked is None else masked[t].reshape(-1).nonzero().squeeze(-1)
+            for panel in panels:
+                look()
+                torch.bmm(part, panel.columns[:tokens], out=S)
+                if rows is not None and rows.numel():
+                    S.view(-1, columns).index_fill_(0, rows, NEG_INF)
+                best = panel.best.narrow(0, place, n)
+                if t.start == 0:
+                    torch.amax(S, 0, out=best)
+                else:
+                    torch.maximum(best, S.amax(0), out=best)

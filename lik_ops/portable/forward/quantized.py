@@ -1,0 +1,66 @@
+"""The portable forward of quantised documents: packed ones, which are decoded where they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import score_dtype
+from ...core.segments import Dense, Ragged
+from ...formats.table import Stored, encoded, extremes, scales_of
+from ..blocks import MiB, may_look, pieces_of
+from .dense import forward
+from .packed import forward_ragged
+
+_KEPT_BYTES = 4 * MiB  # of tokens in fp32 that are quantised, or decoded, at a time
+
+
+def forward_quantized(
+    r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+) -> tuple[Tensor, Tensor]:
+    """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
+    r = r._replace(Q=r.Q.to(score_dtype(r.Q.dtype)))
+    dense = _dense(r, stored)
+    if dense is None:
+        return forward_ragged(r, normalize, argmax_dtype, max_seqlen_q, stored)
+    scores, argmax = forward(*dense, normalize, argmax_dtype)
+    return scores, argmax if argmax_dtype is None else argmax.flatten(1)
+
+
+def _dense(r: Ragged, stored: Stored) -> Dense | None:
+    """A small cross product of queries, and documents, of one length each that fill their tensors: `forward_ragged`
+    takes longer to find that out than to multiply."""
+    (Tq, d), Td, queries, columns = r.Q.shape, r.D.shape[0], r.queries, r.columns
+    if r.pairs is not None or r.candidates or not may_look(r.Q) or not 0 < Td * d * 4 <= _KEPT_BYTES:
+        return None
+    if not queries or not columns or Tq % queries or Td % columns or not Tq:
+        return None
+    Lq, Ld = Tq // queries, Td // columns
+    if not torch.equal(r.cu_seqlens_q.long(), torch.arange(0, Tq + 1, Lq)):
+        return None
+    if not (torch.equal(r.d_offsets.long(), torch.arange(0, Td, Ld)) and bool((r.d_lengths == Ld).all())):
+        return None
+    D = stored.decoded(slice(None), d).to(r.Q.dtype)
+
+    def cut(x: Tensor | None, L: int) -> Any:
+        return None if x is None else x.unflatten(0, (-1, L))
+
+    return Dense(cut(r.Q, Lq), cut(D, Ld), cut(r.q_mask, Lq), cut(r.d_mask, Ld), cut(r.q_weight, Lq))
+
+
+def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
+    """Document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` as int8, and the scale of each."""
+    *owner, K, Ld, d = D.shape
+    tokens = D if owner else D.unsqueeze(0)
+    data = torch.empty(tokens.shape, dtype=torch.int8, device=D.device)
+    scale = torch.empty(tokens.shape[:-1], dtype=torch.float32, device=D.device)
+    for piece in pieces_of((tokens.shape[0], K, Ld), max(1, _KEPT_BYTES // (4 * d))):
+        part = tuple(piece)
+        x = tokens[part].to(score_dtype(D.dtype)).flatten(0, -2)
+        s = scales_of(*extremes(x, "int8"), "int8")
+        data[part], scale[part] = (
+            y.view(*data[part].shape[:3], *y.shape[1:]) for y in (encoded(x, s, None, "int8"), s)
+        )
+    return data.view(D.shape), scale.view(D.shape[:-1])

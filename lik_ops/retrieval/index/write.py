@@ -1,0 +1,166 @@
+"""`write_index`: documents of residual codes as the files that fast-plaid 1.7 reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import kind_of, shape_of
+from ...core.disk import naming
+from ...core.extras import import_extra
+from ...formats.index import Index
+from ...formats.residual import ResidualCodec, reversed_bits
+from ...formats.table import bucket_weights, slots
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+_OP = "write_index"
+_SOME = 50_000  # tokens that averages are of, about
+_HEADER = 192  # bytes of the headers of merged files, whatever the rows
+
+
+def write_index(path: str | os.PathLike[str], index: Index) -> None:
+    """Documents of residual codes as a directory of fast-plaid 1.7. Needs numpy.
+
+    Centroids are written in fp16, buckets in fp32, everything in one chunk. ``metadata.json`` comes last: without it, a
+    write was cut off. What a scale alone says, that a token is zeros or NaN, is in no file.
+
+    Args:
+        path: a directory that is empty or not there yet.
+        index: documents of residual codes, whose codec normalises and has cutoffs, on any device.
+
+    Raises:
+        OSError: an error of the disk, with the path of the file.
+        TypeError: `index` is no `Index`, or of another format.
+        ValueError: the codec has no cutoffs or does not normalise, bounds do not cover the tokens, or the directory has
+            files.
+
+    Example:
+        >>> import tempfile
+        >>> tokens = torch.nn.functional.normalize(torch.randn(100, 64), dim=-1)
+        >>> codes = lik_ops.quantize(tokens, lik_ops.ResidualCodec.train(tokens))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     lik_ops.write_index(path, lik_ops.Index(codes, torch.tensor([0, 60, 100])))
+    """
+    codec, lengths, codes = _checked(index)
+    import_extra(_OP, "retrieval", "numpy")
+    root = Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    if any(root.iterdir()):
+        raise ValueError(f"{_OP}: path: expected an empty directory, got {root}")
+    bits = _plaid_bytes(codec, index.documents.data.cpu())
+    total, padding = len(codes), int(lengths.max() - lengths[-1]) if len(lengths) else 0
+    _save(root / "centroids.npy", codec.centroids.half())
+    assert codec.cutoffs is not None
+    _save(root / "bucket_cutoffs.npy", codec.cutoffs)
+    _save(root / "bucket_weights.npy", codec.weights)
+    sizes, far = _residuals(codec, index.documents.data)
+    _save(root / "avg_residual.npy", sizes)
+    _save(root / "cluster_threshold.npy", far)
+    for name, kind, x in (("codes", "<i8", codes.long()), ("residuals", "|u1", bits)):
+        _save_merged(root / f"merged_{name}.npy", kind, x, padding)
+        manifest = {f"0.{name}.npy": {"rows": total, "merged": True, "mtime": None}}
+        _write(root / f"merged_{name}.manifest.json", manifest)
+    documents, counts = _inverted(codes, lengths, len(codec.centroids))
+    _save(root / "ivf.npy", documents)
+    _save(root / "ivf_lengths.npy", counts)
+    _write(root / "doclens.0.json", lengths.tolist())
+    chunk = {"embedding_offset": 0, "num_documents": len(lengths), "num_embeddings": total}
+    _write(root / "0.metadata.json", chunk)
+    _write(root / "plan.json", {"nbits": codec.nbits, "num_chunks": 1})
+    about: dict[str, Any] = {"avg_doclen": total / max(len(lengths), 1), "compress_only": False, "nbits": codec.nbits}
+    about |= {"num_chunks": 1, "num_documents": len(lengths), "num_embeddings": total}
+    _write(root / "metadata.json", about | {"num_partitions": len(codec.centroids), "frozen": True, "mutable": True})
+
+
+def _checked(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
+    """The codec, lengths and codes, on the CPU."""
+    if not isinstance(index, Index):
+        raise TypeError(f"{_OP}: index: expected an Index, got {kind_of(index)}")
+    documents = index.documents
+    if documents.codec is None or documents.codes is None:
+        raise TypeError(f"{_OP}: index: expected documents of residual codes, got {documents.format}")
+    codec, lengths = documents.codec.to("cpu"), index.cu_seqlens.cpu().long().diff()
+    if codec.cutoffs is None or not codec.normalize:
+        raise ValueError(f"{_OP}: index: expected a codec with cutoffs that normalises, got {codec}")
+    if bool((lengths < 0).any()) or int(index.cu_seqlens[0]) != 0 or int(lengths.sum()) != len(documents):
+        raise ValueError(
+            f"{_OP}: index: expected ascending cu_seqlens from 0 to {len(documents)}, got"
+            f" {shape_of(index.cu_seqlens)} from {int(index.cu_seqlens[0])} to {int(index.cu_seqlens[-1])}"
+        )
+    codes = documents.codes.cpu()
+    if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(codec.centroids):
+        raise ValueError(f"{_OP}: index: expected codes of {len(codec.centroids)} centroids, got others")
+    return codec, lengths, codes
+
+
+def _plaid_bytes(codec: ResidualCodec, data: Tensor) -> Tensor:
+    """Residuals in the bit order of fast-plaid, in which only those of ``"big"`` are not kept."""
+    if codec.bit_order != "big":
+        return data
+    reverse = reversed_bits(slots(torch.arange(256, device="cpu"), codec.nbits), codec.nbits)
+    table = (reverse << torch.arange(8 - codec.nbits, -1, -codec.nbits, device="cpu")).sum(-1).to(torch.uint8)
+    return table[data.int()]
+
+
+def _residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean size of residuals, by feature, and a norm that a quarter of them exceed, of some tokens."""
+    some = data[:: max(1, len(data) // _SOME)].cpu()
+    if not len(some):
+        return some.new_zeros(codec.d, dtype=torch.float32), some.new_zeros(1, dtype=torch.float32)
+    x = bucket_weights(some, codec.table, codec.nbits)[:, : codec.d]
+    return x.abs().mean(0), torch.linalg.vector_norm(x, dim=1).quantile(0.75).view(1)
+
+
+def _inverted(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each centroid the documents that have it, ascending, one centroid's after the other's; and how many."""
+    documents = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    pairs = (codes.long() * max(len(lengths), 1) + documents).unique()
+    owners = pairs // max(len(lengths), 1)
+    return pairs % max(len(lengths), 1), torch.bincount(owners, minlength=count).int()
+
+
+def _save(file: Path, x: Tensor) -> None:
+    npy = import_extra(_OP, "retrieval", "numpy.lib.format")
+
+    def write(out: BinaryIO) -> None:
+        array = _plain(x)
+        npy.write_array_header_1_0(out, npy.header_data_from_array_1_0(array))
+        out.write(array.data)
+
+    _create(file, write)
+
+
+def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
+    """An array whose header does not hang on the rows, with so many rows of zeros at its end."""
+    rows = len(x) + padding
+    shape = f"({rows},)" if x.dim() == 1 else f"({rows}, {x.shape[1]})"
+    about = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER - 11) + "\n"
+
+    def write(out: BinaryIO) -> None:
+        out.write(b"\x93NUMPY\x01\x00" + len(about).to_bytes(2, "little") + about.encode("latin1"))
+        out.write(_plain(x).data)
+        out.write(bytes(padding * x[:1].nbytes if len(x) else 0))
+
+    _create(file, write)
+
+
+def _write(file: Path, content: Any) -> None:
+    _create(file, lambda out: out.write(json.dumps(content).encode()))
+
+
+def _plain(x: Tensor) -> Any:
+    """Return a contiguous array of the numbers in `x`. An array cannot have the negative bit."""
+    return x.detach().resolve_neg().contiguous().numpy()
+
+
+def _create(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a new file. A link of that name, dangling or not, is an error. Errors of the disk name the file."""
+    with naming(file), open(file, "xb") as out:
+        write(out)

@@ -1,0 +1,141 @@
+"""What goes into a corpus: the documents of an append as the tensors of a shard, and the shard committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import check_strided, describe_non_tensor, short_repr
+from ...formats.quantized import Quantized
+from .. import arguments
+from . import files
+from .codecs import same
+from .layout import Layout
+from .manifest import Manifest
+from .snapshot import are_ids
+
+Ids: TypeAlias = Sequence[str] | Sequence[int]
+
+
+def committed(
+    op: str, writer: files.Writer, manifest: Manifest, tensors: dict[str, Tensor], counts: Tensor, ids: bytes | None
+) -> Manifest:
+    """The manifest with one shard more, once both are on the disk."""
+    if manifest.shards and manifest.has_ids != (ids is not None):
+        expected = f"{len(counts)} of them, as before" if manifest.has_ids else "None, as before"
+        raise ValueError(f"{op}: ids: expected {expected}, got {'None' if ids is None else 'some'}")
+    tensors = {**tensors, files.LENGTHS: counts}
+    if ids is not None:
+        tensors[files.IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)
+    with writer.writing(len(manifest.shards)) as (directory, name):
+        shard = files.write_shard(directory, name, tensors)
+        manifest = replace(manifest, has_ids=ids is not None, shards=(*manifest.shards, shard))
+        files.write_manifest(directory, manifest)
+    return manifest
+
+
+def packed(op: str, layout: Layout, documents: Any, lengths: Any) -> tuple[Tensor | Quantized, Tensor]:
+    """The documents packed on the CPU, and the length of each."""
+    if isinstance(documents, Quantized):
+        _check_quantized(op, layout, documents)
+        counts = _lengths(op, lengths, len(documents))
+        for name in ("error", "norm"):
+            x = getattr(documents, name)
+            if x is None or x.shape != counts.shape:
+                found = "None" if x is None else list(x.shape)
+                raise ValueError(
+                    f"{op}: documents: expected the {name} of {len(counts)} documents, as `quantize` finds it with"
+                    f" cu_seqlens_d, got {found}"
+                )
+        documents = documents.to("cpu")
+        tensors: dict[str, Any] = {name: x.resolve_neg() for name, x in documents.tensors().items()}
+        return replace(documents, **tensors), counts
+    if isinstance(documents, Tensor) and not documents.is_nested:
+        _check_tokens(op, layout, "documents", documents)
+        return documents.detach().cpu().resolve_neg().contiguous(), _lengths(op, lengths, documents.shape[0])
+    if lengths is not None:
+        raise ValueError(f"{op}: lengths: expected None beside a list of documents")
+    if isinstance(documents, Tensor):
+        documents = documents.unbind()
+    documents = _listed(op, "documents", "tensors", documents)
+    for i, document in enumerate(documents):
+        _check_tokens(op, layout, f"documents[{i}]", document)
+    empty = torch.empty(0, layout.d, dtype=layout.dtype, device="cpu")
+    counts = torch.tensor([document.shape[0] for document in documents], dtype=torch.int64, device="cpu")
+    return torch.cat([empty, *(document.detach().cpu() for document in documents)]), counts
+
+
+def _lengths(op: str, lengths: Any, tokens: int) -> Tensor:
+    """Those of packed documents."""
+    if lengths is None:
+        raise ValueError(f"{op}: lengths: expected the length of each document in the packed tensor, got None")
+    counts = arguments.integers(op, "lengths", lengths)
+    if counts.dim() != 1 or not files.add_up_to(counts, tokens):
+        raise ValueError(
+            f"{op}: lengths: expected [n], not negative, that add up to {tokens} tokens,"
+            f" got {list(counts.shape)} that add up to {sum(counts.flatten().tolist())}"
+        )
+    return counts
+
+
+def _check_tokens(op: str, layout: Layout, name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name}: expected a Tensor, got {describe_non_tensor(x)}")
+    check_strided(op, name, x)
+    if x.dtype != layout.dtype:
+        raise TypeError(f"{op}: {name}: expected {layout.dtype}, got {x.dtype}: convert it with .to({layout.dtype})")
+    if x.dim() != 2 or x.shape[1] != layout.d:
+        raise ValueError(f"{op}: {name}: expected [L, {layout.d}], got {list(x.shape)}")
+    if x.is_meta:
+        raise ValueError(f"{op}: {name}: expected embeddings, got a meta tensor")
+
+
+def _check_quantized(op: str, layout: Layout, x: Quantized) -> None:
+    if layout.format is None:
+        raise TypeError(f"{op}: documents: expected tensors of {layout.dtype}, as in the corpus, got a Quantized")
+    if (x.format, x.dtype) != (layout.format, layout.dtype):
+        expected = f"{layout.format} of {layout.dtype}"
+        raise TypeError(f"{op}: documents: expected {expected}, as in the corpus, got {x.format} of {x.dtype}")
+    if layout.codec is not None and not (x.codec is not None and same(x.codec, layout.codec.codec)):
+        raise ValueError(f"{op}: documents: expected codes of the codec of the corpus, got those of another")
+    if x.dim() != 2 or x.d != layout.d:
+        raise ValueError(f"{op}: documents: expected packed ones [T, {layout.d}], got {list(x.shape)}")
+    if x.device.type == "meta":
+        raise ValueError(f"{op}: documents: expected embeddings, got meta tensors")
+
+
+def _listed(op: str, name: str, of: str, x: Any) -> list:
+    """What an iterable gives, but for strings, which are one thing and not many, and what has no order."""
+    try:
+        if not isinstance(x, (str, bytes, Set, Mapping)):
+            x = iter(x)
+    except TypeError:
+        pass
+    if not isinstance(x, Iterator):
+        raise TypeError(f"{op}: {name}: expected a list of {of}, got {type(x).__name__}")
+    return list(x)
+
+
+def encoded_ids(op: str, ids: Any, count: int) -> bytes | None:
+    """As shards keep them."""
+    if ids is None:
+        return None
+    ids = _listed(op, "ids", "str or int", ids)
+    if len(ids) != count:
+        raise ValueError(f"{op}: ids: expected {count}, one for each document, got {len(ids)}")
+    if not are_ids(ids):
+        kinds = sorted({type(x).__name__ for x in ids})
+        raise TypeError(f"{op}: ids: expected str or int, all alike, got {', '.join(kinds)}")
+    try:
+        return json.dumps(ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except ValueError:
+        # JSON is decimal, and Python neither prints nor reads longer integers.
+        largest = short_repr(max((x for x in ids if isinstance(x, int)), key=abs))
+        expected = f"integers of at most {sys.get_int_max_str_digits()} digits"
+        raise ValueError(f"{op}: ids: expected {expected}, got {largest}") from None

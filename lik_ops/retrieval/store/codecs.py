@@ -1,0 +1,105 @@
+"""The codec of a corpus of residual codes: a file of its own, which the manifest names."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.extras import import_extra
+from ...formats.residual import ResidualCodec
+
+_TENSORS = "centroids", "weights", "cutoffs"
+
+
+@dataclass(frozen=True)
+class CodecFile:
+    """What the manifest says of a codec, and the directory that it lies in, None before it is written."""
+
+    sha256: str
+    bytes: int
+    file: str | None = None
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, codec: ResidualCodec) -> CodecFile:
+        """A codec that is not written yet."""
+        codec = codec.to("cpu")
+        text = serialized(codec)
+        found = cls(hashlib.sha256(text).hexdigest(), len(text))
+        found.__dict__["codec"] = codec
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CodecFile) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("sha256", "bytes", "file", "path")}
+
+    @cached_property
+    def codec(self) -> ResidualCodec:
+        """Read, on the CPU.
+
+        Raises:
+            ValueError: the file is missing, or not what the manifest says; the message has its path.
+        """
+        assert self.path is not None and self.file is not None
+        at = self.path / self.file
+        try:
+            text = at.read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"{at}: the codec is missing") from None
+        if (len(text), hashlib.sha256(text).hexdigest()) != (self.bytes, self.sha256):
+            raise ValueError(f"{at}: the codec is truncated or corrupt: expected {self.bytes} bytes, got {len(text)}")
+        return _deserialized(text)
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, ResidualCodec]:
+        return {}
+
+    def on(self, device: torch.device) -> ResidualCodec:
+        """The codec on a device, where it stays."""
+        if device.type == "cpu":
+            return self.codec
+        found = self._elsewhere.get(device)
+        if found is None:
+            found = self._elsewhere[device] = self.codec.to(device)
+        return found
+
+    def check(self, format: str, d: int) -> None:
+        """Raise ValueError, naming the file, unless the codec is of that format and size."""
+        if (self.codec.format, self.codec.d) != (format, d):
+            assert self.path is not None and self.file is not None
+            found = f"{self.codec.format} of d={self.codec.d}"
+            raise ValueError(f"{self.path / self.file}: expected a codec for {format} of d={d}, got {found}")
+
+
+def serialized(codec: ResidualCodec) -> bytes:
+    """The file."""
+    save = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").save
+    tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in codec.tensors().items()}
+    # A tensor, as the order of metadata in the file is nobody's promise.
+    options = {"bit_order": codec.bit_order.encode(), "normalize": str(codec.normalize).encode()}
+    return save(tensors | {name: torch.frombuffer(bytearray(x), dtype=torch.uint8) for name, x in options.items()})
+
+
+def _deserialized(text: bytes) -> ResidualCodec:
+    found: dict[str, Any] = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").load(text)
+    bit_order, normalize = (bytes(found[name].tolist()).decode() for name in ("bit_order", "normalize"))
+    tensors = {name: found[name] for name in _TENSORS if name in found}
+    return ResidualCodec(**tensors, bit_order=bit_order, normalize=normalize == "True")  # type: ignore[arg-type]
+
+
+def same(a: ResidualCodec, b: ResidualCodec) -> bool:
+    """Whether codes count as the same tokens with either, wherever it is."""
+    if a is b:
+        return True
+    tensors = [(getattr(a, name).cpu(), getattr(b, name).cpu()) for name in ("centroids", "table")]
+    return a.normalize == b.normalize and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in tensors)

@@ -1,0 +1,174 @@
+"""What a corpus keeps of its documents: their tokens as they are, or in a format of `lik_ops.quantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import check_choice
+from ...formats.quantize import quantize
+from ...formats.quantized import Quantized
+from ...formats.residual import ResidualCodec
+from ...formats.table import ALL, FORMATS, FormatName, Residual
+from .codecs import CodecFile
+
+Scale: TypeAlias = Literal["token", "document"]
+TOKENS = "tokens"
+_SCALES = ("scale", "minimum")
+
+
+class Kept(NamedTuple):
+    """A tensor of a shard, with a row for each token or for each document."""
+
+    of_tokens: bool
+    sizes: tuple[int, ...]  # of a row
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of a row."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+class Numbers(NamedTuple):
+    """Packed documents in a format, as shards keep them."""
+
+    layout: Layout
+    tensors: dict[str, Tensor]  # some of those of the layout
+
+    def quantized(self, cu_seqlens: Tensor) -> Quantized:
+        """What operators take, of documents with these bounds. Nothing waits for the device."""
+        layout, found = self.layout, dict[str, Any](self.tensors)
+        assert layout.format is not None
+        data = found["data"]
+        if layout.scale == "document":
+            lengths = cu_seqlens.to(data.device, non_blocking=True).diff()
+            for name in _SCALES:
+                if name in found:
+                    found[name] = found[name].repeat_interleave(lengths, output_size=len(data))
+        found["data"] = data.view(ALL[layout.format].dtype)
+        if layout.codec is not None:
+            found["codec"] = layout.codec.on(data.device)
+        return Quantized(**found, format=layout.format, d=layout.d, dtype=layout.dtype)
+
+
+Tokens: TypeAlias = Tensor | Numbers
+
+
+def joined(pieces: Sequence[Tokens], join: Callable[[list[Tensor]], Tensor]) -> Tokens:
+    """Tokens that come in pieces: `join` makes one tensor of those of all pieces."""
+    first = pieces[0]
+    if isinstance(first, Tensor):
+        return join([x for x in pieces if isinstance(x, Tensor)])
+    numbers = [x for x in pieces if isinstance(x, Numbers)]
+    return first._replace(tensors={name: join([x.tensors[name] for x in numbers]) for name in first.tensors})
+
+
+def scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -> Tensor | Quantized:
+    """What scoring functions take as D beside queries of `dtype`."""
+    if isinstance(tokens, Tensor):
+        return tokens.to(dtype)
+    assert cu_seqlens is not None
+    return tokens.quantized(cu_seqlens)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is kept of tokens ``[T, d]`` of `dtype`: all of it, or numbers in a format, with scales."""
+
+    d: int
+    dtype: torch.dtype
+    format: FormatName | Residual | None = None
+    scale: Scale | None = None
+    codec: CodecFile | None = None  # of residual codes
+
+    def __str__(self) -> str:
+        kept = "" if self.format is None else f", {self.format} with a scale for each {self.scale}"
+        if self.codec is not None:
+            kept = f", {self.format} of {len(self.codec.codec.centroids)} centroids"
+        return f"d={self.d}, {self.dtype}{kept}"
+
+    @cached_property
+    def scored(self) -> dict[str, Kept]:
+        """The tensors that scores follow from."""
+        if self.format is None:
+            return {TOKENS: Kept(True, (self.d,), self.dtype)}
+        kept, scale = ALL[self.format], Kept(self.scale == "token", (), torch.float32)
+        found = {"data": Kept(True, (-(-self.d // kept.each),), kept.bytes), "scale": scale}
+        if self.codec is not None:
+            found["codes"] = Kept(True, (), torch.int32)
+        return found | ({"minimum": scale} if kept.affine else {})
+
+    @cached_property
+    def tensors(self) -> dict[str, Kept]:
+        """All tensors of a shard but its lengths and ids."""
+        each = Kept(False, (), torch.float32)
+        return self.scored | ({} if self.format is None else {"error": each, "norm": each})
+
+    def nbytes(self, of_tokens: bool) -> int:
+        """Of the tensors that scores follow from, for each token or for each document."""
+        return sum(x.nbytes for x in self.scored.values() if x.of_tokens == of_tokens)
+
+    def tokens(self, tensors: dict[str, Tensor]) -> Tokens:
+        """The tokens that lie in these tensors."""
+        return tensors[TOKENS] if self.format is None else Numbers(self, tensors)
+
+    def encoded(self, op: str, packed: Tensor | Quantized, lengths: Tensor) -> dict[str, Tensor]:
+        """The tensors of a shard, of packed documents on the CPU: tokens, or in the format of this layout.
+
+        Raises:
+            ValueError: documents in the format do not share their scales as this layout asks for.
+        """
+        if isinstance(packed, Tensor):
+            if self.format is None:
+                return {TOKENS: packed}
+            packed = self.quantized(packed, lengths)
+        found = packed.tensors()
+        if self.codec is not None:
+            codes, count = found["codes"], len(self.codec.codec.centroids)
+            found["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
+        for name, x in zip(_SCALES, packed.stored()[1:3], strict=True):
+            if x is not None:
+                found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
+        # Clones: safetensors writes no two tensors that share memory.
+        found = {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items() if name != "data"}
+        return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **found}
+
+    def quantized(self, tokens: Tensor, lengths: Tensor) -> Quantized:
+        """Packed tokens on the CPU in the format of this layout."""
+        assert self.format is not None and self.scale is not None
+        format: Any = self.format if self.codec is None else self.codec.codec
+        return quantize(tokens, format, self.scale, cu_seqlens_d=offsets(lengths))
+
+    def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
+        """Of scales of all tokens those that are kept: all, or that of each document, any where it has no tokens."""
+        if self.scale == "token":
+            return x
+        first = torch.cat([x, x.new_zeros(1)])[offsets(lengths)[:-1]]
+        if not torch.equal(first.repeat_interleave(lengths).view(torch.int32), x.contiguous().view(torch.int32)):
+            raise ValueError(f"{op}: documents: expected one scale for each document, got others within one")
+        return first
+
+
+def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless a corpus can keep tokens in this format."""
+    if isinstance(format, ResidualCodec):
+        check_choice(op, "scale", scale, ("token",))
+    elif format is not None or not or_none:
+        check_choice(op, "format", format, tuple(FORMATS))
+    if isinstance(scale, str) and scale == "tensor":
+        raise ValueError(f"{op}: scale: expected 'token' or 'document', got 'tensor': shards have no scale in common")
+    check_choice(op, "scale", scale, get_args(Scale))
+    if format is None and scale != "token":
+        raise ValueError(f"{op}: scale: expected 'token' without a format, got {scale!r}")
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Where each of packed documents begins and the last one ends, of their int64 lengths."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

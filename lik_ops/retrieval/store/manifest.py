@@ -1,0 +1,188 @@
+"""The manifest of a corpus: which shards count, and what each of them has to be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from ...core.arguments import DTYPES
+from ...formats.residual import ResidualCodec
+from ...formats.table import FORMATS, RESIDUAL
+from .codecs import CodecFile
+from .layout import Layout, Scale
+
+FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # the latter of quantised corpora alone
+CODED_VERSION = 3  # of residual codes
+MANIFEST = "manifest.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_CODEC = "sha256", "bytes", "file"
+_LARGEST = (1 << 63) - 1  # what a size of a tensor can be
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest says of a shard."""
+
+    file: str
+    bytes: int
+    sha256: str
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a corpus consists of."""
+
+    d: int
+    dtype: torch.dtype
+    has_ids: bool = False
+    shards: tuple[Shard, ...] = ()
+    format: Any = None  # the last three of `Layout`
+    scale: Any = None
+    codec: CodecFile | None = None
+
+    @classmethod
+    def new(cls, op: str, d: int, dtype: torch.dtype, format: Any, scale: Scale) -> Manifest:
+        """Of a corpus without shards in a format of `Corpus.create`, whose codec is not written yet."""
+        if not isinstance(format, ResidualCodec):
+            return cls(d, dtype, format=format, scale=None if format is None else scale)
+        if format.d != d:
+            raise ValueError(f"{op}: format: expected a codec of d={d}, got {format}")
+        return cls(d, dtype, format=format.format, scale=scale, codec=CodecFile.of(format))
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(self.d, self.dtype, self.format, self.scale, self.codec)
+
+    @cached_property
+    def text(self) -> bytes:
+        """The file."""
+        version, quantized = VERSION, {}
+        if self.format is not None:
+            about: dict[str, Any] = {"format": self.format, "scale": self.scale}
+            version, quantized = QUANTIZED_VERSION, {"quantized": about}
+        if self.codec is not None:
+            version = CODED_VERSION
+            about["codec"] = {name: getattr(self.codec, name) for name in _CODEC}
+        content = {
+            "format": FORMAT,
+            "version": version,
+            **quantized,
+            "d": self.d,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "documents": sum(shard.documents for shard in self.shards),
+            "has_ids": self.has_ids,
+            "shards": [vars(shard) for shard in self.shards],
+        }
+        body = _canonical(content)
+        return f'{body[:-1]}, "sha256": "{_digest(body)}"}}\n'.encode()
+
+    @classmethod
+    def read(cls, path: Path, known: Manifest | None = None) -> Manifest:
+        """The manifest in the directory `path`, which is `known` if that was written there last.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is truncated or corrupt; the message has its path, and the field that is wrong.
+        """
+        at = path / MANIFEST
+        try:
+            text = at.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"{path}: expected a corpus, found no {MANIFEST}") from None
+        if known is not None and text == known.text:
+            return known
+        try:
+            return _parsed(json.loads(text), path)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
+
+
+def _canonical(content: dict[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True)
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _parsed(content: Any, path: Path) -> Manifest:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"format: expected {FORMAT}")
+    if (version := _field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION, CODED_VERSION):
+        expected = f"{VERSION}, {QUANTIZED_VERSION} or {CODED_VERSION}"
+        raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
+    if content.pop("sha256", None) != _digest(_canonical(content)):
+        raise ValueError("sha256: its checksum is not that of its content")
+    name = _choice(content, "dtype", _DTYPES)
+    format, scale, codec = (None, None, None) if version == VERSION else _quantized(content, version, path)
+    shards = tuple(_shard(x, f"shards[{i}]") for i, x in enumerate(_field(content, "shards", list)))
+    if len({shard.file for shard in shards}) != len(shards):
+        raise ValueError("shards: expected files of different names")
+    documents, tokens = (sum(getattr(shard, each) for shard in shards) for each in ("documents", "tokens"))
+    if _count(content, "documents") != documents:
+        raise ValueError(f"documents: expected those of all shards, {documents}, got {content['documents']}")
+    if tokens > _LARGEST:
+        raise ValueError("shards: expected fewer than 2^63 tokens")
+    d, has_ids = _count(content, "d", least=1), _field(content, "has_ids", bool)
+    return Manifest(d, _DTYPES[name], has_ids, shards, format, scale, codec)
+
+
+def _quantized(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
+    """The format, the kind of scale, and the codec of residual codes."""
+    found, at = _field(content, "quantized", dict), "quantized"
+    format = _choice(found, "format", RESIDUAL if version == CODED_VERSION else FORMATS, at)
+    scale = _choice(found, "scale", get_args(Scale) if version == QUANTIZED_VERSION else ("token",), at)
+    if version == QUANTIZED_VERSION:
+        return format, scale, None
+    codec, at = _field(found, "codec", dict, at), f"{at}.codec"
+    file = _file(codec, at)
+    return format, scale, CodecFile(_field(codec, "sha256", str, at), _count(codec, "bytes", at), file, path)
+
+
+def _shard(content: Any, at: str) -> Shard:
+    if not isinstance(content, dict) or set(content) != set(Shard.__annotations__):
+        raise ValueError(f"{at}: expected an object of {', '.join(Shard.__annotations__)}")
+    file = _file(content, at)
+    size, documents, tokens = (_count(content, name, at) for name in ("bytes", "documents", "tokens"))
+    return Shard(file, size, _field(content, "sha256", str, at), documents, tokens)
+
+
+def _file(content: Mapping[str, Any], at: str) -> str:
+    file = _field(content, "file", str, at)
+    if not re.fullmatch(r"[\w.-]+\.safetensors", file, re.ASCII):
+        raise ValueError(f"{at}.file: expected a .safetensors file in the corpus's directory, got {reprlib.repr(file)}")
+    return file
+
+
+def _choice(content: Mapping[str, Any], name: str, choices: Iterable[str], at: str = "") -> str:
+    value = _field(content, name, str, at)
+    if value not in choices:
+        expected = f"expected one of {', '.join(choices)}"
+        raise ValueError(f"{at}{at and '.'}{name}: {expected}, got {reprlib.repr(value)}")
+    return value
+
+
+def _field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> Any:
+    value = content.get(name)
+    if type(value) is not kind:
+        found = "nothing" if name not in content else type(value).__name__
+        raise ValueError(f"{at}{at and '.'}{name}: expected {kind.__name__}, got {found}")
+    return value
+
+
+def _count(content: Mapping[str, Any], name: str, at: str = "", least: int = 0) -> int:
+    value = _field(content, name, int, at)
+    if not least <= value <= _LARGEST:
+        raise ValueError(f"{at}{at and '.'}{name}: expected {least} or more, below 2^63, got {reprlib.repr(value)}")
+    return value

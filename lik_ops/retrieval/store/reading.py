@@ -1,0 +1,219 @@
+"""Shards of a corpus as readers use them: opened on the first read, and mapped into memory while they are in use.
+
+Opening a corpus compares the size of each file with the manifest. Everything else happens on the first read of a shard,
+because a process has a limited number of memory maps (65,530 on Linux by default) and a corpus may have more shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.disk import path_of
+from .files import IDS, LENGTHS, add_up_to, sha256_of
+from .layout import Kept
+from .manifest import Manifest, Shard
+
+MOST_MAPPED = 16_384  # shards of all corpora of a process that stay mapped, a quarter of what Linux allows
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}  # of dtypes in safetensors files
+_HEADER_BYTES = 8  # that hold the size of the header
+
+# The shards that are mapped, the oldest one first. Weak, so that the maps of a corpus end with it. There is no lock,
+# which a forked child could inherit while it is held.
+_mapped_shards: weakref.WeakKeyDictionary[ShardFile, None] = weakref.WeakKeyDictionary()
+
+
+class Mapped(NamedTuple):
+    """The tensors of a shard in mapped memory. Pages are read when they are used. Writes stay in memory."""
+
+    tensors: dict[str, Tensor]  # of the layout
+    device: int  # with `inode`: which file is mapped, whatever has its name now
+    inode: int
+
+
+class _Region(NamedTuple):
+    """The place of a tensor in a file."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ShardFile:
+    """A shard in the directory `path`, as `manifest` describes it.
+
+    Every method raises ValueError, with the path, if the file is missing, truncated or corrupt.
+    """
+
+    def __init__(self, path: Path, shard: Shard, manifest: Manifest) -> None:
+        self.at = os.path.join(path, shard.file)
+        self.shard, self.layout, self.has_ids = shard, manifest.layout, manifest.has_ids
+        self.mapped: Mapped | None = None
+
+    def check(self, verify: bool = False) -> None:
+        """Compare the size of the file with the manifest; with `verify`, read the file and check everything."""
+        with self._naming():
+            self._check_size(os.stat(self.at))
+            if verify and sha256_of(Path(self.at)) != self.shard.sha256:
+                raise ValueError("its checksum is not that of the manifest")
+        if verify:
+            _ = self.lengths
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 ``[n]``, in memory."""
+        with torch.inference_mode(False), self._opened() as (file, _, regions):
+            lengths = _read(file, regions[LENGTHS])
+            if not add_up_to(lengths, self.shard.tokens):
+                raise ValueError(f"expected {LENGTHS} that add up to {self.shard.tokens} tokens")
+        return lengths
+
+    def read_ids(self) -> bytes:
+        """JSON, in memory."""
+        with self._opened() as (file, _, regions):
+            return _read(file, regions[IDS]).numpy().tobytes()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the layout, mapped. The size of the file is compared with the manifest each time.
+
+        Without the comparison, a read of a page beyond the end of a truncated file would end the process (SIGBUS). A
+        file that is truncated between the comparison and the read still does.
+        """
+        found = self.mapped  # taken once: another thread may drop it
+        if found is None or not self._is_unchanged(found):
+            self.mapped = found = self.map()
+            _drop_oldest(self)
+        return found.tensors
+
+    def map(self) -> Mapped:
+        """Map the tensors once more, in memory that only the caller has."""
+        # A tensor of `torch.inference_mode` would stay one after the block of the caller.
+        with torch.inference_mode(False), self._opened() as (file, about, regions):
+            try:
+                storage: Any = torch.UntypedStorage.from_file(path_of(file, self.at), False, self.shard.bytes)
+            except RuntimeError as error:
+                raise OSError(f"{self.at}: {error}") from error
+            tensors = {name: _mapped(storage, regions[name]) for name in self.layout.tensors}
+        return Mapped(tensors, about.st_dev, about.st_ino)
+
+    def _is_unchanged(self, mapped: Mapped) -> bool:
+        """Whether the mapped file is still there and whole; False if its name belongs to another file now."""
+        try:
+            about = os.stat(self.at)
+        except FileNotFoundError:
+            return True  # removed, and its memory is still there
+        if (about.st_dev, about.st_ino) != (mapped.device, mapped.inode):
+            return False
+        with self._naming():
+            self._check_size(about)
+        return True
+
+    def _check_size(self, about: os.stat_result) -> None:
+        if about.st_size != self.shard.bytes:
+            raise ValueError(f"expected {self.shard.bytes} bytes, got {about.st_size}")
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[BinaryIO, os.stat_result, dict[str, _Region]]]:
+        """The file, what the system says about it, and where its tensors are, all of which are checked."""
+        with self._naming(), open(self.at, "rb") as file:
+            about = os.fstat(file.fileno())
+            self._check_size(about)
+            yield file, about, self._regions(file)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise ValueError(f"{self.at}: the shard is missing") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.at}: the shard is truncated or corrupt: {error}") from error
+
+    def _regions(self, file: BinaryIO) -> dict[str, _Region]:
+        """Return the places of the tensors, by the header of a safetensors file."""
+        size = int.from_bytes(file.read(_HEADER_BYTES), "little")
+        first = _HEADER_BYTES + size
+        if first > self.shard.bytes:
+            raise ValueError(f"expected a header within {self.shard.bytes} bytes, got {size} bytes of it")
+        header = json.loads(file.read(size))
+        if not isinstance(header, dict):
+            raise ValueError("expected a header that is an object")
+        expected = {**self.layout.tensors, LENGTHS: Kept(False, (), torch.int64)}
+        found = {}
+        for name, kept in expected.items():
+            shape = (self.shard.tokens if kept.of_tokens else self.shard.documents, *kept.sizes)
+            found[name] = self._region(header, name, shape, kept.dtype, first)
+        if (IDS in header) != self.has_ids:
+            raise ValueError(f"expected {IDS} [bytes] of torch.uint8" if self.has_ids else f"expected no {IDS}")
+        if self.has_ids:
+            sizes = header[IDS].get("shape") if isinstance(header[IDS], dict) else None
+            size = sizes[0] if isinstance(sizes, list) and len(sizes) == 1 and type(sizes[0]) is int else 0
+            found[IDS] = self._region(header, IDS, (size,), torch.uint8, first)
+        return found
+
+    def _region(
+        self, header: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
+    ) -> _Region:
+        """Return the place of a tensor, if the header says what is expected. The data begin at byte `first`."""
+        entry, nbytes = header.get(name), dtype.itemsize
+        for n in shape:
+            nbytes *= n
+        if not isinstance(entry, dict) or (entry.get("dtype"), entry.get("shape")) != (_NAMES[dtype], list(shape)):
+            raise ValueError(f"expected {name} {list(shape)} of {dtype}")
+        bounds = entry.get("data_offsets")
+        if not isinstance(bounds, list) or len(bounds) != 2 or not all(type(x) is int for x in bounds):
+            raise ValueError(f"expected two offsets of {name}")
+        begin, end = (first + x for x in bounds)
+        if not first <= begin <= end <= self.shard.bytes or end - begin != nbytes:
+            raise ValueError(f"expected {nbytes} bytes of {name} within the file")
+        return _Region(begin, end, shape, dtype)
+
+
+def _drop_oldest(added: ShardFile) -> None:
+    """Note that a shard is mapped, and drop the oldest maps if there are too many. Tensors keep a map that they use."""
+    _mapped_shards[added] = None
+    while len(_mapped_shards) > MOST_MAPPED:
+        try:
+            oldest = next(iter(_mapped_shards))
+            del _mapped_shards[oldest]
+        except (KeyError, RuntimeError, StopIteration):  # another thread changes the dictionary
+            return
+        oldest.mapped = None
+
+
+def _read(file: BinaryIO, region: _Region) -> Tensor:
+    """Return a tensor in memory."""
+    file.seek(region.begin)
+    content = bytearray(file.read(region.end - region.begin))
+    if len(content) != region.end - region.begin:
+        raise ValueError(f"expected {region.end - region.begin} bytes, got {len(content)}")
+    if not content:
+        return torch.empty(region.shape, dtype=region.dtype, device="cpu")
+    return torch.frombuffer(content, dtype=region.dtype).view(region.shape)
+
+
+def _mapped(storage: torch.UntypedStorage, region: _Region) -> Tensor:
+    """Return a tensor in the memory of a file. It has a storage of its own, so its pickle has nothing else."""
+    empty = torch.empty(0, dtype=region.dtype, device="cpu")
+    if region.begin == region.end:
+        return empty.view(region.shape)
+    return empty.set_(storage[region.begin : region.end]).view(region.shape)

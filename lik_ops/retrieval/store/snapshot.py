@@ -1,0 +1,166 @@
+"""What a reader sees of a corpus: all that had been committed at one moment, whoever appends meanwhile."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...core.arguments import short_repr
+from ...core.segments import rows_of
+from ...formats.quantized import Quantized
+from .layout import Kept, Tokens, offsets, scorable
+from .manifest import Manifest
+from .reading import ShardFile
+
+_MOST_PIECES = 1024  # shards of a range that are read where they are mapped; the rows of more shards are copied
+
+
+class Snapshot:
+    """The shards of a manifest. Nothing in it changes, and its tensors are not for callers, who may write."""
+
+    def __init__(self, path: Path, manifest: Manifest, before: Snapshot | None = None, verify: bool = False) -> None:
+        """Of the corpus at `path`. Shards that are in `before` as well are not checked again."""
+        self.path, self.manifest = path, manifest
+        if manifest.codec is not None:
+            manifest.codec.check(manifest.format, manifest.d)
+        kept: list[ShardFile] = []
+        if before is not None and manifest.shards[: len(before.shards)] == before.manifest.shards:
+            kept = before.shards
+        added = [ShardFile(path, shard, manifest) for shard in manifest.shards[len(kept) :]]
+        for shard in added:
+            shard.check(verify)
+        self.shards: list[ShardFile] = [*kept, *added]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the documents of each shard begin, and their number."""
+        return [0, *accumulate(shard.documents for shard in self.manifest.shards)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 ``[N]``."""
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(shard.lengths for shard in self.shards)])
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int64 ``[N + 1]``."""
+        return offsets(self.lengths)
+
+    @cached_property
+    def ids(self) -> list[str] | list[int] | None:
+        """The id of each document; None if they were appended without any."""
+        if not self.manifest.has_ids:
+            return None
+        found: list = []
+        for shard in self.shards:
+            found += _decoded(shard)
+        return found
+
+    def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
+        """Where the documents ``[begin, end)`` lie: in which shard, and its rows, of tokens (True) and of documents."""
+        for i in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end) if begin < end else 0):
+            first, last = self.starts[i : i + 2]
+            a, b = max(begin, first), min(end, last)
+            of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
+            yield i, {True: of_tokens, False: slice(a - first, b - first)}
+
+    def _copied(self, places: list[tuple[int, dict[bool, slice]]], of: dict[str, Kept]) -> dict[str, Tensor]:
+        """Rows of some tensors of several shards, one shard after the other, in memory. One shard at a time is read."""
+        rows = {which: sum(at[which].stop - at[which].start for _, at in places) for which in (True, False)}
+        found, done = {name: _empty(kept, rows[kept.of_tokens]) for name, kept in of.items()}, {True: 0, False: 0}
+        for i, at in places:
+            for name, x in _cut(self.shards[i].tensors(), at, of).items():
+                begin = done[of[name].of_tokens]
+                found[name][begin : begin + len(x)] = x
+            done = {which: done[which] + at[which].stop - at[which].start for which in done}
+        return found
+
+    def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
+        """The tokens of the documents ``[begin, end)``, where shards have them mapped, and their offsets."""
+        layout = self.manifest.layout
+        places = list(self._places(begin, end))
+        if 0 < len(places) <= _MOST_PIECES:
+            parts = [_cut(self.shards[i].tensors(), rows, layout.scored) for i, rows in places]
+        else:
+            parts = [self._copied(places, layout.scored)]
+        return [layout.tokens(part) for part in parts], self._offsets(begin, end)
+
+    def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
+        """All that is kept of them as one, which is the caller's: mapped anew if it is of one shard, else copied."""
+        places, layout = list(self._places(begin, end)), self.manifest.layout
+        if len(places) == 1:
+            ((i, rows),) = places
+            found = _cut(self.shards[i].map().tensors, rows, layout.tensors)
+        else:
+            found = self._copied(places, layout.tensors)
+        cu_seqlens = self._offsets(begin, end)
+        tokens = scorable(layout.tokens(found), layout.dtype, cu_seqlens)
+        if isinstance(tokens, Quantized):  # the codec is read for all
+            tokens = replace(tokens, codec=deepcopy(tokens.codec))
+        return tokens, cu_seqlens
+
+    def copy_of(self, index: int) -> Tensor:
+        """The tokens ``[L, d]`` of one document as they count, counted from the end if below 0."""
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(f"Corpus: index: expected that of one of {len(self)} documents, got {short_repr(index)}")
+        (tokens,), cu_seqlens = self.pieces(at, at + 1)
+        return tokens.clone() if isinstance(tokens, Tensor) else tokens.quantized(cu_seqlens).dequantize()
+
+    def gathered(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
+        """The tokens of the documents ``chosen [n]``, ascending, behind one another; where each begins ``[n + 1]``."""
+        rows, cu_seqlens = rows_of(self.cu_seqlens[chosen], self.lengths[chosen])
+        starts = torch.tensor(self.starts, device="cpu")
+        first = torch.searchsorted(chosen, starts)
+        # For tokens and for documents: the chosen rows, where those of each shard begin among them, and in the corpus.
+        wanted = {True: (rows, cu_seqlens[first], self.cu_seqlens[starts]), False: (chosen, first, starts)}
+        scored = self.manifest.layout.scored
+        found = {name: _empty(kept, len(wanted[kept.of_tokens][0]), pinned) for name, kept in scored.items()}
+        for i in first.diff().nonzero().flatten().tolist():
+            tensors = self.shards[i].tensors()
+            for name, kept in scored.items():
+                at, bounds, origins = wanted[kept.of_tokens]
+                part = slice(int(bounds[i]), int(bounds[i + 1]))
+                if part.start < part.stop:
+                    torch.index_select(tensors[name], 0, at[part] - origins[i], out=found[name][part])
+        return self.manifest.layout.tokens(found), cu_seqlens
+
+    def _offsets(self, begin: int, end: int) -> Tensor:
+        return self.cu_seqlens[begin : end + 1] - self.cu_seqlens[begin]
+
+
+def _empty(kept: Kept, rows: int, pinned: bool = False) -> Tensor:
+    return torch.empty((rows, *kept.sizes), dtype=kept.dtype, device="cpu", pin_memory=pinned)
+
+
+def _cut(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, Kept]) -> dict[str, Tensor]:
+    """Rows of some tensors of a shard, as views."""
+    return {name: tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
+
+
+def _decoded(shard: ShardFile) -> list:
+    count, text = shard.shard.documents, shard.read_ids()
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{shard.at}: the shard is corrupt: ids: {error}") from error
+    if not isinstance(found, list) or len(found) != count or not are_ids(found):
+        raise ValueError(f"{shard.at}: the shard is corrupt: ids: expected a list of {count} strings or integers")
+    return found
+
+
+def are_ids(x: list) -> bool:
+    """Whether they are all strings, or all integers."""
+    return all(type(each) is str for each in x) or all(type(each) is int for each in x)

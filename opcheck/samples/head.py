@@ -1,0 +1,63 @@
+"""Sample inputs of ``lik::maxsim_from_hidden_fwd`` and its backward, and what they should compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import lik_ops
+from lik_ops.opcheck.samples.gradients import gradients
+
+WIDTH = 11  # features of hidden states
+
+
+def _head(Q: Tensor, D: Tensor, n: int, grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states laid out as the documents are, and a head, every other time with a bias.
+
+    Of integers: tokens that half types have to round would have other winners than the formula's.
+    """
+    generator = torch.Generator().manual_seed(n)
+    d = D.shape[-1]
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randint(-2, 3, sizes, generator=generator).to(D.device, D.dtype)
+
+    H = drawn(*D.shape[:-1], WIDTH)
+    if not D.is_contiguous():
+        H = H.transpose(0, 1).contiguous().transpose(0, 1)
+    leaves = H, drawn(d, WIDTH), drawn(d)
+    H, W, b = (t.requires_grad_(grad) for t in leaves)
+    return H, W, b if n % 2 else None
+
+
+def _normalize(Q: Tensor, n: int) -> bool:
+    return n % 3 > 0 and Q.dtype not in (torch.float16, torch.bfloat16)
+
+
+def forward_arguments(args: tuple, n: int) -> tuple:
+    """Those of `maxsim_fwd` of a cross product, with hidden states in the place of documents."""
+    Q, D, q_mask, d_mask, q_weight, _, argmax_dtype, _ = args
+    return Q, *_head(Q, D, n, Q.requires_grad), q_mask, d_mask, q_weight, _normalize(Q, n), argmax_dtype
+
+
+def backward_arguments(args: tuple, n: int) -> tuple:
+    """Those of a backward of `maxsim`, with hidden states."""
+    grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
+    H, W, b = _head(Q, D, n, False)
+    x, normalize = (Q, H, W, b, q_mask, d_mask, q_weight), _normalize(Q, n)
+    _, argmax = torch.ops.lik.maxsim_from_hidden_fwd(*x, normalize, argmax.dtype)
+    wanted = [needs[0], needs[1], n % 4 < 2, b is not None, needs[2]]
+    return grad_scores, Q, H, W, b, argmax, *x[4:], normalize, wanted
+
+
+def forward_reference(Q, H, W, b, q_mask, d_mask, q_weight, normalize, argmax_dtype) -> tuple:
+    options = {"q_weight": q_weight, "normalize": normalize}
+    return lik_ops.reference.maxsim_from_hidden(Q, H, W, b, q_mask, d_mask, **options), None
+
+
+def backward_reference(grad_scores, Q, H, W, b, argmax, q_mask, d_mask, q_weight, normalize, needs) -> tuple:
+    def formula(Q, H, W, b, q_weight):
+        scores = forward_reference(Q, H, W, b, q_mask, d_mask, q_weight, normalize, None)[0]
+        return torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+
+    return gradients(formula, grad_scores, (Q, H, W, b, q_weight), needs)

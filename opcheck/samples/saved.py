@@ -1,0 +1,61 @@
+"""Sample inputs of ``lik::maxsim_fwd_int8`` and ``lik::maxsim_bwd_int8``, and what they should compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lik_ops
+from lik_ops.opcheck.samples.gradients import gradients
+
+
+def _counting(data: Tensor, scale: Tensor) -> Tensor:
+    return data.double() * scale.double().unsqueeze(-1)
+
+
+def _scores(Q, D, kept, q_mask, d_mask, q_weight, normalize: bool) -> Tensor:
+    """Exact scores whose gradients are those at the winners of D, with `kept` in the place of their tokens.
+
+    The gradient that tokens of `kept` receive is passed on to those of D.
+    """
+    exact, argmax = lik_ops.reference.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+    tokens = D + (kept - D).detach()
+    if normalize:
+        Q, tokens = F.normalize(Q, dim=-1), F.normalize(tokens, dim=-1)
+    if D.dim() == 3:
+        tokens = tokens.expand(Q.shape[0], *D.shape)
+    if not tokens.numel():
+        return exact
+    won = tokens.gather(2, argmax.clamp_min(0).unsqueeze(-1).expand(*argmax.shape, D.shape[-1]))
+    maxima = torch.where(argmax >= 0, (Q.unsqueeze(1) * won).sum(-1), 0)
+    found = (maxima if q_weight is None else maxima * q_weight.unsqueeze(1)).sum(-1)
+    return torch.where(exact.isfinite(), found + (exact - found).detach(), exact)
+
+
+def forward_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward) -> tuple:
+    made = lik_ops.quantize(D, "int8")
+    scores = _scores(Q, D, _counting(made.data, made.scale), q_mask, d_mask, q_weight, normalize)
+    _, argmax = lik_ops.reference.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+    return scores, argmax if D.dim() == 4 else argmax.transpose(0, 1), None, None
+
+
+def backward_arguments(args: tuple, n: int) -> tuple:
+    """Those of a backward of documents as they are, with these as int8."""
+    grad_scores, Q, D, argmax, q_mask, _, q_weight, normalize, needs = args
+    made = lik_ops.quantize(D, "int8")
+    return grad_scores, Q, made.data, made.scale, argmax, q_mask, q_weight, normalize, n % 2 > 0, needs
+
+
+def backward_reference(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs) -> tuple:
+    def scores(Q, D, weight):
+        tokens = D.expand(Q.shape[0], *D.shape) if D.dim() == 3 else D
+        winners = (argmax.transpose(0, 1) if D.dim() == 3 else argmax).long()
+        if not tokens.numel():
+            return grad_scores.double() * 0 + 0 * (Q.sum() + D.sum())
+        rows, tokens = (F.normalize(x, dim=-1) if normalize else x for x in (Q, tokens))
+        won = tokens.gather(2, winners.clamp_min(0).unsqueeze(-1).expand(*winners.shape, D.shape[-1]))
+        maxima = torch.where(winners >= 0, (rows.unsqueeze(1) * won).sum(-1), 0)
+        return (maxima if weight is None else maxima * weight.unsqueeze(1)).sum(-1)
+
+    return gradients(scores, grad_scores, (Q, _counting(data, scale).to(Q.dtype), q_weight), needs)

@@ -1,0 +1,106 @@
+"""Benchmarks of residual codes that run on a CPU too, to see that they work."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lik_ops
+
+pytest.importorskip("triton", reason="the GPU benchmarks import triton")
+pytest.importorskip("safetensors", reason='pip install ".[retrieval]"')
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import billion
+import common
+import gpu
+import staged
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Few topics of short documents."""
+    for name, value in {"LENGTH": 12, "D": 16, "LQ": 4, "TOPICS": 60, "TOPICS_EACH": 3, "PART": 90}.items():
+        monkeypatch.setattr(staged, name, value)
+    monkeypatch.setattr(staged, "STAGES", ((1, 20), (4, 4096), (None, 300)))
+
+
+def test_recall_is_of_what_was_expected():
+    found, expected = torch.tensor([[1, 2, -1], [7, 8, 9]]), torch.tensor([[2, 1], [5, 9]])
+    assert staged.recall(found, expected) == 0.75
+    assert staged.recall(found[:, :1], expected[:, :1]) == 0.0
+
+
+def test_documents_are_those_that_were_drawn(small):
+    """Codes of all parts, and the best of them in full precision."""
+    row = staged.Row(200, 8)
+    Q = staged._queries(3, row.documents, "cpu")
+    documents, truth = staged.made(row, 60, Q, "cpu")
+    tokens = torch.cat(list(staged._drawn(row.documents, "cpu")))
+    assert tokens.shape == documents.shape == (200, 12, 16) and documents.dtype == torch.bfloat16
+    assert torch.equal(truth, lik_ops.retrieve(Q, tokens, 10)[1])
+    alike = torch.nn.functional.cosine_similarity(documents.dequantize().float(), tokens.float(), dim=-1)
+    assert alike.mean() > 0.99 and alike.min() > 0.9
+
+
+def arguments(out, **others):
+    given = {"seconds": 60, "rounds": 1, "queries": 3, "centroids": 20, "device": "cpu", "out": out}
+    return argparse.Namespace(**given | others)
+
+
+def test_a_record_of_searches_by_stages(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "_version", lambda name: None)
+    path = staged.run(arguments(tmp_path / "found.json"), [staged.Row(200, 2)])
+    (record,) = json.loads(path.read_text())["records"]
+    assert "failed" not in record and record["peer_failed"] == "not installed"
+    assert record["case"] == {"documents": 200, "nbits": 2, "name": "200 documents, 2 bits"}
+    names = ["exhaustive", "1 probes, 20 kept", "4 probes, 4096 kept", "all probes, 300 kept"]
+    assert list(record["searches"]) == names
+    for of in record["searches"].values():
+        assert sorted(of) == ["ms1", "ms3", "peak_bytes", "recall", "recall_codes"] and of["ms1"] > 0
+    assert record["searches"]["exhaustive"]["recall_codes"] == 1
+    assert record["searches"]["all probes, 300 kept"]["recall_codes"] == 1
+    assert 0 < record["searches"]["1 probes, 20 kept"]["recall"] <= 1
+
+
+def test_a_peer_that_fails_leaves_the_rest(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "_version", lambda name: "1.7.0")
+    monkeypatch.setattr(staged, "__file__", str(tmp_path / "missing.py"))
+    path = staged.run(arguments(tmp_path / "found.json"), [staged.Row(50, 2)])
+    (record,) = json.loads(path.read_text())["records"]
+    assert record["peer_failed"].startswith("RuntimeError: status 2") and len(record["searches"]) == 4
+
+
+def test_without_time_rows_say_so(tmp_path):
+    path = staged.run(arguments(tmp_path / "found.json", seconds=-1), list(staged.ROWS))
+    records = json.loads(path.read_text())["records"]
+    assert [r["case"]["name"] for r in records] == [row.name for row in staged.ROWS]
+    assert all(r["failed"] == "TimeoutError: no time left" for r in records)
+
+
+def test_a_billion_tokens_in_small(monkeypatch, tmp_path):
+    monkeypatch.setattr(billion, "LENGTH", 5)
+    monkeypatch.setattr(billion, "CENTROIDS", 30)
+    command = ["billion.py", "--device", "cpu", "--documents", "200", "--host", "120", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "found.json")])
+    billion.main()
+    records = json.loads((tmp_path / "found.json").read_text())["records"]
+    assert [(r["where"], r["Nq"], r["documents"]) for r in records] == [
+        ("device", 1, 200),
+        ("device", 16, 200),
+        ("host", 1, 120),
+        ("host", 16, 120),
+    ]
+    assert all(r["ms"] > 0 for r in records) and all(r["error"] < 1e-4 for r in records[:2])
+
+
+def test_a_floor_is_of_what_is_read_and_computed():
+    ceilings = {"gbs": 4000.0, "tflops": 800.0}
+    parts = billion.floor(1_024_000_000, 16, 41_000_000_000, ceilings)
+    assert parts["bytes"] == pytest.approx(10.25)
+    assert parts["products"] == pytest.approx(2 * 1.024e9 * 128 * 16 * 32 / 800e9)
+    assert parts["centroids"] == pytest.approx(1.024e9 * 256 / 5.5e12 * 1e3)
+    assert gpu.reason(TimeoutError("no time left")) == "TimeoutError: no time left"

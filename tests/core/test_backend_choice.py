@@ -1,0 +1,113 @@
+"""Which backend computes: the environment variable, the context manager, and what `info` says of it."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import backends
+from lik_ops.core.settings import requested_backend
+from lik_ops.portable import backend as portable
+
+CPU = torch.device("cpu")
+
+
+def test_environment_variable_is_read_per_call(monkeypatch):
+    for value in ("portable", "auto", "triton"):
+        monkeypatch.setenv("LIK_OPS_BACKEND", value)
+        assert requested_backend() == value
+    monkeypatch.delenv("LIK_OPS_BACKEND")
+    assert requested_backend() == "auto"
+
+
+def test_context_manager_wins_nests_and_restores(monkeypatch):
+    monkeypatch.setenv("LIK_OPS_BACKEND", "auto")
+    with lik_ops.use_backend("portable"):
+        assert requested_backend() == "portable"
+        with lik_ops.use_backend("triton"):
+            assert requested_backend() == "triton"
+        assert requested_backend() == "portable"
+    assert requested_backend() == "auto"
+    with pytest.raises(KeyError), lik_ops.use_backend("portable"):
+        raise KeyError
+    assert requested_backend() == "auto"
+
+
+def test_choice_is_of_this_thread():
+    seen = []
+    with lik_ops.use_backend("portable"):
+        thread = threading.Thread(target=lambda: seen.append(requested_backend()))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"]
+
+
+@pytest.mark.parametrize("bad", ["cuda", "none", "Portable"])
+def test_unknown_backends_are_named(monkeypatch, bad):
+    with pytest.raises(ValueError, match="use_backend: name: expected one of auto, triton, portable"):
+        lik_ops.use_backend(bad).__enter__()
+    monkeypatch.setenv("LIK_OPS_BACKEND", bad)
+    with pytest.raises(ValueError, match="LIK_OPS_BACKEND: expected one of auto, triton, portable"):
+        lik_ops.maxsim(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+
+
+def test_triton_where_it_cannot_run_is_an_error_not_a_fallback():
+    with lik_ops.use_backend("triton"), pytest.raises(RuntimeError, match=r"'triton' cannot compute .* on cpu"):
+        lik_ops.maxsim(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+
+
+def test_cpu_takes_portable_and_a_gpu_without_kernels_says_why(caplog):
+    assert backends.select(CPU, torch.float32) is portable
+    with caplog.at_level(logging.DEBUG, logger="lik_ops"):
+        assert backends.select(torch.device("cuda", 0), torch.float64) is portable
+    assert "no fp64" in caplog.text
+
+
+@pytest.mark.gpu
+def test_gpu_takes_the_kernels_and_obeys_the_choice():
+    from lik_ops.gpu import backend as cuda
+
+    device = torch.device("cuda", 0)
+    assert backends.select(device, torch.bfloat16) is cuda
+    Q, D = torch.randn(2, 8, 16, device=device, requires_grad=True), torch.randn(3, 9, 16, device=device)
+    triton_scores = lik_ops.maxsim(Q, D)
+    with lik_ops.use_backend("portable"):
+        assert backends.select(device, torch.bfloat16) is portable
+        scores = lik_ops.maxsim(Q, D)
+    torch.testing.assert_close(scores, triton_scores, rtol=1e-5, atol=1e-5)
+    scores.sum().backward()  # the portable backward, though it runs on autograd's own thread
+
+
+def test_info_prints_versions_devices_and_the_choice():
+    out = subprocess.run([sys.executable, "-m", "lik_ops.info"], capture_output=True, text=True, check=True).stdout
+    for expected in ("lik_ops", lik_ops.__version__, "torch", torch.__version__, "triton", "cpu", "portable"):
+        assert expected in out
+
+
+def test_info_compiles_nothing_where_the_backend_cannot_run():
+    environment = {**os.environ, "LIK_OPS_BACKEND": "triton"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "lik_ops.info", "--compile", "--nq", "1", "--nd", "2", "--ld", "5", "--d", "16"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "error: lik_ops: backend 'triton' cannot compute torch.float32 on cpu" in run.stdout
+
+
+def test_info_names_the_kernel_that_a_gpu_would_run():
+    from lik_ops import info
+    from lik_ops.gpu.tuning.architectures import ARCHITECTURES
+
+    def kernel(name, dtype, Nq, d=128):
+        return info.kernel(replace(ARCHITECTURES[name], processors=132), dtype, Nq, 1000, 32, 300, d)
+
+    assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
+    assert kernel("sm_90", torch.bfloat16, 64, 768).startswith("maxsim_forward_wide on sm_90: 128 rows")
+    assert kernel("sm_90", torch.bfloat16, 1).startswith("maxsim_forward on sm_90: 32 rows")
+    assert kernel("sm_90", torch.float32, 64).startswith("maxsim_forward on sm_90")
+    assert kernel("gfx942", torch.bfloat16, 64).startswith("maxsim_forward on gfx942")

@@ -1,0 +1,174 @@
+"""Every kernel compiles for every architecture without a GPU: no spills, fits shared memory, uses the matrix unit."""
+
+import pytest
+import torch
+from triton.compiler import ASTSource
+
+from lik_ops.csrc_triton.common.arguments import Segments
+from lik_ops.csrc_triton.formats.code_scores import maxsim_code_scores
+from lik_ops.formats.table import INT8_QUERIES
+from lik_ops.gpu.triton_versions import release
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES
+
+from ..support.aot import Case, Compiled, compile_for, knows
+from ..support.aot_cases import (
+    DOCUMENTS,
+    FORWARD,
+    MORE_RAGGED,
+    MORE_STORED,
+    MORE_TERMS,
+    PACKED,
+    RAGGED,
+    SECTIONS,
+    SHARED,
+    SPARSE,
+    STORED,
+    TERMS,
+    common_and_others,
+)
+from ..support.machine_code import compile_as_launched, cuda_resources, target
+
+SUMS = (DOCUMENTS, PACKED, SHARED)
+MATRIX_KERNELS = (FORWARD, SPARSE, *SUMS)
+MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
+COMMON, OTHERS = common_and_others()
+
+
+BY_TERMS = ("*i8", INT8_QUERIES)  # int8 documents, by two terms of query rows or one
+
+
+def _matrix_unit(case: Case, name: str) -> str:
+    if case.kernel == SPARSE and not name.startswith("gfx"):
+        return "mma.sync"  # one small product for each document, beside zeros
+    if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
+        return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
+    if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
+        return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 of them or many
+    if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and release() < (3, 8):
+        return "mma.sync"  # products of int8 go to tcgen05 since 3.8
+    return MATRIX_UNIT.get(name, "mma.sync")
+
+
+# What Triton 3.6 spills, and later ones do not: kernels that load features one by one. It happens once for a slot of
+# query rows, never in the loops over tokens, and what cures it leaves fewer loads on their way.
+SPILLED = {
+    (3, 6): {
+        (Case(FORWARD, d=100, ragged=True, options=True, argmax=True), "sm_90"): 135,
+        (Case(FORWARD, torch.float16, 100, 8, 1000, options=True, argmax=True), "sm_90"): 16,
+    }
+}
+
+
+def _check(case: Case, name: str) -> Compiled:
+    arch = ARCHITECTURES[name]
+    compiled = compile_for(case, arch)
+    assert compiled.spills <= SPILLED.get(release(), {}).get((case, name), 0), (
+        f"{case} on {name}: {compiled.spills} spill instructions, {compiled.registers} registers"
+    )
+    assert compiled.shared <= arch.shared_memory, f"{case} on {name}: {compiled.shared} bytes of shared memory"
+    if case.kernel in MATRIX_KERNELS:
+        assert _matrix_unit(case, name) in compiled.text, f"{case} on {name}: not on the matrix unit"
+    return compiled
+
+
+@pytest.mark.parametrize(("case", "arch"), COMMON, ids=str)
+def test_common_kernels(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
+def test_ragged_kernels(case):
+    _check(case, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sorted(set(ARCHITECTURES) - {"sm_90"}))
+@pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
+def test_ragged_kernels_elsewhere(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", MORE_RAGGED, ids=str)
+def test_every_configuration_of_ragged_gradients(case, arch):
+    _check(case, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "arch"), OTHERS, ids=str)
+def test_every_configuration(case, arch):
+    _check(case, arch)
+
+
+def _check_stored(case: Case, name: str) -> None:
+    if not knows(case, ARCHITECTURES[name]):
+        pytest.skip("this architecture reads FP8 documents by their other type, which is a case of its own")
+    text = _check(case, name).text
+    if case.kernel == FORWARD and case.stored in BY_TERMS and case.d <= 256 and not name.startswith("gfx"):
+        assert "s32.s8.s8" in text or "kind::i8" in text, f"{case} on {name}: not by int8 terms"
+
+
+@pytest.mark.parametrize("case", STORED, ids=str)
+def test_kernels_of_quantised_documents(case):
+    _check_stored(case, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", STORED + MORE_STORED, ids=str)
+def test_every_kernel_of_quantised_documents(case, arch):
+    _check_stored(case, arch)
+
+
+def _check_terms(case: Case) -> None:
+    text = _check(case, "sm_90").text
+    assert "f32.f16.f16" in text and "tf32" not in text
+
+
+@pytest.mark.parametrize("case", TERMS, ids=str)
+def test_fp32_is_three_products_of_fp16_terms(case):
+    _check_terms(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_TERMS, ids=str)
+def test_every_tile_of_fp16_terms(case):
+    _check_terms(case)
+
+
+SAME_BITS = [
+    [Case(FORWARD, dtype, 64, options=options, ragged=ragged) for options in (False, True) for ragged in (False, True)]
+    for dtype in (torch.bfloat16, torch.float32)
+]
+SAME_BITS += [
+    [Case(FORWARD, dtype, 64, ragged=True, stored=stored, options=options, argmax=options) for options in (False, True)]
+    for dtype, stored in (
+        (torch.bfloat16, "*u8"),
+        (torch.float32, "*u8"),
+        (torch.bfloat16, "e4m3"),
+        (torch.bfloat16, "bits"),
+        (torch.bfloat16, "codes4"),
+    )
+]
+SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
+
+
+@pytest.mark.parametrize("cases", SAME_BITS, ids=lambda cases: str(cases[0]))
+def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
+    """Triton orders the terms of mma.sync by the narrowest type that its operands hang on: see `common.apart`."""
+    orders = [_check(case, "sm_80").orders for case in cases]
+    assert orders == [orders[0]] * len(orders) and orders[0], dict(zip(map(str, cases), orders, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128])
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942"])
+def test_scores_by_codes(name, rows):
+    pointers = {"table": "*fp32", "weight": "*fp32", "probed": "*i8", "codes": "*i32"}
+    segments = Segments(*(["constexpr"] + ["*i64"] * 2 + ["constexpr"] * 4))
+    signature = pointers | {"segments": segments, "scores": "*fp32", **dict.fromkeys(("Nq", "K", "Td", "count"), "i32")}
+    signature |= {"ROWS": "constexpr", "BN": "constexpr"}
+    constants = {(4, n): None for n, kind in enumerate(segments) if kind == "constexpr"} | {(10,): rows, (11,): 32}
+    source = ASTSource(fn=maxsim_code_scores, signature=signature, constexprs=constants)
+    compiled = compile_as_launched(source, target(ARCHITECTURES[name]))
+    assert name == "gfx942" or cuda_resources(compiled.asm["cubin"])[1] == 0

@@ -1,0 +1,261 @@
+"""The Gluon kernels compile for sm_90 without a GPU: on wgmma, in flight together, no spills, fits shared memory."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from lik_ops.csrc_triton.common import token_norms
+from lik_ops.csrc_triton.common.arguments import Numbers, Output, Queries, Sizes
+from lik_ops.csrc_triton.forward.sm90 import dense as fs
+from lik_ops.csrc_triton.forward.sm90 import large_d as fw
+from lik_ops.csrc_triton.forward.sm90.pipeline import tile_layout
+from lik_ops.gpu.tuning import architectures, sm90_configs
+
+from ..support.aot import Case, _documents, _queries
+from ..support.machine_code import compile_as_launched, cuda_resources, repeated_spills
+
+SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
+
+
+def source(
+    dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool, given: bool, Ld: int
+) -> GluonASTSource:
+    chosen = {"normalize": normalize, "argmax": argmax}
+    Nq = max(1, 256 // Lq) if normalize and not given else 256  # norms are read from 6 row tiles on
+    choice = sm90_configs.specialized(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    assert choice is not None and choice.config.GIVEN is given
+    C = choice.config
+    element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    layout = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
+        "norms": described_norms(C.BN) if given else "constexpr",
+        "numbers": "constexpr",
+        "out": Output("*fp32", "*i16" if argmax else "constexpr"),
+        "sizes": Sizes(*["i32"] * 4),
+    }
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("numbers"),): None}
+    if not given:
+        values[(names.index("norms"),)] = None
+    if not argmax:
+        values[(names.index("out"), 1)] = None
+    aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
+    aligned += [(names.index("d"),)] if d % 16 == 0 else []  # as `launcher.describe` has it
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
+    """Of documents of numbers of 8 bits, or of fp32 ones; `scales`: a descriptor reads those of tokens."""
+    assert choice is not None
+    C = choice.config
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    element, kept = ("fp32", "float32") if C.SPLIT else ("i8", "int8")
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], kept)!r}>",
+        "norms": described_norms(C.BN) if scales else "constexpr",
+        "numbers": Numbers(f"*{element}", "constexpr" if C.SPLIT else "*fp32", "i32", "i32"),
+        "out": Output("*fp32", "constexpr"),
+        "sizes": Sizes(*["i32"] * 4),
+    }
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
+    values |= {} if scales else {(names.index("norms"),): None}
+    values |= {(3, 1): None} if C.SPLIT else {}
+    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.SPLIT else [(3, 1)]), (names.index("out"), 0)]
+    aligned += [(names.index("d"),)] if d % 16 == 0 else []
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+
+
+def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
+    chosen = {"each_token": each_token, "terms": terms}
+    choice = sm90_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    return numbers_source(choice, dtype, d, options, each_token)
+
+
+@pytest.mark.parametrize("each_token", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Nq", "Lq", "Ld", "options", "terms"),
+    [
+        (torch.bfloat16, 128, 1, 32, 1024, False, 2),
+        (torch.float32, 64, 2, 16, 180, True, 2),
+        (torch.bfloat16, 128, 256, 32, 300, False, 2),
+        (torch.float32, 96, 256, 5, 300, True, 2),
+        (torch.bfloat16, 128, 64, 1024, 1024, True, 2),
+        (torch.float16, 64, 2, 32, 180, False, 1),
+        (torch.bfloat16, 128, 1, 32, 1024, True, 1),
+        (torch.bfloat16, 128, 256, 32, 300, True, 1),
+        (torch.float32, 128, 64, 1024, 1024, True, 1),
+    ],
+    ids=str,
+)
+def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, each_token, tmp_path):
+    target = GPUTarget("cuda", 90, 32)
+    compiled = compile_as_launched(int8_source(dtype, d, Nq, Lq, Ld, options, each_token, terms), target)
+    assert "s32.s8.s8" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
+
+
+def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
+    choice = sm90_configs.fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept)
+    return numbers_source(choice, dtype, d, options, False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "d", "Nq", "Lq", "Ld", "options"),
+    [
+        (torch.bfloat16, "e4m3", 128, 64, 1024, 1024, False),
+        (torch.bfloat16, "e4m3", 96, 64, 32, 300, True),
+        (torch.float16, "e5m2", 64, 64, 5, 180, True),
+        (torch.float16, "e4m3", 128, 64, 32, 300, False),
+        (torch.bfloat16, "e4m3", 128, 1, 32, 300, False),
+        (torch.float16, "e5m2", 64, 2, 32, 180, True),
+        (torch.bfloat16, "e5m2", 96, 7, 5, 300, True),
+    ],
+    ids=str,
+)
+def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp_path):
+    compiled = compile_as_launched(fp8_source(dtype, kept, d, Nq, Lq, Ld, options), GPUTarget("cuda", 90, 32))
+    assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
+    assert compiled.metadata.shared <= SM_90.shared_memory
+
+
+@pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
+def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
+    choice = sm90_configs.few_split(SM_90, Nq, 256, Lq, 300, d)
+    compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
+    assert "f32.f16.f16" in compiled.asm["ptx"]
+    check(compiled, tmp_path)
+
+
+def described_norms(BN: int) -> str:
+    return f"tensordesc<fp32[{BN}],{tile_layout([BN], 'float32')!r}>"
+
+
+def serialised(ptx: str, directory: Path) -> list[str]:
+    """What ptxas says of wgmma instructions that it makes wait for each other."""
+    path = directory / "kernel.ptx"
+    path.write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line]
+
+
+@pytest.mark.parametrize("norms", ["", "found", "given"])
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Lq", "options"),
+    [
+        (torch.bfloat16, 128, 32, False),
+        (torch.float16, 128, 128, True),
+        (torch.bfloat16, 64, 8, True),
+        (torch.bfloat16, 96, 1024, False),
+    ],
+    ids=str,
+)
+def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
+    target = GPUTarget("cuda", 90, 32)
+    kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 300)
+    check(compile_as_launched(kernel, target), tmp_path, products=norms != "")
+
+
+@pytest.mark.parametrize(("argmax", "norms"), [(True, ""), (False, "given"), (True, "given")])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Lq", "options"),
+    [(torch.bfloat16, 128, 1024, False), (torch.float16, 128, 32, True), (torch.bfloat16, 64, 8, True)],
+    ids=str,
+)
+def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
+    kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 1024)
+    check(compile_as_launched(kernel, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
+
+
+def check(compiled, tmp_path: Path, products: bool = False) -> None:
+    """`products`: some registers may be spilled for a document, none for a tile."""
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert serialised(ptx, tmp_path) == []
+    registers, spills = repeated_spills(compiled.asm["cubin"], products)
+    assert spills == 0, f"{spills} spill instructions in loops, {registers} registers"
+    assert compiled.metadata.shared <= SM_90.shared_memory
+
+
+def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool) -> GluonASTSource:
+    chosen = {"normalize": normalize, "argmax": False}
+    choice = sm90_configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, **chosen)
+    assert choice is not None
+    C, features = choice.config, fw.FEATURES.value
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+
+    def described(*block: int) -> str:
+        layout = tile_layout(list(block), str(dtype).removeprefix("torch."))
+        element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        return f"tensordesc<{element}[{','.join(map(str, block))}],{layout!r}>"
+
+    signature = {
+        "Q": Queries(*queries),
+        "rows": described(sm90_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
+        "D": described(C.BN, features),
+        "norms": described_norms(C.BN) if normalize else "constexpr",
+        "query_norms": "*fp32" if normalize else "constexpr",
+        "scores": "*fp32",
+        "sizes": Sizes(*["i32"] * 4),
+    }
+    signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
+    values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
+    values |= {} if normalize else {(3,): None, (4,): None}
+    aligned = [(0, 0), (0, 1), (0, 2), (5,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
+    return GluonASTSource(
+        fw.maxsim_forward_wide, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
+    )
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "d", "Lq", "Ld", "options"),
+    [
+        (torch.bfloat16, 768, 128, 1024, False),
+        (torch.float16, 208, 32, 300, True),
+        (torch.bfloat16, 1024, 8, 64, True),
+        (torch.bfloat16, 256, 32, 20, True),
+        (torch.float16, 512, 128, 100, False),
+        (torch.bfloat16, 320, 8, 127, True),
+    ],
+    ids=str,
+)
+def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, tmp_path):
+    target = GPUTarget("cuda", 90, 32)
+    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize), target)
+    check(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("d", "BD", "queries"), [(128, 128, False), (48, 64, False), (320, 128, True)])
+def test_norms_of_a_launch_compile_without_spills(d, BD, queries, packed):
+    q, constants = _queries(Case("maxsim_forward", torch.bfloat16, d))
+    documents, more = _documents(Case("maxsim_forward", torch.bfloat16, d))
+    kind = "*fp32" if queries else "constexpr"
+    signature = {"Q": Queries(*q), "D": documents, "queries": kind, "documents": "*fp32", "sizes": Sizes(*["i32"] * 4)}
+    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr", "PACKED": "constexpr"}
+    values = {(0, k): v for k, v in constants.items()} | {(1, k): v for k, v in more.items()}
+    values |= {(6,): 64, (7,): BD, (8,): packed} | ({} if queries else {(2,): None})
+    aligned = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (1, 3), (3,), (5,)]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = ASTSource(token_norms.maxsim_tile_norms, signature, values, attributes)
+    cubin = compile_as_launched(source, GPUTarget("cuda", 90, 32)).asm["cubin"]
+    assert cuda_resources(cubin)[1] == 0

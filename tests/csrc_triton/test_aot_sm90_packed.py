@@ -1,0 +1,180 @@
+"""The kernels around row maxima compile for sm_90 without a GPU: on wgmma, in flight together, no spills."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from lik_ops.csrc_triton.common.arguments import Found, Patches, Queries, Sections, Segments
+from lik_ops.csrc_triton.forward.generic import row_sums
+from lik_ops.csrc_triton.forward.sm90 import packed as fr
+from lik_ops.csrc_triton.forward.sm90.pipeline import tile_layout
+from lik_ops.gpu import choose
+from lik_ops.gpu.triton_versions import release
+from lik_ops.gpu.tuning import sm90_configs
+
+from ..support.aot import Case, _queries
+from ..support.machine_code import compile_as_launched, cuda_resources
+from .test_aot_sm90_dense import SM_90, check
+
+TARGET = GPUTarget("cuda", 90, 32)
+ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> sm90_configs.RowMaxima:
+    found = sm90_configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, dense=sums)
+    assert found is not None
+    return found
+
+
+def constants_of(group: tuple, at: int) -> dict:
+    """The compile-time None of a group that is the argument `at`."""
+    return {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
+
+
+def segments_of(layout: str) -> Segments:
+    """Packed tokens, or "even" dense ones, or those of which some are "masked", or those "kept" come first."""
+    none = "constexpr"
+    if layout == "even":
+        return Segments(*(none,) * 5, "i32", "i32")
+    if layout != "packed":
+        return Segments(none, none, "*i32", none, none, "i32", "i32")
+    return Segments("*i64", "*i64", none, none, none, none, none)
+
+
+def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = False) -> GluonASTSource:
+    masked = layout == "masked"
+    C = choice(dtype, d, 32, argmax, sums).config
+    assert sums == C.SUMS
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
+    tile = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    segments = segments_of(layout)
+    winners = "*i16" if argmax else "constexpr"
+    signature = {
+        "Q": Queries(*queries),
+        "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{tile!r}>",
+        "segments": segments,
+        "patches": Patches(f"*{ELEMENTS[dtype]}", "*i32", "*i32") if masked else "constexpr",
+        "tiles": "i32" if masked else "constexpr",
+        "found": Found(*(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners),
+    }
+    signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "d"), "i32") | {"C": "constexpr"}
+    names = list(signature)
+    values = {(0, k): v for k, v in constants.items()} | constants_of(segments, names.index("segments"))
+    values |= {(n,): None for n, name in enumerate(names) if signature[name] == "constexpr"}
+    values[(names.index("C"),)] = C
+    found = names.index("found")
+    values |= constants_of(signature["found"], found)
+    aligned = [(0, 0), (0, 1), (0, 2), (found, 1 if sums else 0)]
+    if masked:
+        aligned += [(names.index("patches"), n) for n in range(3)]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return GluonASTSource(fr.maxsim_row_maxima, signature, values, attributes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "layout", "argmax", "sums"),
+    [
+        (torch.bfloat16, 128, "packed", False, False),
+        (torch.bfloat16, 128, "packed", True, False),
+        (torch.bfloat16, 128, "masked", False, False),
+        (torch.bfloat16, 128, "masked", True, True),
+        (torch.bfloat16, 128, "packed", False, True),
+        (torch.bfloat16, 128, "kept", True, True),
+        pytest.param(torch.bfloat16, 128, "masked", False, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, "packed", True, True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 128, "masked", True, False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 48, "masked", False, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 96, "packed", True, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums, tmp_path):
+    compiled = compile_as_launched(source(dtype, d, layout, argmax, sums), TARGET)
+    # From Triton 3.8 on winners with masks lack registers.
+    check(compiled, tmp_path, products=layout == "masked" and argmax and release() >= (3, 8))
+
+
+def carried(ttgir: str) -> list[list[str]]:
+    """Of each loop, the types of what it carries."""
+    loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*)\)\s*: i32", ttgir)
+    return [re.sub(r"tensor<(\d+x\d+x\w+)?[^()]*?>>*(?=, |$)", r"\1", loop).split(", ") for loop in loops]
+
+
+@pytest.mark.parametrize("layout", ["packed", "masked", "kept"])
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, argmax, sums):
+    """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
+    compiled = compile_as_launched(source(torch.bfloat16, 128, layout, argmax, sums), TARGET)
+    loops = carried(compiled.asm["ttgir"])
+    masked = layout == "masked"
+    copied = 1 if layout == "kept" else 2  # numbers that say where the next document lies
+    where = 1 if masked and not argmax else copied
+    # Two groups over documents: stage, phase, turn and length; where the next lies; the length before; or the origin.
+    expected = 4 + where + (sums and not argmax) + (masked and argmax)
+    numbers = [sum(kind in ("i32", "i64") for kind in loop) for loop in loops if loop.count("64x64xf32") == 2]
+    assert numbers[0] == expected and numbers.count(expected) >= 2, loops
+    # The warp that copies: stage and phase.
+    assert sum(set(loop) <= {"i32", "i64"} and len(loop) == 2 + copied for loop in loops) == 1, loops
+
+
+def without_spills(source: ASTSource, options: dict[str, int] | None = None) -> None:
+    registers, spills = cuda_resources(compile_as_launched(source, TARGET, options).asm["cubin"])
+    assert spills == 0, f"{spills} spill instructions, {registers} registers"
+
+
+def sums_source(layout: str, sums: tuple, cut: object = "constexpr", config: object = None) -> ASTSource:
+    queries, constants = _queries(Case("maxsim_forward", options=True))
+    segments = segments_of(layout)
+    signature: dict = {"maxima": "constexpr" if config else "*fp32", "cut": cut, "scores": "*fp32"}
+    signature |= {"Q": Queries(*queries), "segments": segments}
+    signature |= dict.fromkeys(("queries", "stride", "Nq", "K", "Lq", "Td"), "i32")
+    values = {(3, k): v for k, v in constants.items()} | constants_of(segments, 4)
+    values |= {(0,): None} if config else {(1,): None}
+    for name, value in zip(("SLOT", "QUERIES", "DOCUMENTS", "LEVELS", "C"), (*sums, config), strict=True):
+        values[(len(signature),)] = value
+        signature[name] = "constexpr"
+    if isinstance(cut, tuple):
+        values |= {(1, n): None for n, kind in enumerate(cut) if kind == "constexpr"}
+    aligned = [(n,) for n, kind in enumerate(signature.values()) if kind == "*fp32"]
+    return ASTSource(row_sums.maxsim_row_sums, signature, values, {at: [["tt.divisibility", 16]] for at in aligned})
+
+
+@pytest.mark.parametrize("Lq", [1, 32, 1024])
+@pytest.mark.parametrize("layout", ["packed", "kept"])
+def test_sums_do_not_spill(layout, Lq):
+    without_spills(sums_source(layout, choice(torch.bfloat16, 128, Lq, False).sums))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("Nq", "Lq"), [(1, 1), (1, 32), (4, 32), (1, 128), (1, 1024)])
+@pytest.mark.parametrize("layout", ["packed", "even"])
+def test_sums_over_sections_do_not_spill(layout, Nq, Lq, everything):
+    cut = Sections(
+        "*fp32",
+        *(("*i32", "*i32", "*fp32", "*i16") if everything else ("constexpr",) * 4),
+        "i32",
+        "constexpr" if layout == "packed" else "i32",
+    )
+    Q, D = (torch.empty(n, length, 128, dtype=torch.bfloat16, device="meta") for n, length in ((Nq, Lq), (2, 2**16)))
+    found = choose.sectioned(choose.cut_of(Q, D, None, None), everything, everything, replace(SM_90, processors=132))
+    without_spills(sums_source(layout, found.sums, cut, found.launch.config), found.sums_options)
+
+
+def test_what_goes_before_does_not_spill():
+    signature = {"mask": "*i1"} | dict.fromkeys(("bits", "sources", "lengths"), "*i32")
+    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "tiles"), "i32")
+    signature |= dict.fromkeys(("TILES", "BN"), "constexpr")
+    without_spills(ASTSource(row_sums.maxsim_patches, signature, {(8,): 8, (9,): 64}, {}))
+    signature = {"mask": "*i1", "D": "*bf16", "tokens": "*bf16", "places": "*i32", "lengths": "*i32"}
+    signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "d"), "i32")
+    signature |= dict.fromkeys(("TOKENS", "BD"), "constexpr")
+    aligned = {(n,): [["tt.divisibility", 16]] for n in (1, 2, 8)}
+    without_spills(ASTSource(row_sums.maxsim_kept_tokens, signature, {(9,): 64, (10,): 128}, aligned))
+    signature = {"cu_seqlens_q": "*i64", "mask": "*i1", "covered": "*i1", "Tq": "i32", "mask_stride": "i32"}
+    without_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))

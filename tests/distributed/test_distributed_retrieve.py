@@ -1,0 +1,100 @@
+"""`lik_ops.distributed`: several processes find and learn what one would; and what they do when one of them is lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.distributed import agreement as _agreement
+
+from ..workers.distributed_retrieve import CHECKS
+
+pytest.importorskip("safetensors", reason='pip install ".[retrieval]"')
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(command, devices):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if not devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", *command]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-6000:]
+    return found.stdout
+
+
+def check(command, backend, path, *groups):
+    out = run(
+        [*command, "tests.workers.distributed_retrieve", backend, str(path), *map(str, groups)], "nccl" in backend
+    )
+    for processes in groups or (2,):
+        for name in CHECKS:
+            for rank in range(processes):
+                assert f"{name} {rank} of {processes} agrees" in out
+
+
+def test_gloo(tmp_path):
+    check((), "gloo", tmp_path, 2, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl(backend, tmp_path):
+    check(("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"), backend, tmp_path)
+
+
+def calls(group):
+    """Every function of `lik_ops.distributed`, as one process calls it."""
+    Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
+    yield "retrieve", lambda: lik_ops.distributed.retrieve(Q, D, 2, group)
+    yield "maxsim_inbatch", lambda: lik_ops.distributed.maxsim_inbatch(Q, D, group=group)
+    yield "maxsim_cross_entropy", lambda: lik_ops.distributed.maxsim_cross_entropy(Q, D, group=group)
+
+
+def test_without_a_group_of_processes_the_error_says_what_to_do():
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    for group, error, message in (
+        (None, RuntimeError, r"call torch\.distributed\.init_process_group\(\) first"),
+        (outside, ValueError, "group: expected a group that this process belongs to"),
+        ("gloo", TypeError, "group: expected a ProcessGroup or None, got str"),
+    ):
+        for name, call in calls(group):
+            with pytest.raises(error, match=rf"^distributed\.{name}: {message}"):
+                call()
+
+
+class Group:
+    """Stands for a group of processes."""
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "alike", "mixed"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", ("cpu", "cpu"), ("cpu", "cpu")),
+        ("cpu:gloo", "cpu", ("cpu", "cpu"), ("cpu", "cpu")),
+        ("cuda:nccl", "cuda:1", ("cuda:1", "cuda:0"), ("cuda:1", "cuda:0")),
+        ("cpu:gloo,cuda:nccl", "cpu", ("cpu", "cuda:0"), ("cpu", "cpu")),
+    ],
+)
+def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypatch):
+    """Tensors on the CPU and on a GPU, that all ranks have there or not; the current GPU is the second."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices, group = (torch.device("cpu"), torch.device("cuda", 0)), Group()
+    assert str(_agreement._first_wire(group, ())) == first
+    for everywhere, expected in ((True, alike), (False, mixed)):
+        assert tuple(str(_agreement.wire(group, device, everywhere)) for device in devices) == expected
+
+
+def test_a_process_that_is_lost_ends_the_others_in_time():
+    """Where it would search, in the forward and in the backward, it ends, or sleeps longer than the timeout."""
+    out = run(["tests.workers.distributed_failures"], devices=False)
+    for case in ("retrieve", "forward", "backward"):
+        for how in ("end", "sleep"):
+            assert f"{case} {how} ended" in out

@@ -1,0 +1,192 @@
+"""The kernels of hidden states compile for every architecture without a GPU: no spills, on the matrix unit, and both
+make tokens in one layout, on which the order of their sums hangs."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from triton.compiler import ASTSource
+
+from lik_ops.csrc_triton.common.arguments import Documents, HeadConfig, Queries, Sizes, Weights
+from lik_ops.csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
+from lik_ops.families.head import configs as head_configs
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture, loads_vectors
+
+from ...csrc_triton.test_aot import MATRIX_UNIT
+from ...support.machine_code import compile_as_launched, cuda_resources, disassembled, target
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides how the kernels compile."""
+
+    dtype: torch.dtype = _BF16
+    d: int = 128
+    width: int = 768
+    Nq: int = 1
+    Lq: int = 32
+    bias: bool = True
+    normalize: bool = True
+    masks: bool = False
+    wide: int = 1
+
+    def __str__(self) -> str:
+        flags = [name for name in ("bias", "normalize", "masks") if getattr(self, name)]
+        return f"{_NAMES[self.dtype]}-{self.width}to{self.d}-{self.Nq}x{self.Lq}-" + "-".join([*flags, str(self.wide)])
+
+
+def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLaunch:
+    same = case.normalize, case.wide
+    if fused:
+        return head_configs.scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
+    return head_configs.tokens(arch, case.dtype, case.d, case.width, *same, False)
+
+
+def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
+    """Hidden states, weights and queries: their types, and which members are constants."""
+    pointer = "*" + _NAMES[case.dtype]
+    none = dict.fromkeys
+    mask = ("*i1", "constexpr", "i32", "constexpr") if case.masks else ("constexpr",) * 4
+    H = Documents(pointer, "constexpr", "i32", "i32", "constexpr", *mask)
+    bias = pointer if case.bias else "constexpr"
+    per_row = ("*i1", "i32", "constexpr", "*fp32", "i32", "constexpr") if case.masks else ("constexpr",) * 6
+    Q = Queries(pointer, "i32", "i32", "constexpr", *per_row)
+    return {
+        "Q": (Q, {3: 1} | ({6: 1, 9: 1} if case.masks else none(range(4, 10)))),
+        "H": (H, {1: 0, 4: 1} | ({6: 0, 8: 1} if case.masks else none(range(5, 9)))),
+        "W": (Weights(pointer, "i32", "constexpr", bias), {2: 1} | ({} if case.bias else {3: None})),
+    }
+
+
+def _tiles(case: Case, arch: Architecture, C: HeadConfig) -> dict[str, str]:
+    if not arch.has_descriptors or case.width * case.dtype.itemsize % 16 or case.wide == 2:
+        return {"tiles": "constexpr", "steps": "constexpr"}
+    blocks = {"tiles": [1, C.BN, C.BK], "steps": [C.BD, C.BK]}
+    return {name: f"tensordesc<{_NAMES[case.dtype]}{block}>" for name, block in blocks.items()}
+
+
+def _compiled(case: Case, arch: Architecture, fused: bool):
+    launch, groups = _launch(case, arch, fused), _groups(case)
+    arguments: dict[str, object] = {name: groups[name][0] for name in (("Q", "H", "W") if fused else ("H", "W"))}
+    arguments |= _tiles(case, arch, launch.config)
+    if fused:
+        arguments |= {"scores": "*fp32", "sizes": Sizes(*["i32"] * 4), "width": "i32", "d": "i32"}
+    else:
+        norms = "*fp32" if case.normalize else "constexpr"
+        arguments |= {"out": "*" + _NAMES[case.dtype], "norms": norms} | dict.fromkeys(
+            ("width", "d", "rows", "Ld"), "i32"
+        )
+    names = [*arguments, "C"]
+    constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
+    aligned: list[tuple[int, ...]] = []
+    strides = {"Q": (1, 2), "H": (2, 3), "W": (1,)}
+    for at, (name, kind) in enumerate(arguments.items()):
+        if name in groups:
+            constants |= {(at, n): value for n, value in groups[name][1].items()}
+            aligned += [(at, n) for n, member in enumerate(groups[name][0]) if member.startswith("*")]
+            features = case.d if name == "Q" else case.width
+            aligned += [(at, n) for n in strides[name] if features % 16 == 0]
+        elif kind == "constexpr":
+            constants[(at,)] = None
+        elif isinstance(kind, str) and kind.startswith("*"):
+            aligned.append((at,))
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    kernel = maxsim_forward_head if fused else maxsim_head_tokens
+    src = ASTSource(fn=kernel, signature={**arguments, "C": "constexpr"}, constexprs=constants, attrs=attributes)
+    return compile_as_launched(src, target(arch), launch.options(arch))
+
+
+def _check(case: Case, name: str, fused: bool) -> list[str]:
+    """The layouts of its products."""
+    arch = ARCHITECTURES[name]
+    compiled = _compiled(case, arch, fused)
+    assert compiled.metadata.shared <= arch.shared_memory, f"{compiled.metadata.shared} bytes of shared memory"
+    text = compiled.asm["amdgcn" if arch.is_amd else "ptx"]
+    if arch.is_amd:
+        spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+    else:
+        spills = cuda_resources(compiled.asm["cubin"])[1]
+    assert spills == 0, f"{spills} spill instructions"
+    if name != "sm_100" or case.dtype != _FP32:  # which Triton 3.6 multiplies by mma.sync in small steps
+        assert MATRIX_UNIT.get(name, "mma.sync") in text, "not on the matrix unit"
+    if name == "sm_90" and loads_vectors(case.width, case.wide):
+        assert "cp.async.bulk.tensor" in text
+        code = [text for _, text in disassembled(compiled.asm["cubin"])[1]]
+        products, waits = (sum(word in text for text in code) for word in ("GMMA", "WARPGROUP.DEPBAR"))
+        assert waits <= products / 2, f"{waits} waits for {products} products: ptxas serialises them"
+    return re.findall(r"nvidia_mma<(.*?)>", compiled.asm["ttgir"])
+
+
+FEW = [
+    Case(),
+    Case(masks=True),
+    Case(Nq=4, masks=True),
+    Case(_FP16, bias=False, normalize=False),
+    Case(width=384, Lq=20, Nq=2, masks=True),
+    Case(d=256, Nq=2, masks=True),
+    Case(d=64, width=1024, Nq=4, masks=True),
+    Case(_FP16, d=20, width=100, masks=True),
+    Case(_FP16, d=200, width=90, Nq=4),
+]
+TOKENS = [Case(), Case(_FP32), Case(_FP16, d=256), Case(_FP32, d=256, width=100), Case(d=96, width=100, wide=2)]
+MORE = [
+    Case(dtype, d, width, Nq, Lq, bias, normalize, masks)
+    for dtype, d, width in ((_BF16, 64, 1024), (_FP16, 200, 768), (_BF16, 48, 312), (_FP16, 128, 90))
+    for Nq, Lq in ((1, 8), (4, 32), (128, 1))
+    for bias, normalize, masks in ((True, True, True), (False, True, False), (True, False, True))
+]
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_scores_of_few_queries(case, name):
+    _check(case, name, fused=True)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("case", TOKENS, ids=str)
+def test_tokens(case, name):
+    _check(case, name, fused=False)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_tokens_of_both_kernels_are_summed_in_one_order(case):
+    """The layout of the sums of a token is that of its product, the one as wide as a token."""
+    tokens, fused = (_check(case, "sm_90", fused) for fused in (False, True))
+    assert tokens[0] in fused
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("dtype", "d", "more"),
+    [(_BF16, 128, True), (_FP16, 128, True), (_FP16, 96, False), (_FP32, 128, False), (_FP32, 20, True)],
+    ids=str,
+)
+def test_slopes(dtype, d, more, name):
+    """Gradients of tokens become those of sums, in vectors."""
+    arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
+    G, members = _groups(Case(dtype, masks=more))["H"]
+    BN, BD, _, options = head_configs.slopes(arch, d, 10**6)
+    given = {"G": G, "D": pointer} | dict.fromkeys(("norms", "sums"), "*fp32" if more else "constexpr")
+    given |= dict.fromkeys(("d", "rows", "Ld"), "i32") | {"BN": "constexpr", "BD": "constexpr"}
+    constants = {(0, n): value for n, value in members.items()} | {(7,): BN, (8,): BD}
+    constants |= {} if more else {(2,): None, (3,): None}
+    aligned = [(0, 0), (1,), *([(2,), (3,)] if more else []), *([(4,)] if d % 16 == 0 else [])]
+    src = ASTSource(maxsim_head_slopes, given, constants, {path: [["tt.divisibility", 16]] for path in aligned})
+    compiled = compile_as_launched(src, target(arch), options)
+    if not arch.is_amd:
+        assert cuda_resources(compiled.asm["cubin"])[1] == 0
+        assert d % 16 or "ld.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("case", FEW + TOKENS + MORE, ids=str)
+def test_every_configuration(case, name):
+    _check(case, name, fused=False)
+    if name in head_configs._FUSED and case.dtype != _FP32:
+        _check(case, name, fused=True)

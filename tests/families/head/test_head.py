@@ -1,0 +1,392 @@
+"""MaxSim of hidden states against the formula in fp64: scores, gradients, what is masked, empty, strided; same bits."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import lik_ops
+from lik_ops import reference
+from lik_ops.core.arguments import score_dtype
+
+from ...support.common import INTERPRETING, PLACES, Inputs, Problem, build
+
+at_places = pytest.mark.parametrize("place", PLACES, ids=str)
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+EVERYTHING = {"q_mask": "holes", "d_mask": "empty_some", "weight": True}
+
+
+@dataclass(frozen=True)
+class Hidden(Problem):
+    """A `Problem` whose documents are hidden states of `width` features, for a head of d."""
+
+    values: str = "normal"
+    Nq: int = 2
+    Nd: int = 5
+    width: int = 40
+    bias: bool = True
+    normalize: bool = True
+
+
+PROBLEMS = [
+    Hidden(),
+    Hidden(bias=False, normalize=False, **EVERYTHING),
+    Hidden(Ld=21, Lq=7, d=24, width=100, **EVERYTHING),
+    Hidden(Nq=1, Nd=7, Ld=33, d=20, width=17, d_mask="holes", strides="sliced"),
+    Hidden(Nq=9, Lq=20, Nd=3, d=130, width=64, q_mask="empty_some", normalize=False),
+    Hidden(Nq=3, d_mask="prefix", strides="transposed", weight=True, bias=False),
+    Hidden(layout="flat", d_mask="holes"),
+    Hidden(layout="flat_q", q_mask="integer", d_mask="integer"),
+    Hidden(layout="flat_d", d=1, Ld=1, width=1),
+    # Few query rows and documents of many tokens: on a GPU tokens are scored where they are made.
+    Hidden(Ld=70, width=48, d_mask="holes", weight=True),
+    Hidden(Nq=9, Lq=7, Nd=4, Ld=90, d=32, q_mask="holes", d_mask="empty_some"),
+    Hidden(Nq=1, Lq=20, Nd=3, Ld=100, d=20, width=50, bias=False, normalize=False, strides="transposed"),
+]
+
+
+def draw(p: Hidden, device: str) -> tuple[Inputs, Tensor, Tensor | None]:
+    """Q and H with their masks and weights, then W and b."""
+    x = build(replace(p, d=p.width, seed=1), device)
+    x.Q = build(p, device).Q
+    generator = torch.Generator().manual_seed(2)
+    W = (torch.randn(p.d, p.width, generator=generator) / p.width**0.5).to(device, p.dtype)
+    b = torch.randn(p.d, generator=generator).to(device, p.dtype) / 2 if p.bias else None
+    if x.q_mask is not None:
+        x.Q = torch.where((x.q_mask != 0)[..., None], build(replace(p, q_mask="none"), device).Q, torch.nan)
+    return x, W, b
+
+
+def score(function, x, W, b, normalize):
+    return function(x.Q, x.D, W, b, x.q_mask, x.d_mask, q_weight=x.q_weight, normalize=normalize)
+
+
+def step(function, x, W, b, normalize, upstream):
+    """Scores, and gradients of Q, H, W and, where there are, b and weights."""
+    leaves = [t if t is None else t.detach().requires_grad_() for t in (x.Q, x.D, W, b, x.q_weight)]
+    Q, H, W, b, w = leaves
+    scores = score(function, replace(x, Q=Q, D=H, q_weight=w), W, b, normalize)
+    kept = torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+    return scores.detach(), torch.autograd.grad(kept, [t for t in leaves if t is not None], upstream.to(scores))
+
+
+def winners(x, W, b, normalize):
+    """Those that the operator finds: rounding may move them to another token than the formula's."""
+    Q, q_mask, w = (t if t is None or x.Q.dim() == 3 else t[None] for t in (x.Q, x.q_mask, x.q_weight))
+    H, d_mask = (t if t is None or x.D.dim() == 3 else t[None] for t in (x.D, x.d_mask))
+    masks = (None if t is None else t != 0 for t in (q_mask, d_mask))
+    return torch.ops.lik.maxsim_from_hidden_fwd(Q, H, W, b, *masks, w, normalize, torch.int32)[1].transpose(0, 1)
+
+
+def gradients_at(argmax, x, W, b, normalize, upstream):
+    """Those of the formula with its winners given."""
+    leaves = [t if t is None else t.detach().requires_grad_() for t in (x.Q, x.D, W, b, x.q_weight)]
+    Q, H, W, b, w = leaves
+    D = torch.nn.functional.linear(H, W, b)
+    D = torch.nn.functional.normalize(D, dim=-1) if normalize else D
+    Q, w = (t if t is None or x.Q.dim() == 3 else t[None] for t in (Q, w))
+    scores = reference.maxsim_at(Q, D if x.D.dim() == 3 else D[None], argmax, q_weight=w)
+    given = [t for t in leaves if t is not None]
+    return torch.autograd.grad(scores, given, upstream.to(scores).view(scores.shape), materialize_grads=True)
+
+
+def in_fp64(x, W, b):
+    return x.to64(), W.double(), None if b is None else b.double()
+
+
+def check(p, found, expected):
+    found, expected = found.double(), expected.double()
+    assert found.shape == expected.shape
+    finite = expected.isfinite()
+    assert torch.equal(found[~finite], expected[~finite]), p
+    error = (found - expected)[finite].abs()
+    largest = max(1.0, float(expected[finite].abs().max())) if error.numel() else 1.0
+    assert not error.numel() or float(error.max()) <= TOLERANCE[p.dtype] * largest, (p, float(error.max()), largest)
+
+
+@at_places
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_scores_and_gradients_are_those_of_the_formula(place, number):
+    for dtype in place.some_dtypes(number):
+        p = replace(PROBLEMS[number], dtype=dtype)
+        x, W, b = draw(p, place.device)
+        upstream = torch.randn(score(reference.maxsim_from_hidden, *in_fp64(x, W, b), p.normalize).shape)
+        upstream = upstream.to(place.device)
+        with place.use():
+            alone = score(lik_ops.maxsim_from_hidden, x, W, b, p.normalize)
+            scores, grads = step(lik_ops.maxsim_from_hidden, x, W, b, p.normalize, upstream)
+            argmax = winners(x, W, b, p.normalize)
+        expected = score(reference.maxsim_from_hidden, *in_fp64(x, W, b), p.normalize)
+        expected_grads = gradients_at(argmax, *in_fp64(x, W, b), p.normalize, upstream)
+        assert scores.dtype == alone.dtype == score_dtype(dtype)
+        check(p, scores, expected)
+        check(p, alone, expected)
+        leaves = [t for t in (x.Q, x.D, W, b, x.q_weight) if t is not None]
+        for leaf, g, e in zip(leaves, grads, expected_grads, strict=True):
+            assert g.dtype == leaf.dtype
+            check(p, g, e)
+
+
+def test_the_formula_is_maxsim_of_a_normalised_linear_layer():
+    Q, H = torch.randn(2, 3, 4).double(), torch.randn(5, 6, 7).double()
+    layer = torch.nn.Linear(7, 4).double()
+    D = torch.nn.functional.normalize(layer(H), dim=-1)
+    found = reference.maxsim_from_hidden(Q, H, layer.weight, layer.bias)
+    torch.testing.assert_close(found, reference.maxsim(Q, D))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the kernels have no fp64")
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_are_those_of_differences(normalize):
+    p = Hidden(dtype=torch.float64, d=3, width=4, Nd=2, Lq=3, Ld=4, poison=False, normalize=normalize, **EVERYTHING)
+    x, W, b = draw(replace(p, d_mask="holes"), "cpu")
+    x.Q, x.d_mask[..., 0] = x.Q.nan_to_num(), True
+
+    def function(Q, H, W, b, w):
+        return lik_ops.maxsim_from_hidden(Q, H, W, b, x.q_mask, x.d_mask, q_weight=w, normalize=normalize)
+
+    leaves = [t.detach().requires_grad_() for t in (x.Q, x.D, W, b, x.q_weight)]
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@at_places
+def test_each_gradient_alone_is_that_among_all(place):
+    for dtype in place.some_dtypes(1):
+        p = Hidden(dtype=dtype, **EVERYTHING)
+        x, W, b = draw(p, place.device)
+        given = x.Q, x.D, W, b, x.q_mask, x.d_mask, x.q_weight
+        with place.use():
+            scores, argmax = torch.ops.lik.maxsim_from_hidden_fwd(*given, True, torch.int32)
+            upstream = torch.randn(scores.shape, device=place.device)
+            args = upstream.to(scores), *given[:4], argmax, *given[4:], True
+            everything = torch.ops.lik.maxsim_from_hidden_bwd(*args, [True] * 5)
+            again = torch.ops.lik.maxsim_from_hidden_bwd(*args[:5], argmax.flatten()[:0], *args[6:], [True] * 5)
+            for n, e in enumerate(everything):
+                found = torch.ops.lik.maxsim_from_hidden_bwd(*args, [m == n for m in range(5)])
+                assert torch.equal(found[n], e) and torch.equal(again[n], e), n
+                assert all(g.shape == (0,) for m, g in enumerate(found) if m != n)
+
+
+@at_places
+def test_what_is_masked_reaches_no_gradient(place):
+    """Whatever it holds, and whatever is upstream: a query that keeps nothing scores 0, a document -inf."""
+    Q, H = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 24, device=place.device)
+    W, b = torch.randn(16, 24, device=place.device), torch.randn(16, device=place.device)
+    q_mask = torch.ones(3, 4, dtype=torch.bool, device=place.device)
+    d_mask = torch.ones(4, 18, dtype=torch.bool, device=place.device)
+    q_mask[1], d_mask[2], d_mask[0, 5:9] = False, False, False
+    Q[1], H[2], H[0, 5:7], H[0, 7:9] = torch.nan, torch.nan, torch.inf, torch.nan
+    leaves = [t.requires_grad_() for t in (Q, H, W, b)]
+    with place.use():
+        scores = lik_ops.maxsim_from_hidden(*leaves, q_mask, d_mask)
+        upstream = torch.ones_like(scores)
+        upstream[:, 2] = torch.nan
+        grads = torch.autograd.grad(scores, leaves, upstream)
+    assert torch.equal(scores[1], torch.zeros_like(scores[1]))
+    assert bool((scores[[0, 2], 2] == -torch.inf).all())
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert not grads[0][1].any() and not grads[1][2].any() and not grads[1][0, 5:9].any()
+    assert all(bool(g.any()) for g in grads)
+
+
+@at_places
+def test_a_nan_that_counts_is_that_of_its_pairs(place):
+    Q, H = torch.randn(2, 3, 16, device=place.device), torch.randn(4, 9, 24, device=place.device)
+    H[1, 4, 3] = torch.nan
+    with place.use():
+        scores = lik_ops.maxsim_from_hidden(Q, H, torch.ones(16, 24, device=place.device))
+    assert scores.isnan().any(0).tolist() == [False, True, False, False]
+
+
+@at_places
+def test_nothing_to_score(place):
+    for Nq, Nd, Lq, Ld in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5)):
+        Q, H = torch.randn(Nq, Lq, 8, device=place.device), torch.randn(Nd, Ld, 6, device=place.device)
+        W, b = torch.randn(8, 6, device=place.device), torch.randn(8, device=place.device)
+        with place.use():
+            leaves = [t.requires_grad_() for t in (Q, H, W, b)]
+            scores = lik_ops.maxsim_from_hidden(*leaves)
+            assert torch.equal(scores, lik_ops.maxsim(Q, H.new_zeros(Nd, Ld, 8)))
+            grads = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
+        assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, leaves, strict=True))
+
+
+@at_places
+def test_tokens_without_a_norm(place):
+    """Those that the head maps to zero are zeros, and their gradient is over the least norm."""
+    Q, H = torch.ones(1, 2, 16, device=place.device), torch.zeros(2, 3, 24, device=place.device)
+    H[1] = 1
+    leaves = [t.requires_grad_() for t in (Q, H, torch.ones(16, 24, device=place.device))]
+    with place.use():
+        scores = lik_ops.maxsim_from_hidden(*leaves)
+        grads = torch.autograd.grad(scores.sum(), leaves)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    expected = reference.maxsim_from_hidden(*doubles)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
+    assert scores[0, 0] == 0
+    for g, e in zip(grads, torch.autograd.grad(expected.sum(), doubles), strict=True):
+        torch.testing.assert_close(g.double(), e, rtol=1e-4, atol=1e-4 * float(e.abs().max()))
+
+
+@at_places
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 9, 10, 11])
+def test_a_score_does_not_depend_on_its_batch(place, number):
+    for dtype in place.some_dtypes(number):
+        p = replace(PROBLEMS[number], dtype=dtype)
+        x, W, b = draw(p, place.device)
+        with place.use():
+            whole = score(lik_ops.maxsim_from_hidden, x, W, b, p.normalize)
+            for i in range(p.Nq):
+                for j in range(p.Nd):
+                    q_mask, w = (None if t is None else t[i : i + 1] for t in (x.q_mask, x.q_weight))
+                    d_mask = None if x.d_mask is None else x.d_mask[j : j + 1]
+                    one = Inputs(x.Q[i : i + 1], x.D[j : j + 1], q_mask, d_mask, w)
+                    assert torch.equal(score(lik_ops.maxsim_from_hidden, one, W, b, p.normalize)[0, 0], whole[i, j])
+
+
+@at_places
+def test_winners_do_not_decide_bits(place):
+    for dtype in place.some_dtypes(1):
+        x, W, b = draw(Hidden(Ld=80, d=32, dtype=dtype), place.device)
+        given = x.Q, x.D, W, b, None, None, None, True
+        with place.use():
+            alone, nothing = torch.ops.lik.maxsim_from_hidden_fwd(*given, None)
+            scores, argmax = torch.ops.lik.maxsim_from_hidden_fwd(*given, torch.int16)
+        assert nothing.shape == (0,) and argmax.shape == (5, 2, 5)
+        assert torch.equal(scores, alone)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
+def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
+    """As units without wgmma have it."""
+    from lik_ops.families.head import configs as head_configs
+
+    def apart(*args):
+        found = made(*args)
+        return replace(found, config=found.config._replace(ONE_LOOP=False))
+
+    made, (place,) = head_configs.scores, PLACES
+    x, W, b = draw(Hidden(Nq=3, Ld=75, d=20, dtype=torch.float16, **EVERYTHING), place.device)
+    with place.use():
+        expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
+        monkeypatch.setattr(head_configs, "scores", apart)
+        assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
+@pytest.mark.parametrize("programs", [2, 3])
+def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, programs):
+    """Programs whose shares differ by a document, which a tile's end cuts."""
+    from lik_ops.families.head import configs as head_configs
+
+    made, (place,) = head_configs.scores, PLACES
+    x, W, b = draw(Hidden(Nq=1, Nd=7, Ld=70, d=16, width=48, dtype=torch.float16, d_mask="holes"), place.device)
+    with place.use():
+        expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
+        monkeypatch.setattr(head_configs, "scores", lambda *args: replace(made(*args), walkers=programs))
+        assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("Nq", "Lq", "Ld", "width", "d"),
+    [(1, 32, 300, 768, 128), (3, 32, 300, 768, 128), (3, 20, 64, 384, 96), (1, 32, 1000, 100, 256), (2, 1, 77, 64, 8)],
+)
+def test_few_queries_have_the_bits_of_many(dtype, Nq, Lq, Ld, width, d):
+    """Tokens scored where they are made, beside tokens that lie in memory: scores are those of the same tokens."""
+    from lik_ops.families.head import configs as head_configs
+    from lik_ops.gpu.runtime.arguments import architecture
+
+    arch = architecture(torch.device("cuda"))
+    Nd = 2 * head_configs.programs(arch) + 3
+    assert head_configs.is_fused(arch, dtype, Nq, Nd, Lq, Ld, d) or arch.name not in head_configs._FUSED
+    Q = torch.nn.functional.normalize(torch.randn(Nq, Lq, d, device="cuda"), dim=-1).to(dtype)
+    H = torch.randn(Nd, Ld, width, device="cuda", dtype=dtype)
+    W, b = torch.randn(d, width, device="cuda", dtype=dtype) / width**0.5, torch.randn(d, device="cuda", dtype=dtype)
+    mask = torch.rand(Nd, Ld, device="cuda") > 0.2
+    for bias, d_mask, normalize in ((b, None, True), (None, mask, True), (b, mask, False)):
+        given = Q, H, W, bias, None, d_mask, None, normalize
+        few, _ = torch.ops.lik.maxsim_from_hidden_fwd(*given, None)
+        many, _ = torch.ops.lik.maxsim_from_hidden_fwd(*given, torch.int32)
+        assert torch.equal(few, many)
+        part = None if d_mask is None else d_mask[5:9]
+        assert torch.equal(few[:, 5:9], lik_ops.maxsim_from_hidden(Q, H[5:9], W, bias, None, part, normalize=normalize))
+        n = 8
+        last = None if d_mask is None else d_mask[-n:]
+        doubles = [None if t is None else t.double() for t in (Q, H[-n:], W, bias)]
+        expected = reference.maxsim_from_hidden(*doubles, None, last, normalize=normalize)
+        assert float((few[:, -n:] - expected).abs().max()) <= TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+
+
+@at_places
+def test_slices_of_documents_are_scored_as_all(place, monkeypatch):
+    from lik_ops.families.head import portable as head_portable
+
+    for dtype in place.some_dtypes(0):
+        p = Hidden(dtype=dtype, Nd=7, **EVERYTHING)
+        x, W, b = draw(p, place.device)
+        upstream = torch.randn(p.Nq, p.Nd, device=place.device)
+        with place.use():
+            expected = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
+            monkeypatch.setattr(head_portable, "GRADIENT_BYTES", 1)
+            smaller(monkeypatch)
+            found = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
+            monkeypatch.undo()
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def smaller(monkeypatch):
+    """Slices of one document, in both backends."""
+    from lik_ops.families.head import portable as head_portable
+
+    monkeypatch.setattr(head_portable, "PORTABLE", head_portable.PORTABLE._replace(token_bytes=1))
+    if INTERPRETING or torch.cuda.is_available():
+        from lik_ops.families.head import gpu as gpu_head
+
+        monkeypatch.setattr(gpu_head, "_PARTS", gpu_head._PARTS._replace(token_bytes=1))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
+def test_tokens_are_never_whole():
+    """Memory of scores on a CPU: a slice of tokens, not all."""
+    import resource
+
+    Q, W = torch.randn(1, 8, 128), torch.randn(128, 32)
+    H = torch.randn(1200, 300, 32)
+    lik_ops.maxsim_from_hidden(Q, H[:2], W)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lik_ops.maxsim_from_hidden(Q, H, W)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 1200 * 300 * 128 * 4 / 3  # of the tokens in fp32
+
+
+WRONG = [
+    ({"H": torch.randn(3, 5, 7)}, ValueError, "W: expected \\[8, 7\\], d_model as in H, got \\[8, 6\\]"),
+    ({"W": torch.randn(9, 6)}, ValueError, "W: expected \\[8, 6\\], d as in Q, got \\[9, 6\\]"),
+    ({"W": torch.randn(8, 6).half()}, TypeError, "W: expected the dtype of Q, torch.float32, got torch.float16"),
+    ({"b": torch.randn(7)}, ValueError, "b: expected \\[8\\], d as in Q, got \\[7\\]"),
+    ({"b": 1.0}, TypeError, "b: expected a Tensor or None, got float"),
+    ({"H": torch.randn(2, 3, 5, 6)}, ValueError, "H: expected \\[Ld, d_model\\] or \\[Nd, Ld, d_model\\]"),
+    ({"H": torch.randn(3, 5, 0)}, ValueError, "H: expected d_model >= 1"),
+    ({"H": [torch.randn(5, 6)]}, TypeError, "H: expected a Tensor, got list"),
+    ({"d_mask": torch.ones(3, 4)}, ValueError, "d_mask: expected shape \\[3, 5\\] to match H"),
+    ({"d_mask": torch.ones(3, 5)}, TypeError, "d_mask: expected bool"),
+    ({"normalize": 1}, TypeError, "normalize"),
+    ({"q_weight": torch.ones(2, 4).half()}, TypeError, "q_weight"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG)
+def test_bad_arguments_are_named(given, error, message):
+    arguments = {"Q": torch.randn(2, 4, 8), "H": torch.randn(3, 5, 6), "W": torch.randn(8, 6)} | given
+    with pytest.raises(error, match="^maxsim_from_hidden: " + message):
+        lik_ops.maxsim_from_hidden(**arguments)
+
+
+@pytest.mark.parametrize("name", ["b", "q_weight"])
+def test_what_is_no_tensor_is_named_in_a_region_too(name):
+    given = {"Q": torch.randn(2, 4, 8), "H": torch.randn(3, 5, 6), "W": torch.randn(8, 6), name: [1.0]}
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"{name}: expected a Tensor or None"):
+        lik_ops.maxsim_from_hidden(**given)

@@ -1,0 +1,453 @@
+"""The contrastive loss against the formula in fp64, and against F.cross_entropy of the scores: values and gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lik_ops
+from lik_ops import reference
+from lik_ops.core.arguments import score_dtype
+from lik_ops.families.loss import ops as loss_ops
+from lik_ops.ops.fast_path import eager
+
+from ...support.common import INTERPRETING, PLACES, Problem, assert_near, build
+from ...support.stack import kept_for_backward
+
+ROOT = Path(__file__).parents[3]
+at_places = pytest.mark.parametrize("place", PLACES, ids=str)
+SMALL = Problem(values="normal", Nq=3, Nd=4, Lq=5, Ld=9)
+EVERYTHING = {"q_mask": "holes", "d_mask": "holes", "weight": True}
+PROBLEMS = [
+    SMALL,
+    replace(SMALL, layout="candidates", normalize=True, **EVERYTHING),
+    replace(SMALL, Nq=4, Nd=7, Lq=40, Ld=50, d=20, **EVERYTHING),
+    replace(SMALL, layout="candidates", Nq=2, Ld=33, d=130, q_mask="empty_some", d_mask="integer"),
+    replace(SMALL, Nq=7, Nd=2, d=130, normalize=True, strides="sliced", weight=True),
+    replace(SMALL, Ld=16, strides="transposed", d_mask="empty_some"),
+    replace(SMALL, layout="candidates", d_mask="empty_some", **{"q_mask": "prefix"}),
+]
+
+
+class Watching(TorchDispatchMode):
+    """Counts calls of the forward."""
+
+    losses = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.losses += func is torch.ops.lik.maxsim_cross_entropy_fwd.default
+        return func(*args, **(kwargs or {}))
+
+
+def drawn(p, device):
+    """The tensors of a problem, and labels, of which one is ignored."""
+    labels = torch.randint(0, p.Nd, (p.Nq,), generator=torch.Generator().manual_seed(p.seed))
+    labels[-1] = -100
+    return build(p, device), labels.to(device)
+
+
+def loss_of(function, x, labels, normalize, **options):
+    return function(x.Q, x.D, labels, x.q_mask, x.d_mask, q_weight=x.q_weight, normalize=normalize, **options)
+
+
+def formula(Q, D, labels, q_mask=None, d_mask=None, *, temperature, q_weight=None, normalize=False, **options):
+    """What the loss is in place of. On a GPU torch would multiply by the inverse of a number."""
+    scores = lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
+    return F.cross_entropy(scores / torch.full_like(scores, temperature), labels.long(), **options)
+
+
+def step(function, x, labels, normalize=False, upstream=None, more=(), **options):
+    """The loss, and gradients of all leaves."""
+    leaves = [t.detach().requires_grad_() for t in x.leaves()]
+    y = replace(x, Q=leaves[0], D=leaves[1], q_weight=leaves[2] if len(leaves) > 2 else None)
+    loss = loss_of(function, y, labels, normalize, **options)
+    grads = torch.autograd.grad(loss, [*leaves, *more], None if upstream is None else upstream.to(loss))
+    return loss.detach(), grads
+
+
+@at_places
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_losses_and_gradients_are_those_of_the_formula(place, number):
+    for dtype in place.some_dtypes(number):
+        p = replace(PROBLEMS[number], dtype=dtype)
+        x, labels = drawn(p, place.device)
+        upstream = torch.randn(p.Nq)
+        options = {"temperature": 0.7, "reduction": "none", "upstream": upstream}
+        with place.use():
+            losses, grads = step(lik_ops.maxsim_cross_entropy, x, labels, p.normalize, **options)
+        expected, expected_grads = step(reference.maxsim_cross_entropy, x.to64(), labels, p.normalize, **options)
+        assert losses.dtype == score_dtype(dtype) and losses[-1] == 0
+        assert_near(losses, expected, score_dtype(dtype))
+        for leaf, g, e in zip(x.leaves(), grads, expected_grads, strict=True):
+            assert g.dtype == leaf.dtype
+            assert_near(g, e, dtype)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@at_places
+def test_it_is_cross_entropy_of_the_scores(place, reduction, ignore_index, index_dtype):
+    x, labels = drawn(replace(SMALL, Nq=6, weight=True, normalize=True), place.device)
+    labels = labels.clamp(0).to(index_dtype)
+    options = {"temperature": 0.02, "reduction": reduction, "ignore_index": ignore_index}
+    options["upstream"] = torch.randn(6 if reduction == "none" else ())
+    with place.use():
+        loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, **options)
+        expected, expected_grads = step(formula, x, labels, True, **options)
+    torch.testing.assert_close(loss, expected)
+    for g, e in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5 * float(e.abs().max()))
+
+
+@at_places
+@pytest.mark.parametrize("temperature", [1.5, 0.75])
+def test_small_losses_of_large_scores_are_not_rounded_away(place, temperature):
+    """A log-sum-exp in one fp32 number beside scores of 1,000 would know them to 6e-5, probabilities near 1 to 6e-8."""
+    x = build(replace(SMALL, Nq=8, Nd=8, Lq=32, Ld=32), place.device)
+    x.D = F.normalize(x.D, dim=-1).mul(64).round() / 64  # scores are exact
+    x.Q = x.D.clone()
+    x.Q[..., 0], x.D[..., 0] = 5, 5
+    labels = torch.arange(8, device=place.device)
+    options = {"temperature": temperature, "upstream": torch.ones(8), "reduction": "none"}
+    with place.use():
+        losses, grads = step(lik_ops.maxsim_cross_entropy, x, labels, **options)
+    expected, expected_grads = step(reference.maxsim_cross_entropy, x.to64(), labels, **options)
+    assert (1e-6 if temperature > 1 else 1e-12) < float(expected.min()) < float(expected.max()) < 1e-3
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=0)
+    for g, e in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(g.double(), e, rtol=0, atol=1e-4 * float(e.abs().max()))
+
+
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_are_those_of_differences(layout, normalize):
+    p = replace(SMALL, layout=layout, dtype=torch.float64, d=4, poison=False, **EVERYTHING)
+    x, labels = drawn(p, "cpu")
+    x.d_mask[..., 0] = True
+
+    def function(Q, D, w, temperature):
+        given = {"temperature": temperature, "q_weight": w, "normalize": normalize}
+        return lik_ops.maxsim_cross_entropy(Q, D, labels, x.q_mask, x.d_mask, **given)
+
+    leaves = [*x.leaves(), torch.tensor(0.4, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(function, [t.detach().requires_grad_() for t in leaves])
+
+
+@at_places
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_temperature_that_is_learned(place, weight):
+    x, labels = drawn(replace(SMALL, weight=weight, q_mask="holes", d_mask="prefix", seed=2), place.device)
+    tau = torch.tensor(0.3, device=place.device, requires_grad=True)
+    tau64 = tau.detach().double().requires_grad_()
+    with place.use():
+        loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=tau, more=(tau,))
+        same = loss_of(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
+    expected = step(reference.maxsim_cross_entropy, x.to64(), labels, True, temperature=tau64, more=(tau64,))
+    torch.testing.assert_close(loss, same)
+    for g, e in zip((loss, *grads), (expected[0], *expected[1]), strict=True):
+        assert_near(g, e, torch.float32)
+
+
+@at_places
+@pytest.mark.parametrize("value", [-1.0, -0.0, 0.0, float("-inf"), float("nan")])
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_learned_temperature_that_is_not_above_0_is_nan(place, weight, value):
+    x, labels = drawn(replace(SMALL, weight=weight, seed=2), place.device)
+    tau = torch.tensor(value, device=place.device, requires_grad=True)
+    with place.use():
+        loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=tau, more=(tau,))
+    assert loss.isnan() and grads[-1].isnan()
+
+
+@at_places
+@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+def test_a_loss_does_not_depend_on_its_batch(place, number):
+    for dtype in place.some_dtypes(number):
+        p = replace(PROBLEMS[number], dtype=dtype)
+        x, labels = drawn(p, place.device)
+        own = p.layout == "candidates"
+        with place.use():
+            tensors = [
+                x.Q.contiguous(),
+                x.D.contiguous(),
+                *(None if m is None else m != 0 for m in (x.q_mask, x.d_mask)),
+            ]
+            given = *tensors, x.q_weight, labels
+            whole = torch.ops.lik.maxsim_cross_entropy_fwd(*given, 0.3, -100, p.normalize)
+            for i in range(p.Nq):
+                alone = [t if t is None or (n in (1, 3) and not own) else t[i : i + 1] for n, t in enumerate(given)]
+                for one, all_ in zip(
+                    torch.ops.lik.maxsim_cross_entropy_fwd(*alone, 0.3, -100, p.normalize), whole, strict=True
+                ):
+                    torch.testing.assert_close(one[0], all_[i], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="too many documents for the interpreter; what it adds is plain torch")
+@at_places
+@pytest.mark.parametrize("documents", [101, 5003])
+def test_many_documents_are_added_in_one_order(place, documents):
+    """Whatever other queries there are, on rows that begin at any address."""
+    with place.use():
+        for dtype in place.dtypes:
+            Q, D = (torch.randn(n, 2, 8).to(place.device, dtype) for n in (9, documents))
+            given = Q, D, None, None, None, torch.arange(9, device=place.device)
+            whole = torch.ops.lik.maxsim_cross_entropy_fwd(*given, 0.1, -100, False)
+            for i in range(9):
+                alone = Q[i : i + 1], *given[1:5], given[5][i : i + 1]
+                for one, all_ in zip(
+                    torch.ops.lik.maxsim_cross_entropy_fwd(*alone, 0.1, -100, False), whole, strict=True
+                ):
+                    assert torch.equal(one[0], all_[i])
+
+
+@at_places
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_parts_change_nothing(place, layout, monkeypatch):
+    """Of any size: no gradient is a sum of those of parts. What is not wanted is not made."""
+    p = replace(SMALL, layout=layout, Nq=5, Nd=6, **EVERYTHING)
+    x, labels = drawn(p, place.device)
+    with place.use():
+        expected, expected_grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
+        for size in (1, 150, 400):
+            monkeypatch.setattr(loss_ops, "_SCORE_BYTES", size)
+            monkeypatch.setattr(loss_ops, "_PART_BYTES", size)
+            eager.forget()
+            loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
+            assert torch.equal(loss, expected)
+            for g, e in zip(grads, expected_grads, strict=True):
+                assert torch.equal(g, e)
+        masks = x.q_mask, x.d_mask
+        given = x.Q, x.D, *masks, x.q_weight, labels
+        losses, lse = torch.ops.lik.maxsim_cross_entropy_fwd(*given, 0.3, -100, True)
+        args = torch.ones_like(losses) / 4, *given, lse, 0.3, -100, True
+        for n, e in enumerate(expected_grads):
+            found = torch.ops.lik.maxsim_cross_entropy_bwd(*args, [m == n for m in range(3)])
+            assert torch.equal(found[n], e)
+            assert all(g.shape == (0,) for m, g in enumerate(found) if m != n)
+
+
+@at_places
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_the_short_way_has_the_bits_of_the_operators(place, layout, reduction):
+    """With labels and without; under a mode, which has to see the operators, they are called."""
+    p = replace(SMALL, layout=layout, Nq=4, Nd=6, **{**EVERYTHING, "d_mask": "integer"})
+    x, labels = drawn(p, place.device)
+    options = {"temperature": 0.3, "reduction": reduction}
+    options["upstream"] = torch.randn(4 if reduction == "none" else ())
+    with place.use():
+        for given in (labels, None):
+            for _ in range(3):
+                found, grads = step(lik_ops.maxsim_cross_entropy, x, given, True, **options)
+            with Watching() as watching:
+                expected, expected_grads = step(lik_ops.maxsim_cross_entropy, x, given, True, **options)
+            assert watching.losses == 1
+            assert torch.equal(found, expected)
+            assert all(torch.equal(g, e) for g, e in zip(grads, expected_grads, strict=True))
+
+
+@at_places
+def test_one_query_may_be_more_than_a_part(place, monkeypatch):
+    x, labels = build(replace(SMALL, Nq=1), place.device), torch.tensor([2], device=place.device)
+    with place.use():
+        _, expected = step(lik_ops.maxsim_cross_entropy, x, labels)
+        monkeypatch.setattr(loss_ops, "_PART_BYTES", 1)
+        eager.forget()
+        _, grads = step(lik_ops.maxsim_cross_entropy, x, labels)
+    assert all(torch.equal(g, e) and g.any() for g, e in zip(grads, expected, strict=True))
+
+
+@at_places
+def test_labels_that_are_no_document(place):
+    """NaN for the loss of the query and what it takes part in; with checks an error. Ignored ones are no concern."""
+    x = build(replace(SMALL, Nq=4), place.device)
+    labels = torch.tensor([1, 4, -1, -100], device=place.device)
+    with place.use():
+        losses, (of_Q, of_D) = step(lik_ops.maxsim_cross_entropy, x, labels, reduction="none", upstream=torch.ones(4))
+        right, _ = step(lik_ops.maxsim_cross_entropy, x, labels.clamp(0, 3), reduction="none", upstream=torch.ones(4))
+        assert losses.isnan().tolist() == [False, True, True, False]
+        assert torch.equal(losses[[0, 3]], torch.stack([right[0], torch.zeros_like(right[0])]))
+        assert of_Q.isnan().any(2).all(1).tolist() == [False, True, True, False] and bool(of_D.isnan().any())
+        assert not of_Q[3].any()
+        message = r"maxsim_cross_entropy: labels: expected a document, 0 <= j < 4, or -100, got 4 at \[1\]"
+        with lik_ops.checks(), pytest.raises(ValueError, match=message):
+            lik_ops.maxsim_cross_entropy(x.Q, x.D, labels)
+
+
+@at_places
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_an_ignored_label_may_be_no_int32(place, learned, reduction):
+    """torch compares int32 labels with a number modulo 2^32: they ignore what int64 ones do, here nothing."""
+    x = build(replace(SMALL, Nq=4), place.device)
+    labels = torch.tensor([1, 0, 3, 2], device=place.device)
+    tau = torch.tensor(0.5, device=place.device) if learned else 0.5
+    upstream = torch.ones(4 if reduction == "none" else ())
+    for ignore_index in (2**32, -(2**63), 2**40, 2**32 + 1):
+        options = {"ignore_index": ignore_index, "reduction": reduction, "temperature": tau, "upstream": upstream}
+        for function in (lik_ops.maxsim_cross_entropy, reference.maxsim_cross_entropy):
+            with place.use():
+                found, grads = step(function, x, labels.int(), **options)
+                expected, expected_grads = step(function, x, labels, **options)
+            assert torch.equal(found, expected)
+            assert all(torch.equal(g, e) for g, e in zip(grads, expected_grads, strict=True))
+    with lik_ops.checks(), pytest.raises(ValueError, match=r"or 4294967300, got 4 at \[0\]"):
+        lik_ops.maxsim_cross_entropy(x.Q, x.D, labels.int() + 3, ignore_index=2**32 + 4)
+
+
+@at_places
+def test_an_ignored_query_may_score_anything(place):
+    x, labels = drawn(SMALL, place.device)
+    x.Q[-1] = 1e38
+    with place.use():
+        loss, (of_Q, of_D) = step(lik_ops.maxsim_cross_entropy, x, labels)
+        rest = replace(x, Q=x.Q[:-1])
+        expected, (of_rest, of_documents) = step(lik_ops.maxsim_cross_entropy, rest, labels[:-1])
+    assert torch.equal(loss, expected) and torch.equal(of_Q[:-1], of_rest) and not of_Q[-1].any()
+    torch.testing.assert_close(of_D, of_documents)
+
+
+@at_places
+def test_documents_that_score_nothing_finite(place):
+    """Empty negatives count as nothing, an empty positive costs infinitely much, NaN stays with its queries."""
+    x = build(replace(SMALL, Nq=4), place.device)
+    x.d_mask = torch.ones(4, 9, dtype=torch.bool, device=place.device)
+    x.d_mask[2] = False
+    x.D[2] = torch.nan
+    labels = torch.arange(4, device=place.device)
+    options = {"reduction": "none", "temperature": 0.5, "upstream": torch.ones(4)}
+    with place.use():
+        losses, (of_Q, of_D) = step(lik_ops.maxsim_cross_entropy, x, labels, **options)
+        expected, expected_grads = step(formula, x, labels, **options)
+        torch.testing.assert_close(losses, expected)
+        assert losses[2] == torch.inf and bool(losses[[0, 1, 3]].isfinite().all()) and not of_D[2].any()
+        for g, e in zip((of_Q, of_D), expected_grads, strict=True):
+            torch.testing.assert_close(g, e)
+        x.Q[1, 0, 0] = torch.nan
+        losses, (of_Q, _) = step(lik_ops.maxsim_cross_entropy, x, labels, **options)
+        assert losses.isnan().tolist() == [False, True, False, False]
+        assert of_Q.isnan().flatten(1).any(1).tolist() == [False, True, False, False]
+        x.d_mask[:] = False
+        losses, grads = step(lik_ops.maxsim_cross_entropy, x, labels, **options)
+        assert bool(losses.isnan().all()) and not any(g.any() for g in grads)
+
+
+@at_places
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+def test_nothing_to_score(place, layout):
+    for Nq, K, Lq, Ld in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5), (0, 0, 4, 5)):
+        Q = torch.randn(Nq, Lq, 8, device=place.device, requires_grad=True)
+        D = torch.randn(*((K,) if layout == "cross" else (Nq, K)), Ld, 8, device=place.device, requires_grad=True)
+        labels = torch.zeros(Nq, dtype=torch.int64, device=place.device)
+        with place.use():
+            losses = lik_ops.maxsim_cross_entropy(Q, D, labels, reduction="none")
+            mean = lik_ops.maxsim_cross_entropy(Q, D, labels)
+            if Nq and not Lq:
+                torch.testing.assert_close(losses, torch.full_like(losses, 3).log())
+            else:  # of no document, or of documents without a token; the mean over no queries
+                assert losses.shape == (Nq,) and bool(losses.isnan().all()) and bool(mean.isnan())
+            grads = torch.autograd.grad(mean, (Q, D))
+        assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, (Q, D), strict=True))
+    every = torch.full((3,), -100, device=place.device)
+    with place.use():
+        loss = lik_ops.maxsim_cross_entropy(torch.randn(3, 4, 8), torch.randn(3, 4, 8), every.cpu())
+    assert bool(loss.isnan())  # as F.cross_entropy of ignored queries alone
+
+
+def test_labels_are_the_first_documents():
+    Q, D = torch.randn(3, 4, 8), torch.randn(5, 6, 8)
+    found = lik_ops.maxsim_cross_entropy(Q, D, temperature=0.5)
+    assert torch.equal(found, lik_ops.maxsim_cross_entropy(Q, D, torch.arange(3), temperature=0.5))
+    D = torch.randn(3, 2, 6, 8)
+    expected = lik_ops.maxsim_cross_entropy(Q, D, torch.zeros(3, dtype=torch.int32))
+    assert torch.equal(lik_ops.maxsim_cross_entropy(Q, D), expected)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_step_of_many_pairs_keeps_two_numbers_a_query(few, monkeypatch):
+    """One of few keeps their scores and winners; both have the same gradients."""
+    Q, D = torch.randn(8, 4, 16, requires_grad=True), torch.randn(300, 10, 16, requires_grad=True)
+    if not few:
+        monkeypatch.setattr(loss_ops, "_PART_BYTES", 8 * 300 * 8)
+    eager.forget()
+    loss, kept = kept_for_backward(lik_ops.maxsim_cross_entropy, Q, D)
+    others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
+    # With the labels, and what the mean divides by.
+    assert sum(t.numel() for t in others) == 8 * 3 + 1 + (8 * 300 * (4 + 1) if few else 0)
+    first, again = (torch.autograd.grad(loss, (Q, D), retain_graph=True) for _ in range(2))
+    recomputed = torch.ops.lik.maxsim_cross_entropy_fwd(Q, D, None, None, None, torch.arange(8), 1.0, -100, False)
+    expected = torch.autograd.grad(recomputed[0].sum() / torch.tensor(8), (Q, D))
+    for found in (first, again):
+        assert all(torch.equal(g, e) for g, e in zip(found, expected, strict=True))
+
+
+MEMORY = """
+import sys, torch, lik_ops
+import torch.nn.functional as F
+
+def step(n):
+    Q, D = torch.randn(n, 1, 2, requires_grad=True), torch.randn(n, 1, 2, requires_grad=True)
+    labels = torch.arange(n)
+    if sys.argv[1] == "fused":
+        lik_ops.maxsim_cross_entropy(Q, D, labels).backward()
+    else:
+        F.cross_entropy(lik_ops.maxsim(Q, D), labels).backward()
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+step(64)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak is that of what follows
+before = peak()
+step(3072)
+print((peak() - before) // 1024)
+"""
+
+
+def _grown_mib(way):
+    run = subprocess.run([sys.executable, "-c", MEMORY, way], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return int(run.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING or sys.platform != "linux", reason="of the portable backend, as Linux tells it")
+def test_scores_and_winners_are_never_whole():
+    """3,072 queries and documents: 36 MiB of scores, of which torch makes copies, and 18 MiB of winners."""
+    assert _grown_mib("fused") < 64
+    assert _grown_mib("scores") > 96
+
+
+WRONG = [
+    ({"labels": [0, 1]}, TypeError, "labels: expected a Tensor, got list"),
+    ({"labels": torch.zeros(2)}, TypeError, "labels: expected int32 or int64"),
+    ({"labels": torch.zeros(3, dtype=torch.long)}, ValueError, r"labels: expected \[Nq\], .*, got \[3\]"),
+    ({"labels": torch.zeros(2, dtype=torch.long, device="meta")}, ValueError, "labels: expected the device of Q"),
+    ({"D": torch.randn(1, 3, 8)}, ValueError, r"labels: expected \[Nq\] where there are fewer documents"),
+    ({"D": torch.randn(3, 8)}, ValueError, r"Q, D: expected \[Nq, Lq, d\]"),
+    ({"Q": torch.randn(4, 8)}, ValueError, r"Q, D: expected \[Nq, Lq, d\]"),
+    ({"D": [torch.randn(3, 8)]}, TypeError, "D: expected a Tensor, got list"),
+    ({"temperature": 0}, ValueError, "temperature: expected a finite number above 0"),
+    ({"temperature": torch.ones(2)}, ValueError, "temperature"),
+    ({"ignore_index": None}, TypeError, "ignore_index: expected an int"),
+    ({"reduction": "max"}, ValueError, "reduction: expected one of mean, sum, none"),
+    ({"normalize": 1}, TypeError, "normalize"),
+    ({"q_weight": torch.ones(2, 4).half()}, TypeError, "q_weight"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG)
+def test_bad_arguments_are_named(given, error, message):
+    arguments = {"Q": torch.randn(2, 4, 8), "D": torch.randn(5, 3, 8)} | given
+    with pytest.raises(error, match=f"maxsim_cross_entropy: {message}"):
+        lik_ops.maxsim_cross_entropy(**arguments)

@@ -1,0 +1,64 @@
+"""The kernels of soft MaxSim compile for every architecture without a GPU: no spills, on the matrix unit."""
+
+import itertools
+
+import pytest
+import torch
+
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES
+
+from ...csrc_triton.test_aot import MATRIX_UNIT, _check
+from ...support.aot import SOFT, Case
+
+FORWARD, FINISH = "maxsim_forward_soft", "maxsim_finish"
+KERNELS = (FORWARD, *SOFT)
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_ALL = {"candidates": True, "normalize": True, "options": True, "argmax": True}
+CASES = [
+    *(Case(kernel, dtype) for kernel in KERNELS for dtype in (_BF16, _FP32)),
+    *(Case(kernel, dtype, **_ALL) for kernel in KERNELS for dtype in (_FP16, _FP32)),
+    *(Case(kernel, options=True, argmax=True) for kernel in KERNELS),
+    Case(FORWARD, Nq=1, Lq=20),
+    Case(FORWARD, Nq=8, Lq=300, options=True, argmax=True),
+]
+MORE = [
+    *(
+        Case(kernel, dtype, d, wide=wide, **fields)
+        for kernel, (dtype, d, wide), fields in itertools.product(
+            KERNELS,
+            ((_FP16, 300, 2), (_FP32, 300, 2), (_BF16, 768, 0), (_FP32, 768, 0), (_BF16, 100, 0), (_FP32, 20, 0)),
+            ({}, {"options": True, "argmax": True}, _ALL),
+        )
+    ),
+    *(Case(kernel, _FP16, d, wide=1, **_ALL) for kernel in KERNELS for d in (16, 64)),
+    *(Case(FORWARD, dtype, d, 8, 300, **_ALL) for dtype, d in ((_BF16, 128), (_FP32, 768), (_FP16, 100))),
+    *(Case(kernel, _FP32, tf32=True) for kernel in KERNELS),
+]
+
+
+def _compiles(case: Case, arch: str) -> None:
+    text = _check(case, arch).text
+    unit = MATRIX_UNIT.get(arch, "mma.sync")
+    if arch in ("sm_90", "sm_100") and (case.d < 64 or case.dtype == _FP32):
+        return  # may be too small for its unit
+    assert unit in text, f"{case} on {arch}: not on the matrix unit"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_compile(case, arch):
+    _compiles(case, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("more", [{}, {"options": True, "normalize": True}], ids=str)
+@pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
+def test_sums_that_come_in_parts_take_no_spills(dtype, more, arch):
+    _check(Case(FINISH, dtype, parts=True, **more), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES + MORE, ids=str)
+def test_every_configuration_compiles(case, arch):
+    _compiles(case, arch)

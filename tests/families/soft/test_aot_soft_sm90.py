@@ -1,0 +1,76 @@
+"""The Gluon kernels of soft MaxSim compile for sm_90 without a GPU: in flight together, no spills, fit its memory."""
+
+import inspect
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from lik_ops.csrc_triton.backward.arguments import SoftUpstream
+from lik_ops.csrc_triton.common.arguments import Queries
+from lik_ops.csrc_triton.forward.sm90.pipeline import tile_layout
+from lik_ops.csrc_triton.soft.backward_sm90 import maxsim_soft_rows, maxsim_soft_tokens
+from lik_ops.families.soft import configs as soft_configs
+from lik_ops.gpu.tuning import architectures
+
+from ...csrc_triton.test_aot_sm90_dense import check
+from ...support.aot import Case, _documents, _queries, compile_as_launched
+
+SM_90 = architectures.ARCHITECTURES["sm_90"]
+
+
+def described(dtype: torch.dtype, *block: int) -> str:
+    layout = tile_layout(list(block), str(dtype).removeprefix("torch."))
+    return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
+
+
+def compiled(kernel, signature: dict, constants: dict, options: bool, config):
+    """With temperatures that are tensors with `options`, else numbers; what is a pointer is aligned.
+
+    `constants` are those of groups.
+    """
+    signature = {**signature, "tau": "*fp32" if options else "fp32", "C": "constexpr"}
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature = {name: signature[name] for name in names}
+    values: dict = {(names.index(group), n): v for group, found in constants.items() for n, v in found.items()}
+    values[(names.index("C"),)] = config
+    aligned: list[tuple[int, ...]] = []
+    for at, (name, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            strides = (1, 2, 3) if name in ("Q", "D") else ()
+            aligned += [(at, n) for n, v in enumerate(kind) if v.startswith("*") or (n in strides and v == "i32")]
+        elif kind.startswith("*"):
+            aligned.append((at,))
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return compile_as_launched(GluonASTSource(kernel, signature, values, attributes), GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.parametrize(("d", "Ld"), [(128, 300), (128, 1024), (64, 300), (32, 1024)])
+@pytest.mark.parametrize("options", [False, True])
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_a_backward_compiles_as_meant(d, Ld, options, of_rows, tmp_path):
+    dtype = torch.bfloat16
+    C = soft_configs.specialized_backward(SM_90, dtype, d, Ld if of_rows else None)
+    assert C is not None
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
+    documents, more = _documents(Case("maxsim_forward", dtype, d))
+    signature = {
+        "Q": Queries(*queries),
+        "D": documents,
+        "tiles": described(dtype, *[1] * of_rows, C.BN, C.BD),
+        "up": SoftUpstream("*fp32", "i32", "i32", "*fp32", *["i32"] * 6),
+        **{"sums": "*fp32", "grad": "*bf16", "each": "i32", "d": "i32"},
+    }
+    kernel = maxsim_soft_rows if of_rows else maxsim_soft_tokens
+    found = {"Q": constants} if of_rows else {"Q": constants, "D": more}
+    kernel = compiled(kernel, signature, found, options, C)
+    check(kernel, tmp_path)
+
+
+def test_when_they_are_chosen():
+    tokens = [soft_configs.specialized_backward(SM_90, torch.bfloat16, 128, Ld).BN for Ld in (5, 180, 300, 1024)]
+    assert tokens == [64, 64, 64, 128]
+    assert soft_configs.specialized_backward(SM_90, torch.float16, 128, 300) is None
+    assert soft_configs.specialized_backward(architectures.ARCHITECTURES["sm_80"], torch.bfloat16, 128, 300) is None
+    assert soft_configs.specialized_backward(SM_90, torch.bfloat16, 160, 300) is None

@@ -1,0 +1,138 @@
+"""The kernel that reads residual codes, as bytes and as words."""
+
+import contextlib
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from lik_ops.formats.table import RESIDUAL
+
+from ...support.common import CUDA, INTERPRETER, INTERPRETING
+
+pytest.importorskip("triton", reason="these are kernels in Triton")
+import triton
+
+from lik_ops.gpu.forward import packed as cuda_ragged
+from lik_ops.gpu.forward import quantized as quantized_calls
+from lik_ops.gpu.runtime import launcher
+
+from ...support import ptx
+from ...support.quantized import assert_right, dtypes, problem
+
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
+
+
+@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize("codes", [torch.int32, torch.int64])
+def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, codes):
+    for dtype, centroids in zip(dtypes(place), itertools.cycle((torch.float16, torch.float32))):
+        p = problem("cross", dtype, 20, format, queries=(3, 5), documents=(5, 20, 9, 7))
+        stored = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
+        p = dataclasses.replace(p, stored=stored)
+        whole, winners = p.to(place.device).forward()
+        assert_right(p, whole.cpu(), winners.cpu(), False)
+        for j, code in ((0, -1), (2, len(stored.centroids)), (3, torch.iinfo(codes).max)):
+            stored.codes[p.r.d_offsets[j] + 2] = code
+        for normalize in (False, True):
+            scores, found = p.to(place.device).forward(normalize=normalize)
+            assert scores[:, [0, 2, 3]].isnan().all() and scores[:, 1].isfinite().all()
+            if not normalize:
+                assert torch.equal(scores[:, 1], whole[:, 1]) and torch.equal(found[1], winners[1])
+
+
+def halved(p):
+    """Beside fp16 centroids, as files have them."""
+    return dataclasses.replace(p, stored=p.stored._replace(centroids=p.stored.centroids.half()))
+
+
+@contextlib.contextmanager
+def in_words(monkeypatch):
+    """Residuals are read as words, in the interpreter too."""
+    with monkeypatch.context() as patch:
+        if INTERPRETING:
+            patch.setattr(quantized_calls, "_permutes", lambda device: True)
+            patch.setattr(triton.language, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+        yield
+
+
+WORDS = [
+    ("cross", 128, False, False, False),
+    ("cross", 96, True, False, False),
+    ("cross", 64, True, False, True),
+    ("cross", 16, False, False, False),
+    ("cross", 20, False, False, False),
+    ("cross", 160, True, False, False),
+    ("cross", 128, True, True, True),
+    ("candidates", 128, True, True, False),
+    ("pairs", 96, True, False, False),
+]
+
+
+@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
+def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, normalize, monkeypatch):
+    """Residuals that are read as words, where they can be, have the bits of those that are read as bytes."""
+    for dtype in dtypes(place)[:2]:
+        if dtype == torch.float32:
+            continue
+        p = halved(problem(mode, dtype, d, format, options=options)).to(place.device)
+        asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
+        with in_words(monkeypatch):
+            scores, argmax = p.forward(**asked)
+        assert_right(p, scores, argmax if winners else None, normalize)
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized_calls, "_WORDS", {})
+            again = p.forward(**asked)
+        assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
+
+
+@pytest.mark.parametrize("format", RESIDUAL)
+def test_bits_beside_fp16_centroids_hang_on_nothing_else(place, format, monkeypatch):
+    with in_words(monkeypatch):
+        _bits_hang_on_nothing_else(place, format)
+
+
+def _bits_hang_on_nothing_else(place, format):
+    many = (3, 0, 16, 5, 7) if INTERPRETING else (*[32] * 19, 300, 0, 5, 64)
+    p = halved(problem("cross", torch.float16, 128, format, queries=many)).to(place.device)
+    p.stored.codes[3] = 7  # no centroid: the document is NaN, and no other
+    whole, _ = p.forward(argmax_dtype=None)
+    assert whole[:, 0].isnan().sum() == sum(n > 0 for n in many) and not whole[:, 2:].isnan().any()
+    bounds = p.r.cu_seqlens_q
+    for i, n in enumerate(many):
+        rows = slice(int(bounds[i]), int(bounds[i + 1]))
+        one = p.r._replace(Q=p.r.Q[rows], cu_seqlens_q=bounds[i : i + 2] - bounds[i])
+        found = dataclasses.replace(p, r=one).forward(argmax_dtype=None)[0]
+        assert torch.equal(found[0].nan_to_num(7), whole[i].nan_to_num(7)), (i, n)
+    some = p.r._replace(d_offsets=p.r.d_offsets[2:3], d_lengths=p.r.d_lengths[2:3])
+    assert torch.equal(dataclasses.replace(p, r=some).forward(argmax_dtype=None)[0], whole[:, 2:3])
+
+
+@pytest.mark.parametrize("queries", [(3, 16, 5), (3, 18)], ids=["one slot each", "one takes two"])
+@pytest.mark.parametrize("format", ["residual2", "residual4"])
+def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, queries, monkeypatch):
+    """No more are launched than run at a time, and every document has the bits that it has alone."""
+    lengths = (5, 0, 9, 20, 1, 0, 33) if INTERPRETING else (180, 0, 33, 1, 300, 64) * 400
+    p = halved(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(place.device)
+    grids, launch = [], launcher.launch
+
+    def noted(kernel, grid, *rest):
+        grids.append(grid[0])
+        return launch(kernel, grid, *rest)
+
+    with in_words(monkeypatch):
+        cuda_ragged.forget()
+        monkeypatch.setattr(launcher, "launch", noted)
+        scores, _ = p.forward(argmax_dtype=None)
+        assert 0 < grids[-1] < len(lengths) * len(queries) // 2
+        monkeypatch.setattr(launcher, "launch", launch)
+        assert torch.equal(p.forward(argmax_dtype=None)[0], scores)  # launched directly
+        for j in (0, 2, 6, len(lengths) - 1):
+            one = p.r._replace(d_offsets=p.r.d_offsets[j : j + 1], d_lengths=p.r.d_lengths[j : j + 1])
+            alone = dataclasses.replace(p, r=one).forward(argmax_dtype=None)[0]
+            assert torch.equal(alone, scores[:, j : j + 1]), j
+    empty = p.r.d_lengths == 0
+    assert (scores[:, empty] == -torch.inf).all() and scores[:, ~empty].isfinite().all()

@@ -1,0 +1,161 @@
+"""Dense FP8 documents on sm_90, in the ring that is converted: bit for bit as the kernel of packed ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.formats.table import FORMATS
+
+from ...support.common import INTERPRETING
+from .test_sm90_int8 import CASES, fast, packed
+
+if INTERPRETING:
+    pytest.skip("the interpreter has no Gluon", allow_module_level=True)
+
+from lik_ops.gpu import choose
+from lik_ops.gpu.tuning import architectures, forward_configs, sm90_configs
+
+SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
+SCALES = ("token", "document", "tensor")
+FP8 = ("fp8_e4m3", "fp8_e5m2")
+HALF = (torch.float16, torch.bfloat16)
+
+
+def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90):
+    return sm90_configs.fp8(arch, dtype, Nq, K, Lq, Ld, d, kept="e4m3")
+
+
+def test_when_it_is_chosen():
+    assert choice() is not None and choice(Ld=181) is not None and choice(Nq=3) is not None
+    assert choice(dtype=torch.float32) is None and choice(arch=architectures.ARCHITECTURES["sm_80"]) is None
+    assert choice(d=136) is None and choice(d=120) is None and choice(Ld=63) is None
+    assert choice(Nq=300, Lq=1) is None
+    assert choice(K=2**24, Ld=128) is None and choice(K=10) is None
+
+
+def test_few_rows_are_one_product():
+    for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (3, 9, 64), (1, 33, 64), (2, 32, 64), (1, 64, 64)):
+        found = choice(Nq=Nq, Lq=Lq)
+        assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
+        assert str(rows) in found.tile()
+    assert choice(Nq=4).config.FEW and not choice(Nq=5).config.FEW and not choice(Nq=1, Lq=129).config.FEW
+
+
+@pytest.mark.parametrize("Lq", [2, 31, 33, 64, 65, 129, 1024])
+@pytest.mark.parametrize("Nq", [1, 64])
+@pytest.mark.parametrize("dtype", HALF)
+def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, dtype):
+    found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
+    kind, options = (
+        architectures.Kind(SM_90, dtype, 128, False, False, 0),
+        {"tf32": False, "argmax": False, "stored": "fp8"},
+    )
+    for few in (False, True):
+        launch, levels = forward_configs.forward_ragged(kind, Nq, Lq, few=few, **options)
+        assert found.parts == 1 or found.config.SLOT * found.tree == launch.config.SLOT << levels
+    rows = found.config.ROWS if found.config.FEW else sm90_configs.SPECIALIZED_ROWS
+    assert found.row_tiles * rows >= Nq * found.parts * found.config.SLOT
+
+
+def test_scales_may_lie_anyhow():
+    Q, data = torch.empty(9, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
+    found = choose.fp8(Q.half(), data, "e5m2", SM_90)
+    assert found.config.GIVEN and found.config.STORED == "e5m2" and not found.reads_norms
+    assert choose.fp8(Q, data, "e5m2", SM_90) is None
+    assert choose.fp8(Q.half(), data[:, :, :40], "e5m2", SM_90) is None
+
+
+def documents(Nd, Ld, d, format, scale, seed=0):
+    torch.manual_seed(seed)
+    D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))
+    return lik_ops.quantize(D, format, scale).to("cuda")
+
+
+MANY = [case for case in CASES if choice(Nq=case[0], K=case[1], Lq=case[2], Ld=case[3], d=case[4]) is not None]
+MANY += [(9, 150, 31, 65, 96), (16, 140, 32, 301, 128), (3, 70, 1024, 128, 64)]
+MANY += [(1, 141, 32, 301, 128), (2, 300, 30, 64, 96), (1, 67, 64, 193, 48), (7, 133, 5, 130, 128), (1, 900, 2, 77, 80)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), MANY)
+def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scale, format):
+    D = documents(Nd, Ld, d, format, scale, Lq)
+    for n, dtype in enumerate(HALF):
+        Q = torch.randn(Nq, Lq, d).to("cuda", dtype)
+        q_mask = torch.rand(Nq, Lq, device="cuda") > 0.3 if (n + Lq) % 3 else None
+        weight = torch.randn(Nq, Lq, device="cuda") if (n + Nd) % 2 else None
+        if dtype == torch.bfloat16:
+            Q *= 2.0 ** torch.randint(-60, 60, (Nq, Lq, 1), device="cuda")
+            Q[0, 1] *= 2.0 ** -torch.arange(d, device="cuda").float()
+        if q_mask is not None:
+            Q[~q_mask] = float("nan")
+        scores = fast(Q, D, q_mask, weight)
+        assert torch.equal(scores, packed(Q, D, q_mask, weight))
+        assert torch.equal(lik_ops.maxsim(Q, D, q_mask, q_weight=weight), scores)
+        assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FP8)
+def test_bits_hang_on_nothing_else_in_the_call(format):
+    D, Q = documents(400, 132, 128, format, "token"), torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
+    whole = fast(Q, D)
+    for part in (slice(3, 4), slice(0, 2), slice(5, 8), slice(7, 20)):
+        assert torch.equal(lik_ops.maxsim(Q[part], D), whole[part])
+        assert torch.equal(lik_ops.maxsim(Q[part], D[100:300]), whole[part, 100:300])
+    assert torch.equal(lik_ops.maxsim_with_argmax(Q, D)[0], whole)
+    everything = torch.ones(400, 132, dtype=torch.bool, device="cuda")
+    assert torch.equal(lik_ops.maxsim(Q, D, d_mask=everything), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("dtype", HALF)
+def test_nan_infinities_and_scales_below_zero(format, dtype):
+    D = documents(140, 132, 128, format, "token")
+    D.scale[3], D.scale[7, -1], D.scale[9], D.scale[11:20] = 0, float("nan"), float("nan"), -D.scale[11:20]
+    D.data.view(torch.uint8)[20, 5, 6] = 0x7F  # NaN of either
+    Q = torch.randn(9, 32, 128, device="cuda", dtype=dtype)
+    Q[2, 3, 4], Q[3, 3, 4], Q[4, 3] = float("nan"), float("inf"), 0
+    scores = fast(Q, D)
+    torch.testing.assert_close(scores, packed(Q, D), rtol=0, atol=0, equal_nan=True)
+    for i in range(9):
+        torch.testing.assert_close(fast(Q[i : i + 1], D), scores[i : i + 1], rtol=0, atol=0, equal_nan=True)
+    assert scores[:, [7, 9, 20]].isnan().all() and (scores[0, 3] == 0) and scores[2].isnan().all()
+    assert not scores[[0, 1, 4, 5]][:, 30:].isnan().any()
+
+
+@pytest.mark.gpu
+def test_documents_in_chunks(monkeypatch):
+    """The sums of the parts of a query lie in a workspace."""
+    from lik_ops.gpu import backend
+    from lik_ops.gpu.forward import sm90_dense
+
+    Q = torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    for scale in SCALES:
+        D = documents(400, 68, 64, "fp8_e4m3", scale)
+        expected = fast(Q, D)
+        backend.forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(sm90_dense, "_WORKSPACE", 4 * 10 * 100)
+            assert all(torch.equal(fast(Q, D), expected) for _ in range(3))
+        backend.forget()
+
+
+@pytest.mark.gpu
+def test_the_last_of_more_than_int32_numbers():
+    Ld, d = 64, 128
+    count = (2**31 // d + 2**20) // Ld
+    few = documents(70, Ld, d, "fp8_e4m3", "document")
+    data = torch.zeros(count, Ld, d, dtype=torch.uint8, device="cuda")
+    data[-70:] = few.data.view(torch.uint8)
+    scale = torch.ones(count, 1, device="cuda")
+    scale[-70:] = few.scale
+    D = lik_ops.Quantized(data.view(FORMATS["fp8_e4m3"].dtype), scale, "fp8_e4m3", d, torch.float16)
+    for Nq in (1, 9):
+        Q = torch.randn(Nq, 32, d, dtype=torch.float16, device="cuda")
+        assert torch.equal(fast(Q, D)[:, -70:], fast(Q, few))

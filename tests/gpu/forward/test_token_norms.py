@@ -1,0 +1,55 @@
+"""The launch that finds inverse norms of tokens for kernels that read them."""
+
+import pytest
+import torch
+
+from ...support.common import CUDA, INTERPRETER, INTERPRETING
+
+pytest.importorskip("triton", reason="this is a kernel in Triton")
+from lik_ops.csrc_triton.common import token_norms
+from lik_ops.gpu.runtime import launcher
+from lik_ops.gpu.runtime.arguments import documents_of, on_device, queries_of, sizes
+from lik_ops.gpu.tuning import architectures
+
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+BN = 64
+
+
+def found(Q, D, BD):
+    """What the launch leaves of documents and of queries, poisoned before."""
+    tiles = architectures.cdiv(D.shape[1], BN)
+    documents = torch.full((len(D), tiles, BN), float("nan"), device=D.device)
+    queries = torch.full(Q.shape[:2], float("nan"), device=D.device)
+    args = queries_of(Q, None, None), documents_of(D, None), queries, documents, sizes(Q, D), D.shape[-1], BN, BD
+    args = *args, D.shape[1] < BN
+    with on_device(D.device):
+        grid = (len(D) * tiles + len(Q) * architectures.cdiv(Q.shape[1], BN),)
+        launcher.launch(token_norms.maxsim_tile_norms, grid, args, {"num_warps": 4})
+    return documents, queries
+
+
+def inverse(x):
+    return 1 / torch.linalg.vector_norm(x.double(), dim=-1).clamp_min(1e-12)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(
+    ("Nq", "Lq", "Nd", "Ld", "d", "BD"),
+    [(3, 32, 5, 64, 128, 128), (2, 130, 4, 150, 48, 64), (1, 1, 3, 129, 320, 128), (2, 7, 4, 20, 160, 128)],
+)
+def test_inverse_norms_of_every_token(Nq, Lq, Nd, Ld, d, BD, place):
+    torch.manual_seed(0)
+    Q = torch.randn(Nq, Lq, 2 * d, dtype=torch.float16, device=place.device)[..., :d]
+    D = torch.randn(Nd, Ld, d, dtype=torch.float16, device=place.device) * 9
+    D[1, 3], Q[0, 0] = 0, 0
+    D[2, 5, 7] = float("inf")
+    documents, queries = found(Q, D, BD)
+    for n in range(documents.shape[1]):
+        first = max(min(n * BN, Ld - BN), 0)  # the last tile ends where the document ends
+        expected = inverse(D[:, first : first + BN])
+        torch.testing.assert_close(documents[:, n, :Ld].double(), expected, rtol=3e-7, atol=0)
+    assert not documents.isnan().any()
+    torch.testing.assert_close(queries.double(), inverse(Q), rtol=3e-7, atol=0)
+    assert documents[1, 0, 3].item() == pytest.approx(1e12) and documents[2, 0, 5] == 0
+    alone, _ = found(Q[:1], D[1:2], BD)
+    assert torch.equal(alone[0], documents[1])  # the bits do not hang on the batch

@@ -1,0 +1,124 @@
+"""The table of tiles: it covers every call, and what decides the bits of a score does not depend on the batch."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.gpu import choose
+from lik_ops.gpu.tuning import forward_configs
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, Kind, Launch
+from lik_ops.gpu.tuning.forward_table import FORWARD
+
+from ..support.common import Problem, build
+
+ARCHS = [*ARCHITECTURES.values(), INTERPRETER]
+
+
+def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Launch:
+    return forward_configs.forward(Kind(arch, dtype, d, candidates, normalize, wide), Nq, Lq, tf32=False)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
+    lengths, features = (1, 5, 32, 100, 257, 3000), (8, 128, 700)
+    for Lq, d, normalize, wide in itertools.product(lengths, features, (False, True), (0, 1, 2)):
+        slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.SLOT
+        most = forward_configs.forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+        for Nq, candidates in itertools.product((1, 2, 5, 1000), (False, True)):
+            config = _forward(arch, dtype, Nq, Lq, d, normalize, candidates, wide).config
+            assert slot == config.SLOT and config.BM % slot == 0
+            assert (config.LONG or Lq <= slot) and (slot == config.BM or not config.LONG)
+            assert config.BM in (slot, most) or slot <= config.BM < 2 * max(slot * (1 if candidates else Nq), 64)
+
+
+def test_tiles_of_a_rule_ascend():
+    for rule in FORWARD:
+        sizes = [(tile.rows, tile.documents) for tile in rule.tiles]
+        assert sizes == sorted(set(sizes)), rule
+        assert rule.tiles[-1].documents > 2**32
+
+
+@pytest.mark.parametrize(("documents", "stages"), [(300, 4), (1_000, 2), (100_000, 3)])
+def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
+    arch = ARCHITECTURES["sm_90"]
+    h100 = replace(arch, gpu="NVIDIA H100 80GB HBM3")
+    kind = Kind(arch, torch.bfloat16, 128, False, False, 0)
+    launch = forward_configs.forward(kind, 1, 32, tf32=False, documents=documents)
+    assert forward_configs.paced(launch, h100, documents) == replace(launch, num_stages=stages)
+    assert forward_configs.paced(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
+    assert forward_configs.paced(launch, replace(h100, measured=FORWARD[:1]), documents) == launch  # a user's table
+    queries = _forward(arch, torch.bfloat16, 4, 32, 128, False)
+    assert forward_configs.paced(queries, h100, documents) == queries
+
+
+def _lying(D, how):
+    """The same documents elsewhere: as a descriptor reads them, or one of the ways in which none does."""
+    if how == "transposed":
+        return D.mT.contiguous().mT
+    if how == "apart":
+        return torch.cat([D, D[..., :1]], -1)[..., :-1]
+    if how == "unaligned":
+        room = D.new_empty(D.numel() + 1)
+        return room[1:].copy_(D.flatten()).view(D.shape)
+    return D
+
+
+LYING = ["contiguous", "transposed", "apart", "unaligned"]
+
+
+@pytest.mark.parametrize("how", LYING)
+@pytest.mark.parametrize("Ld", [3, 100])
+def test_descriptors_read_documents_of_any_length(Ld, how):
+    Q, D = torch.randn(40, 32, 128).half(), _lying(torch.randn(400, Ld, 128).half(), how)
+    choice = choose.plain(Q, D, True, False, ARCHITECTURES["sm_90"])
+    assert choice.reads_tiles == (how in ("contiguous", "unaligned"))
+    assert (Ld < choice.launch.config.BN) == choice.launch.config.PACKED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", LYING)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("d", [128, 100, 8])
+def test_normalised_bits_hang_on_no_batch_nor_on_how_tokens_lie(how, d, dtype):
+    Q = torch.randn(20, 32, d, device="cuda", dtype=dtype)
+    for Ld in (1, 30, 100):
+        contiguous = torch.randn(400, Ld, d, device="cuda", dtype=dtype)
+        D = _lying(contiguous, how)
+        whole = lik_ops.maxsim(Q, D, normalize=True)
+        assert torch.equal(whole, lik_ops.maxsim(Q, contiguous, normalize=True))
+        assert torch.equal(whole, lik_ops.maxsim(_lying(Q, how), D, normalize=True))
+        torch.testing.assert_close(whole, lik_ops.reference.maxsim(Q, D, normalize=True), rtol=1e-3, atol=1e-3)
+        for n, documents in ((1, 400), (1, 7), (2, 400), (4, 400), (8, 7)):
+            part = D[:documents] if how != "unaligned" else _lying(D[:documents], how)
+            assert torch.equal(lik_ops.maxsim(Q[:n], part, normalize=True), whole[:n, :documents]), (Ld, n, documents)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("Lq", [1, 20, 32, 64, 128, 300])
+def test_every_tile_gives_the_same_bits(dtype, normalize, Lq):
+    """Few query rows take other tiles than many, and few documents others than many."""
+    for Ld, d, masked in ((1, 128, False), (63, 128, True), (64, 40, False), (300, 128, True)):
+        mask = "holes" if masked else "none"
+        p = Problem(Nq=20, Nd=400, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=mask, d_mask=mask, weight=masked)
+        x = build(Problem(**{**p.__dict__, "normalize": normalize, "values": "normal"}), "cuda")
+
+        def run(n, documents, x=x):
+            q_mask, weight = (None if t is None else t[:n] for t in (x.q_mask, x.q_weight))
+            d_mask = None if x.d_mask is None else x.d_mask[:documents]
+            arguments = (x.Q[:n], x.D[:documents], q_mask, d_mask)
+            return [
+                lik_ops.maxsim(*arguments, q_weight=weight, normalize=normalize),
+                *lik_ops.maxsim_with_argmax(*arguments, q_weight=weight, normalize=normalize),
+            ]
+
+        expected = run(20, 400)
+        assert torch.equal(expected[0], expected[1])
+        for n, documents in ((1, 400), (1, 7), (2, 400), (2, 7), (4, 400), (8, 7)):
+            for actual, whole in zip(run(n, documents), expected, strict=True):
+                assert torch.equal(actual, whole[:n, :documents]), (n, documents, Ld, d)

@@ -1,0 +1,268 @@
+"""What a compiled kernel knows of its arguments, that this holds for every call it serves, and how it is launched."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lik_ops.csrc_triton.backward import queries as backward_queries
+from lik_ops.csrc_triton.backward import unified as backward_unified
+from lik_ops.csrc_triton.backward.arguments import Pieces, RowSums, TileLists, Upstream
+from lik_ops.csrc_triton.backward.documents import buckets
+from lik_ops.csrc_triton.backward.documents import dense as dense_documents
+from lik_ops.csrc_triton.common.arguments import Config, Counts, Output, PackedSizes, Segments, Sizes, Terms
+from lik_ops.csrc_triton.forward.generic import dense as generic_dense
+from lik_ops.csrc_triton.forward.generic import packed as generic_packed
+
+from ..support.common import INTERPRETING
+
+if INTERPRETING:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import jit
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lik_ops.gpu import triton_versions
+from lik_ops.gpu.runtime import arguments as cuda_arguments
+from lik_ops.gpu.runtime import launcher
+
+CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
+
+
+def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfloat16, candidates=False, offset=0):
+    """What the backend passes to `kernel` for contiguous tensors, which start `offset` elements into their memory."""
+
+    def tensor(*shape, dtype=dtype):
+        n = offset + torch.Size(shape).numel()
+        return torch.empty(n + 8, dtype=dtype)[offset:n].view(shape)
+
+    Q, D = tensor(Nq, Lq, d), tensor(*((Nq,) if candidates else ()), K, Ld, d)
+    q_mask, d_mask = (tensor(*t.shape[:-1], dtype=torch.bool) if masks else None for t in (Q, D))
+    weight = tensor(Nq, Lq, dtype=torch.float32) if masks else None
+    groups = cuda_arguments.queries_of(Q, q_mask, weight), cuda_arguments.documents_of(D, d_mask)
+    argmax = tensor(K, Nq, Lq, dtype=torch.int16)
+    up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
+    sizes = (Nq, K, Lq, Ld, d)
+    if kernel is generic_dense.maxsim_forward:
+        return (*groups, None, Output(up.grad_scores, None), None, Sizes(*sizes[:4]), d, CONFIG)
+    if kernel is generic_packed.maxsim_forward_ragged:  # padded, with lengths
+        lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
+        segments = Segments(None, None, next(lengths), None, next(lengths), Lq, Ld)
+        packed = PackedSizes(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
+        return (*groups, None, None, None, segments, Output(up.grad_scores, None), packed, d, 0, CONFIG)
+    if kernel is backward_unified.maxsim_finish:
+        return (groups[1], groups[0], RowSums(up.grad_scores, K, Lq), Q, None, d, CONFIG)
+    starts = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
+    lists = TileLists(starts, starts, 0, 1, 1)
+    if kernel is buckets.maxsim_count_winners:
+        return (up, lists, Nq * Lq, CONFIG)
+    if kernel is dense_documents.maxsim_grad_documents:
+        return (*groups, up, lists, Nq * Lq, Pieces(None, Nq * Lq), D, d, CONFIG)
+    more = (7,) if kernel is backward_unified.maxsim_scatter else ()
+    return (*groups, up, Q, D, d, *more, CONFIG)
+
+
+KERNELS = (
+    generic_dense.maxsim_forward,
+    generic_packed.maxsim_forward_ragged,
+    backward_queries.maxsim_grad_queries,
+    dense_documents.maxsim_grad_documents,
+    backward_unified.maxsim_scatter,
+    backward_unified.maxsim_finish,
+)
+
+
+def description(kernel, args):
+    return launcher.describe(kernel, args)[0]
+
+
+several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+
+
+def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
+    kernel = generic_packed.maxsim_forward_ragged
+    args, scale = arguments(kernel), torch.empty(64)
+    terms = Terms(torch.empty(2, 4, 64, dtype=torch.int8), scale, scale, 4, 0)
+
+    def described(*counts, terms=terms):
+        return description(kernel, (*args[:3], terms, Counts(*counts), *args[5:]))
+
+    plain = described(scale, 1, None, None)
+    assert (
+        described(scale[:1], 0, None, None)
+        == plain
+        == described(scale, 1, None, None, terms=terms._replace(query_room=16))
+    )
+    different = [
+        described(scale[1:], 1, None, None),
+        described(scale, 1, scale, 1),
+        described(scale, 1, scale[1:], 1),
+        described(scale, 1, None, None, terms=None),
+        description(kernel, args),
+    ]
+    assert described(scale, 1, scale, 1) == described(scale, 0, scale, 0)
+    assert len({plain, *different}) == 1 + len(different)
+
+
+def test_lists_know_of_rows_only_whether_16_divides_them():
+    """Winners are then loaded as vectors: the one size that two kernels are compiled for."""
+    kernel = buckets.maxsim_count_winners
+    known = {Nq: description(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
+    assert known[16] == known[32] != known[7] == known[9]
+
+
+def triton_specialises(kernel, args):
+    """Triton's own description of arguments: (type, hint) of each leaf. No hint is None, a constant "constexpr"."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    _, specialization, _ = binder(*args)
+
+    def leaves(kind, hint):
+        if isinstance(kind, tuple):
+            hints = hint if isinstance(hint, tuple) else (hint,) * len(kind)
+            for inner, inner_hint in zip(kind, hints, strict=True):
+                yield from leaves(inner, inner_hint)
+        else:
+            yield kind, hint
+
+    return [leaf for kind, hint in specialization[:-1] for leaf in leaves(kind, hint)]
+
+
+sizes = st.integers(2, 40)
+
+
+@several_kernels
+@given(a=st.tuples(sizes, sizes, sizes, sizes), b=st.tuples(sizes, sizes, sizes, sizes), candidates=st.booleans())
+@pytest.mark.parametrize("d", [64, 100, 8])
+def test_sizes_compile_nothing_anew(kernel, d, a, b, candidates):
+    first, second = (arguments(kernel, *n, d, candidates=candidates) for n in (a, b))
+    assert description(kernel, first) == description(kernel, second)
+    representatives = (launcher._representatives(kernel, args) for args in (first, second))
+    one, other = (triton_specialises(kernel, args) for args in representatives)
+    assert one == other
+
+
+@several_kernels
+@given(
+    n=st.tuples(*[st.integers(1, 40)] * 4),
+    d=st.sampled_from((1, 8, 16, 100, 128)),
+    masks=st.booleans(),
+    candidates=st.booleans(),
+    offset=st.sampled_from((0, 1, 8)),
+)
+def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, candidates, offset):
+    """A hint or constant in the compiled kernel is one that Triton finds in the arguments themselves."""
+    args = arguments(kernel, *n, d, masks=masks, candidates=candidates, offset=offset)
+    found = triton_specialises(kernel, args)
+    for (kind, hint), (true_kind, true_hint) in zip(
+        triton_specialises(kernel, launcher._representatives(kernel, args)), found, strict=True
+    ):
+        if kind == "constexpr":
+            assert (true_kind, true_hint) == (kind, hint)
+        elif true_kind != "constexpr":
+            assert kind == true_kind
+            assert hint in (None, "", true_hint)
+    wanted = [hint for kind, hint in found if kind == "*bf16"]
+    got = [h for k, h in triton_specialises(kernel, launcher._representatives(kernel, args)) if k == "*bf16"]
+    assert wanted == got, "tensors lose or gain alignment"
+
+
+@several_kernels
+def test_what_decides_the_code_is_told_apart(kernel):
+    def described(**options):
+        return description(kernel, arguments(kernel, **options))
+
+    plain = described()
+    assert described(Nq=9, K=3, Lq=5, Ld=70) == plain
+    different = [
+        described(masks=False),
+        described(dtype=torch.float16),
+        described(offset=1),
+        described(d=100),
+        described(d=1),
+        description(kernel, (*arguments(kernel)[:-1], CONFIG._replace(BN=128))),
+    ]
+    assert len({plain, *different}) == 1 + len(different)
+
+
+def test_descriptions_tell_apart_what_is_equal_or_lines_up():
+    """Compiled kernels are looked up by descriptions: what is compiled otherwise may not share one."""
+    x, short = torch.empty(2, 16), torch.empty(16)
+    tiles = TensorDescriptor(x, [2, 16], [16, 1], [1, 16])
+    groups = cuda_arguments.queries_of(x[None], None, None), cuda_arguments.documents_of(x[None], None)
+    every = [(1,), (2,), (16,), (2**31,), (True,), (1.0,), (None,), (x,), (short[1:],), (x, None), (x, 1), (tiles,)]
+    every += [(kind(group),) for group in groups for kind in (tuple, type(group)._make)]
+    every += [(x.dtype, True), (CONFIG,), (tuple(CONFIG),), (tuple(x.shape),), ((None, 1),), ((1, None),)]
+    every += [((1, 2**31),), ((2**31, 1),), ((1, -1),)]
+    keys = [description(Kernel(len(args)), args) for args in every]
+    assert len(set(keys)) == len(every)
+
+
+class Kernel:
+    """Has parameters that are no constants."""
+
+    def __init__(self, parameters):
+        self.params = [SimpleNamespace(is_constexpr=False, do_not_specialize=False)] * parameters
+
+
+def test_constants_of_other_types_are_told_apart():
+    kernel = buckets.maxsim_count_winners
+    args = arguments(kernel)
+    constant = next(n for n, p in enumerate(kernel.params) if p.is_constexpr)
+    described = {description(kernel, (*args[:constant], x, *args[constant + 1 :])) for x in (1, True, 1.0)}
+    assert len(described) == 3
+
+
+def test_strides_that_are_vectorised_count_all_or_none():
+    kernel = generic_dense.maxsim_forward
+    Q, D, *rest = arguments(kernel)
+    for stride in ("stride_doc", "stride_l"):
+        odd = (Q, D._replace(**{stride: 72}), *rest)
+        assert description(kernel, odd) != description(kernel, (Q, D, *rest))
+        hints = [hint for _, hint in triton_specialises(kernel, launcher._representatives(kernel, odd))]
+        assert hints[10] == "D" and "D" not in hints[11:14]
+    wide = (Q, D._replace(stride_doc=2**31), *rest)
+    assert ("i64", "D") in triton_specialises(kernel, launcher._representatives(kernel, wide))
+
+
+class Compiled:
+    """Stands for Triton's compiled kernel where there is no GPU."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launched.append((grid, args))
+
+
+def test_unknown_versions_of_triton_launch_by_triton(monkeypatch):
+    monkeypatch.setattr(triton_versions, "release", lambda: (9, 9))
+    compiled = Compiled()
+    bound = launcher.Bound(compiled, 0)
+    assert bound.direct is None and "by triton" in launcher.way()
+    bound.launch((4,), (1, 2), [1, 2])
+    assert compiled.launched == [((4, 1, 1), (1, 2))]
+
+
+@pytest.mark.parametrize("version", triton_versions.DIRECT)
+def test_a_triton_without_the_expected_attributes_is_said_and_launches_itself(monkeypatch, caplog, version):
+    monkeypatch.setattr(triton_versions, "release", lambda: version)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with caplog.at_level(logging.WARNING, logger="lik_ops"):
+        assert launcher.Bound(Compiled(), 0).direct is None
+    assert "not as expected" in caplog.text
+
+
+def test_hooks_are_noticed():
+    assert not launcher.hooks_set()
+    for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        hook.add(print)
+        assert launcher.hooks_set()
+        hook.remove(print)
+    assert not launcher.hooks_set()

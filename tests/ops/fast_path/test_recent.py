@@ -1,0 +1,344 @@
+"""The last call of a function is recognised when it comes again; no other call is, and nobody who watches is passed by.
+
+That no argument may differ is what `test_eager_keys` shows, of calls that are recognised.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import lik_ops
+from lik_ops import backends
+from lik_ops.api import inputs, ragged, score
+from lik_ops.core.settings import requested_backend
+from lik_ops.ops.fast_path import cuts, eager, recent
+
+from .test_eager import FunctionSeen, Seen, Wrapped
+from .test_eager_keys import PLACE
+
+
+class Dense:
+    name = "maxsim"
+
+    def __init__(self):
+        self.x = [torch.randn(2, 3, 4), torch.randn(5, 6, 4)]
+
+    def call(self, n=None, other=None, **options):
+        x = [other if n == m else t for m, t in enumerate(self.x)]
+        options = {"normalize": False, "backward": "auto", "recompute": False, **options}
+        return eager.maxsim(*x, None, None, None, **options)
+
+
+class WithWinners(Dense):
+    name = "maxsim_with_argmax"
+
+    def call(self, n=None, other=None, *, normalize=False, backward="auto", recompute=False):
+        x = [other if n == m else t for m, t in enumerate(self.x)]
+        return eager.maxsim_with_argmax((*x, None, None, None), (normalize, backward, recompute))
+
+
+class Ragged(Dense):
+    name = "ragged"
+
+    def __init__(self):
+        self.x = [torch.randn(7, 4), torch.randn(9, 4), torch.tensor([0, 3, 7]), torch.tensor([0, 2, 2, 9])]
+
+    def call(self, n=None, other=None, **options):
+        x = [other if n == m else t for m, t in enumerate(self.x)]
+        return eager.maxsim_ragged(*x, **options)
+
+
+@pytest.fixture(params=[Dense, WithWinners, Ragged], ids=lambda layout: layout.name)
+def layout(request, monkeypatch):
+    """A call that is recognised."""
+    made = request.param()
+    eager.forget()
+    if made.name == "ragged":  # whose short way leads to the Triton backend alone
+        monkeypatch.setattr(eager, "_new_cut_call", lambda c, *_: Found(c))
+    yield made
+    eager.forget()
+
+
+class Found:
+    """Stands for what is known of a ragged call."""
+
+    argmax_dtype, differentiable = None, False
+
+    def __init__(self, c):
+        self.differentiable = eager.wants_gradients(c.Q)
+        self.plan, self.tensors, self.with_argmax = self, 10, False
+
+    def forward(self, c):
+        return (c.Q.detach(),) if self.differentiable else (c.Q, None)
+
+
+def recognise(layout):
+    for _ in range(recent._RUNNING + 1):
+        assert layout.call() is not None
+    assert eager._recent[layout.name]._known is not None
+
+
+def is_recognised(layout, *args, **options):
+    """Whether this call is found without a description of it."""
+    described = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("described", "described_but_rows"):
+            real = getattr(eager, name)
+            patch.setattr(eager, name, lambda *given, real=real: described.append(True) or real(*given))
+        with contextlib.suppress(TypeError, ValueError):
+            layout.call(*args, **options)
+    return not described
+
+
+WATCHERS = {
+    "dispatch mode": Seen,
+    "function mode": FunctionSeen,
+    "device": lambda: torch.device("cpu"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "dual level": forward_ad.dual_level,  # though nothing carries a tangent
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "autograd's profiler": torch.autograd.profiler.profile,
+}
+TRANSFORMS = {
+    "vmap": lambda f: torch.vmap(f)(torch.randn(2, 3)),
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum())(torch.randn(2, 3)),
+    "functionalize": lambda f: torch.func.functionalize(lambda x: f(x) + 1)(torch.randn(2, 3)),
+    "make_fx": lambda f: torch.fx.experimental.proxy_tensor.make_fx(f)(torch.randn(2, 3)),
+    "trace": lambda f: torch.jit.trace(f, torch.randn(2, 3), check_trace=False),
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_who_watches_sees_a_call_that_was_recognised(layout, watcher):
+    recognise(layout)
+    with WATCHERS[watcher]():
+        assert layout.call() is None
+    recognise(layout)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_and_tracers_see_it_too(layout, transform):
+    recognise(layout)
+    ways = []
+    TRANSFORMS[transform](lambda x: ways.append(layout.call()) or x * 2)
+    assert ways == [None]
+
+
+def test_calls_of_other_arguments_are_not_recognised(layout):
+    for n, x in enumerate(layout.x):
+        others = [x.as_subclass(Wrapped), x.to("meta"), None, [x], x[None], x.new_empty(x.shape).expand(2, *x.shape)]
+        if n < 2:
+            more_memory = torch.cat([x, x], -1)
+            others += [x.double(), x.bfloat16(), torch._neg_view(x), more_memory[..., : x.shape[-1]], more_memory]
+            others += [torch.nested.nested_tensor([x, x]), x.to_sparse(), torch._efficientzerotensor(*x.shape)]
+            others += [x.clone().requires_grad_(), torch.nn.Parameter(x), x.mT.contiguous().mT, layout.x[1 - n]]
+            with torch.inference_mode():
+                others.append(x + 1)
+        for other in others:
+            recognise(layout)
+            assert not is_recognised(layout, n, other), (n, type(other), getattr(other, "shape", None))
+    recognise(layout)
+    for option in ({"normalize": 0}, {"normalize": True}, {"backward": "lowmem"}, {"recompute": True}):
+        recognise(layout)
+        assert not is_recognised(layout, **option)
+
+
+def test_nor_other_masks(layout):
+    """Of the same shape, in another place."""
+    if layout.name == "maxsim":
+        x, mask = [torch.randn(5, 6, 4), torch.randn(5, 6, 4)], torch.ones(5, 6, dtype=torch.bool)
+        options = {"normalize": False, "backward": "auto", "recompute": False}
+        for _ in range(recent._RUNNING + 1):
+            eager.maxsim(*x, mask, None, None, **options)
+        known = eager._recent["maxsim"]._known
+        rest = (*options.values(), requested_backend())
+        assert known.fits((*x, mask, None, None), rest)
+        assert not known.fits((*x, None, mask, None), rest)
+        assert not known.fits((*x, mask, mask, None), rest)
+        assert not known.fits((*x, None, None, None), rest)
+
+
+def test_other_values_are_recognised_and_other_rows_of_packed_tensors(layout):
+    recognise(layout)
+    for n, x in enumerate(layout.x):
+        assert is_recognised(layout, n, x.clone())
+    assert is_recognised(layout, 1, torch.cat([layout.x[1], layout.x[1]])) == (layout.name == "ragged")
+
+
+def test_settings_are_part_of_a_call(layout):
+    recognise(layout)
+    with lik_ops.use_backend("portable"):
+        assert not is_recognised(layout)
+    recognise(layout)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert not is_recognised(layout)
+        recognise(layout)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert not is_recognised(layout)
+    recognise(layout)
+    with torch.no_grad():  # nothing to record anyway
+        assert is_recognised(layout)
+
+
+def test_gradients_that_are_recorded_are_part_of_a_call(layout):
+    layout.x[0].requires_grad_()
+    if layout.name == "maxsim_with_argmax":
+        assert layout.call() is None
+        return
+    recognise(layout)
+    with torch.no_grad():
+        assert not is_recognised(layout)
+        recognise(layout)
+    assert not is_recognised(layout)
+    recognise(layout)
+    with torch._C._AutoDispatchBelowAutograd():  # nothing may be recorded here
+        assert layout.call() is None
+
+
+def test_what_differs_from_call_to_call_is_never_recognised(layout):
+    others = [x.clone() for x in layout.x[:2]]
+    others[1] = torch.cat([others[1]] * 2, -1)
+    others[0] = torch.cat([others[0]] * 2, -1)
+    for _ in range(4):
+        assert not is_recognised(layout)
+        layout.call()
+        x, layout.x[:2] = layout.x[:2], others
+        assert not is_recognised(layout)
+        layout.x[:2] = x
+    assert eager._recent[layout.name]._known is None
+
+
+def test_indices_of_more_rows_are_contiguous_or_not_recognised():
+    """One row of any stride is contiguous; more rows are not."""
+    with PLACE.use():
+        layout = Ragged()
+        eager.forget()
+        odd = torch.tensor([[0, 9], [9, 9], [9, 9]])[:, 0]
+        assert odd[:1].is_contiguous() and not odd.is_contiguous()
+        assert cuts.is_packed(layout.x[2]) and not cuts.is_packed(odd[:1])
+        pairs = torch.zeros(4, 3, dtype=torch.int64)
+        assert cuts.is_packed(pairs) and not cuts.is_packed(pairs[:1, :2]) and pairs[:1, :2].is_contiguous()
+
+
+def test_without_torchs_guards_calls_are_described_each_time(layout, monkeypatch):
+    def others_arguments(*args, **kwargs):
+        raise TypeError
+
+    for guards in (None, others_arguments):
+        eager.forget()
+        monkeypatch.setattr(recent, "_Guards", guards)
+        for _ in range(recent._RUNNING + 2):
+            assert not is_recognised(layout)
+
+
+def test_this_version_of_torch_has_guards():
+    assert recent._Guards is not None
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Calls whose arguments were checked, of quantised documents that a stand-in for the Triton backend scores."""
+    seen, real = [], inputs.given
+    by_kernels = {"forward_quantized_cut": lambda c, *_: (c.Q.new_zeros(c.queries, c.columns), None)}
+    backend = SimpleNamespace(**{**vars(backends.portable), **by_kernels})
+    monkeypatch.setattr(backends, "select", lambda device, dtype: backend)
+    for module in (score, ragged):
+        monkeypatch.setattr(module, "given", lambda *args, **options: seen.append(args) or real(*args, **options))
+    eager.forget()
+    yield seen
+    eager.forget()
+
+
+def recognise_quantized(checked, call):
+    for _ in range(recent._RUNNING + 1):
+        call()
+    checked.clear()
+    call()
+    assert not checked
+
+
+@pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual2"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_quantised_documents_are_recognised(checked, format, packed):
+    x, more = torch.randn(5, 6, 16), torch.randn(9, 6, 16)
+    codec = lik_ops.ResidualCodec.train(x.flatten(0, 1), 2, 4) if format == "residual2" else None
+
+    def made(tokens, format=format):
+        tokens = tokens.flatten(0, 1) if packed else tokens
+        return lik_ops.quantize(tokens, codec if format == "residual2" else format)
+
+    D, Q = made(x), torch.randn(2, 3, 16)
+    bounds = torch.arange(0, 31, 6)
+
+    def call(Q=Q, D=D, bounds=bounds, **options):
+        return lik_ops.maxsim_varlen(Q, D, None, bounds, **options) if packed else lik_ops.maxsim(Q, D, **options)
+
+    def is_recognised(**changes):
+        recognise_quantized(checked, call)
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            call(**changes)
+        return not checked
+
+    assert call().shape == (2, 5)
+    assert is_recognised(Q=torch.randn(2, 3, 16)) and is_recognised(Q=torch.randn(7, 3, 16))
+    assert call(D=made(more), bounds=torch.arange(0, 55, 6)).shape == (2, 9)
+    weights = torch.ones(2, 3)
+    others = [Q[0], Q.double(), Q.as_subclass(Wrapped), Q.to("meta"), [Q[0]], None, torch.randn(2, 3, 17)]
+    others += [torch._neg_view(Q), Q.clone().requires_grad_(), torch.nested.nested_tensor([Q[0], Q[1]])]
+    for other in others:
+        assert not is_recognised(Q=other), type(other)
+    for options in (
+        {"q_weight": weights},
+        {"normalize": True},
+        {"normalize": 0},
+        {"backward": "lowmem"},
+        {"bounds": 0},
+    ):
+        assert packed or "bounds" not in options or not is_recognised(q_mask=weights.bool())
+        assert ("bounds" in options and not packed) or not is_recognised(**options), options
+    assert not is_recognised(D=made(x, "fp8_e5m2"))
+    assert not is_recognised(
+        D=lik_ops.quantize(x.flatten(0, 1) if packed else x, "int8" if format != "int8" else "uint8")
+    )
+    for watcher in WATCHERS.values():
+        recognise_quantized(checked, call)
+        with watcher(), contextlib.suppress(NotImplementedError, RuntimeError):
+            call()
+        assert checked
+
+
+def test_features_that_bytes_do_not_tell_are_told_apart(checked):
+    """Bits of 12 features take as many bytes as those of 16."""
+    Q, D = torch.randn(2, 3, 16), lik_ops.quantize(torch.randn(5, 6, 16), "binary")
+    other = lik_ops.quantize(torch.randn(5, 6, 12), "binary")
+    assert other.data.shape == D.data.shape
+    recognise_quantized(checked, lambda: lik_ops.maxsim(Q, D))
+    with pytest.raises(ValueError, match="d"):
+        lik_ops.maxsim(Q, other)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_alternating_shapes_of_quantized_documents_are_checked_once_each(checked, packed):
+    """Each shape costs its checks once, in whatever order the calls come."""
+    Q = torch.randn(2, 3, 16)
+    documents = [lik_ops.quantize(torch.randn(n, length, 16)) for n, length in ((5, 6), (4, 7), (5, 9))]
+
+    def call(D):
+        if not packed:
+            return lik_ops.maxsim(Q, D)
+        flat = lik_ops.Quantized(D.data.flatten(0, 1), D.scale.flatten(), "int8", 16, D.dtype)
+        return lik_ops.maxsim_varlen(Q, flat, None, torch.arange(0, len(flat) + 1, D.data.shape[1]))
+
+    for D in documents:
+        call(D)
+    checked.clear()
+    for D in documents * 3:
+        assert call(D).shape == (2, len(D))
+    assert not checked

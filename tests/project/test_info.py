@@ -1,0 +1,129 @@
+"""What `lik_ops.info` says a call would run is what the call launches."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import backends, info
+from lik_ops.ops.fast_path import eager
+
+pytest.importorskip("triton", reason="the plans are those of the Triton backend")
+from lik_ops.csrc_triton.common.arguments import Config, Specialization
+from lik_ops.gpu import backend as cuda
+from lik_ops.gpu import choose, triton_versions
+from lik_ops.gpu.forward import generic as cuda_plain
+from lik_ops.gpu.forward import packed as packed_forward
+from lik_ops.gpu.forward import quantized
+from lik_ops.gpu.forward import sm90_quantized as numbers
+from lik_ops.gpu.runtime import arguments as cuda_arguments
+from lik_ops.gpu.runtime import launcher
+from lik_ops.gpu.tuning import architectures, forward_configs, sm90_configs
+
+
+def test_what_falls_back_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "fallen_back", {"maxsim_fast": "lik_ops: maxsim_fast does not compile"})
+    monkeypatch.setattr(triton_versions, "is_known", lambda: False)
+    info.main([])
+    printed = capsys.readouterr().out
+    assert "fallback lik_ops: maxsim_fast does not compile" in printed
+    assert f"newer than {triton_versions.spelled()}, so plain kernels compute" in printed
+
+
+def test_kernels_are_compiled_on_request(monkeypatch, capsys):
+    sizes = []
+    monkeypatch.setattr(info, "maxsim", lambda Q, D: sizes.append((Q.dtype, Q.shape, D.shape)))
+    info.main(["--compile", "--nq", "2", "--lq", "3", "--d", "4"])
+    assert (torch.float32, (2, 3, 4), (1000, 300, 4)) in sizes
+
+
+ARCHITECTURES = [replace(a, processors=132) for a in (*architectures.ARCHITECTURES.values(), architectures.INTERPRETER)]
+SM_90 = next(a for a in ARCHITECTURES if a.name == "sm_90")
+SIZES = [  # Nq, Nd, Lq, Ld
+    (1, 300, 32, 300),
+    (64, 64, 32, 70),
+    (64, 64, 64, 64),
+    (4, 20, 300, 64),
+    (64, 3, 32, 64),
+    (1, 2, 1, 5),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The Triton backend on CPU tensors, as if on a GPU whose architecture is set; and its forward launches."""
+    found = []
+    arch = [None]
+    monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
+    for module in (choose, cuda_arguments, cuda_plain, numbers, quantized, packed_forward):
+        monkeypatch.setattr(module, "architecture", lambda device: arch[0])
+
+    def launch(kernel, grid, args, options):
+        if kernel.__name__.startswith("maxsim_forward"):
+            found.append((kernel.__name__, grid, args, options))
+
+    monkeypatch.setattr(launcher, "launch", launch)
+
+    def call(arch_of_call, Q, D):
+        found.clear()
+        arch[0] = arch_of_call
+        eager.forget()
+        scores = lik_ops.maxsim(Q, D)
+        assert not scores._is_view()  # which autograd would keep callers from writing to
+        return found
+
+    yield call
+    eager.forget()
+
+
+def said(text):
+    """The kernel and the numbers that info names."""
+    numbers = {what: int(n) for n, what in re.findall(r"(\d+) (rows|tokens|features|warps|stages|programs)", text)}
+    return text.split()[0], numbers, "split" in text
+
+
+def ran(name, grid, args, options):
+    """The same of a launch."""
+    config = args[-1]
+    if isinstance(config, Config):
+        numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
+        numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
+        return name, numbers, any(type(x).__name__ == "Terms" for x in args)
+    rows = sm90_configs.WIDE_ROWS
+    if isinstance(config, Specialization):
+        rows = config.ROWS if config.FEW else 4 * config.ROWS
+    return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, False
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_info_names_what_a_call_launches(arch, dtype, launched):
+    kernels = set()
+    for d in (16, 100, 128, 256):
+        for Nq, Nd, Lq, Ld in SIZES:
+            Q, D = torch.zeros(Nq, Lq, d, dtype=dtype), torch.zeros(Nd, Ld, d, dtype=dtype)
+            expected = said(info.kernel(arch, dtype, Nq, Nd, Lq, Ld, d))
+            launches = launched(arch, Q, D)
+            assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
+            kernels.add((expected[0], expected[2]))
+    half, whole = dtype is not torch.float32, arch.unit in forward_configs.SPLITTING
+    assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (arch.name == "sm_90")
+    assert (("maxsim_forward", True) in kernels) == (not half and whole)
+
+
+@pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 1024, 64), (3, 5, 20)])
+def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
+    Q, D = torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
+    expected = info.int8_kernel(SM_90, Q.dtype, Nq, len(D), Lq, Ld, 64)
+    kernels = [ran(*launch) for launch in launched(SM_90, Q, lik_ops.quantize(D))]
+    if Ld >= 64:
+        assert kernels == [said(expected)]
+    else:
+        assert expected == "maxsim_forward_ragged on sm_90" and kernels[0][0] == "maxsim_forward_ragged"
+
+
+def test_info_names_the_split_plan_of_fp32():
+    text = info.kernel(SM_90, torch.float32, 64, 1000, 64, 300, 128)
+    assert text == "maxsim_forward on sm_90: 256 rows x 64 tokens x 128 features, 8 warps, 3 stages, tokens split first"

@@ -1,0 +1,180 @@
+"""A `lik_ops.Corpus` converted to another format: what it holds, and what a conversion does that is cut short."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lik_ops import Corpus, quantize
+from lik_ops.retrieval.store import files
+
+from .test_corpus import ROOT, draw
+from .test_corpus_quantized import SHARDS, assert_same_documents, every_format, every_scale, in_memory, written
+
+pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
+
+
+def plain(path, dtype=torch.float32, ids=None):
+    return written(path, None, dtype=dtype, ids=ids)
+
+
+@every_format
+@every_scale
+@pytest.mark.parametrize("ids", [None, list(range(10)), ["\u00e9\ud800"] * 10])
+def test_a_converted_corpus_is_what_its_documents_are_quantised_to(format, scale, ids, tmp_path):
+    corpus, documents = plain(tmp_path / "corpus", torch.float16, ids)
+    before = {path: path.read_bytes() for path in corpus.path.iterdir()}
+    small = corpus.quantize(tmp_path / "small", format, scale)
+    for found in (small, Corpus.open(tmp_path / "small", verify=True)):
+        assert (found.format, found.scale, found.dtype) == (format, scale, torch.float16)
+        assert_same_documents(found.documents()[0], in_memory(documents, format, scale)[0])
+        assert found.ids == ids and torch.equal(found.lengths, corpus.lengths)
+    assert {path: path.read_bytes() for path in corpus.path.iterdir()} == before
+    assert [x.documents for x in small._snapshot.manifest.shards] == list(SHARDS)
+
+
+def test_what_is_complete_is_opened_and_what_is_new_is_added(tmp_path):
+    corpus, documents = plain(tmp_path / "corpus")
+    small = corpus.quantize(tmp_path / "small", "int8")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()}
+    with files.locked(small.path):  # whoever only opens it needs no lock
+        assert len(corpus.quantize(tmp_path / "small", "int8")) == 10
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()} == before
+    more = draw([2, 3], 20)
+    corpus.append(more)
+    assert_same_documents(corpus.quantize(small.path).documents()[0], in_memory([*documents, *more], "int8")[0])
+    empty = Corpus.create(tmp_path / "nothing", 20, torch.float32).quantize(tmp_path / "empty")
+    assert len(empty) == 0 and empty.format == "int8"
+
+
+def test_a_second_conversion_at_a_time_is_refused(tmp_path):
+    corpus, _ = plain(tmp_path / "corpus")
+    target = Corpus.create(tmp_path / "small", 20, torch.float32, "int8")
+    with files.locked(target.path), pytest.raises(RuntimeError, match="another writer is appending"):
+        corpus.quantize(target.path)
+    assert len(Corpus.open(target.path)) == 0
+
+
+@pytest.mark.parametrize("committed", range(5))
+def test_a_conversion_that_fails_goes_on_where_it_ended(committed, tmp_path, monkeypatch):
+    """Also in the middle of a shard, where somebody else appended the first documents."""
+    corpus, documents = plain(tmp_path / "corpus", ids=list(range(10)))
+    expected = in_memory(documents, "uint8", "document")[0]
+    written, inner = [], files.write_shard
+
+    def failing(*args):
+        if len(written) == committed:
+            raise OSError("no space left on device")
+        written.append(args[1])
+        return inner(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_shard", failing)
+        if committed < len(SHARDS):
+            with pytest.raises(OSError, match="no space"):
+                corpus.quantize(tmp_path / "small", "uint8", "document")
+        else:
+            corpus.quantize(tmp_path / "small", "uint8", "document")
+    part = Corpus.open(tmp_path / "small", verify=True)
+    assert len(part) == sum(SHARDS[:committed]) and part.ids == (list(range(len(part))) if committed else None)
+    if 0 < len(part) < 9:
+        one = slice(len(part), len(part) + 1)
+        part.append(documents[one], ids=list(range(10))[one])
+    monkeypatch.setattr(files, "write_shard", lambda *args: written.append(args[1]) or inner(*args))
+    whole = corpus.quantize(tmp_path / "small", "uint8", "document")
+    assert_same_documents(whole.documents()[0], expected)
+    assert whole.ids == list(range(10)) and len(Corpus.open(tmp_path / "small", verify=True)) == 10
+    assert [x.file for x in whole._snapshot.manifest.shards] == [
+        *written[:committed],
+        *(x.file for x in whole._snapshot.manifest.shards[committed:]),
+    ], "what was committed is not written again"
+
+
+def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, monkeypatch):
+    corpus, documents = plain(tmp_path / "corpus")
+    inner, waiting = files.locked, []
+
+    @contextlib.contextmanager
+    def late(path):
+        """Another conversion takes the lock first, and comes to the end."""
+        if (path / "manifest.json").exists() and not waiting:
+            waiting.append(path)
+            corpus.quantize(path)
+        with inner(path) as writer:
+            yield writer
+
+    monkeypatch.setattr(files, "locked", late)
+    small = corpus.quantize(tmp_path / "small")
+    assert waiting == [small.path]
+    assert_same_documents(small.documents()[0], in_memory(documents, "int8")[0])
+
+
+def test_only_a_shard_is_in_memory(tmp_path, monkeypatch):
+    corpus, _ = plain(tmp_path / "corpus")
+    seen = []
+    monkeypatch.setattr(
+        "lik_ops.retrieval.store.layout.quantize",
+        lambda D, *args, **kwargs: seen.append(len(D)) or quantize(D, *args, **kwargs),
+    )
+    corpus.quantize(tmp_path / "small")
+    assert seen == [x.tokens for x in corpus._snapshot.manifest.shards]
+
+
+def others(path, change):
+    """A corpus that differs from `plain`."""
+    torch.manual_seed(0)
+    corpus, documents = plain(path / "corpus", ids=list(range(10)))
+    kept, ids = change(documents)
+    other = Corpus.create(path / "other", kept[0].shape[1], kept[0].dtype)
+    other.append(kept, ids=ids)
+    return corpus, other
+
+
+OTHERS = {
+    "tokens": (lambda x: ([x[0] * -1, *x[1:]], range(10)), "expected the first documents of .*corpus, got others in"),
+    "the last": (lambda x: ([*x[:8], x[8] * -1, x[9]], range(10)), "expected the first documents of"),
+    "ids": (lambda x: (x, range(1, 11)), "expected the first documents of"),
+    "no ids": (lambda x: (x, None), "expected the first documents of"),
+    "lengths": (lambda x: ([*x[:5], x[6], x[5], *x[7:]], range(10)), "expected the first documents of"),
+    "more": (lambda x: ([*x, x[0]], range(11)), "expected 10 documents or fewer, got 11 in"),
+    "d": (lambda x: ([y[:, :9] for y in x], range(10)), "expected a corpus of d=20, .*, got one of d=9, .*"),
+    "dtype": (lambda x: ([y.half() for y in x], range(10)), "expected a corpus of .*float32.*, got one of .*float16"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_was_made_of_another_corpus_is_refused(case, tmp_path):
+    change, message = OTHERS[case]
+    corpus, other = others(tmp_path, change)
+    small = other.quantize(tmp_path / "small")
+    before = {path: path.read_bytes() for path in small.path.iterdir()}
+    with pytest.raises(ValueError, match=f"Corpus.quantize: path: {message}"):
+        corpus.quantize(tmp_path / "small")
+    assert {path: path.read_bytes() for path in small.path.iterdir()} == before
+
+
+def test_where_a_conversion_cannot_go(tmp_path):
+    corpus, _ = plain(tmp_path / "corpus")
+    small = corpus.quantize(tmp_path / "small")
+    for path, options in ((small.path, {"format": "uint8"}), (small.path, {"scale": "document"}), (corpus.path, {})):
+        with pytest.raises(ValueError, match=r"Corpus.quantize: path: expected a corpus of d=20, .*, got one of d=20"):
+            corpus.quantize(path, **options)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="expected an empty directory"):
+        corpus.quantize(tmp_path / "full")
+    with pytest.raises(ValueError, match=r"Corpus.quantize: expected a corpus of tokens as they were, got one in int8"):
+        small.quantize(tmp_path / "smaller", "binary")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_conversion_killed_at_any_moment_loses_nothing(tmp_path):
+    command = [sys.executable, "-m", "tests.workers.corpus_writers", str(tmp_path), "20", "0", "convert"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("20 killed"), run.stdout
+    print(run.stdout)

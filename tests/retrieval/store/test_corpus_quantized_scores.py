@@ -1,0 +1,204 @@
+"""Scores of a `lik_ops.Corpus` of quantised documents: the bits of documents in memory."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lik_ops
+from lik_ops import Corpus
+from lik_ops.formats.table import FORMATS
+from lik_ops.ops.fast_path import eager
+from lik_ops.retrieval import copying, sources
+from lik_ops.retrieval.store.layout import Layout
+
+from ..test_retrieve import assert_same
+from .test_corpus import DEVICES, DTYPES, draw
+from .test_corpus_quantized import SCALES, bounds, every_format, every_scale, in_memory, written
+
+pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
+
+
+def joined(part):
+    raise AssertionError("joined in memory")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@every_format
+@every_scale
+def test_searches_have_the_bits_of_documents_in_memory(device, format, scale, tmp_path, monkeypatch):
+    dtype = DTYPES[(list(FORMATS).index(format) + SCALES.index(scale)) % 4]
+    lengths = [i % 9 for i in range(30)]
+    corpus, documents = written(tmp_path, format, scale, dtype, 16, lengths, (7, 13, 10))
+    made, cu_seqlens = in_memory(documents, format, scale)
+    Q = torch.randn(3, 5, 16).to(device, dtype)
+    q_mask = torch.rand(3, 5, device=device) > 0.3
+    q_weight = torch.rand(3, 5, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    resident, on_device = {"cu_seqlens_d": cu_seqlens.to(device)}, made.to(device)
+    for options in ({}, {"q_mask": q_mask, "q_weight": q_weight, "normalize": True}):
+        expected = lik_ops.retrieve(Q, on_device, 12, **resident, **options)
+        scores = lik_ops.maxsim_varlen(Q.flatten(0, 1), on_device, torch.arange(4, device=device) * 5, **resident)
+        for budget, chunk in ((1, None), (300, None), (1 << 20, None), (1, 13)):
+            monkeypatch.setattr(sources, "part_bytes", lambda device, budget=budget: budget)
+            assert_same(lik_ops.retrieve(Q, corpus, 12, chunk=chunk, **options), expected)
+            if not options:
+                assert torch.equal(lik_ops.maxsim_streamed(Q, corpus, chunk=chunk), scores)
+        one = {name: x[1] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        assert_same(lik_ops.retrieve(Q[1], corpus, 12, **one), (expected[0][1], expected[1][1]))
+    low = lik_ops.retrieve(Q, corpus, 30, largest=False)
+    assert torch.equal(low[0], scores.gather(1, low[1])) and torch.equal(low[0], scores.sort(dim=1).values)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@every_format
+@every_scale
+def test_documents_by_their_index_have_the_bits_of_searches(device, format, scale, tmp_path, monkeypatch):
+    corpus, documents = written(tmp_path, format, scale)
+    made, cu_seqlens = in_memory(documents, format, scale)
+    Q, w = torch.randn(3, 5, 20).to(device), torch.rand(3, 5).to(device)
+    best, where = lik_ops.retrieve(Q, made.to(device), 10, cu_seqlens_d=cu_seqlens.to(device), q_weight=w)
+    of_all = torch.empty_like(best).scatter_(1, where, best)
+    indices = torch.tensor([[0, 7, -1, 2, 2], [1, 1, 6, 5, 4], [3, 9, -1, 0, 8]])
+    expected = of_all.gather(1, indices.clamp(min=0).to(device)).masked_fill(indices.to(device) < 0, -torch.inf)
+    for budget in (1, 60, 1 << 20):
+        monkeypatch.setattr(sources, "part_bytes", lambda device, budget=budget: budget)
+        assert torch.equal(corpus.score(Q, indices, q_weight=w), expected)
+        assert_same(corpus.rerank(Q, list(range(9, -1, -1)), 4, q_weight=w), (best[:, :4], where[:, :4]))
+        assert torch.equal(corpus.score(Q[1], indices[1], q_weight=w[1]), expected[1])
+
+
+def test_the_short_way_of_full_documents_is_not_taken(tmp_path, monkeypatch):
+    """It would read the stand-in for their tokens."""
+    corpus, _ = written(tmp_path, "int8")
+    taken = []
+    monkeypatch.setattr(eager, "maxsim_ragged", lambda *args, **kwargs: taken.append(args))
+    Q = torch.randn(2, 3, 20)
+    for call in (lambda: lik_ops.retrieve(Q, corpus, 3), lambda: corpus.score(Q, [1]), lambda: corpus.rerank(Q, [1])):
+        call()
+    assert not taken
+
+
+def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
+    """To a device, with a CPU in its place: never joined before, and scales of documents as they are kept."""
+    copied = []
+
+    class Counting(copying.Lanes):
+        def copy(self, slot, pairs):
+            copied.append(sum(x.nbytes for x, _ in pairs))
+            super().copy(slot, pairs)
+
+    def on_device(parts, device, nbytes):
+        return copying.DoubleBuffer(device, nbytes, Counting()).copied(parts)
+
+    monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
+    monkeypatch.setattr(sources.Part, "whole", joined)
+    lengths = [i % 9 for i in range(60)]
+    Q = torch.randn(3, 5, 20)
+    for format, scale in itertools.product(FORMATS, SCALES):
+        path = tmp_path / format / scale
+        corpus, documents = written(path, format, scale, torch.float16, lengths=lengths, shards=(7,) * 9)
+        made, cu_seqlens = in_memory(documents, format, scale)
+        expected = lik_ops.retrieve(Q.half(), made, 12, cu_seqlens_d=cu_seqlens)
+        scales = 8 if format == "uint8" else 4
+        rows = sum(lengths) if scale == "token" else len(lengths)
+        for chunk in (None, 1, 13, 60):
+            copied.clear()
+            assert_same(lik_ops.retrieve(Q.half(), corpus, 12, chunk=chunk), expected)
+            assert sum(copied) == sum(lengths) * (3 if format == "binary" else 20) + rows * scales
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=30),
+    budget=st.integers(1, 400),
+    format=st.sampled_from(list(FORMATS)),
+    scale=st.sampled_from(SCALES),
+)
+def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget, format, scale):
+    source = sources.Ragged(bounds(lengths), sum(lengths), Layout(20, torch.float16, format, scale))
+    ranges = source.ranges(0, len(lengths), None, budget)
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(len(lengths)))
+    assert all(source.nbytes(a, b) <= budget or b - a == 1 for a, b in ranges)
+    bits = [(source.nbytes(a, b) + source.nbytes(b, c)) > budget for (a, b), (_, c) in itertools.pairwise(ranges)]
+    assert all(bits), "no more ranges than it takes"
+
+
+def test_nothing_to_search(tmp_path):
+    corpus = Corpus.create(tmp_path, 8, torch.float32, "int8", "document")
+    Q = torch.randn(2, 3, 8)
+    assert lik_ops.retrieve(Q, corpus, 5)[0].shape == (2, 0) and lik_ops.maxsim_streamed(Q, corpus).shape == (2, 0)
+    assert corpus.score(Q, [-1]).tolist() == [[-torch.inf]] * 2 and corpus.documents()[0].shape == (0, 8)
+    corpus.append(draw([0, 0]))
+    corpus.append(torch.empty(0, 8), lengths=[0])
+    assert (lik_ops.retrieve(Q, corpus, 5)[0] == -torch.inf).all() and len(Corpus.open(tmp_path)) == 3
+    assert [x.shape for x in corpus] == [(0, 8)] * 3
+
+
+def test_queries_are_of_the_dtype_of_the_tokens_or_in_a_region(tmp_path):
+    corpus, documents = written(tmp_path, "int8", dtype=torch.float16)
+    Q = torch.randn(2, 3, 20)
+    for call in (lambda: lik_ops.retrieve(Q, corpus, 3), lambda: corpus.score(Q, [1, 2])):
+        with pytest.raises(TypeError, match=r"D: expected the dtype of Q, torch.float32, got torch.float16: convert"):
+            call()
+    made, cu_seqlens = in_memory(documents, "int8")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = lik_ops.retrieve(Q, corpus, 10), corpus.rerank(Q, range(10))
+        expected = lik_ops.retrieve(Q.bfloat16(), made, 10, cu_seqlens_d=cu_seqlens)
+    assert_same(found[0], expected)
+    assert_same(found[1], expected)
+
+
+def test_scores_have_no_gradient(tmp_path):
+    corpus, _ = written(tmp_path, "int8")
+    Q = torch.randn(2, 3, 20, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"Corpus.score: scores of quantised documents have no gradient"):
+        corpus.score(Q, [1, 2])
+    with torch.no_grad():
+        assert torch.equal(corpus.score(Q, [1, 2]), corpus.score(Q.detach(), [1, 2]))
+    assert not corpus.rerank(Q, [1, 2])[0].requires_grad and not lik_ops.retrieve(Q, corpus, 2)[0].requires_grad
+
+
+def test_two_stages(tmp_path):
+    """A corpus on disk, of which small documents in memory say what to read: those that its conversion holds."""
+    documents = [torch.nn.functional.normalize(x, dim=-1) for x in draw([3, 0, 7, 1, 5] * 8, 16)]
+    corpus = Corpus.create(tmp_path / "corpus", 16, torch.float32)
+    for first in range(0, 40, 15):
+        corpus.append(documents[first : first + 15])
+    Q = torch.randn(3, 5, 16)
+    expected = lik_ops.retrieve(Q, corpus, 6)
+    for format, scale in itertools.product(FORMATS, SCALES):
+        small = corpus.quantize(tmp_path / f"{format}-{scale}", format, scale)
+        found = lik_ops.retrieve(Q, corpus, 6, coarse=small.documents()[0])
+        assert_same(found[:2], expected)
+        assert (found.proven == 6).all()
+    message = "coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus"
+    with pytest.raises(TypeError, match=message):
+        lik_ops.retrieve(Q, corpus, 6, coarse=small)
+    with pytest.raises(TypeError, match="D: expected tokens as they were beside coarse, got a Corpus in binary"):
+        lik_ops.retrieve(Q, small, 6, coarse=small.documents()[0])
+
+
+@pytest.mark.parametrize("how", ["default", "block"])
+def test_a_default_device_changes_nothing(how, tmp_path):
+    documents, Q = draw((3, 0, 7, 1), 20), torch.randn(2, 3, 20)
+    made, cu_seqlens = in_memory(documents, "uint8", "document")
+    expected = lik_ops.retrieve(Q, made, 4, cu_seqlens_d=cu_seqlens)
+    plain = Corpus.create(tmp_path / "plain", 20, torch.float32)
+    plain.append(documents)
+    if how == "default":
+        torch.set_default_device("meta")
+    block = torch.device("meta" if how == "block" else "cpu")
+    try:
+        with block:
+            small = plain.quantize(tmp_path / "small", "uint8", "document")
+            corpus = Corpus.create(tmp_path / "corpus", 20, torch.float32, "uint8", "document")
+            corpus.append(documents[:2])
+            corpus.append(small.documents(2, 4)[0], lengths=[7, 1])
+            found = [lik_ops.retrieve(Q, x, 4) for x in (small, corpus)] + [corpus.rerank(Q, range(4))]
+            tokens = corpus[2]
+    finally:
+        torch.set_default_device(None)
+    for each in found:
+        assert_same(each, expected)
+    assert torch.equal(tokens, made.dequantize()[3:10])

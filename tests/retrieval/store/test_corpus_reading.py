@@ -1,0 +1,324 @@
+"""How a corpus is read: shards are opened on the first read, few of them are mapped, and a damaged one is an error."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import Corpus, Quantized
+from lik_ops.retrieval.store import reading, snapshot
+
+from .test_corpus import ROOT, assert_holds, draw
+from .test_corpus_access import same
+from .test_corpus_manifest import edited as edited_manifest
+from .test_corpus_manifest import shard_field
+
+pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel what is mapped")
+FORMATS = [None, ("uint8", "document"), "codec"]
+
+
+def created(path, format, d=8):
+    if format == "codec":
+        codec = lik_ops.ResidualCodec.train(torch.nn.functional.normalize(torch.randn(40, d), dim=-1), n_centroids=4)
+        return Corpus.create(path, d, torch.float32, codec)
+    return Corpus.create(path, d, torch.float32, *(format or ()))
+
+
+def mapped_shards():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "/shard-" in line}
+
+
+# shards that are opened when they are read
+
+
+@linux
+def test_opening_a_corpus_opens_no_shard(tmp_path, monkeypatch):
+    corpus = Corpus.create(tmp_path, 8, torch.float32)
+    documents = draw((3, 0, 4))
+    for document in documents:
+        corpus.append([document])
+    monkeypatch.setattr(reading.ShardFile, "_opened", lambda self: pytest.fail("opened"))
+    found = Corpus.open(tmp_path)
+    pickle.loads(pickle.dumps(found))
+    assert len(found) == 3 and "7 tokens" in repr(found) and not mapped_shards()
+    monkeypatch.undo()
+    assert torch.equal(found[2], documents[2])
+    assert len(mapped_shards()) == 1
+
+
+@linux
+@pytest.mark.parametrize("format", FORMATS)
+def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
+    """Results have the bits of a corpus of which everything may be mapped."""
+    corpus = created(tmp_path / "corpus", format)
+    documents = draw([i % 5 for i in range(40)])
+    for document in documents:
+        corpus.append([document])
+    Q, chosen = torch.randn(2, 3, 8), [[39, 0, 7, 20], [8, 8, 3, 1]]
+
+    def read(corpus):
+        packed = corpus.documents(2, 38)[0]
+        packed = packed if format is None else packed.dequantize()
+        found = [*corpus, *corpus[[5, 30, 5]], packed, corpus.score(Q, chosen), *corpus.rerank(Q, chosen)]
+        for chunk in (None, 1, 7):
+            found += lik_ops.retrieve(Q, corpus, 10, chunk=chunk)
+        return [*found, lik_ops.maxsim_streamed(Q, corpus)]
+
+    expected = read(Corpus.open(tmp_path / "corpus"))
+    monkeypatch.setattr(reading, "MOST_MAPPED", 3)
+    monkeypatch.setattr(snapshot, "_MOST_PIECES", 2)
+    most, inner = [0], reading.ShardFile.map
+
+    def counted(self):
+        found = inner(self)
+        most.append(len(mapped_shards()))
+        return found
+
+    monkeypatch.setattr(reading.ShardFile, "map", counted)
+    few = Corpus.open(tmp_path / "corpus")
+    assert same(read(few), expected)
+    few.append(documents[:3])
+    assert torch.equal(few[40], corpus[0]) and len(few.cu_seqlens) == 44
+    if format is None:
+        made = few.quantize(tmp_path / "made")
+        assert torch.equal(made.lengths, few.lengths)
+    assert 3 <= max(most) <= 8, most  # three, and those that a part of a search has
+    del few
+    if format is None:
+        del made
+    assert len(mapped_shards()) <= len(documents), "the maps of a corpus end with it"
+
+
+@linux
+def test_the_maps_of_a_corpus_end_with_it(tmp_path):
+    corpus = Corpus.create(tmp_path, 8, torch.float32)
+    corpus.append(draw((3, 4)))
+    kept = Corpus.open(tmp_path).documents(0, 1)[0]
+    _ = corpus[0]
+    assert len(mapped_shards()) == 1
+    del corpus, kept
+    assert not mapped_shards()
+
+
+def test_what_was_read_in_inference_mode_can_be_trained_with(tmp_path):
+    Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)))
+    corpus = Corpus.open(tmp_path)
+    Q = torch.randn(2, 3, 8)
+    with torch.inference_mode():
+        expected = corpus.score(Q, [1, 0])
+        lik_ops.retrieve(Q, corpus, 2)
+        _ = corpus[0]
+    Q.requires_grad_()
+    found = corpus.score(Q, [1, 0])
+    found.sum().backward()
+    assert torch.equal(found, expected) and not corpus[0].is_inference() and not corpus.lengths.is_inference()
+    packed = corpus.documents(0, 1)[0]
+    assert not packed.is_inference()
+
+
+def test_a_pickle_of_documents_has_nothing_else_of_the_file(tmp_path):
+    corpus = created(tmp_path / "corpus", ("uint8", "document"))
+    corpus.append(draw([1000, 2]))
+    packed = corpus.documents(1, 2)[0]
+    assert packed.scale.untyped_storage().nbytes() <= packed.scale.nbytes
+    packed.save(tmp_path / "saved")  # safetensors refuses tensors that share memory
+    assert torch.equal(Quantized.load(tmp_path / "saved").dequantize(), packed.dequantize())
+
+
+# paths
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names that are not UTF-8")
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_path_that_is_not_utf_8(format, tmp_path):
+    path = os.path.join(tmp_path, os.fsdecode(b"caf\xe9"))
+    corpus, documents = created(path, format), draw((3, 0, 4))
+    corpus.append(documents[:2], ids=["a", "b"])
+    corpus.append(documents[2:], ids=["c"])
+    found = Corpus.open(path, verify=True)
+    assert found.lengths.tolist() == [3, 0, 4] and found.ids == ["a", "b", "c"] and len(found[2]) == 4
+    assert len(lik_ops.retrieve(torch.randn(2, 8), found, 2)[1]) == 2 and len(found.documents()[0]) == 7
+    with pytest.raises(FileExistsError):
+        Corpus.create(path, 8, torch.float32)
+    if format is None:
+        assert_holds(found, documents, ["a", "b", "c"])
+        assert len(found.quantize(f"{path}-quantized")) == 3
+    made = lik_ops.quantize(torch.randn(2, 3, 8))
+    made.save(f"{path}-saved")
+    assert torch.equal(Quantized.load(f"{path}-saved").data, made.data)
+
+
+# files that change while a corpus is open
+
+
+TRUNCATED = """
+import os, sys, torch, lik_ops
+from pathlib import Path
+path, size, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+Q = torch.randn(2, 3, 64)
+corpus = lik_ops.Corpus.open(path)
+calls = {
+    "index": lambda: corpus[7],
+    "list": lambda: corpus[[7, 6]],
+    "iteration": lambda: list(corpus),
+    "documents": lambda: corpus.documents(5, 8),
+    "all documents": lambda: corpus.documents(),
+    "retrieve": lambda: lik_ops.retrieve(Q, corpus, 3),
+    "lowest": lambda: lik_ops.retrieve(Q, corpus, 3, largest=False),
+    "coarse": lambda: lik_ops.retrieve(Q, corpus, 3, coarse=coarse),
+    "streamed": lambda: lik_ops.maxsim_streamed(Q, corpus),
+    "score": lambda: corpus.score(Q, [1, 7]),
+    "rerank": lambda: corpus.rerank(Q, [1, 7]),
+    "quantize": lambda: corpus.quantize(f"{path}-quantized"),
+    "ids": lambda: lik_ops.Corpus.open(path).ids,
+}
+packed, cu_seqlens = corpus.documents()
+coarse = lik_ops.quantize(packed, cu_seqlens_d=cu_seqlens)
+for before in ("mapped", "not mapped"):
+    if before == "mapped":
+        list(corpus)
+    else:
+        whole = at.read_bytes()
+        os.unlink(at)
+        at.write_bytes(kept)
+        corpus = lik_ops.Corpus.open(path)
+        corpus.lengths
+    at = sorted(path.glob("shard-*"))[-1]
+    kept = at.read_bytes()
+    os.truncate(at, size)
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            assert str(error).startswith(f"{at}: the shard is truncated or corrupt: expected "), (name, error)
+            assert str(error).endswith(f" bytes, got {size}"), (name, error)
+        else:
+            print(name, "raised nothing")
+print("done")
+"""
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_shard_that_is_truncated_later_is_an_error(size, tmp_path):
+    """In every call. A read of a page that is no longer there ends the process, so another process reads."""
+    corpus = Corpus.create(tmp_path / "corpus", 64, torch.float32)
+    documents = draw([200] * 8, 64)
+    corpus.append(documents[:4], ids=list("abcd"))
+    corpus.append(documents[4:], ids=list("efgh"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "corpus"), str(size)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_shard_that_was_removed_is_read_where_it_is_mapped(tmp_path):
+    corpus = Corpus.create(tmp_path, 8, torch.float32)
+    documents = draw((3, 4))
+    for document in documents:
+        corpus.append([document])
+    corpus = Corpus.open(tmp_path)
+    assert torch.equal(corpus[0], documents[0])
+    for at in tmp_path.glob("shard-*"):
+        at.unlink()
+    assert torch.equal(corpus[0], documents[0])
+    with pytest.raises(ValueError, match=r"shard-000001-\w+\.safetensors: the shard is missing"):
+        _ = corpus[1]
+
+
+def test_a_shard_that_was_replaced_is_mapped_anew(tmp_path):
+    """As a tool that restores a file does it: by a rename."""
+    corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
+    documents = draw((3, 4))
+    corpus.append(documents)
+    assert torch.equal(corpus[1], documents[1])
+    (at,) = corpus.path.glob("shard-*")
+    (tmp_path / "copy").write_bytes(at.read_bytes())
+    os.truncate(at, 0)
+    os.replace(tmp_path / "copy", at)
+    assert torch.equal(corpus[1], documents[1])
+    (tmp_path / "copy").write_bytes(b"something else")
+    os.replace(tmp_path / "copy", at)
+    with pytest.raises(ValueError, match=r"the shard is truncated or corrupt: expected \d+ bytes, got 14"):
+        _ = corpus[1]
+
+
+# headers
+
+
+def edited(at, edit):
+    """Change the header of a shard, and its size in the manifest."""
+    content = at.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    text = json.dumps(edit(json.loads(content[8 : 8 + size]))).encode()
+    at.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    edited_manifest(at.parent, shard_field("bytes", at.stat().st_size))
+
+
+def changed(name, field, value):
+    return lambda header: {**header, name: {**header[name], field: value}}
+
+
+WRONG = {
+    "no object": lambda header: [],
+    "number": lambda header: 3,
+    "absent": lambda header: {name: x for name, x in header.items() if name != "tokens"},
+    "no lengths": lambda header: {name: x for name, x in header.items() if name != "lengths"},
+    "no ids": lambda header: {name: x for name, x in header.items() if name != "ids"},
+    "list": lambda header: {**header, "tokens": []},
+    "list of ids": lambda header: {**header, "ids": 3},
+    "dtype": changed("tokens", "dtype", "F16"),
+    "other dtype": changed("tokens", "dtype", 3),
+    "dtype of lengths": changed("lengths", "dtype", "I32"),
+    "shape": changed("tokens", "shape", [8, 7]),
+    "flat": changed("tokens", "shape", [56]),
+    "no shape": changed("tokens", "shape", None),
+    "shape of ids": changed("ids", "shape", ["a"]),
+    "size of ids": changed("ids", "shape", [-1]),
+    "negative": changed("tokens", "data_offsets", [-4, 220]),
+    "short": changed("tokens", "data_offsets", [0, 4]),
+    "long": changed("tokens", "data_offsets", [9999, 10223]),
+    "huge": changed("tokens", "data_offsets", [2**70, 2**70]),
+    "one offset": changed("tokens", "data_offsets", [0]),
+    "fractions": changed("tokens", "data_offsets", [0.0, 224.0]),
+    "no offsets": changed("tokens", "data_offsets", "ab"),
+    "backwards": changed("lengths", "data_offsets", [16, 0]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_header_that_is_wrong_is_named(case, tmp_path):
+    Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)), ids=["a", "b"])
+    (at,) = tmp_path.glob("shard-*")
+    edited(at, WRONG[case])
+    for call in (lambda x: x.lengths, lambda x: x.ids, lambda x: x[0], lambda x: x.documents()):
+        with pytest.raises(ValueError, match=r"shard-000000-\w+\.safetensors: the shard is truncated or corrupt: "):
+            call(Corpus.open(tmp_path))
+
+
+@pytest.mark.parametrize("size", [0, 7, 2**40, 2**64 - 1])
+def test_a_header_of_a_wrong_size_is_named(size, tmp_path):
+    Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)))
+    (at,) = tmp_path.glob("shard-*")
+    at.write_bytes(size.to_bytes(8, "little") + at.read_bytes()[8:])
+    with pytest.raises(ValueError, match=r"shard-000000-\w+\.safetensors: the shard is truncated or corrupt: "):
+        _ = Corpus.open(tmp_path)[0]
+
+
+def test_lengths_that_do_not_add_up_are_named(tmp_path):
+    Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)))
+    (at,) = tmp_path.glob("shard-*")
+    content = at.read_bytes()
+    lengths = torch.tensor([3, 4]).numpy().tobytes()
+    assert content.count(lengths) == 1
+    for wrong in ([3, 5], [8, -1], [2**62, 2**62]):
+        at.write_bytes(content.replace(lengths, torch.tensor(wrong).numpy().tobytes()))
+        with pytest.raises(ValueError, match=r"corrupt: expected lengths that add up to 7 tokens"):
+            _ = Corpus.open(tmp_path).lengths

@@ -1,0 +1,515 @@
+"""Compile kernels ahead of time for GPUs that are not here, and read the compiler's resource report."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from triton.compiler import ASTSource
+
+from lik_ops.csrc_triton.backward import list_pairs
+from lik_ops.csrc_triton.backward import queries as backward_queries
+from lik_ops.csrc_triton.backward import unified as backward_unified
+from lik_ops.csrc_triton.backward.arguments import (
+    Bounds,
+    Lists,
+    Pieces,
+    RowSums,
+    SharedTiles,
+    SoftUpstream,
+    TileLists,
+    Upstream,
+    Zeros,
+)
+from lik_ops.csrc_triton.backward.documents import (
+    buckets,
+    packed_buckets,
+    packed_sparse,
+)
+from lik_ops.csrc_triton.backward.documents import (
+    dense as dense_documents,
+)
+from lik_ops.csrc_triton.backward.documents import (
+    packed as packed_documents,
+)
+from lik_ops.csrc_triton.backward.documents import (
+    sparse as sparse_documents,
+)
+from lik_ops.csrc_triton.common import fp32, token_norms
+from lik_ops.csrc_triton.common.arguments import (
+    CodedCounts,
+    Counts,
+    Documents,
+    Output,
+    PackedSizes,
+    Queries,
+    Sections,
+    Segments,
+    Sizes,
+    Terms,
+)
+from lik_ops.csrc_triton.formats import encoded as stored
+from lik_ops.csrc_triton.forward.generic import dense as generic_dense
+from lik_ops.csrc_triton.forward.generic import packed as generic_packed
+from lik_ops.csrc_triton.soft import backward as soft_backward
+from lik_ops.csrc_triton.soft import forward as soft_forward
+from lik_ops.families.soft import configs as soft_configs
+from lik_ops.formats.table import INT8_QUERIES
+from lik_ops.gpu.forward import packed as packed_forward
+from lik_ops.gpu.forward import quantized
+from lik_ops.gpu.tuning import backward_configs, forward_configs
+from lik_ops.gpu.tuning.architectures import Architecture, Kind, Launch, next_power_of_2
+
+from .machine_code import compile_as_launched, cuda_resources, target
+
+_POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+# Of quantised documents: `Config.STORED`.
+_STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
+_WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
+_READ = _WORDS | {INT8_QUERIES: "*i8"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with the arguments that decide how it compiles."""
+
+    kernel: str
+    dtype: torch.dtype = torch.bfloat16
+    d: int = 128
+    Nq: int = 256
+    Lq: int = 32
+    candidates: bool = False
+    normalize: bool = False
+    options: bool = False  # masks, weights
+    argmax: bool = False
+    wide: int = 0
+    documents: int = 10**6
+    lists: bool = True
+    pieces: bool = False
+    split: bool = False  # forward: rows that are split already
+    tf32: bool = False  # allowed by the user
+    ragged: bool = False  # the kernel of ragged layouts, or the backward for one
+    pairs: bool = False  # of which a list of pairs
+    bounds: bool = False  # documents between bounds, in place of offsets and lengths
+    padded: bool = False  # queries and documents that lie evenly, with lengths
+    short: bool = False  # forward: documents of fewer tokens than a tile
+    long: bool = False  # backward: documents of many tokens
+    chunks: bool = False  # of lists of winners
+    sections: bool = False  # forward of few long documents, dense ones or with bounds
+    int32: bool = False  # backward: winners of 4 bytes, not of 2
+    parts: bool = False  # finish: sums come in parts
+    # Ragged forward: `Config.STORED` of quantised documents, or the type of their numbers; backward: the latter.
+    stored: str = ""
+    fp32_centroids: bool = False  # of residual codes
+
+    def __str__(self) -> str:
+        named = (
+            "candidates",
+            "normalize",
+            "options",
+            "argmax",
+            "pieces",
+            "split",
+            "tf32",
+            "ragged",
+            "pairs",
+            "int32",
+            "parts",
+        )
+        named += ("bounds", "padded", "chunks", "short", "long", "sections", "fp32_centroids")
+        flags = [f for f in named if getattr(self, f)]
+        flags += [f"wide{self.wide}"] if self.wide else []
+        flags += [self.stored.removeprefix("*")] if self.stored else []
+        flags += [] if self.lists else ["unlisted"]
+        sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
+        return "-".join([self.kernel, str(self.dtype).split(".")[1], sizes, *flags])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled kernel uses: matrix instruction, bytes of shared memory, registers and spills of a thread.
+
+    `orders`: in which orders mma.sync is given the terms of its products.
+    """
+
+    text: str
+    shared: int
+    registers: int
+    spills: int
+    orders: frozenset[str]
+
+
+def _queries(case: Case) -> tuple[Queries, dict]:
+    pointer = _POINTER[case.dtype]
+    mask = ("*i1", "i32", "constexpr") if case.options else ("constexpr",) * 3
+    weight = ("*fp32", "i32", "constexpr") if case.options else ("constexpr",) * 3
+    constants = {3: 1, 6: 1 if case.options else 0, 9: 1 if case.options else 0}
+    if not case.options:
+        constants |= {4: None, 5: 0, 7: None, 8: 0}
+    return Queries(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
+
+
+def knows(case: Case, arch: Architecture) -> bool:
+    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes, codes in words."""
+    if case.stored in _WORDS:
+        return not arch.is_amd
+    as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
+    return not (as_bytes if arch.name in quantized.KNOWS_FP8 else as_fp8)
+
+
+def _document_pointer(case: Case) -> str:
+    if case.stored:
+        return case.stored if case.stored in _STORED else _READ.get(case.stored, "*u8")
+    return _POINTER[case.dtype]
+
+
+def _documents(case: Case) -> tuple[Documents, dict]:
+    pointer, owner = _document_pointer(case), "i32" if case.candidates else "constexpr"
+    constants = {4: 1} if case.candidates else {1: 0, 4: 1}
+    if case.options:
+        if not case.candidates:
+            constants[6] = 0
+        constants[8] = 1
+        mask = ("*i1", owner, "i32", "constexpr")
+    else:
+        constants |= {5: None, 6: 0, 7: 0, 8: 0}
+        mask = ("constexpr",) * 4
+    return Documents(pointer, owner, "i32", "i32", "constexpr", *mask), constants
+
+
+def _reads_tiles(case: Case, arch: Architecture) -> bool:
+    size = 1 if case.stored else case.dtype.itemsize
+    return arch.has_descriptors and not case.stored.startswith(("bits", "codes", "words")) and case.d * size % 16 == 0
+
+
+def _kind(case: Case, arch: Architecture) -> Kind:
+    return Kind(arch, case.dtype, case.d, case.candidates, case.normalize, case.wide)
+
+
+def _launch(case: Case, arch: Architecture) -> Launch:
+    kind = _kind(case, arch)
+    if case.kernel == "maxsim_forward":
+        if case.ragged:
+            choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case), "few": case.sections}
+            choices["bare"] = not (case.options or case.padded)
+            launch = forward_configs.forward_ragged(kind, case.Nq, case.Lq, **choices)[0]
+            if case.sections:
+                config = launch.config._replace(SECTIONS=True, PACKED=case.bounds, EARLY=arch.name == "sm_90")
+                launch = replace(launch, config=config)
+            return launch
+        choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax}
+        launch = forward_configs.forward(kind, case.Nq, case.Lq, **choices)
+        if case.split:
+            return forward_configs.forward_split(launch, case.Lq)
+        if case.short:
+            launch = replace(launch, config=launch.config._replace(PACKED=True))
+        if case.argmax:
+            return forward_configs.with_winners(launch, _reads_tiles(case, arch))
+        return launch if _reads_tiles(case, arch) else launch.visiting()
+    if case.kernel == "split_tokens":
+        launch = forward_configs.forward(kind, 64, case.Lq, tf32=False)
+        return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
+    if case.kernel == "maxsim_forward_soft":
+        return soft_configs.forward(kind, case.Nq, case.Lq, tf32=case.tf32)
+    if case.kernel in SOFT:
+        return soft_configs.backward(kind, tf32=case.tf32, flat=case.wide == 0)
+    flat = case.wide == 0 and not case.ragged
+    documents = backward_configs.grad_documents(kind, flat=flat, pieces=case.pieces, long=case.long)
+    if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
+        return documents
+    if case.kernel == "maxsim_grad_disjoint_documents":
+        return backward_configs.disjoint_documents(kind, case.Lq, flat=True)
+    if case.kernel in PACKED:
+        flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
+        shared_tiles = case.kernel == "maxsim_grad_shared_tiles"
+        choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case)}
+        if case.chunks:  # what lists do not serve is walked over by the same tiles
+            choices["listed"] = True
+        packed = backward_configs.grad_packed_documents(kind, **choices)
+        if case.chunks and not case.lists:
+            packed = replace(packed, max_registers=255)
+        if case.kernel == "maxsim_list_packed_winners":
+            return backward_configs.packed_lists(arch, packed, case.Nq * case.Lq)[0]
+        return packed
+    if case.kernel in ITEMS:
+        return backward_configs.lookup(arch)
+    if case.kernel == UNIT_COUNTS:
+        return Launch(quantized.unit_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3)
+    if case.kernel == KEEP:
+        return Launch(quantized.keep_config(case.d, case.wide), num_warps=4, num_stages=3)
+    if case.kernel == QUERY_TERMS:
+        return Launch(packed_forward.terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
+    if case.kernel == "maxsim_scatter":
+        return backward_configs.scatter(kind, ragged=case.ragged)
+    if case.kernel == "maxsim_grad_sparse_documents":
+        return backward_configs.sparse_documents(kind, min(case.Lq, backward_configs.most_sparse_rows(kind)))
+    if case.kernel in LISTS:
+        return backward_configs.lists(arch, documents, case.Nq * case.Lq)
+    if case.kernel == "maxsim_scan_counts":
+        return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
+    scaled = case.kernel == "maxsim_grad_queries" and bool(case.stored)
+    return backward_configs.gather(kind, ragged=case.ragged, scaled=scaled)
+
+
+def _listed(case: Case) -> bool:
+    return case.lists and case.kernel != "maxsim_grad_shared_tiles" and not (case.candidates or case.pairs)
+
+
+def _stored(case: Case) -> str:
+    return _STORED.get(case.stored, case.stored)
+
+
+def _levels(case: Case, arch: Architecture) -> int:
+    choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case)}
+    return forward_configs.forward_ragged(_kind(case, arch), case.Nq, case.Lq, **choices)[1]
+
+
+LISTS = ("maxsim_count_winners", "maxsim_list_winners")
+PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
+PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
+UNIT_COUNTS, QUERY_TERMS, KEEP = "maxsim_unit_counts", "maxsim_query_terms", "maxsim_keep_int8"
+# Temperatures are tensors with options, else numbers. Spreads are what `maxsim_soft_queries` finds for their gradients.
+SOFT = ("maxsim_soft_queries", "maxsim_soft_spreads", "maxsim_soft_documents")
+ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
+
+
+def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
+    tiles = "constexpr"
+    if _reads_tiles(case, arch):
+        element = _document_pointer(case).removeprefix("*")
+        tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
+    terms: object = "constexpr"
+    if case.split:
+        tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
+        terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
+    found = {"Q": None, "D": None, "tiles": tiles}
+    out: tuple = Output("*fp32", "*i16" if case.argmax else "constexpr")
+    if case.sections:
+        each = "constexpr" if case.bounds else "i32"
+        of_winners = ("*i32" if case.argmax else "constexpr"), ("*i32" if case.options else "constexpr")
+        out = Sections("*fp32", *of_winners, "*fp32" if case.normalize else "constexpr", out[1], "i32", each)
+    if case.ragged:
+        sizes: tuple = PackedSizes(*["i32"] * 5)
+        terms = Terms("*i8", "*fp32", "*fp32", "i32", "i32")
+        found |= {
+            "terms": terms if launch.config.TERMS else "constexpr",
+            "counts": _counts(case) if case.stored else "constexpr",
+        }
+        return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
+    return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
+
+
+def _counts(case: Case) -> Counts | CodedCounts:
+    minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
+    counts = Counts("*fp32", "i32", *minimum)
+    coded = case.stored.startswith(("codes", "words"))
+    centroids = "*fp32" if case.fp32_centroids else "*fp16"
+    return CodedCounts(*counts, "*i32", centroids, "i32", "*fp32") if coded else counts
+
+
+def _segments(case: Case) -> tuple[Segments, dict]:
+    kinds = {name: "constexpr" for name in Segments._fields}
+    kinds |= {"pairs": "*i64"} if case.pairs else {}
+    if case.sections and not case.bounds:
+        kinds |= {"q_each": "i32", "d_each": "i32"}
+    elif case.padded:
+        kinds |= {"lengths": "*i64", "q_lengths": "*i64", "q_each": "i32", "d_each": "i32"}
+    else:
+        kinds |= {"cu_seqlens_q": "*i64", "offsets": "*i64"}
+        kinds |= {} if case.bounds else {"lengths": "*i64"}
+    segments = Segments(**kinds)
+    return segments, {n: None for n, kind in enumerate(segments) if kind == "constexpr"}
+
+
+def _upstream(case: Case) -> tuple[Upstream, dict]:
+    kinds = {name: "constexpr" for name in Upstream._fields}
+    kinds |= dict.fromkeys(("stride_q", "stride_k", "Nq", "K", "Lq", "Ld"), "i32")
+    kinds |= {"grad_scores": "*fp32", "argmax": "*i32" if case.int32 else "*i16"}
+    if case.normalize and (case.kernel in PACKED or (case.kernel == "maxsim_grad_documents" and case.lists)):
+        kinds["norms"] = "*fp32"
+    if case.stored:
+        kinds["scale"] = "*fp32"
+    if case.ragged:
+        kinds |= {"items": "*i64", "count": "i32"}
+        # The gradient of documents takes the query of a row in the cross product alone.
+        if not (case.kernel in PACKED and (case.pairs or case.candidates)):
+            kinds["query"] = "*i32"
+        if case.pairs and case.kernel not in PACKED:
+            kinds["starts"] = "*i32"
+    up = Upstream(**kinds)
+    return up, {n: None for n, kind in enumerate(up) if kind == "constexpr"}
+
+
+def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
+    """The kernel and its arguments before the sizes; None for the groups of Q, D and X."""
+    gradient = _POINTER[case.dtype]
+    up, _ = _upstream(case)
+    weight = "*fp32" if case.options else "constexpr"
+    lists = "*i32" if case.lists or case.kernel == "maxsim_join_pieces" else "constexpr"
+    tile_lists = TileLists(lists, lists, "i32", "i32", "i32")
+    pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
+    if case.kernel == "maxsim_forward" and case.ragged:
+        return generic_packed.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
+    if case.kernel == "maxsim_forward":
+        return generic_dense.maxsim_forward, _forward_arguments(case, launch, arch)
+    if case.kernel == "maxsim_forward_soft":
+        tau = "*fp32" if case.options else "fp32"
+        found = _forward_arguments(case, launch, arch) | {"tau": tau, "terms": "constexpr"}
+        out = Output("*fp32", "*fp32" if case.argmax else "constexpr")
+        names = "Q", "D", "tiles", "out", "tau", "sizes", "d"
+        return soft_forward.maxsim_forward_soft, {name: {**found, "out": out}[name] for name in names}
+    if case.kernel in SOFT:
+        sizes = "i32", "i32", "*fp32", *["i32"] * 6
+        tau, of_queries = "*fp32" if case.options else "fp32", case.kernel != "maxsim_soft_documents"
+        tiles, config = "constexpr", launch.config
+        alone = (
+            arch.has_descriptors and config.ONE_CHUNK and not case.options and case.d * case.dtype.itemsize % 16 == 0
+        )
+        if alone and (of_queries or not case.candidates):
+            block = [1] * of_queries + [config.BN, config.BD]
+            tiles = f"tensordesc<{gradient.removeprefix('*')}{block}>"
+        found = {"Q": None, "D": None, "tiles": tiles, "up": SoftUpstream("*fp32", *sizes), "tau": tau}
+        if of_queries:
+            found |= dict.fromkeys(("sums", "weights", "spreads"), "constexpr")
+            wanted = {"sums": "*fp32", "weights": weight}
+            found |= {"spreads": "*fp32"} if case.kernel == "maxsim_soft_spreads" else wanted
+            found |= {"each": "i32", "d": "i32"}
+            return soft_backward.maxsim_soft_queries, found
+        grad = "*fp32" if case.normalize and not config.ONE_CHUNK else gradient
+        return soft_backward.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
+    if case.kernel == "maxsim_grad_queries":
+        found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}
+        return backward_queries.maxsim_grad_queries, found
+    if case.kernel == "maxsim_grad_documents":
+        found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}
+        found |= {"pieces": Pieces(pieces, "i32"), "grad_D": gradient, "d": "i32"}
+        return dense_documents.maxsim_grad_documents, found
+    if case.kernel == "maxsim_grad_packed_documents":
+        bounds = Bounds("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
+        found = {"Q": None, "D": None, "up": up, "bounds": bounds}
+        found |= {"lists": Lists("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
+        found |= {"partial": pieces, "grad_D": gradient, "d": "i32"}
+        return packed_documents.maxsim_grad_packed_documents, found
+    if case.kernel == "maxsim_grad_shared_tiles":
+        shared = SharedTiles("*i32", "*i32", "constexpr")
+        found = {"Q": None, "D": None, "up": up, "shared": shared, "grad_D": gradient, "d": "i32"}
+        return packed_sparse.maxsim_grad_shared_tiles, found | {"TILE": "constexpr"}
+    if case.kernel == "maxsim_grad_disjoint_documents":
+        shared = SharedTiles("*i32", "*i32", "*i64")
+        found = {"Q": None, "D": None, "up": up, "shared": shared, "grad_D": gradient, "d": "i32", "rounds": "i32"}
+        return packed_sparse.maxsim_grad_disjoint_documents, found | {"TILE": "constexpr"}
+    if case.kernel == "maxsim_list_packed_winners":
+        found = {"up": up, "lists": Lists("*i32", "*i32", "i32", "i32")}
+        return packed_buckets.maxsim_list_packed_winners, found
+    if case.kernel == "maxsim_join_packed_pieces":
+        found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
+        return packed_documents.maxsim_join_packed_pieces, found
+    if case.kernel == "maxsim_ragged_items":
+        segments, _ = _segments(case)
+        names = "Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"
+        found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
+        return list_pairs.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
+    if case.kernel == "maxsim_sort_items":
+        found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64"}
+        found |= {"zeros": Zeros(gradient, "i64", "*i32", "i32") if case.candidates else "constexpr", "count": "i32"}
+        return list_pairs.maxsim_sort_items, found | {"KEY": "constexpr"}
+    if case.kernel == "maxsim_find_starts":
+        found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
+        names = "count", "places", "step", "most", "rounds"
+        return list_pairs.maxsim_find_starts, found | dict.fromkeys(names, "i32")
+    if case.kernel == "maxsim_grad_sparse_documents":
+        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32", "d": "i32"}
+        return sparse_documents.maxsim_grad_sparse_documents, found
+    if case.kernel == "maxsim_join_pieces":
+        found = {"D": None, "up": up, "lists": tile_lists, "rows": "i32", "pieces": Pieces(pieces, "i32")}
+        return dense_documents.maxsim_join_pieces, found | {"grad_D": gradient, "d": "i32"}
+    if case.kernel == "maxsim_count_winners":
+        return buckets.maxsim_count_winners, {"up": up, "lists": tile_lists, "rows": "i32"}
+    if case.kernel == "maxsim_list_winners":
+        found = {"up": up, "lists": tile_lists, "rows": "i32", "ONE_BLOCK": "constexpr"}
+        return buckets.maxsim_list_winners, found
+    if case.kernel == "maxsim_scan_counts":
+        return buckets.maxsim_scan_counts, {"starts": "*i32", "count": "i32"}
+    if case.kernel == "maxsim_row_norms":
+        return token_norms.maxsim_row_norms, {"Q": None, "norms": "*fp32"} | {n: "i32" for n in ("Lq", "d")}
+    if case.kernel == "split_tokens":
+        found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
+        return fp32.split_tokens, found
+    if case.kernel == UNIT_COUNTS:
+        counts = _counts(case)
+        found = {"D": None, "counts": counts, "scale": "*fp32", "minimum": counts.minimum, "Td": "i32", "d": "i32"}
+        return stored.maxsim_unit_counts, found
+    if case.kernel == KEEP:
+        found = {"D": None, "data": "*i8", "scale": "*fp32"} | dict.fromkeys(("documents", "K", "Ld", "d"), "i32")
+        return stored.maxsim_keep_int8, found
+    if case.kernel == QUERY_TERMS:
+        return stored.maxsim_query_terms, {"Q": None, "out": "*i8", "scales": "*fp32", "rows": "i32", "d": "i32"}
+    if case.kernel == "maxsim_scatter":
+        found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
+        return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
+    parts = ("i32", "i32") if case.parts else ("constexpr", "constexpr")
+    sums = RowSums("*fp32", "i32", "i32", "*fp32" if case.stored else "constexpr", *parts)
+    found = {"X": None, "Q": None, "sums": sums, "grad": gradient, "grad_weight": weight}
+    return backward_unified.maxsim_finish, found | {"d": "i32"}
+
+
+def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
+    """The kernel's source with its signature, as a launch would specialise it on 16-byte aligned tensors."""
+    launch = _launch(case, arch)
+    queries, query_constants = _queries(case)
+    documents, document_constants = _documents(case)
+    kernel, arguments = _arguments(case, launch, arch)
+    groups = {"Q": queries, "D": documents, "X": documents}
+    arguments = {name: groups[name] if kind is None else kind for name, kind in arguments.items()}
+    if case.kernel not in ITEMS:
+        arguments["C"] = "constexpr"
+
+    names = list(arguments)
+    constants: dict[tuple[int, ...], object] = {}
+    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.shared_tile(arch)}
+    constants |= {(names.index(name),): value for name, value in given.items() if name in names}
+    if "LEVELS" in arguments:
+        constants[(names.index("LEVELS"),)] = _levels(case, arch)
+    if "ONE_BLOCK" in arguments:
+        constants[(names.index("ONE_BLOCK"),)] = case.Nq * case.Lq <= launch.config.BM
+    aligned: list[tuple[int, ...]] = [(names.index("d"),)] if "d" in arguments and case.d % 16 == 0 else []
+    for at, name in enumerate(names):
+        group = arguments[name]
+        if isinstance(group, tuple) and name not in groups:
+            aligned += [(at, n) for n, kind in enumerate(group) if kind.startswith("*")]
+            constants |= {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
+    if "rows" in arguments and case.kernel in LISTS and case.Nq * case.Lq % 16 == 0:
+        aligned.append((names.index("rows"),))
+    for name, group in (("Q", query_constants), ("D", document_constants), ("X", document_constants)):
+        if name in arguments:
+            constants |= {(names.index(name), k): v for k, v in group.items()}
+            aligned += [(names.index(name), k) for k in range(4) if k not in group and (k == 0 or case.d % 16 == 0)]
+    constants |= {
+        (names.index(n),): None
+        for n, v in arguments.items()
+        if v == "constexpr" and n not in (*given, "ONE_BLOCK", "LEVELS")
+    }
+    aligned += [(i,) for i, v in enumerate(arguments.values()) if isinstance(v, str) and v.startswith("*")]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return ASTSource(fn=kernel, signature=arguments, constexprs=constants, attrs=attributes), launch
+
+
+def fingerprint(case: Case, arch: Architecture) -> str:
+    """What the compiler is given: equal where two cases compile to the same kernel."""
+    src, launch = source(case, arch)
+    return repr((case.kernel, arch.name, launch.options(arch), src.signature, src.constants, sorted(src.attrs)))
+
+
+def compile_for(case: Case, arch: Architecture) -> Compiled:
+    src, launch = source(case, arch)
+    compiled = compile_as_launched(src, target(arch), launch.options(arch))
+    if arch.is_amd:
+        text = compiled.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+        spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
+    else:
+        text = compiled.asm["ptx"]
+        registers, spills = cuda_resources(compiled.asm["cubin"])
+    orders = frozenset(re.findall(r"kWidth = \d+", compiled.asm["ttgir"]))
+    return Compiled(text, compiled.metadata.shared, registers, spills, orders)

@@ -1,0 +1,352 @@
+"""What is compiled ahead of time: what people run, and every configuration that the tables can yield.
+
+The second set is made from the tables, so that it grows with them. Each configuration is there without options and with
+all of them; what compiles to the same kernel counts once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from lik_ops.formats.table import INT8_QUERIES
+from lik_ops.gpu.tuning import forward_configs, forward_table
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture
+from lik_ops.gpu.tuning.forward_table import Rule, Tile
+
+from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
+
+FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
+SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
+COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_winners"
+SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
+PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
+SHARED, LIST_PACKED = "maxsim_grad_shared_tiles", "maxsim_list_packed_winners"
+DISJOINT = "maxsim_grad_disjoint_documents"
+ITEMS, SORT, STARTS = "maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts"
+KERNELS = (FORWARD, QUERIES, DOCUMENTS, SPARSE, JOIN, COUNT, LIST, SCATTER, FINISH)
+
+_EVERYTHING = {"options": True, "argmax": True}
+_ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax": True}
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+
+# What people run: bf16 ColBERT, with winners for training, fp32 with everything on, features beyond one step.
+COMMON = [
+    *(Case(kernel) for kernel in KERNELS),
+    Case(FORWARD, argmax=True),
+    Case(FORWARD, options=True),
+    Case(FORWARD, Nq=2, options=True),
+    Case(FORWARD, Nq=4, options=True),
+    Case(FORWARD, Nq=1),
+    Case(FORWARD, Nq=1, options=True, argmax=True),
+    Case(FORWARD, Nq=1, options=True, argmax=True, documents=100),
+    Case(FORWARD, Nq=2, options=True, argmax=True, documents=100),
+    Case(FORWARD, Nq=4, argmax=True),
+    Case(FORWARD, Nq=1, short=True),
+    Case(FORWARD, Nq=4, options=True, short=True),
+    Case(FORWARD, short=True, normalize=True, **_EVERYTHING),
+    Case(FORWARD, _FP32, short=True, **_EVERYTHING),
+    Case(FORWARD, Nq=1, Lq=128),
+    Case(FORWARD, Nq=1, Lq=128, candidates=True, options=True, argmax=True),
+    Case(FORWARD, Lq=1024),
+    Case(FORWARD, **_ALL_OPTIONS),
+    *(Case(kernel, _FP32, 128, **{**_ALL_OPTIONS, "argmax": kernel == FORWARD}) for kernel in KERNELS),
+    Case(FORWARD, _FP32),
+    Case(FORWARD, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, d=768, normalize=True, options=True),
+    Case(DOCUMENTS, _FP16),
+    Case(DOCUMENTS, pieces=True),
+    *(
+        Case(DOCUMENTS, _FP32, d, int32=True, pieces=pieces, long=True)
+        for d in (3, 100, 128)
+        for pieces in (False, True)
+    ),
+    Case(JOIN, _FP32, 3, int32=True, long=True),
+    Case(DOCUMENTS, lists=False),
+    *(Case(DOCUMENTS, dtype, lists=False, normalize=True, options=True) for dtype in (_FP16, _FP32)),
+    Case(SPARSE, candidates=True),
+    Case(SPARSE, Lq=128, candidates=True),
+    Case(LIST, Lq=1024),
+]
+
+# Ragged layouts: in-batch training, a list of candidates, pairs, one query; what is loaded feature by feature.
+RAGGED = [
+    *(Case(kernel, ragged=True, options=True, argmax=kernel == FORWARD) for kernel in (FORWARD, QUERIES, SCATTER)),
+    *(
+        Case(kernel, ragged=True, pairs=True, candidates=kernel == FORWARD, **_EVERYTHING)
+        for kernel in (FORWARD, QUERIES, SCATTER)
+    ),
+    Case(QUERIES, ragged=True, candidates=True),
+    *(Case(QUERIES, dtype, d, ragged=True) for dtype, d in ((_BF16, 128), (_FP32, 16), (_FP32, 128), (_FP16, 300))),
+    Case(QUERIES, ragged=True, candidates=True, normalize=True, options=True),
+    Case(QUERIES, _FP32, ragged=True, candidates=True),
+    Case(FORWARD, ragged=True),
+    Case(FORWARD, ragged=True, bounds=True, **_EVERYTHING),
+    Case(FORWARD, ragged=True, bounds=True, pairs=True, candidates=True),
+    Case(FORWARD, Nq=4, ragged=True, padded=True, candidates=True),
+    Case(FORWARD, Nq=1, ragged=True),
+    Case(FORWARD, Nq=256, Lq=1024, ragged=True),
+    Case(FORWARD, Nq=4, ragged=True, candidates=True, options=True),
+    Case(FORWARD, ragged=True, normalize=True, **_EVERYTHING),
+    Case(FORWARD, _FP32, ragged=True, **_EVERYTHING),
+    Case(FORWARD, _FP32, Nq=2, ragged=True, **_EVERYTHING),
+    Case(FORWARD, d=768, ragged=True, options=True),
+    Case(FORWARD, d=100, ragged=True, **_EVERYTHING),
+    *(Case(kernel, ragged=True, pairs=pairs) for kernel in (ITEMS, SORT, STARTS) for pairs in (False, True)),
+    *(Case(kernel, ragged=True, candidates=True) for kernel in (ITEMS, SORT)),
+    Case(JOIN_PACKED, _FP16, 300, ragged=True, normalize=True),
+    *(
+        Case(kernel, dtype, ragged=True, candidates=kernel in (SHARED, DISJOINT), pairs=pairs, **fields)
+        for kernel, pairs in ((PACKED, False), (PACKED, True), (SHARED, False), (DISJOINT, False))
+        for dtype, fields in ((_BF16, {}), (_FP32, {"normalize": True, "options": True}))
+    ),
+    Case(PACKED, _FP16, ragged=True, pieces=True, options=True),
+    Case(PACKED, ragged=True, lists=False),
+    Case(PACKED, _FP16, ragged=True, lists=False, pieces=True, options=True),
+    *(Case(PACKED, ragged=True, lists=lists, chunks=True) for lists in (False, True)),
+    Case(LIST_PACKED, ragged=True),
+    Case(LIST_PACKED, _FP32, Lq=1, ragged=True, int32=True),
+]
+# Few long documents.
+SECTIONS = [
+    *(
+        Case(FORWARD, dtype, Nq=1, Lq=Lq, ragged=True, sections=True, bounds=bounds, **fields)
+        for dtype, Lq in (
+            (_BF16, 32),
+            (_BF16, 64),
+            (_BF16, 128),
+            (_FP16, 256),
+            (_BF16, 1024),
+            (_FP32, 32),
+            (_FP32, 128),
+        )
+        for bounds, fields in (
+            (False, {}),
+            (True, {}),
+            (False, _EVERYTHING),
+            (True, {**_EVERYTHING, "normalize": True}),
+        )
+    ),
+    Case(FORWARD, Nq=4, ragged=True, sections=True, **_EVERYTHING),
+    Case(FORWARD, d=768, Nq=1, ragged=True, sections=True, bounds=True),
+    Case(FORWARD, d=100, Nq=1, ragged=True, sections=True, bounds=True, wide=1, **_EVERYTHING),
+]
+# The other widths, and what few calls ask for.
+MORE_RAGGED = [
+    *(
+        Case(kernel, dtype, d, ragged=True, candidates=kernel in (SHARED, DISJOINT), pairs=pairs, lists=lists, **fields)
+        for kernel, pairs, lists in (
+            *((PACKED, False, lists) for lists in (False, True)),
+            *((PACKED, True, True), (SHARED, False, True), (DISJOINT, False, True)),
+        )
+        for dtype, d, fields in (
+            (_FP16, 128, {"normalize": True, "options": True}),
+            (_BF16, 768, {"normalize": True, "options": True}),
+            (_BF16, 100, {"normalize": True, "options": True}),
+            (_FP32, 300, {"wide": 2}),
+        )
+    ),
+    Case(PACKED, ragged=True, options=True, int32=True),
+    Case(PACKED, ragged=True, options=True, int32=True, lists=False),
+    *(
+        Case(PACKED, dtype, d, ragged=True, lists=lists, chunks=True, normalize=True, options=True)
+        for lists in (False, True)
+        for dtype, d in ((_FP16, 128), (_BF16, 100), (_FP32, 300))
+    ),
+    Case(PACKED, ragged=True, pieces=True, pairs=True, normalize=True),
+    Case(SHARED, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
+    *(Case(DISJOINT, dtype, Lq=Lq, ragged=True, candidates=True) for dtype in (_BF16, _FP32) for Lq in (64, 1024)),
+    Case(DISJOINT, _FP16, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
+]
+
+# fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
+TERMS = [
+    Case(FORWARD, _FP32, Nq=1, **_EVERYTHING),
+    Case(FORWARD, _FP32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
+    Case(FORWARD, _FP32, Nq=64, **_EVERYTHING),
+    Case(FORWARD, _FP32, Lq=128, **_EVERYTHING),
+    Case(FORWARD, _FP32, Lq=300, **_EVERYTHING),
+    Case(FORWARD, _FP32, split=True),
+    Case(FORWARD, _FP32, Lq=300, split=True, **_EVERYTHING),
+]
+# The other widths of features, and what splits rows before.
+MORE_TERMS = [
+    *(Case(FORWARD, _FP32, 16, Nq, Lq, **_EVERYTHING) for Nq, Lq in ((1, 1), (64, 32), (64, 300))),
+    *(Case(FORWARD, _FP32, 64, Nq, Lq, candidates=True, wide=1) for Nq, Lq in ((1, 1), (64, 128), (64, 300))),
+    *(Case(FORWARD, _FP32, d, 64, Lq, split=True, **_EVERYTHING) for d in (16, 64) for Lq in (32, 300)),
+    Case(FORWARD, _FP32, 128, 64, 128, split=True, **_EVERYTHING),
+]
+
+# Quantised documents: numbers that are multiplied by terms or converted, FP8 as such and as bytes, bits, codes.
+_CODES, _WORDS = ("codes1", "codes2", "codes4", "codes8"), ("words1", "words2", "words4")
+_KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits", *_CODES)
+STORED = [
+    Case(FORWARD, ragged=True, stored="*i8"),
+    Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
+    Case(FORWARD, d=8, Nq=1, ragged=True, stored="*i8"),
+    *(Case(FORWARD, dtype, Nq=1, ragged=True, stored="*fp8e4nv") for dtype in (_BF16, _FP16)),
+    *(Case(FORWARD, Nq=Nq, ragged=True, stored=INT8_QUERIES, **_EVERYTHING) for Nq in (1, 256)),
+    Case(FORWARD, _FP32, Lq=1024, ragged=True, stored=INT8_QUERIES, **_ALL_OPTIONS),
+    Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
+    Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
+    *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
+    *(Case(FORWARD, _FP32, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
+    *(
+        Case(UNIT_COUNTS, stored=stored, d=d)
+        for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300, 128, 300, 96, 20), strict=True)
+    ),
+    *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
+    Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
+    # Features that take several steps: what is decoded for each waits in shared memory.
+    *(
+        Case(FORWARD, dtype, 160, 6, 22, candidates=pairs, ragged=True, pairs=pairs, argmax=True, **stored)
+        for dtype, pairs, stored in (
+            (_FP16, True, {"stored": "codes4", "fp32_centroids": True}),
+            (_BF16, True, {"stored": "codes8", "fp32_centroids": True}),
+            (_BF16, False, {"stored": "codes2", "fp32_centroids": True}),
+            (_FP16, True, {"stored": "words4"}),
+        )
+    ),
+    # Each tile of codes in words, which walk; and what does not.
+    *(Case(FORWARD, Nq=Nq, ragged=True, padded=True, stored=w) for w in _WORDS for Nq in (1, 2, 4, 8, 16)),
+    *(Case(FORWARD, _FP16, Nq=Nq, ragged=True, stored=w, **_ALL_OPTIONS) for w in _WORDS for Nq in (1, 16)),
+    *(
+        Case(FORWARD, _FP16, d, Nq, ragged=True, stored="words4", normalize=True, options=True)
+        for d, Nq in ((64, 16), (96, 16), (128, 1), (128, 16))
+    ),
+    *(Case(FORWARD, Nq=16, ragged=True, stored=w, **_EVERYTHING) for w in _WORDS),
+    Case(FORWARD, Nq=16, ragged=True, candidates=True, stored="words2"),
+    Case(FORWARD, d=256, Nq=16, ragged=True, stored="words4"),
+    *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
+    *(Case(KEEP, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 300), (_FP16, 20))),
+    # Documents that a backward has as int8.
+    *(Case(kernel, stored="*i8", options=True) for kernel in (QUERIES, SCATTER)),
+    *(Case(kernel, stored="*i8", normalize=True) for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)),
+    Case(JOIN, stored="*i8", candidates=True, normalize=True),
+]
+MORE_STORED = [
+    *(
+        Case(FORWARD, dtype, d, Nq, ragged=True, stored=stored, **fields)
+        for stored in _KEPT
+        for dtype, d in itertools.product((_BF16, _FP32), (96, 128, 300))
+        for Nq, fields in ((256, {}), (256, _EVERYTHING), *([(1, {}), (1, _EVERYTHING)] if d == 128 else []))
+    ),
+    *(
+        Case(FORWARD, Nq=Nq, ragged=True, stored=stored, wide=1, **fields)
+        for stored in (*_CODES, *_WORDS)
+        for Nq, fields in ((1, {}), (256, {}), (256, _EVERYTHING))
+    ),
+    *(Case(FORWARD, _FP16, d, ragged=True, stored="*i8", wide=2, **_ALL_OPTIONS) for d in (16, 100, 256)),
+    *(
+        Case(kernel, dtype, d, stored="*i8", candidates=True, normalize=True, options=True)
+        for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)
+        for dtype, d in ((_BF16, 300), (_FP32, 128), (_FP16, 20))
+    ),
+]
+
+_SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]
+
+
+def _reaching(arch: Architecture, rule: Rule, tile: Tile, shapes: list[tuple[int, int]], **fields) -> Case | None:
+    """The first case of these fields that `rule` serves with `tile`."""
+    for (Nq, Lq), documents in itertools.product(shapes, (10**6, 100)):
+        case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
+        tiles = forward_configs.forward_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
+        chosen, _ = forward_configs.forward_tile(tiles, Nq, Lq, case.candidates, documents)
+        if tiles is rule.tiles and chosen is tile:
+            return case
+    return None
+
+
+def _first(arch: Architecture, rule: Rule, tile: Tile, variants: Iterable[dict], shapes=_SHAPES) -> list[Case]:
+    """A case of the first variant that reaches `tile`: the rules before take what they serve."""
+    for fields in variants:
+        case = _reaching(arch, rule, tile, shapes, **fields)
+        if case is not None:
+            return [case]
+    raise AssertionError(f"nothing reaches {tile} of {rule}")
+
+
+def _forward_cases(arch: Architecture, rule: Rule) -> Iterator[Case]:
+    """Each tile without options; with all of them; the last one also with a query longer than it, read otherwise."""
+    bare, full = rule.dtypes[-1], rule.dtypes[0]
+    most = min(rule.d, 1024)
+    flags = list(itertools.product((0, 1, 2)[: rule.wide + 1], (False, True)[: rule.normalize + 1]))
+    for tile in rule.tiles:
+        variants = [{"dtype": bare, "d": most, "wide": wide, "normalize": normalize} for wide, normalize in flags]
+        yield from _first(arch, rule, tile, variants)
+        d = most if rule.wide < 2 else 100 if rule.d == 128 else 300  # features one by one
+        options = {"dtype": full, "d": d, "normalize": rule.normalize, "wide": rule.wide, **_EVERYTHING}
+        yield from _first(arch, rule, tile, [{**options, "candidates": True}, options])
+    usual = {**options, "wide": 0}
+    if full == _FP32 and rule.wide < 2:
+        yield from _first(arch, rule, tile, [{**fields, "tf32": True} for fields in variants])
+    if rule.Lq > tile.rows:
+        plain = {**usual, "normalize": False}
+        yield from _first(arch, rule, tile, [plain, usual, options], [(8, 1000)])
+
+
+def _row_cases() -> Iterator[Case]:
+    """Kernels that read whole rows: one step for d, or several; features in vectors, or one by one."""
+    for kernel in (QUERIES, SCATTER):
+        for dtype in (_BF16, _FP32):
+            yield Case(kernel, dtype, 256)
+            yield Case(kernel, dtype, 300, normalize=True, options=True)
+        yield Case(kernel, _FP16, 256, candidates=True, normalize=True, options=True, wide=2)
+    yield Case(FINISH, _FP16, 300, normalize=True, options=True, wide=2)
+    yield Case(NORMS, _FP32, 300, normalize=True, options=True, wide=2)
+
+
+def _document_cases() -> Iterator[Case]:
+    """The gradient of documents: from lists, from pieces of them, from few rows."""
+    everything = {"normalize": True, "options": True}
+    for dtype in (_FP16, _FP32):
+        yield Case(DOCUMENTS, dtype, 300, candidates=True, wide=2, **everything)
+        yield Case(SPARSE, dtype, 300, Lq=64, wide=2, **everything)
+    yield Case(DOCUMENTS, _FP16, 100, pieces=True, **everything)
+    yield Case(JOIN, _FP32, 300, candidates=True, wide=2, **everything)
+    yield Case(DOCUMENTS, _FP16, 20, lists=False, **everything)
+    yield Case(DOCUMENTS, _FP32)
+    yield Case(SPARSE, _FP16, 300, Lq=128, **everything)
+    yield Case(SPARSE, _BF16, 768, Lq=128, normalize=True)
+    yield Case(SPARSE, _FP32, Lq=64)
+    yield Case(LIST, _FP32, Nq=1, Lq=200)
+    yield Case(SCAN)
+
+
+def _every_case(arch: Architecture) -> Iterator[Case]:
+    for rule in forward_table.FORWARD:
+        if rule.unit == arch.unit:
+            yield from _forward_cases(arch, rule)
+    yield from _row_cases()
+    yield from _document_cases()
+    if arch.unit in forward_configs.SPLITTING:
+        yield Case(SPLIT, _FP32, 128)
+        yield Case(SPLIT, _FP32, 100)
+
+
+def unique(cases: Iterable[tuple[Case, str]], seen: set[str]) -> list[tuple[Case, str]]:
+    """Cases with their architectures, each kernel once; `seen` are fingerprints of kernels that are there already."""
+    found = []
+    for case, name in cases:
+        mark = fingerprint(case, ARCHITECTURES[name])
+        if mark not in seen:
+            seen.add(mark)
+            found.append((case, name))
+    return found
+
+
+# They take the tiles and instructions of sm_80, in less shared memory, which the first cases need most of.
+_LIKE_SM_80 = ("sm_86", "sm_89", "sm_120")
+
+
+def common_and_others() -> tuple[list[tuple[Case, str]], list[tuple[Case, str]]]:
+    """What `make test` compiles, and what only the slow tests do."""
+    seen: set[str] = set()
+    pairs = list(itertools.product(COMMON, ARCHITECTURES))
+    quick = [(case, name) for case, name in pairs if name not in _LIKE_SM_80 or case in COMMON[: len(KERNELS)]]
+    common = unique(quick, seen)
+    every = ((case, name) for name, arch in ARCHITECTURES.items() for case in _every_case(arch))
+    return common, unique(itertools.chain(pairs, every), seen)

@@ -1,0 +1,75 @@
+"""Compile for GPUs that are not here, and read the machine code: registers, and what spills of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from lik_ops.gpu.triton_versions import compile_options
+from lik_ops.gpu.tuning.architectures import Architecture
+
+
+def target(arch: Architecture) -> GPUTarget:
+    if arch.is_amd:
+        return GPUTarget("hip", arch.name, arch.wavefront)
+    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wavefront)
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);")
+_SPILL = re.compile(r"\b(?:LDL|STL)\b")
+
+
+def disassembled(cubin: bytes) -> tuple[int, list[tuple[int, str]]]:
+    """Registers of a thread, and the machine code: addresses with instructions."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    path = str(tool) if tool.exists() else shutil.which("cuobjdump")
+    assert path is not None, "Triton's wheel carries cuobjdump; neither it nor another was found"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        arguments = [path, "-res-usage", "-sass", file.name]
+        report = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", report).group(1))  # type: ignore[union-attr]
+    return registers, [(int(address, 16), text) for address, text in _INSTRUCTION.findall(report)]
+
+
+def cuda_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and how many instructions of the machine code touch local memory: spills.
+
+    The size of the stack will not do: a 64-bit division is a call, which takes 8 bytes of it.
+    """
+    registers, code = disassembled(cubin)
+    return registers, sum(bool(_SPILL.search(text)) for _, text in code)
+
+
+def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
+    """The same of a kernel with specialised warps, of spills inside of loops: others happen once a program.
+
+    What takes or gives registers is in no loop: that from which warps are sent to their parts would count as one.
+
+    Args:
+        products: look at the inner loops that multiply alone, not at those over documents.
+    """
+    registers, code = disassembled(cubin)
+    jumps = [(int(found.group(1), 16), at) for at, text in code if (found := re.search(r"\bBRA.* 0x([0-9a-f]+)", text))]
+    once = [at for at, text in code if "USETMAXREG" in text]
+    loops = [(to, at) for to, at in jumps if to < at and not any(to <= n <= at for n in once)]
+    if products:
+        multiply = [at for at, text in code if "GMMA" in text]
+        loops = [(to, end) for to, end in loops if any(to <= at <= end for at in multiply)]
+        loops = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    assert loops
+    repeated = (any(to <= at <= end for to, end in loops) for at, text in code if _SPILL.search(text))
+    return registers, sum(repeated)
+
+
+def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
+    """A kernel as `launcher` compiles it, by default with the four warps that most take."""
+    return triton.compile(source, target=target, options=compile_options(options or {"num_warps": 4}))

@@ -1,0 +1,95 @@
+"""Replay launches in Triton's interpreter, where no kernel is compiled.
+
+Use with ``TRITON_INTERPRET=1 pytest -p tests.support.replaying``.
+
+What a GPU's replay passes to a compiled kernel, pointers in place of tensors, is turned into tensors again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lik_ops.gpu import triton_versions
+from lik_ops.gpu.runtime import capture, launcher
+
+
+class Replayed:
+    """How many launches were replayed."""
+
+    count = 0
+
+
+replayed = Replayed()
+
+
+class Interpreted:
+    """Stands for a compiled kernel: knows the tensors that it was recorded with, but for where they lie."""
+
+    def __init__(self, kernel: Any, args: tuple, options: dict) -> None:
+        self.kernel, self.options = kernel, triton_versions.compile_options(options)
+        self.kinds = [type(x) for x in args]
+        self.known = [[_known(y) for y in x] if _is_group(x) else _known(x) for x in args]
+
+    def encoded(self, n: int, descriptor: Any) -> tuple:
+        return (descriptor,)
+
+    def direct(self, x: int, y: int, z: int, stream: int, values: list) -> None:
+        replayed.count += 1
+        args = []
+        for kind, known, value in zip(self.kinds, self.known, values, strict=True):
+            if isinstance(value, list):
+                given = [_tensor(k, v) for k, v in zip(known, value, strict=True)]
+                args.append(kind._make(given) if hasattr(kind, "_make") else kind(given))
+            else:
+                args.append(_tensor(known, value))
+        self.kernel[x, y, z](*args, **self.options)
+
+
+def _is_group(x: Any) -> bool:
+    return isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x)
+
+
+def _known(x: Any) -> Any:
+    return (x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else None
+
+
+def _tensor(known: Any, value: Any) -> Any:
+    """A tensor at an address, where one was recorded."""
+    if known is None:
+        return value
+    dtype, shape, strides = known
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * (reach * dtype.itemsize)).from_address(value)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    if launcher.recording.by is not None:
+        values = [list(x) if _is_group(x) else x for x in args]
+        launcher.recording.by.launched(Interpreted(kernel, args, options), grid, args, values)
+    with _disable_current_modes():  # the interpreter copies tensors
+        kernel[grid](*args, **triton_versions.compile_options(options))
+
+
+def current_device() -> None:
+    """That of tensors on the CPU."""
+
+
+def raw_stream(index: None) -> int:
+    return 0
+
+
+def pytest_configure(config: Any) -> None:
+    launcher.launch = launch
+    capture.current_device, capture.raw_stream = current_device, raw_stream
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"{replayed.count} launches were replayed")

@@ -1,0 +1,71 @@
+"""An encoder and decoder of residual codes in numpy, bit by bit; codecs for any tokens; and an index of fast-plaid."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import lik_ops
+from lik_ops import ResidualCodec
+from lik_ops.formats.table import RESIDUAL
+
+# Six documents of an index that fast-plaid 1.7 made of random unit tokens, with 4 bits for each of 128 features:
+# `centroids` (of 512 those that the documents use, codes renumbered), `bucket_cutoffs`, `bucket_weights`, `codes` and
+# `residuals` as its files hold them, `tokens` as they were, `decoded` and `scores` of `queries` as it gives them.
+GOLDEN = Path(__file__).parents[1] / "data/fast_plaid.npz"
+NBITS = (1, 2, 4, 8)
+FORMATS = tuple(RESIDUAL)
+
+
+def packed(buckets, nbits, order="plaid"):
+    """Buckets ``[n, d]`` as bytes: a stream of bits, which is cut into bytes."""
+    place = np.arange(nbits) if order != "big" else np.arange(nbits)[::-1]  # of the bits of a bucket, in the stream
+    bits = ((buckets[:, :, None] >> place) & 1).reshape(len(buckets), buckets.shape[1] * nbits)
+    return np.packbits(bits.astype(np.uint8), axis=1, bitorder=_of_bytes(order))
+
+
+def unpacked(data, nbits, d, order="plaid"):
+    """`packed` backwards."""
+    place = np.arange(nbits) if order != "big" else np.arange(nbits)[::-1]
+    bits = np.unpackbits(data, axis=1, bitorder=_of_bytes(order))[:, : d * nbits].reshape(-1, d, nbits)
+    return (bits.astype(np.int64) << place).sum(-1)
+
+
+def _of_bytes(order):
+    return "little" if order == "little" else "big"
+
+
+def encoded(x, codec):
+    """Codes, and buckets ``[n, d]``."""
+    centroids, cutoffs = codec.centroids.double().numpy(), codec.cutoffs.double().numpy()
+    codes = (x @ centroids.T).argmax(1)
+    off = x - centroids[codes]
+    return codes, (off[:, :, None] > cutoffs).sum(-1)  # one that equals a cutoff is below it
+
+
+def decoded(codes, buckets, codec):
+    x = codec.centroids.double().numpy()[codes] + codec.weights.double().numpy()[buckets]
+    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) if codec.normalize else x
+
+
+def random_codec(d, nbits, n_centroids=7, **options):
+    """Unit centroids, and buckets that lie unevenly, so that no two orders of them are alike."""
+    generator = torch.Generator().manual_seed(nbits)
+    centroids = torch.nn.functional.normalize(torch.randn(n_centroids, d, generator=generator), dim=-1)
+    cutoffs = (torch.randn(2**nbits - 1, generator=generator) * 0.3 / d**0.5).sort().values
+    ends = torch.cat([cutoffs[:1] - 0.4 / d**0.5, cutoffs, cutoffs[-1:] + 0.5 / d**0.5])
+    return ResidualCodec(centroids, torch.lerp(ends[:-1], ends[1:], 0.4), cutoffs, **options)
+
+
+def quantize(D, format="int8", scale="token", **options):
+    """`lik_ops.quantize`, also to residual codes of some codec."""
+    if format not in RESIDUAL:
+        return lik_ops.quantize(D, format, scale, **options)
+    assert scale == "token"
+    return lik_ops.quantize(D, random_codec(D.shape[-1], RESIDUAL[format].nbits).to(D.device), **options)
+
+
+def golden():
+    """The arrays of `GOLDEN` as tensors, and their codec."""
+    found = {name: torch.from_numpy(x) for name, x in np.load(GOLDEN).items()}
+    return found, ResidualCodec(found["centroids"], found["bucket_weights"], found["bucket_cutoffs"])

@@ -84,7 +84,7 @@ def call_of(kind: str, case: Any, device: str = "cuda") -> Callable[[], object]:
     """Return the call that a row times, written as a user of lik_ops would write it."""
     if kind == "ragged":
         packed = ragged_cases.Inputs(case, device)
-        return ragged.call_of(packed, ragged_contenders.contenders(packed)[ragged_contenders.PACKED])
+        return ragged.call_of(packed, ragged_contenders.contenders(packed)[ragged_contenders.SHORT_DOCUMENTS])
     x = common.Inputs(case, device)
     if kind == "training":
         score = contenders.training(case, x)["lik_ops lowmem"]

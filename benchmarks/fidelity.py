@@ -80,7 +80,7 @@ def spearman(found: Tensor, exact: Tensor) -> float:
 def recall(found: Tensor, exact: Tensor, k: int) -> float:
     """Return the share of the `k` best of `exact` among the `k` best of `found`, averaged over rows."""
     k = min(k, exact.shape[-1])
-    best = [lik_ops.ops.topk.first(x, k)[1] for x in (found, exact)]
+    best = [lik_ops.ops.topk.select_first(x, k)[1] for x in (found, exact)]
     return float((best[0].unsqueeze(-1) == best[1].unsqueeze(-2)).double().sum((-1, -2)).mean() / k)
 
 

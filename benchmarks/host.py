@@ -245,8 +245,8 @@ def _call(score: Callable[..., Tensor], tokens: tuple[Tensor, ...], upstream: Te
 
 def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     """Return parts of `lik_ops.maxsim`, each as a function."""
-    from lik_ops.core.arguments import check, metadata
-    from lik_ops.core.settings import requested_backend
+    from lik_ops.core.arguments import check_dense, make_metadata_key
+    from lik_ops.core.settings import get_requested_backend
     from lik_ops.gpu import backend as cuda
     from lik_ops.gpu.backward import dense as cuda_backward
     from lik_ops.ops.fast_path import watchers
@@ -264,21 +264,21 @@ def steps(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     leaf = torch.zeros(8, 8, device="cuda", requires_grad=True)
     copied = leaf.view_as(leaf)
     return {
-        "nobody watches": watchers.nobody_watches,
-        "ordinary tensors (2)": lambda: (watchers.is_memory(Q), watchers.is_memory(D)),
-        "metadata": lambda: metadata(Q, D, None, None, None),
-        "requested backend": requested_backend,
-        "check": lambda: check("maxsim", Q, D, None, None, None),
+        "nobody watches": watchers.is_dispatch_idle,
+        "ordinary tensors (2)": lambda: (watchers.is_ordinary_tensor(Q), watchers.is_ordinary_tensor(D)),
+        "metadata": lambda: make_metadata_key(Q, D, None, None, None),
+        "requested backend": get_requested_backend,
+        "check": lambda: check_dense("maxsim", Q, D, None, None, None),
         "torch.empty": lambda: torch.empty((8, 8), dtype=torch.float32, device=Q.device),
         "new_empty": lambda: Q.new_empty((8, 8), dtype=torch.float32),
         "empty_strided_cuda": lambda: empty_strided((8, 8), (8, 1), torch.float32),
-        "launch hooks": launcher.hooks_set,
+        "launch hooks": launcher.has_launch_hooks,
         "plan": lambda: cuda.forward_plan(Q, D, None, None, None, False, None),
         "plan's forward": lambda: plan.forward((8, 8), given),
         "replayed": lambda: again(given),
         "in full": lambda: plan.scores((8, 8), *given, None),
         "backend's backward lowmem": lambda: backward("lowmem"),
-        "its outputs": lambda: cuda_backward.outputs_of(Q, D, [True, True, False], False),
+        "its outputs": lambda: cuda_backward.allocate_gradients(Q, D, [True, True, False], False),
         "backend's backward unified": lambda: backward("unified"),
         "torch.autograd.grad of a view": lambda: torch.autograd.grad(copied, leaf, scores, retain_graph=True),
     }
@@ -296,7 +296,7 @@ def main() -> None:
     device = "cpu" if args.without_gpu else "cuda"
     Q, D = (torch.randn(8, n, 64, device=device, dtype=torch.bfloat16) for n in (32, 64))
     records = []
-    print(f"launched {launcher.way()}")
+    print(f"launched {launcher.describe_launch_path()}")
     kinds: tuple[tuple[str, Callable[[], dict[str, Callable[[], object]]], bool], ...] = (
         ("no grad", lambda: scoring(Q, D), False),
         ("training", lambda: training(Q, D), True),

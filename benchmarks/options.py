@@ -107,7 +107,7 @@ def measure(row: Row, timer: gpu.Timer) -> dict:
     cost = ms["option"] / ms["plain"]
     found = {"case": asdict(row.case), "goal": row.goal, "ms": ms, "cost": cost, "error": error}
     argmax = None if row.case.what == "scores" else torch.int16
-    return found | {"kernel": choose.dense(x.Q, x.D, x.d_mask, x.normalize, argmax).kernel}
+    return found | {"kernel": choose.choose_dense(x.Q, x.D, x.d_mask, x.normalize, argmax).kernel}
 
 
 def main() -> None:

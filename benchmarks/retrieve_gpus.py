@@ -27,7 +27,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops.distributed.agreement import Agreement, all_gather
-from lik_ops.distributed.gathering import merged
+from lik_ops.distributed.gathering import merge_best
 
 QUERIES = (1, 64, 16, 256)
 PART_ROUNDS = 7
@@ -57,7 +57,7 @@ def parts_of(Q: Tensor, D: Tensor, k: int) -> dict[str, Callable[[], object]]:
     return {
         "local": lambda: lik_ops.retrieve(Q, D[begin:end], k),
         "agree": lambda: Agreement("benchmark", None, (Q,), {"top_k": k}, [0] * 9, None).wait(),
-        "merge": lambda: merged(best, begin, documents, k, None),
+        "merge": lambda: merge_best(best, begin, documents, k, None),
     }
 
 

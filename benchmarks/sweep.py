@@ -25,7 +25,7 @@ from forward import CASES
 from gpu import Timer
 
 from lik_ops.gpu.tuning import forward_configs, sm90_configs
-from lik_ops.gpu.tuning.forward_table import Tile
+from lik_ops.gpu.tuning.forward_table import TileConfig
 from lik_ops.ops.fast_path import eager
 
 ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
@@ -37,7 +37,7 @@ def _empty():
     pass
 
 
-def alternatives(case: Case) -> Iterator[Tile]:
+def alternatives(case: Case) -> Iterator[TileConfig]:
     """Yield tiles whose first dimension gives each warp 16 or 32 rows and that are at least half full."""
     rows = case.Lq * (1 if case.candidates else case.Nq)
     for tokens_first, BM, BN, warps, stages in itertools.product((False, True), ROWS, TOKENS, WARPS, STAGES):
@@ -45,17 +45,17 @@ def alternatives(case: Case) -> Iterator[Tile]:
         least = 16 if tokens_first else 64
         if (least == BM or 2 * rows >= BM) and first >= 64 and 16 <= first // warps <= 32:
             for walkers in WALKERS:
-                yield Tile(BM, BN, 128, warps, stages, tokens_first=tokens_first, walkers=walkers)
+                yield TileConfig(BM, BN, 128, warps, stages, tokens_first=tokens_first, walkers=walkers)
 
 
 @contextmanager
-def forced(tile: Tile) -> Iterator[None]:
+def forced(tile: TileConfig) -> Iterator[None]:
     """Run `maxsim_forward` with this tile, even if the specialized kernel would be chosen."""
-    table = mock.patch.object(forward_configs, "forward_tiles", lambda *_: (tile,))
-    with table, mock.patch.object(sm90_configs, "specialized", lambda *_, **__: None):
-        eager.forget()
+    table = mock.patch.object(forward_configs, "select_tiles", lambda *_: (tile,))
+    with table, mock.patch.object(sm90_configs, "configure_sm90", lambda *_, **__: None):
+        eager.clear_call_caches()
         yield
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def measure(case: Case, timer: Timer) -> dict:
@@ -96,7 +96,7 @@ def main() -> None:
         records.append(measure(case, timer))
         print(case.name)
         for t in sorted((t for t in records[-1]["tried"] if "ms" in t), key=lambda t: t["ms"])[:10]:
-            choice = t["choice"] if isinstance(t["choice"], str) else Tile(**t["choice"])
+            choice = t["choice"] if isinstance(t["choice"], str) else TileConfig(**t["choice"])
             print(f"  {t['ms']:.4f} {choice}{'' if t['same_bits'] else ' OTHER BITS'}")
         torch.cuda.empty_cache()
     print("wrote", common.write("sweep", records, path=args.out))

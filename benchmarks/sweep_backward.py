@@ -79,11 +79,11 @@ class Inputs:
     argmax: Tensor
 
     def call(self, needs: list[bool]) -> tuple[GradientCall, Sequence[Tensor]]:
-        arguments = cuda_backward.Arguments(self.up, self.Q, self.D, self.argmax, None, None, None, False, needs)
-        outputs = arguments.outputs()
+        arguments = cuda_backward.BackwardArgs(self.up, self.Q, self.D, self.argmax, None, None, None, False, needs)
+        outputs = arguments.allocate_outputs()
         for out in outputs:
             out.fill_(float("nan"))
-        return cuda_backward._call(arguments), outputs
+        return cuda_backward._make_call(arguments), outputs
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return the fp64 gradients of the last query and of the last document."""
@@ -143,11 +143,11 @@ def timed(timer: Timer, inputs: Inputs, run, needs: list[bool], expected: Tensor
 
 
 def into_queries(call: GradientCall, outputs: Sequence[Tensor]) -> None:
-    call.into_queries(outputs[0], None)
+    call.write_query_gradients(outputs[0], None)
 
 
 def into_documents(call: GradientCall, outputs: Sequence[Tensor]) -> None:
-    backward_documents.into_documents(call, outputs[1])
+    backward_documents.write_packed_gradients(call, outputs[1])
 
 
 def lists_only(call: GradientCall, outputs: Sequence[Tensor]) -> None:
@@ -179,7 +179,7 @@ def measure(case: Case, kind: str, timer: Timer) -> list[dict]:
         report(tried[-1] | {"complete": True})
     if case.candidates:
         for BN, tokens, warps in FEW if kind == "uniform" else ():
-            cut = mock.patch.object(backward_documents, "_MOST_TOKENS", tokens)
+            cut = mock.patch.object(backward_documents, "_MAX_PROGRAM_TOKENS", tokens)
             with forced("sparse_documents", warps, 1, 255, BN=BN), cut:
                 attempt("grad_D", (BN, tokens, warps), into_documents, only_D, grad_D)
         return tried

@@ -68,11 +68,11 @@ ROWS = tuple(
 @contextmanager
 def forced(tile: tuple[int, int] | None) -> Iterator[None]:
     """Run calls of few rows with this tile, or with the table's tile."""
-    eager.forget()
+    eager.clear_call_caches()
     tables = {name: getattr(sm90_configs, name) if tile is None else ((*tile, 1.0),) for name in TABLES}
     with mock.patch.multiple(sm90_configs, **tables):
         yield
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def measure(row: Few, timer: gpu.Timer) -> dict:

@@ -66,7 +66,7 @@ def cases(only: str) -> list[Head]:
         case
         for case in CASES
         if case.what == "scores"
-        and case.Nq * case.Lq <= head_configs.MOST_ROWS
+        and case.Nq * case.Lq <= head_configs.MAX_QUERY_ROWS
         and case.Nd >= 264
         and only in case.name
     ]
@@ -75,7 +75,7 @@ def cases(only: str) -> list[Head]:
 @contextmanager
 def forced(tile: Tile | None) -> Iterator[None]:
     """Run fused calls with this tile, or with the table's tile."""
-    made = head_configs.scores
+    made = head_configs.configure_scores
 
     def launch(arch, *args):
         found = made(arch, *args)
@@ -87,7 +87,7 @@ def forced(tile: Tile | None) -> Iterator[None]:
     if tile is None:
         yield
     else:
-        with mock.patch.object(head_configs, "scores", launch):
+        with mock.patch.object(head_configs, "configure_scores", launch):
             yield
 
 
@@ -105,7 +105,7 @@ def compile_one(job: tuple[Head, Tile]) -> str:
     arch = architecture(torch.device("cuda"))
     try:
         with torch.no_grad(), forced(tile):
-            score(Inputs(replace(case, Nd=4 * arch.processors, Ld=head_configs.FEWEST_TOKENS)))
+            score(Inputs(replace(case, Nd=4 * arch.processors, Ld=head_configs.MIN_DOCUMENT_TOKENS)))
         torch.cuda.synchronize()
     except Exception as failure:
         return gpu.reason(failure)

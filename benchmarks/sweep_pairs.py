@@ -56,12 +56,12 @@ ROWS = (
 
 @contextmanager
 def forced(side: str) -> Iterator[None]:
-    eager.forget()
+    eager.clear_call_caches()
     with contextlib.ExitStack() as stack:
         for name, value in SIDES[side].items():
             stack.enter_context(mock.patch(f"lik_ops.gpu.{name}", value))
         yield
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def measure(case: Case, timer: gpu.Timer) -> dict:

@@ -33,8 +33,8 @@ from lik_ops.ops.fast_path import eager
 
 PARTS = ("forward", "queries", "documents")
 CASES = (Case("256x256", 256, 256, **SHORT), Case("pages 32x32", 32, 32, **PAGES))
-_FORWARD, _BACKWARD = soft_configs.forward, soft_configs.backward
-_SPECIALIZED_BACKWARD = soft_configs.specialized_backward
+_FORWARD, _BACKWARD = soft_configs.configure_soft_forward, soft_configs.configure_soft_backward
+_SPECIALIZED_BACKWARD = soft_configs.configure_soft_sm90_backward
 
 
 class Tile(NamedTuple):
@@ -87,7 +87,10 @@ CHOICES: dict[str, list] = {"forward": FORWARD, "queries": QUERIES, "documents":
 def _plain(launch: Any, tile: Tile, slot: bool) -> Any:
     config = launch.config._replace(BM=tile.BM, BN=tile.BN)
     if slot:  # a query longer than a tile is processed tile by tile
-        config = config._replace(SLOT=min(config.SLOT, tile.BM), LONG=config.LONG or config.SLOT > tile.BM)
+        config = config._replace(
+            ROWS_PER_QUERY=min(config.ROWS_PER_QUERY, tile.BM),
+            LONG_QUERIES=config.LONG_QUERIES or config.ROWS_PER_QUERY > tile.BM,
+        )
     return replace(launch, config=config, num_warps=tile.warps, num_stages=tile.stages, max_registers=tile.registers)
 
 
@@ -100,18 +103,18 @@ def forced(part: str, choice: Choice) -> Iterator[None]:
             stack.enter_context(mock.patch.object(soft_configs, name, function))
 
         if isinstance(choice, Tile):
-            put("specialized_backward", lambda *_: None)
-            put("forward", lambda *a, **k: _plain(_FORWARD(*a, **k), choice, True))
-            put("backward", lambda *a, **k: _plain(_BACKWARD(*a, **k), choice, False))
+            put("configure_soft_sm90_backward", lambda *_: None)
+            put("configure_soft_forward", lambda *a, **k: _plain(_FORWARD(*a, **k), choice, True))
+            put("configure_soft_backward", lambda *a, **k: _plain(_BACKWARD(*a, **k), choice, False))
         elif isinstance(choice, Stream):
-            put("specialized_backward", lambda *a: _streamed(_SPECIALIZED_BACKWARD(*a), choice))
-        eager.forget()
+            put("configure_soft_sm90_backward", lambda *a: _streamed(_SPECIALIZED_BACKWARD(*a), choice))
+        eager.clear_call_caches()
         yield
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def _streamed(found: Any, choice: Stream) -> Any:
-    return found._replace(BN=choice.BN, STAGES=choice.stages, RESIDENT=choice.resident)
+    return found._replace(BN=choice.BN, STAGES=choice.stages, OPERAND_IN_REGISTERS=choice.resident)
 
 
 def called(part: str, x: Inputs) -> Any:

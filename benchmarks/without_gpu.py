@@ -18,7 +18,7 @@ _empty_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[att
 _bound: dict[tuple, Bound] = {}
 
 
-class Bound(launcher.Bound):
+class Bound(launcher.CompiledKernel):
     """A stand-in for a compiled kernel."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ def _direct(x: int, y: int, z: int, stream: int, values: Any) -> None:
 
 
 def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, list]:
-    description, values = launcher.describe(kernel, args)
+    description, values = launcher.describe_args(kernel, args)
     return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
 
 
@@ -49,7 +49,7 @@ def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:
 
     Args:
         architecture: replaces `lik_ops.gpu.runtime.arguments.architecture`.
-        bind: replaces `lik_ops.gpu.runtime.launcher.bind`.
+        bind: replaces `lik_ops.gpu.runtime.launcher.get_compiled_kernel`.
     """
     torch.set_num_threads(1)
     stand_ins = {
@@ -64,5 +64,5 @@ def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)
-    launcher.bind, launcher.enter_context = bind, lambda: None  # type: ignore[assignment]
-    backends.select = lambda device, dtype: backend
+    launcher.get_compiled_kernel, launcher.ensure_cuda_context = bind, lambda: None  # type: ignore[assignment]
+    backends.select_backend = lambda device, dtype: backend

@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 NOTEBOOK = "late_interaction"
-# Paths of the functions whose docstrings describe the operators, below lik_ops.ops.
+# Paths of the functions whose docstrings describe the operators, below lik_ops.
 OPERATORS = {
-    "chamfer.chamfer_bwd": "chamfer_bwd",
-    "chamfer.chamfer_fwd": "chamfer_fwd",
-    "head.maxsim_from_hidden_fwd": "maxsim_from_hidden_fwd",
-    "head.maxsim_from_hidden_bwd": "maxsim_from_hidden_bwd",
-    "maxsim._composite": "maxsim",
-    "maxsim.maxsim_fwd": "maxsim_fwd",
-    "maxsim.maxsim_bwd_lowmem": "maxsim_bwd_lowmem",
-    "maxsim.maxsim_bwd_unified": "maxsim_bwd_unified",
-    "ragged.maxsim_ragged_fwd": "maxsim_ragged_fwd",
-    "ragged.maxsim_ragged_bwd": "maxsim_ragged_bwd",
-    "quantized.maxsim_quantized_fwd": "maxsim_quantized_fwd",
-    "saved.maxsim_fwd_int8": "maxsim_fwd_int8",
-    "saved.maxsim_bwd_int8": "maxsim_bwd_int8",
-    "soft.maxsim_soft_fwd": "maxsim_soft_fwd",
-    "soft.maxsim_soft_bwd": "maxsim_soft_bwd",
-    "cross_entropy.maxsim_cross_entropy_fwd": "maxsim_cross_entropy_fwd",
-    "cross_entropy.maxsim_cross_entropy_bwd": "maxsim_cross_entropy_bwd",
-    "topk.maxsim_topk": "maxsim_topk",
-    "topk_codes.maxsim_topk_codes": "maxsim_topk_codes",
-    "token_topk.maxsim_token_topk_fwd": "maxsim_token_topk_fwd",
-    "xtr.maxsim_xtr_fwd": "maxsim_xtr_fwd",
-    "packaged.maxsim_packaged": "maxsim_packaged",
+    "families.chamfer.ops.chamfer_bwd": "chamfer_bwd",
+    "families.chamfer.ops.chamfer_fwd": "chamfer_fwd",
+    "families.head.ops.maxsim_from_hidden_fwd": "maxsim_from_hidden_fwd",
+    "families.head.ops.maxsim_from_hidden_bwd": "maxsim_from_hidden_bwd",
+    "ops.maxsim._composite": "maxsim",
+    "ops.maxsim.maxsim_fwd": "maxsim_fwd",
+    "ops.maxsim.maxsim_bwd_lowmem": "maxsim_bwd_lowmem",
+    "ops.maxsim.maxsim_bwd_unified": "maxsim_bwd_unified",
+    "ops.ragged.maxsim_ragged_fwd": "maxsim_ragged_fwd",
+    "ops.ragged.maxsim_ragged_bwd": "maxsim_ragged_bwd",
+    "ops.quantized.maxsim_quantized_fwd": "maxsim_quantized_fwd",
+    "ops.saved.maxsim_fwd_int8": "maxsim_fwd_int8",
+    "ops.saved.maxsim_bwd_int8": "maxsim_bwd_int8",
+    "families.soft.ops.maxsim_soft_fwd": "maxsim_soft_fwd",
+    "families.soft.ops.maxsim_soft_bwd": "maxsim_soft_bwd",
+    "families.loss.ops.maxsim_cross_entropy_fwd": "maxsim_cross_entropy_fwd",
+    "families.loss.ops.maxsim_cross_entropy_bwd": "maxsim_cross_entropy_bwd",
+    "ops.topk.maxsim_topk": "maxsim_topk",
+    "ops.topk_codes.maxsim_topk_codes": "maxsim_topk_codes",
+    "families.token_topk.ops.maxsim_token_topk_fwd": "maxsim_token_topk_fwd",
+    "families.xtr.ops.maxsim_xtr_fwd": "maxsim_xtr_fwd",
+    "ops.packaged.maxsim_packaged": "maxsim_packaged",
 }
 
 
@@ -152,7 +152,7 @@ class Sections(Extension):
 
     def __init__(self) -> None:
         super().__init__()
-        self.schemas = {"lik_ops.ops." + path: schemas()[name] for path, name in OPERATORS.items()}
+        self.schemas = {"lik_ops." + path: schemas()[name] for path, name in OPERATORS.items()}
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.path in self.schemas:

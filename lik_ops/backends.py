@@ -7,14 +7,14 @@ from types import ModuleType
 
 import torch
 
-from .core.settings import requested_backend
+from .core.settings import get_requested_backend
 from .portable import backend as portable
 
 _log = logging.getLogger("lik_ops")
 _has_triton = find_spec("triton") is not None
 
 
-def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+def explain_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """None if the Triton kernels can compute on `device` in `dtype`, else the reason why not."""
     if not _has_triton:
         return "triton is not installed"
@@ -25,7 +25,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return cuda.unavailable(device)
 
 
-def forget() -> None:
+def clear_plan_caches() -> None:
     """Drop what the backends worked out from their tables of configurations."""
     if f"{__package__}.gpu.backend" in sys.modules:
         from .gpu import backend as cuda
@@ -33,16 +33,16 @@ def forget() -> None:
         cuda.forget()
 
 
-def select(device: torch.device, dtype: torch.dtype) -> ModuleType:
+def select_backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The backend module for tensors of `device` and `dtype` under the current choice.
 
     Raises:
         RuntimeError: ``"triton"`` was asked for and cannot run there.
     """
-    requested = requested_backend()
+    requested = get_requested_backend()
     if requested == "portable" or (requested == "auto" and device.type == "cpu"):
         return portable
-    reason = why_not_triton(device, dtype)
+    reason = explain_no_triton(device, dtype)
     if reason is None:
         from .gpu import backend as cuda
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import __version__, backends, maxsim
-from .core.arguments import first_sentence
-from .core.settings import BACKEND_VARIABLE, requested_backend
+from .core.arguments import get_first_sentence
+from .core.settings import BACKEND_VARIABLE, get_requested_backend
 from .portable import backend as portable
 
 if TYPE_CHECKING:
@@ -26,21 +26,21 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _backend() -> str:
+def _describe_backend() -> str:
     try:
-        return requested_backend()
+        return get_requested_backend()
     except ValueError as error:
         return f"error: {error}"
 
 
-def _devices() -> list[tuple[torch.device, str]]:
+def _describe_devices() -> list[tuple[torch.device, str]]:
     threads = torch.get_num_threads()
     devices = [(torch.device("cpu"), f"{platform.machine()}, {threads} thread{'' if threads == 1 else 's'}")]
     if torch.cuda.is_available():
@@ -48,7 +48,7 @@ def _devices() -> list[tuple[torch.device, str]]:
     return devices
 
 
-def choice(
+def describe_choice(
     device: torch.device,
     dtype: torch.dtype,
     Nq: int,
@@ -58,14 +58,14 @@ def choice(
     Nd: int = _DOCUMENTS,
     Ld: int = _TOKENS,
 ) -> str:
-    """The backend, and for Triton the kernel with its tile, that scoring Nd documents of Ld tokens would use; of `int8`
-    documents, if they are."""
+    """The backend, and for Triton the kernel with its tile, that scoring Nd documents of Ld tokens would use; of
+    `choose_int8` documents, if they are."""
     try:
-        backend = backends.select(device, dtype)
+        backend = backends.select_backend(device, dtype)
     except (RuntimeError, ValueError) as error:  # LIK_OPS_BACKEND
         return f"error: {error}"
     if backend is portable:
-        return f"portable: {_why_portable(device, dtype)}"
+        return f"portable: {_explain_portable(device, dtype)}"
     from .gpu import backend as cuda
     from .gpu.runtime import launcher
 
@@ -73,20 +73,20 @@ def choice(
         arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
     except ValueError as error:  # LIK_OPS_TABLE
         return f"error: {error}"
-    of = int8_kernel if int8 else kernel
-    return f"triton {of(arch, dtype, *sizes)}; launched {launcher.way()}"
+    of = describe_int8_kernel if int8 else describe_kernel
+    return f"triton {of(arch, dtype, *sizes)}; launched {launcher.describe_launch_path()}"
 
 
-def _why_portable(device: torch.device, dtype: torch.dtype) -> str:
+def _explain_portable(device: torch.device, dtype: torch.dtype) -> str:
     """Return the reason why the portable backend computes on `device`."""
-    if requested_backend() == "portable":
+    if get_requested_backend() == "portable":
         return f"{BACKEND_VARIABLE} or lik_ops.use_backend says so"
     if device.type == "cpu":
         return "Triton kernels need a GPU"
-    return backends.why_not_triton(device, dtype) or "unknown"
+    return backends.explain_no_triton(device, dtype) or "unknown"
 
 
-def gpus() -> str:
+def describe_gpus() -> str:
     """Return how many GPUs torch finds, and if none, what is missing."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
@@ -95,70 +95,70 @@ def gpus() -> str:
         torch.cuda.init()
         reason = "torch finds no device"
     except (AssertionError, RuntimeError) as error:
-        reason = first_sentence(error)
+        reason = get_first_sentence(error)
     hidden = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
     return f"none: {reason}" + "".join(f", {name}={value}" for name, value in hidden.items())
 
 
-def kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
+def describe_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
     from .gpu import choose
 
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
-    chosen = choose.dense(Q, D, None, False, None, arch)
+    chosen = choose.choose_dense(Q, D, None, False, None, arch)
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
 
 
-def int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
+def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
     """The kernel that scores contiguous int8 documents of these sizes with a scale for each token, likewise."""
     from .gpu import choose
 
     Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
-    chosen = choose.int8(Q, data, scale, 2, arch)
+    chosen = choose.choose_int8(Q, data, scale, 2, arch)
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}" if chosen else f"maxsim_forward_ragged on {arch.name}"
 
 
-def table() -> str:
+def describe_table() -> str:
     """The table of tiles that ``LIK_OPS_TABLE`` names."""
     if find_spec("triton") is None:
         return "none: triton is not installed"
     from .gpu.tuning import measured_tables
 
     try:
-        found = measured_tables.loaded()
+        found = measured_tables.load_table()
     except ValueError as error:
         return f"error: {error}"
     return "built in" if found is None else f"{os.environ[measured_tables.ENVIRONMENT_VARIABLE]}: {found}"
 
 
-def triton() -> str:
+def describe_triton() -> str:
     """The version of Triton, and whether it is newer than what was tested."""
-    found = _version("triton")
+    found = _get_version("triton")
     if find_spec("triton") is None:
         return found
     from .gpu import triton_versions
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said here
-        known = triton_versions.is_known()
-    return found if known else f"{found}: newer than {triton_versions.spelled()}, so plain kernels compute"
+        known = triton_versions.is_tested_version()
+    return found if known else f"{found}: newer than {triton_versions.format_newest()}, so plain kernels compute"
 
 
-def fallen_back() -> list[str]:
+def describe_fallbacks() -> list[str]:
     """What is known of kernels that did not compile in this process."""
     launcher = sys.modules.get(f"{__package__}.gpu.runtime.launcher")
-    return [] if launcher is None else list(launcher.fallen_back.values())
+    return [] if launcher is None else list(launcher.fallback_messages.values())
 
 
-def _compile(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, Nd: int, Ld: int) -> None:
-    """Score what `choice` speaks of, so that a kernel that does not compile is known."""
+def _compile_choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, Nd: int, Ld: int) -> None:
+    """Score what `describe_choice` speaks of, so that a kernel that does not compile is known."""
     Q, D = (torch.zeros((n, L, d), dtype=dtype, device=device) for n, L in ((Nq, Lq), (Nd, Ld)))
     with torch.no_grad():
         maxsim(Q, D)
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     size = int(text)
     if size < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {size}")
@@ -168,30 +168,30 @@ def _size(text: str) -> int:
 def main(argv: list[str] | None = None) -> None:
     """Print the report; ``--nq``, ``--lq``, ``--nd``, ``--ld`` and ``--d`` name the shape whose kernel is asked for."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
-    parser.add_argument("--nq", type=_size, default=256, help="number of queries (default 256)")
-    parser.add_argument("--d", type=_size, default=128, help="features of a token (default 128)")
-    parser.add_argument("--lq", type=_size, default=32, help="tokens of a query (default 32)")
-    parser.add_argument("--nd", type=_size, default=_DOCUMENTS, help="number of documents (default 1000)")
-    parser.add_argument("--ld", type=_size, default=_TOKENS, help="tokens of a document (default 300)")
+    parser.add_argument("--nq", type=_parse_size, default=256, help="number of queries (default 256)")
+    parser.add_argument("--d", type=_parse_size, default=128, help="features of a token (default 128)")
+    parser.add_argument("--lq", type=_parse_size, default=32, help="tokens of a query (default 32)")
+    parser.add_argument("--nd", type=_parse_size, default=_DOCUMENTS, help="number of documents (default 1000)")
+    parser.add_argument("--ld", type=_parse_size, default=_TOKENS, help="tokens of a document (default 300)")
     parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and say which cannot")
     args = parser.parse_args(argv)
     sizes = args.nq, args.lq, args.d
     print(f"lik_ops  {__version__}")
     print(f"python   {platform.python_version()} on {platform.system()}")
     print(f"torch    {torch.__version__}")
-    print(f"triton   {triton()}")
-    print(f"gpus     {gpus()}")
-    print(f"backend  {_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
-    print(f"table    {table()}")
-    for device, name in _devices():
+    print(f"triton   {describe_triton()}")
+    print(f"gpus     {describe_gpus()}")
+    print(f"backend  {_describe_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
+    print(f"table    {describe_table()}")
+    for device, name in _describe_devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:
-            said = choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)
+            said = describe_choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)
             print(f"  {str(dtype).removeprefix('torch.'):9} {said}")
             if args.compile and not said.startswith("error"):
-                _compile(device, dtype, *sizes, args.nd, args.ld)
-        print(f"  {'int8':9} {choice(device, torch.bfloat16, *sizes, int8=True, Nd=args.nd, Ld=args.ld)}")
-    for said in fallen_back():
+                _compile_choice(device, dtype, *sizes, args.nd, args.ld)
+        print(f"  {'int8':9} {describe_choice(device, torch.bfloat16, *sizes, int8=True, Nd=args.nd, Ld=args.ld)}")
+    for said in describe_fallbacks():
         print(f"fallback {said}")
 
 

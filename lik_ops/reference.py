@@ -56,7 +56,7 @@ def _check(
             raise ValueError(f"reference: {name}: expected {list(of.shape[:-1])}, got {list(x.shape)}")
 
 
-def _prepared(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+def _prepare_tokens(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """The tokens with masked ones zeroed (they may hold NaN), normalised if asked; and the mask, all True if None."""
     X = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
     keep = torch.ones(X.shape[:-1], dtype=torch.bool, device=X.device) if mask is None else mask != 0
@@ -64,14 +64,16 @@ def _prepared(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, 
     return (F.normalize(X, dim=-1) if normalize else X), keep
 
 
-def _lifted(Q: Tensor, D: Tensor, *per_token: tuple[Tensor | None, bool]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+def _add_axes(
+    Q: Tensor, D: Tensor, *per_token: tuple[Tensor | None, bool]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Add the axis that a 2-D `Q` or `D` lacks; `per_token` pairs a mask or weight with True if it belongs to Q."""
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
     lifted = [x if x is None or not (q_flat if of_q else d_flat) else x[None] for x, of_q in per_token]
     return (Q[None] if q_flat else Q), (D[None] if d_flat else D), lifted
 
 
-def _dropped(x: Tensor, Q: Tensor, D: Tensor) -> Tensor:
+def _drop_axes(x: Tensor, Q: Tensor, D: Tensor) -> Tensor:
     """Remove from an output ``[Nq, Nd, ...]`` the axes that a 2-D `Q` or `D` did not have."""
     x = x.squeeze(1) if D.dim() == 2 else x
     return x.squeeze(0) if Q.dim() == 2 else x
@@ -88,9 +90,9 @@ def maxsim_with_argmax(
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]`` (``[Nq, K]`` for 4-D `D`) and winners int64 ``[Nq, Nd, Lq]``, -1 where there is none."""
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
-    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    Qn, q_keep = _prepared(Q3, q_mask, normalize)
-    Dn, d_keep = _prepared(D3, d_mask, normalize)
+    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    Qn, q_keep = _prepare_tokens(Q3, q_mask, normalize)
+    Dn, d_keep = _prepare_tokens(D3, d_mask, normalize)
     if Dn.shape[-2] == 0:  # argmax needs one token; a masked one changes nothing
         Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
     d_keep = d_keep[:, :, None] if D3.dim() == 4 else d_keep[None, :, None]  # [Nq | 1, Nd | K, 1, Ld]
@@ -100,11 +102,11 @@ def maxsim_with_argmax(
     first_kept = d_keep.int().argmax(-1)
     argmax = torch.where(best == float("-inf"), first_kept, argmax)
     argmax = torch.where(d_keep.any(-1) & q_keep[:, None], argmax, -1)
-    scores = _scores(best, argmax, q_keep, q_weight, d_keep.any(-1)[..., 0])
-    return _dropped(scores, Q, D), _dropped(argmax, Q, D)
+    scores = _sum_maxima(best, argmax, q_keep, q_weight, d_keep.any(-1)[..., 0])
+    return _drop_axes(scores, Q, D), _drop_axes(argmax, Q, D)
 
 
-def _scores(best: Tensor, argmax: Tensor, q_keep: Tensor, q_weight: Tensor | None, d_any: Tensor) -> Tensor:
+def _sum_maxima(best: Tensor, argmax: Tensor, q_keep: Tensor, q_weight: Tensor | None, d_any: Tensor) -> Tensor:
     """Sum each query's maxima ``best [Nq, Nd, Lq]`` where there is a winner; -inf for documents that keep nothing."""
     terms = torch.where(argmax >= 0, best, 0)
     if q_weight is not None:
@@ -143,9 +145,9 @@ def maxsim_soft(
         right = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature > 0
     if not right:
         raise ValueError(f"reference: temperature: expected a number above 0 or a 0-dim Tensor, got {temperature}")
-    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    Qn, q_keep = _prepared(Q3, q_mask, normalize)
-    Dn, d_keep = _prepared(D3, d_mask, normalize)
+    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    Qn, q_keep = _prepare_tokens(Q3, q_mask, normalize)
+    Dn, d_keep = _prepare_tokens(D3, d_mask, normalize)
     d_any = d_keep.any(-1)
     keep = d_keep | ~d_any[..., None]  # a sum over nothing has no gradient, not even 0
     keep = keep[:, :, None] if D3.dim() == 4 else keep[None, :, None]
@@ -153,7 +155,7 @@ def maxsim_soft(
     best = torch.logsumexp(S, -1) * temperature if S.shape[-1] else S.sum(-1)
     d_any = d_any if D3.dim() == 4 else d_any[None]
     there = d_any[:, :, None] & q_keep[:, None]
-    return _dropped(_scores(best, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
+    return _drop_axes(_sum_maxima(best, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
 
 
 def maxsim_from_hidden(
@@ -181,7 +183,7 @@ def maxsim_from_hidden(
         raise ValueError(f"reference: d_mask: expected {list(H.shape[:-1])}, got {list(d_mask.shape)}")
     if not isinstance(normalize, bool):
         raise TypeError(f"reference: normalize: expected a bool, got {type(normalize).__name__}")
-    kept, _ = _prepared(H, d_mask, False)
+    kept, _ = _prepare_tokens(H, d_mask, False)
     D = kept @ W.to(kept).t() + (0 if b is None else b.to(kept))
     D = F.normalize(D, dim=-1) if normalize else D
     return maxsim(Q, D, q_mask, d_mask, q_weight=q_weight)
@@ -247,14 +249,14 @@ def maxsim_xtr(
 ) -> Tensor:
     """XTR scores ``[Nq, Nd]``: maxima over the tokens among the `top_k` best of the batch, over how many there are."""
     _check(Q, D, q_mask, d_mask, q_weight, False)
-    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    (Qn, q_keep), (Dn, d_keep) = _prepared(Q3, q_mask, False), _prepared(D3, d_mask, False)
+    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    (Qn, q_keep), (Dn, d_keep) = _prepare_tokens(Q3, q_mask, False), _prepare_tokens(D3, d_mask, False)
     if Dn.shape[-2] == 0:
         Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
     S = similarities(Qn, Dn).masked_fill(~d_keep[None, :, None], float("-inf"))  # [Nq, Nd, Lq, Ld]
     among = S.transpose(1, 2).flatten(2)
     if not among.shape[2]:  # no documents
-        return _dropped(S.sum((-1, -2)), Q, D)
+        return _drop_axes(S.sum((-1, -2)), Q, D)
     least = among.topk(min(top_k, among.shape[2]), dim=2).values[..., -1]
     best = S.amax(-1)
     retrieved = (best >= least[:, None]) & (best > float("-inf"))
@@ -265,7 +267,7 @@ def maxsim_xtr(
     if q_weight is not None:
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
     found = terms.sum(-1) / retrieved.sum(-1).clamp(min=1e-3 if normalizer == "positive" else 1)
-    return _dropped(found.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)
+    return _drop_axes(found.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)
 
 
 def maxsim_token_topk(
@@ -281,8 +283,8 @@ def maxsim_token_topk(
 ) -> Tensor:
     """``sum_s w[i, s] *`` the sum of the `top_k` largest similarities of kept tokens, or their mean; as `maxsim`."""
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
-    Q3, D3, (q_mask, d_mask, q_weight) = _lifted(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    (Qn, q_keep), (Dn, d_keep) = _prepared(Q3, q_mask, normalize), _prepared(D3, d_mask, normalize)
+    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
+    (Qn, q_keep), (Dn, d_keep) = _prepare_tokens(Q3, q_mask, normalize), _prepare_tokens(D3, d_mask, normalize)
     d_keep = d_keep if D3.dim() == 4 else d_keep[None]  # [Nq | 1, Nd | K, Ld]
     S = similarities(Qn, Dn).masked_fill(~d_keep[:, :, None], float("-inf"))
     best = S.sort(dim=-1, descending=True, stable=True).values[..., :top_k]
@@ -292,7 +294,7 @@ def maxsim_token_topk(
         terms = terms / count.clamp(1, top_k)
     d_any = d_keep.any(-1)
     there = d_any[:, :, None] & q_keep[:, None]
-    return _dropped(_scores(terms, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
+    return _drop_axes(_sum_maxima(terms, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
 
 
 def chamfer_distance(

@@ -50,12 +50,12 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         arch = tuning.local_architecture()
-        tuning.check(args, arch)
+        tuning.check_options(args, arch)
     except ValueError as error:
         parser.error(str(error))
     table = tuning.tune(args, arch)
     disk.replace_file(args.out, lambda at: at.write_text(measured_tables.to_json(table)))
-    measured_tables.parse(args.out.read_text(), str(args.out))
+    measured_tables.parse_table(args.out.read_text(), str(args.out))
     print(f"wrote {args.out}: {table}")
     print(f"{measured_tables.ENVIRONMENT_VARIABLE}={args.out} makes lik_ops use it")
 

@@ -70,7 +70,7 @@ def _explain(error: Exception, device: str) -> str:
 def _check_backend(parser: argparse.ArgumentParser, device: str, dtype: torch.dtype) -> None:
     """Exit unless the backend that ``LIK_OPS_BACKEND`` names can compute on the device."""
     try:
-        backends.select(as_device("warmup", device), dtype)
+        backends.select_backend(as_device("warmup", device), dtype)
     except (RuntimeError, ValueError) as error:
         parser.error(str(error).removeprefix("warmup: ").removeprefix("lik_ops: "))
 

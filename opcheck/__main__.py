@@ -11,10 +11,10 @@ import torch
 from lik_ops.opcheck import report
 from lik_ops.opcheck.samples.table import OPERATORS
 
-_MOST_JOBS = 16
+_MAX_JOBS = 16
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lik_ops.opcheck", description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     parser.add_argument("--op", action="append", choices=sorted(OPERATORS), help="check only this one (repeatable)")
@@ -25,13 +25,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default_jobs(device: str) -> int:
+def _choose_default_jobs(device: str) -> int:
     """On a GPU the time goes into compiling hundreds of kernels, a core each."""
-    return 1 if torch.device(device).type == "cpu" else min(_MOST_JOBS, os.cpu_count() or 1)
+    return 1 if torch.device(device).type == "cpu" else min(_MAX_JOBS, os.cpu_count() or 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = _parser()
+    parser = _make_parser()
     options = parser.parse_args(arguments)
     for name in ("every", "jobs"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -40,13 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
         parser.error(f"--device: {options.device}: {str(error).splitlines()[0]}")
-    print(report.title(options.device))
-    print(report.line(*report.HEADER))
+    print(report.format_title(options.device))
+    print(report.format_line(*report.HEADER))
     failed = []
-    jobs = options.jobs or _default_jobs(options.device)
-    for result in report.run(options.device, options.op, options.every, jobs):
+    jobs = options.jobs or _choose_default_jobs(options.device)
+    for result in report.run_checks(options.device, options.op, options.every, jobs):
         cells = (result.operator, result.check, result.cases, result.seconds, result.outcome)
-        print(report.line(*cells), flush=True)
+        print(report.format_line(*cells), flush=True)
         if result.error is not None:
             failed.append(result)
     for result in failed:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lik_ops.opcheck.samples.inputs import Operator, Sample
-from lik_ops.opcheck.samples.table import OPERATORS, registered
+from lik_ops.opcheck.samples.inputs import OperatorCase, Sample
+from lik_ops.opcheck.samples.table import OPERATORS, list_registered
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, tor
 SIZES = ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 8, 3), (4, 4, 4, 4), (2, 3, 100, 2), (5, 33, 2, 257))
 
 
-def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
+def choose_dtypes(device: str) -> tuple[torch.dtype, ...]:
     return CPU_DTYPES if torch.device(device).type == "cpu" else GPU_DTYPES
 
 
@@ -33,12 +33,12 @@ class Selection(NamedTuple):
     dtypes: tuple[torch.dtype, ...] | None = None
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _get_overload(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.lik, name).default
 
 
-def _samples(op: Operator, of: Selection) -> Iterator[Sample]:
-    for dtype in of.dtypes or dtypes_of(of.device):
+def _select_samples(op: OperatorCase, of: Selection) -> Iterator[Sample]:
+    for dtype in of.dtypes or choose_dtypes(of.device):
         yield from list(op.samples(dtype, of.device))[:: of.every]
 
 
@@ -46,7 +46,7 @@ def _fail(name: str, sample: object, error: object) -> AssertionError:
     return AssertionError(f"lik::{name}, sample {sample}: {error}")
 
 
-def _outputs(result: object) -> tuple[Tensor, ...]:
+def _as_outputs(result: object) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)  # type: ignore[arg-type]
 
 
@@ -64,25 +64,25 @@ def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool(((actual - expected)[finite].abs() <= tolerance * largest).all())
 
 
-def check_opcheck(name: str, op: Operator, of: Selection) -> int:
+def check_opcheck(name: str, op: OperatorCase, of: Selection) -> int:
     """`torch.library.opcheck`: schema, aliasing, autograd registration, fake tensors, AOT with symbolic sizes."""
     count = 0
-    for sample in _samples(op, of):
+    for sample in _select_samples(op, of):
         try:
-            torch.library.opcheck(_overload(name), sample.args, sample.kwargs)
+            torch.library.opcheck(_get_overload(name), sample.args, sample.kwargs)
         except Exception as error:
             raise _fail(name, sample, error) from error
         count += 1
     return count
 
 
-def check_meta(name: str, op: Operator, of: Selection) -> int:
+def check_meta(name: str, op: OperatorCase, of: Selection) -> int:
     """Meta tensors get the sizes, strides and dtypes of the real outputs."""
     count = 0
-    for sample in _samples(op, of):
-        real = _outputs(_overload(name)(*sample.args, **sample.kwargs))
+    for sample in _select_samples(op, of):
+        real = _as_outputs(_get_overload(name)(*sample.args, **sample.kwargs))
         args, kwargs = _of_tensors(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), sample)
-        meta = _outputs(_overload(name)(*args, **kwargs))
+        meta = _as_outputs(_get_overload(name)(*args, **kwargs))
         for r, m in zip(real, meta, strict=True):
             found, expected = (m.shape, m.stride(), m.dtype), (r.shape, r.stride(), r.dtype)
             if found != expected or not m.is_meta:
@@ -91,18 +91,18 @@ def check_meta(name: str, op: Operator, of: Selection) -> int:
     return count
 
 
-def _in_fp64(sample: Sample) -> tuple[tuple, dict]:
+def _convert_to_fp64(sample: Sample) -> tuple[tuple, dict]:
     return _of_tensors(
         lambda t: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t, sample
     )
 
 
-def check_values(name: str, op: Operator, of: Selection) -> int:
+def check_values(name: str, op: OperatorCase, of: Selection) -> int:
     """Outputs against the formula in fp64."""
     count = 0
-    for sample in _samples(op, of):
-        actual = _outputs(_overload(name)(*sample.args, **sample.kwargs))
-        args, kwargs = _in_fp64(sample)
+    for sample in _select_samples(op, of):
+        actual = _as_outputs(_get_overload(name)(*sample.args, **sample.kwargs))
+        args, kwargs = _convert_to_fp64(sample)
         tolerance = max(TOLERANCE[t.dtype] for t in sample.args if isinstance(t, Tensor) and t.dtype in TOLERANCE)
         for i, (a, e) in enumerate(zip(actual, op.reference(*args, **kwargs), strict=True)):
             if e is not None and not (a.shape == e.shape and _is_close(a, e, tolerance)):
@@ -111,23 +111,23 @@ def check_values(name: str, op: Operator, of: Selection) -> int:
     return count
 
 
-def _leaves(args: tuple, kwargs: dict) -> list[Tensor]:
+def _list_leaves(args: tuple, kwargs: dict) -> list[Tensor]:
     return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
 
 
-def check_gradients(name: str, op: Operator, of: Selection) -> int:
+def check_gradients(name: str, op: OperatorCase, of: Selection) -> int:
     """Gradients against those of the formula in fp64; an operator with none of its own raises."""
     count = 0
-    for sample in _samples(op, of):
-        leaves = _leaves(sample.args, sample.kwargs)
+    for sample in _select_samples(op, of):
+        leaves = _list_leaves(sample.args, sample.kwargs)
         if not leaves:
             continue
-        scores = _outputs(_overload(name)(*sample.args, **sample.kwargs))[0]
+        scores = _as_outputs(_get_overload(name)(*sample.args, **sample.kwargs))[0]
         upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2)).to(scores)
         actual = torch.autograd.grad(scores, leaves, upstream)
-        args, kwargs = _in_fp64(sample)
+        args, kwargs = _convert_to_fp64(sample)
         expected = torch.autograd.grad(
-            op.reference(*args, **kwargs)[0], _leaves(args, kwargs), upstream.double(), materialize_grads=True
+            op.reference(*args, **kwargs)[0], _list_leaves(args, kwargs), upstream.double(), materialize_grads=True
         )
         coarsest = max(TOLERANCE[t.dtype] for t in leaves)
         for i, (leaf, a, e) in enumerate(zip(leaves, actual, expected, strict=True)):
@@ -136,16 +136,18 @@ def check_gradients(name: str, op: Operator, of: Selection) -> int:
             if a.dtype != leaf.dtype or not _is_close(a, e, tolerance):
                 raise _fail(name, sample, f"gradient {i} is not that of the reference")
         count += 1
-    if not any(isinstance(t, Tensor) and t.requires_grad for s in _samples(op, of._replace(every=1)) for t in s.args):
+    if not any(
+        isinstance(t, Tensor) and t.requires_grad for s in _select_samples(op, of._replace(every=1)) for t in s.args
+    ):
         count += _check_refuses_gradients(name, op, of)
     return count
 
 
-def _check_refuses_gradients(name: str, op: Operator, of: Selection) -> int:
+def _check_refuses_gradients(name: str, op: OperatorCase, of: Selection) -> int:
     """What has no derivative raises; it is not silently taken for a constant."""
-    sample = next(_samples(op, of))
+    sample = next(_select_samples(op, of))
     args, kwargs = _of_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), sample)
-    outputs = _outputs(_overload(name)(*args, **kwargs))
+    outputs = _as_outputs(_get_overload(name)(*args, **kwargs))
     wanted = [t for t in outputs if t.numel()]
     try:
         sum(t.sum() for t in wanted).backward()  # type: ignore[union-attr]
@@ -154,7 +156,7 @@ def _check_refuses_gradients(name: str, op: Operator, of: Selection) -> int:
     raise _fail(name, sample, "expected NotImplementedError from a derivative that does not exist")
 
 
-def _layouts(t: Tensor) -> dict[str, Tensor]:
+def _list_layouts(t: Tensor) -> dict[str, Tensor]:
     """The same values behind other strides."""
     found = {"contiguous": t.clone(memory_format=torch.contiguous_format)}
     if t.dim() >= 2:
@@ -165,24 +167,24 @@ def _layouts(t: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def check_strides(name: str, op: Operator, of: Selection) -> int:
+def check_strides(name: str, op: OperatorCase, of: Selection) -> int:
     """Strides and offsets of the inputs change nothing: on a CPU not a bit; on a GPU sums are laid out by them.
 
     Inputs are not written, outputs are memory of their own.
     """
     count, exact = 0, torch.device(of.device).type == "cpu"
-    for sample in _samples(op, of):
+    for sample in _select_samples(op, of):
         results = {}
         for layout in ("contiguous", "permuted", "sliced", "offset"):
 
             def place(t: Tensor, layout: str = layout) -> Tensor:
-                layouts = _layouts(t.detach())
+                layouts = _list_layouts(t.detach())
                 return layouts.get(layout, layouts["contiguous"])
 
             args, kwargs = _of_tensors(place, sample)
             inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
             before = [t.clone() for t in inputs]
-            results[layout] = _outputs(_overload(name)(*args, **kwargs))
+            results[layout] = _as_outputs(_get_overload(name)(*args, **kwargs))
             if not all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True)):
                 raise _fail(name, sample, f"{layout}: an input was written")
             owned = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
@@ -197,7 +199,7 @@ def check_strides(name: str, op: Operator, of: Selection) -> int:
     return count
 
 
-def check_recompiles(name: str, op: Operator, of: Selection) -> int:
+def check_recompiles(name: str, op: OperatorCase, of: Selection) -> int:
     """One dynamic compilation serves every size of 2 and more; an axis of 0 or 1 costs at most one more each."""
     count = 0
     for candidates in (False, True):
@@ -208,8 +210,8 @@ def check_recompiles(name: str, op: Operator, of: Selection) -> int:
     return count
 
 
-def _count_compilations(name: str, op: Operator, device: str, candidates: bool) -> int:
-    compilations, overload = 0, _overload(name)
+def _count_compilations(name: str, op: OperatorCase, device: str, candidates: bool) -> int:
+    compilations, overload = 0, _get_overload(name)
 
     def backend(module: torch.fx.GraphModule, example_inputs: list) -> Callable:
         nonlocal compilations
@@ -231,7 +233,7 @@ def _count_compilations(name: str, op: Operator, device: str, candidates: bool) 
     return len(SIZES) + len(odd_sizes)
 
 
-CHECKS: dict[str, Callable[[str, Operator, Selection], int]] = {
+CHECKS: dict[str, Callable[[str, OperatorCase, Selection], int]] = {
     "opcheck": check_opcheck,
     "meta": check_meta,
     "values": check_values,
@@ -244,6 +246,6 @@ OF_ALL_DTYPES = ("recompiles",)  # have nothing to do with the samples and their
 
 def check_table() -> int:
     """Every registered operator is in the table, and nothing else."""
-    if registered() != set(OPERATORS):
-        raise AssertionError(f"expected samples of {sorted(registered())}, found those of {sorted(OPERATORS)}")
+    if list_registered() != set(OPERATORS):
+        raise AssertionError(f"expected samples of {sorted(list_registered())}, found those of {sorted(OPERATORS)}")
     return len(OPERATORS)

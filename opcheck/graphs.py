@@ -7,39 +7,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lik_ops.opcheck.samples.table import registered
+from lik_ops.opcheck.samples.table import list_registered
 
 
-class Scores(torch.nn.Module):
+class ScoringModule(torch.nn.Module):
     """MaxSim alone."""
 
     def forward(self, Q: Tensor, D: Tensor) -> Tensor:
         return torch.ops.lik.maxsim(Q, D)
 
 
-def _operators(graph: torch.fx.Graph) -> str:
+def _list_operators(graph: torch.fx.Graph) -> str:
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return ", ".join(t.replace(".default", "") for t in targets if t.startswith("lik."))
 
 
-def _inputs(device: str, grad: bool = False) -> tuple[Tensor, Tensor]:
+def _make_inputs(device: str, grad: bool = False) -> tuple[Tensor, Tensor]:
     Q, D = torch.ones(3, 4, 8, device=device), torch.ones(5, 6, 8, device=device)
     return Q.requires_grad_(grad), D.requires_grad_(grad)
 
 
-def schemas(device: str) -> str:
-    return "\n".join(str(getattr(torch.ops.lik, name).default._schema) for name in sorted(registered()))
+def format_schemas(device: str) -> str:
+    return "\n".join(str(getattr(torch.ops.lik, name).default._schema) for name in sorted(list_registered()))
 
 
-def exported(device: str) -> str:
+def format_exported(device: str) -> str:
     lines = []
     for strict in (False, True):
-        program = torch.export.export(Scores().to(device), _inputs(device), strict=strict)
-        lines += [_operators(program.graph), _operators(program.run_decompositions().graph)]
+        program = torch.export.export(ScoringModule().to(device), _make_inputs(device), strict=strict)
+        lines += [_list_operators(program.graph), _list_operators(program.run_decompositions().graph)]
     return "\n".join(lines)
 
 
-def compiled_step(device: str) -> str:
+def format_compiled_step(device: str) -> str:
     """Operators of a training step: as Dynamo sees it, then forward and backward as the compiler gets them."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -47,11 +47,11 @@ def compiled_step(device: str) -> str:
     lines: list[str] = []
 
     def compiler(module: torch.fx.GraphModule, inputs: list) -> Callable:
-        lines.append(_operators(module.graph))
+        lines.append(_list_operators(module.graph))
         return make_boxed_func(module.forward)
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
-        lines.append(_operators(module.graph))
+        lines.append(_list_operators(module.graph))
         partition = min_cut_rematerialization_partition
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
 
@@ -59,7 +59,7 @@ def compiled_step(device: str) -> str:
         return torch.ops.lik.maxsim(Q, D, normalize=True).logsumexp(1).sum()
 
     torch.compiler.reset()
-    torch.compile(step, backend=backend, fullgraph=True)(*_inputs(device, grad=True)).backward()
+    torch.compile(step, backend=backend, fullgraph=True)(*_make_inputs(device, grad=True)).backward()
     torch.compiler.reset()
     return "\n".join(lines)
 
@@ -90,9 +90,12 @@ _SCHEMAS = {  # of operators that are registered: one of them needs Triton
 }
 
 SNAPSHOTS: dict[str, tuple[Callable[[str], str], str]] = {
-    "schemas": (schemas, "\n".join(schema for name, schema in sorted(_SCHEMAS.items()) if name in registered())),
-    "exported": (exported, "lik.maxsim\nlik.maxsim_fwd\nlik.maxsim\nlik.maxsim_fwd"),
-    "compiled step": (compiled_step, "lik.maxsim\nlik.maxsim_fwd\nlik.maxsim_bwd_lowmem"),
+    "schemas": (
+        format_schemas,
+        "\n".join(schema for name, schema in sorted(_SCHEMAS.items()) if name in list_registered()),
+    ),
+    "exported": (format_exported, "lik.maxsim\nlik.maxsim_fwd\nlik.maxsim\nlik.maxsim_fwd"),
+    "compiled step": (format_compiled_step, "lik.maxsim\nlik.maxsim_fwd\nlik.maxsim_bwd_lowmem"),
 }
 
 

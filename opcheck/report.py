@@ -17,7 +17,7 @@ from lik_ops.opcheck import checks, graphs
 from lik_ops.opcheck.samples.table import OPERATORS
 
 
-class Result(NamedTuple):
+class CheckResult(NamedTuple):
     """What came of one check of one operator."""
 
     operator: str
@@ -33,64 +33,71 @@ class Result(NamedTuple):
         return "ok" if self.cases else "nothing to check"
 
 
-def _timed(operator: str, check: str, run: Callable[[], int]) -> Result:
+def _time_check(operator: str, check: str, run: Callable[[], int]) -> CheckResult:
     start, cases, error = time.perf_counter(), 0, None
     try:
         cases = run()
     except Exception as e:
         error = f"{type(e).__name__}: {e}"
-    return Result(operator, check, cases, time.perf_counter() - start, error)
+    return CheckResult(operator, check, cases, time.perf_counter() - start, error)
 
 
-class _Task(NamedTuple):
+class _CheckTask(NamedTuple):
     """What one process does at a time: some checks of one operator, or one snapshot, on some samples."""
 
     operator: str
     checks: tuple[str, ...]
     of: checks.Selection
 
-    def results(self) -> list[Result]:
+    def results(self) -> list[CheckResult]:
         if self.operator == "all":
             return [
-                _timed("all", f"graph: {n}", partial(graphs.check_snapshot, n, self.of.device)) for n in self.checks
+                _time_check("all", f"graph: {n}", partial(graphs.check_snapshot, n, self.of.device))
+                for n in self.checks
             ]
         op = OPERATORS[self.operator]
-        return [_timed(self.operator, c, partial(checks.CHECKS[c], self.operator, op, self.of)) for c in self.checks]
+        return [
+            _time_check(self.operator, c, partial(checks.CHECKS[c], self.operator, op, self.of)) for c in self.checks
+        ]
 
 
-def _tasks(device: str, operators: Iterable[str], every: int, apart: bool) -> Iterator[_Task]:
+def _list_tasks(device: str, operators: Iterable[str], every: int, apart: bool) -> Iterator[_CheckTask]:
     """`apart`: each dtype by itself, with all checks of it: they share its kernels, other dtypes have their own."""
     whole = checks.Selection(device, every)
     for name in operators:
         if not apart:
-            yield from (_Task(name, (check,), whole) for check in checks.CHECKS)
+            yield from (_CheckTask(name, (check,), whole) for check in checks.CHECKS)
             continue
         by_dtype = tuple(check for check in checks.CHECKS if check not in checks.OF_ALL_DTYPES)
-        yield from (_Task(name, by_dtype, whole._replace(dtypes=(dtype,))) for dtype in checks.dtypes_of(device))
-        yield _Task(name, checks.OF_ALL_DTYPES, whole)
-    yield from (_Task("all", (name,), whole) for name in graphs.SNAPSHOTS)
+        yield from (
+            _CheckTask(name, by_dtype, whole._replace(dtypes=(dtype,))) for dtype in checks.choose_dtypes(device)
+        )
+        yield _CheckTask(name, checks.OF_ALL_DTYPES, whole)
+    yield from (_CheckTask("all", (name,), whole) for name in graphs.SNAPSHOTS)
 
 
-def _joined(parts: list[Result]) -> Result:
+def _join_results(parts: list[CheckResult]) -> CheckResult:
     """The parts of one check as one result."""
     errors = [part.error for part in parts if part.error is not None]
     cases, seconds = sum(part.cases for part in parts), sum(part.seconds for part in parts)
     return parts[0]._replace(cases=cases, seconds=seconds, error="\n".join(errors) or None)
 
 
-def run(device: str = "cpu", operators: Iterable[str] | None = None, every: int = 1, jobs: int = 1) -> Iterator[Result]:
+def run_checks(
+    device: str = "cpu", operators: Iterable[str] | None = None, every: int = 1, jobs: int = 1
+) -> Iterator[CheckResult]:
     """Run every check on `device`, of all `operators` if None, on every `every`-th sample; results as they come.
 
     `jobs` processes share the work, as on a GPU most of it is compiling kernels; with 1 it is done in this one.
     """
-    yield _timed("all", "table", checks.check_table)
-    tasks = list(_tasks(device, OPERATORS if operators is None else operators, every, apart=jobs > 1))
+    yield _time_check("all", "table", checks.check_table)
+    tasks = list(_list_tasks(device, OPERATORS if operators is None else operators, every, apart=jobs > 1))
     if jobs == 1:
         for task in tasks:
             yield from task.results()
         return
     missing = Counter((task.operator, check) for task in tasks for check in task.checks)
-    found: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    found: dict[tuple[str, str], list[CheckResult]] = defaultdict(list)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(task.results): task for task in tasks}
         for future in as_completed(futures):
@@ -99,20 +106,20 @@ def run(device: str = "cpu", operators: Iterable[str] | None = None, every: int 
                 parts = found[task.operator, check]
                 parts.append(result)
                 if len(parts) == missing[task.operator, check]:
-                    yield _joined(parts)
+                    yield _join_results(parts)
 
 
 HEADER = ("operator", "check", "cases", "seconds", "result")
 _WIDTHS = (20, 22, 6, 8, 0)
 
 
-def line(*cells: object) -> str:
+def format_line(*cells: object) -> str:
     """One row of the table."""
     texts = [f"{c:.1f}" if isinstance(c, float) else str(c) for c in cells]
     padded = (t.rjust(w) if i in (2, 3) else t.ljust(w) for i, (t, w) in enumerate(zip(texts, _WIDTHS, strict=True)))
     return "  ".join(padded).rstrip()
 
 
-def title(device: str) -> str:
+def format_title(device: str) -> str:
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     return f"lik_ops {lik_ops.__version__}, torch {torch.__version__}, {name}"

@@ -80,10 +80,10 @@ class Launches:
                 found.append([list(grid), plain(self.options), plain(args)])
 
         def bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Any, list]:
-            return Recorded(options), launcher.describe(kernel, args)[1]
+            return Recorded(options), launcher.describe_args(kernel, args)[1]
 
         def choose(architecture: Any) -> None:
-            eager.forget()
+            eager.clear_call_caches()
             chosen[0] = architecture
 
         without_gpu.install(lambda device: chosen[0], bind)

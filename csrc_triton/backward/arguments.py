@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 
-class Upstream(NamedTuple):
+class UpstreamArgs(NamedTuple):
     """What the backward starts from: the gradient of the scores ``[Nq, K]`` (any strides), the contiguous winners, and
     the sizes of the call. `norms` are ``1 / ||q||`` of all query rows, or None.
 
@@ -30,8 +30,8 @@ class Upstream(NamedTuple):
     scale: Any = None
 
 
-class Sum(NamedTuple):
-    """What of a `Tile` or a `Walk` is summed: some features of the query rows, times `scale`."""
+class TileSum(NamedTuple):
+    """What of a `GradientTile` or a `PairRange` is summed: some features of the query rows, times `scale`."""
 
     tile: Any
     up: Any
@@ -51,7 +51,7 @@ class StepRows(NamedTuple):
     coefficient: Any
 
 
-class Tile(NamedTuple):
+class GradientTile(NamedTuple):
     """Tokens of document k of `owner` from `t0` on, and the rows that may have won them: entries `begin` to `end` of
     the document's list, or, where `entries` is None, all rows that the document meets."""
 
@@ -63,10 +63,10 @@ class Tile(NamedTuple):
     entries: Any
 
 
-class Target(NamedTuple):
+class GradientTarget(NamedTuple):
     """Where the gradient of document tokens goes: token t of the document at `base`, where `ok`, to row ``rows`` of
-    `gradient`. Of a sum in pieces, those `left` are kept in rows `slots` of `partial`, in fp32. Either may be None.
-    `scale` is that of `Upstream`, at the same rows."""
+    `choose_backward`. Of a sum in pieces, those `left` are kept in rows `slots` of `partial`, in fp32. Either may be
+    None. `scale` is that of `UpstreamArgs`, at the same rows."""
 
     base: Any
     t: Any
@@ -79,7 +79,7 @@ class Target(NamedTuple):
     left: Any = None
 
 
-class Walk(NamedTuple):
+class PairRange(NamedTuple):
     """What the gradient of a tile of packed document tokens is summed over: items `lo` to `hi` of those sorted by their
     first rows, and of each the query rows from `r0` to `r1`.
 
@@ -98,7 +98,7 @@ class Walk(NamedTuple):
     lists: Any = None
 
 
-class TileLists(NamedTuple):
+class TileBucketArgs(NamedTuple):
     """The winners of documents from `first` on, as `maxsim_list_winners` lists them: of `blocks` blocks of query rows,
     for each of `tiles` tiles. `entries` and `starts` are None where all rows are read instead."""
 
@@ -109,7 +109,7 @@ class TileLists(NamedTuple):
     tiles: Any
 
 
-class Pieces(NamedTuple):
+class PartialSumArgs(NamedTuple):
     """fp32 sums of pieces of tiles, None where each tile is summed at once; a piece is `rows` entries of a document's
     list."""
 
@@ -117,7 +117,7 @@ class Pieces(NamedTuple):
     rows: Any
 
 
-class Lists(NamedTuple):
+class PackedBucketArgs(NamedTuple):
     """The winners of packed documents, as `maxsim_list_packed_winners` lists them.
 
     Each item has `blocks` blocks of `rows` query rows. Entries ``[items, blocks, rows]`` are int32, those of a bucket
@@ -130,7 +130,7 @@ class Lists(NamedTuple):
     blocks: Any
 
 
-class Bounds(NamedTuple):
+class TilePairArgs(NamedTuple):
     """Which of the sorted items may touch each tile of packed document tokens, as `maxsim_find_starts` finds it.
 
     Lists of all items may not fit the workspace. Then chunks of `own` items are listed one after the other, each with
@@ -145,17 +145,17 @@ class Bounds(NamedTuple):
     room: Any = None
 
 
-class SharedTiles(NamedTuple):
+class SharedTileArgs(NamedTuple):
     """Tiles of rows of D that several documents, or many items, touch: `marks` says how many there are, for each tile
-    whether it is one, and lists them. `starts` are those of `Bounds`. `reach` is, for each sorted item, the row of D
-    behind its document and all before it."""
+    whether it is one, and lists them. `starts` are those of `TilePairArgs`. `reach` is, for each sorted item, the row
+    of D behind its document and all before it."""
 
     marks: Any
     starts: Any
     reach: Any = None
 
 
-class Items(NamedTuple):
+class StepPairs(NamedTuple):
     """A step of a walk, lane by lane: where the item's document begins in the tile and how many tokens it has, its
     query rows from `begin` to `stop`, and what a row's number is added to for its winner and its score's gradient.
 
@@ -167,13 +167,13 @@ class Items(NamedTuple):
     length: Any
     begin: Any
     stop: Any
-    winners: Any
+    argmax: Any
     score: Any
 
 
-class RowSums(NamedTuple):
+class RowSumArgs(NamedTuple):
     """fp32 sums over the rows of a tensor ``[N, K, Lq, d]``, which their gradient is made of; `scale` is that of the
-    rows, as in `Upstream`.
+    rows, as in `UpstreamArgs`.
 
     Where they come in `parts`, else None, each begins `step` numbers behind the one before.
     """
@@ -186,16 +186,17 @@ class RowSums(NamedTuple):
     step: Any = None
 
 
-class Zeros(NamedTuple):
-    """What is filled with zeros beside other work: `elements` of a gradient, and the first `places` of `marks`."""
+class ZeroFillArgs(NamedTuple):
+    """What is filled with zeros beside other work: `elements` of a gradient, and the first `locate_hit_tokens` of
+    `marks`."""
 
     ptr: Any
     elements: Any
     marks: Any
-    places: Any
+    marks_count: Any
 
 
-class SoftUpstream(NamedTuple):
+class SoftUpstreamArgs(NamedTuple):
     """What the backward of soft MaxSim starts from: the gradient of the scores ``[Nq, K]`` (any strides), the soft
     maxima of query rows, those of a query or, in the cross product, of all queries behind one another; and sizes."""
 
@@ -211,7 +212,7 @@ class SoftUpstream(NamedTuple):
     Ld: Any
 
 
-class Side(NamedTuple):
+class SoftOperand(NamedTuple):
     """Rows of a product: where they begin, which count, the distance of their features; and, of those that a program
     owns, their features where one step covers them, and their inverse norms."""
 
@@ -222,10 +223,10 @@ class Side(NamedTuple):
     scale: Any
 
 
-class SoftSpecialization(NamedTuple):
+class Sm90SoftConfig(NamedTuple):
     """Compile-time choices of `maxsim_soft_rows` and `maxsim_soft_tokens`, each correct for every shape."""
 
     BN: int  # others of a tile
     BD: int  # features, all of them: a power of two >= d
     STAGES: int  # tiles of the ring, at least 2
-    RESIDENT: bool  # what is owned in registers, else in shared memory
+    OPERAND_IN_REGISTERS: bool  # what is owned in registers, else in shared memory

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from ..common.primitives import NORM_EPS, inverse_norm, load_rows, load_tokens, rows_sum_of_squares, wide
-from .pairs import met_items, packed_winners
+from ..common.primitives import NORM_EPS, compute_inverse_norm, load_rows, load_tokens, sum_row_squares, to_int64
+from .pairs import find_query_pairs, load_packed_argmax
 
 
 @triton.jit
-def query_tile(up, C: tl.constexpr):
+def locate_query_tile(up, C: tl.constexpr):
     """The query whose tokens this program owns, those tokens (BM of them), and which exist.
 
     In packed layouts all query rows are the tokens of one query.
@@ -20,7 +20,7 @@ def query_tile(up, C: tl.constexpr):
 
 
 @triton.jit
-def winners(up, owner, k, i, s, ok, C: tl.constexpr):
+def load_argmax(up, owner, k, i, s, ok, C: tl.constexpr):
     """Of query tokens (i, s) in document k: the winning token, whether there is one, and the score's gradient there."""
     k = k.to(tl.int64)
     if C.CANDIDATES:
@@ -35,7 +35,7 @@ def winners(up, owner, k, i, s, ok, C: tl.constexpr):
 
 
 @triton.jit
-def counted_rows(x, scale, rows, ok):
+def dequantize_rows(x, scale, rows, ok):
     """Tokens in fp32, numbers that have a `scale` times that of their rows."""
     x = x.to(tl.float32)
     if scale is not None:
@@ -44,9 +44,9 @@ def counted_rows(x, scale, rows, ok):
 
 
 @triton.jit
-def _squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
-    """``sum_k x[k]^2`` of `counted_rows`."""
-    squares = rows_sum_of_squares(pointers, ok, d, stride_d, C.BD, C.WIDE)
+def _sum_row_squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
+    """``sum_k x[k]^2`` of `dequantize_rows`."""
+    squares = sum_row_squares(pointers, ok, d, stride_d, C.BD, C.WIDE_OFFSETS)
     if scale is not None:
         s = tl.load(scale + rows, mask=ok, other=0.0)
         squares *= s * s
@@ -60,7 +60,7 @@ def _scatter_rows(targets, values, won, columns, d):
 
 
 @triton.jit
-def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.constexpr):
+def gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.constexpr):
     """``sum_k g[i, k] * D[k, winner]`` of BM tokens of query i over some documents; and which of them win anything.
 
     BN documents a step, so that BM * BN rows are on their way from memory at once. The sum runs over the documents in
@@ -76,15 +76,15 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.con
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     if up.query is not None:
-        of = met_items(up, s_pair, ok_pair, C)
+        of = find_query_pairs(up, s_pair, ok_pair, C)
     for k0 in range(k_begin, k_end, C.BN):
-        k = wide(k0) + n
+        k = to_int64(k0) + n
         if up.query is not None:
-            token, won, g = packed_winners(up, of, s_pair, k, ok_pair & (k < k_end))
+            token, won, g = load_packed_argmax(up, of, s_pair, k, ok_pair & (k < k_end))
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:
-            token, won, g = winners(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
+            token, won, g = load_argmax(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
             pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
             document = k
             if C.CANDIDATES:
@@ -95,12 +95,14 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.con
             targets = sum_D + (document * up.Ld + token) * d
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
         at = document * up.Ld + token
-        x = counted_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE), up.scale, at, won)
+        x = dequantize_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE_OFFSETS), up.scale, at, won)
         if C.NORMALIZE:
-            if C.ONE_CHUNK:
-                g = tl.where(won, g * inverse_norm(tl.sum(x * x, axis=1)), 0.0)
+            if C.SINGLE_STEP:
+                g = tl.where(won, g * compute_inverse_norm(tl.sum(x * x, axis=1)), 0.0)
             else:
-                g = tl.where(won, g * inverse_norm(_squares(pointers, up.scale, at, won, d, D.stride_d, C)), 0.0)
+                g = tl.where(
+                    won, g * compute_inverse_norm(_sum_row_squares(pointers, up.scale, at, won, d, D.stride_d, C)), 0.0
+                )
         # Both factors are zero where nothing won; a selection would keep products and sums from being fused.
         acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
         live = live | tl.max(tl.reshape(won.to(tl.int32), (C.BN, C.BM)), axis=0)
@@ -108,35 +110,35 @@ def gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.con
 
 
 @triton.jit
-def through_normalize(G, x, squares, dot):
+def backprop_normalize(G, x, squares, dot):
     """The gradient of ``x / max(||x||, eps)`` given `G` and ``dot = <x / max(||x||, eps), G>``; F.normalize's clamp."""
-    scale = inverse_norm(squares)
+    scale = compute_inverse_norm(squares)
     dot = tl.where(tl.sqrt(squares) >= NORM_EPS, dot, 0.0)
     return (G - (x * scale[:, None]) * dot[:, None]) * scale[:, None]
 
 
 @triton.jit
-def norm_sums(G, to, columns, D, d, C: tl.constexpr):
+def sum_norm_terms(G, to, columns, D, d, C: tl.constexpr):
     """The target's tokens x, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here, over some features."""
-    x = counted_rows(load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE), to.scale, to.rows, to.ok)
+    x = dequantize_rows(load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE_OFFSETS), to.scale, to.rows, to.ok)
     live = tl.max((G != 0.0).to(tl.int32), axis=1)
     return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
 
 
 @triton.jit
-def through_token_norm(G, sums, to, columns, D, d, C: tl.constexpr):
+def backprop_token_norm(G, sums, to, columns, D, d, C: tl.constexpr):
     """`G` through the norm of its tokens. Tokens that receive nothing get zero: they may hold NaN.
 
-    `sums` are those of `norm_sums` over all features, where these are not all.
+    `sums` are those of `sum_norm_terms` over all features, where these are not all.
     """
-    x, dot, squares, live = norm_sums(G, to, columns, D, d, C)
-    if not C.ONE_CHUNK:
+    x, dot, squares, live = sum_norm_terms(G, to, columns, D, d, C)
+    if not C.SINGLE_STEP:
         dot, squares, live = sums
-    return tl.where((live > 0)[:, None], through_normalize(G, x, squares, dot * inverse_norm(squares)), 0.0)
+    return tl.where((live > 0)[:, None], backprop_normalize(G, x, squares, dot * compute_inverse_norm(squares)), 0.0)
 
 
 @triton.jit
-def slot_pointers(partial, slots, columns, d):
+def locate_partial_rows(partial, slots, columns, d):
     return partial + (slots * d)[:, None] + columns[None, :]
 
 
@@ -150,11 +152,11 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
     dot = tl.full((TOKENS,), 0, tl.float32)
     squares = tl.full((TOKENS,), 0, tl.float32)
     live = tl.full((TOKENS,), 0, tl.int32)
-    if C.NORMALIZE and not C.ONE_CHUNK and to.gradient is not None:
+    if C.NORMALIZE and not C.SINGLE_STEP and to.gradient is not None:
         for c0 in range(0, features, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = sum_of(of, columns, d, C)
-            _, more_dot, more_squares, more_live = norm_sums(G, to, columns, D, d, C)
+            _, more_dot, more_squares, more_live = sum_norm_terms(G, to, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
@@ -164,10 +166,10 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
         G = sum_of(of, columns, d, C)
         if to.partial is not None:
             kept = to.left[:, None] & (columns < d)[None, :]
-            tl.store(slot_pointers(to.partial, to.slots, columns, d), G, mask=kept)
+            tl.store(locate_partial_rows(to.partial, to.slots, columns, d), G, mask=kept)
         if to.gradient is not None:
             if C.NORMALIZE:
-                G = through_token_norm(G, (dot, squares, live), to, columns, D, d, C)
+                G = backprop_token_norm(G, (dot, squares, live), to, columns, D, d, C)
             offsets = (to.rows * d)[:, None] + columns[None, :]
             mask = to.ok[:, None] & (columns < d)[None, :]
             tl.store(to.gradient + offsets, G.to(to.gradient.dtype.element_ty), mask=mask)

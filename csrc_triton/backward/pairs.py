@@ -6,24 +6,24 @@ An item is a document of the cross product, a candidate of a query, or one of a 
 import triton
 import triton.language as tl
 
-from ..common.primitives import wide
+from ..common.primitives import to_int64
 
 # Fields of an item, int64. FIRST and LENGTH: its document's first row of D (behind all rows where nothing can win) and
 # number of tokens. BEGIN to STOP: its query's rows. WINNERS and SCORE: what a row's number is added to for its winner,
 # and where the score's gradient lies (in the cross product, that of query 0). QUERY: behind all where there is none.
-FIRST, LENGTH, BEGIN, STOP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-WINNERS, SCORE, QUERY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-FIELDS = tl.constexpr(7)
+FIELD_FIRST, FIELD_LENGTH, FIELD_BEGIN, FIELD_STOP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+FIELD_ARGMAX, FIELD_SCORE, FIELD_QUERY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+FIELD_COUNT = tl.constexpr(7)
 
 
 @triton.jit
-def item_field(up, n, ok, FIELD: tl.constexpr):
+def load_pair_field(up, n, ok, FIELD: tl.constexpr):
     """A field of items n, 0 where not `ok`."""
-    return tl.load(up.items + FIELD * wide(up.count) + n, mask=ok, other=0)
+    return tl.load(up.items + FIELD * to_int64(up.count) + n, mask=ok, other=0)
 
 
 @triton.jit
-def met_items(up, row, ok, C: tl.constexpr):
+def find_query_pairs(up, row, ok, C: tl.constexpr):
     """Of packed query rows: their query (0 where none), and the first and the number of the items that it meets."""
     i = tl.load(up.query + row, mask=ok, other=-1).to(tl.int64)
     ok = ok & (i >= 0)
@@ -40,16 +40,16 @@ def met_items(up, row, ok, C: tl.constexpr):
 
 
 @triton.jit
-def most_met(up, row, ok, C: tl.constexpr):
+def count_max_pairs(up, row, ok, C: tl.constexpr):
     """The most items that any of the rows' queries meets."""
-    _, _, met = met_items(up, row, ok, C)
+    _, _, met = find_query_pairs(up, row, ok, C)
     return tl.max(met, axis=0).to(tl.int32)
 
 
 @triton.jit
-def packed_winners(up, of, row, n, ok):
-    """Of packed query rows in the n-th item that their query meets, `of` being their `met_items`: the row of D that
-    won, whether one did, and the score's gradient.
+def load_packed_argmax(up, of, row, n, ok):
+    """Of packed query rows in the n-th item that their query meets, `of` being their `find_query_pairs`: the row of D
+    that won, whether one did, and the score's gradient.
 
     Nothing that is read decides whether something else is: the loads are on their way together.
     """
@@ -58,15 +58,15 @@ def packed_winners(up, of, row, n, ok):
     ok = ok & (n < met)
     m = first + n
     if up.starts is not None:
-        ok = ok & (row < item_field(up, m, ok, STOP))
-        won_at = item_field(up, m, ok, WINNERS) + row
-        score_at = item_field(up, m, ok, SCORE)
+        ok = ok & (row < load_pair_field(up, m, ok, FIELD_STOP))
+        won_at = load_pair_field(up, m, ok, FIELD_ARGMAX) + row
+        score_at = load_pair_field(up, m, ok, FIELD_SCORE)
     else:
         won_at = n * up.Lq + row
         score_at = i * up.stride_q + n * up.stride_k
     token = tl.load(up.argmax + won_at, mask=ok, other=-1).to(tl.int64)
-    length = item_field(up, m, ok, LENGTH)
-    begin = item_field(up, m, ok, FIRST)
+    length = load_pair_field(up, m, ok, FIELD_LENGTH)
+    begin = load_pair_field(up, m, ok, FIELD_FIRST)
     g = tl.load(up.grad_scores + score_at, mask=ok, other=0.0)
     won = ok & (token >= 0) & (token < length)  # no forward writes another
     # Row 0 where none won, though it is not read: without that selection Triton 3.6 does not compile the other.

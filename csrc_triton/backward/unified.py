@@ -4,17 +4,17 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import (
-    document_base,
-    inverse_norm,
+    compute_inverse_norm,
+    load_query_mask,
+    load_query_weight,
     load_rows,
-    query_keep,
-    query_weight,
-    row_pointers,
-    rows_sum_of_squares,
-    wide,
+    locate_document,
+    locate_rows,
+    sum_row_squares,
+    to_int64,
 )
-from .gather import counted_rows, gathered, query_tile, through_normalize
-from .pairs import most_met
+from .gather import backprop_normalize, dequantize_rows, gather_gradients, locate_query_tile
+from .pairs import count_max_pairs
 
 
 @triton.jit(do_not_specialize=["K_per_program"])
@@ -24,35 +24,35 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
     ``sum_Q[i, s] += g * D[winner]`` (before the weight) and ``sum_D[winner] += g * w * Q[i, s]``, normalised tokens
     if asked; `maxsim_finish` turns the sums into gradients.
     """
-    i, s, row_ok = query_tile(up, C)
+    i, s, row_ok = locate_query_tile(up, C)
     row = i.to(tl.int64) * up.Lq + s
     k_begin = tl.program_id(1) * K_per_program
-    ok = query_keep(Q, i, s, row_ok)
+    ok = load_query_mask(Q, i, s, row_ok)
     count = up.K
     if up.query is not None:
-        count = most_met(up, s, ok, C)
+        count = count_max_pairs(up, s, ok, C)
     k_end = tl.minimum(k_begin + K_per_program, count)
-    pointers = row_pointers(Q, i, s)
-    scale = query_weight(Q, i, s, ok)
+    pointers = locate_rows(Q, i, s)
+    scale = load_query_weight(Q, i, s, ok)
     if C.NORMALIZE:
-        scale *= inverse_norm(rows_sum_of_squares(pointers, ok, d, Q.stride_d, C.BD, C.WIDE))
+        scale *= compute_inverse_norm(sum_row_squares(pointers, ok, d, Q.stride_d, C.BD, C.WIDE_OFFSETS))
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        rows = load_rows(pointers, ok, columns, d, Q.stride_d, C.WIDE).to(tl.float32) * scale[:, None]
-        acc, live = gathered(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C)
+        rows = load_rows(pointers, ok, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32) * scale[:, None]
+        acc, live = gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C)
         if sum_Q is not None:
             mask = live[:, None] & (columns < d)[None, :]
             tl.atomic_add(sum_Q + row[:, None] * d + columns[None, :], acc, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def _sums_of(sums, row, ok, columns, d, C: tl.constexpr):
+def _load_sums(sums, row, ok, columns, d, C: tl.constexpr):
     """Features `columns` of the sums of rows, of their parts in order."""
     pointers = sums.ptr + row * d
-    G = load_rows(pointers, ok, columns, d, 1, C.WIDE)
+    G = load_rows(pointers, ok, columns, d, 1, C.WIDE_OFFSETS)
     if sums.parts is not None:
         for p in range(1, sums.parts):
-            G += load_rows(pointers + wide(p) * sums.step, ok, columns, d, 1, C.WIDE)
+            G += load_rows(pointers + to_int64(p) * sums.step, ok, columns, d, 1, C.WIDE_OFFSETS)
     return G
 
 
@@ -63,32 +63,34 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     X is ``[N, K, Lq, d]``, passed as Documents: the document tokens, or the query tokens with K = 1,
     whose weights come from Q (documents pass it with none). `grad` or `grad_weight` is None where not wanted.
     """
-    n, s, ok = query_tile(sums, C)
+    n, s, ok = locate_query_tile(sums, C)
     row = n.to(tl.int64) * sums.Lq + s
-    pointers = document_base(X, n // sums.K, n % sums.K) + s.to(tl.int64) * X.stride_l
-    w = query_weight(Q, n, s, ok)
+    pointers = locate_document(X, n // sums.K, n % sums.K) + s.to(tl.int64) * X.stride_l
+    w = load_query_weight(Q, n, s, ok)
     live = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
-        G = _sums_of(sums, row, ok, c0 + tl.arange(0, C.BD), d, C)
+        G = _load_sums(sums, row, ok, c0 + tl.arange(0, C.BD), d, C)
         live = live | tl.max((G != 0.0).to(tl.int32), axis=1)
     dot = tl.full((C.BM,), 0, tl.float32)
     squares = tl.full((C.BM,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        G = _sums_of(sums, row, ok, columns, d, C)
-        x = counted_rows(load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE), sums.scale, row, live > 0)
+        G = _load_sums(sums, row, ok, columns, d, C)
+        x = dequantize_rows(
+            load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE_OFFSETS), sums.scale, row, live > 0
+        )
         dot += tl.sum(x * G, axis=1)
         squares += tl.sum(x * x, axis=1)
     if C.NORMALIZE:
-        dot *= inverse_norm(squares)
+        dot *= compute_inverse_norm(squares)
     if grad is not None:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            G = _sums_of(sums, row, ok, columns, d, C) * w[:, None]
+            G = _load_sums(sums, row, ok, columns, d, C) * w[:, None]
             if C.NORMALIZE:
-                x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE)
-                x = counted_rows(x, sums.scale, row, live > 0)
-                G = through_normalize(G, x, squares, dot * w)
+                x = load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE_OFFSETS)
+                x = dequantize_rows(x, sums.scale, row, live > 0)
+                G = backprop_normalize(G, x, squares, dot * w)
             G = tl.where((live > 0)[:, None], G, 0.0)
             mask = ok[:, None] & (columns < d)[None, :]
             tl.store(grad + row[:, None] * d + columns[None, :], G.to(grad.dtype.element_ty), mask=mask)

@@ -15,26 +15,26 @@ A row whose norm is not finite has zeros for terms; one that is not there an inf
 import triton
 import triton.language as tl
 
-from ..common.primitives import condition, load_rows, wide
-from .exact import LOWEST, cloud_length, key_of, least_of, lower
+from ..common.primitives import load_rows, to_int64, to_mask
+from .exact import NAN_ORDER, load_cloud_length, lower_keys, make_keys, nan_min
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_EXPONENT = tl.constexpr(0x7F800000)
-_LEAST = tl.constexpr(15 << 23)  # what is smaller has no square in fp32
-_FACTOR = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14
-_SCALE = tl.constexpr(14 << 23)
-_CODES = tl.constexpr(5)  # of a step: four lanes, or several of them
+_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+_EXPONENT_MASK = tl.constexpr(0x7F800000)
+_MIN_EXPONENT_BITS = tl.constexpr(15 << 23)  # what is smaller has no square in fp32
+_SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14
+_SCALE_EXPONENT_BITS = tl.constexpr(14 << 23)
+_CODES_PER_STEP = tl.constexpr(5)  # of a step: four lanes, or several of them
 
 
 @triton.jit
-def _row_sizes(pointers, ok, X, d, C: tl.constexpr):
+def _measure_rows(pointers, ok, X, d, C: tl.constexpr):
     """Each row's sum of squares, and its largest magnitude as the bits of a float."""
     squares = tl.full((C.BM,), 0, tl.float32)
     most = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
-        x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, X.stride_d, C.WIDE).to(tl.float32)
+        x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, X.stride_d, C.WIDE_OFFSETS).to(tl.float32)
         squares += tl.sum(x * x, axis=1)
-        most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1))
+        most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1))
     return squares, most
 
 
@@ -45,34 +45,34 @@ def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
     batch = terms.batch + row // terms.each
     n = terms.first + row % terms.each
     there = row < rows
-    length, _ = cloud_length(X, tl.where(there, batch, terms.batch))
+    length, _ = load_cloud_length(X, tl.where(there, batch, terms.batch))
     ok = there & (n < length)
     pointers = X.ptr + batch.to(tl.int64) * X.stride_batch + n.to(tl.int64) * X.stride_n
-    squares, most = _row_sizes(pointers, ok, X, d, C)
-    finite = ok & (most < _EXPONENT) & (squares < float("inf"))
+    squares, most = _measure_rows(pointers, ok, X, d, C)
+    finite = ok & (most < _EXPONENT_MASK) & (squares < float("inf"))
     tl.store(terms.norms + row, tl.where(ok, squares, float("inf")), mask=there)
-    if C.SPLIT:
-        finite = finite & (most >= _LEAST)
-        exponent = tl.where(finite, most & _EXPONENT, _LEAST)
-        factor = (tl.full(exponent.shape, _FACTOR, tl.int32) - exponent).to(tl.float32, bitcast=True)
-        tl.store(terms.scales + row, (exponent - _SCALE).to(tl.float32, bitcast=True), mask=there)
+    if C.SPLIT_FP32:
+        finite = finite & (most >= _MIN_EXPONENT_BITS)
+        exponent = tl.where(finite, most & _EXPONENT_MASK, _MIN_EXPONENT_BITS)
+        factor = (tl.full(exponent.shape, _SCALE_UP_BITS, tl.int32) - exponent).to(tl.float32, bitcast=True)
+        tl.store(terms.scales + row, (exponent - _SCALE_EXPONENT_BITS).to(tl.float32, bitcast=True), mask=there)
     places = terms.rows + row.to(tl.int64) * terms.width
     for c0 in range(0, terms.width, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        x = load_rows(pointers, finite, columns, d, X.stride_d, C.WIDE)
+        x = load_rows(pointers, finite, columns, d, X.stride_d, C.WIDE_OFFSETS)
         at = places[:, None] + columns[None, :]
-        if C.SPLIT:
+        if C.SPLIT_FP32:
             x = x * factor[:, None]
             hi = x.to(tl.float16)
             lo = (x - hi.to(tl.float32)).to(tl.float16)
             tl.store(at, hi, mask=there[:, None])
-            tl.store(at + wide(terms.room) * terms.width, lo, mask=there[:, None])
+            tl.store(at + to_int64(terms.room) * terms.width, lo, mask=there[:, None])
         else:
             tl.store(at, x, mask=there[:, None])
 
 
 @triton.jit
-def _tile(tiles, terms, row, c0, lo, BM: tl.constexpr, C: tl.constexpr):
+def _load_tile(tiles, terms, row, c0, lo, BM: tl.constexpr, C: tl.constexpr):
     """BM rows from `row` on, BD features from c0 on; their low parts where `lo` is 1."""
     row += lo * terms.room
     if tiles is not None:
@@ -84,52 +84,52 @@ def _tile(tiles, terms, row, c0, lo, BM: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _both(tiles, terms, row, c0, BM: tl.constexpr, C: tl.constexpr):
+def _load_split_tile(tiles, terms, row, c0, BM: tl.constexpr, C: tl.constexpr):
     """The high and low parts of a tile; of terms that are not split the same twice."""
-    hi = _tile(tiles, terms, row, c0, 0, BM, C)
+    hi = _load_tile(tiles, terms, row, c0, 0, BM, C)
     lo = hi
-    if C.SPLIT:
-        lo = _tile(tiles, terms, row, c0, 1, BM, C)
+    if C.SPLIT_FP32:
+        lo = _load_tile(tiles, terms, row, c0, 1, BM, C)
     return hi, lo
 
 
 @triton.jit
-def _added(S, x, y, C: tl.constexpr):
+def _add_products(S, x, y, C: tl.constexpr):
     """S with the products of terms; the small ones first."""
-    if C.SPLIT:
+    if C.SPLIT_FP32:
         S = tl.dot(x[1], tl.trans(y[0]), S)
         S = tl.dot(x[0], tl.trans(y[1]), S)
     return tl.dot(x[0], tl.trans(y[0]), S)
 
 
 @triton.jit
-def _ordered(distances):
+def _order_distances(distances):
     """As integers in their order, NaN below all."""
     bits = distances.to(tl.int32, bitcast=True)
-    return tl.where(distances == distances, bits ^ ((bits >> 31) & _MAGNITUDE), LOWEST)
+    return tl.where(distances == distances, bits ^ ((bits >> 31) & _MAGNITUDE_MASK), NAN_ORDER)
 
 
 @triton.jit
-def _lane_minima(S, C: tl.constexpr):
+def _reduce_lane_minima(S, C: tl.constexpr):
     """Of each row in each lane: [BM, BN] is [BM, BN // 8, 4, 2] there, and axes 1 and 3 stay in a thread."""
-    return tl.reduce(tl.reduce(tl.reshape(S, (C.BM, C.BN // 8, 4, 2)), 3, least_of), 1, least_of)
+    return tl.reduce(tl.reduce(tl.reshape(S, (C.BM, C.BN // 8, 4, 2)), 3, nan_min), 1, nan_min)
 
 
 @triton.jit
-def _column_keys(S, group, C: tl.constexpr):
+def _make_column_keys(S, group, C: tl.constexpr):
     """The least of each column, over the number of the 16 rows, from `group` on, that it is in; a warp has these."""
-    least = tl.reduce(tl.reduce(tl.reshape(S, (C.BM // 16, 2, 8, C.BN)), 1, least_of), 1, least_of)
+    least = tl.reduce(tl.reduce(tl.reshape(S, (C.BM // 16, 2, 8, C.BN)), 1, nan_min), 1, nan_min)
     groups = group + tl.arange(0, C.BM // 16)
-    return tl.min(key_of(_ordered(least), tl.broadcast_to(groups[:, None], least.shape)), axis=0)
+    return tl.min(make_keys(_order_distances(least), tl.broadcast_to(groups[:, None], least.shape)), axis=0)
 
 
 @triton.jit
-def _row_keys(best, where):
+def _make_row_keys(best, where):
     """The least of each row over the code of its lane, or that of all if several lanes of a step have it."""
     lane = tl.arange(0, 4)[None, :]
-    keys = key_of(_ordered(best), where * _CODES + lane)
+    keys = make_keys(_order_distances(best), where * _CODES_PER_STEP + lane)
     key = tl.min(keys, axis=1)
-    first = key - (key.to(tl.int32) % _CODES).to(tl.int64)
+    first = key - (key.to(tl.int32) % _CODES_PER_STEP).to(tl.int64)
     same = tl.sum((keys - lane == first[:, None]).to(tl.int32), axis=1)
     return tl.where(same > 1, first + 4, key)
 
@@ -146,8 +146,8 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     local = tl.program_id(0) // (tiles * parts)
     tile = tl.program_id(0) // parts % tiles
     batch = p.batch + local
-    N, _ = cloud_length(P, batch)
-    M, _ = cloud_length(R, batch)
+    N, _ = load_cloud_length(P, batch)
+    M, _ = load_cloud_length(R, batch)
     begin = tl.program_id(0) % parts * part
     end = tl.minimum(tl.minimum(begin + part, r.each), M - r.first)
     i = p.first + tile * C.BM + tl.arange(0, C.BM)
@@ -156,10 +156,10 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     row = local * p.each + tile * C.BM
     norms = tl.load(p.norms + row + tl.arange(0, C.BM))
     scales = tl.full((C.BM,), -2.0, tl.float32)
-    if C.SPLIT:
+    if C.SPLIT_FP32:
         scales *= tl.load(p.scales + row + tl.arange(0, C.BM))
-    if C.ONE_CHUNK:
-        x = _both(p_tiles, p, row, 0, C.BM, C)
+    if C.SINGLE_STEP:
+        x = _load_split_tile(p_tiles, p, row, 0, C.BM, C)
     best = tl.full((C.BM, 4), float("inf"), tl.float32)
     where = tl.full((C.BM, 4), 0, tl.int32) + (r.first + begin) // C.BN
     group = (p.first + tile * C.BM) // 16
@@ -168,24 +168,29 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
         # Asked for before the products, not after.
         r_norms = tl.load(r.norms + other + tl.arange(0, C.BN))
         r_scales = r_norms
-        if C.SPLIT:
+        if C.SPLIT_FP32:
             r_scales = tl.load(r.scales + other + tl.arange(0, C.BN))
         S = tl.full((C.BM, C.BN), 0, tl.float32)
-        if C.ONE_CHUNK:
-            S = _added(S, x, _both(r_tiles, r, other, 0, C.BN, C), C)
+        if C.SINGLE_STEP:
+            S = _add_products(S, x, _load_split_tile(r_tiles, r, other, 0, C.BN, C), C)
         else:
             for c0 in range(0, p.width, C.BD):
-                S = _added(S, _both(p_tiles, p, row, c0, C.BM, C), _both(r_tiles, r, other, c0, C.BN, C), C)
+                S = _add_products(
+                    S,
+                    _load_split_tile(p_tiles, p, row, c0, C.BM, C),
+                    _load_split_tile(r_tiles, r, other, c0, C.BN, C),
+                    C,
+                )
         j = r.first + first + tl.arange(0, C.BN)
-        if C.SPLIT:
+        if C.SPLIT_FP32:
             S *= r_scales[None, :]
         S = tl.fma(S, scales[:, None], r_norms[None, :]) + norms[:, None]
-        m = _lane_minima(S, C)
+        m = _reduce_lane_minima(S, C)
         better = (m < best) | ((m != m) & (best == best))
         where = tl.where(better, (r.first + first) // C.BN, where)
         best = tl.where(better, m, best)
         keys = of_R + batch.to(tl.int64) * R.count + j
-        tl.atomic_min(keys, _column_keys(S, group, C), mask=j < M, sem="relaxed")
+        tl.atomic_min(keys, _make_column_keys(S, group, C), mask=j < M, sem="relaxed")
     keys = of_P + batch.to(tl.int64) * P.count + i
-    mask = (i < N) & condition(begin < end)
-    lower(keys, _row_keys(best, where), tl.load(keys, mask=mask, other=0), mask)
+    mask = (i < N) & to_mask(begin < end)
+    lower_keys(keys, _make_row_keys(best, where), tl.load(keys, mask=mask, other=0), mask)

@@ -16,93 +16,97 @@ depends on its batch.
 import triton
 import triton.language as tl
 
-from ..formats.encoded import token_scales
-from .primitives import NO_TOKEN, load_rows, load_tokens, nan_max, wide
+from ..formats.encoded import load_token_scales
+from .primitives import NO_TOKEN, load_rows, load_tokens, nan_max, to_int64
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_EXPONENT = tl.constexpr(0x7F800000)
-_LEAST = tl.constexpr((127 - 40) << 23)
-_MOST = tl.constexpr((127 + 40) << 23)
-_NARROW = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
-_FACTOR = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14; fp16 ends below 2^16
-_SCALE = tl.constexpr(14 << 23)
-LOW_PART = tl.constexpr(2048.0)
-_TF32_HALF, _TF32_KEPT = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
-_STEP = tl.constexpr(16)  # tokens at a time that are not plain: rare, so few registers matter more than speed
+_MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+_EXPONENT_MASK = tl.constexpr(0x7F800000)
+_MIN_EXPONENT_BITS = tl.constexpr((127 - 40) << 23)
+_MAX_EXPONENT_BITS = tl.constexpr((127 + 40) << 23)
+_NARROW_RANGE_BITS = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
+_SCALE_UP_BITS = tl.constexpr(
+    ((254 + 14) << 23) - 2**32
+)  # less an exponent: what takes it to 2^14; fp16 ends below 2^16
+_SCALE_EXPONENT_BITS = tl.constexpr(14 << 23)
+FP16_LOW_SCALE = tl.constexpr(2048.0)
+_TF32_ROUND_BIT, _TF32_MASK = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
+_FALLBACK_STEP_TOKENS = tl.constexpr(
+    16
+)  # tokens at a time that are not plain: rare, so few registers matter more than speed
 
 
 @triton.jit
-def _measure(x):
+def _classify_rows(x):
     """Which rows are plain, which of them are zero, and the largest feature's exponent, as the bits of a float.
 
     In bits: magnitudes order as integers, and few instructions a row matter as much as few a feature.
     """
     bits = x.to(tl.int32, bitcast=True)
-    most = tl.max(bits & _MAGNITUDE, axis=1)
-    complement = tl.max(-bits & _MAGNITUDE, axis=1)  # 2^31 less the smallest magnitude that is not zero
-    exponent = most & _EXPONENT
-    narrow = complement <= exponent * -1 + _NARROW  # no tl.full: Gluon's would ask for a layout
-    near = (exponent >= _LEAST) & (exponent <= _MOST)
+    most = tl.max(bits & _MAGNITUDE_MASK, axis=1)
+    complement = tl.max(-bits & _MAGNITUDE_MASK, axis=1)  # 2^31 less the smallest magnitude that is not zero
+    exponent = most & _EXPONENT_MASK
+    narrow = complement <= exponent * -1 + _NARROW_RANGE_BITS  # no tl.full: Gluon's would ask for a layout
+    near = (exponent >= _MIN_EXPONENT_BITS) & (exponent <= _MAX_EXPONENT_BITS)
     return (narrow & near) | (most == 0), most == 0, exponent
 
 
 @triton.jit
-def nearest_tf32(x):
+def round_to_tf32(x):
     """`x` rounded to the 10 bits of TF32, halves away from zero: the matrix unit would cut the others off.
 
     NaN stays NaN, whatever bits it has, and inf stays inf.
     """
-    bits = (x.to(tl.int32, bitcast=True) + _TF32_HALF) & _TF32_KEPT
+    bits = (x.to(tl.int32, bitcast=True) + _TF32_ROUND_BIT) & _TF32_MASK
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x + x)
 
 
 @triton.jit
-def plain_rows(x):
-    """Which rows `split` can hold."""
-    plain, _, _ = _measure(x)
+def find_exact_rows(x):
+    """Which rows `split_rows` can hold."""
+    plain, _, _ = _classify_rows(x)
     return plain
 
 
 @triton.jit
-def split(x):
+def split_rows(x):
     """Rows as (hi, lo), ``2^e`` (of any finite value for zeros), which are plain, and which are zero.
 
     What is not plain gives values of no use.
     """
-    plain, zero, exponent = _measure(x)
-    y = x * (exponent * -1 + _FACTOR).to(tl.float32, bitcast=True)[:, None]
+    plain, zero, exponent = _classify_rows(x)
+    y = x * (exponent * -1 + _SCALE_UP_BITS).to(tl.float32, bitcast=True)[:, None]
     hi = y.to(tl.float16)
-    lo = ((y - hi.to(tl.float32)) * LOW_PART).to(tl.float16)
-    return (hi, lo), ((exponent - _SCALE) & _MAGNITUDE).to(tl.float32, bitcast=True), plain, zero
+    lo = ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
+    return (hi, lo), ((exponent - _SCALE_EXPONENT_BITS) & _MAGNITUDE_MASK).to(tl.float32, bitcast=True), plain, zero
 
 
 @triton.jit
-def split_product(q, x, C: tl.constexpr):
+def multiply_split_rows(q, x, C: tl.constexpr):
     """``q . x^T`` of split rows but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
     q_hi, q_lo = q
     x_hi, x_lo = x
     if C.TOKENS_FIRST:
         S = tl.dot(x_lo, tl.trans(q_hi))
         S = tl.dot(x_hi, tl.trans(q_lo), S)
-        S = tl.dot(x_hi, tl.trans(q_hi), S * (1.0 / LOW_PART))
+        S = tl.dot(x_hi, tl.trans(q_hi), S * (1.0 / FP16_LOW_SCALE))
     else:
         S = tl.dot(q_hi, tl.trans(x_lo))
         S = tl.dot(q_lo, tl.trans(x_hi), S)
-        S = tl.dot(q_hi, tl.trans(x_hi), S * (1.0 / LOW_PART))
+        S = tl.dot(q_hi, tl.trans(x_hi), S * (1.0 / FP16_LOW_SCALE))
     return S
 
 
 @triton.jit
-def _fp32_similarities(x, rows, document, t, C: tl.constexpr):
+def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
     """Similarities of a tile as fp32 instructions give them, feature after feature."""
-    S = tl.full((C.BM, _STEP), 0, tl.float32)
+    S = tl.full((C.BM, _FALLBACK_STEP_TOKENS), 0, tl.float32)
     tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
-    if C.TERMS > 0:
-        scale = token_scales(x.counts, document.row + t)
+    if C.INT8_TERMS > 0:
+        scale = load_token_scales(x.counts, document.row + t)
     for k in tl.range(0, x.d, num_stages=1):
-        q = tl.load(rows.ptr + wide(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
-        y = tl.load(tokens + wide(k) * x.D.stride_d)
-        if C.TERMS > 0:
+        q = tl.load(rows.ptr + to_int64(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
+        y = tl.load(tokens + to_int64(k) * x.D.stride_d)
+        if C.INT8_TERMS > 0:
             # Scales first: numbers alone, times queries near the largest fp32 number, would be infinite.
             q = q.to(tl.float32)
             y = y.to(tl.float32) * scale
@@ -111,24 +115,24 @@ def _fp32_similarities(x, rows, document, t, C: tl.constexpr):
 
 
 @triton.jit
-def odd_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
-    """Maxima and winners with what `split_product` leaves out: rows that are not `plain`, and such tokens; or with
-    what `terms_product` does: such rows."""
+def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
+    """Maxima and winners with what `multiply_split_rows` leaves out: rows that are not `plain`, and such tokens; or
+    with what `multiply_terms` does: such rows."""
     odd_rows = rows.ok & (plain == 0)
     best = tl.where(odd_rows, float("-inf"), best)
     where = tl.where(odd_rows, NO_TOKEN, where)
     any_odd_row = tl.max(odd_rows.to(tl.int32), axis=0)
-    for t0 in tl.range(0, document.length, _STEP, num_stages=1):
-        t = tl.minimum(t0 + tl.arange(0, _STEP), document.length - 1)
+    for t0 in tl.range(0, document.length, _FALLBACK_STEP_TOKENS, num_stages=1):
+        t = tl.minimum(t0 + tl.arange(0, _FALLBACK_STEP_TOKENS), document.length - 1)
         keep = t >= 0
         if x.D.mask is not None:
             keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
         odd = keep & (t < 0)
-        if C.TERMS == 0:
-            tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE)
-            odd = keep & (plain_rows(tile) == 0)
+        if C.INT8_TERMS == 0:
+            tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE_OFFSETS)
+            odd = keep & (find_exact_rows(tile) == 0)
         if (any_odd_row > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0):
-            S = _fp32_similarities(x, rows, document, t, C)
+            S = _compute_fp32_similarities(x, rows, document, t, C)
             use = (odd_rows[:, None] & keep[None, :]) | odd[None, :]
             S = tl.where(use, S, float("-inf"))
             m = tl.reduce(S, 1, nan_max)
@@ -145,7 +149,7 @@ def load_terms(terms, row, ok, BD: tl.constexpr):
     """The query rows hi and lo that `split_tokens` wrote, and their scales: negative if not plain."""
     pointers = terms.queries + row.to(tl.int64)[:, None] * BD + tl.arange(0, BD)[None, :]
     hi = tl.load(pointers, mask=ok[:, None], other=0.0)
-    lo = tl.load(pointers + wide(terms.query_room) * BD, mask=ok[:, None], other=0.0)
+    lo = tl.load(pointers + to_int64(terms.query_capacity_rows) * BD, mask=ok[:, None], other=0.0)
     return (hi, lo), tl.load(terms.query_scales + row, mask=ok, other=1.0)
 
 
@@ -156,7 +160,7 @@ def split_tokens(X, out, scales, rows, L, room, d, C: tl.constexpr):
     ok = row < rows
     columns = tl.arange(0, C.BD)
     pointers = X.ptr + (row // L).to(tl.int64) * X.stride_doc + (row % L).to(tl.int64) * X.stride_l
-    x, scale, plain, zero = split(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE))
+    x, scale, plain, zero = split_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS))
     hi, lo = x
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi, mask=ok[:, None])

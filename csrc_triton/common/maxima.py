@@ -7,7 +7,7 @@ from .primitives import NO_TOKEN, nan_max
 
 
 @triton.jit
-def per_row(x, C: tl.constexpr):
+def expand_rows(x, C: tl.constexpr):
     """Values of query rows, shaped to stand beside a tile."""
     if C.TOKENS_FIRST:
         y = x[None, :]
@@ -17,7 +17,7 @@ def per_row(x, C: tl.constexpr):
 
 
 @triton.jit
-def per_token(x, C: tl.constexpr):
+def expand_tokens(x, C: tl.constexpr):
     """Values of document tokens, shaped to stand beside a tile."""
     if C.TOKENS_FIRST:
         y = x[:, None]
@@ -27,13 +27,13 @@ def per_token(x, C: tl.constexpr):
 
 
 @triton.jit
-def first_larger(v0, c0, v1, c1):
+def select_first_larger(v0, c0, v1, c1):
     """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
     return nan_max(v0, v1), tl.where(v1 > v0, c1, c0)
 
 
 @triton.jit
-def per_lane(value, dtype: tl.constexpr, C: tl.constexpr):
+def fill_lanes(value, dtype: tl.constexpr, C: tl.constexpr):
     """A value for each lane of each row. Maxima are kept per lane, a share of the tokens, and merged once a document.
 
     A row has C.LANES lanes; with tokens first each of the BN tokens of a tile is one.
@@ -46,58 +46,58 @@ def per_lane(value, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def nothing_found(C: tl.constexpr):
+def init_lane_state(C: tl.constexpr):
     """What goes with the maximum of each lane before the first tile: no token, or a sum of nothing."""
     if C.SOFT:
-        x = per_lane(0, tl.float32, C)
+        x = fill_lanes(0, tl.float32, C)
     else:
-        x = per_lane(NO_TOKEN, tl.int32, C)
+        x = fill_lanes(NO_TOKEN, tl.int32, C)
     return x
 
 
 @triton.jit
-def lanes_of(S, C: tl.constexpr):
+def split_lanes(S, C: tl.constexpr):
     """[BM, BN] as [BM, BN // 8, 4, 2]: how wgmma spreads a row over the 4 lanes of a quad, so axes 1 and 3 stay in a
     thread."""
     return tl.reshape(S, (C.BM, C.BN // 8, 4, 2))
 
 
 @triton.jit
-def lane_maxima(S, C: tl.constexpr):
+def reduce_lane_maxima(S, C: tl.constexpr):
     """The lanes' maxima over a tile, with no exchange between threads unless LANES is 1."""
     if C.TOKENS_FIRST:
         m = S
     elif C.LANES == 1:
         m = tl.reduce(S, 1, nan_max)[:, None]
     else:
-        m = tl.reduce(tl.reduce(lanes_of(S, C), 3, nan_max), 1, nan_max)
+        m = tl.reduce(tl.reduce(split_lanes(S, C), 3, nan_max), 1, nan_max)
     return m
 
 
 @triton.jit
-def lane_winners(S, t, keep, t0, C: tl.constexpr):
+def reduce_lane_argmax(S, t, keep, t0, C: tl.constexpr):
     """The lanes' maxima over a tile and the first tokens that attain them.
 
-    With several lanes the tokens are relative to their lane (`merged` adds it). With 4 the columns are constants of
-    the compiled code: 2.5 instructions an element.
+    With several lanes the tokens are relative to their lane (`merge_lanes` adds it). With 4 the columns are constants
+    of the compiled code: 2.5 instructions an element.
     """
     if C.TOKENS_FIRST:
         m = S
-        where = per_lane(0, tl.int32, C) + t0
+        where = fill_lanes(0, tl.int32, C) + t0
     elif C.LANES == 1:
         m = tl.reduce(S, 1, nan_max)[:, None]
         where = tl.min(tl.where((S == m) & keep[None, :], t[None, :], NO_TOKEN), axis=1)[:, None]
     else:
         column = tl.arange(0, C.BN // 8)[None, :, None, None] * 8 + tl.arange(0, 2)[None, None, None, :]
         column = tl.broadcast_to(column, (C.BM, C.BN // 8, 4, 2))
-        m, where = tl.reduce((lanes_of(S, C), column), 3, first_larger)
-        m, where = tl.reduce((m, where), 1, first_larger)
+        m, where = tl.reduce((split_lanes(S, C), column), 3, select_first_larger)
+        m, where = tl.reduce((m, where), 1, select_first_larger)
         where += t0
     return m, where
 
 
 @triton.jit
-def merged_maxima(best, C: tl.constexpr):
+def merge_lane_maxima(best, C: tl.constexpr):
     if C.TOKENS_FIRST:
         row_best = tl.reduce(best, 0, nan_max)
     else:
@@ -106,7 +106,7 @@ def merged_maxima(best, C: tl.constexpr):
 
 
 @triton.jit
-def first_token(hit, tokens, C: tl.constexpr):
+def find_first_token(hit, tokens, C: tl.constexpr):
     """Each row's lowest token of those that are `hit`, else NO_TOKEN."""
     if C.TOKENS_FIRST:
         first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=0)
@@ -116,24 +116,24 @@ def first_token(hit, tokens, C: tl.constexpr):
 
 
 @triton.jit
-def lowest_of_largest(v0, t0, v1, t1):
+def select_lowest_largest(v0, t0, v1, t1):
     """The larger value with its token, the lower token where both are equal. NaN wins, but may lose its token."""
     return nan_max(v0, v1), tl.where((v1 > v0) | ((v1 == v0) & (t1 < t0)), t1, t0)
 
 
 @triton.jit
-def merged(best, where, Ld, C: tl.constexpr):
+def merge_lanes(best, where, Ld, C: tl.constexpr):
     """Each row's maximum and winner from those of its lanes, the lowest token where they are equal; NO_TOKEN for NaN.
 
     In one reduction: values alone, then the tokens that attain them, are exchanged between warps twice.
     """
     if C.TOKENS_FIRST:
         tokens = where + tl.arange(0, C.BN)[:, None]
-        row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 0, lowest_of_largest)
+        row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 0, select_lowest_largest)
     elif C.LANES > 1:
         tokens = where + 2 * tl.arange(0, C.LANES)[None, :]
-        row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 1, lowest_of_largest)
+        row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 1, select_lowest_largest)
     else:
-        row_best, first = tl.reduce((best, where), 1, lowest_of_largest)
+        row_best, first = tl.reduce((best, where), 1, select_lowest_largest)
     found = (first != NO_TOKEN) & (row_best == row_best)
     return row_best, tl.where(found, tl.minimum(first, Ld - 1), NO_TOKEN)

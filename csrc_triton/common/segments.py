@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .primitives import condition
+from .primitives import to_mask
 
 
 @triton.jit
-def query_segment(segments, i, ok, Tq):
+def locate_query_segment(segments, i, ok, Tq):
     """First row and length of query i, and whether it is inside Q; 0 and 0 rows where it is not, or not `ok`."""
     if segments.cu_seqlens_q is None:
         begin = i.to(tl.int64) * segments.q_each
@@ -26,7 +26,7 @@ def query_segment(segments, i, ok, Tq):
 
 
 @triton.jit
-def document_bounds(segments, document, ok):
+def load_document_bounds(segments, document, ok):
     """What is stored of where a document lies: its first row, then its length or else the first row of the next; 0 of
     what is not stored.
 
@@ -44,8 +44,8 @@ def document_bounds(segments, document, ok):
 
 
 @triton.jit
-def bounded_segment(segments, bounds, document, ok, Td):
-    """`document_segment` of a document whose `document_bounds` are known."""
+def clamp_document_segment(segments, bounds, document, ok, Td):
+    """`locate_document_segment` of a document whose `load_document_bounds` are known."""
     if segments.offsets is None:
         begin = tl.where(ok, document, 0).to(tl.int64) * segments.d_each
         length = begin * 0 + segments.d_each
@@ -62,14 +62,14 @@ def bounded_segment(segments, bounds, document, ok, Td):
 
 
 @triton.jit
-def document_segment(segments, document, ok, Td):
+def locate_document_segment(segments, document, ok, Td):
     """First row and length of a document, numbered as in `Segments.offsets`; 0 rows where it is not inside D."""
-    return bounded_segment(segments, document_bounds(segments, document, ok), document, ok, Td)
+    return clamp_document_segment(segments, load_document_bounds(segments, document, ok), document, ok, Td)
 
 
 @triton.jit
-def pair(segments, p, ok, Nq, Nd):
+def load_pair(segments, p, ok, Nq, Nd):
     """Query and document of pair p, and whether there are such."""
     i = tl.load(segments.pairs + 2 * p, mask=ok, other=-1).to(tl.int64)
     k = tl.load(segments.pairs + 2 * p + 1, mask=ok, other=-1).to(tl.int64)
-    return i, k, condition((i >= 0) & (i < Nq) & (k >= 0) & (k < Nd))
+    return i, k, to_mask((i >= 0) & (i < Nq) & (k >= 0) & (k < Nd))

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..common.primitives import group
-from ..forward.generic.dense import visit
+from ..common.primitives import import_args_class
+from ..forward.generic.dense import score_tile_pair
 
 
 @triton.jit
@@ -19,12 +19,12 @@ def maxsim_packaged(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Scores [Nq, K], one (query, document) pair a program, BM query tokens at a time: right for every shape."""
-    Config: tl.constexpr = group("Config")
-    Queries: tl.constexpr = group("Queries")
-    Documents: tl.constexpr = group("Documents")
-    Sizes: tl.constexpr = group("Sizes")
-    Operands: tl.constexpr = group("Operands")
-    Output: tl.constexpr = group("Output")
+    Config: tl.constexpr = import_args_class("KernelConfig")
+    Queries: tl.constexpr = import_args_class("QueryArgs")
+    Documents: tl.constexpr = import_args_class("DocumentArgs")
+    Sizes: tl.constexpr = import_args_class("SizeArgs")
+    Operands: tl.constexpr = import_args_class("Operands")
+    Output: tl.constexpr = import_args_class("OutputArgs")
     C: tl.constexpr = Config(
         BM, BN, BD, BM, 1, CANDIDATES, False, NORMALIZE, 2, PRECISION, False, False, False, True, False
     )
@@ -40,4 +40,4 @@ def maxsim_packaged(
     sizes = Sizes(
         tl.full((), Nq, tl.int32), tl.full((), K, tl.int32), tl.full((), Lq, tl.int32), tl.full((), Ld, tl.int32)
     )
-    visit(Operands(Q, D, None, None, None, d, None), Output(scores, None), sizes, C)
+    score_tile_pair(Operands(Q, D, None, None, None, d, None), Output(scores, None), sizes, C)

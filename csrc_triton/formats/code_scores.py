@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..common.primitives import ordered_sum
-from ..common.segments import document_segment
+from ..common.primitives import sum_in_order
+from ..common.segments import locate_document_segment
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Td", "count"])
@@ -20,7 +20,7 @@ def maxsim_code_scores(
     """
     pid = tl.program_id(0).to(tl.int64)
     query, k = pid % Nq, pid // Nq
-    begin, length, valid = document_segment(segments, k, k >= 0, Td)
+    begin, length, valid = locate_document_segment(segments, k, k >= 0, Td)
     best = tl.full((BN, ROWS), float("-inf"), tl.float32)
     hits = tl.full((BN,), 0, tl.int32)
     strange = tl.full((BN,), 0, tl.int32)
@@ -37,7 +37,7 @@ def maxsim_code_scores(
         else:
             hits = hits | ok.to(tl.int32)
     terms = tl.load(weight + query * ROWS + tl.arange(0, ROWS)) * tl.max(best, axis=0)
-    score = tl.sum(ordered_sum(terms, 1, ROWS), axis=0)
+    score = tl.sum(sum_in_order(terms, 1, ROWS), axis=0)
     score = tl.where(tl.max(hits, axis=0) > 0, score, float("-inf"))
     odd = (valid == 0) | (tl.max(strange, axis=0) > 0)
     tl.store(scores + query * K + k, tl.where(odd, float("inf"), score))

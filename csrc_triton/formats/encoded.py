@@ -22,35 +22,45 @@ exactly, others to 2^-40 of it. Rows with an infinity take the largest power, so
 import triton
 import triton.language as tl
 
-from ..common.maxima import per_row, per_token
-from ..common.primitives import inverse_norm, load_rows, load_tokens, nan_max, row_pointers, split_sum
-from .residual import bucket_bits, load_coded
+from ..common.maxima import expand_rows, expand_tokens
+from ..common.primitives import (
+    compute_inverse_norm,
+    load_rows,
+    load_tokens,
+    locate_rows,
+    nan_max,
+    sum_in_order_across_warps,
+)
+from .residual import get_bucket_bits, load_decoded_tokens
 
-LOW = tl.constexpr(254)
-_EXPONENT = tl.constexpr(0x7F800000)
-_LEAST, _MOST = tl.constexpr(16 << 23), tl.constexpr(254 << 23)  # exponents: below, an inverse is no normal number
-_TOP = tl.constexpr(15 << 23)  # fp16 ends below 2^16
-_ONE = tl.constexpr(254 << 23)  # less the bits of a power of two: those of its inverse
+INT8_LOW_SCALE = tl.constexpr(254)
+_EXPONENT_MASK = tl.constexpr(0x7F800000)
+_MIN_EXPONENT_BITS, _MAX_EXPONENT_BITS = (
+    tl.constexpr(16 << 23),
+    tl.constexpr(254 << 23),
+)  # exponents: below, an inverse is no normal number
+_TARGET_EXPONENT_BITS = tl.constexpr(15 << 23)  # fp16 ends below 2^16
+_INVERSE_EXPONENT_BITS = tl.constexpr(254 << 23)  # less the bits of a power of two: those of its inverse
 
 
 @triton.jit
 def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
     """Features from c0 on of tokens `t`, kept as bits."""
     columns = c0 // 8 + tl.arange(0, C.BD // 8)
-    x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, 8), D, C.WIDE)
+    x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, 8), D, C.WIDE_OFFSETS)
     x = (x[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)) & 1
     return tl.reshape(x, (C.BN, C.BD)).to(tl.int8) * 2 - 1
 
 
 @triton.jit
-def numbers(tile, dtype: tl.constexpr, C: tl.constexpr):
+def convert_encoded(tile, dtype: tl.constexpr, C: tl.constexpr):
     """What features are kept as, in a dtype."""
-    if C.STORED == "e4m3":
+    if C.ENCODING == "e4m3":
         magnitude = tile & 0x7F
         bits = (magnitude.to(tl.uint16) << 7) | ((tile & 0x80).to(tl.uint16) << 8)
         x = bits.to(tl.float16, bitcast=True) * 256.0  # the exponent of fp16 is biased by 8 more
         tile = tl.where(magnitude == 0x7F, float("nan"), x)
-    elif C.STORED == "e5m2":
+    elif C.ENCODING == "e5m2":
         tile = (tile.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return tile.to(dtype)
 
@@ -61,49 +71,53 @@ def is_fp8(stored):
 
 
 @triton.constexpr_function
-def is_over(query, stored):
+def needs_power_scaling(query, stored):
     """Whether query rows of a dtype are held in fp16, over powers of two."""
     return is_fp8(stored) and query == tl.bfloat16
 
 
 @triton.constexpr_function
-def factor_type(query, stored):
+def choose_factor_dtype(query, stored):
     """What numbers are multiplied in beside query rows of a dtype."""
-    return tl.float16 if is_over(query, stored) else query
+    return tl.float16 if needs_power_scaling(query, stored) else query
 
 
 @triton.jit
-def row_powers(x, pointers, ok, C: tl.constexpr):
+def compute_row_powers(x, pointers, ok, C: tl.constexpr):
     """What rows that are held in fp16 are over."""
     most = tl.zeros(ok.shape, tl.float32)
-    if C.ONE_CHUNK:
-        most = largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE))
+    if C.SINGLE_STEP:
+        most = find_largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS))
     else:
         for c0 in range(0, x.d, C.BD):
-            q = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE)
-            most = tl.maximum(most, largest(q))
-    return powers_over(most)
+            q = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS)
+            most = tl.maximum(most, find_largest(q))
+    return choose_powers(most)
 
 
 @triton.jit
-def largest(q):
+def find_largest(q):
     """The largest magnitude of each row, but for NaN."""
     return tl.max(tl.abs(q.to(tl.float32)), axis=1)
 
 
 @triton.jit
-def powers_over(most):
+def choose_powers(most):
     """What rows with these largest features are over."""
-    exponent = most.to(tl.int32, bitcast=True) & _EXPONENT
-    exponent = tl.where(exponent > _MOST, _MOST, tl.where(exponent < _LEAST, _LEAST, exponent))
-    return (exponent - _TOP).to(tl.float32, bitcast=True)
+    exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    exponent = tl.where(
+        exponent > _MAX_EXPONENT_BITS,
+        _MAX_EXPONENT_BITS,
+        tl.where(exponent < _MIN_EXPONENT_BITS, _MIN_EXPONENT_BITS, exponent),
+    )
+    return (exponent - _TARGET_EXPONENT_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def over_powers(q, powers):
+def divide_by_powers(q, powers):
     """Rows of bf16 in fp16."""
     bits = powers.to(tl.int32, bitcast=True)
-    inverse = (bits * -1 + _ONE).to(tl.float32, bitcast=True)
+    inverse = (bits * -1 + _INVERSE_EXPONENT_BITS).to(tl.float32, bitcast=True)
     return (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
 
 
@@ -114,28 +128,28 @@ def is_loader(stored):
 
 
 @triton.jit
-def stored_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
+def load_encoded_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
     """Features from c0 on of tokens `t` from `ptr` on, the first of which is `row` among all, as they are kept; of
     residual codes tokens as they count, beside queries of `dtype`."""
-    if C.STORED == "bits":
+    if C.ENCODING == "bits":
         tile = load_bits(ptr, t, c0, d, D, C)
-    elif bucket_bits(C.STORED) > 0:
-        tile = load_coded(ptr, t, row, c0, d, D, counts, dtype, C)
-    elif is_loader(C.STORED):
-        tile = C.STORED(ptr, t, c0, d, D, C)
+    elif get_bucket_bits(C.ENCODING) > 0:
+        tile = load_decoded_tokens(ptr, t, row, c0, d, D, counts, dtype, C)
+    elif is_loader(C.ENCODING):
+        tile = C.ENCODING(ptr, t, c0, d, D, C)
     else:
-        tile = load_tokens(ptr, t, t >= 0, c0 + tl.arange(0, C.BD), d, D, C.WIDE)
+        tile = load_tokens(ptr, t, t >= 0, c0 + tl.arange(0, C.BD), d, D, C.WIDE_OFFSETS)
     return tile
 
 
 @triton.jit
-def _nearest(x):
+def _round_to_integer(x):
     """`x` rounded to an integer, halves to even, where it is below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def term_values(q):
+def split_int8_terms(q):
     """The terms hi and lo of fp32 rows, and their scales, negative if not plain.
 
     Products are rounded before anything is added to them: fused, terms would hang on the kernel that makes them.
@@ -147,16 +161,16 @@ def term_values(q):
     x = tl.where(plain[:, None], q, 0.0)
     zero = tl.where(x == x, 0.0, 0.0)  # in the layout of x, which Gluon's functions would ask for
     x = tl.fma(x, zero + inverse, zero)
-    hi = _nearest(x)
-    lo = _nearest(tl.fma(x - hi, zero + LOW, zero))
-    scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * LOW)))
+    hi = _round_to_integer(x)
+    lo = _round_to_integer(tl.fma(x - hi, zero + INT8_LOW_SCALE, zero))
+    scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * INT8_LOW_SCALE)))
     return hi, lo, tl.where(plain, scale, -1.0)
 
 
 @triton.jit
-def of_one_term(scale):
+def scale_single_term(scale):
     """The scales of rows of which hi alone is kept."""
-    return tl.where(scale > 0, scale * LOW, scale)
+    return tl.where(scale > 0, scale * INT8_LOW_SCALE, scale)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -165,8 +179,8 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = row < rows
     columns = tl.arange(0, C.BD)
-    q = load_rows(row_pointers(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE).to(tl.float32)
-    hi, lo, scale = term_values(q)
+    q = load_rows(locate_rows(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
+    hi, lo, scale = split_int8_terms(q)
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi.to(tl.int8), mask=ok[:, None])
     tl.store(places + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])
@@ -174,54 +188,54 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
 
 
 @triton.jit
-def terms_product(q, x, C: tl.constexpr):
+def multiply_terms(q, x, C: tl.constexpr):
     """``q . x^T`` of terms but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
     hi, lo = q
     if C.TOKENS_FIRST:
         S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32)
-        if C.TERMS == 2:
-            S = S * LOW + tl.dot(x, tl.trans(lo), out_dtype=tl.int32)
+        if C.INT8_TERMS == 2:
+            S = S * INT8_LOW_SCALE + tl.dot(x, tl.trans(lo), out_dtype=tl.int32)
     else:
         S = tl.dot(hi, tl.trans(x), out_dtype=tl.int32)
-        if C.TERMS == 2:
-            S = S * LOW + tl.dot(lo, tl.trans(x), out_dtype=tl.int32)
+        if C.INT8_TERMS == 2:
+            S = S * INT8_LOW_SCALE + tl.dot(lo, tl.trans(x), out_dtype=tl.int32)
     return S.to(tl.float32)
 
 
 @triton.jit
-def row_sums(pointers, ok, x, C: tl.constexpr):
+def sum_query_rows(pointers, ok, x, C: tl.constexpr):
     """Sums of query rows, in one order whatever the tile, which the minimum of a token is multiplied by; or None."""
     if x.counts.minimum is not None:
         total = tl.zeros(ok.shape, tl.float32)
         for c0 in range(0, x.d, 16):
-            q = load_rows(pointers, ok, c0 + tl.arange(0, 16), x.d, x.Q.stride_d, C.WIDE)
-            total += split_sum(q.to(tl.float32), C.BM, 16)
+            q = load_rows(pointers, ok, c0 + tl.arange(0, 16), x.d, x.Q.stride_d, C.WIDE_OFFSETS)
+            total += sum_in_order_across_warps(q.to(tl.float32), C.BM, 16)
     else:
         total = None
     return total
 
 
 @triton.jit
-def _values(ptr, each, t):
+def _load_values(ptr, each, t):
     return tl.load(ptr + t.to(tl.int64) * each)
 
 
 @triton.jit
-def token_scales(counts, t):
+def load_token_scales(counts, t):
     """Of tokens t of all documents."""
-    return _values(counts.scale, counts.scale_each, t)
+    return _load_values(counts.scale, counts.scale_each, t)
 
 
 @triton.jit
-def counted(S, rows, counts, document, t, C: tl.constexpr):
+def dequantize_similarities(S, rows, counts, document, t, C: tl.constexpr):
     """Similarities to the numbers of tokens t, as those to what they count as; those of residual codes do already."""
-    if bucket_bits(C.STORED) == 0:
+    if get_bucket_bits(C.ENCODING) == 0:
         t = document.row + tl.minimum(t, document.length - 1)
-        S = S * per_token(token_scales(counts, t), C)
+        S = S * expand_tokens(load_token_scales(counts, t), C)
         if counts.minimum is not None:
             # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
-            sums = tl.broadcast_to(per_row(rows.sums, C), S.shape)
-            minimum = per_token(_values(counts.minimum, counts.minimum_each, t), C)
+            sums = tl.broadcast_to(expand_rows(rows.sums, C), S.shape)
+            minimum = expand_tokens(_load_values(counts.minimum, counts.minimum_each, t), C)
             S = tl.fma(sums, tl.broadcast_to(minimum, S.shape), S)
     return S
 
@@ -232,18 +246,18 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
     ok = t < Td
     t = tl.minimum(t, Td - 1)
-    s = token_scales(counts, t)
+    s = load_token_scales(counts, t)
     m = tl.zeros_like(s)
     if counts.minimum is not None:
-        m = _values(counts.minimum, counts.minimum_each, t)
+        m = _load_values(counts.minimum, counts.minimum_each, t)
     squares = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
-        x = stored_tile(D.ptr, t, 0, c0, d, D, counts, tl.float32, C)
-        if bucket_bits(C.STORED) == 0:
-            x = numbers(x, tl.float32, C) * s[:, None] + m[:, None]
+        x = load_encoded_tile(D.ptr, t, 0, c0, d, D, counts, tl.float32, C)
+        if get_bucket_bits(C.ENCODING) == 0:
+            x = convert_encoded(x, tl.float32, C) * s[:, None] + m[:, None]
         x = tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
         squares += tl.sum(x * x, axis=1)
-    inverse = inverse_norm(squares)
+    inverse = compute_inverse_norm(squares)
     tl.store(scale + t, s * inverse, mask=ok)
     if counts.minimum is not None:
         tl.store(minimum + t, m * inverse, mask=ok)
@@ -260,7 +274,7 @@ def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
     pointers = places + (row - document * Ld) * D.stride_l
     most = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
-        x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, D.stride_d, C.WIDE).to(tl.float32)
+        x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)
         most = nan_max(most, tl.reduce(tl.abs(x), 1, nan_max))
     finite = most < float("inf")
     s = tl.div_rn(tl.where(finite, most, 0.0), 127.0)
@@ -268,10 +282,11 @@ def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
     inverse = tl.where(s > 0, tl.div_rn(1.0, tl.where(s > 0, s, 1.0)), 0.0)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        x = load_rows(pointers, ok & finite, columns, d, D.stride_d, C.WIDE).to(tl.float32)
-        # Rounded before `_nearest` adds to it: fused with that sum it would be rounded once, and halves otherwise.
+        x = load_rows(pointers, ok & finite, columns, d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)
+        # Rounded before `_round_to_integer` adds to it: fused with that sum it would be rounded once, and halves
+        # otherwise.
         x = tl.fma(x, tl.broadcast_to(inverse[:, None], x.shape), tl.zeros_like(x))
-        q = tl.minimum(tl.maximum(_nearest(x), -127.0), 127.0)
+        q = tl.minimum(tl.maximum(_round_to_integer(x), -127.0), 127.0)
         mask = ok[:, None] & (columns < d)[None, :]
         tl.store(data + row[:, None] * d + columns[None, :], q.to(tl.int8), mask=mask)
     tl.store(scale + row, tl.where(finite, s, float("nan")), mask=ok)

@@ -2,8 +2,8 @@
 
 `Config.STORED` is "codes1", "codes2", "codes4" or "codes8", by the bits of a bucket. The first feature of a byte is in
 its highest bits, and weights are in the order of what bits say: how a codec orders the bits of a bucket is in its
-table. Inverse norms are scales of `Counts`, which sums are multiplied by in fp32. Beside half-precision queries and
-fp16 centroids weights and sums are rounded to fp16 before.
+table. Inverse norms are scales of `DequantArgs`, which sums are multiplied by in fp32. Beside half-precision queries
+and fp16 centroids weights and sums are rounded to fp16 before.
 
 There residuals come as words of eight features, "words1" to "words4": a thread looks the weights of one up in
 registers, by byte permutation (`prmt`). The numbers are those of bytes.
@@ -16,25 +16,25 @@ from ..common.primitives import load_rows, load_tokens
 
 
 @triton.constexpr_function
-def bucket_bits(stored):
+def get_bucket_bits(stored):
     """Of `Config.STORED`: bits of a bucket, 0 of another format."""
     return int(stored[5:]) if isinstance(stored, str) and stored.startswith(("codes", "words")) else 0
 
 
 @triton.constexpr_function
-def in_words(stored):
+def has_words(stored):
     """Whether residuals come as words of eight features."""
     return isinstance(stored, str) and stored.startswith("words")
 
 
 @triton.constexpr_function
-def _in_fp16(centroids, query):
+def _is_fp16_sum(centroids, query):
     """Whether weights and sums are rounded to fp16."""
     return centroids.is_fp16() and query.primitive_bitwidth == 16
 
 
 @triton.constexpr_function
-def _lookups(nbits):
+def _make_lookup_ptx(nbits):
     """PTX: eight weights, as four pairs of fp16 $0 to $3, of the buckets in the word $4, first feature first.
 
     Tables are the bytes of the weights, as low ones ($5 and on) and high ones of four weights each. The selector of
@@ -65,12 +65,12 @@ def _lookups(nbits):
 
 
 @triton.constexpr_function
-def _registers(nbits):
+def _make_ptx_constraints(nbits):
     return "=&r,=&r,=&r,=&r,r" + ",r" * (8 if nbits == 4 else 2)
 
 
 @triton.constexpr_function
-def _token(dtype):
+def _make_token_ptx(dtype):
     """PTX: pairs of fp16, ($1 + $2) times $3 in fp32, as a pair of `dtype`."""
     return (
         "{ .reg .b32 t; .reg .b16 a, b; .reg .f32 x, y; add.rn.f16x2 t, $1, $2; mov.b32 {a, b}, t;"
@@ -80,38 +80,39 @@ def _token(dtype):
 
 
 @triton.jit
-def _weight_bits(weights, at, high):
+def _load_weight_byte(weights, at, high):
     """The low or high byte of a weight as fp16."""
     bits = tl.load(weights + at).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     return (bits >> (8 * high)) & 255
 
 
 @triton.jit
-def _bytes_of(weights, at, high, COUNT: tl.constexpr):
+def _load_weight_bytes(weights, at, high, COUNT: tl.constexpr):
     """Those of four weights."""
-    word = _weight_bits(weights, at, high) | (_weight_bits(weights, at + 1, high) << 8)
+    word = _load_weight_byte(weights, at, high) | (_load_weight_byte(weights, at + 1, high) << 8)
     if COUNT > 2:
-        word |= (_weight_bits(weights, at + 2, high) << 16) | (_weight_bits(weights, at + 3, high) << 24)
+        word |= (_load_weight_byte(weights, at + 2, high) << 16) | (_load_weight_byte(weights, at + 3, high) << 24)
     return word.to(tl.int32)
 
 
 @triton.jit
-def lookup_tables(counts, C: tl.constexpr):
-    """The weights as `_lookups` takes them, made once a program."""
+def load_lookup_tables(counts, C: tl.constexpr):
+    """The weights as `_make_lookup_ptx` takes them, made once a program."""
     w = counts.weights
-    if bucket_bits(C.STORED) == 4:
+    if get_bucket_bits(C.ENCODING) == 4:
         tables = (
-            _bytes_of(w, 0, 0, 4), _bytes_of(w, 4, 0, 4), _bytes_of(w, 8, 0, 4), _bytes_of(w, 12, 0, 4),
-            _bytes_of(w, 0, 1, 4), _bytes_of(w, 4, 1, 4), _bytes_of(w, 8, 1, 4), _bytes_of(w, 12, 1, 4),
+            _load_weight_bytes(w, 0, 0, 4), _load_weight_bytes(w, 4, 0, 4), _load_weight_bytes(w, 8, 0, 4),
+            _load_weight_bytes(w, 12, 0, 4), _load_weight_bytes(w, 0, 1, 4), _load_weight_bytes(w, 4, 1, 4),
+            _load_weight_bytes(w, 8, 1, 4), _load_weight_bytes(w, 12, 1, 4),
         )  # fmt: skip
     else:
-        COUNT: tl.constexpr = 2 * bucket_bits(C.STORED)
-        tables = _bytes_of(w, 0, 0, COUNT), _bytes_of(w, 0, 1, COUNT)  # type: ignore[assignment]
+        COUNT: tl.constexpr = 2 * get_bucket_bits(C.ENCODING)
+        tables = _load_weight_bytes(w, 0, 0, COUNT), _load_weight_bytes(w, 0, 1, COUNT)  # type: ignore[assignment]
     return tables
 
 
 @triton.jit
-def coded_rows(counts, row, t):
+def load_codes(counts, row, t):
     """Of tokens t, the first of which is `row` of all: codes, 0 where they are no centroid's; and scales, NaN there."""
     code = tl.load(counts.codes + row + t)
     scale = tl.load(counts.scale + row * counts.scale_each + t * counts.scale_each)
@@ -126,13 +127,13 @@ def load_words(base, t, code, c0, d, D, counts, WIDTH: tl.constexpr, C: tl.const
     row = code.to(tl.uint32).to(tl.uint64) * (d // 2).to(tl.uint32).to(tl.uint64)
     centroids = counts.centroids.to(tl.pointer_type(tl.int32), bitcast=True) + row
     offsets = t * D.stride_l
-    if C.WIDE > 0:
+    if C.WIDE_OFFSETS > 0:
         offsets = t.to(tl.int64) * D.stride_l
     # From what the compiler does not know is 0: a thread takes one word, and not as many as lie side by side. Their
     # features are those of a centroid that it loads at once.
     columns = c0 // 8 + tl.arange(0, WIDTH // 8) + (tl.minimum(d, 1) - 1)
     pairs = c0 // 2 + tl.arange(0, WIDTH // 2)
-    if C.WHOLE:
+    if C.EVEN_D:
         words = tl.load(base + offsets[:, None] + columns[None, :])
         x = tl.load(centroids[:, None] + pairs[None, :])
     else:
@@ -142,58 +143,60 @@ def load_words(base, t, code, c0, d, D, counts, WIDTH: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def tokens_of(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C: tl.constexpr):
+def decode_tokens(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C: tl.constexpr):
     """What `load_words` found as features of tokens, in `dtype`, fp16 or bf16; zeros beyond d."""
-    NBITS: tl.constexpr = bucket_bits(C.STORED)
+    NBITS: tl.constexpr = get_bucket_bits(C.ENCODING)
     unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
     word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
     args = (word,) + tables  # noqa: RUF005  # Triton unpacks no tuples
     w0, w1, w2, w3 = tl.inline_asm_elementwise(
-        _lookups(NBITS), _registers(NBITS), args, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+        _make_lookup_ptx(NBITS), _make_ptx_constraints(NBITS), args, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
     )
     weights = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), centroids.shape)
-    if not C.WHOLE:
+    if not C.EVEN_D:
         pairs = c0 // 2 + tl.arange(0, centroids.shape[1])
         weights = tl.where((pairs < d // 2)[None, :], weights, 0)
-    x = tl.inline_asm_elementwise(_token(dtype), "=r,r,r,r", (centroids, weights, scale[:, None]), tl.int32, True, 1)
+    x = tl.inline_asm_elementwise(
+        _make_token_ptx(dtype), "=r,r,r,r", (centroids, weights, scale[:, None]), tl.int32, True, 1
+    )
     low = x.to(tl.uint16).to(dtype, bitcast=True)
     high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
     return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
 
 
 @triton.jit
-def side_by_side(a, b):
+def join_columns(a, b):
     """``[n, m]`` and ``[n, m]`` as ``[n, 2 m]``, with no exchange between threads."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
-def load_coded(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
+def load_decoded_tokens(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
     """Features from c0 on of tokens `t` from `base` on, the first of which is `row` of all; zeros beyond d.
 
     They are multiplied by their scales, in fp32 or in `dtype`, that of the queries; NaN where a code is no centroid's.
     """
-    code, scale = coded_rows(counts, row, t)
-    if in_words(C.STORED):
+    code, scale = load_codes(counts, row, t)
+    if has_words(C.ENCODING):
         HALF: tl.constexpr = C.BD // 2  # a thread takes a word of each, and pays for a row once
         words, x = load_words(base, t, code, c0, d, D, counts, HALF, C)
         more, y = load_words(base, t, code, c0 + HALF, d, D, counts, HALF, C)
-        x = tokens_of(words, x, scale, c0, d, counts.weights, dtype, C)
-        x = side_by_side(x, tokens_of(more, y, scale, c0 + HALF, d, counts.weights, dtype, C))
+        x = decode_tokens(words, x, scale, c0, d, counts.weights, dtype, C)
+        x = join_columns(x, decode_tokens(more, y, scale, c0 + HALF, d, counts.weights, dtype, C))
     else:
-        NBITS: tl.constexpr = bucket_bits(C.STORED)
+        NBITS: tl.constexpr = get_bucket_bits(C.ENCODING)
         EACH: tl.constexpr = 8 // NBITS
         columns = c0 + tl.arange(0, C.BD)
         bytes = c0 // EACH + tl.arange(0, C.BD // EACH)
-        buckets = load_tokens(base, t, t >= 0, bytes, tl.cdiv(d, EACH), D, C.WIDE)
+        buckets = load_tokens(base, t, t >= 0, bytes, tl.cdiv(d, EACH), D, C.WIDE_OFFSETS)
         if EACH > 1:
             shifts = (8 - NBITS - NBITS * tl.arange(0, EACH)).to(tl.uint8)
             buckets = (buckets[:, :, None] >> shifts[None, None, :]) & ((1 << NBITS) - 1)
             buckets = tl.reshape(buckets, (C.BN, C.BD))
         weights = tl.load(counts.weights + buckets.to(tl.int32), mask=(columns < d)[None, :], other=0.0)
         ok = code < counts.centroids_count  # unless there are none
-        x = load_rows(counts.centroids + code.to(tl.int64) * d, ok, columns, d, 1, C.WIDE)
-        if _in_fp16(counts.centroids.dtype.element_ty, dtype):
+        x = load_rows(counts.centroids + code.to(tl.int64) * d, ok, columns, d, 1, C.WIDE_OFFSETS)
+        if _is_fp16_sum(counts.centroids.dtype.element_ty, dtype):
             x = (x.to(tl.float32) + weights.to(tl.float16).to(tl.float32)).to(tl.float16).to(tl.float32)
         else:
             x = x.to(tl.float32) + weights

@@ -8,43 +8,43 @@ kernels have the same bits, and so do their similarities to those that `maxsim_f
 import triton
 import triton.language as tl
 
-from ..common.arguments import Hidden
-from ..common.fp32 import nearest_tf32
+from ..common.arguments import HeadOperands
+from ..common.fp32 import round_to_tf32
 from ..common.primitives import (
     NORM_EPS,
-    apart,
+    compiler_barrier_dtype,
+    load_query_mask,
+    load_query_weight,
     load_rows,
+    locate_rows,
     nan_max,
-    ordered_sum,
-    query_keep,
-    query_weight,
-    row_pointers,
     square,
+    sum_in_order,
 )
-from ..forward.generic.dense import any_row, store_scores
+from ..forward.generic.dense import has_kept_row, store_scores
 
 
 @triton.jit
-def _step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
+def _accumulate_step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
     """`u` with the products of hidden features from c0 on, of rows from `row` on of documents from `first` on."""
     columns = c0 + tl.arange(0, C.BK)
     if x.tiles is not None:
         h = tl.reshape(x.tiles.load([first, row, c0]), (C.BN, C.BK))
     else:
-        h = load_rows(pointers, ok, columns, x.width, x.H.stride_d, C.WIDE)
+        h = load_rows(pointers, ok, columns, x.width, x.H.stride_d, C.WIDE_OFFSETS)
     if x.steps is not None:
         w = x.steps.load([0, c0])
     else:
         n = tl.arange(0, C.BD)
-        w = load_rows(x.W.ptr + n.to(tl.int64) * x.W.stride_n, n < x.d, columns, x.width, x.W.stride_d, C.WIDE)
+        w = load_rows(x.W.ptr + n.to(tl.int64) * x.W.stride_n, n < x.d, columns, x.width, x.W.stride_d, C.WIDE_OFFSETS)
     if C.PRECISION == "tf32":
-        h = nearest_tf32(h)
-        w = nearest_tf32(w)
+        h = round_to_tf32(h)
+        w = round_to_tf32(w)
     return tl.dot(h, tl.trans(w), u, input_precision=C.PRECISION)
 
 
 @triton.jit
-def _bias(x, C: tl.constexpr):
+def _load_bias(x, C: tl.constexpr):
     """What the sums of a tile begin with: added at their end, a bias would take registers beside them."""
     u = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.W.bias is not None:
@@ -54,7 +54,7 @@ def _bias(x, C: tl.constexpr):
 
 
 @triton.jit
-def _tokens(u, x, C: tl.constexpr):
+def _finish_tokens(u, x, C: tl.constexpr):
     """The tokens of sums of products, rounded to the type of H, and their norms if normalising."""
     norm = tl.full((C.BN,), 1, tl.float32)
     if C.NORMALIZE:
@@ -64,16 +64,16 @@ def _tokens(u, x, C: tl.constexpr):
 
 
 @triton.jit
-def _held(u, C: tl.constexpr):
+def _compiler_barrier_sums(u, C: tl.constexpr):
     """`u`, known before a loop goes on: where sums are in flight from step to step, and a branch reads them, ptxas
     waits for each of their products."""
-    if C.HELD:
+    if C.WAIT_EACH_STEP:
         u = tl.inline_asm_elementwise("", "=f,0", [u], dtype=tl.float32, is_pure=False, pack=1)
     return u
 
 
 @triton.jit
-def _pointers(x, r, Ld):
+def _locate_hidden_rows(x, r, Ld):
     """Where rows r of hidden states begin."""
     return x.H.ptr + (r // Ld).to(tl.int64) * x.H.stride_doc + (r % Ld).to(tl.int64) * x.H.stride_l
 
@@ -81,19 +81,19 @@ def _pointers(x, r, Ld):
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
 def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl.constexpr):
     """Tokens ``[rows, d]``, contiguous, and their norms ``[rows]``, None where nobody asks for them."""
-    x = Hidden(H, W, tiles, steps, width, d)
+    x = HeadOperands(H, W, tiles, steps, width, d)
     row = tl.program_id(0) * C.BN
     r = row + tl.arange(0, C.BN)
     ok = r < rows
-    pointers = _pointers(x, r, Ld)
-    u = _bias(x, C)
+    pointers = _locate_hidden_rows(x, r, Ld)
+    u = _load_bias(x, C)
     for c0 in range(0, width, C.BK):
-        u = _step(u, x, 0, row, pointers, ok, c0, C)
+        u = _accumulate_step(u, x, 0, row, pointers, ok, c0, C)
         if C.BD > 128:  # as in the loop over all tiles; narrower ones stay in flight
-            u = _held(u, C)
-    tokens, norm = _tokens(u, x, C)
+            u = _compiler_barrier_sums(u, C)
+    tokens, norm = _finish_tokens(u, x, C)
     n = tl.arange(0, C.BD)
-    if C.WHOLE:
+    if C.EVEN_D:
         at = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
         tl.store(at, tokens, mask=ok[:, None])
     else:
@@ -104,7 +104,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
 
 
 @triton.jit
-def _kept(H, r, end, Ld):
+def _load_row_mask(H, r, end, Ld):
     """Which rows r < end count."""
     keep = r < end
     if H.mask is not None:
@@ -133,7 +133,7 @@ def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.
             along = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
             g = (g - unit * along[:, None]) * (1.0 / norm)[:, None]
         if G.mask is not None:
-            g = tl.where(_kept(G, r, rows, Ld)[:, None], g, 0.0)
+            g = tl.where(_load_row_mask(G, r, rows, Ld)[:, None], g, 0.0)
         tl.store(G.ptr + at, g.to(G.ptr.dtype.element_ty), mask=inside)
         if sums is not None:
             total += g
@@ -142,26 +142,26 @@ def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.
 
 
 @triton.jit
-def _part(Q, p, sizes, C: tl.constexpr):
+def _locate_query_rows(Q, p, sizes, C: tl.constexpr):
     """Query rows of part p: queries and tokens, and which count."""
     row = p * C.BM + tl.arange(0, C.BM)
-    i = row // C.SLOT
-    s = row % C.SLOT
-    return i, s, query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    i = row // C.ROWS_PER_QUERY
+    s = row % C.ROWS_PER_QUERY
+    return i, s, load_query_mask(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
 
 
 @triton.jit
-def _store(scores, best, any_kept, Q, p, k, sizes, C: tl.constexpr):
+def _store_scores(scores, best, any_kept, Q, p, k, sizes, C: tl.constexpr):
     """The scores of the queries of part p and document k, of their rows' maxima."""
-    GROUPS: tl.constexpr = C.BM // C.SLOT
-    i, s, keep = _part(Q, p, sizes, C)
-    sums = ordered_sum(tl.where(keep, query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
+    GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
+    i, s, keep = _locate_query_rows(Q, p, sizes, C)
+    sums = sum_in_order(tl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
     query = p * GROUPS + tl.arange(0, GROUPS)
-    store_scores(scores, sums, any_row(keep, C), any_kept, query, sizes.Nq, sizes.K, k)
+    store_scores(scores, sums, has_kept_row(keep, C), any_kept, query, sizes.Nq, sizes.K, k)
 
 
 @triton.jit
-def _scored(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
+def _score_tile(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     """What is found of the document that goes on behind a tile, after that tile; scores of all that end in it are
     stored.
 
@@ -169,16 +169,16 @@ def _scored(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     hold no more similarities beside it.
     """
     maxima, any_before = found
-    tokens, _ = _tokens(u, x, C)
+    tokens, _ = _finish_tokens(u, x, C)
     r = row + tl.arange(0, C.BN)
-    counts = _kept(x.H, r, end, sizes.Ld)
+    counts = _load_row_mask(x.H, r, end, sizes.Ld)
     last = tl.minimum(row + C.BN, end)
     any_kept = any_before
-    for p in tl.range(0, C.PARTS, num_stages=1, disable_licm=True):
-        i, s, keep = _part(Q, p, sizes, C)
-        q = load_rows(row_pointers(Q, i, s), keep, tl.arange(0, C.BD), x.d, Q.stride_d, C.WIDE)
+    for p in tl.range(0, C.ROW_TILES, num_stages=1, disable_licm=True):
+        i, s, keep = _locate_query_rows(Q, p, sizes, C)
+        q = load_rows(locate_rows(Q, i, s), keep, tl.arange(0, C.BD), x.d, Q.stride_d, C.WIDE_OFFSETS)
         S = tl.dot(tokens, tl.trans(q), input_precision=C.PRECISION)
-        own = tl.arange(0, C.PARTS)[:, None] == p
+        own = tl.arange(0, C.ROW_TILES)[:, None] == p
         best = tl.reduce(tl.where(own, maxima, float("-inf")), 0, nan_max)
         any_kept = any_before
         for k in tl.range(row // sizes.Ld, tl.cdiv(last, sizes.Ld), num_stages=1, disable_licm=True):
@@ -186,15 +186,15 @@ def _scored(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
             best = nan_max(best, tl.reduce(tl.where(inside[:, None], S, float("-inf")), 0, nan_max))
             any_kept = tl.maximum(any_kept, tl.max(inside.to(tl.int32), axis=0))
             if (k + 1) * sizes.Ld <= last:
-                _store(scores, best, any_kept, Q, p, k, sizes, C)
+                _store_scores(scores, best, any_kept, Q, p, k, sizes, C)
                 best = tl.full((C.BM,), float("-inf"), tl.float32)
                 any_kept = any_kept * 0
-        maxima = tl.where(own, apart(best)[None, :], maxima)
+        maxima = tl.where(own, compiler_barrier_dtype(best)[None, :], maxima)
     return maxima, any_kept
 
 
 @triton.jit
-def _before(p, programs, K):
+def _count_documents_before(p, programs, K):
     """How many of K documents programs before p take."""
     return ((p.to(tl.int64) * K + programs - 1) // programs).to(tl.int32)
 
@@ -206,30 +206,32 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
     Each program takes some documents, one behind the other: `most` or one fewer, the first of them `most`. So `most`
     documents end where its own do: as rows of these they end for `tiles`, too, and what follows them is not read.
     """
-    x = Hidden(H, W, tiles, steps, width, d)
+    x = HeadOperands(H, W, tiles, steps, width, d)
     programs = tl.num_programs(0)
     most = tl.cdiv(sizes.K, programs)
-    last = _before(tl.program_id(0) + 1, programs, sizes.K)
-    begin, end = _before(tl.program_id(0), programs, sizes.K) * sizes.Ld, last * sizes.Ld
+    last = _count_documents_before(tl.program_id(0) + 1, programs, sizes.K)
+    begin, end = _count_documents_before(tl.program_id(0), programs, sizes.K) * sizes.Ld, last * sizes.Ld
     first = last - most
     origin = first * sizes.Ld
-    found = tl.full((C.PARTS, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    if C.ONE_LOOP:
+    found = tl.full((C.ROW_TILES, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    if C.FUSED_LOOP:
         count = tl.cdiv(width, C.BK)
-        u = _bias(x, C)
+        u = _load_bias(x, C)
         for n in tl.range(0, tl.cdiv(end - begin, C.BN) * count, disable_licm=True):
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
-            u = _held(_step(u, x, first, row - origin, _pointers(x, r, sizes.Ld), r < end, c0, C), C)
+            u = _compiler_barrier_sums(
+                _accumulate_step(u, x, first, row - origin, _locate_hidden_rows(x, r, sizes.Ld), r < end, c0, C), C
+            )
             if c0 + C.BK >= width:
-                found = _scored(found, u, x, Q, scores, row, end, sizes, C)
-                u = _bias(x, C)
+                found = _score_tile(found, u, x, Q, scores, row, end, sizes, C)
+                u = _load_bias(x, C)
     else:
         for row in range(begin, end, C.BN):
             r = row + tl.arange(0, C.BN)
-            pointers = _pointers(x, r, sizes.Ld)
-            u = _bias(x, C)
+            pointers = _locate_hidden_rows(x, r, sizes.Ld)
+            u = _load_bias(x, C)
             for c0 in range(0, width, C.BK):
-                u = _step(u, x, first, row - origin, pointers, r < end, c0, C)
-            found = _scored(found, u, x, Q, scores, row, end, sizes, C)
+                u = _accumulate_step(u, x, first, row - origin, pointers, r < end, c0, C)
+            found = _score_tile(found, u, x, Q, scores, row, end, sizes, C)

@@ -11,7 +11,7 @@ from ..common.primitives import log1p, nan_max
 
 
 @triton.jit
-def _scaled(pointers, inside, temperature):
+def _load_scaled_scores(pointers, inside, temperature):
     """Scores divided by the temperature; -inf where none are `inside`."""
     x = tl.load(pointers, mask=inside, other=float("-inf"))
     return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
@@ -39,20 +39,20 @@ def maxsim_label_losses(
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for first in range(0, columns, BLOCK):
-        best = nan_max(best, _scaled(scores + first + lanes, first + lanes < columns, temperature))
+        best = nan_max(best, _load_scaled_scores(scores + first + lanes, first + lanes < columns, temperature))
     most = tl.reduce(best, 0, nan_max)
     others = tl.zeros((BLOCK,), tl.float32)
     equal = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, columns, BLOCK):
         inside = first + lanes < columns
-        x = _scaled(scores + first + lanes, inside, temperature)
+        x = _load_scaled_scores(scores + first + lanes, inside, temperature)
         others += tl.where(inside & (x != most), tl.exp(x - most), 0.0)
         equal += (inside & (x == most)).to(tl.int32)
     # In one order: that of a layout which follows from BLOCK alone, as rows begin anywhere.
     total = tl.sum(others, axis=0) + (tl.sum(equal, axis=0) - 1).to(tl.float32)
     log_sum = log1p(total) + (most - most)  # NaN beside an infinite one
     right = (label >= 0) & (label < columns)
-    at_label = _scaled(scores + tl.where(right, label, 0), right, temperature)
+    at_label = _load_scaled_scores(scores + tl.where(right, label, 0), right, temperature)
     wrong = tl.where(right, 0.0, float("nan"))
     kept = label != IGNORED
     tl.store(losses + row, tl.where(kept, log_sum - (at_label - most) + wrong, 0.0))
@@ -103,7 +103,7 @@ def maxsim_label_gradients(
     factor = tl.div_rn(factor, tl.full((), temperature, tl.float32))
     most, log_sum = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
     at = row * columns + column
-    x = _scaled(scores + at, inside, temperature) - most - log_sum
+    x = _load_scaled_scores(scores + at, inside, temperature) - most - log_sum
     probability = tl.exp(x)
     gradient = tl.where(column + begin == label, _expm1(x, probability), probability) * factor
     tl.store(gradients + at, tl.where(label == IGNORED, 0.0, gradient), mask=inside)

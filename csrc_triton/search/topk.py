@@ -7,28 +7,28 @@ registers how many are no worse.
 import triton
 import triton.language as tl
 
-_LEAST = tl.constexpr(-(2**31))  # below the key of every score; the bits of -0.0
+_MIN_KEY = tl.constexpr(-(2**31))  # below the key of every score; the bits of -0.0
 _LINE = tl.constexpr(32)
-_NAN = tl.constexpr(0x7FC00000)  # above that of infinity
+_NAN_KEY = tl.constexpr(0x7FC00000)  # above that of infinity
 
 
 @triton.jit
-def order_keys(x):
+def make_order_keys(x):
     """Integers in the order of fp32 `x`: NaN above all, -0.0 equal to 0.0."""
     bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(bits == _LEAST, 0, bits)
+    bits = tl.where(bits == _MIN_KEY, 0, bits)
     # Where the sign is set, the other bits rise as scores fall.
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def last_kept(keys, inside, k, reached):
+def find_kth_key(keys, inside, k, reached):
     """A key that just `k` of those `inside` reach, or, where some are equal, the k-th largest.
 
     `reached`: how many are inside, or more than k.
     """
     low = tl.min(tl.where(inside, keys, 2147483647))
-    high = tl.max(tl.where(inside, keys, _LEAST)) + 1
+    high = tl.max(tl.where(inside, keys, _MIN_KEY)) + 1
     middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
     while (middle != low) & (reached != k):
         count = tl.sum((keys >= middle).to(tl.int32))
@@ -40,7 +40,7 @@ def last_kept(keys, inside, k, reached):
 
 
 @triton.jit
-def places_of(X, columns, PARTS: tl.constexpr):
+def locate_columns(X, columns, PARTS: tl.constexpr):
     """Where the candidates in `columns` of a row are, from where the row begins."""
     if PARTS:
         return (columns // X.width).to(tl.int64) * X.stride_part + columns % X.width
@@ -51,7 +51,7 @@ def places_of(X, columns, PARTS: tl.constexpr):
 @triton.jit
 def load_scores(X, row, columns, inside, PARTS: tl.constexpr):
     """fp32 scores of `columns`; of parts, which are messages of int64 words, from their bits."""
-    x = tl.load(X.scores + row * X.stride_row + places_of(X, columns, PARTS), mask=inside, other=0)
+    x = tl.load(X.scores + row * X.stride_row + locate_columns(X, columns, PARTS), mask=inside, other=0)
     if PARTS:
         return x.to(tl.int32).to(tl.float32, bitcast=True)
     else:
@@ -63,15 +63,15 @@ def load_indices(X, row, columns, inside, PARTS: tl.constexpr):
     if X.indices is None:
         return columns.to(tl.int64)
     else:
-        return tl.load(X.indices + row * X.stride_row + places_of(X, columns, PARTS), mask=inside, other=-1)
+        return tl.load(X.indices + row * X.stride_row + locate_columns(X, columns, PARTS), mask=inside, other=-1)
 
 
 @triton.jit
-def order_of(keys, count):
+def argsort_keys(keys, count):
     """Which of the first `count` keys comes at each place where they are in order, equal ones as they are."""
     i = tl.arange(0, keys.shape[0])
     # No two are equal: below the key its place, inverted.
-    ordered = (tl.where(i < count, keys, _LEAST).to(tl.int64) << 32) | (keys.shape[0] - 1 - i)
+    ordered = (tl.where(i < count, keys, _MIN_KEY).to(tl.int64) << 32) | (keys.shape[0] - 1 - i)
     return keys.shape[0] - 1 - (tl.sort(ordered, descending=True) & 65535).to(tl.int32)
 
 
@@ -80,7 +80,7 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     """Of each row's `n` scores the `k` best of each block of columns, or all that it has, in the order of the columns.
 
     Args:
-        X: `Candidates`; PARTS: those of parts.
+        X: `TopKInputArgs`; PARTS: those of parts.
         out: `Best`, where the blocks of a row follow each other.
         SORTED: put them in order: of one block.
         KEPT: k or more.
@@ -90,10 +90,10 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     # In rows, because a running sum over all of them at once takes twice the registers.
     columns = block * BLOCK + tl.arange(0, BLOCK // _LINE)[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
     inside = columns < n
-    keys = tl.where(inside, order_keys(load_scores(X, row, columns, inside, PARTS)), _LEAST)
+    keys = tl.where(inside, make_order_keys(load_scores(X, row, columns, inside, PARTS)), _MIN_KEY)
     here = tl.minimum(n - block * BLOCK, BLOCK)
     count = tl.minimum(k, here)
-    least = last_kept(keys, inside, count, here)
+    least = find_kth_key(keys, inside, count, here)
     above, equal = keys > least, keys == least
     wanted = count - tl.sum(above.to(tl.int32))
     # How many before it are above and how many are equal, in the halves of an integer.
@@ -110,7 +110,7 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     at = i
     if SORTED:
         columns = tl.load(out.indices + begin + i, mask=kept, other=0).to(tl.int32)
-        at = order_of(order_keys(load_scores(X, row, columns, kept, PARTS)), count)
+        at = argsort_keys(make_order_keys(load_scores(X, row, columns, kept, PARTS)), count)
     columns = tl.load(out.indices + begin + at, mask=kept, other=0).to(tl.int32)
     scores = load_scores(X, row, columns, kept, PARTS)
     indices = load_indices(X, row, columns, kept, PARTS)

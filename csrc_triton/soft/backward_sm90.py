@@ -14,31 +14,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.primitives import query_keep, query_weight, row_pointers
+from ..common.primitives import load_query_mask, load_query_weight, locate_rows
 from ..forward.sm90.dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from ..forward.sm90.gluon_names import async_load, reinterpret
-from ..forward.sm90.pipeline import HALF_ROWS, advance, plain_ring
-from .backward import upstream
-from .maximum import checked_temperature, probabilities, rate_of
+from ..forward.sm90.pipeline import ACCUMULATOR_ROWS, advance_stage, make_tile_pipeline
+from .backward import load_upstream
+from .maximum import check_temperature, compute_probabilities, compute_rate
 
 
 @gluon.jit
-def _ring(x, C: gl.constexpr):
+def _make_pipeline(x, C: gl.constexpr):
     """The ring of the other side's tiles, and room for what both groups own; `x` describes the tiles."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
-    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, C.BD], x.dtype)
-    ring = plain_ring(x, TILE, C.STAGES, 2, C)
-    return ring, gl.allocate_shared_memory(x.dtype, [2, HALF_ROWS, C.BD], OWN)
+    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ACCUMULATOR_ROWS, C.BD], x.dtype)
+    ring = make_tile_pipeline(x, TILE, C.STAGES, 2, C)
+    return ring, gl.allocate_shared_memory(x.dtype, [2, ACCUMULATOR_ROWS, C.BD], OWN)
 
 
 @gluon.jit
-def _copy(x, at, ring, stage, phase, C: gl.constexpr):
+def _copy_tile(x, at, ring, stage, phase, C: gl.constexpr):
     """Copy the tile that begins `at`; what is not there arrives as zeros."""
     mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(ring.full.index(stage), x.block_type.nbytes)
     tile = reinterpret(ring.tiles.index(stage), x.dtype, x.block_type.shape, x.layout)
     async_load(x, at, ring.full.index(stage), tile)
-    return advance(stage, phase, C)
+    return advance_stage(stage, phase, C)
 
 
 @gluon.jit
@@ -48,8 +48,8 @@ def _produce_tokens(D, ring, k0, k1, Ld, C: gl.constexpr):
     phase = 1
     for k in range(k0, k1):
         for t0 in range(0, Ld, C.BN):
-            stage, phase = _copy(D, [k, t0, 0], ring, stage, phase, C)
-    _copy(D, [k0, 0, 0], ring, stage, phase, C)
+            stage, phase = _copy_tile(D, [k, t0, 0], ring, stage, phase, C)
+    _copy_tile(D, [k0, 0, 0], ring, stage, phase, C)
 
 
 @gluon.jit
@@ -58,26 +58,26 @@ def _produce_rows(Q, ring, count, C: gl.constexpr):
     stage = 0
     phase = 1
     for r0 in range(0, count, C.BN):
-        stage, phase = _copy(Q, [r0, 0], ring, stage, phase, C)
-    _copy(Q, [0, 0], ring, stage, phase, C)
+        stage, phase = _copy_tile(Q, [r0, 0], ring, stage, phase, C)
+    _copy_tile(Q, [0, 0], ring, stage, phase, C)
 
 
 @gluon.jit
-def _loading(C: gl.constexpr):
+def _make_load_indices(C: gl.constexpr):
     """Rows 0 to 63 and all features, as they are loaded."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     return rows, gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
-def _held(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
+def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
     """Rows at `pointers`, zeros where not `ok`, as the operand of products."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     mask = ok[:, None] & (columns < d)[None, :]
     room.store(gl.load(pointers[:, None] + (columns * stride_d)[None, :], mask=mask, other=0.0))
     fence_async_shared()
-    if C.RESIDENT:
+    if C.OPERAND_IN_REGISTERS:
         own = room.load(gl.DotOperandLayout(0, S, 2))
     else:
         own = room
@@ -85,38 +85,38 @@ def _held(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
 
 
 @gluon.jit
-def _begun(own, ring, C: gl.constexpr):
+def _issue_first_product(own, ring, C: gl.constexpr):
     """Similarities to the first tile, and sums of nothing."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BD, 16])
-    none = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, S)
-    acc = gl.full([HALF_ROWS, C.BD], 0.0, gl.float32, SUM)
+    none = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, S)
+    acc = gl.full([ACCUMULATOR_ROWS, C.BD], 0.0, gl.float32, SUM)
     mbarrier.wait(ring.full.index(0), 0)
     return warpgroup_mma(own, ring.tiles.index(0).permute((1, 0)), none, use_acc=False), acc
 
 
 @gluon.jit
-def _issued(S, acc, own, ring, lse, coefficient, rate, stage, phase, C: gl.constexpr):
+def _issue_products(S, acc, own, ring, lse, coefficient, rate, stage, phase, C: gl.constexpr):
     """In flight: the sum of a tile, and similarities to the next one; and where that is."""
-    P = probabilities(S, lse, coefficient, rate).to(ring.tiles.dtype)
+    P = compute_probabilities(S, lse, coefficient, rate).to(ring.tiles.dtype)
     P = gl.convert_layout(P, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(P, ring.tiles.index(stage), acc, is_async=True)
-    stage, phase = advance(stage, phase, C)
+    stage, phase = advance_stage(stage, phase, C)
     mbarrier.wait(ring.full.index(stage), phase)
     S = warpgroup_mma(own, ring.tiles.index(stage).permute((1, 0)), S, use_acc=False, is_async=True)
     return S, acc, stage, phase
 
 
 @gluon.jit
-def _settled(S, acc, ring, stage):
-    """What `_issued` has in flight once it is there; the tile at `stage` may be overwritten."""
+def _wait_for_products(S, acc, ring, stage):
+    """What `_issue_products` has in flight once it is there; the tile at `stage` may be overwritten."""
     S, acc = warpgroup_mma_wait(0, [S, acc])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     return S, acc
 
 
 @gluon.jit
-def _stored(out, acc, row, ok, d, C: gl.constexpr):
+def _store_rows(out, acc, row, ok, d, C: gl.constexpr):
     """Store sums as rows of `out`, of its dtype."""
     column = gl.arange(0, C.BD, layout=gl.SliceLayout(0, acc.type.layout))
     at = row.to(gl.int64)[:, None] * d + column[None, :]
@@ -124,31 +124,31 @@ def _stored(out, acc, row, ok, d, C: gl.constexpr):
 
 
 @gluon.jit
-def _own_rows(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.constexpr, C: gl.constexpr):
+def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.constexpr, C: gl.constexpr):
     """Group G of `maxsim_soft_rows`: query rows from `first` on, and documents k0 to k1 - 1."""
     count = up.Nq * up.Lq
-    r, columns = _loading(C)
-    r += first + G * HALF_ROWS
-    ok = query_keep(Q, r // up.Lq, r % up.Lq, r < count)
-    own = _held(row_pointers(Q, r // up.Lq, r % up.Lq), ok, columns, Q.stride_d, d, room.index(G), C)
-    S, acc = _begun(own, ring, C)
-    r = first + G * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, S.type.layout))
+    r, columns = _make_load_indices(C)
+    r += first + G * ACCUMULATOR_ROWS
+    ok = load_query_mask(Q, r // up.Lq, r % up.Lq, r < count)
+    own = _load_operand(locate_rows(Q, r // up.Lq, r % up.Lq), ok, columns, Q.stride_d, d, room.index(G), C)
+    S, acc = _issue_first_product(own, ring, C)
+    r = first + G * ACCUMULATOR_ROWS + gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, S.type.layout))
     i = r // up.Lq
-    ok = query_keep(Q, i, r % up.Lq, r < count)
-    lse, g = upstream(up, k0 * 0, gl.minimum(k0, up.K - 1), i, r, ok)
+    ok = load_query_mask(Q, i, r % up.Lq, r < count)
+    lse, g = load_upstream(up, k0 * 0, gl.minimum(k0, up.K - 1), i, r, ok)
     stage = 0
     phase = 0
     for k in range(k0, k1):
         # Asked for a document ahead.
-        next_lse, next_g = upstream(up, k0 * 0, gl.minimum(k + 1, up.K - 1), i, r, ok)
+        next_lse, next_g = load_upstream(up, k0 * 0, gl.minimum(k + 1, up.K - 1), i, r, ok)
         for _ in range(0, up.Ld, C.BN):
             done = stage
-            S, acc, stage, phase = _issued(S, acc, own, ring, lse[:, None], g[:, None], rate, stage, phase, C)
-            S, acc = _settled(S, acc, ring, done)
+            S, acc, stage, phase = _issue_products(S, acc, own, ring, lse[:, None], g[:, None], rate, stage, phase, C)
+            S, acc = _wait_for_products(S, acc, ring, done)
         lse = next_lse
         g = next_g
-    r = first + G * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
-    _stored(sums + gl.program_id(1).to(gl.int64) * count * d, acc, r, r < count, d, C)
+    r = first + G * ACCUMULATOR_ROWS + gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    _store_rows(sums + gl.program_id(1).to(gl.int64) * count * d, acc, r, r < count, d, C)
 
 
 @gluon.jit(do_not_specialize=["each"])
@@ -160,15 +160,15 @@ def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
     """
     if tau.dtype.is_ptr():
         tau = gl.load(tau)
-    rate = rate_of(checked_temperature(tau), 1.0)
-    ring, room = _ring(tiles, C)
-    first = gl.program_id(0) * (2 * HALF_ROWS)
+    rate = compute_rate(check_temperature(tau), 1.0)
+    ring, room = _make_pipeline(tiles, C)
+    first = gl.program_id(0) * (2 * ACCUMULATOR_ROWS)
     k0 = gl.program_id(1) * each
     k1 = gl.minimum(k0 + each, up.K)
     gl.warp_specialize(
         [
-            (_own_rows, (Q, up, rate, ring, room, sums, first, k0, k1, d, 0, C)),
-            (_own_rows, (Q, up, rate, ring, room, sums, first, k0, k1, d, 1, C)),
+            (_consume_tokens, (Q, up, rate, ring, room, sums, first, k0, k1, d, 0, C)),
+            (_consume_tokens, (Q, up, rate, ring, room, sums, first, k0, k1, d, 1, C)),
             (_produce_tokens, (tiles, ring, k0, k1, up.Ld, C)),
         ],
         [4, 1],
@@ -177,46 +177,46 @@ def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
 
 
 @gluon.jit
-def _columns(Q, up, k, r0, C: gl.constexpr):
+def _load_columns(Q, up, k, r0, C: gl.constexpr):
     """Soft maxima and ``g w`` of the query rows of a tile, in document k: one for each thread, or two."""
     r = r0 + gl.arange(0, C.BN, layout=gl.BlockedLayout([1], [32], [4], [0]))
     i = r // up.Lq
     ok = r < up.Nq * up.Lq
-    lse, g = upstream(up, k * 0, k, i, r, ok)
-    return lse, g * query_weight(Q, i, r % up.Lq, ok & (g != 0.0))
+    lse, g = load_upstream(up, k * 0, k, i, r, ok)
+    return lse, g * load_query_weight(Q, i, r % up.Lq, ok & (g != 0.0))
 
 
 @gluon.jit
-def _own_tokens(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.constexpr):
+def _consume_rows(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.constexpr):
     """Group G of `maxsim_soft_tokens`: 64 tokens of a document, and all query rows."""
-    of_document = gl.cdiv(up.Ld, HALF_ROWS)
+    of_document = gl.cdiv(up.Ld, ACCUMULATOR_ROWS)
     number = gl.program_id(0) * 2 + G
     document = number // of_document
-    t0 = number % of_document * HALF_ROWS
+    t0 = number % of_document * ACCUMULATOR_ROWS
     k = gl.minimum(document, up.K - 1)
     end = gl.where(document < up.K, up.Ld, 0)
-    rows, columns = _loading(C)
+    rows, columns = _make_load_indices(C)
     pointers = D.ptr + k.to(gl.int64) * D.stride_doc + (t0 + rows).to(gl.int64) * D.stride_l
-    own = _held(pointers, t0 + rows < end, columns, D.stride_d, d, room.index(G), C)
-    S, acc = _begun(own, ring, C)
+    own = _load_operand(pointers, t0 + rows < end, columns, D.stride_d, d, room.index(G), C)
+    S, acc = _issue_first_product(own, ring, C)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S.type.layout)
-    lse, g = _columns(Q, up, k, 0, C)
+    lse, g = _load_columns(Q, up, k, 0, C)
     lse, g = gl.convert_layout(lse, COLUMN), gl.convert_layout(g, COLUMN)
-    next_lse, next_g = _columns(Q, up, k, C.BN, C)
+    next_lse, next_g = _load_columns(Q, up, k, C.BN, C)
     stage = 0
     phase = 0
     for r0 in range(0, up.Nq * up.Lq, C.BN):
         # Asked for two tiles ahead, shared among threads while products run.
-        later_lse, later_g = _columns(Q, up, k, r0 + 2 * C.BN, C)
+        later_lse, later_g = _load_columns(Q, up, k, r0 + 2 * C.BN, C)
         done = stage
-        S, acc, stage, phase = _issued(S, acc, own, ring, lse[None, :], g[None, :], rate, stage, phase, C)
+        S, acc, stage, phase = _issue_products(S, acc, own, ring, lse[None, :], g[None, :], rate, stage, phase, C)
         lse = gl.convert_layout(next_lse, COLUMN)
         g = gl.convert_layout(next_g, COLUMN)
         next_lse = later_lse
         next_g = later_g
-        S, acc = _settled(S, acc, ring, done)
-    t = t0 + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
-    _stored(grad + document.to(gl.int64) * up.Ld * d, acc, t, t < end, d, C)
+        S, acc = _wait_for_products(S, acc, ring, done)
+    t = t0 + gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    _store_rows(grad + document.to(gl.int64) * up.Ld * d, acc, t, t < end, d, C)
 
 
 @gluon.jit
@@ -227,12 +227,12 @@ def maxsim_soft_tokens(Q, D, tiles, up, tau, grad, d, C: gl.constexpr):
     """
     if tau.dtype.is_ptr():
         tau = gl.load(tau)
-    rate = rate_of(checked_temperature(tau), 1.0)
-    ring, room = _ring(tiles, C)
+    rate = compute_rate(check_temperature(tau), 1.0)
+    ring, room = _make_pipeline(tiles, C)
     gl.warp_specialize(
         [
-            (_own_tokens, (Q, D, up, rate, ring, room, grad, d, 0, C)),
-            (_own_tokens, (Q, D, up, rate, ring, room, grad, d, 1, C)),
+            (_consume_rows, (Q, D, up, rate, ring, room, grad, d, 0, C)),
+            (_consume_rows, (Q, D, up, rate, ring, room, grad, d, 1, C)),
             (_produce_rows, (tiles, ring, up.Nq * up.Lq, C)),
         ],
         [4, 1],

@@ -8,94 +8,94 @@ Where ``rate m`` is beyond `_FAR` a sum is of no use, and the maximum is the sof
 import triton
 import triton.language as tl
 
-from ..common.maxima import lane_maxima, lanes_of, merged_maxima
-from ..common.primitives import inverse_norm, log1p, nan_max, ordered_squares, ordered_sum
+from ..common.maxima import merge_lane_maxima, reduce_lane_maxima, split_lanes
+from ..common.primitives import compute_inverse_norm, log1p, nan_max, sum_in_order, sum_row_squares_in_order
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _FAR = tl.constexpr(2.0**30)
-_PEAK = tl.constexpr(0.75)  # at most one probability of a row is above it, even with rounding errors
-_LEAST, _MOST = tl.constexpr(1.2e-38), tl.constexpr(3e38)
+_PEAK_PROBABILITY = tl.constexpr(0.75)  # at most one probability of a row is above it, even with rounding errors
+_MIN_TEMPERATURE, _MAX_RATE = tl.constexpr(1.2e-38), tl.constexpr(3e38)
 
 
 @triton.jit
-def temperature(tau):
+def load_temperature(tau):
     """`tau`, a number or where one lies; NaN unless it is above 0."""
     if hasattr(tau, "dtype") and tau.dtype.is_ptr():  # in the interpreter a number is no tensor
         tau = tl.load(tau)
-    return checked_temperature(tl.full((), tau, tl.float32))
+    return check_temperature(tl.full((), tau, tl.float32))
 
 
 @triton.jit
-def checked_temperature(tau):
+def check_temperature(tau):
     """`tau`, NaN unless it is above 0."""
-    return tl.where(tau > 0, tl.maximum(tau, _LEAST), float("nan"))
+    return tl.where(tau > 0, tl.maximum(tau, _MIN_TEMPERATURE), float("nan"))
 
 
 @triton.jit
-def rate_of(tau, inverse):
+def compute_rate(tau, inverse):
     """What differences of similarities are multiplied by, those times `inverse` being what counts."""
-    return tl.minimum(_LOG2_E / tau * inverse, _MOST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(_LOG2_E / tau * inverse, _MAX_RATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def row_scales(x, pointers, ok, C: tl.constexpr):
+def compute_row_scales(x, pointers, ok, C: tl.constexpr):
     """Of query rows: their inverse norms if normalising, else 1."""
     scale = tl.full((C.BM,), 1, tl.float32)
     if C.NORMALIZE:
-        scale = inverse_norm(ordered_squares(pointers, ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
+        scale = compute_inverse_norm(sum_row_squares_in_order(pointers, ok, x.d, x.Q.stride_d, C.BD, C.WIDE_OFFSETS))
     return scale
 
 
 @triton.jit
-def _reference(m):
+def _choose_reference(m):
     """What exponents are taken relative to: `m`, or 0 where it is infinite."""
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
-def _rescaled(total, best, top, rate, more):
+def _rescale_sums(total, best, top, rate, more):
     """Sums relative to `best` as ones relative to `top`, and `more`; of the former nothing where the factor is 0."""
     factor = tl.exp2((best - top) * rate)
     return tl.fma(tl.where(factor > 0, total, 0.0), factor, more)
 
 
 @triton.jit
-def _terms(S, rate, top):
+def _compute_exponentials(S, rate, top):
     """Two of the shape of S, in one rounding."""
     return tl.exp2(tl.fma(S, rate, -top * rate))
 
 
 @triton.jit
-def soft_taken(best, total, S, rate, C: tl.constexpr):
+def update_soft_maxima(best, total, S, rate, C: tl.constexpr):
     """The lanes' maxima and sums after a tile."""
-    high = nan_max(best, lane_maxima(S, C))
-    top = _reference(high)
+    high = nan_max(best, reduce_lane_maxima(S, C))
+    top = _choose_reference(high)
     rate = rate[:, None]
     if C.LANES == 1:
-        more = tl.sum(_terms(S, rate, top), axis=1)[:, None]
+        more = tl.sum(_compute_exponentials(S, rate, top), axis=1)[:, None]
     else:
-        terms = _terms(lanes_of(S, C), rate[:, None, :, None], top[:, None, :, None])
+        terms = _compute_exponentials(split_lanes(S, C), rate[:, None, :, None], top[:, None, :, None])
         more = tl.sum(tl.sum(terms, axis=3), axis=1)
-    return high, _rescaled(total, best, top, rate, more)
+    return high, _rescale_sums(total, best, top, rate, more)
 
 
 @triton.jit
-def probabilities(S, lse, coefficient, rate):
+def compute_probabilities(S, lse, coefficient, rate):
     """``2^(rate (S - lse))`` times coefficients; a similarity is above lse by its rounding alone."""
     exponents = (S - lse) * rate
     return tl.exp2(tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)) * coefficient
 
 
 @triton.jit
-def without_peak(P, ok):
-    """Return the probabilities where `ok`, with 0 for the one above `_PEAK` if there is one."""
-    return tl.where(ok & ~(P > _PEAK), P, 0.0)
+def remove_peak(P, ok):
+    """Return the probabilities where `ok`, with 0 for the one above `_PEAK_PROBABILITY` if there is one."""
+    return tl.where(ok & ~(P > _PEAK_PROBABILITY), P, 0.0)
 
 
 @triton.jit
-def peak_entropy(rest):
-    """Return ``-P log P`` of the one probability P above `_PEAK`, 0 if there is none.
+def compute_peak_entropy(rest):
+    """Return ``-P log P`` of the one probability P above `_PEAK_PROBABILITY`, 0 if there is none.
 
     P is 1 minus `rest`, the sum of the other probabilities. ``log P`` from the similarity would be the difference of
     two rounded numbers, and may have no correct digit.
@@ -104,10 +104,10 @@ def peak_entropy(rest):
 
 
 @triton.jit
-def soft_merged(best, total, x, rows, C: tl.constexpr):
+def merge_soft_maxima(best, total, x, rows, C: tl.constexpr):
     """Each row's soft maximum from what its lanes have."""
-    top = _reference(merged_maxima(best, C))
-    total = _rescaled(total, best, top[:, None], rows.rate[:, None], 0.0)
-    total = ordered_sum(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)
+    top = _choose_reference(merge_lane_maxima(best, C))
+    total = _rescale_sums(total, best, top[:, None], rows.rate[:, None], 0.0)
+    total = sum_in_order(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)
     far = tl.abs(top * rows.rate) > _FAR
     return tl.where(far, top * rows.scale, tl.fma(tl.log2(total), x.tau * _LN_2, top * rows.scale))

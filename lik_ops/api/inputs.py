@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._ops import ops as lik
 from ..core.arguments import (
-    argmax_dtype_for,
     as_bool,
     check_count,
     check_cu_seqlens,
@@ -22,28 +21,29 @@ from ..core.arguments import (
     check_mask,
     check_options,
     check_per_token,
+    check_same_size,
+    choose_argmax_dtype,
     describe_non_tensor,
-    kind_of,
-    same_size,
-    shape_of,
+    describe_type,
+    format_shape,
 )
-from ..core.segments import Ragged
+from ..core.segments import RaggedArgs
 from ..formats.index import Index
-from ..formats.quantized import Quantized, stand_in
+from ..formats.quantized import Quantized, make_placeholder
 from ..ops.checks import hints, values
 from ..ops.fast_path import eager
-from ..ops.fast_path.eager import wants_gradients
-from ..ops.fast_path.watchers import is_memory
-from ..ops.quantized import tokens_like
+from ..ops.fast_path.eager import needs_gradients
+from ..ops.fast_path.watchers import is_ordinary_tensor
+from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast, functional, sharding
-from .packing import Sequences, check_sides, is_sequences, sequences, weights_of
+from .packing import PackedSequences, check_sides, is_sequences, pack_side, pack_weights
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
 Documents: TypeAlias = Tokens | Quantized | Index
-Winners: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
+ArgmaxOutput: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
 
 
-class Given(NamedTuple):
+class ScoringArgs(NamedTuple):
     """The arguments that all layouts share, checked. Lists and nested tensors are packed, and bring their bounds."""
 
     op: str
@@ -58,24 +58,24 @@ class Given(NamedTuple):
     backward: str = "auto"
     recompute: bool = False
     with_argmax: bool = False
-    queries: Sequences | None = None  # where they came as such
+    queries: PackedSequences | None = None  # where they came as such
     quantized: Quantized | None = None  # what D, a stand-in without memory, stands for
     own: bool = False  # each query has its own documents, which follow one another
     q_flat: bool = False  # it came without its first axis, which the results have to lose
     d_flat: bool = False
-    refused: bool = False  # by `eager.maxsim_ragged`
+    refused: bool = False  # by `eager.try_maxsim_ragged`
 
     @property
     def most(self) -> Any:
         """A bound on the tokens of a query that needs no look at a device."""
         return self.Q.shape[1 if self.cu_seqlens_q is None else 0]
 
-    def ragged(self, offsets: Tensor | None, lengths: Tensor | None = None, pairs: Tensor | None = None) -> Ragged:
+    def ragged(self, offsets: Tensor | None, lengths: Tensor | None = None, pairs: Tensor | None = None) -> RaggedArgs:
         per_token = self.q_mask, self.d_mask, self.q_weight
-        return sharding.ragged_of(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
+        return sharding.make_ragged_args(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
 
 
-def given(
+def prepare_args(
     op: str,
     Q: Any,
     D: Any,
@@ -94,7 +94,7 @@ def given(
     packs: str = "",
     refused: bool = False,
     whole: bool = True,
-) -> Given:
+) -> ScoringArgs:
     """Pack what came as sequences, and check the arguments that all layouts share.
 
     Args:
@@ -102,97 +102,97 @@ def given(
         lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
         packs: which of Q and D the function accepts packed, with `cu_seqlens`. For messages only.
         whole: whether `cu_seqlens_d` is the caller's, and not part of it.
-        refused: `eager.maxsim_ragged` did not take these arguments. It is tried again only if others come out.
+        refused: `eager.try_maxsim_ragged` did not take these arguments. It is tried again only if others come out.
     """
     check_options(op, normalize, backward, recompute)
     sharding.register_if_needed()
     if isinstance(D, Index):
-        D, cu_seqlens_d = unpacked(op, D, cu_seqlens_d)
+        D, cu_seqlens_d = unpack_index(op, D, cu_seqlens_d)
     quantized, own = D if isinstance(D, Quantized) else None, False
     if quantized is not None:
-        D = _beside(op, Q, quantized)
+        D = _make_placeholder(op, Q, quantized)
         own = D.dim() == 4
         if own:
-            _check_lists(op, Q, D)
+            _check_candidate_lists(op, Q, D)
             check_mask(op, "d_mask", d_mask, "D", D)
             D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten(0, 1)
     as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
     q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)
     d_flat = "D" in lifts and cu_seqlens_d is None and _is_single(D)
     if q_flat:
-        Q, q_mask, q_weight = (_lifted(x) for x in (Q, q_mask, q_weight))
+        Q, q_mask, q_weight = (_add_batch_axis(x) for x in (Q, q_mask, q_weight))
     if d_flat:
-        D, d_mask = _lifted(D), _lifted(d_mask)
+        D, d_mask = _add_batch_axis(D), _add_batch_axis(d_mask)
     queries = None
     if is_sequences(Q):
-        queries = sequences(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q, D)
+        queries = pack_side(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q, D)
         Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
-        q_weight = weights_of(op, q_weight, queries)
+        q_weight = pack_weights(op, q_weight, queries)
     if is_sequences(D) and d_shape is None:
-        documents = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
+        documents = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
-    Q, D, q_weight = _in_region(Q, D, q_weight, quantized is not None)
+    Q, D, q_weight = _cast_to_autocast(Q, D, q_weight, quantized is not None)
     check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
     _check_per_token(op, (Q, D, q_mask, d_mask), q_weight, normalize or quantized is not None)
-    _check_bounds(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), whole)
+    _check_offsets(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), whole)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     refused = (
         quantized is not None
         or torch.compiler.is_dynamo_compiling()
         or (refused and all(map(operator.is_, tensors, as_given)))
     )
-    return Given(
+    return ScoringArgs(
         op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, own, q_flat, d_flat, refused
     )
 
 
-def _in_region(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> tuple[Tensor, Tensor, Any]:
+def _cast_to_autocast(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> tuple[Tensor, Tensor, Any]:
     """In the dtype of an autocast region, which a stand-in follows."""
     if not stands_in:
-        return autocast.to_region(Q, D, q_weight)
-    Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
-    return Q, D if D.dtype == Q.dtype else tokens_like(Q, D.shape), q_weight
+        return autocast.cast_to_autocast(Q, D, q_weight)
+    Q, _, q_weight = autocast.cast_to_autocast(Q, Q, q_weight)
+    return Q, D if D.dtype == Q.dtype else make_tokens_like(Q, D.shape), q_weight
 
 
-def _check_lists(op: str, Q: Any, D: Tensor) -> None:
+def _check_candidate_lists(op: str, Q: Any, D: Tensor) -> None:
     """Raise unless there are as many queries as lists of candidates."""
     # A nested tensor that is not jagged has no shape, and is told apart when it is unpacked.
     count = len(Q) if isinstance(Q, (list, tuple)) else Q.size(0) if Q.is_nested or Q.dim() == 3 else None
     if count is None:
-        raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
-    same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {shape_of(D)}")
+        raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {format_shape(Q)}")
+    check_same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {format_shape(D)}")
 
 
 def _check_per_token(op: str, given: tuple, q_weight: Any, is_normalized: bool) -> None:
     Q, D, q_mask, d_mask = given
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
-    hints.look_at_tokens(op, Q, D, q_mask, d_mask, is_normalized)
+    hints.inspect_tokens(op, Q, D, q_mask, d_mask, is_normalized)
 
 
-def _check_bounds(op: str, queries: tuple, documents: tuple, whole: bool) -> None:
+def _check_offsets(op: str, queries: tuple, documents: tuple, whole: bool) -> None:
     """Raise unless the offsets of both sides, if any, may be those of the tensors next to them."""
     for side, (cu_seqlens, of), covers in (("q", queries, True), ("d", documents, whole)):
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
             check_cu_seqlens(op, name, cu_seqlens, of.device)
-            hints.look_at_offsets(op, name, cu_seqlens, side.upper(), of, covers)
+            hints.inspect_offsets(op, name, cu_seqlens, side.upper(), of, covers)
 
 
-def unpacked(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
+def unpack_index(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
     """The documents of an index, and their bounds."""
     if cu_seqlens_d is not None:
-        raise ValueError(f"{op}: cu_seqlens_d: expected None beside an Index, got {kind_of(cu_seqlens_d)}")
+        raise ValueError(f"{op}: cu_seqlens_d: expected None beside an Index, got {describe_type(cu_seqlens_d)}")
     return D.documents, D.cu_seqlens
 
 
-def beside(g: Given, D: Tensor | Quantized) -> Given:
+def replace_documents(g: ScoringArgs, D: Tensor | Quantized) -> ScoringArgs:
     """The same beside other documents, of arguments that were checked."""
     if isinstance(D, Tensor):
         return g._replace(D=D)
-    return g._replace(D=tokens_like(g.Q, D.shape), quantized=D, refused=True)
+    return g._replace(D=make_tokens_like(g.Q, D.shape), quantized=D, refused=True)
 
 
-def _beside(op: str, Q: Any, quantized: Quantized) -> Tensor:
+def _make_placeholder(op: str, Q: Any, quantized: Quantized) -> Tensor:
     """A stand-in for the documents, of the dtype that they had: that of a list of no queries."""
     if not isinstance(Q, (list, tuple, Tensor)):
         raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {describe_non_tensor(Q)}")
@@ -201,49 +201,49 @@ def _beside(op: str, Q: Any, quantized: Quantized) -> Tensor:
     like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
     if isinstance(like, Tensor) and quantized.device != like.device:
         raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
-    return stand_in(quantized)
+    return make_placeholder(quantized)
 
 
 def _is_single(x: Any) -> bool:
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and x.dim() == 2
 
 
-def _lifted(x: Any) -> Any:
+def _add_batch_axis(x: Any) -> Any:
     return x.unsqueeze(0) if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested else x
 
 
-def _short(
-    g: Given,
+def _try_eager(
+    g: ScoringArgs,
     offsets: Tensor | None,
     lengths: Tensor | None = None,
     pairs: Tensor | None = None,
     max_seqlen_q: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """`eager.maxsim_ragged` or `maxsim_quantized`: scores and winners, or None where the call has to take the
+    """`eager.try_maxsim_ragged` or `try_maxsim_quantized`: scores and winners, or None where the call has to take the
     operator."""
     if g.quantized is not None:
         indices, per_token = (g.cu_seqlens_q, offsets, lengths, pairs, None), (g.q_mask, g.d_mask, g.q_weight)
         chosen = g.quantized.d, g.normalize, g.backward, g.recompute
         wanted: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
-        return eager.maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, chosen, **wanted)
+        return eager.try_maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, chosen, **wanted)
     if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
     options: dict[str, Any] = {"normalize": g.normalize, "backward": g.backward, "recompute": g.recompute}
-    return eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=g.with_argmax)
+    return eager.try_maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=g.with_argmax)
 
 
-def again(
+def repeat_quantized(
     Q: Any, D: Quantized, cu_seqlens_q: Any, cu_seqlens_d: Any, per_token: tuple, options: tuple
 ) -> Tensor | None:
     """The scores of a call like the last one of quantised documents, of which nothing has to be checked."""
     if torch.compiler.is_dynamo_compiling():
         return None
     indices = cu_seqlens_q, cu_seqlens_d, None, None, None
-    return eager.quantized_again(D.kept(), Q, indices, per_token, (D.d, *options))
+    return eager.repeat_maxsim_quantized(D.kept(), Q, indices, per_token, (D.d, *options))
 
 
-def varlen(g: Given) -> tuple[Tensor, Winners | None]:
+def score_varlen(g: ScoringArgs) -> tuple[Tensor, ArgmaxOutput | None]:
     """Every query against every document: scores ``[Nq, Nd]`` and, if asked, winners as the queries came.
 
     Of quantised documents ``[Nq, K, Ld, d]`` those of each query.
@@ -252,36 +252,36 @@ def varlen(g: Given) -> tuple[Tensor, Winners | None]:
         assert g.quantized is not None
         r, shape = g.ragged(None), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
-        return _as_given(g, *_run(g, r, g.most))
-    found = _short(g, g.cu_seqlens_d)
-    return _as_given(g, *(_run(g, g.ragged(g.cu_seqlens_d), g.most) if found is None else found))
+        return _restore_axes(g, *_call_operator(g, r, g.most))
+    found = _try_eager(g, g.cu_seqlens_d)
+    return _restore_axes(g, *(_call_operator(g, g.ragged(g.cu_seqlens_d), g.most) if found is None else found))
 
 
-def candidates(g: Given, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Winners | None]:
+def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, ArgmaxOutput | None]:
     """Each query against its own candidates of a store: scores ``[Nq, K]`` and, if asked, winners."""
     as_given = offsets, lengths
     if g.q_flat:
-        _check_listed(g, offsets, lengths, (None,), "[K]")
+        _check_candidates(g, offsets, lengths, (None,), "[K]")
         offsets, lengths = offsets.unsqueeze(0), lengths.unsqueeze(0)
     queries = g.Q.shape[0] if g.cu_seqlens_q is None else g.cu_seqlens_q.shape[0] - 1
     if g.quantized is not None:  # the short way of others checks them, once a description
-        _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
+        _check_candidates(g, offsets, lengths, (queries, None), "[Nq, K]")
     given_both = offsets is not None and lengths is not None
-    if given_both and (found := _short(g, offsets, lengths)) is not None:
-        return _as_given(g, *found)
+    if given_both and (found := _try_eager(g, offsets, lengths)) is not None:
+        return _restore_axes(g, *found)
     if g.quantized is None:
-        _check_listed(g, offsets, lengths, (queries, None), "[Nq, K]")
-    if values.looks(offsets, lengths):
+        _check_candidates(g, offsets, lengths, (queries, None), "[Nq, K]")
+    if values.needs_value_checks(offsets, lengths):
         values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)
-    return _as_given(g, *_run(g, g.ragged(offsets, lengths), g.most))
+    return _restore_axes(g, *_call_operator(g, g.ragged(offsets, lengths), g.most))
 
 
-def _check_listed(g: Given, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
+def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
     check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
     check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
 
 
-def pair_list(g: Given, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Tensor | None]:
+def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Tensor | None]:
     """The pairs of a list: scores ``[P]`` and, if asked, winners ``[P, max_seqlen_q]``."""
     check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if max_seqlen_q is not None:
@@ -294,29 +294,29 @@ def pair_list(g: Given, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple
         # No query has more tokens than all have: nothing is made for them. Traced sizes would be guarded on.
         beyond = max(max_seqlen_q - g.most, 0)
         max_seqlen_q -= beyond
-    scores, argmax = _pairs_within(g, pairs, max_seqlen_q)
+    scores, argmax = _score_pairs(g, pairs, max_seqlen_q)
     return scores, F.pad(argmax, (0, beyond), value=-1) if argmax is not None and beyond else argmax
 
 
-def _pairs_within(g: Given, pairs: Tensor, max_seqlen_q: int | None) -> tuple[Tensor, Tensor | None]:
-    if (found := _short(g, g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)) is not None:
+def _score_pairs(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None) -> tuple[Tensor, Tensor | None]:
+    if (found := _try_eager(g, g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)) is not None:
         return found
     if g.cu_seqlens_q is not None and max_seqlen_q is None:
-        max_seqlen_q = _longest(g, g.cu_seqlens_q)
+        max_seqlen_q = _bound_query_length(g, g.cu_seqlens_q)
     r, bound = g.ragged(g.cu_seqlens_d, pairs=pairs), g.most if max_seqlen_q is None else max_seqlen_q
-    if values.looks(pairs, r.cu_seqlens_q):
+    if values.needs_value_checks(pairs, r.cu_seqlens_q):
         values.check_pairs(g.op, pairs, r.queries, r.columns)
-        values.check_longest(g.op, r.cu_seqlens_q, pairs, bound)
-    return _run(g, r, bound)
+        values.check_max_seqlen(g.op, r.cu_seqlens_q, pairs, bound)
+    return _call_operator(g, r, bound)
 
 
-def _longest(g: Given, cu_seqlens_q: Tensor) -> int:
+def _bound_query_length(g: ScoringArgs, cu_seqlens_q: Tensor) -> int:
     """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
-    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_memory(cu_seqlens_q)
+    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_ordinary_tensor(cu_seqlens_q)
     if may_look:
         lengths = cu_seqlens_q.long().diff()
         return min(max(0, int(lengths.max())), g.Q.shape[0]) if lengths.numel() else 0
-    if g.with_argmax or wants_gradients(g.Q, g.D, g.q_weight):
+    if g.with_argmax or needs_gradients(g.Q, g.D, g.q_weight):
         raise ValueError(
             f"{g.op}: max_seqlen_q: expected a bound on the tokens of a query, which packed queries with gradients or"
             f" winners need on {g.Q.device.type} and in compiled code, got None"
@@ -324,27 +324,37 @@ def _longest(g: Given, cu_seqlens_q: Tensor) -> int:
     return g.Q.shape[0]
 
 
-def _run(g: Given, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+def _call_operator(g: ScoringArgs, r: RaggedArgs, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
     if g.quantized is not None:
-        return _run_quantized(g, g.quantized, r, max_seqlen_q)
-    return run(r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=g.with_argmax)
+        return _call_quantized_operator(g, g.quantized, r, max_seqlen_q)
+    return call_ragged_operator(
+        r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=g.with_argmax
+    )
 
 
-def _run_quantized(g: Given, D: Quantized, r: Ragged, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+def _call_quantized_operator(
+    g: ScoringArgs, D: Quantized, r: RaggedArgs, max_seqlen_q: int
+) -> tuple[Tensor, Tensor | None]:
     functional.reject_forward_ad(r.Q, r.q_weight)
-    if wants_gradients(r.Q, r.q_weight):
+    if needs_gradients(r.Q, r.q_weight):
         raise NotImplementedError(
             f"{g.op}: scores of quantised documents have no gradient: call it under torch.no_grad, or score"
             " D.dequantize()"
         )
     sharding.register_if_needed()
-    dtype = argmax_dtype_for(r.D.shape[0]) if g.with_argmax else None
+    dtype = choose_argmax_dtype(r.D.shape[0]) if g.with_argmax else None
     scores, argmax = lik.maxsim_quantized_fwd(r.Q, *D.stored(), *r[2:], g.normalize, dtype, max_seqlen_q)
     return scores, argmax if g.with_argmax else None
 
 
-def run(
-    r: Ragged, normalize: bool, max_seqlen_q: int, backward: str, *, recompute: bool = False, with_argmax: bool = False
+def call_ragged_operator(
+    r: RaggedArgs,
+    normalize: bool,
+    max_seqlen_q: int,
+    backward: str,
+    *,
+    recompute: bool = False,
+    with_argmax: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores and, if asked, winners of the operator, past what it cannot go through."""
     if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
@@ -354,22 +364,22 @@ def run(
         )
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     sharding.register_if_needed()
-    keeps = with_argmax or (wants_gradients(r.Q, r.D, r.q_weight) and not recompute)
-    argmax_dtype = argmax_dtype_for(r.D.shape[0]) if keeps else None
+    keeps = with_argmax or (needs_gradients(r.Q, r.D, r.q_weight) and not recompute)
+    argmax_dtype = choose_argmax_dtype(r.D.shape[0]) if keeps else None
     scores, argmax = lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
     return scores, argmax if with_argmax else None
 
 
-def _as_given(g: Given, scores: Tensor, argmax: Tensor | None) -> tuple[Tensor, Winners | None]:
+def _restore_axes(g: ScoringArgs, scores: Tensor, argmax: Tensor | None) -> tuple[Tensor, ArgmaxOutput | None]:
     """Results without the axes that a single query or document did not have."""
     scores = scores.squeeze(1) if g.d_flat else scores
-    won = None if argmax is None else _winners(g, argmax, g.d_flat)
+    won = None if argmax is None else _reshape_argmax(g, argmax, g.d_flat)
     if not g.q_flat:
         return scores, won
     return scores.squeeze(0), won.squeeze(0) if isinstance(won, Tensor) else None
 
 
-def _winners(g: Given, argmax: Tensor, of_one: bool) -> Winners:
+def _reshape_argmax(g: ScoringArgs, argmax: Tensor, of_one: bool) -> ArgmaxOutput:
     """Winners ``[Nd, Tq]`` or ``[K, Tq]`` as the queries came: those of the i-th are ``[Nd, L_i]`` or ``[K, L_i]``.
 
     Of dense queries ``[Nq, Nd, Lq]``, of a list a list, of a jagged tensor a jagged one; of packed queries
@@ -388,12 +398,12 @@ def _winners(g: Given, argmax: Tensor, of_one: bool) -> Winners:
     return argmax if of_one else argmax.transpose(0, 1)
 
 
-def pairs(g: Given) -> Tensor:
+def score_aligned_pairs(g: ScoringArgs) -> Tensor:
     """Query i against document i only: each query has one candidate. Scores ``[B]``."""
     r, bound = g.ragged(g.cu_seqlens_d), g.most
     if r.columns != r.queries:
         raise ValueError(f"{g.op}: D: expected B = {r.queries} documents, got {r.columns}")
     r = r._replace(d_offsets=r.d_offsets.unsqueeze(1), d_lengths=r.d_lengths.unsqueeze(1))
     g = g._replace(Q=r.Q, D=r.D, cu_seqlens_q=r.cu_seqlens_q, q_mask=r.q_mask, d_mask=r.d_mask, q_weight=r.q_weight)
-    found = _short(g, r.d_offsets, r.d_lengths)
-    return (_run(g, r, bound) if found is None else found)[0].squeeze(1)
+    found = _try_eager(g, r.d_offsets, r.d_lengths)
+    return (_call_operator(g, r, bound) if found is None else found)[0].squeeze(1)

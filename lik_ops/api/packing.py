@@ -16,29 +16,29 @@ from ..core.arguments import (
     check_fits_memory,
     check_has_values,
     check_indices,
-    check_plain,
+    check_no_dtensor,
+    check_same_size,
     check_strided,
     check_tensor,
     check_tokens,
     describe_non_tensor,
-    same_size,
+    format_shape,
     score_dtype,
-    shape_of,
 )
 from ..ops.checks import hints, values
 from ..ops.stack import autocast, sharding
 
 __all__ = [
-    "Sequences",
+    "PackedSequences",
     "check_sides",
     "is_sequences",
     "lengths_to_mask",
     "pack",
     "pack_padded",
-    "packed",
-    "sequences",
+    "pack_sequences",
+    "pack_side",
+    "pack_weights",
     "unpack",
-    "weights_of",
 ]
 
 
@@ -63,7 +63,7 @@ def pack(sequences: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
         >>> packed.shape, cu_seqlens
         (torch.Size([8, 8]), tensor([0, 3, 8]))
     """
-    tokens, cu_seqlens, _, _ = packed("pack", "sequences", sequences)
+    tokens, cu_seqlens, _, _ = pack_sequences("pack", "sequences", sequences)
     return tokens, cu_seqlens
 
 
@@ -78,14 +78,14 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         N tensors ``[L_i, ...]``.
 
     Raises:
-        TypeError: `packed` or `cu_seqlens` is no tensor, or `cu_seqlens` is of another dtype.
+        TypeError: `pack_sequences` or `cu_seqlens` is no tensor, or `cu_seqlens` is of another dtype.
         ValueError: `cu_seqlens` is not ascending from 0 or more to at most T.
 
     Example:
         >>> [x.shape[0] for x in lik_ops.unpack(*lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)]))]
         [3, 5]
     """
-    check_plain("unpack", packed=packed, cu_seqlens=cu_seqlens)
+    check_no_dtensor("unpack", packed=packed, cu_seqlens=cu_seqlens)
     check_tensor("unpack", "packed", packed)
     check_strided("unpack", "packed", packed)
     if packed.dim() == 0:
@@ -94,8 +94,8 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
     check_has_values("unpack", "cu_seqlens", cu_seqlens)
     ends = cu_seqlens.cpu()
-    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed, whole=values.looks(ends))
-    hints.hint_at_lengths("unpack", "cu_seqlens", ends, "packed", packed)
+    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed, whole=values.needs_value_checks(ends))
+    hints.warn_of_lengths("unpack", "cu_seqlens", ends, "packed", packed)
     return [packed[a:b] for a, b in itertools.pairwise(ends.tolist())]
 
 
@@ -125,7 +125,7 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
     check_count("lengths_to_mask", "L", L)
     check_fits_memory("lengths_to_mask", "L", (*lengths.shape, L))
     sharding.register_if_needed()
-    return sharding.whole_like(torch.arange(L, device=lengths.device), lengths) < lengths.unsqueeze(-1)
+    return sharding.replicate_like(torch.arange(L, device=lengths.device), lengths) < lengths.unsqueeze(-1)
 
 
 class PackedPairs(NamedTuple):
@@ -167,7 +167,7 @@ def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor
     op = "pack_padded"
     check_tokens(op, Q, D, ("[B, Lq, d]",), ("[B, C, Ld, d]",))
     if D.shape[0] != Q.shape[0]:
-        raise ValueError(f"{op}: D: expected B = {Q.shape[0]} lists of candidates, got {shape_of(D)}")
+        raise ValueError(f"{op}: D: expected B = {Q.shape[0]} lists of candidates, got {format_shape(D)}")
     B, C = D.shape[:2]
     check_indices(op, "query_lengths", query_lengths, (B,), "[B]", Q.device)
     check_indices(op, "doc_lengths", doc_lengths, (B, C), "[B, C]", Q.device)
@@ -176,15 +176,17 @@ def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor
     q_keep, d_keep = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(doc_lengths, D.shape[2])
     queries = torch.arange(B, device=Q.device).repeat_interleave(C)
     pairs = torch.stack([queries, torch.arange(B * C, device=Q.device)], dim=1)
-    return PackedPairs(Q[q_keep], D[d_keep], pairs, _ends(query_lengths), _ends(doc_lengths))
+    return PackedPairs(
+        Q[q_keep], D[d_keep], pairs, _compute_cu_seqlens(query_lengths), _compute_cu_seqlens(doc_lengths)
+    )
 
 
-def _ends(lengths: Tensor) -> Tensor:
+def _compute_cu_seqlens(lengths: Tensor) -> Tensor:
     """``cu_seqlens`` of sequences of these lengths."""
     return torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int64), (1, 0))
 
 
-class Sequences(NamedTuple):
+class PackedSequences(NamedTuple):
     """Sequences packed: what is known of them without a look at a device."""
 
     tokens: Tensor  # [T, ...]
@@ -194,11 +196,11 @@ class Sequences(NamedTuple):
 
 
 def is_sequences(x: Any) -> bool:
-    """Whether `x` is what `packed` packs: a list or tuple, or a nested tensor."""
+    """Whether `x` is what `pack_sequences` packs: a list or tuple, or a nested tensor."""
     return isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.is_nested)
 
 
-def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequences:
+def pack_sequences(op: str, name: str, x: Any, nothing: Tensor | None = None) -> PackedSequences:
     """Pack a list or nested tensor; messages begin with `op` and `name`.
 
     Args:
@@ -212,7 +214,7 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
         if x.layout == torch.jagged and jagged.lengths() is None:
             if x.values().shape[1:] != x.shape[2:]:  # asked thus, because in Dynamo every size is an int
                 raise ValueError(f"{op}: {name}: expected a nested tensor [N, L, ...] ragged in L, got {list(x.shape)}")
-            return Sequences(x.values(), jagged.offsets(), None, x.shape[1])
+            return PackedSequences(x.values(), jagged.offsets(), None, x.shape[1])
         x = x.unbind()  # rows between the sequences, or another layout
     if not isinstance(x, Iterable) or (isinstance(x, Tensor) and x.dim() == 0):
         raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {describe_non_tensor(x)}")
@@ -223,7 +225,7 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
         if nothing is None:
             raise ValueError(f"{op}: {name}: expected at least one tensor, got none")
         bounds = torch.zeros(1, dtype=torch.int64, device=nothing.device)
-        return Sequences(nothing, sharding.whole_like(bounds, nothing), [], None)
+        return PackedSequences(nothing, sharding.replicate_like(bounds, nothing), [], None)
     first = sequences[0]
     for i, t in enumerate(sequences):
         at = f"{op}: {name}[{i}]"
@@ -238,20 +240,20 @@ def packed(op: str, name: str, x: Any, nothing: Tensor | None = None) -> Sequenc
         if t.device != first.device:
             raise ValueError(f"{at}: expected the device of the first, {first.device}, got {t.device}")
     lengths = [t.shape[0] for t in sequences]
-    with autocast.suspended(first.device.type):  # which cannot join one half type in a region of the other
+    with autocast.suspend_autocast(first.device.type):  # which cannot join one half type in a region of the other
         tokens = torch.cat(sequences)
-    bounds = from_host([0, *itertools.accumulate(lengths)], first.device)
-    return Sequences(tokens, sharding.whole_like(bounds, tokens), lengths, None)
+    bounds = copy_from_host([0, *itertools.accumulate(lengths)], first.device)
+    return PackedSequences(tokens, sharding.replicate_like(bounds, tokens), lengths, None)
 
 
-def from_host(values: list, device: torch.device) -> Tensor:
+def copy_from_host(values: list, device: torch.device) -> Tensor:
     """Host values as a tensor on `device`, which nothing waits for."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, device=device)
     return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def _no_tokens(beside: Any) -> Tensor | None:
+def _make_empty_tokens(beside: Any) -> Tensor | None:
     """What an empty list is packed to: the other side says d, dtype and device. None where it has no tokens either."""
     if is_sequences(beside):
         is_jagged = isinstance(beside, Tensor) and beside.layout == torch.jagged
@@ -260,10 +262,12 @@ def _no_tokens(beside: Any) -> Tensor | None:
     return beside.new_empty((0, beside.shape[-1])) if is_tokens else None
 
 
-def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any) -> Sequences:
+def pack_side(
+    op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any
+) -> PackedSequences:
     """A side that came as sequences, packed; raises where a mask or bounds came with it."""
     is_empty = isinstance(x, (list, tuple)) and not x
-    found = packed(op, name, x, _no_tokens(beside) if is_empty else None)
+    found = pack_sequences(op, name, x, _make_empty_tokens(beside) if is_empty else None)
     if found.tokens.dim() != 2:
         shape = ", ".join(map(str, ("L", *found.tokens.shape[1:])))
         raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
@@ -280,7 +284,7 @@ def sequences(op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, g
     return found
 
 
-def _check_width(op: str, name: str, found: Sequences, beside: Any) -> None:
+def _check_width(op: str, name: str, found: PackedSequences, beside: Any) -> None:
     """Raise ValueError unless sequences have the d of the other side, which the message does not show as packed."""
     if not isinstance(beside, Tensor) or beside.is_nested or beside.dim() == 0:
         return  # checked when the other side is packed, or no tokens
@@ -291,7 +295,7 @@ def _check_width(op: str, name: str, found: Sequences, beside: Any) -> None:
         at = "[0]" if found.lengths else ""
         return f"{op}: {name}{at}: expected d = {beside.shape[-1]} as in {other}, got {element}"
 
-    same_size(found.tokens.shape[1], beside.shape[-1], message)
+    check_same_size(found.tokens.shape[1], beside.shape[-1], message)
 
 
 def check_sides(
@@ -305,12 +309,12 @@ def check_sides(
     packs: str,
 ) -> None:
     """Raise unless Q and D are embeddings, packed or dense, that fit together: see `inputs.given`."""
-    q_shapes, q_hint = _shapes("q", cu_seqlens_q, lifts, packs)
-    d_shapes, d_hint = ((d_shape,), "") if d_shape else _shapes("d", cu_seqlens_d, lifts, packs)
+    q_shapes, q_hint = _describe_shapes("q", cu_seqlens_q, lifts, packs)
+    d_shapes, d_hint = ((d_shape,), "") if d_shape else _describe_shapes("d", cu_seqlens_d, lifts, packs)
     check_tokens(op, Q, D, q_shapes, d_shapes, (q_hint, d_hint))
 
 
-def _shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tuple[tuple[str, ...], str]:
+def _describe_shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tuple[tuple[str, ...], str]:
     """Return the shapes that a side may have, and what a message adds to them."""
     if cu_seqlens is not None:
         return (f"[T{side}, d]",), f" with cu_seqlens_{side}"
@@ -319,36 +323,36 @@ def _shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tup
     return (f"[L{side}, d]", dense) if side.upper() in lifts else (dense,), hint
 
 
-def weights_of(op: str, q_weight: Any, queries: Sequences) -> Tensor | None:
+def pack_weights(op: str, q_weight: Any, queries: PackedSequences) -> Tensor | None:
     """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
     if not is_sequences(q_weight):
         if isinstance(q_weight, Tensor):
             _check_packed_weight(op, q_weight, queries)
         return q_weight
     nothing = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
-    weights = packed(op, "q_weight", q_weight, nothing)
+    weights = pack_sequences(op, "q_weight", q_weight, nothing)
     if weights.lengths is not None and queries.lengths is not None:
         same = weights.lengths == queries.lengths
     else:  # only their tensors know the lengths: two jagged ones have to share their offsets
         same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
     if not same:
-        expected = "the offsets" if queries.lengths is None else f"the lengths {_shown(queries.lengths)}"
-        found = "others" if weights.lengths is None else f"a list of {_shown(weights.lengths)}"
+        expected = "the offsets" if queries.lengths is None else f"the lengths {_format_lengths(queries.lengths)}"
+        found = "others" if weights.lengths is None else f"a list of {_format_lengths(weights.lengths)}"
         raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
     return weights.tokens
 
 
-def _check_packed_weight(op: str, q_weight: Tensor, queries: Sequences) -> None:
+def _check_packed_weight(op: str, q_weight: Tensor, queries: PackedSequences) -> None:
     """Raise ValueError unless one tensor holds the weights of all queries that came as sequences."""
     tokens = queries.tokens.shape[0]
 
     def message() -> str:
-        return f"{op}: q_weight: expected a list like Q, or packed [Tq] = [{tokens}], got {shape_of(q_weight)}"
+        return f"{op}: q_weight: expected a list like Q, or packed [Tq] = [{tokens}], got {format_shape(q_weight)}"
 
     if q_weight.dim() != 1:
         raise ValueError(message())
-    same_size(q_weight.shape[0], tokens, message)
+    check_same_size(q_weight.shape[0], tokens, message)
 
 
-def _shown(lengths: list[int]) -> str:
+def _format_lengths(lengths: list[int]) -> str:
     return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"

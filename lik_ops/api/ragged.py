@@ -12,20 +12,20 @@ from ..core.arguments import (
     check_floats,
     check_indices,
     check_options,
+    check_same_size,
     check_tokens,
     check_weight,
-    same_size,
-    shape_of,
+    format_shape,
 )
-from ..core.segments import Ragged, starts
+from ..core.segments import RaggedArgs, make_dense_offsets
 from ..formats.quantized import Quantized
 from ..ops.checks import values
 from ..ops.fast_path import eager
-from ..ops.fast_path.watchers import is_memory
-from ..ops.quantized import tokens_like
+from ..ops.fast_path.watchers import is_ordinary_tensor
+from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast, functional
 from . import inputs
-from .inputs import Tokens, given
+from .inputs import Tokens, prepare_args
 from .packing import lengths_to_mask
 from .score import maxsim, maxsim_with_argmax
 
@@ -76,13 +76,15 @@ def maxsim_varlen(
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     # Checks take far longer than a kernel.
     if isinstance(D, Quantized):
-        scores = inputs.again(Q, D, cu_seqlens_q, cu_seqlens_d, (None, None, q_weight), (normalize, backward, False))
+        scores = inputs.repeat_quantized(
+            Q, D, cu_seqlens_q, cu_seqlens_d, (None, None, q_weight), (normalize, backward, False)
+        )
         if scores is not None:
             return scores
-    elif found := eager.maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
+    elif found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
         return found[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "packs": "QD"}
-    return inputs.varlen(given("maxsim_varlen", Q, D, **options, lifts="Q", refused=True))[0]
+    return inputs.score_varlen(prepare_args("maxsim_varlen", Q, D, **options, lifts="Q", refused=True))[0]
 
 
 def maxsim_candidates_varlen(
@@ -126,11 +128,13 @@ def maxsim_candidates_varlen(
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     if doc_lengths is not None and (
-        found := eager.maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
+        found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
     ):
         return found[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "packs": "Q", "refused": True}
-    return inputs.candidates(given("maxsim_candidates_varlen", Q, D, **options), doc_offsets, doc_lengths)[0]
+    return inputs.score_candidates(prepare_args("maxsim_candidates_varlen", Q, D, **options), doc_offsets, doc_lengths)[
+        0
+    ]
 
 
 def maxsim_pair_list(
@@ -177,10 +181,10 @@ def maxsim_pair_list(
     options |= {"normalize": normalize, "backward": backward}
     if pairs is not None:
         tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
-        if found := eager.maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
+        if found := eager.try_maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
             return found[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "packs": "QD", "refused": True}
-    return inputs.pair_list(given("maxsim_pair_list", Q, D, **options), pairs, max_seqlen_q)[0]
+    return inputs.score_pair_list(prepare_args("maxsim_pair_list", Q, D, **options), pairs, max_seqlen_q)[0]
 
 
 def maxsim_padded(
@@ -221,12 +225,12 @@ def maxsim_padded(
         torch.Size([2, 10])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    if found := eager.maxsim_ragged(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options):
+    if found := eager.try_maxsim_ragged(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options):
         return found[0]
-    return padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
+    return score_padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
 
 
-def padded(
+def score_padded(
     op: str,
     Q: Tensor,
     D: Tensor,
@@ -242,22 +246,22 @@ def padded(
     quantized = D if isinstance(D, Quantized) else None
     if quantized is not None:
         check_floats(op, "Q", Q)
-        Q, _, q_weight = autocast.to_region(Q, Q, q_weight)
-        D = tokens_like(Q, quantized.shape)
+        Q, _, q_weight = autocast.cast_to_autocast(Q, Q, q_weight)
+        D = make_tokens_like(Q, quantized.shape)
     else:
-        Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+        Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)
     check_tokens(op, Q, D, ("[B, Lq, d]",), ("[B, C, Ld, d]",))
-    same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {shape_of(D)}")
+    check_same_size(D.shape[0], Q.shape[0], lambda: f"{op}: D: expected B = {Q.shape[0]} lists, got {format_shape(D)}")
     check_weight(op, q_weight, Q)
     check_options(op, normalize, backward)
     check_indices(op, "query_lengths", query_lengths, Q.shape[:1], "[B]", Q.device)
     check_indices(op, "doc_lengths", doc_lengths, (Q.shape[0], D.shape[1]), "[B, C]", Q.device)
-    if values.looks(query_lengths, doc_lengths):
+    if values.needs_value_checks(query_lengths, doc_lengths):
         values.check_lengths(op, "query_lengths", query_lengths, Q.shape[1])
         values.check_lengths(op, "doc_lengths", doc_lengths, D.shape[2])
-    valid = _fits(query_lengths, Q.shape[1])[:, None] & _fits(doc_lengths, D.shape[2])
-    if quantized is None and not with_argmax and _reads_lengths(Q, D, q_weight):
-        scores = _padded_scores(Q, D, query_lengths, torch.where(valid, doc_lengths, -1), q_weight, normalize)
+    valid = _mask_valid_lengths(query_lengths, Q.shape[1])[:, None] & _mask_valid_lengths(doc_lengths, D.shape[2])
+    if quantized is None and not with_argmax and _supports_lengths(Q, D, q_weight):
+        scores = _score_padded_views(Q, D, query_lengths, torch.where(valid, doc_lengths, -1), q_weight, normalize)
         return scores.masked_fill_(~valid, float("nan")), None
     # What is not valid keeps no document token, so that nothing flows back from it and nothing wins.
     masks = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(torch.where(valid, doc_lengths, 0), D.shape[2])
@@ -270,27 +274,30 @@ def padded(
     return torch.where(valid, scores, float("nan")), argmax
 
 
-def _reads_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
+def _supports_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
     """Whether padded tokens are best taken as ragged ones that lie apart: on a CPU, which reads no padding then.
 
     The bits are those of masks. With gradients masks are as fast, and their winners smaller. Triton's kernels read the
     lengths themselves, where eager calls take the short way.
     """
-    if torch.compiler.is_compiling() or Q.device.type != "cpu" or inputs.wants_gradients(Q, D, q_weight):
+    if torch.compiler.is_compiling() or Q.device.type != "cpu" or inputs.needs_gradients(Q, D, q_weight):
         return False
     tensors = [Q, D] if q_weight is None else [Q, D, q_weight]
-    return all(is_memory(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
+    return all(is_ordinary_tensor(t) and t.is_contiguous() for t in tensors) and not functional.is_transforming()
 
 
-def _padded_scores(
+def _score_padded_views(
     Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor, q_weight: Tensor | None, normalize: bool
 ) -> Tensor:
     """`maxsim_padded` over views of contiguous tokens."""
     B, C, Ld, _ = D.shape
-    offsets, q_mask = starts(B * C, Ld, D.device)[:-1].view(B, C), lengths_to_mask(query_lengths, Q.shape[1])
-    r = Ragged.of(Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight)
-    return inputs.run(r, normalize, Q.shape[1], "auto")[0]
+    offsets, q_mask = (
+        make_dense_offsets(B * C, Ld, D.device)[:-1].view(B, C),
+        lengths_to_mask(query_lengths, Q.shape[1]),
+    )
+    r = RaggedArgs.of(Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight)
+    return inputs.call_ragged_operator(r, normalize, Q.shape[1], "auto")[0]
 
 
-def _fits(lengths: Tensor, most) -> Tensor:
+def _mask_valid_lengths(lengths: Tensor, most) -> Tensor:
     return (lengths >= 0) & (lengths <= most)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..core.arguments import Backward
 from . import inputs
-from .inputs import Tokens, Winners, given
-from .ragged import padded
+from .inputs import ArgmaxOutput, Tokens, prepare_args
+from .ragged import score_padded
 
 __all__ = [
     "maxsim_candidates_varlen_with_argmax",
@@ -55,7 +55,7 @@ def maxsim_varlen_with_argmax(
     q_weight: Tokens | None = None,
     normalize: bool = False,
     backward: Backward = "auto",
-) -> tuple[Tensor, Winners]:
+) -> tuple[Tensor, ArgmaxOutput]:
     """The scores of `maxsim_varlen` and, for each query token, the document token that won.
 
     Args:
@@ -83,7 +83,10 @@ def maxsim_varlen_with_argmax(
     """
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
     options |= {"packs": "QD", "normalize": normalize, "backward": backward, "with_argmax": True}
-    return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_varlen_with_argmax", Q, D, **options, lifts="Q")))
+    return cast(
+        tuple[Tensor, ArgmaxOutput],
+        inputs.score_varlen(prepare_args("maxsim_varlen_with_argmax", Q, D, **options, lifts="Q")),
+    )
 
 
 @overload
@@ -124,7 +127,7 @@ def maxsim_candidates_varlen_with_argmax(
     q_weight: Tokens | None = None,
     normalize: bool = False,
     backward: Backward = "auto",
-) -> tuple[Tensor, Winners]:
+) -> tuple[Tensor, ArgmaxOutput]:
     """The scores of `maxsim_candidates_varlen` and, for each query token, the token of the candidate that won.
 
     Args:
@@ -149,8 +152,8 @@ def maxsim_candidates_varlen_with_argmax(
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
     options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "packs": "Q"}
-    g = given("maxsim_candidates_varlen_with_argmax", Q, D, **options)
-    return cast(tuple[Tensor, Winners], inputs.candidates(g, doc_offsets, doc_lengths))
+    g = prepare_args("maxsim_candidates_varlen_with_argmax", Q, D, **options)
+    return cast(tuple[Tensor, ArgmaxOutput], inputs.score_candidates(g, doc_offsets, doc_lengths))
 
 
 def maxsim_pair_list_with_argmax(
@@ -192,7 +195,9 @@ def maxsim_pair_list_with_argmax(
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
     options |= {"q_mask": q_mask, "d_mask": d_mask, "normalize": normalize, "backward": backward, "with_argmax": True}
     options |= {"packs": "QD"}
-    scores, argmax = inputs.pair_list(given("maxsim_pair_list_with_argmax", Q, D, **options), pairs, max_seqlen_q)
+    scores, argmax = inputs.score_pair_list(
+        prepare_args("maxsim_pair_list_with_argmax", Q, D, **options), pairs, max_seqlen_q
+    )
     return scores, cast(Tensor, argmax).long()
 
 
@@ -225,5 +230,5 @@ def maxsim_padded_with_argmax(
         torch.Size([2, 10, 32])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    scores, argmax = padded("maxsim_padded_with_argmax", Q, D, query_lengths, doc_lengths, True, **options)
+    scores, argmax = score_padded("maxsim_padded_with_argmax", Q, D, query_lengths, doc_lengths, True, **options)
     return scores, cast(Tensor, argmax)

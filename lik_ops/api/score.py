@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .._ops import ops as lik
-from ..core.arguments import Backward, Save, check, check_options, check_save, check_types
+from ..core.arguments import Backward, Save, check_dense, check_options, check_save, check_types
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import maxsim as operators
@@ -16,7 +16,7 @@ from ..ops import saved
 from ..ops.fast_path import eager
 from ..ops.stack import autocast, functional
 from . import inputs
-from .inputs import Tokens, Winners, given
+from .inputs import ArgmaxOutput, Tokens, prepare_args
 from .packing import is_sequences
 
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
@@ -78,14 +78,16 @@ def maxsim(
         torch.Size([2, 3])
     """
     if save is not None:
-        return _saved((Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute, save)
+        return _score_saved((Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute, save)
     compiling = _is_compiling()
     if not compiling:
         # Saves the microseconds of the dispatcher. The operator below tries the same, for who calls it directly.
         if isinstance(D, Quantized):
-            scores = inputs.again(Q, D, None, None, (q_mask, d_mask, q_weight), (normalize, backward, recompute))
+            scores = inputs.repeat_quantized(
+                Q, D, None, None, (q_mask, d_mask, q_weight), (normalize, backward, recompute)
+            )
         else:
-            scores = eager.maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
+            scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
             return scores
     # Of everything that is looked at below, compiled code looks at every call whether it is still the same: so what
@@ -93,8 +95,8 @@ def maxsim(
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor)) or Q.is_nested or D.is_nested:
         if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
             options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
-            g = given("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
-            return inputs.varlen(g)[0]
+            g = prepare_args("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
+            return inputs.score_varlen(g)[0]
         if has_torch_function((Q, D)):  # a Proxy of torch.fx: symbolic tracing keeps the call
             options = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "recompute": recompute}
             return handle_torch_function(maxsim, (Q, D), Q, D, q_mask, d_mask, **options)
@@ -105,25 +107,27 @@ def maxsim(
         check_options("maxsim", normalize, backward, recompute)
     if not compiling and functional.is_transforming():
         tensors = Q, D, q_mask, d_mask, q_weight
-        return operators.watched("maxsim", functional.forward, tensors, normalize, backward, recompute)[0]
+        return operators.call_dispatched(
+            "maxsim", functional.forward_in_transform, tensors, normalize, backward, recompute
+        )[0]
     return lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )
 
 
-def _check_saved(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> None:
+def _check_save_option(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> None:
     check_save(op, save, recompute)
     for name, x in (("Q", Q), ("D", D)):
         if is_sequences(x) or isinstance(x, (Quantized, Index)):
             raise TypeError(f"{op}: {name}: expected a dense Tensor beside save={save!r}, got {type(x).__name__}")
 
 
-def _saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
-    """`maxsim` of tensors, of which autograd keeps the documents as int8."""
-    _check_saved("maxsim", given[0], given[1], recompute, save)
+def _score_saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
+    """`try_maxsim` of tensors, of which autograd keeps the documents as int8."""
+    _check_save_option("maxsim", given[0], given[1], recompute, save)
     check_types("maxsim", *given)
     check_options("maxsim", normalize, backward, recompute)
-    return operators.watched("maxsim", saved.forward, given, normalize, backward)[0]
+    return operators.call_dispatched("maxsim", saved.forward_saving_int8, given, normalize, backward)[0]
 
 
 def maxsim_pairs(
@@ -143,13 +147,13 @@ def maxsim_pairs(
     Args:
         Q: ``[B, Lq, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
         D: ``[B, Ld, d]``, or the same.
-        q_mask, d_mask, q_weight, normalize, backward, recompute, save: as in `maxsim`.
+        q_mask, d_mask, q_weight, normalize, backward, recompute, save: as in `try_maxsim`.
 
     Returns:
         Scores ``[B]``, fp32 (fp64 for fp64).
 
     Raises:
-        TypeError, ValueError: as `maxsim`; also when Q or D is not 3-D or their batch sizes differ.
+        TypeError, ValueError: as `try_maxsim`; also when Q or D is not 3-D or their batch sizes differ.
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(4, 300, 128)
@@ -157,14 +161,14 @@ def maxsim_pairs(
         torch.Size([4])
     """
     if save is not None:
-        _check_saved("maxsim_pairs", Q, D, recompute, save)
+        _check_save_option("maxsim_pairs", Q, D, recompute, save)
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
-        g = given("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
-        return inputs.pairs(g)
+        g = prepare_args("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
+        return inputs.score_aligned_pairs(g)
     check_options("maxsim_pairs", normalize, backward, recompute)
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
+    Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)
+    check_dense("maxsim_pairs", Q, D, q_mask, d_mask, q_weight, backward)
     if Q.dim() != 3 or D.dim() != 3:
         raise ValueError(
             f"maxsim_pairs: Q, D: expected [B, Lq, d] and [B, Ld, d], got {list(Q.shape)} and {list(D.shape)}"
@@ -214,21 +218,21 @@ def maxsim_with_argmax(
     normalize: bool = False,
     backward: Backward = "auto",
     recompute: bool = False,
-) -> tuple[Tensor, Winners]:
-    """The scores of `maxsim` and, for each query token, the document token that won: what a similarity map shows.
+) -> tuple[Tensor, ArgmaxOutput]:
+    """The scores of `try_maxsim` and, for each query token, the document token that won: what a similarity map shows.
 
     Args:
-        Q, D, q_mask, d_mask, q_weight, normalize, backward: as in `maxsim`.
+        Q, D, q_mask, d_mask, q_weight, normalize, backward: as in `try_maxsim`.
         recompute: accepted for symmetry; the winners are kept in any case.
 
     Returns:
-        ``(scores, argmax)``: the scores of `maxsim`, differentiable, and int64 ``[Nq, Nd, Lq]`` (``[Nq, K, Lq]`` for
-        candidates), the index of the winning token within its document. Ties go to the lowest index; -1 for a masked
-        query token and for a document that keeps no token. A 2-D Q or D drops its axis. Of a list of queries the
+        ``(scores, argmax)``: the scores of `try_maxsim`, differentiable, and int64 ``[Nq, Nd, Lq]`` (``[Nq, K, Lq]``
+        for candidates), the index of the winning token within its document. Ties go to the lowest index; -1 for a
+        masked query token and for a document that keeps no token. A 2-D Q or D drops its axis. Of a list of queries the
         winners are a list of ``[Nd, L_i]``, of a jagged tensor a jagged ``[Nq, Nd, L]``.
 
     Raises:
-        TypeError, ValueError: as `maxsim`.
+        TypeError, ValueError: as `try_maxsim`.
 
     Example:
         >>> Q, D = torch.randn(32, 128), torch.randn(5, 300, 128)
@@ -239,12 +243,17 @@ def maxsim_with_argmax(
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
-        return cast(tuple[Tensor, Winners], inputs.varlen(given("maxsim_with_argmax", Q, D, **options, lifts="QD")))
-    found = eager.maxsim_with_argmax((Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute))
+        return cast(
+            tuple[Tensor, ArgmaxOutput],
+            inputs.score_varlen(prepare_args("maxsim_with_argmax", Q, D, **options, lifts="QD")),
+        )
+    found = eager.try_maxsim_with_argmax((Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute))
     if found is not None:
         return found
     check_options("maxsim_with_argmax", normalize, backward, recompute)
-    forward = lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward
+    forward = lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward_in_transform
     tensors = Q, D, q_mask, d_mask, q_weight
-    scores, argmax = operators.watched("maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True)
+    scores, argmax = operators.call_dispatched(
+        "maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True
+    )
     return scores, argmax

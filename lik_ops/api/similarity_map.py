@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.arguments import check_flag, check_per_token, check_tokens, score_dtype, shape_of
+from ..core.arguments import check_flag, check_per_token, check_tokens, format_shape, score_dtype
 from ..ops.stack import autocast
 
 _OP = "similarity_map"
@@ -39,26 +39,26 @@ def similarity_map(
         >>> S.shape, torch.allclose(S.amax(1).sum(), lik_ops.maxsim(Q, D, normalize=True))
         (torch.Size([5, 40]), True)
     """
-    _check(Q, D, q_mask, d_mask)
+    _check_map_args(Q, D, q_mask, d_mask)
     check_flag(_OP, "normalize", normalize)
     q_drop, d_drop = (None if mask is None else mask == 0 for mask in (q_mask, d_mask))
-    with autocast.suspended(Q.device.type):
-        S = _prepared(Q, q_drop, normalize) @ _prepared(D, d_drop, normalize).transpose(-1, -2)
+    with autocast.suspend_autocast(Q.device.type):
+        S = _prepare_tokens(Q, q_drop, normalize) @ _prepare_tokens(D, d_drop, normalize).transpose(-1, -2)
     if q_drop is not None:
         S = S.masked_fill(q_drop.unsqueeze(-1), float("-inf"))
     return S if d_drop is None else S.masked_fill(d_drop.unsqueeze(-2), float("-inf"))
 
 
-def _prepared(x: Tensor, drop: Tensor | None, normalize: bool) -> Tensor:
+def _prepare_tokens(x: Tensor, drop: Tensor | None, normalize: bool) -> Tensor:
     x = x.to(score_dtype(x.dtype))
     if drop is not None:
         x = x.masked_fill(drop.unsqueeze(-1), 0)  # NaN of a masked token would reach gradients
     return F.normalize(x, dim=-1) if normalize else x
 
 
-def _check(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
+def _check_map_args(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
     check_tokens(_OP, Q, D, ("[..., L, d]",), ("[..., L, d]",))
     for a, b in zip(reversed(Q.shape[:-2]), reversed(D.shape[:-2]), strict=False):
         if a != b and 1 not in (a, b):
-            raise ValueError(f"{_OP}: D: expected leading axes that go with Q {shape_of(Q)}, got {shape_of(D)}")
+            raise ValueError(f"{_OP}: D: expected leading axes that go with Q {format_shape(Q)}, got {format_shape(D)}")
     check_per_token(_OP, Q, D, q_mask, d_mask, None)

@@ -20,8 +20,8 @@ from ..core.arguments import (
     check_flag,
     check_is_present,
     check_options,
+    format_shape,
     score_dtype,
-    shape_of,
 )
 from ..ops import topk
 from .ragged import maxsim_candidates_varlen, maxsim_padded, maxsim_pair_list, maxsim_varlen
@@ -91,7 +91,7 @@ def warmup(
     """
     for name, n in (("d", d), ("Lq", Lq)):
         check_count("warmup", name, n, 1)
-    each = {name: _sizes(name, n) for name, n in {"Nq": Nq, "Nd": Nd, "Ld": Ld, "top_k": top_k}.items()}
+    each = {name: _as_sizes(name, n) for name, n in {"Nq": Nq, "Nd": Nd, "Ld": Ld, "top_k": top_k}.items()}
     flags = {"candidates": candidates, "q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
     for name, flag in {**flags, "argmax": argmax, "training": training, "ragged": ragged}.items():
         check_flag("warmup", name, flag)
@@ -104,7 +104,7 @@ def warmup(
     check_fits_memory("warmup", "top_k", (4, max(each["top_k"], default=1)))
     check_fits_memory("warmup", "Nq, Nd, Ld, d", (most_Nq if candidates else 1, most_Nd, most_Ld, d))
     options: dict = {"normalize": normalize, "backward": backward}
-    calls = _Calls(device)
+    calls = _CallTimer(device)
     for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
         shape = (queries, documents, length) if candidates else (documents, length)
         Q = torch.zeros((queries, Lq, d), dtype=dtype, device=device, requires_grad=training)
@@ -120,20 +120,20 @@ def warmup(
                 "maxsim_with_argmax", partial(maxsim_with_argmax, Q, D, *masks, q_weight=weight, **options), Q, D
             )
         if ragged:
-            _ragged(calls, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
+            _call_ragged_functions(calls, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
     for best in each["top_k"]:
-        calls.time(f"top {best}", partial(topk.warm, device, score_dtype(dtype), best))
+        calls.time(f"top {best}", partial(topk.warm_up, device, score_dtype(dtype), best))
     return calls.made
 
 
-class _Calls:
+class _CallTimer:
     """Makes calls, without gradients and, where Q requires them, with; and notes how long each took."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.made = device, list[tuple[str, float]]()
 
     def make(self, name: str, call: Callable[[], Any], Q: Tensor, D: Tensor) -> None:
-        said = f"{name}, Q {shape_of(Q)}, D {shape_of(D)}"
+        said = f"{name}, Q {format_shape(Q)}, D {format_shape(D)}"
         with torch.no_grad():
             self.time(said, call)
         if Q.requires_grad and not name.endswith("argmax"):
@@ -147,7 +147,7 @@ class _Calls:
         self.made.append((said, time.perf_counter() - begin))
 
 
-def _ragged(calls: _Calls, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
+def _call_ragged_functions(calls: _CallTimer, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
     """The functions of packed and padded tokens, of queries ``[Nq, Lq, d]`` and candidates ``[Nq, K, Ld, d]``."""
     (Nq, Lq, _), (K, Ld) = Q.shape, D.shape[1:3]
     store = D[0].flatten(0, 1) if Nq else D.flatten(0, 2)
@@ -167,7 +167,7 @@ def _ragged(calls: _Calls, Q: Tensor, D: Tensor, weight: Tensor | None, options:
     calls.make("maxsim_padded", partial(maxsim_padded, Q, D, *lengths, q_weight=weight, **options), Q, D)
 
 
-def _sizes(name: str, given: Any) -> tuple[int, ...]:
+def _as_sizes(name: str, given: Any) -> tuple[int, ...]:
     """One size or several, `top_k` also none."""
     several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     if not several and name != "top_k":

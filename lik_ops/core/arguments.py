@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from .messages import describe_non_tensor, first_sentence, kind_of, shape_of, short_repr, show_sizes
+from .messages import describe_non_tensor, describe_type, format_shape, format_sizes, get_first_sentence, short_repr
 
 Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
 """How gradients are summed: see `lik_ops.maxsim`."""
@@ -34,7 +34,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def same_size(a, b, message) -> None:
+def check_same_size(a, b, message) -> None:
     """Raise ValueError unless two sizes are equal; sizes unknown while tracing become a run-time check."""
     if isinstance(a, int) and isinstance(b, int):
         if a != b:
@@ -43,7 +43,7 @@ def same_size(a, b, message) -> None:
         torch._check_value(a == b, message)
 
 
-def at_most_one(size: Any) -> Any:
+def clamp_to_at_most_one(size: Any) -> Any:
     """Return ``min(size, 1)``, which is 0 in an exported program whose size is 0.
 
     A tracer takes a symbolic size for 1 or more. It would replace the plain minimum by 1, but keeps this expression.
@@ -51,13 +51,13 @@ def at_most_one(size: Any) -> Any:
     return min(size, 1) if isinstance(size, int) else torch.sym_min((size + 1) // 2, 1)
 
 
-def at_least_one(size: Any) -> Any:
-    """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0: see `at_most_one`."""
-    return max(size, 1) if isinstance(size, int) else size + 1 - at_most_one(size)
+def clamp_to_at_least_one(size: Any) -> Any:
+    """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0: see `clamp_to_at_most_one`."""
+    return max(size, 1) if isinstance(size, int) else size + 1 - clamp_to_at_most_one(size)
 
 
 def require(condition, message) -> None:
-    """Raise ``ValueError(message())`` if `condition` is false. A symbolic condition becomes a run-time check.
+    """Raise ``ValueError(message())`` if `to_mask` is false. A symbolic condition becomes a run-time check.
 
     `torch._check_value` imports sympy, also for plain booleans. Calls of lik_ops import nothing.
     """
@@ -78,14 +78,14 @@ def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
 def check_flag(op: str, name: str, x: Any) -> None:
     """Raise TypeError, naming the argument, unless it is True or False."""
     if not isinstance(x, bool):
-        raise TypeError(f"{op}: {name}: expected a bool, got {kind_of(x)}")
+        raise TypeError(f"{op}: {name}: expected a bool, got {describe_type(x)}")
 
 
 def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
     """Raise TypeError or ValueError, naming the argument, unless it is one of a few strings."""
     expected = f"{op}: {name}: expected one of {', '.join(choices)}, got"
     if not isinstance(x, str):
-        raise TypeError(f"{expected} {kind_of(x)}")
+        raise TypeError(f"{expected} {describe_type(x)}")
     if x not in choices:
         raise ValueError(f"{expected} {reprlib.repr(x)}")
 
@@ -96,7 +96,7 @@ def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
     Sizes unknown while tracing pass.
     """
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name}: expected an int, got {kind_of(x)}")
+        raise TypeError(f"{op}: {name}: expected an int, got {describe_type(x)}")
     if isinstance(x, int) and not least <= x <= _INT64_MAX:
         expected = f"{least} or more" if x < least else f"at most {_INT64_MAX}"
         raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(x)}")
@@ -109,7 +109,7 @@ def as_device(op: str, given: Any) -> torch.device:
             return torch.device(given)
         except (RuntimeError, ValueError):
             raise ValueError(f"{op}: device: expected a device of this torch, got {short_repr(given)}") from None
-    raise TypeError(f"{op}: device: expected a torch.device or its name, got {kind_of(given)}")
+    raise TypeError(f"{op}: device: expected a torch.device or its name, got {describe_type(given)}")
 
 
 def check_is_present(op: str, device: torch.device) -> None:
@@ -118,7 +118,7 @@ def check_is_present(op: str, device: torch.device) -> None:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         expected = f"expected a device of this machine, got {device}"
-        raise ValueError(f"{op}: device: {expected}: {first_sentence(error)}") from error
+        raise ValueError(f"{op}: device: {expected}: {get_first_sentence(error)}") from error
 
 
 def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:
@@ -150,7 +150,7 @@ def check_strided(op: str, name: str, t: Tensor) -> None:
         raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
 
 
-def check_plain(op: str, **tensors: Any) -> None:
+def check_no_dtensor(op: str, **tensors: Any) -> None:
     """Raise TypeError, naming the argument, if one of these is a DTensor."""
     if torch.compiler.is_dynamo_compiling() or (module := sys.modules.get("torch.distributed.tensor")) is None:
         return
@@ -176,11 +176,11 @@ def check_fits_memory(op: str, name: str, shape: Sequence) -> None:
 def check_dtype(op: str, name: str, dtype: Any) -> None:
     """Raise TypeError, naming the argument, unless it is one that tokens may have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        found = dtype if isinstance(dtype, torch.dtype) else kind_of(dtype) + _dtype_hint(dtype)
+        found = dtype if isinstance(dtype, torch.dtype) else describe_type(dtype) + _suggest_dtype(dtype)
         raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
 
 
-def _dtype_hint(x: Any) -> str:
+def _suggest_dtype(x: Any) -> str:
     """Name the torch dtype that a string or a numpy dtype stands for, or return an empty string."""
     spelled = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
     named = getattr(torch, str(spelled).removeprefix("torch."), None)
@@ -213,20 +213,20 @@ def check_tokens(
         check_strided(op, name, t)
         if not any(_has_rank(t, shape) for shape in shapes):
             expected = " or ".join([", ".join(shapes[:-1]), shapes[-1]] if len(shapes) > 1 else shapes)
-            raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {shape_of(t)}")
+            raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {format_shape(t)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
     if D.dtype != Q.dtype:
         raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
     if D.device != Q.device:
         raise ValueError(f"{op}: D: expected the device of Q, {Q.device}, got {D.device}")
-    same_size(
+    check_same_size(
         D.shape[-1],
         Q.shape[-1],
-        lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {shape_of(Q)}, got {shape_of(D)}",
+        lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {format_shape(Q)}, got {format_shape(D)}",
     )
     if isinstance(Q.shape[-1], int) and Q.shape[-1] < 1:
-        raise ValueError(f"{op}: Q: expected d >= 1, got {shape_of(Q)}")
+        raise ValueError(f"{op}: Q: expected d >= 1, got {format_shape(Q)}")
 
 
 def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> None:
@@ -235,19 +235,21 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
         raise ValueError(message())
     for found, size in zip(x.shape, expected, strict=True):
         if size is not None:
-            same_size(found, size, message)
+            check_same_size(found, size, message)
 
 
 def check_indices(
     op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
 ) -> None:
-    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `spelled` says, on the
-    device of `of`."""
+    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `format_newest` says,
+    on the device of `of`."""
     check_tensor(op, name, x)
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
     check_strided(op, name, x)
-    _check_sizes(x, expected, lambda: f"{op}: {name}: expected {show_sizes(spelled, expected)}, got {shape_of(x)}")
+    _check_sizes(
+        x, expected, lambda: f"{op}: {name}: expected {format_sizes(spelled, expected)}, got {format_shape(x)}"
+    )
     if x.device != device:
         raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
 
@@ -258,10 +260,10 @@ def check_cu_seqlens(
     """Raise unless these may be the bounds of N packed sequences."""
     check_indices(op, name, cu_seqlens, (None,), spelled, device, of)
     if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{op}: {name}: expected {spelled}, got {shape_of(cu_seqlens)}")
+        raise ValueError(f"{op}: {name}: expected {spelled}, got {format_shape(cu_seqlens)}")
 
 
-def _check_like(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
+def _check_token_shape(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
     """Whether `x` is given; raise unless it then has the shape of its tensor without d, exactly, and its device."""
     check_tensor(op, name, x, or_none=True)
     if x is None:
@@ -271,7 +273,10 @@ def _check_like(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
     _check_sizes(
         x,
         expected,
-        lambda: f"{op}: {name}: expected shape {list(expected)} to match {of_name} {shape_of(of)}, got {shape_of(x)}",
+        lambda: (
+            f"{op}: {name}: expected shape {list(expected)} to match {of_name} {format_shape(of)},"
+            f" got {format_shape(x)}"
+        ),
     )
     if x.device != of.device:
         raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
@@ -282,7 +287,7 @@ def check_mask(
     op: str, name: str, mask: Any, of_name: str, of: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES
 ) -> None:
     """Raise unless `mask` is None or a mask of the tokens `of`, of one of `dtypes`."""
-    if _check_like(op, name, mask, of_name, of) and mask.dtype not in dtypes:
+    if _check_token_shape(op, name, mask, of_name, of) and mask.dtype not in dtypes:
         expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
         is_convertible = torch.bool in dtypes and mask.dtype.is_floating_point  # not ids
         hint = f": for a mask of ones and zeros pass {name} != 0" * is_convertible
@@ -291,7 +296,7 @@ def check_mask(
 
 def check_weight(op: str, q_weight: Any, Q: Tensor) -> None:
     """Raise unless `q_weight` is None or weights of the tokens of Q."""
-    if _check_like(op, "q_weight", q_weight, "Q", Q) and q_weight.dtype != score_dtype(Q.dtype):
+    if _check_token_shape(op, "q_weight", q_weight, "Q", Q) and q_weight.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
 
 
@@ -304,7 +309,7 @@ def check_per_token(
     check_weight(op, q_weight, Q)
 
 
-def check(
+def check_dense(
     op: str,
     Q: Tensor,
     D: Tensor,
@@ -317,19 +322,22 @@ def check(
     check_tokens(op, Q, D, ("[Lq, d]", "[Nq, Lq, d]"), ("[Ld, d]", "[Nd, Ld, d]", "[Nq, K, Ld, d]"))
     if D.dim() == 4:
         if Q.dim() == 2:
-            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {shape_of(Q)}")
-        same_size(
-            D.shape[0], Q.shape[0], lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {shape_of(D)}"
+            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {format_shape(Q)}")
+        check_same_size(
+            D.shape[0],
+            Q.shape[0],
+            lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {format_shape(D)}",
         )
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     check_choice(op, "backward", backward, BACKWARDS)
 
 
-def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
-    """What the inner ops ask beyond `check`: 3-D Q, 3-D or 4-D D, bool masks."""
+def check_dense_batched(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
+    """What the inner ops ask beyond `check_dense`: 3-D Q, 3-D or 4-D D, bool masks."""
     if Q.dim() != 3 or D.dim() not in (3, 4):
         raise ValueError(
-            f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {shape_of(Q)}, {shape_of(D)}"
+            f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {format_shape(Q)},"
+            f" {format_shape(D)}"
         )
     for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
         if mask is not None and mask.dtype != torch.bool:
@@ -337,7 +345,9 @@ def check_lifted(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: T
             raise TypeError(f"{op}: {name}: expected bool ({converts} converts integers), got {mask.dtype}")
 
 
-def metadata(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None) -> tuple:
+def make_metadata_key(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
+) -> tuple:
     """All that decides how arguments are checked and computed, but their values: a key for what was found out once.
 
     Of real tensors only: symbolic sizes would be guarded on.
@@ -354,22 +364,22 @@ def as_bool(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask != 0
 
 
-def lift(x: Tensor | None, is_flat: bool) -> Tensor | None:
+def add_batch_axis(x: Tensor | None, is_flat: bool) -> Tensor | None:
     """Give a per-query or per-document tensor the leading axis that its 2-D `Q` or `D` lacks."""
     return x.unsqueeze(0) if is_flat and x is not None else x
 
 
-def lifted(
+def add_batch_axes(
     Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The arguments with all their axes: those of a 2-D `Q` or `D` given one."""
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
     if q_flat:
-        Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
-    return Q, lift(D, d_flat), q_mask, lift(d_mask, d_flat), q_weight  # type: ignore[return-value]
+        Q, q_mask, q_weight = Q.unsqueeze(0), add_batch_axis(q_mask, True), add_batch_axis(q_weight, True)
+    return Q, add_batch_axis(D, d_flat), q_mask, add_batch_axis(d_mask, d_flat), q_weight  # type: ignore[return-value]
 
 
-def argmax_dtype_for(Ld) -> torch.dtype:
+def choose_argmax_dtype(Ld) -> torch.dtype:
     """int16 where every token index of a document is known to fit, else int32; a symbolic Ld stays unguarded."""
     if isinstance(Ld, int):
         return torch.int16 if Ld <= _INT16_MAX else torch.int32

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def publish(directory: Path, name: str, save: Callable[[Path], object]) -> None:
+def publish_file(directory: Path, name: str, save: Callable[[Path], object]) -> None:
     """Let `save` write a file in `directory`, and move it up once it is on the disk.
 
     A link of that name one level up is replaced. The file it points to is not touched.
     """
     temporary, path = directory / name, directory.parent / name
-    with naming(path):
+    with add_path_to_errors(path):
         temporary.touch()
         mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files for the owner alone
         save(temporary)
         temporary.chmod(mode)
-        flush(temporary)
+        fsync_path(temporary)
         os.replace(temporary, path)
-        flush(path.parent)
+        fsync_path(path.parent)
 
 
 def replace_file(path: str | os.PathLike[str], save: Callable[[Path], object]) -> None:
@@ -42,8 +42,8 @@ def replace_file(path: str | os.PathLike[str], save: Callable[[Path], object]) -
     """
     at = Path(path).absolute()
     check_replaceable(at)
-    with naming(at), tempfile.TemporaryDirectory(prefix=".writing-", dir=at.parent) as directory:
-        publish(Path(directory), at.name, save)
+    with add_path_to_errors(at), tempfile.TemporaryDirectory(prefix=".writing-", dir=at.parent) as directory:
+        publish_file(Path(directory), at.name, save)
 
 
 def check_replaceable(path: Path) -> None:
@@ -88,7 +88,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from error
 
 
-def path_of(file: BinaryIO, path: str | os.PathLike[str]) -> str:
+def get_path(file: BinaryIO, path: str | os.PathLike[str]) -> str:
     """Return a path of an open file for libraries that open it themselves and accept nothing but UTF-8.
 
     On Linux, they open the same file even if `path` leads to another one by now.
@@ -98,7 +98,7 @@ def path_of(file: BinaryIO, path: str | os.PathLike[str]) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Give errors of the disk that have no path this one."""
     try:
         yield
@@ -110,7 +110,7 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def flush(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():
         return  # where directories cannot be opened

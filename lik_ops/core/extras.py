@@ -9,7 +9,7 @@ from typing import Any
 PACKAGES = {"haystack": "haystack-ai", "onnx": "onnxscript", "retrieval": "safetensors numpy"}
 
 
-def error_of_missing(purpose: str, package: str, extra: str, packages: str | None = None) -> ModuleNotFoundError:
+def make_missing_error(purpose: str, package: str, extra: str, packages: str | None = None) -> ModuleNotFoundError:
     """Return the error for a missing dependency.
 
     Args:
@@ -37,5 +37,5 @@ def import_extra(purpose: str, extra: str, *modules: str) -> Any:
         try:
             found = import_module(module)
         except ModuleNotFoundError as error:
-            raise error_of_missing(purpose, (error.name or module).split(".")[0], extra) from error
+            raise make_missing_error(purpose, (error.name or module).split(".")[0], extra) from error
     return found

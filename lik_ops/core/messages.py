@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, fx
 
 
-def shape_of(t: Tensor) -> str:
+def format_shape(t: Tensor) -> str:
     return str(list(t.shape))
 
 
-def kind_of(x: Any) -> str:
+def describe_type(x: Any) -> str:
     """What a value is, in a message that expected another type."""
     if not isinstance(x, Tensor):
         return type(x).__name__
-    return "a nested tensor" if x.is_nested else f"a tensor {shape_of(x)}"
+    return "a nested tensor" if x.is_nested else f"a tensor {format_shape(x)}"
 
 
 def describe_non_tensor(x: Any) -> str:
@@ -25,7 +25,7 @@ def describe_non_tensor(x: Any) -> str:
         return "Proxy: give the name of the function to torch.fx.wrap in your module"
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(x, numpy.ndarray) and not isinstance(x, numpy.ma.MaskedArray)
-    return kind_of(x) + ": convert it with torch.from_numpy" * is_array
+    return describe_type(x) + ": convert it with torch.from_numpy" * is_array
 
 
 def short_repr(x: Any) -> str:
@@ -36,13 +36,13 @@ def short_repr(x: Any) -> str:
         return f"an int of {x.bit_length()} bits" if isinstance(x, int) else f"{type(x).__name__} of large integers"
 
 
-def first_sentence(error: Exception) -> str:
+def get_first_sentence(error: Exception) -> str:
     """Return the first sentence of a message, which torch may follow with links and advice."""
     return str(error).split(". ")[0].split("\n")[0].rstrip(".")[:150]
 
 
-def show_sizes(spelled: str, sizes: Sequence) -> str:
-    """Return the shape `spelled`, followed by its known sizes (not None) unless they are spelled."""
+def format_sizes(spelled: str, sizes: Sequence) -> str:
+    """Return the shape `format_newest`, followed by its known sizes (not None) unless they are spelled."""
     if all(n is None or str(n) in spelled for n in sizes):
         return spelled
     return f"{spelled} = [{', '.join('*' if n is None else str(n) for n in sizes)}]"

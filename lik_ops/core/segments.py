@@ -1,4 +1,5 @@
-"""Where the tokens of a call lie: `Dense` and `Ragged` as operators take them, `Cut` as callers have them.
+"""Where the tokens of a call lie: `DenseArgs` and `RaggedArgs` as operators take them, `PackedArgs` as callers have
+them.
 
 Each says which shapes its scores and winners have.
 """
@@ -10,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import check, check_cu_seqlens, check_indices, check_lifted, check_per_token, check_tokens
+from .arguments import check_cu_seqlens, check_dense, check_dense_batched, check_indices, check_per_token, check_tokens
 
 Shape = tuple[Any, ...]  # sizes may be symbolic
 
 
-class Dense(NamedTuple):
+class DenseArgs(NamedTuple):
     """What the dense operators take: tensors that have all their axes."""
 
     Q: Tensor  # [Nq, Lq, d]
@@ -26,8 +27,8 @@ class Dense(NamedTuple):
 
     def check(self, op: str) -> None:
         """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
-        check(op, *self)
-        check_lifted(op, self.Q, self.D, self.q_mask, self.d_mask)
+        check_dense(op, *self)
+        check_dense_batched(op, self.Q, self.D, self.q_mask, self.d_mask)
 
     def scores_shape(self) -> Shape:
         """``(Nq, Nd)`` or ``(Nq, K)``."""
@@ -39,14 +40,14 @@ class Dense(NamedTuple):
         return (queries, columns, Lq) if self.D.dim() == 4 else (columns, queries, Lq)
 
 
-def _ragged_shapes(queries: Any, columns: Any, rows: Any, pairs: Tensor | None, max_seqlen_q: Any) -> tuple:
+def _compute_ragged_shapes(queries: Any, columns: Any, rows: Any, pairs: Tensor | None, max_seqlen_q: Any) -> tuple:
     """Of scores and winners, where the queries have `rows` tokens together."""
     if pairs is not None:
         return (pairs.shape[0],), (pairs.shape[0], max_seqlen_q)
     return (queries, columns), (columns, rows)
 
 
-class Ragged(NamedTuple):
+class RaggedArgs(NamedTuple):
     """Packed query and document tokens, how they are cut, and which queries meet which documents.
 
     A segment, offset, length or index that is negative or reaches outside its tensor makes its scores NaN. Documents
@@ -76,12 +77,12 @@ class Ragged(NamedTuple):
         lengths: Tensor | None,
         pairs: Tensor | None,
         *per_token: Tensor | None,
-    ) -> Ragged:
-        """Of tensors as a `Cut` has them: dense ones are packed, and bounds become offsets and lengths."""
+    ) -> RaggedArgs:
+        """Of tensors as a `PackedArgs` has them: dense ones are packed, and bounds become offsets and lengths."""
         if cu_seqlens_q is None:
-            cu_seqlens_q, Q = starts(Q.shape[0], Q.shape[1], Q.device), Q.flatten(0, 1)
+            cu_seqlens_q, Q = make_dense_offsets(Q.shape[0], Q.shape[1], Q.device), Q.flatten(0, 1)
         if offsets is None:
-            offsets, D = starts(D.shape[0], D.shape[1], D.device), D.flatten(0, 1)
+            offsets, D = make_dense_offsets(D.shape[0], D.shape[1], D.device), D.flatten(0, 1)
         if lengths is None:
             offsets, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
         q_mask, d_mask, q_weight = [None if x is None else x.flatten() for x in per_token]
@@ -117,13 +118,13 @@ class Ragged(NamedTuple):
         check_per_token(op, Q, self.D, self.q_mask, self.d_mask, self.q_weight, (torch.bool,))
 
     def scores_shape(self) -> Shape:
-        return _ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, None)[0]
+        return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, None)[0]
 
     def argmax_shape(self, max_seqlen_q: Any) -> Shape:
-        return _ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, max_seqlen_q)[1]
+        return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, max_seqlen_q)[1]
 
 
-class Cut(NamedTuple):
+class PackedArgs(NamedTuple):
     """What a kernel takes: the tensors of a call as the caller has them, and their sizes. No operation made any of it.
 
     - `lengths` None: `offsets` is ``[Nd + 1]``, where documents begin and where the last one ends.
@@ -174,7 +175,7 @@ class Cut(NamedTuple):
         return self.Q.get_device(), *self.sizes, *each
 
     @property
-    def covered(self) -> bool:
+    def has_no_gaps(self) -> bool:
         """Whether every row of Q is known to be a query's; bounds may leave gaps."""
         return self.cu_seqlens_q is None and self.q_lengths is None
 
@@ -195,7 +196,7 @@ class Cut(NamedTuple):
         return self.queries * self.columns if self.candidates else self.columns
 
     @classmethod
-    def of(cls, r: Ragged, max_seqlen_q: int) -> Cut:
+    def of(cls, r: RaggedArgs, max_seqlen_q: int) -> PackedArgs:
         """Of an operator's arguments: kernels take contiguous indices."""
         cuts = r.cu_seqlens_q.contiguous(), r.d_offsets.contiguous(), r.d_lengths.contiguous()
         pairs = None if r.pairs is None else r.pairs.contiguous()
@@ -203,25 +204,25 @@ class Cut(NamedTuple):
         per_token = r.q_mask, r.d_mask, r.q_weight
         return cls(r.Q, r.D, *cuts, pairs, None, *per_token, *counts, r.candidates, *rows, max_seqlen_q)
 
-    def ragged(self) -> Ragged:
+    def ragged(self) -> RaggedArgs:
         """The operator's arguments for the same call. Without `q_lengths`, which no operator takes."""
-        return Ragged.of(*self[:6], *self.per_token)
+        return RaggedArgs.of(*self[:6], *self.per_token)
 
     def scores_shape(self) -> Shape:
-        return _ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[0]
+        return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[0]
 
     def argmax_shape(self) -> Shape:
-        return _ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
+        return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
 
 
-def rows_of(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+def make_segment_rows(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of some segments behind one another, and where each of them begins there ``[n + 1]``; int64."""
     bounds = torch.cat([length.new_zeros(1), length.cumsum(0)])
     shift = (start - bounds[:-1]).repeat_interleave(length)
     return torch.arange(shift.shape[0], device=start.device) + shift, bounds
 
 
-def starts(count, length, device: torch.device) -> Tensor:
+def make_dense_offsets(count, length, device: torch.device) -> Tensor:
     """Where dense sequences begin once they are packed, and where the last ends: ``[count + 1]``."""
     if isinstance(count, int) and isinstance(length, int) and length > 0:
         return torch.arange(0, count * length + 1, length, device=device)

@@ -25,7 +25,7 @@ _checks: ContextVar[bool | None] = ContextVar("lik_ops_checks", default=None)
 _norm_warning: ContextVar[bool | None] = ContextVar("lik_ops_norm_warning", default=None)
 
 
-def _checked(name: str, source: str) -> str:
+def _check_backend_name(name: str, source: str) -> str:
     expected = f"{source}: expected one of {', '.join(BACKENDS)}, got"
     if not isinstance(name, str):
         raise TypeError(f"{expected} {type(name).__name__}")
@@ -34,14 +34,14 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-def requested_backend() -> str:
+def get_requested_backend() -> str:
     """The backend asked for now: that of the innermost `use_backend`, else ``LIK_OPS_BACKEND``, else ``"auto"``."""
     chosen = _backend.get()
     if chosen is not None:
         return chosen
     if _environment is not None and _backend_key not in _environment:
         return "auto"
-    return _checked(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
+    return _check_backend_name(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
 
 
 @contextmanager
@@ -66,14 +66,14 @@ def use_backend(name: str) -> Iterator[None]:
         >>> with lik_ops.use_backend("portable"):
         ...     scores = lik_ops.maxsim(Q, D, normalize=True)
     """
-    token = _backend.set(_checked(name, "use_backend: name"))
+    token = _backend.set(_check_backend_name(name, "use_backend: name"))
     try:
         yield
     finally:
         _backend.reset(token)
 
 
-def checks_values() -> bool:
+def is_checking_values() -> bool:
     """Whether values are looked at now: as the innermost `checks` says, else ``LIK_OPS_CHECKS``, else not."""
     chosen = _checks.get()
     if chosen is not None:
@@ -87,7 +87,7 @@ def checks_values() -> bool:
 
 
 @contextmanager
-def _enabled_within(op: str, variable: ContextVar, enabled: bool) -> Iterator[None]:
+def _set_enabled(op: str, variable: ContextVar, enabled: bool) -> Iterator[None]:
     """Set a variable to True or False inside the ``with`` block of the function `op`."""
     if not isinstance(enabled, bool):
         raise TypeError(f"{op}: enabled: expected a bool, got {type(enabled).__name__}")
@@ -122,11 +122,11 @@ def checks(enabled: bool = True) -> Iterator[None]:
         Traceback (most recent call last):
         ValueError: maxsim_varlen: cu_seqlens_d: expected ascending rows of D [5, 8], got 6 at [2]
     """
-    with _enabled_within("checks", _checks, enabled):
+    with _set_enabled("checks", _checks, enabled):
         yield
 
 
-def warns_of_norms() -> bool:
+def is_warning_of_norms() -> bool:
     """Return whether tokens may cause a warning: as the innermost `norm_warning` says, else the variable, else True."""
     chosen = _norm_warning.get()
     if chosen is not None:
@@ -155,5 +155,5 @@ def norm_warning(enabled: bool = True) -> Iterator[None]:
         >>> with lik_ops.norm_warning(False):
         ...     scores = lik_ops.maxsim(torch.randn(2, 32, 128), torch.randn(5, 300, 128))
     """
-    with _enabled_within("norm_warning", _norm_warning, enabled):
+    with _set_enabled("norm_warning", _norm_warning, enabled):
         yield

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..api.packing import from_host
+from ..api.packing import copy_from_host
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 
 _WORDS = 16  # of each rank's message, whatever it calls: messages of other lengths would end a group or be misread
 
-_known: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+_group_backends: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
-def members(group: Any) -> Any:
+def resolve_group(group: Any) -> Any:
     """The group itself, where None is all processes."""
     return dist.group.WORLD if group is None else group
 
@@ -41,53 +41,53 @@ def check_group(op: str, group: Any) -> None:
         raise TypeError(f"{op}: group: expected a ProcessGroup or None, got {type(group).__name__}")
 
 
-def _backends(group: Any) -> dict[str, str]:
+def _get_group_backends(group: Any) -> dict[str, str]:
     """The backend of each type of device that the group sends from: the same on all ranks."""
-    group = members(group)
-    found = _known.get(group)
+    group = resolve_group(group)
+    found = _group_backends.get(group)
     if found is None:
         found = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).lower().split(","))
-        _known[group] = found
+        _group_backends[group] = found
     return found
 
 
-def _takes(device: torch.device, group: Any) -> bool:
+def _supports_device(device: torch.device, group: Any) -> bool:
     """Whether the group sends from there, and not by a copy on the host that it makes itself."""
-    backend = _backends(group).get(device.type)
+    backend = _get_group_backends(group).get(device.type)
     return backend is not None and (device.type == "cpu" or backend not in ("gloo", "mpi"))
 
 
-def wire(group: Any, device: torch.device, everywhere: bool) -> torch.device:
+def choose_wire_device(group: Any, device: torch.device, everywhere: bool) -> torch.device:
     """From where the group takes tensors that were computed on `device`.
 
     `everywhere`: on all ranks on a device of this type; else ranks of a group with a backend for each would not meet.
     """
-    if _takes(device, group) and (everywhere or not on_host(group)):
+    if _supports_device(device, group) and (everywhere or not is_host_group(group)):
         return device
-    return torch.device("cpu") if on_host(group) else current_device(group)
+    return torch.device("cpu") if is_host_group(group) else get_current_device(group)
 
 
-def kind(device: torch.device) -> int:
+def get_device_code(device: torch.device) -> int:
     """A number of the type of a device."""
     return int(device.type != "cpu")
 
 
-def on_host(group: Any) -> bool:
+def is_host_group(group: Any) -> bool:
     """Whether the group sends from the memory of the host: then `Agreement` needs nothing of a GPU."""
-    return "cpu" in _backends(group)
+    return "cpu" in _get_group_backends(group)
 
 
-def current_device(group: Any) -> torch.device:
+def get_current_device(group: Any) -> torch.device:
     """Where tensors of this process are if none says so: the current GPU where the group has NCCL, else the CPU."""
-    has_nccl = "nccl" in _backends(group).values()
+    has_nccl = "nccl" in _get_group_backends(group).values()
     return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
-def _first_wire(group: Any, tensors: tuple) -> torch.device:
-    """As `wire`, of a kind that all ranks choose, whatever they were called with."""
-    if on_host(group):
+def _choose_first_wire(group: Any, tensors: tuple) -> torch.device:
+    """As `choose_wire_device`, of a kind that all ranks choose, whatever they were called with."""
+    if is_host_group(group):
         return torch.device("cpu")
-    at = current_device(group)
+    at = get_current_device(group)
     devices = [x.device for x in tensors if isinstance(x, (Tensor, Index, Quantized)) and x.device.type == at.type]
     return devices[0] if devices else at
 
@@ -100,12 +100,12 @@ def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
 
 
 @cache
-def _beside(device: torch.device, group: int) -> torch.cuda.Stream:
+def _make_side_stream(device: torch.device, group: int) -> torch.cuda.Stream:
     """A stream on which the message does not wait for what the current one has still to do, nor for another group."""
     return torch.cuda.Stream(device)
 
 
-def _digest(described: dict[str, Any]) -> int:
+def _hash_description(described: dict[str, Any]) -> int:
     text = repr(sorted(described.items())).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
@@ -134,16 +134,16 @@ class Agreement:
         """
         self.op, self.group, self.alike, self.error = op, group, {"function": op} | alike, error
         self.count = len(numbers)
-        words = [int(error is not None), _digest(self.alike), *numbers]
+        words = [int(error is not None), _hash_description(self.alike), *numbers]
         words += [0] * (_WORDS - len(words))
-        at, world = _first_wire(group, tensors), dist.get_world_size(group)
+        at, world = _choose_first_wire(group, tensors), dist.get_world_size(group)
         self.copied: torch.cuda.Event | None = None
         if at.type != "cuda":
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=at)
-            all_gather(self.rows.view(-1), from_host(words, at), group)
+            all_gather(self.rows.view(-1), copy_from_host(words, at), group)
             return
-        with torch.cuda.stream(_beside(at, id(group))):
-            sent = from_host(words, at)
+        with torch.cuda.stream(_make_side_stream(at, id(group))):
+            sent = copy_from_host(words, at)
             received = torch.empty(world * len(words), dtype=torch.int64, device=at)
             all_gather(received, sent, group)
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device="cpu", pin_memory=True)
@@ -179,6 +179,6 @@ class Agreement:
                 raise ValueError(f"{self.op}: {name}: expected the same on all ranks, got {found}")
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def view_as_bytes(x: Tensor) -> Tensor:
     """A view as bytes, because not every backend knows every dtype."""
     return x.view(-1).view(torch.uint8)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..core.arguments import DTYPES, as_bool, score_dtype
 from ..ops import topk
-from .agreement import all_gather, wire
+from .agreement import all_gather, choose_wire_device
 
-_ALIGNMENT = 256  # bytes, of each tensor in a message
+_ALIGNMENT_BYTES = 256  # bytes, of each tensor in a message
 
 
-class Queries(NamedTuple):
+class SearchQueries(NamedTuple):
     """The queries of a search, ``[Nq, Lq, d]`` or ``[Lq, d]``, and what belongs to their tokens."""
 
     Q: Tensor
@@ -28,14 +28,16 @@ class Queries(NamedTuple):
 NO_QUERIES = [0] * 7
 
 
-def described(queries: Queries) -> list[int]:
-    """As many integers as `NO_QUERIES`, from which `broadcast` knows the size of what comes."""
+def describe_queries(queries: SearchQueries) -> list[int]:
+    """As many integers as `NO_QUERIES`, from which `broadcast_queries` knows the size of what comes."""
     Q, q_mask, q_weight = queries
     shape = [*Q.shape, 0][:3]
     return [Q.dim(), *shape, DTYPES.index(Q.dtype), int(q_mask is not None), int(q_weight is not None)]
 
 
-def broadcast(queries: Queries | None, about: list[int], group: Any, device: torch.device, everywhere: bool) -> Queries:
+def broadcast_queries(
+    queries: SearchQueries | None, about: list[int], group: Any, device: torch.device, everywhere: bool
+) -> SearchQueries:
     """The queries of rank 0, of which it told `about`, on `device`: one message. Those of rank 0 itself as they are.
 
     `everywhere`: whether all ranks want them on a device of this type, or have them there.
@@ -43,8 +45,8 @@ def broadcast(queries: Queries | None, about: list[int], group: Any, device: tor
     dim, *sizes, code, masked, weighted = about
     shape, dtype = sizes[:dim], DTYPES[code]
     kinds = [(shape, dtype)] + [(shape[:-1], torch.bool)] * masked + [(shape[:-1], score_dtype(dtype))] * weighted
-    room = [-(-prod(size) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT for size, kind in kinds]
-    message = torch.empty(sum(room), dtype=torch.uint8, device=wire(group, device, everywhere))
+    room = [-(-prod(size) * kind.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size, kind in kinds]
+    message = torch.empty(sum(room), dtype=torch.uint8, device=choose_wire_device(group, device, everywhere))
     parts = []
     for (size, kind), begin in zip(kinds, accumulate(room, initial=0), strict=False):
         parts.append(message[begin : begin + prod(size) * kind.itemsize].view(kind).view(size))
@@ -57,12 +59,12 @@ def broadcast(queries: Queries | None, about: list[int], group: Any, device: tor
     if queries is not None:
         return queries
     received = iter([x.to(device) for x in parts])
-    return Queries(next(received), next(received) if masked else None, next(received) if weighted else None)
+    return SearchQueries(next(received), next(received) if masked else None, next(received) if weighted else None)
 
 
-def merged(
-    best: topk.Best, first: int, documents: list[int], top_k: int, group: Any, everywhere: bool = True
-) -> topk.Best:
+def merge_best(
+    best: topk.ScoresAndIndices, first: int, documents: list[int], top_k: int, group: Any, everywhere: bool = True
+) -> topk.ScoresAndIndices:
     """The best documents of all processes, from those of each ``[Nq, min(top_k, documents)]``: one message.
 
     `first` is the document that this process's index 0 means, `documents` how many each process has searched;
@@ -74,9 +76,9 @@ def merged(
     message = torch.empty((2, len(scores), max(counts)), dtype=torch.int64, device=device)
     message[0, :, : scores.shape[1]].copy_(scores.view(integers))
     torch.add(indices, first, out=message[1, :, : scores.shape[1]])
-    message = message.to(wire(group, device, everywhere))
+    message = message.to(choose_wire_device(group, device, everywhere))
     received = message.new_empty((len(counts), *message.shape))
     if message.numel():
         all_gather(received.view(-1), message.view(-1), group)
     # In the order of the documents, which decides between equal scores.
-    return topk.of_parts(received.to(device), counts, top_k, scores.dtype)
+    return topk.merge_messages(received.to(device), counts, top_k, scores.dtype)

@@ -8,23 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.arguments import as_bool, check, check_count, check_flag, check_plain
+from ..core.arguments import as_bool, check_count, check_dense, check_flag, check_no_dtensor
 from ..families.loss import ops as loss_ops
 from ..families.soft.ops import check_temperature
 from ..ops.stack import autocast, functional
-from .agreement import Agreement, check_group, kind, wire
-from .ring import Ring, RingCrossEntropy, RingLossOptions, RingMaxSim, Round, ScoreOptions
+from .agreement import Agreement, check_group, choose_wire_device, get_device_code
+from .ring import ProcessRing, RingCrossEntropy, RingLossOptions, RingMaxSim, RingPass, RingScoreOptions
 
 _GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
 
 
-def _alike(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[str, Any], Exception | None]:
+def _describe_call(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[str, Any], Exception | None]:
     """What has to be alike on all ranks, or what is wrong with this one's arguments."""
     Q, D, q_mask, d_mask, q_weight = given
     try:
-        check_plain(op, Q=Q, D=D)
+        check_no_dtensor(op, Q=Q, D=D)
         check_flag(op, "normalize", normalize)
-        check(op, Q, D, q_mask, d_mask, q_weight, backward)
+        check_dense(op, Q, D, q_mask, d_mask, q_weight, backward)
         if Q.dim() != 3 or D.dim() != 3:
             raise ValueError(f"{op}: Q, D: expected [Nq, Lq, d], [Nd, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
     except (TypeError, ValueError) as error:
@@ -34,10 +34,10 @@ def _alike(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[
     return {"d": D.shape[2], "dtype": D.dtype, "normalize": normalize, **gradients}, None
 
 
-class _Ready(NamedTuple):
+class _RingArgs(NamedTuple):
     """Tensors of a ring that all ranks agreed on."""
 
-    round: Round
+    round: RingPass
     Q: Tensor
     D: Tensor
     q_weight: Tensor | None
@@ -50,24 +50,24 @@ class _Ready(NamedTuple):
         return self[1:6]
 
 
-def _agreed(
+def _agree_on_args(
     op: str, given: tuple, normalize: bool, group: Any, backward: str = "auto", error: Exception | None = None
-) -> _Ready:
+) -> _RingArgs:
     """Q, D, q_mask, d_mask and q_weight, once all ranks have said that theirs are right; else their errors.
 
     `error` is what is already known to be wrong with this one's arguments.
     """
     Q, D, q_mask, d_mask, q_weight = given
-    alike, error = _alike(op, given, normalize, backward) if error is None else ({}, error)
-    numbers = [0] * 5 if error is not None else [int(d_mask is not None), kind(D.device), *D.shape]
+    alike, error = _describe_call(op, given, normalize, backward) if error is None else ({}, error)
+    numbers = [0] * 5 if error is not None else [int(d_mask is not None), get_device_code(D.device), *D.shape]
     told = Agreement(op, group, (D, Q), alike, numbers, error).wait()
     if d_mask is None and any(masked for masked, *_ in told):
         d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
     everywhere = len({kind for _, kind, *_ in told}) == 1
-    ring = Ring(group, wire(group, D.device, everywhere), D.device)
+    ring = ProcessRing(group, choose_wire_device(group, D.device, everywhere), D.device)
     needs_grad = any(alike[name] for name in _GRADIENTS)
-    around = Round(ring, [tuple(shape) for _, _, *shape in told])
-    return _Ready(around, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
+    around = RingPass(ring, [tuple(shape) for _, _, *shape in told])
+    return _RingArgs(around, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
 
 
 def maxsim_inbatch(
@@ -121,14 +121,14 @@ def maxsim_inbatch(
     op = "distributed.maxsim_inbatch"
     check_group(op, group)
     functional.reject_transforms(op)
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)
     error: Exception | None = None
     try:
         check_flag(op, "recompute", recompute)
     except TypeError as wrong:
         error = wrong
-    ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward, error)
-    options = ScoreOptions(ready.round, normalize, backward, ready.needs_grad and not recompute)
+    ready = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward, error)
+    options = RingScoreOptions(ready.round, normalize, backward, ready.needs_grad and not recompute)
     return RingMaxSim.apply(*ready.tensors, options)
 
 
@@ -187,19 +187,19 @@ def maxsim_cross_entropy(
     op = "distributed.maxsim_cross_entropy"
     check_group(op, group)
     functional.reject_transforms(op)
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
+    Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)
     error: Exception | None = None
     try:
-        loss_ops.check_call(op, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
+        loss_ops.check_loss_args(op, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
         check_temperature(op, temperature, Q)
         check_count(op, "ignore_index", ignore_index, -(2**63))
         if isinstance(temperature, Tensor):
-            q_weight, temperature = loss_ops.weights_over(temperature, Q, as_bool(q_mask), q_weight), 1.0
+            q_weight, temperature = loss_ops.divide_weights(temperature, Q, as_bool(q_mask), q_weight), 1.0
     except (TypeError, ValueError) as wrong:
         error = wrong
-    ready = _agreed(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
+    ready = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
     if labels is None:
-        labels = ready.round.columns(0).start + loss_ops.default_labels(Q, D)
+        labels = ready.round.columns(0).start + loss_ops.make_default_labels(Q, D)
     options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
     losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # see `count_labels`
-    return loss_ops.reduced(losses, labels, ignore_index, reduction)
+    return loss_ops.reduce_losses(losses, labels, ignore_index, reduction)

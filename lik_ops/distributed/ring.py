@@ -12,19 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..core.arguments import argmax_dtype_for, score_dtype
-from ..ops.registration.gradients import gradient
-from .agreement import as_bytes
+from ..core.arguments import choose_argmax_dtype, score_dtype
+from ..ops.registration.gradients import choose_backward
+from .agreement import view_as_bytes
 
 
-class Shift:
+class RingExchange:
     """Tensors on their way from the process before."""
 
-    def __init__(self, ring: Ring, sent: list[Tensor], received: list[Tensor]) -> None:
+    def __init__(self, ring: ProcessRing, sent: list[Tensor], received: list[Tensor]) -> None:
         self.device, self.received = ring.device, received
         self.sent = [x.to(ring.wire).resolve_neg().contiguous() for x in sent]  # kept until they have gone
-        operations = [dist.P2POp(dist.isend, as_bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent]
-        operations += [dist.P2POp(dist.irecv, as_bytes(x), group=ring.group, group_peer=ring.before) for x in received]
+        operations = [
+            dist.P2POp(dist.isend, view_as_bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, view_as_bytes(x), group=ring.group, group_peer=ring.before) for x in received
+        ]
         # What holds nothing is not sent; its receiver knows.
         operations = [x for x in operations if x.tensor.numel()]
         self.works = dist.batch_isend_irecv(operations) if operations else []
@@ -37,7 +41,7 @@ class Shift:
         return [x.to(self.device) for x in received]
 
 
-class Ring:
+class ProcessRing:
     """The processes of a group, each of which sends to the next one and receives from the one before."""
 
     def __init__(self, group: Any, wire: torch.device, device: torch.device) -> None:
@@ -49,17 +53,17 @@ class Ring:
         """Whose block is here at a step."""
         return (self.rank - step) % self.world
 
-    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> Shift:
+    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> RingExchange:
         """Start sending `sent` on and receiving its like, of `shapes`, from the process before."""
         received = [torch.empty(s, dtype=x.dtype, device=self.wire) for x, s in zip(sent, shapes, strict=True)]
-        return Shift(self, sent, received)
+        return RingExchange(self, sent, received)
 
 
 @dataclass
-class Round:
+class RingPass:
     """The documents of all processes on their way through all of them. While a block is here, the next one arrives."""
 
-    ring: Ring
+    ring: ProcessRing
     shapes: list[tuple[int, ...]]  # of every process's documents
 
     def columns(self, step: int) -> slice:
@@ -71,7 +75,7 @@ class Round:
     def documents(self) -> int:
         return sum(shape[0] for shape in self.shapes)
 
-    def _next_block(self, step: int, block: list[Tensor]) -> Shift | None:
+    def _next_block(self, step: int, block: list[Tensor]) -> RingExchange | None:
         """Start the exchange of the documents, and their mask, for the step after this one; None after the last."""
         if step + 1 == self.ring.world:
             return None
@@ -99,9 +103,9 @@ class Round:
             grads = of_block(step, D, mask)
             for i in (0, 2):
                 if needs[i]:
-                    sums[i] = _sum(sums[i], grads[i])
+                    sums[i] = _accumulate(sums[i], grads[i])
             if needs[1]:
-                sums[1] = of_D = _sum(None if carried is None else carried.wait()[0], grads[1])
+                sums[1] = of_D = _accumulate(None if carried is None else carried.wait()[0], grads[1])
                 # After the last step too: then it comes home.
                 if self.ring.world > 1:
                     carried = self.ring.shift([of_D], [self.shapes[self.ring.owner(step + 1)]])
@@ -112,16 +116,16 @@ class Round:
         return tuple(g if g is None else g.to(x.dtype) for g, x in zip(sums, like, strict=True))
 
 
-class ScoreOptions(NamedTuple):
+class RingScoreOptions(NamedTuple):
     """What `RingMaxSim` needs beside tensors."""
 
-    round: Round
+    round: RingPass
     normalize: bool
     backward: str
-    keeps_winners: bool
+    keeps_argmax: bool
 
 
-class _Gradients(torch.autograd.Function):
+class _FirstOrderGradients(torch.autograd.Function):
     """Gradients whose own derivative raises."""
 
     @classmethod
@@ -147,33 +151,33 @@ class RingMaxSim(torch.autograd.Function):
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, options):
         scores = Q.new_empty((Q.shape[0], options.round.documents), dtype=score_dtype(Q.dtype))
-        winners = []
+        argmax = []
 
         def score(step, block, mask):
-            dtype = argmax_dtype_for(block.shape[1]) if options.keeps_winners else None
+            dtype = choose_argmax_dtype(block.shape[1]) if options.keeps_argmax else None
             found = lik.maxsim_fwd(Q, block, q_mask, mask, q_weight, options.normalize, dtype, "auto")
             scores[:, options.round.columns(step)] = found[0]
-            winners.append(found[1])
+            argmax.append(found[1])
 
         options.round.visit(D, d_mask, score)
         ctx.options = options
-        ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, *(winners if options.keeps_winners else ()))
+        ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, *(argmax if options.keeps_argmax else ()))
         return scores
 
     @staticmethod
     def backward(ctx, grad_scores):
         with torch.no_grad():
             gradients = RingMaxSim.gradients(ctx, grad_scores)
-        return _Gradients.of("maxsim_inbatch", gradients, (grad_scores, *ctx.saved_tensors))
+        return _FirstOrderGradients.of("maxsim_inbatch", gradients, (grad_scores, *ctx.saved_tensors))
 
     @staticmethod
     def gradients(ctx, grad_scores):
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
-        Q, D, q_weight, q_mask, d_mask, *winners = ctx.saved_tensors
-        op = gradient(options.backward)
+        Q, D, q_weight, q_mask, d_mask, *argmax_found = ctx.saved_tensors
+        op = choose_backward(options.backward)
 
         def of_block(step, block, mask):
-            argmax = winners[step] if winners else Q.new_empty(0, dtype=torch.int32)
+            argmax = argmax_found[step] if argmax_found else Q.new_empty(0, dtype=torch.int32)
             upstream = grad_scores[:, options.round.columns(step)].contiguous()
             return op(upstream, Q, block, argmax, q_mask, mask, q_weight, options.normalize, needs)
 
@@ -183,13 +187,13 @@ class RingMaxSim(torch.autograd.Function):
 class RingLossOptions(NamedTuple):
     """What `RingCrossEntropy` needs beside tensors."""
 
-    round: Round
+    round: RingPass
     temperature: float
     ignore_index: int
     normalize: bool
 
 
-_IGNORED, _ELSEWHERE = -1, -2  # labels beside those of a block
+_IGNORED, _LABEL_ELSEWHERE = -1, -2  # labels beside those of a block
 
 
 class RingCrossEntropy(torch.autograd.Function):
@@ -197,16 +201,16 @@ class RingCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, labels, options):
-        found = _Running.none(labels, score_dtype(Q.dtype))
+        found = _RunningLoss.none(labels, score_dtype(Q.dtype))
 
         def score(step, block, mask):
             nonlocal found
             if len(block):
-                here = _labels_of(labels, options, step)
+                here = _localize_labels(labels, options, step)
                 # What is not here has the first document's loss, which is not looked at.
                 tensors = Q, block, q_mask, mask, q_weight, here.clamp(min=0)
                 losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
-                found = found.joined(_Running.of(losses, lse), here >= 0)
+                found = found.joined(_RunningLoss.of(losses, lse), here >= 0)
 
         options.round.visit(D, d_mask, score)
         losses, lse = found.results()
@@ -222,7 +226,7 @@ class RingCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_losses):
         with torch.no_grad():
             gradients = RingCrossEntropy.gradients(ctx, grad_losses)
-        return _Gradients.of("maxsim_cross_entropy", gradients, (grad_losses, *ctx.saved_tensors))
+        return _FirstOrderGradients.of("maxsim_cross_entropy", gradients, (grad_losses, *ctx.saved_tensors))
 
     @staticmethod
     def gradients(ctx, grad_losses):
@@ -230,22 +234,22 @@ class RingCrossEntropy(torch.autograd.Function):
         Q, D, q_weight, q_mask, d_mask, labels, lse = ctx.saved_tensors
 
         def of_block(step, block, mask):
-            tensors = Q, block, q_mask, mask, q_weight, _labels_of(labels, options, step), lse
+            tensors = Q, block, q_mask, mask, q_weight, _localize_labels(labels, options, step), lse
             rest = options.temperature, _IGNORED, options.normalize, needs
             return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, *rest)
 
         return *options.round.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None, None
 
 
-def _labels_of(labels: Tensor, options: RingLossOptions, step: int) -> Tensor:
+def _localize_labels(labels: Tensor, options: RingLossOptions, step: int) -> Tensor:
     """The labels as documents of the block of a step."""
     columns = options.round.columns(step)
     here = (labels >= columns.start) & (labels < columns.stop)
     ignored = labels == options.ignore_index
-    return torch.where(ignored, _IGNORED, torch.where(here, labels - columns.start, _ELSEWHERE))
+    return torch.where(ignored, _IGNORED, torch.where(here, labels - columns.start, _LABEL_ELSEWHERE))
 
 
-class _Running(NamedTuple):
+class _RunningLoss(NamedTuple):
     """Of each query, from the documents that it has met: small losses keep their digits, as those of one process do."""
 
     best: Tensor  # the largest score over the temperature
@@ -253,19 +257,19 @@ class _Running(NamedTuple):
     at_label: Tensor  # score / temperature - best of the right one, once it was met
 
     @staticmethod
-    def none(labels: Tensor, dtype: torch.dtype) -> _Running:
+    def none(labels: Tensor, dtype: torch.dtype) -> _RunningLoss:
         zeros = torch.zeros(labels.shape, dtype=dtype, device=labels.device)
-        return _Running(zeros - torch.inf, zeros, zeros)
+        return _RunningLoss(zeros - torch.inf, zeros, zeros)
 
     @staticmethod
-    def of(losses: Tensor, lse: Tensor) -> _Running:
+    def of(losses: Tensor, lse: Tensor) -> _RunningLoss:
         """Of one block, by `lik::maxsim_cross_entropy_fwd`."""
         best, log_sum = lse.unbind(1)
         empty = best == -torch.inf  # no document that scores anything
         others = torch.where(empty, 0, log_sum.expm1())
-        return _Running(best, others, torch.where(empty, -torch.inf, log_sum - losses))
+        return _RunningLoss(best, others, torch.where(empty, -torch.inf, log_sum - losses))
 
-    def joined(self, block: _Running, here: Tensor) -> _Running:
+    def joined(self, block: _RunningLoss, here: Tensor) -> _RunningLoss:
         """With another block, in which are the right documents of the queries `here`."""
         best = torch.maximum(self.best, block.best)
         equal, first = self.best == block.best, self.best >= block.best  # -inf may equal -inf
@@ -274,7 +278,7 @@ class _Running(NamedTuple):
         nearest = torch.where(here, block.at_label, self.at_label)
         of_label = torch.where(here, block.best, self.best)
         lowered = torch.where(of_label == best, 0, of_label - best)
-        return _Running(best, more + (1 + less) * shrunk, nearest + lowered)
+        return _RunningLoss(best, more + (1 + less) * shrunk, nearest + lowered)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Losses, and log-sum-exps in two numbers, as `lik::maxsim_cross_entropy_fwd` has them."""
@@ -282,6 +286,6 @@ class _Running(NamedTuple):
         return log_sum - self.at_label, torch.stack((self.best, log_sum), 1)
 
 
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     """In fp32, or fp64."""
     return part.to(score_dtype(part.dtype)) if total is None else total.add_(part)

@@ -15,16 +15,16 @@ from ..core.arguments import (
     as_device,
     check_flag,
     check_has_values,
-    check_plain,
+    check_no_dtensor,
     check_strided,
     check_tensor,
-    kind_of,
+    describe_type,
 )
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
-from .agreement import Agreement, check_group, current_device, kind, members, on_host
-from .gathering import NO_QUERIES, Queries, broadcast, described, merged
+from .agreement import Agreement, check_group, get_current_device, get_device_code, is_host_group, resolve_group
+from .gathering import NO_QUERIES, SearchQueries, broadcast_queries, describe_queries, merge_best
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,37 +38,39 @@ _NO_STAGES = {"n_candidates": None, "n_probe": None}
 
 # Groups of which rank 0 did not have to send its queries in the last call. It has to before it searches, or a GPU that
 # is full lets them wait; in these groups it searches before it knows. A wrong guess costs time, nothing else.
-_have_queries: weakref.WeakSet[Any] = weakref.WeakSet()
+_groups_with_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class _Rank(NamedTuple):
+class _RankArgs(NamedTuple):
     """The arguments of a rank, found right."""
 
-    shard: shards.Read | shards.Resident | None  # None: of no documents, of which only other ranks know d and dtype
+    shard: (
+        shards.StreamedTarget | shards.ResidentTarget | None
+    )  # None: of no documents, of which only other ranks know d and dtype
     begin: int
     end: int
-    queries: Queries | None  # None: they come from rank 0
+    queries: SearchQueries | None  # None: they come from rank 0
     device: torch.device  # where it searches
     kind: tuple[int, int] = (-1, -1)  # d, and the place of the dtype of documents in `DTYPES`
 
     def is_launched(self) -> bool:
         """Whether the host need not wait for the search."""
-        return isinstance(self.shard, shards.Resident) and self.shard.is_launched
+        return isinstance(self.shard, shards.ResidentTarget) and self.shard.is_launched
 
-    def best(self, queries: Queries, top_k: int, options: dict) -> shards.Found:
+    def best(self, queries: SearchQueries, top_k: int, options: dict) -> shards.RangeResult:
         shard = self.shard
         if shard is None:
             nothing = queries.Q.new_empty((0, 1, queries.Q.shape[-1]))
-            shard = shards.shard(_RETRIEVE, nothing, None, None, _NO_STAGES)
+            shard = shards.make_target(_RETRIEVE, nothing, None, None, _NO_STAGES)
         return shard.best(queries, top_k, self.begin, self.end, options)
 
     def numbers(self) -> list[int]:
         """What the other ranks have to know."""
-        about = NO_QUERIES if self.queries is None else described(self.queries)
-        return [self.begin, self.end, kind(self.device), *self.kind, *about]
+        about = NO_QUERIES if self.queries is None else describe_queries(self.queries)
+        return [self.begin, self.end, get_device_code(self.device), *self.kind, *about]
 
 
-def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _Rank:
+def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _RankArgs:
     """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
     op, top_k, (corpus, d_mask, cu_seqlens_d) = _RETRIEVE, alike["top_k"], documents
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
@@ -77,34 +79,34 @@ def _opened(alike: dict, queries: tuple, documents: tuple, stages: dict, group: 
         check_strided(op, "D", corpus)
     if queries[0] is not None:
         check_has_values(op, "Q", queries[0])
-    at = current_device(group) if device is None else as_device(op, device)
+    at = get_current_device(group) if device is None else as_device(op, device)
     if at.type == "meta":
         raise ValueError(f"{op}: device: expected one with values, got meta")
-    if isinstance(corpus, (list, tuple)) and not corpus and _is_alone(queries[0], d_mask, cu_seqlens_d, stages):
+    if isinstance(corpus, (list, tuple)) and not corpus and _is_document_only(queries[0], d_mask, cu_seqlens_d, stages):
         alike["documents"] = None if alike["sharded"] else 0
-        return _Rank(None, 0, 0, None, at)
-    shard = shards.shard(op, corpus, d_mask, cu_seqlens_d, stages, queries[0])
+        return _RankArgs(None, 0, 0, None, at)
+    shard = shards.make_target(op, corpus, d_mask, cu_seqlens_d, stages, queries[0])
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
-    if isinstance(shard, shards.Read):
+    if isinstance(shard, shards.StreamedTarget):
         D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)
-    Q, like, q_weight = autocast.to_region(Q, D[:0], q_weight)
+    Q, like, q_weight = autocast.cast_to_autocast(Q, D[:0], q_weight)
     sources.check_dtype(op, Q, like.dtype)
     # Of the region's dtype, and as large, without the memory.
     D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
     tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
-    topk.check_arguments(op, topk.Search(*tensors, normalize=False, top_k=top_k, chunk=None))
+    topk.check_search_args(op, topk.SearchArgs(*tensors, normalize=False, top_k=top_k, chunk=None))
     begin, end = 0, shard.size
     if not alike["sharded"]:
         begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]
         alike["documents"] = shard.size
     of_documents = D.shape[-1], DTYPES.index(D.dtype)
     if queries[0] is not None:
-        return _Rank(shard, begin, end, Queries(Q, q_mask, q_weight), Q.device, of_documents)
-    return _Rank(shard, begin, end, None, shard.device or at, of_documents)
+        return _RankArgs(shard, begin, end, SearchQueries(Q, q_mask, q_weight), Q.device, of_documents)
+    return _RankArgs(shard, begin, end, None, shard.device or at, of_documents)
 
 
-def _is_alone(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> bool:
+def _is_document_only(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> bool:
     """Return whether nothing but the documents says what their d and dtype are, and nothing is wrong next to none."""
     return Q is None and d_mask is None and cu_seqlens_d is None and all(stages[name] is None for name in _NO_STAGES)
 
@@ -119,7 +121,7 @@ def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
         agreement.compare(unlike)
 
 
-def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list[int]]) -> bool:
+def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about: list[list[int]]) -> bool:
     """Whether rank 0 alone has queries, of which each rank told `about`; raises what does not go together."""
     given = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
     if given == [0] and len(about) > 1:
@@ -133,7 +135,7 @@ def _has_to_send(agreement: Agreement, queries: Queries | None, about: list[list
     return False
 
 
-def _documents(ranges: list[list[int]], sharded: bool) -> list[int]:
+def _count_documents(ranges: list[list[int]], sharded: bool) -> list[int]:
     """How many documents each rank searches; they follow each other if the ranks were given the same corpus."""
     if not sharded and any(a[1] != b[0] for a, b in pairwise(ranges)):
         raise ValueError(f"{_RETRIEVE}: corpus: expected the same on all ranks, which would search {ranges} of it")
@@ -214,63 +216,63 @@ def retrieve(
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
     # Other ranks receive these, also where one is not a count and the call raises.
     counts = {"top_k": top_k} | stages
-    alike |= {name: x if x is None or isinstance(x, int) else kind_of(x) for name, x in counts.items()}
+    alike |= {name: x if x is None or isinstance(x, int) else describe_type(x) for name, x in counts.items()}
     call, found, error = None, None, None
     try:
         for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):
             check_flag(_RETRIEVE, name, flag)
         topk.reject_derivatives(_RETRIEVE, Q, corpus, q_weight)
-        check_plain(_RETRIEVE, Q=Q, D=corpus)
+        check_no_dtensor(_RETRIEVE, Q=Q, D=corpus)
         topk.check_counts(_RETRIEVE, top_k, chunk)
         documents = corpus, d_mask, cu_seqlens_d
-        call = _opened(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
-        if on_host(group):
-            found = _launched(call, top_k, group, options)
+        call = _prepare_rank(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
+        if is_host_group(group):
+            found = _launch_early(call, top_k, group, options)
     except Exception as failure:  # of any kind: the others wait for this rank
         error = failure
     numbers = [0, 0, 0, -1, -1, *NO_QUERIES] if call is None else call.numbers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
-    if call is not None and not on_host(group):
-        found = _launched(call, top_k, group, options)
-    return _together(call, found, agreement, top_k, sharded, group, options)
+    if call is not None and not is_host_group(group):
+        found = _launch_early(call, top_k, group, options)
+    return _finish_search(call, found, agreement, top_k, sharded, group, options)
 
 
-def _launched(call: _Rank, top_k: int, group: Any, options: dict) -> shards.Found | None:
+def _launch_early(call: _RankArgs, top_k: int, group: Any, options: dict) -> shards.RangeResult | None:
     """The search, where it can begin before it is known what the other ranks say: else None."""
     if call.queries is None or not call.is_launched():
         return None
-    if dist.get_rank(group) == 0 and members(group) not in _have_queries:
+    if dist.get_rank(group) == 0 and resolve_group(group) not in _groups_with_queries:
         return None
     return call.best(call.queries, top_k, options)
 
 
-def _together(
-    call: _Rank | None,
-    found: shards.Found | None,
+def _finish_search(
+    call: _RankArgs | None,
+    found: shards.RangeResult | None,
     agreement: Agreement,
     top_k: int,
     sharded: bool,
     group: Any,
     options: dict,
-) -> topk.Best:
+) -> topk.ScoresAndIndices:
     """The search, unless it was `found`, and the best of all ranks."""
     told = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
-    rank, all_ranks = dist.get_rank(group), members(group)
+    rank, all_ranks = dist.get_rank(group), resolve_group(group)
     _check_kinds(agreement, [x[3:5] for x in told])
-    documents, everywhere = _documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
+    documents, everywhere = _count_documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
     queries = call.queries
-    if _has_to_send(agreement, queries, [x[5:] for x in told]):
-        _have_queries.discard(all_ranks)
-        queries = broadcast(queries, told[0][5:], group, call.device, everywhere)
+    if _needs_broadcast(agreement, queries, [x[5:] for x in told]):
+        _groups_with_queries.discard(all_ranks)
+        queries = broadcast_queries(queries, told[0][5:], group, call.device, everywhere)
     else:
-        _have_queries.add(all_ranks)
+        _groups_with_queries.add(all_ranks)
     assert queries is not None
     if found is None:
         found = call.best(queries, top_k, options)
     first = found.first + (sum(documents[:rank]) if sharded else 0)
-    if isinstance(call.shard, shards.Resident) and call.shard.is_staged:
+    if isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged:
         values, indices = found.best
         found.best = values, indices.where(indices >= 0, -1 - first)  # -1 again, once `first` is added
-    scores, indices = merged(found.best, first, documents, top_k, group, everywhere)
+    scores, indices = merge_best(found.best, first, documents, top_k, group, everywhere)
     return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)

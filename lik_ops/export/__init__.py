@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as lik
-from ..backends import why_not_triton
+from ..backends import explain_no_triton
 from ..portable.forward import blocked
 from .onnx import onnx_translations
 
 __all__ = ["onnx_translations", "open_operators", "package"]
 
 
-def _blocked_forward(
+def _compute_blocked(
     Q: Tensor,
     D: Tensor,
     q_mask: Tensor | None,
@@ -31,25 +31,25 @@ def _blocked_forward(
     argmax_dtype: torch.dtype | None,
     backward: str,
 ) -> tuple[Tensor, Tensor]:
-    scores, argmax = blocked.forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    scores, argmax = blocked.forward_blocked(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     return scores, Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
-def _packaged_forward(Q: Tensor, D: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _compute_packaged(Q: Tensor, D: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """The Triton kernel where the compiler can take one in, else the loop over blocks."""
     *options, argmax_dtype, _ = args
-    if Q.device.type == "cuda" and argmax_dtype is None and why_not_triton(Q.device, Q.dtype) is None:
+    if Q.device.type == "cuda" and argmax_dtype is None and explain_no_triton(Q.device, Q.dtype) is None:
         from ..ops import packaged  # registers the operator
 
         return packaged.maxsim_packaged(Q, D, *options), Q.new_empty(0, dtype=torch.int32)
-    return _blocked_forward(Q, D, *args)
+    return _compute_blocked(Q, D, *args)
 
 
-def _opened(program: torch.export.ExportedProgram, forward: Callable) -> torch.export.ExportedProgram:
+def _replace_operators(program: torch.export.ExportedProgram, forward: Callable) -> torch.export.ExportedProgram:
     def best(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
         if cu_seqlens_d is not None:
             return NotImplemented  # the operator stays
-        return blocked.best(forward(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0], top_k)
+        return blocked.select_topk(forward(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0], top_k)
 
     table = torch.export.default_decompositions()
     table[lik.maxsim_fwd.default] = forward
@@ -67,7 +67,7 @@ _EXPECTED = (
 )
 
 
-def _refuse_what_stays(name: str, program: torch.export.ExportedProgram, but: tuple[str, ...] = ()) -> None:
+def _check_all_replaced(name: str, program: torch.export.ExportedProgram, but: tuple[str, ...] = ()) -> None:
     """Raise NotImplementedError for operators of ours, in any of its graphs, that nothing was put in place of."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {str(node.target) for graph in graphs for node in graph.nodes}.difference(but)
@@ -97,8 +97,8 @@ def open_operators(program: torch.export.ExportedProgram) -> torch.export.Export
         >>> lik_ops.export.open_operators(program).module()(Q, D).shape
         torch.Size([4, 50])
     """
-    opened = _opened(program, _blocked_forward)
-    _refuse_what_stays("open_operators: program", opened)
+    opened = _replace_operators(program, _compute_blocked)
+    _check_all_replaced("open_operators: program", opened)
     return opened
 
 
@@ -147,7 +147,7 @@ def package(
         raise ValueError(f"package: path: expected a name that ends in .pt2, got {path!r}")
     with torch.no_grad():
         program = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
-    opened = _opened(program, _packaged_forward)
+    opened = _replace_operators(program, _compute_packaged)
     opens = f"{lik.name}.maxsim_packaged.default"  # the compiler does
-    _refuse_what_stays("package: module", opened, but=(opens,))
+    _check_all_replaced("package: module", opened, but=(opens,))
     return torch._inductor.aoti_compile_and_package(opened, package_path=path, inductor_configs=inductor_configs)

@@ -33,12 +33,12 @@ def onnx_translations() -> dict[Any, Callable]:
     op = import_extra("onnx_translations", "onnx", "onnxscript").opset18
 
     def maxsim(Q, D, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
-        return _maxsim(op, Q, D, q_mask, d_mask, q_weight, normalize)
+        return _translate_maxsim(op, Q, D, q_mask, d_mask, q_weight, normalize)
 
     return {lik.maxsim.default: maxsim}
 
 
-def _maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool) -> Any:
+def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool) -> Any:
     q_flat, d_flat, candidates = len(Q.shape) == 2, len(D.shape) == 2, len(D.shape) == 4
     result = 11 if Q.dtype.name == "DOUBLE" else 1  # onnx.TensorProto.DOUBLE, FLOAT
 
@@ -80,13 +80,13 @@ def _maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, no
         terms = op.Where(op.Unsqueeze(q_mask, axis(1)), terms, number(0.0))
     scores = op.ReduceSum(terms, axis(-1), keepdims=0)
     if d_mask is not None:
-        scores = _without_documents(op, axis, scores, q_mask, d_mask, infinite, number(0.0))
+        scores = _fill_empty_documents(op, axis, scores, q_mask, d_mask, infinite, number(0.0))
     if d_flat:
         scores = op.Squeeze(scores, axis(1))
     return op.Squeeze(scores, axis(0)) if q_flat else scores
 
 
-def _without_documents(op: Any, axis: Any, scores: Any, q_mask: Any, d_mask: Any, infinite: Any, zero: Any) -> Any:
+def _fill_empty_documents(op: Any, axis: Any, scores: Any, q_mask: Any, d_mask: Any, infinite: Any, zero: Any) -> Any:
     """Scores of documents that keep no token: -inf, 0 for queries that keep none either."""
 
     def any_of(mask: Any) -> Any:

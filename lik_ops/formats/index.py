@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.arguments import check_cu_seqlens, kind_of
+from ..core.arguments import check_cu_seqlens, describe_type
 from .quantized import Quantized
 
 
@@ -35,7 +35,7 @@ class Index:
 
     def __post_init__(self) -> None:
         if not isinstance(self.documents, Quantized):
-            raise TypeError(f"Index: documents: expected a Quantized, got {kind_of(self.documents)}")
+            raise TypeError(f"Index: documents: expected a Quantized, got {describe_type(self.documents)}")
         if self.documents.dim() != 2:
             raise ValueError(f"Index: documents: expected packed [Td, d], got {list(self.documents.shape)}")
         check_cu_seqlens("Index", "cu_seqlens", self.cu_seqlens, self.documents.device, "[Nd + 1]", "documents")

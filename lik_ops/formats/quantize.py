@@ -14,12 +14,12 @@ from ..core.arguments import (
     check_cu_seqlens,
     check_floats,
     check_mask,
-    check_plain,
-    shape_of,
+    check_no_dtensor,
+    format_shape,
 )
 from .quantized import Quantized
 from .residual import ResidualCodec
-from .table import FORMATS, FormatName, Query, encoded, extremes, part_of, parts, scales_of
+from .table import FORMATS, FormatName, Query, compute_extremes, compute_scales, encode_tokens, select_rows, split_rows
 
 Scale: TypeAlias = Literal["token", "document", "tensor"]
 
@@ -62,17 +62,17 @@ def quantize(
         torch.Size([2, 1000])
     """
     op = "quantize"
-    check_plain(op, D=D)
-    _check(op, D, format, scale, d_mask, cu_seqlens_d)
+    check_no_dtensor(op, D=D)
+    _check_quantize_args(op, D, format, scale, d_mask, cu_seqlens_d)
     check_choice(op, "query", query, get_args(Query) if format == "int8" else ("half",))
-    rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else Bounds(cu_seqlens_d, D.shape[0])
+    rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else DocumentBounds(cu_seqlens_d, D.shape[0])
     keep = None if d_mask is None else (d_mask != 0).flatten()
     if isinstance(format, ResidualCodec):
-        return _with_errors(_coded(rows, keep, D.shape, format, D.dtype), rows, keep, bounds)
+        return _add_errors(_encode_residual(rows, keep, D.shape, format, D.dtype), rows, keep, bounds)
     shape, kept = D.shape[:-1], FORMATS[format]
     low, high = (torch.empty(len(rows), dtype=torch.float32, device=D.device) for _ in range(2))
-    for part in parts(len(rows), D.shape[-1]):
-        low[part], high[part] = extremes(_widened(rows, keep, part), format)
+    for part in split_rows(len(rows), D.shape[-1]):
+        low[part], high[part] = compute_extremes(_convert_to_fp32(rows, keep, part), format)
 
     def joined(x: Tensor, largest: bool) -> Tensor:
         """Of each token that of what it shares a scale with, in the shape that scales have."""
@@ -82,28 +82,30 @@ def quantize(
         if scale == "tensor":
             return reduce(x, 0).view((1,) * len(shape)) if x.numel() else x.new_zeros((1,) * len(shape))
         if bounds is not None:
-            return bounds.reduced(x, "amax" if largest else "amin")[bounds.owner]
+            return bounds.reduce_tokens(x, "amax" if largest else "amin")[bounds.owner]
         return reduce(x.view(shape), -1, keepdim=True) if shape[-1] else x.new_zeros((*shape[:-1], 1))
 
     low, high = joined(low, False), joined(high, True)
-    scales = scales_of(low, high, format)
+    scales = compute_scales(low, high, format)
     minimum = low if kept.affine else None
     data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
     made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
     _, per_token, shift, *_ = made.stored()
-    for part in parts(len(rows), D.shape[-1]):
-        x = _widened(rows, keep, part)
-        data[part] = encoded(x, part_of(per_token, part), part_of(shift, part), format)
-    return _with_errors(made, rows, keep, bounds)
+    for part in split_rows(len(rows), D.shape[-1]):
+        x = _convert_to_fp32(rows, keep, part)
+        data[part] = encode_tokens(x, select_rows(per_token, part), select_rows(shift, part), format)
+    return _add_errors(made, rows, keep, bounds)
 
 
-def _coded(rows: Tensor, keep: Tensor | None, shape: torch.Size, codec: ResidualCodec, dtype: torch.dtype) -> Quantized:
+def _encode_residual(
+    rows: Tensor, keep: Tensor | None, shape: torch.Size, codec: ResidualCodec, dtype: torch.dtype
+) -> Quantized:
     """Tokens as the codes of a codec. One of zeros stays one by its scale, and one that is not finite is NaN by it."""
     codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     residuals = torch.empty((len(rows), codec.width), dtype=torch.uint8, device=rows.device)
     scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    for part in parts(len(rows), codec.d):
-        x = _widened(rows, keep, part)
+    for part in split_rows(len(rows), codec.d):
+        x = _convert_to_fp32(rows, keep, part)
         codes[part], residuals[part] = codec.encode(x)
         scale[part] = codec.scales(codes[part], residuals[part]).masked_fill((x == 0).all(-1), 0)
         scale[part] = scale[part].masked_fill(~x.isfinite().all(-1), torch.nan)
@@ -112,16 +114,16 @@ def _coded(rows: Tensor, keep: Tensor | None, shape: torch.Size, codec: Residual
     return Quantized(data, scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
 
-def _with_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Bounds | None) -> Quantized:
+def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: DocumentBounds | None) -> Quantized:
     """With how far the furthest token of each document is off, and the largest norm of one."""
     stored, shape = made.stored(), made.shape[:-1]
     error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
-    for part in parts(len(rows), made.d):
-        x = _widened(rows, keep, part).double()
+    for part in split_rows(len(rows), made.d):
+        x = _convert_to_fp32(rows, keep, part).double()
         off = x - stored.decoded(part, made.d).double()
-        error[part], norm[part] = (_rounded_up(torch.linalg.vector_norm(y, dim=-1)) for y in (off, x))
+        error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (off, x))
     if bounds is not None:
-        found = [bounds.reduced(x, "amax") for x in (error, norm)]
+        found = [bounds.reduce_tokens(x, "amax") for x in (error, norm)]
     elif shape[-1] == 0:
         found = [x.new_zeros(shape[:-1]) for x in (error, norm)]
     else:
@@ -129,18 +131,18 @@ def _with_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Bou
     return replace(made, error=found[0], norm=found[1])
 
 
-def _widened(rows: Tensor, keep: Tensor | None, part: slice) -> Tensor:
+def _convert_to_fp32(rows: Tensor, keep: Tensor | None, part: slice) -> Tensor:
     """Some tokens in fp32 (fp64 for fp64), masked ones as zeros."""
     x = rows[part].to(torch.promote_types(rows.dtype, torch.float32))
     return x if keep is None else torch.where(keep[part].unsqueeze(-1), x, 0)
 
 
-def _rounded_up(x: Tensor) -> Tensor:
+def _round_up(x: Tensor) -> Tensor:
     """fp64 as fp32 that is no smaller."""
     return torch.nextafter(x.float(), x.new_tensor(torch.inf).float()).where(x > 0, x.float())
 
 
-class Bounds:
+class DocumentBounds:
     """The documents of packed tokens."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
@@ -149,25 +151,25 @@ class Bounds:
         # The document of each token; of tokens beside all documents some one.
         self.owner = torch.searchsorted(ends, each, right=True).clamp_(max=self.count - 1)
 
-    def reduced(self, x: Tensor, reduce: str) -> Tensor:
+    def reduce_tokens(self, x: Tensor, reduce: str) -> Tensor:
         """The largest or smallest value of each document's tokens, 0 for one without."""
         found = x.new_zeros(self.count)
         return found.scatter_reduce_(0, self.owner, x, reduce, include_self=False)
 
 
-def _check(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: Any) -> None:
+def _check_quantize_args(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: Any) -> None:
     check_floats(op, "D", D)
     if isinstance(format, ResidualCodec):
         check_choice(op, "scale", scale, ("token",))
         if D.dim() < 2 or (D.shape[-1], D.device) != (format.d, format.centroids.device):
             expected = f"[..., {format.d}] on {format.centroids.device}"
-            raise ValueError(f"{op}: D: expected {expected} as the codec, got {shape_of(D)} on {D.device}")
+            raise ValueError(f"{op}: D: expected {expected} as the codec, got {format_shape(D)} on {D.device}")
     else:
         check_choice(op, "format", format, tuple(FORMATS))
         check_choice(op, "scale", scale, get_args(Scale))
     shapes = "[Td, d]" if cu_seqlens_d is not None else "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
     if D.dim() not in ((2,) if cu_seqlens_d is not None else (2, 3, 4)) or D.shape[-1] < 1:
-        raise ValueError(f"{op}: D: expected {shapes}, got {shape_of(D)}")
+        raise ValueError(f"{op}: D: expected {shapes}, got {format_shape(D)}")
     check_mask(op, "d_mask", d_mask, "D", D)
     if cu_seqlens_d is not None:
         check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, D.device, "[Nd + 1]", "D")

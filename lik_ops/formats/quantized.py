@@ -19,13 +19,13 @@ from ..core.arguments import (
     check_strided,
     check_tensor,
     describe_non_tensor,
-    kind_of,
-    shape_of,
+    describe_type,
+    format_shape,
 )
-from ..core.disk import path_of, replace_file, save_tensors
+from ..core.disk import get_path, replace_file, save_tensors
 from ..core.extras import import_extra
 from .residual import ResidualCodec
-from .table import ALL, INT8_QUERIES, FormatName, Query, Residual, Stored, parts
+from .table import ALL_FORMATS, INT8_QUERIES, EncodedTokens, FormatName, Query, Residual, split_rows
 
 _CODEC = "codec."  # what the names of its tensors begin with in a file
 
@@ -83,9 +83,9 @@ class Quantized:
 
     def __post_init__(self) -> None:
         op = "Quantized"
-        check_choice(op, "format", self.format, tuple(ALL))
+        check_choice(op, "format", self.format, tuple(ALL_FORMATS))
         check_choice(op, "query", self.query, get_args(Query) if self.format == "int8" else ("half",))
-        kept = ALL[self.format]
+        kept = ALL_FORMATS[self.format]
         check_tensor(op, "data", self.data)
         check_strided(op, "data", self.data)
         if self.data.dtype != kept.dtype:
@@ -93,10 +93,10 @@ class Quantized:
         check_count(op, "d", self.d, 1)
         check_dtype(op, "dtype", self.dtype)
         if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
-            raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {shape_of(self.data)}")
+            raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {format_shape(self.data)}")
         tokens = self.data.shape[:-1]
         if self.minimum is not None and not kept.affine:
-            raise TypeError(f"{op}: minimum: expected None for {self.format}, got {kind_of(self.minimum)}")
+            raise TypeError(f"{op}: minimum: expected None for {self.format}, got {describe_type(self.minimum)}")
         for name, required in (("scale", True), ("minimum", kept.affine)):
             sizes = f"{list(tokens)}, or 1 for any size,"
             self._check(name, getattr(self, name), required, lambda x: _has_sizes(x, tokens), sizes)
@@ -114,7 +114,7 @@ class Quantized:
         op, codes, codec = "Quantized", self.codes, self.codec
         for name, x, kind in (("codes", codes, Tensor), ("codec", codec, ResidualCodec)):
             if not isinstance(x, kind if nbits else type(None)):
-                found = kind_of(x) if kind is ResidualCodec or not nbits else describe_non_tensor(x)
+                found = describe_type(x) if kind is ResidualCodec or not nbits else describe_non_tensor(x)
                 raise TypeError(
                     f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {found}"
                 )
@@ -125,7 +125,7 @@ class Quantized:
             raise TypeError(f"{op}: codes: expected int32 or int64, got {codes.dtype}")
         if codes.shape != tokens or codes.device != self.device:
             expected = f"{list(tokens)} on {self.device}"
-            raise ValueError(f"{op}: codes: expected {expected}, got {shape_of(codes)} on {codes.device}")
+            raise ValueError(f"{op}: codes: expected {expected}, got {format_shape(codes)} on {codes.device}")
         if (codec.nbits, codec.d, codec.centroids.device) != (nbits, self.d, self.device):
             expected = f"nbits={nbits}, d={self.d} on {self.device}"
             raise ValueError(f"{op}: codec: expected {expected}, got {codec} on {codec.centroids.device}")
@@ -143,7 +143,8 @@ class Quantized:
             raise TypeError(f"Quantized: {name}: expected torch.float32, got {x.dtype}")
         if not fits(x) or x.device != self.data.device:
             raise ValueError(
-                f"Quantized: {name}: expected {expected} on the device of data, {self.data.device}, got {shape_of(x)}"
+                f"Quantized: {name}: expected {expected} on the device of data, {self.data.device},"
+                f" got {format_shape(x)}"
                 f" on {x.device}"
             )
 
@@ -173,10 +174,10 @@ class Quantized:
 
     def __getstate__(self) -> dict[str, Any]:
         """With FP8 as bytes: torch does not read it again from a pickle."""
-        return {**self.__dict__, "data": self.data.view(ALL[self.format].bytes)}
+        return {**self.__dict__, "data": self.data.view(ALL_FORMATS[self.format].bytes)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, data=state["data"].view(ALL[state["format"]].dtype))
+        self.__dict__.update(state, data=state["data"].view(ALL_FORMATS[state["format"]].dtype))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the documents by their names."""
@@ -219,19 +220,21 @@ class Quantized:
         check_dtype("Quantized.dequantize", "dtype", dtype)
         stored = self.stored()
         out = torch.empty((len(stored.data), self.d), dtype=dtype, device=self.device)
-        for part in parts(len(out), self.d):
+        for part in split_rows(len(out), self.d):
             out[part] = stored.decoded(part, self.d)
         return out.view(self.shape)
 
-    def kept(self) -> Stored:
+    def kept(self) -> EncodedTokens:
         """The tokens with the axes that they have, FP8 as bytes."""
         codes, codec = self.codes, self.codec
         coded = () if codes is None or codec is None else (codes, codec.centroids, codec.table)
         format = INT8_QUERIES if self.query == "int8" else self.format
-        data, dtype = self.data, ALL[self.format].bytes
-        return Stored(data if data.dtype == dtype else data.view(dtype), self.scale, self.minimum, format, *coded)
+        data, dtype = self.data, ALL_FORMATS[self.format].bytes
+        return EncodedTokens(
+            data if data.dtype == dtype else data.view(dtype), self.scale, self.minimum, format, *coded
+        )
 
-    def stored(self) -> Stored:
+    def stored(self) -> EncodedTokens:
         """The tokens of all documents, as operators take them."""
         return self.kept().flat()
 
@@ -264,7 +267,7 @@ class Quantized:
             torch.Size([2, 1])
         """
         if not isinstance(codec, ResidualCodec):
-            raise TypeError(f"Quantized.of_codes: codec: expected a ResidualCodec, got {kind_of(codec)}")
+            raise TypeError(f"Quantized.of_codes: codec: expected a ResidualCodec, got {describe_type(codec)}")
         codec.check_codes("Quantized.of_codes", codes, residuals)
         if dtype is not None:
             check_dtype("Quantized.of_codes", "dtype", dtype)
@@ -307,10 +310,10 @@ class Quantized:
         path, device = os.fspath(path), str(torch.device(device))
         try:
             opened = safetensors.safe_open
-            with open(path, "rb") as whole, opened(path_of(whole, path), framework="pt", device=device) as file:
+            with open(path, "rb") as whole, opened(get_path(whole, path), framework="pt", device=device) as file:
                 about = file.metadata() or {}
                 dtype = getattr(torch, about.get("dtype", ""), None)
-                if about.get("lik_ops") != "1" or about.get("format") not in ALL or dtype not in DTYPES:
+                if about.get("lik_ops") != "1" or about.get("format") not in ALL_FORMATS or dtype not in DTYPES:
                     raise ValueError("its metadata are of something else")
                 tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             names = [name for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors]
@@ -329,6 +332,6 @@ def _has_sizes(x: Tensor, sizes: torch.Size) -> bool:
     return x.dim() == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
 
 
-def stand_in(D: Quantized) -> Tensor:
+def make_placeholder(D: Quantized) -> Tensor:
     """A tensor that has the metadata of the tokens as they were, and the memory of one number."""
     return torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)

@@ -25,16 +25,16 @@ from ..core.arguments import (
     check_has_values,
     check_strided,
     check_tensor,
-    shape_of,
+    format_shape,
     short_repr,
 )
-from .table import RESIDUAL, Residual, Stored, parts
+from .table import RESIDUAL_FORMATS, EncodedTokens, Residual, split_rows
 
 BitOrder: TypeAlias = Literal["plaid", "big", "little"]
 _EPS = 1e-12  # of torch.nn.functional.normalize
-_HELD_OUT = 50_000  # tokens that buckets are taken from, at most, and one in 20
-_EACH = 256  # tokens for each centroid that k-means looks at, at most
-_QUERY = 64  # rows that look for their centroid as one query
+_MAX_HELD_OUT_TOKENS = 50_000  # tokens that buckets are taken from, at most, and one in 20
+_TOKENS_PER_CENTROID = 256  # tokens for each centroid that k-means looks at, at most
+_QUERY_ROWS = 64  # rows that look for their centroid as one query
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,16 +88,16 @@ class ResidualCodec:
                     f"{op}: {name}: expected the device of centroids, {self.centroids.device}, got {x.device}"
                 )
         if self.centroids.dim() != 2 or self.centroids.shape[1] < 1:
-            raise ValueError(f"{op}: centroids: expected [C, d], got {shape_of(self.centroids)}")
+            raise ValueError(f"{op}: centroids: expected [C, d], got {format_shape(self.centroids)}")
         if weights.dim() != 1 or len(weights) not in (2, 4, 16, 256):
-            raise ValueError(f"{op}: weights: expected [2], [4], [16] or [256], got {shape_of(weights)}")
+            raise ValueError(f"{op}: weights: expected [2], [4], [16] or [256], got {format_shape(weights)}")
         if self.cutoffs is not None and self.cutoffs.shape != (len(weights) - 1,):
-            raise ValueError(f"{op}: cutoffs: expected [{len(weights) - 1}], got {shape_of(self.cutoffs)}")
+            raise ValueError(f"{op}: cutoffs: expected [{len(weights) - 1}], got {format_shape(self.cutoffs)}")
         check_choice(op, "bit_order", self.bit_order, get_args(BitOrder))
         check_flag(op, "normalize", self.normalize)
         order = torch.arange(len(weights), device=weights.device)
         if self.bit_order != "big":  # bytes of "little" are kept with their bits reversed, as those of "plaid"
-            order = reversed_bits(order, self.nbits)
+            order = reverse_bits(order, self.nbits)
         object.__setattr__(self, "table", weights[order])
 
     @property
@@ -155,11 +155,13 @@ class ResidualCodec:
         codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         residuals = torch.empty((len(rows), self.width), dtype=torch.uint8, device=rows.device)
         centroids = self.centroids.float()
-        for part in parts(len(rows), self.d):
+        for part in split_rows(len(rows), self.d):
             x = rows[part].float().nan_to_num(0)
-            codes[part] = nearest = _nearest(x, centroids)
+            codes[part] = nearest = _find_nearest(x, centroids)
             off = x - centroids[nearest]
-            residuals[part] = self._packed(torch.bucketize(off, self.cutoffs))  # one that equals a cutoff is below it
+            residuals[part] = self._pack_buckets(
+                torch.bucketize(off, self.cutoffs)
+            )  # one that equals a cutoff is below it
         return codes.view(shape), residuals.view(*shape, self.width)
 
     def decode(self, codes: Tensor, residuals: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -182,9 +184,9 @@ class ResidualCodec:
         check_dtype(op, "dtype", dtype)
         stored = self._stored(codes, residuals)
         out = torch.empty((len(stored.data), self.d), dtype=dtype, device=codes.device)
-        for part in parts(len(out), self.d):
+        for part in split_rows(len(out), self.d):
             x = stored.decoded(part, self.d)
-            out[part] = x * _inverse_norms(x).unsqueeze(-1) if self.normalize else x
+            out[part] = x * _compute_inverse_norms(x).unsqueeze(-1) if self.normalize else x
         return out.view(*codes.shape, self.d)
 
     def scales(self, codes: Tensor, residuals: Tensor) -> Tensor:
@@ -199,15 +201,15 @@ class ResidualCodec:
             return torch.ones((1,) * codes.dim(), dtype=torch.float32, device=codes.device)
         stored = self._stored(codes, residuals)
         out = torch.empty(len(stored.data), dtype=torch.float32, device=codes.device)
-        for part in parts(len(out), self.d):
-            out[part] = _inverse_norms(stored.decoded(part, self.d)).detach()
+        for part in split_rows(len(out), self.d):
+            out[part] = _compute_inverse_norms(stored.decoded(part, self.d)).detach()
         return out.view(codes.shape)
 
     def kept(self, residuals: Tensor) -> Tensor:
         """Residuals as `formats` reads them, those of ``"little"`` with the bits of each byte reversed."""
         if self.bit_order != "little":
             return residuals
-        return reversed_bits(torch.arange(256, device=residuals.device), 8).to(torch.uint8)[residuals.int()]
+        return reverse_bits(torch.arange(256, device=residuals.device), 8).to(torch.uint8)[residuals.int()]
 
     def check_codes(self, op: str, codes: Any, residuals: Any) -> None:
         """Raise TypeError or ValueError, naming the argument, unless they are codes and residuals of this codec."""
@@ -226,26 +228,26 @@ class ResidualCodec:
             raise TypeError(f"{op}: residuals: expected uint8, got {residuals.dtype}")
         expected = [*codes.shape, self.width]
         if list(residuals.shape) != expected:
-            raise ValueError(f"{op}: residuals: expected {expected}, got {shape_of(residuals)}")
+            raise ValueError(f"{op}: residuals: expected {expected}, got {format_shape(residuals)}")
 
     def _check_tokens(self, op: str, tokens: Any) -> None:
         check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] != self.d:
-            raise ValueError(f"{op}: tokens: expected [..., {self.d}], got {shape_of(tokens)}")
+            raise ValueError(f"{op}: tokens: expected [..., {self.d}], got {format_shape(tokens)}")
         if tokens.device != self.centroids.device:
             expected = self.centroids.device
             raise ValueError(f"{op}: tokens: expected the device of the codec, {expected}, got {tokens.device}")
 
-    def _stored(self, codes: Tensor, residuals: Tensor) -> Stored:
+    def _stored(self, codes: Tensor, residuals: Tensor) -> EncodedTokens:
         data, scale = self.kept(residuals).flatten(0, -2), self.weights.new_ones(1)
-        return Stored(data, scale, None, self.format, codes.reshape(-1), self.centroids, self.table)
+        return EncodedTokens(data, scale, None, self.format, codes.reshape(-1), self.centroids, self.table)
 
-    def _packed(self, buckets: Tensor) -> Tensor:
+    def _pack_buckets(self, buckets: Tensor) -> Tensor:
         """Buckets ``[n, d]`` as bytes in the bit order of the codec."""
-        each = RESIDUAL[self.format].each
+        each = RESIDUAL_FORMATS[self.format].each
         buckets = F.pad(buckets, (0, -self.d % each)).unflatten(-1, (self.width, each))
         if self.bit_order == "plaid":
-            buckets = reversed_bits(buckets, self.nbits)
+            buckets = reverse_bits(buckets, self.nbits)
         shifts = torch.arange(0, 8, self.nbits, device=buckets.device)
         shifts = shifts if self.bit_order == "little" else shifts.flip(0)
         return (buckets << shifts).sum(-1).to(torch.uint8)
@@ -285,7 +287,7 @@ class ResidualCodec:
         check_floats(op, "tokens", tokens)
         check_has_values(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] < 1:
-            raise ValueError(f"{op}: tokens: expected [..., d], got {shape_of(tokens)}")
+            raise ValueError(f"{op}: tokens: expected [..., d], got {format_shape(tokens)}")
         for name, count, least in (("nbits", nbits, 1), ("iterations", iterations, 1), ("seed", seed, -(2**63))):
             check_count(op, name, count, least)
         if nbits not in (1, 2, 4, 8):
@@ -295,26 +297,30 @@ class ResidualCodec:
         rows = tokens.detach().flatten(0, -2)
         rows = rows[rows.isfinite().all(-1)]
         if not len(rows):
-            raise ValueError(f"{op}: tokens: expected finite ones, got none of {shape_of(tokens)}")
+            raise ValueError(f"{op}: tokens: expected finite ones, got none of {format_shape(tokens)}")
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(rows), generator=generator, device="cpu").to(rows.device)
-        held = rows[order[: min(_HELD_OUT, max(1, len(rows) // 20))]].float()
+        held = rows[order[: min(_MAX_HELD_OUT_TOKENS, max(1, len(rows) // 20))]].float()
         seen = order[len(held) :] if len(rows) > len(held) else order
         count = n_centroids or 1 << max(0, (int(16 * len(rows) ** 0.5)).bit_length() - 1)
-        centroids = _k_means(rows[seen[: _EACH * count]].float(), min(count, len(seen)), iterations, generator)
+        centroids = _train_centroids(
+            rows[seen[: _TOKENS_PER_CENTROID * count]].float(), min(count, len(seen)), iterations, generator
+        )
         kept = centroids.half().float()
-        residuals = torch.cat([held[p] - kept[_nearest(held[p], kept)] for p in parts(len(held), held.shape[1])])
+        residuals = torch.cat(
+            [held[p] - kept[_find_nearest(held[p], kept)] for p in split_rows(len(held), held.shape[1])]
+        )
         n = 2**nbits
         at = torch.arange(1, 2 * n, dtype=torch.float64, device="cpu") / (2 * n)
-        quantiles = _quantiles(residuals.flatten(), at)
+        quantiles = _compute_quantiles(residuals.flatten(), at)
         return cls(centroids.half(), quantiles[0::2].clone(), quantiles[1::2].clone(), bit_order)
 
 
-def _inverse_norms(x: Tensor) -> Tensor:
+def _compute_inverse_norms(x: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(x, dim=-1).clamp_min(_EPS)
 
 
-def reversed_bits(x: Tensor, nbits: int) -> Tensor:
+def reverse_bits(x: Tensor, nbits: int) -> Tensor:
     """Integers with their lowest `nbits` bits in the other order."""
     found = torch.zeros_like(x)
     for bit in range(nbits):
@@ -322,10 +328,10 @@ def reversed_bits(x: Tensor, nbits: int) -> Tensor:
     return found
 
 
-def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
+def _find_nearest(rows: Tensor, centroids: Tensor) -> Tensor:
     """The centroid that each row has the largest product with: the winner among the tokens of one document."""
-    whole = len(rows) // _QUERY * _QUERY
-    queries = rows[:whole].view(-1, _QUERY, rows.shape[1]), rows[whole:].unsqueeze(0)
+    whole = len(rows) // _QUERY_ROWS * _QUERY_ROWS
+    queries = rows[:whole].view(-1, _QUERY_ROWS, rows.shape[1]), rows[whole:].unsqueeze(0)
     found = [
         lik.maxsim_fwd(Q, centroids.unsqueeze(0), None, None, None, False, torch.int32, "auto")[1].flatten()
         for Q in queries
@@ -333,13 +339,13 @@ def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _k_means(rows: Tensor, count: int, iterations: int, generator: torch.Generator) -> Tensor:
+def _train_centroids(rows: Tensor, count: int, iterations: int, generator: torch.Generator) -> Tensor:
     """Unit centroids: each the direction of the sum of the rows that it has the largest product with."""
     centroids = F.normalize(rows[:count], dim=-1)  # of rows in random order
     for _ in range(iterations):
         sums, members = torch.zeros_like(centroids), rows.new_zeros(count)
-        for part in parts(len(rows), rows.shape[1]):
-            nearest = _nearest(rows[part], centroids)
+        for part in split_rows(len(rows), rows.shape[1]):
+            nearest = _find_nearest(rows[part], centroids)
             sums.index_add_(0, nearest, rows[part])
             members += torch.bincount(nearest, minlength=count)
         # One that no row is near to begins again where another row is.
@@ -348,7 +354,7 @@ def _k_means(rows: Tensor, count: int, iterations: int, generator: torch.Generat
     return centroids
 
 
-def _quantiles(x: Tensor, q: Tensor) -> Tensor:
+def _compute_quantiles(x: Tensor, q: Tensor) -> Tensor:
     """As `torch.quantile`, which takes no more than 2^24 values."""
     values = x.sort().values
     at = q.to(x.device) * (len(values) - 1)

@@ -22,33 +22,33 @@ from torch import Tensor
 Query: TypeAlias = Literal["half", "int8"]
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
-_ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
+_MAX_ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
 PerToken = TypeVar("PerToken", Tensor, "Tensor | None")
-Numbers: TypeAlias = tuple[Tensor, float]  # numbers ``[n, d]`` of any dtype, and what they are multiplied by
+DecodedFeatures: TypeAlias = tuple[Tensor, float]  # numbers ``[n, d]`` of any dtype, and what they are multiplied by
 
 
-def _largest(x: Tensor) -> Tensor:
+def _max_abs(x: Tensor) -> Tensor:
     return x.abs().amax(-1)
 
 
-def _mean(x: Tensor) -> Tensor:
+def _mean_abs(x: Tensor) -> Tensor:
     return x.abs().mean(-1)
 
 
-def _packed_bits(x: Tensor, inverse: Tensor) -> Tensor:
+def _pack_signs(x: Tensor, inverse: Tensor) -> Tensor:
     """Which features of ``[n, d]`` are above 0 as bytes ``[n, ceil(d / 8)]``, the first feature in the lowest bit."""
     bits = torch.nn.functional.pad(x > 0, (0, -x.shape[-1] % 8)).unflatten(-1, (-(-x.shape[-1] // 8), 8))
     weights = 1 << torch.arange(8, dtype=torch.int32, device=x.device)
     return (bits * weights).sum(-1).to(torch.uint8)
 
 
-def _signs(data: Tensor, d: int) -> Numbers:
-    """Of `_packed_bits`."""
+def _unpack_signs(data: Tensor, d: int) -> DecodedFeatures:
+    """Of `_pack_signs`."""
     bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
     return bits.flatten(-2)[..., :d].to(torch.int8).mul_(2).sub_(1), 1.0
 
 
-def fp8_numbers(data: Tensor, format: str) -> Numbers:
+def convert_fp8(data: Tensor, format: str) -> DecodedFeatures:
     """FP8 numbers in fp16, and what they have to be multiplied by. Bits are moved: a CPU converts FP8 one by one."""
     bits = data.view(torch.int8).to(torch.int16)
     if format == "fp8_e5m2":  # the upper half of fp16
@@ -59,8 +59,8 @@ def fp8_numbers(data: Tensor, format: str) -> Numbers:
     return bits.bitwise_or_(nan).view(torch.float16), 256.0
 
 
-def _decoded_fp8(format: str, data: Tensor, d: int) -> Numbers:
-    return fp8_numbers(data, format) if data.device.type == "cpu" else (data.view(FORMATS[format].dtype), 1.0)
+def _decode_fp8(format: str, data: Tensor, d: int) -> DecodedFeatures:
+    return convert_fp8(data, format) if data.device.type == "cpu" else (data.view(FORMATS[format].dtype), 1.0)
 
 
 class Format(NamedTuple):
@@ -72,9 +72,11 @@ class Format(NamedTuple):
     nbits: int = 0  # of a bucket, of residual codes
     affine: bool = False  # numbers count from the minimum of a token; else from 0, in both directions
     kernel: Any = "number"  # `Config.STORED`, how kernels read it: a name, or a function that loads a tile of numbers
-    size: Callable[[Tensor], Tensor] = _largest  # of tokens ``[n, d]``, which a scale makes `largest` of
+    size: Callable[[Tensor], Tensor] = _max_abs  # of tokens ``[n, d]``, which a scale makes `find_largest` of
     encode: Callable[[Tensor, Tensor], Tensor] | None = None  # tokens, and scales' inverses, to elements; None: rounds
-    decode: Callable[[Tensor, int], Numbers] | None = None  # elements to `Numbers` of d features; None: as they are
+    decode: Callable[[Tensor, int], DecodedFeatures] | None = (
+        None  # elements to `DecodedFeatures` of d features; None: as they are
+    )
 
     @property
     def bytes(self) -> torch.dtype:
@@ -85,20 +87,22 @@ class Format(NamedTuple):
 FORMATS: dict[str, Format] = {
     "int8": Format(torch.int8, 127, kernel="int8"),
     "uint8": Format(torch.uint8, 255, affine=True),
-    "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decoded_fp8, "fp8_e4m3")),
-    "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decoded_fp8, "fp8_e5m2")),
-    "binary": Format(torch.uint8, 1, 8, kernel="bits", size=_mean, encode=_packed_bits, decode=_signs),
+    "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decode_fp8, "fp8_e4m3")),
+    "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
+    "binary": Format(torch.uint8, 1, 8, kernel="bits", size=_mean_abs, encode=_pack_signs, decode=_unpack_signs),
 }
-RESIDUAL: dict[str, Format] = {
+RESIDUAL_FORMATS: dict[str, Format] = {
     f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)
 }
-ALL: Mapping[str, Format] = ChainMap(RESIDUAL, FORMATS)  # in the order of `FORMATS`, then `RESIDUAL`
+ALL_FORMATS: Mapping[str, Format] = ChainMap(
+    RESIDUAL_FORMATS, FORMATS
+)  # in the order of `FORMATS`, then `RESIDUAL_FORMATS`
 INT8_QUERIES = "int8_int8"  # to operators: "int8" documents, beside which queries may be rounded to int8 too
-_OF_QUERIES = {INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES)}
-OPERANDS: Mapping[str, Format] = ChainMap(_OF_QUERIES, RESIDUAL, FORMATS)  # what operators take
+_QUERY_FORMATS = {INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES)}
+OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # what operators take
 
 
-class Stored(NamedTuple):
+class EncodedTokens(NamedTuple):
     """Document tokens as a format keeps them."""
 
     data: Tensor  # [Td, ...], or with more axes before it is `flat`
@@ -109,7 +113,7 @@ class Stored(NamedTuple):
     centroids: Tensor | None = None  # [C, d]
     weights: Tensor | None = None  # [2^nbits], fp32
 
-    def flat(self) -> Stored:
+    def flat(self) -> EncodedTokens:
         """As operators take it, with one axis for all tokens."""
         tokens, codes = self.data.shape[:-1], self.codes
 
@@ -119,22 +123,22 @@ class Stored(NamedTuple):
             return x.expand(tokens).reshape(-1)
 
         flat = self.data.flatten(0, -2), per_token(self.scale), per_token(self.minimum)
-        return Stored(*flat, self.format, None if codes is None else codes.reshape(-1), *self[5:])
+        return EncodedTokens(*flat, self.format, None if codes is None else codes.reshape(-1), *self[5:])
 
     def decoded(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
         """Some tokens ``[n, d]`` in fp32 as they count, NaN of a code that is no centroid's; in `out` if given."""
-        data, scale = self.data[rows], part_of(self.scale, rows)
+        data, scale = self.data[rows], select_rows(self.scale, rows)
         if self.codes is None or self.centroids is None or self.weights is None:
-            return decoded(data, scale, part_of(self.minimum, rows), self.format, d, out=out)
-        codes, nbits = self.codes[rows], RESIDUAL[self.format].nbits
+            return decode_tokens(data, scale, select_rows(self.minimum, rows), self.format, d, out=out)
+        codes, nbits = self.codes[rows], RESIDUAL_FORMATS[self.format].nbits
         inside = (codes >= 0) & (codes < len(self.centroids))
-        x = bucket_weights(data, self.weights, nbits)[:, :d]
+        x = lookup_bucket_weights(data, self.weights, nbits)[:, :d]
         if len(self.centroids):
             x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
         return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
 
 
-def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Of each token what its minimum and its scale follow from, NaN where it has NaN or an infinity."""
     if x.shape[-1] == 0 or not x.numel():
         return x.new_zeros(len(x)), x.new_zeros(len(x))
@@ -144,8 +148,8 @@ def extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return torch.where(finite, low, torch.nan).float(), torch.where(finite, high, torch.nan).float()
 
 
-def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
-    """The scales of tokens, or of what shares one, from their `extremes`."""
+def compute_scales(low: Tensor, high: Tensor, format: str) -> Tensor:
+    """The scales of tokens, or of what shares one, from their `compute_extremes`."""
     # In fp64, which rounds to the bits of an fp32 division: every device has the same scales, compiled too, though
     # a GPU multiplies by the inverse of a number, and Inductor's divisions in fp32 are off in the last bits there.
     scales = ((high - low).double() / FORMATS[format].largest).float()
@@ -153,10 +157,10 @@ def scales_of(low: Tensor, high: Tensor, format: str) -> Tensor:
     return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
 
 
-def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
+def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
     """Tokens ``x [n, d]`` in fp32 or fp64 as `format` keeps them, with scales ``[n]`` or ``[1]``."""
     kept = FORMATS[format]
-    # 0 for NaN: its scale says so. In fp64 as in `scales_of`.
+    # 0 for NaN: its scale says so. In fp64 as in `compute_scales`.
     inverse = torch.where(scale > 0, 1 / scale.double(), 0).float().unsqueeze(-1)
     if kept.encode is not None:
         return kept.encode(x, inverse)
@@ -167,14 +171,14 @@ def encoded(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Te
     return (x.float() if kept.dtype.is_floating_point else x).to(kept.dtype)
 
 
-def decoded(
+def decode_tokens(
     data: Tensor, scale: Tensor, minimum: Tensor | None, format: str, d: int, out: Tensor | None = None
 ) -> Tensor:
     """Tokens ``[n, d]`` in fp32 as they count, of scales ``[n]`` or ``[1]``; numbers of 8 bits may come as bytes.
 
     They are written to `out`, if there is one.
     """
-    kept = OPERANDS[format]
+    kept = OPERAND_FORMATS[format]
     numbers, times = (data.view(kept.dtype), 1.0) if kept.decode is None else kept.decode(data, d)
     x = numbers.float() if out is None else out.copy_(numbers)
     if times != 1:
@@ -183,25 +187,25 @@ def decoded(
     return x if minimum is None else x.add_(minimum.unsqueeze(-1))
 
 
-def bucket_weights(data: Tensor, weights: Tensor, nbits: int) -> Tensor:
+def lookup_bucket_weights(data: Tensor, weights: Tensor, nbits: int) -> Tensor:
     """Of bytes ``[n, b]`` the weights of their buckets ``[n, 8 / nbits * b]``."""
-    of_bytes = weights[slots(torch.arange(256, device=data.device), nbits)]  # [256, 8 / nbits]
+    of_bytes = weights[unpack_slots(torch.arange(256, device=data.device), nbits)]  # [256, 8 / nbits]
     return of_bytes.index_select(0, data.reshape(-1).int()).view(len(data), -1)
 
 
-def slots(numbers: Tensor, nbits: int) -> Tensor:
+def unpack_slots(numbers: Tensor, nbits: int) -> Tensor:
     """What the slots of bytes ``[...]`` hold, from the highest bits on: ``[..., 8 / nbits]``."""
     shifts = torch.arange(8 - nbits, -1, -nbits, dtype=numbers.dtype, device=numbers.device)
     return (numbers.unsqueeze(-1) >> shifts) & (2**nbits - 1)
 
 
-def part_of(x: PerToken, rows: Tensor | slice) -> PerToken:
+def select_rows(x: PerToken, rows: Tensor | slice) -> PerToken:
     """What has a value for each token, of some; all of what has one for all, and None of None."""
     return x if x is None or x.shape[0] == 1 else x[rows]
 
 
-def parts(rows: int, width: int) -> Iterator[slice]:
+def split_rows(rows: int, width: int) -> Iterator[slice]:
     """Slices of rows, of which `width` numbers of 4 bytes take little memory."""
-    step = max(1, _ROWS_BYTES // max(4 * width, 1))
+    step = max(1, _MAX_ROWS_BYTES // max(4 * width, 1))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))

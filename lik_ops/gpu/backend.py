@@ -55,6 +55,6 @@ __all__ = [
 def forget() -> None:
     """Drop what was worked out from the table of configurations."""
     Calls.forget()
-    cuda_forward.forget()
-    sm90_quantized.forget()
-    cuda_ragged.forget()
+    cuda_forward.clear_plans()
+    sm90_quantized.clear_plans()
+    cuda_ragged.clear_plans()

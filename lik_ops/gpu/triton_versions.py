@@ -11,28 +11,28 @@ from typing import Any
 import torch
 import triton
 
-NEWEST = (3, 9)  # tested; Gluon, in which the fastest kernels are written, may change with each release
+NEWEST_TESTED = (3, 9)  # tested; Gluon, in which the fastest kernels are written, may change with each release
 
 
 @functools.cache
-def release() -> tuple[int, int]:
+def get_triton_release() -> tuple[int, int]:
     """Major and minor number of the installed Triton."""
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
-def spelled() -> str:
-    return ".".join(map(str, NEWEST))
+def format_newest() -> str:
+    return ".".join(map(str, NEWEST_TESTED))
 
 
 @functools.cache
-def is_known() -> bool:
+def is_tested_version() -> bool:
     """Whether the installed Triton was tested; warns once if it is newer."""
-    if release() <= NEWEST:
+    if get_triton_release() <= NEWEST_TESTED:
         return True
     warnings.warn(
-        f"lik_ops: triton {triton.__version__} is newer than {spelled()}, the newest that was tested: plain Triton"
-        " kernels compute, more slowly, and Triton launches them",
+        f"lik_ops: triton {triton.__version__} is newer than {format_newest()}, the newest that was tested:"
+        " plain Triton kernels compute, more slowly, and Triton launches them",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -40,18 +40,18 @@ def is_known() -> bool:
 
 
 @functools.cache
-def _common_options() -> dict[str, Any]:
+def _get_common_options() -> dict[str, Any]:
     # Said, not left to Triton's default, which is about to change: bits hang on it.
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    if release() >= (3, 9) and torch.version.hip is None:
+    if get_triton_release() >= (3, 9) and torch.version.hip is None:
         # Triton asks for level 2 because of a fault of older versions of ptxas; that of CUDA 13.4 spills then.
         options["ptx_options"] = " ".join(filter(None, (triton.knobs.nvidia.ptxas_options, "--regAllocOptLevel=4")))
     return options
 
 
-def compile_options(options: dict[str, Any]) -> dict[str, Any]:
+def add_compile_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a launch with those that every kernel is compiled with."""
-    return {**_common_options(), **options}
+    return {**_get_common_options(), **options}
 
 
 def _raw_3_6(launcher: Any) -> Any:
@@ -96,7 +96,7 @@ def _encoder_3_8() -> Callable:
 
 
 # Of each version: what makes a direct launch of a compiled kernel, and what encodes a tensor descriptor for it.
-DIRECT: dict[tuple[int, int], tuple[Callable[[Any], Callable], Callable[[], Callable]]] = {
+DIRECT_LAUNCHERS: dict[tuple[int, int], tuple[Callable[[Any], Callable], Callable[[], Callable]]] = {
     (3, 6): (_direct_3_6, _encoder_3_6),
     (3, 7): (_direct_3_7, _encoder_3_6),
     (3, 8): (_direct_3_7, _encoder_3_8),
@@ -106,10 +106,10 @@ DIRECT: dict[tuple[int, int], tuple[Callable[[Any], Callable], Callable[[], Call
 
 def launches_directly() -> bool:
     """Whether it is known how to launch past Triton's own launcher."""
-    return torch.version.hip is None and release() in DIRECT
+    return torch.version.hip is None and get_triton_release() in DIRECT_LAUNCHERS
 
 
-def needs_more(launcher: Any) -> bool:
+def needs_launch_work(launcher: Any) -> bool:
     """Whether Triton does something at each launch of a kernel: allocates memory for it, or watches what it does."""
     scratch = launcher.global_scratch_size or launcher.profile_scratch_size
     return bool(scratch or getattr(launcher, "gsan_enabled", False))

@@ -15,31 +15,31 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from ..core.extras import error_of_missing
+from ..core.extras import make_missing_error
 
 ENVIRONMENT_VARIABLE = "LIK_OPS_INTEGRATIONS"
 _VALUES = {"": True, "1": True, "0": False}
 
 
-def _accept_all(*args: Any, **kwargs: Any) -> bool:
+def _accepts_all(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-class Target(NamedTuple):
+class PatchTarget(NamedTuple):
     """A function of a host and its replacement."""
 
     owner: str  # a module, or "module:Class"
     name: str  # "torch.einsum" replaces einsum only where the owner looks it up, in its own name `torch`
     function: Callable[..., Any]
     scores: bool = True  # whether its calls are counted
-    accepts: Callable[..., bool] = _accept_all  # whether to call `function`; if not, the host's own function runs
+    accepts: Callable[..., bool] = _accepts_all  # whether to call `function`; if not, the host's own function runs
 
 
-class Host(NamedTuple):
+class HostLibrary(NamedTuple):
     distribution: str
     at_least: str  # the first version that has the targets
-    targets: Callable[[], Sequence[Target]]  # imports the host
-    bypassed: Callable[[], Sequence[str]] = tuple  # what will not come to the targets, in words, as things are now
+    targets: Callable[[], Sequence[PatchTarget]]  # imports the host
+    list_bypassed: Callable[[], Sequence[str]] = tuple  # what will not come to the targets, in words, as things are now
     bound: str = ""  # what the extra of lik_ops that installs the host requires of torch
 
 
@@ -54,7 +54,7 @@ class Routing:
         not_reached: functions that this version of the host does not have.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostLibrary) -> None:
         self.host = host
         self.calls: Counter[str] = Counter()
         self.not_reached: tuple[str, ...] = ()
@@ -68,21 +68,21 @@ class Routing:
         if self._began:
             disable(self.host)
 
-    def _in_place_of(self, theirs: Any, target: Target) -> Any:
+    def _make_replacement(self, theirs: Any, target: PatchTarget) -> Any:
         """Return the replacement of `theirs`: a function, or a copy of a module with one function replaced."""
         _, _, function = target.name.partition(".")
         if not function:
-            return self._routed(theirs, target)
+            return self._make_router(theirs, target)
         module = types.ModuleType(theirs.__name__)
         vars(module).update(vars(theirs))
-        setattr(module, function, self._routed(getattr(theirs, function), target))
+        setattr(module, function, self._make_router(getattr(theirs, function), target))
         return module
 
-    def _routed(self, theirs: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    def _make_router(self, theirs: Callable[..., Any], target: PatchTarget) -> Callable[..., Any]:
         """Return a function that calls the target's if routing is on and the target accepts the call, else `theirs`."""
 
         def is_routed() -> bool:
-            return not self._ended and is_on()
+            return not self._ended and is_enabled()
 
         # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: no guard.
         is_routed._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class Routing:
             if theirs is None:
                 self.not_reached += (f"{target.owner}.{target.name}",)
                 continue
-            ours = self._in_place_of(theirs, target)
+            ours = self._make_replacement(theirs, target)
             self._replaced.append((owner, name, theirs, ours))
             setattr(owner, name, ours)
 
@@ -137,7 +137,7 @@ def _find_owner(path: str) -> Any:
 _active: dict[str, Routing] = {}
 
 
-def is_on() -> bool:
+def is_enabled() -> bool:
     """Whether calls of replaced functions go to lik_ops: not with ``LIK_OPS_INTEGRATIONS=0``."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if value not in _VALUES:
@@ -145,7 +145,7 @@ def is_on() -> bool:
     return _VALUES[value]
 
 
-def enable(host: Host) -> Routing:
+def enable(host: HostLibrary) -> Routing:
     """Replace the functions of `host`, unless they are already; warn of what is not reached."""
     if (active := _active.get(host.distribution)) is not None:
         again = Routing(host)
@@ -156,7 +156,7 @@ def enable(host: Host) -> Routing:
     except importlib.metadata.PackageNotFoundError as error:
         name = host.distribution
         packages = " ".join(f"'{x}'" for x in (f"{name}>={host.at_least}", host.bound) if x)
-        raise error_of_missing("enable", name, name.removesuffix("-engine"), packages) from error
+        raise make_missing_error("enable", name, name.removesuffix("-engine"), packages) from error
     routing = Routing(host)
     routing._began = True
     missed: list[str] = []
@@ -164,8 +164,8 @@ def enable(host: Host) -> Routing:
         missed.append(f"any function, of {version}: the first version that can be routed is {host.at_least}")
     else:
         routing._begin()
-        missed += [*routing.not_reached, *host.bypassed()]
-    if not is_on():
+        missed += [*routing.not_reached, *host.list_bypassed()]
+    if not is_enabled():
         missed.append(f"any call, while {ENVIRONMENT_VARIABLE}=0")
     _active[host.distribution] = routing
     if missed:
@@ -173,7 +173,7 @@ def enable(host: Host) -> Routing:
     return routing
 
 
-def disable(host: Host) -> None:
+def disable(host: HostLibrary) -> None:
     """Give `host` its functions back; nothing, where they are its own."""
     routing = _active.pop(host.distribution, None)
     if routing is not None and (kept := routing._end()):

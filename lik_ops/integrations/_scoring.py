@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .. import maxsim, maxsim_pairs, maxsim_xtr
-from ..api.packing import from_host
+from ..api.packing import copy_from_host
 
 Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
 Fill: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Of scores and where a document keeps no token: the scores that the host gives."""
 
 
-def zero_where_empty(scores: Tensor, empty: Tensor) -> Tensor:
+def zero_empty(scores: Tensor, empty: Tensor) -> Tensor:
     return scores.masked_fill(empty, 0.0)
 
 
@@ -57,8 +57,8 @@ def as_tokens(x: Any, name: str) -> Tokens:
         TypeError: `x` or an item has no numbers.
     """
     if not isinstance(x, (list, tuple)):
-        return _embeddings(f"{name}: expected a tensor, an array or a list of", x)
-    items = _items(name, x)
+        return _as_embeddings(f"{name}: expected a tensor, an array or a list of", x)
+    items = _convert_items(name, x)
     d = next((t.shape[1] for t in items if t.dim() == 2), 0)
     items = [t.reshape(0, d) if t.dim() == 1 and not t.numel() else t for t in items]
     for i, t in enumerate(items):
@@ -67,11 +67,11 @@ def as_tokens(x: Any, name: str) -> Tokens:
     return items
 
 
-def _items(name: str, x: Any) -> list[Tensor]:
-    return [_embeddings(f"{name}[{i}]: expected [L, d]", item) for i, item in enumerate(x)]
+def _convert_items(name: str, x: Any) -> list[Tensor]:
+    return [_as_embeddings(f"{name}[{i}]: expected [L, d]", item) for i, item in enumerate(x)]
 
 
-def _embeddings(where: str, x: Any) -> Tensor:
+def _as_embeddings(where: str, x: Any) -> Tensor:
     """Return `x` as a floating-point tensor of any shape. Errors begin with `where`, which says what is expected."""
     try:
         found = as_tensor(x)
@@ -82,7 +82,7 @@ def _embeddings(where: str, x: Any) -> Tensor:
         raise TypeError(f"{where} numbers, got {type(x).__name__}") from None
     if found.is_complex():
         raise TypeError(f"{where} real numbers, got {found.dtype}")
-    return _floating(found)
+    return _as_floating(found)
 
 
 def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Tensor:
@@ -99,7 +99,7 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
         TypeError: `x` has no numbers.
     """
     expected = f"{where}: expected [{rows}, {'d' if d is None else d}]"
-    vectors = _embeddings(expected, x)
+    vectors = _as_embeddings(expected, x)
     if d is not None and not vectors.numel():
         return vectors.reshape(0, d)
     if vectors.dim() != 2 or d not in (None, vectors.shape[1]):
@@ -110,8 +110,8 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
 def as_dense(x: Any, name: str) -> Tensor:
     """Return embeddings in one tensor; the items of a list have one shape. Arguments are as of `as_tokens`."""
     if not isinstance(x, (list, tuple)):
-        return _embeddings(f"{name}: expected a tensor, an array or a list of", x)
-    items = _items(name, x)
+        return _as_embeddings(f"{name}: expected a tensor, an array or a list of", x)
+    items = _convert_items(name, x)
     for i, t in enumerate(items):
         if t.shape != items[0].shape:
             raise ValueError(f"{name}[{i}]: expected {list(items[0].shape)}, as {name}[0], got {list(t.shape)}")
@@ -120,7 +120,7 @@ def as_dense(x: Any, name: str) -> Tensor:
     return torch.stack(items)
 
 
-def as_one_group(documents: Any, mask: Any) -> tuple[Tensor, Any]:
+def merge_groups(documents: Any, mask: Any) -> tuple[Tensor, Any]:
     """The documents of groups ``[G, N, Ld, d]``, and their mask, as those of one; group g begins at ``g * N``."""
     D = as_dense(documents, "documents")
     if D.dim() != 4:
@@ -129,11 +129,11 @@ def as_one_group(documents: Any, mask: Any) -> tuple[Tensor, Any]:
     return D, None if mask is None else as_mask("documents_mask", mask).flatten(0, 1)
 
 
-def moved(tokens: Tokens, device: torch.device) -> Tokens:
+def move_tokens(tokens: Tokens, device: torch.device) -> Tokens:
     return tokens.to(device) if isinstance(tokens, Tensor) else [t.to(device) for t in tokens]
 
 
-def _floating(x: Tensor) -> Tensor:
+def _as_floating(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.float()
 
 
@@ -145,7 +145,7 @@ def is_supported(Q: Any, D: Any) -> bool:
     return len({t.dtype for t in tensors}) <= 1 or torch.is_autocast_enabled(tensors[0].device.type)
 
 
-def cross(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_where_empty) -> Tensor:
+def score_cross(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_empty) -> Tensor:
     """Scores of every query and document ``[Nq, Nd]``, or of candidates ``[Nq, K, Ld, d]`` ``[Nq, K]``.
 
     Args:
@@ -154,34 +154,36 @@ def cross(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_where_empt
         d_mask: read as ``!= 0``.
         fill: gives documents without tokens the score of the host.
     """
-    Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
-    return _filled(maxsim(Q, D, mask, keep, q_weight=weight), D, keep, fill)
+    Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
+    return _fill_empty(maxsim(Q, D, mask, keep, q_weight=weight), D, keep, fill)
 
 
-def pairs(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_where_empty) -> Tensor:
-    """Scores ``[B]`` of query i and document i; arguments as of `cross`."""
-    Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
-    return _filled(maxsim_pairs(Q, D, mask, keep, q_weight=weight), D, keep, fill)
+def score_pairs(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_empty) -> Tensor:
+    """Scores ``[B]`` of query i and document i; arguments as of `score_cross`."""
+    Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
+    return _fill_empty(maxsim_pairs(Q, D, mask, keep, q_weight=weight), D, keep, fill)
 
 
-def xtr(Q: Any, D: Any, q_mask: Any, d_mask: Any, top_k: int, normalizer: str, fill: Fill = zero_where_empty) -> Tensor:
-    """Return the XTR scores ``[Nq, Nd]`` of every query and document; arguments as of `cross` and `maxsim_xtr`.
+def score_xtr(Q: Any, D: Any, q_mask: Any, d_mask: Any, top_k: int, normalizer: str, fill: Fill = zero_empty) -> Tensor:
+    """Return the XTR scores ``[Nq, Nd]`` of every query and document; arguments as of `score_cross` and `maxsim_xtr`.
 
     Query tokens whose mask is a number other than 0 count in the normalizer.
     """
     Q, D = as_dense(Q, "queries"), as_dense(D, "documents")
-    Q, D, mask, weight, keep = _prepared(Q, D, q_mask, d_mask)
+    Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
     if weight is not None:
         mask = weight != 0
-    return _filled(maxsim_xtr(Q, D, top_k, mask, keep, q_weight=weight, normalizer=normalizer), D, keep, fill)
+    return _fill_empty(maxsim_xtr(Q, D, top_k, mask, keep, q_weight=weight, normalizer=normalizer), D, keep, fill)
 
 
-def own_documents(scores: Tensor, count: int) -> Tensor:
+def select_own_scores(scores: Tensor, count: int) -> Tensor:
     """Return each query's scores of its own `count` documents ``[Nq, count]`` out of ``[Nq, G * count]``."""
     return scores.unflatten(1, (-1, count)).diagonal(dim1=0, dim2=1).transpose(0, 1)
 
 
-def _prepared(Q: Any, D: Any, q_mask: Any, d_mask: Any) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:
+def _prepare_sides(
+    Q: Any, D: Any, q_mask: Any, d_mask: Any
+) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:
     Q, D = as_tokens(Q, "queries"), as_tokens(D, "documents")
     if q_mask is not None and isinstance(Q, list):
         Q = torch.nn.utils.rnn.pad_sequence(Q, batch_first=True)
@@ -199,11 +201,11 @@ def _prepared(Q: Any, D: Any, q_mask: Any, d_mask: Any) -> tuple[Any, Any, Tenso
     return Q, D, mask, weight, keep
 
 
-def _filled(scores: Tensor, D: Tokens, keep: Tensor | None, fill: Fill) -> Tensor:
+def _fill_empty(scores: Tensor, D: Tokens, keep: Tensor | None, fill: Fill) -> Tensor:
     """`scores` with those of the host for documents that keep no token: always where a mask could say so."""
     if keep is not None:
         return fill(scores, ~keep.any(-1))
     if isinstance(D, Tensor):
         return fill(scores, scores.new_ones(scores.shape, dtype=torch.bool)) if D.shape[-2] == 0 else scores
     empty = [t.shape[0] == 0 for t in D]
-    return fill(scores, from_host(empty, scores.device)) if any(empty) else scores
+    return fill(scores, copy_from_host(empty, scores.device)) if any(empty) else scores

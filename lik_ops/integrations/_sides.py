@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.packing import from_host
+from ..api.packing import copy_from_host
 from . import _scoring
 from ._scoring import Tokens
 
-EMPTY = -1e9
-CHUNK_ELEMENTS = 100_000_000  # of documents that are packed or moved at a time
+EMPTY_SCORE = -1e9
+MAX_CHUNK_ELEMENTS = 100_000_000  # of documents that are packed or moved at a time
 SIMILARITY = "sentence_transformers.util.similarity"
 
 
-class Side:
+class EmbeddingSide:
     """Queries or documents of a call, and their mask: of a padded tensor without one, its rows that are not zero."""
 
     def __init__(self, name: str, x: Any, mask: Any) -> None:
@@ -58,7 +58,7 @@ class Side:
         """Parts of at most `elements` numbers, of at least one item; one part where nothing is packed or moved."""
         if isinstance(self.tokens, Tensor) and self.tokens.device == at:
             return [(0, len(self))]
-        budget = CHUNK_ELEMENTS if elements is None else elements
+        budget = MAX_CHUNK_ELEMENTS if elements is None else elements
         d = self.tokens[0].shape[-1]
         found, begin, held = [], 0, 0
         for i, width in enumerate(self._widths()):
@@ -70,7 +70,7 @@ class Side:
 
     def part(self, begin: int, end: int, at: torch.device) -> tuple[Tokens, Tensor | None]:
         """Items and their mask on the device `at`."""
-        tokens, mask = _scoring.moved(self.tokens[begin:end], at), self.mask
+        tokens, mask = _scoring.move_tokens(self.tokens[begin:end], at), self.mask
         if mask is not None and isinstance(tokens, list):  # it is padded to the longest of all
             mask = mask[:, : max(t.shape[0] for t in tokens)]
         return tokens, None if mask is None else mask[begin:end].to(at)
@@ -79,19 +79,21 @@ class Side:
         """Tokens of each item, at least 1."""
         if self.mask is not None:
             return self.mask.bool().sum(-1).clamp(min=1).to(device)
-        return from_host([max(width, 1) for width in self._widths()], device)
+        return copy_from_host([max(width, 1) for width in self._widths()], device)
 
 
-def fill(scores: Tensor, empty: Tensor) -> Tensor:
+def fill_empty(scores: Tensor, empty: Tensor) -> Tensor:
     """The host's score of documents without tokens. Its own function warns of them where reading waits for nothing: of
     tensors on the CPU, if they are ordinary ones."""
     theirs = getattr(sys.modules.get(SIMILARITY), "_fill_empty_document_scores", None)
-    return scores.masked_fill(empty, EMPTY) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
+    return (
+        scores.masked_fill(empty, EMPTY_SCORE) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
+    )
 
 
-def cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
-    return _scoring.cross(a, b, a_mask, b_mask, fill)
+def score_host_cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
+    return _scoring.score_cross(a, b, a_mask, b_mask, fill_empty)
 
 
-def pairs(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
-    return _scoring.pairs(a, b, a_mask, b_mask, fill)
+def score_host_pairs(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
+    return _scoring.score_pairs(a, b, a_mask, b_mask, fill_empty)

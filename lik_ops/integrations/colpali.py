@@ -45,7 +45,7 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
         >>> colpali.maxsim_inbatch(Q, D).shape
         torch.Size([2, 4])
     """
-    return _scoring.cross(query, doc, None, None)
+    return _scoring.score_cross(query, doc, None, None)
 
 
 def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
         >>> colpali.maxsim_kd(Q, D).shape
         torch.Size([2, 4])
     """
-    return _scoring.cross(query, doc, None, None)
+    return _scoring.score_cross(query, doc, None, None)
 
 
 def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | torch.device | None = None) -> Tensor:
@@ -87,16 +87,16 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
     for name, given in (("qs", qs), ("ps", ps)):
         if given is not None and len(given) == 0:
             raise ValueError(f"score_multi_vector: {name}: expected at least one, got none")
-    at = torch.device(device or _best_device())
-    queries, pages = _scoring.moved(_scoring.as_tokens(qs, "qs"), at), _scoring.as_tokens(ps, "ps")
+    at = torch.device(device or _choose_device())
+    queries, pages = _scoring.move_tokens(_scoring.as_tokens(qs, "qs"), at), _scoring.as_tokens(ps, "ps")
     parts = [
-        _scoring.cross(queries, _scoring.moved(pages[begin : begin + batch_size], at), None, None)
+        _scoring.score_cross(queries, _scoring.move_tokens(pages[begin : begin + batch_size], at), None, None)
         for begin in range(0, len(pages), batch_size)
     ]
     return torch.cat(parts, dim=1).to("cpu", torch.float32)
 
 
-def _best_device() -> str:
+def _choose_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
@@ -106,19 +106,19 @@ def _scores_lik(query: Tensor, doc: Tensor) -> Tensor:
     if not _scoring.is_supported(query, doc):
         message = "lik_ops has scores of floats of one dtype on one device"
         raise importlib.import_module(_LIK).LIKUnsupportedError(message)
-    return _scoring.cross(query, doc, None, None)
+    return _scoring.score_cross(query, doc, None, None)
 
 
 # Products of tokens in the losses, by their equations with letters renamed in order of appearance.
 _IN_BATCH, _PAIRS, _CANDIDATES = "abc,dec->adbe", "abc,adc->abd", "abc,adec->adbe"
 
 
-def _renamed(equation: str) -> str:
+def _rename_axes(equation: str) -> str:
     letters: dict[str, str] = {}
     return "".join(letters.setdefault(x, chr(ord("a") + len(letters))) if x.isalpha() else x for x in equation)
 
 
-class _Similarities:
+class _LazySimilarities:
     """Similarities of the tokens of a loss, as what they are computed from: the maximum after them needs no more.
 
     Any other use computes them, as the host would have.
@@ -147,7 +147,7 @@ def _accepts_einsum(equation: Any, *operands: Any) -> bool:
     if len(operands) != 2 or not isinstance(equation, str) or not _scoring.is_supported(*operands):
         return False
     query, doc = operands
-    layout = _renamed(equation)
+    layout = _rename_axes(equation)
     if layout not in (_IN_BATCH, _PAIRS, _CANDIDATES) or (layout != _IN_BATCH and query.shape[0] != doc.shape[0]):
         return False
     resolve = getattr(sys.modules.get(_MAXSIM), "_resolve_backend", None)
@@ -156,37 +156,37 @@ def _accepts_einsum(equation: Any, *operands: Any) -> bool:
 
 def _accepts_aggregate(loss: Any, scores_raw: Any, use_smooth_max: bool, dim_max: int, dim_sum: int) -> bool:
     """Return whether the host's `_aggregate` takes the maximum over document tokens and the sum over query tokens."""
-    if not isinstance(scores_raw, _Similarities):
+    if not isinstance(scores_raw, _LazySimilarities):
         return False
-    pairs = _renamed(scores_raw.equation) == _PAIRS
+    pairs = _rename_axes(scores_raw.equation) == _PAIRS
     is_smooth = not use_smooth_max or (isinstance(loss.tau, (int, float)) and loss.tau > 0)
     return is_smooth and (dim_max, dim_sum) == ((2, 1) if pairs else (3, 2))
 
 
-def _aggregate(loss: Any, scores_raw: _Similarities, use_smooth_max: bool, dim_max: int, dim_sum: int) -> Tensor:
+def _aggregate(loss: Any, scores_raw: _LazySimilarities, use_smooth_max: bool, dim_max: int, dim_sum: int) -> Tensor:
     """Return the scores that the host would make of the similarities."""
     query, doc = scores_raw.query, scores_raw.doc
-    pairs = _renamed(scores_raw.equation) == _PAIRS
+    pairs = _rename_axes(scores_raw.equation) == _PAIRS
     doc = doc.unsqueeze(1) if pairs else doc
-    scores = maxsim_soft(query, doc, loss.tau) if use_smooth_max else _scoring.cross(query, doc, None, None)
+    scores = maxsim_soft(query, doc, loss.tau) if use_smooth_max else _scoring.score_cross(query, doc, None, None)
     return scores.squeeze(1) if pairs else scores
 
 
-def _targets() -> list[_routing.Target]:
+def _list_targets() -> list[_routing.PatchTarget]:
     return [
-        _routing.Target(_LIK, "maxsim_inbatch_lik", _scores_lik),
-        _routing.Target(_LIK, "maxsim_kd_lik", _scores_lik),
-        _routing.Target(f"{_LOSSES}:ColbertModule", "_aggregate", _aggregate, accepts=_accepts_aggregate),
-        _routing.Target(_LOSSES, "torch.einsum", _Similarities, scores=False, accepts=_accepts_einsum),
+        _routing.PatchTarget(_LIK, "maxsim_inbatch_lik", _scores_lik),
+        _routing.PatchTarget(_LIK, "maxsim_kd_lik", _scores_lik),
+        _routing.PatchTarget(f"{_LOSSES}:ColbertModule", "_aggregate", _aggregate, accepts=_accepts_aggregate),
+        _routing.PatchTarget(_LOSSES, "torch.einsum", _LazySimilarities, scores=False, accepts=_accepts_einsum),
     ]
 
 
-def _bypassed() -> list[str]:
+def _list_bypassed() -> list[str]:
     backend = os.environ.get("COLPALI_SCORES_BACKEND", "auto").lower()
     return ["scores while COLPALI_SCORES_BACKEND=torch"] if backend == "torch" else []
 
 
-_HOST = _routing.Host("colpali-engine", "0.3.17", _targets, _bypassed, "torch<2.14")
+_HOST = _routing.HostLibrary("colpali-engine", "0.3.17", _list_targets, _list_bypassed, "torch<2.14")
 
 
 def enable() -> Routing:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..core.extras import error_of_missing
+from ..core.extras import make_missing_error
 from . import _scoring
 from .reranking import rerank_hits
 
 try:
     from haystack import Document, component
 except ModuleNotFoundError as error:
-    raise error_of_missing("lik_ops.integrations.haystack", "haystack", "haystack") from error
+    raise make_missing_error("lik_ops.integrations.haystack", "haystack", "haystack") from error
 
 __all__ = ["MaxSimRanker"]
 
@@ -46,7 +46,7 @@ class MaxSimRanker:
             TypeError: a multi-vector is not numbers.
         """
         query = _scoring.as_vectors("MaxSimRanker: query_multivector_embedding", query_multivector_embedding, rows="Lq")
-        multi_vectors = [_multi_vector(document, query.shape[1]) for document in documents]
+        multi_vectors = [_get_multi_vector(document, query.shape[1]) for document in documents]
         wanted = self.top_k if top_k is None else top_k
         found = rerank_hits(
             query, range(len(documents)), multi_vectors, wanted, normalize=self.normalize, device=self.device
@@ -55,7 +55,7 @@ class MaxSimRanker:
         return {"documents": [dataclasses.replace(documents[i], score=score) for i, score in ranked]}
 
 
-def _multi_vector(document: Any, d: int) -> Any:
+def _get_multi_vector(document: Any, d: int) -> Any:
     found = getattr(document, "multivector_embedding", None)
     found = document.meta.get("multivector_embedding") if found is None else found
     if found is None:

@@ -72,7 +72,7 @@ def colbert_scores(
         torch.Size([2, 5])
     """
     _check_backend("colbert_scores", backend)
-    return _scoring.cross(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+    return _scoring.score_cross(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
 
 
 def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, backend: str | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, 
         torch.Size([2])
     """
     _check_backend("colbert_scores_pairwise", backend)
-    return _scoring.pairs(queries_embeddings, documents_embeddings, None, None)
+    return _scoring.score_pairs(queries_embeddings, documents_embeddings, None, None)
 
 
 def colbert_kd_scores(
@@ -105,7 +105,7 @@ def colbert_kd_scores(
     """
     _check_backend("colbert_kd_scores", backend)
     Q, D = _scoring.as_dense(queries_embeddings, "queries"), _scoring.as_dense(documents_embeddings, "documents")
-    return _scoring.cross(Q, D, queries_mask, documents_mask)
+    return _scoring.score_cross(Q, D, queries_mask, documents_mask)
 
 
 class ColBERTScores:
@@ -128,7 +128,7 @@ class ColBERTScores:
         documents_mask: Any = None,
         backend: str | None = None,
     ) -> Tensor:
-        D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
+        D, d_mask = _scoring.merge_groups(documents_embeddings, documents_mask)
         return colbert_scores(queries_embeddings, D, queries_mask, d_mask, backend)
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -186,7 +186,9 @@ class XTRKDScores(XTRScores):
         documents_mask: Any = None,
     ) -> Tensor:
         D = _scoring.as_dense(documents_embeddings, "documents")
-        return _scoring.own_documents(super().__call__(queries_embeddings, D, queries_mask, documents_mask), D.shape[1])
+        return _scoring.select_own_scores(
+            super().__call__(queries_embeddings, D, queries_mask, documents_mask), D.shape[1]
+        )
 
 
 xtr_scores = XTRScores()
@@ -195,15 +197,15 @@ xtr_kd_scores = XTRKDScores()
 
 def _xtr_scores(scorer: Any, Q: Any, D: Any, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
     """Return the scores of a scorer of PyLate's or ours, both of which have `k`."""
-    D, d_mask = _scoring.as_one_group(D, documents_mask)
-    return _scoring.xtr(Q, D, queries_mask, d_mask, scorer.k, "positive")
+    D, d_mask = _scoring.merge_groups(D, documents_mask)
+    return _scoring.score_xtr(Q, D, queries_mask, d_mask, scorer.k, "positive")
 
 
 def _accepts_xtr(scorer: Any, Q: Any, D: Any, *masks: Any, **named: Any) -> bool:
     return _scoring.is_supported(Q, D)
 
 
-class _Ragged(list[Tensor]):
+class _TokenList(list[Tensor]):
     """Tokens ``[L_i, d]`` of several lengths. Any use as a tensor raises PyLate's error, which expects a tensor."""
 
     def __getattr__(self, name: str) -> Any:
@@ -215,14 +217,14 @@ class _Ragged(list[Tensor]):
         return stacked
 
 
-def _is_ragged(x: Any) -> bool:
+def _is_token_list(x: Any) -> bool:
     if not isinstance(x, list) or not x or any(getattr(item, "ndim", 0) != 2 for item in x):
         return False
     return len({tuple(item.shape) for item in x}) > 1
 
 
-def _as_ragged(x: Any) -> _Ragged:
-    return _Ragged(_scoring.as_tensor(item) for item in x)
+def _as_token_list(x: Any) -> _TokenList:
+    return _TokenList(_scoring.as_tensor(item) for item in x)
 
 
 def _check_backend(op: str, backend: Any) -> None:
@@ -233,51 +235,51 @@ def _check_backend(op: str, backend: Any) -> None:
 def _check_supported(Q: Any, D: Any) -> None:
     """Raise the error on which PyLate falls back to its torch code, or the error of that code for ragged lists."""
     if not _scoring.is_supported(Q, D):
-        _refuse_ragged(Q, D)
+        _refuse_token_lists(Q, D)
         raise importlib.import_module(_LIK).LIKUnsupported("lik_ops has scores of floats of one dtype on one device")
 
 
-def _refuse_ragged(*tensors: Any) -> None:
+def _refuse_token_lists(*tensors: Any) -> None:
     for x in tensors:
-        if isinstance(x, _Ragged):
+        if isinstance(x, _TokenList):
             x.stacked()
 
 
-def _tries_lik(backend: str, *tensors: Any) -> bool:
+def _accepts_lik(backend: str, *tensors: Any) -> bool:
     """In place of what keeps CPUs and lists from the backend."""
     if backend in ("auto", "lik"):
         return True
-    _refuse_ragged(*tensors)
+    _refuse_token_lists(*tensors)
     return False
 
 
 def _scores_lik(Q: Tensor, D: Tensor, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
     _check_supported(Q, D)
-    return _scoring.cross(Q, D, queries_mask, documents_mask)
+    return _scoring.score_cross(Q, D, queries_mask, documents_mask)
 
 
 def _scores_pairwise_lik(Q: Any, D: Any) -> Tensor:
     _check_supported(Q, D)
-    return _scoring.pairs(Q, D, None, None)
+    return _scoring.score_pairs(Q, D, None, None)
 
 
 def _kd_scores_lik(Q: Any, D: Any, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
-    _refuse_ragged(Q, D)
+    _refuse_token_lists(Q, D)
     return _scores_lik(Q, D, queries_mask, documents_mask)
 
 
-def _targets() -> list[_routing.Target]:
+def _list_targets() -> list[_routing.PatchTarget]:
     return [
-        _routing.Target(_COLBERT, "_try_lik", _tries_lik, scores=False),
-        _routing.Target(_COLBERT, "convert_to_tensor", _as_ragged, scores=False, accepts=_is_ragged),
-        _routing.Target(_LIK, "colbert_scores_lik", _scores_lik),
-        _routing.Target(_LIK, "colbert_scores_pairwise_lik", _scores_pairwise_lik),
-        _routing.Target(_LIK, "colbert_kd_scores_lik", _kd_scores_lik),
-        _routing.Target("pylate.scores.xtr:XTRScores", "_score", _xtr_scores, accepts=_accepts_xtr),
+        _routing.PatchTarget(_COLBERT, "_try_lik", _accepts_lik, scores=False),
+        _routing.PatchTarget(_COLBERT, "convert_to_tensor", _as_token_list, scores=False, accepts=_is_token_list),
+        _routing.PatchTarget(_LIK, "colbert_scores_lik", _scores_lik),
+        _routing.PatchTarget(_LIK, "colbert_scores_pairwise_lik", _scores_pairwise_lik),
+        _routing.PatchTarget(_LIK, "colbert_kd_scores_lik", _kd_scores_lik),
+        _routing.PatchTarget("pylate.scores.xtr:XTRScores", "_score", _xtr_scores, accepts=_accepts_xtr),
     ]
 
 
-def _bypassed() -> list[str]:
+def _list_bypassed() -> list[str]:
     backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower()
     if backend in ("torch", "flash"):
         return [f"ColBERT scores while PYLATE_SCORES_BACKEND={backend}"]
@@ -286,7 +288,7 @@ def _bypassed() -> list[str]:
     return []
 
 
-_HOST = _routing.Host("pylate", "1.5.1", _targets, _bypassed, "torch==2.11.*")
+_HOST = _routing.HostLibrary("pylate", "1.5.1", _list_targets, _list_bypassed, "torch==2.11.*")
 
 
 def enable() -> Routing:

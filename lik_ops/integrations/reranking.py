@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import maxsim, maxsim_candidates_varlen
-from ..api.packing import from_host
-from ..core.arguments import check_count, shape_of
+from ..api.packing import copy_from_host
+from ..core.arguments import check_count, format_shape
 from . import _scoring
 
 __all__ = ["Hits", "compute_maxsim_score_batched", "rerank_hits"]
@@ -125,15 +125,15 @@ def compute_maxsim_score_batched(
             counts.append(0)
         places.append((row, counts[row]))
         counts[row] += 1
-    D, begins = _store(d_embs)
+    D, begins = _pack_documents(d_embs)
     K = max(counts)
     offsets, lengths = [0] * (len(queries) * K), [0] * (len(queries) * K)
     for (row, column), d, begin in zip(places, d_embs, begins, strict=True):
         offsets[row * K + column], lengths[row * K + column] = begin, d.shape[0]
     at = [row * K + column for row, column in places]
-    table = from_host([offsets, lengths], D.device).view(2, len(queries), K)
+    table = copy_from_host([offsets, lengths], D.device).view(2, len(queries), K)
     scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
-    return list((scores if at == list(range(len(at))) else scores[from_host(at, D.device)]).unbind())
+    return list((scores if at == list(range(len(at))) else scores[copy_from_host(at, D.device)]).unbind())
 
 
 def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
@@ -146,14 +146,14 @@ def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
                 raise TypeError(f"{op}: {name}[{i}]: expected a floating-point Tensor, got {found}")
             if t.dim() != 2 or t.shape[1] != first.shape[1]:
                 d = first.shape[1] if first.dim() == 2 else "d"
-                raise ValueError(f"{op}: {name}[{i}]: expected [L, {d}], got {shape_of(t)}")
+                raise ValueError(f"{op}: {name}[{i}]: expected [L, {d}], got {format_shape(t)}")
             if t.device != first.device:
                 raise ValueError(f"{op}: {name}[{i}]: expected device {first.device}, as q_embs[0], got {t.device}")
             if t.dtype != first.dtype and not torch.is_autocast_enabled(t.device.type):
                 raise TypeError(f"{op}: {name}[{i}]: expected {first.dtype}, as q_embs[0], got {t.dtype}")
 
 
-def _store(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """The documents in one tensor of rows, without a copy where they are slices of one, and where each begins."""
     first = d_embs[0]
     d, memory = first.shape[-1], first.untyped_storage().data_ptr()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import _routing, _scoring
 from ._routing import Routing as Routing
-from ._sides import SIMILARITY, Side, cross, fill, pairs
+from ._sides import SIMILARITY, EmbeddingSide, fill_empty, score_host_cross, score_host_pairs
 
 __all__ = [
     "Routing",
@@ -82,14 +82,14 @@ def maxsim(
         >>> sentence_transformers.maxsim(torch.eye(32, 128).expand(2, 32, 128), documents).shape
         torch.Size([2, 3])
     """
-    queries, documents = Side("a", a, a_mask), Side("b", b, b_mask)
+    queries, documents = EmbeddingSide("a", a, a_mask), EmbeddingSide("b", b, b_mask)
     home = documents.device or queries.device or torch.device("cpu")
     if not len(queries) or not len(documents):
         return torch.zeros(len(queries), len(documents), device=home)
     at = home if device is None else torch.device(device)
     there = queries.part(0, len(queries), at)
     parts = [
-        cross(there[0], D, there[1], keep)
+        score_host_cross(there[0], D, there[1], keep)
         for D, keep in (documents.part(*ends, at) for ends in documents.ranges(chunk_elements, at))
     ]
     scores = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(home)
@@ -113,7 +113,7 @@ def maxsim_pairwise(
         >>> sentence_transformers.maxsim_pairwise(torch.eye(32, 128).expand(2, 32, 128), documents).shape
         torch.Size([2])
     """
-    queries, documents = Side("a", a, a_mask), Side("b", b, b_mask)
+    queries, documents = EmbeddingSide("a", a, a_mask), EmbeddingSide("b", b, b_mask)
     if len(queries) != len(documents):
         raise ValueError(
             f"maxsim_pairwise: b: expected {len(queries)} documents, as many as queries, got {len(documents)}"
@@ -125,7 +125,7 @@ def maxsim_pairwise(
     parts = []
     for ends in documents.ranges(chunk_elements, at):
         (Q, q_mask), (D, d_mask) = queries.part(*ends, at), documents.part(*ends, at)
-        parts.append(pairs(Q, D, q_mask, d_mask))
+        parts.append(score_host_pairs(Q, D, q_mask, d_mask))
     scores = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(home)
     return scores / queries.counts(home) if length_normalize else scores
 
@@ -154,7 +154,7 @@ def colbert_scores(
         >>> sentence_transformers.colbert_scores(Q, D).shape
         torch.Size([2, 6])
     """
-    D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
+    D, d_mask = _scoring.merge_groups(documents_embeddings, documents_mask)
     Q = _scoring.as_tokens(queries_embeddings, "queries")
     return maxsim(Q, D, queries_mask, d_mask, chunk_elements, length_normalize)
 
@@ -202,13 +202,13 @@ def colbert_kd_scores(
         torch.Size([2, 8])
     """
     D = _scoring.as_dense(documents_embeddings, "documents")
-    queries = Side("queries", _scoring.as_dense(queries_embeddings, "queries"), queries_mask)
+    queries = EmbeddingSide("queries", _scoring.as_dense(queries_embeddings, "queries"), queries_mask)
     keep = D.any(-1) if documents_mask is None else documents_mask
-    scores = cross(queries.tokens, D, queries.mask, keep)
+    scores = score_host_cross(queries.tokens, D, queries.mask, keep)
     return scores / queries.counts(scores.device).unsqueeze(1) if length_normalize else scores
 
 
-def _mean(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+def _make_mean(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
     def mean(*args: Any, length_normalize: bool = True, **kwargs: Any) -> Tensor:
         return function(*args, length_normalize=length_normalize, **kwargs)
 
@@ -217,11 +217,11 @@ def _mean(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
     return mean
 
 
-mean_maxsim = _mean(maxsim, "mean_maxsim")
-mean_maxsim_pairwise = _mean(maxsim_pairwise, "mean_maxsim_pairwise")
-mean_colbert_scores = _mean(colbert_scores, "mean_colbert_scores")
-mean_colbert_scores_pairwise = _mean(colbert_scores_pairwise, "mean_colbert_scores_pairwise")
-mean_colbert_kd_scores = _mean(colbert_kd_scores, "mean_colbert_kd_scores")
+mean_maxsim = _make_mean(maxsim, "mean_maxsim")
+mean_maxsim_pairwise = _make_mean(maxsim_pairwise, "mean_maxsim_pairwise")
+mean_colbert_scores = _make_mean(colbert_scores, "mean_colbert_scores")
+mean_colbert_scores_pairwise = _make_mean(colbert_scores_pairwise, "mean_colbert_scores_pairwise")
+mean_colbert_kd_scores = _make_mean(colbert_kd_scores, "mean_colbert_kd_scores")
 
 
 def xtr_scores(
@@ -247,10 +247,12 @@ def xtr_scores(
         >>> sentence_transformers.xtr_scores(torch.randn(2, 32, 128), torch.randn(2, 3, 300, 128)).shape
         torch.Size([2, 6])
     """
-    D, d_mask = _scoring.as_one_group(documents_embeddings, documents_mask)
-    queries = Side("queries", _scoring.as_dense(queries_embeddings, "queries"), queries_mask)
-    documents = Side("documents", D, d_mask)
-    return _scoring.xtr(queries.tokens, documents.tokens, queries.mask, documents.mask, top_k, "retrieved", fill)
+    D, d_mask = _scoring.merge_groups(documents_embeddings, documents_mask)
+    queries = EmbeddingSide("queries", _scoring.as_dense(queries_embeddings, "queries"), queries_mask)
+    documents = EmbeddingSide("documents", D, d_mask)
+    return _scoring.score_xtr(
+        queries.tokens, documents.tokens, queries.mask, documents.mask, top_k, "retrieved", fill_empty
+    )
 
 
 def xtr_kd_scores(
@@ -272,7 +274,7 @@ def xtr_kd_scores(
     """
     D = _scoring.as_dense(documents_embeddings, "documents")
     scores = xtr_scores(queries_embeddings, D, queries_mask, documents_mask, top_k, chunk_elements)
-    return _scoring.own_documents(scores, D.shape[1])
+    return _scoring.select_own_scores(scores, D.shape[1])
 
 
 def xtr_scores_pairwise(
@@ -350,32 +352,34 @@ def _accepts_xtr(*args: Any, top_k: Any = 256, **named: Any) -> bool:
 
 
 def _similarity(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
-    return _by_name(model, maxsim, mean_maxsim)(embeddings1, embeddings2, **kwargs)
+    return _choose_by_name(model, maxsim, mean_maxsim)(embeddings1, embeddings2, **kwargs)
 
 
 def _similarity_pairwise(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
-    return _by_name(model, maxsim_pairwise, mean_maxsim_pairwise)(embeddings1, embeddings2, **kwargs)
+    return _choose_by_name(model, maxsim_pairwise, mean_maxsim_pairwise)(embeddings1, embeddings2, **kwargs)
 
 
-def _by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _choose_by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = getattr(model.similarity_fn_name, "value", model.similarity_fn_name)
     if name not in ("maxsim", "meanmaxsim"):
         raise ValueError(f"similarity_fn_name: expected maxsim or meanmaxsim, got {name!r}")
     return plain if name == "maxsim" else mean
 
 
-def _targets() -> list[_routing.Target]:
+def _list_targets() -> list[_routing.PatchTarget]:
     return [
-        _routing.Target(SIMILARITY, "_maxsim_score_documents", cross),
-        _routing.Target(SIMILARITY, "_maxsim_score_pairs", pairs),
-        _routing.Target(_MODEL, "similarity", _similarity),  # lists are not padded
-        _routing.Target(_MODEL, "similarity_pairwise", _similarity_pairwise),
-        _routing.Target(_SCORING, "xtr_scores", xtr_scores, accepts=_accepts_xtr),
-        _routing.Target(f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr),  # what the host's own calls
+        _routing.PatchTarget(SIMILARITY, "_maxsim_score_documents", score_host_cross),
+        _routing.PatchTarget(SIMILARITY, "_maxsim_score_pairs", score_host_pairs),
+        _routing.PatchTarget(_MODEL, "similarity", _similarity),  # lists are not padded
+        _routing.PatchTarget(_MODEL, "similarity_pairwise", _similarity_pairwise),
+        _routing.PatchTarget(_SCORING, "xtr_scores", xtr_scores, accepts=_accepts_xtr),
+        _routing.PatchTarget(
+            f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr
+        ),  # what the host's own calls
     ]
 
 
-_HOST = _routing.Host("sentence-transformers", "6.1", _targets)
+_HOST = _routing.HostLibrary("sentence-transformers", "6.1", _list_targets)
 
 
 def enable() -> Routing:

@@ -9,5 +9,5 @@ from ..families.xtr import ops as xtr_ops  # noqa: F401
 from . import maxsim, quantized, ragged, saved, topk, topk_codes  # noqa: F401
 from .stack import compile_cache, flops
 
-flops.register()
-compile_cache.tag()
+flops.register_formulas()
+compile_cache.tag_cache_key()

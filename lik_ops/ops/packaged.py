@@ -12,29 +12,29 @@ from torch.library import triton_op, wrap_triton
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..core.arguments import check, check_lifted, score_dtype
+from ..core.arguments import check_dense, check_dense_batched, score_dtype
 from ..csrc_triton.export.packaged import maxsim_packaged as _kernel
-from ..gpu.runtime.arguments import allow_tf32
-from .registration.docstrings import document
-from .registration.family import no_gradient
+from ..gpu.runtime.arguments import is_tf32_allowed
+from .registration.docstrings import set_docstring
+from .registration.family import make_raising_backward
 
 _NAME = add_op_namespace_prefix("maxsim_packaged")
 _DOC = "Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."
-_MOST_ROWS, _TOKENS = 64, 64
+_MAX_QUERY_ROWS, _TILE_TOKENS = 64, 64
 
 
-def _power_of_2(size: int | torch.SymInt, most: int) -> int:
+def _round_to_power_of_2(size: int | torch.SymInt, most: int) -> int:
     """The power of two from 16 to `most` that covers `size`, if it is known while tracing; else `most`."""
     return min(most, max(16, 1 << (size - 1).bit_length())) if isinstance(size, int) else most
 
 
-def _precision(dtype: torch.dtype) -> str:
+def _choose_precision(dtype: torch.dtype) -> str:
     if torch.version.hip:
         return "ieee"
-    return "tf32" if allow_tf32(dtype) else "tf32x3"
+    return "tf32" if is_tf32_allowed(dtype) else "tf32x3"
 
 
-def arguments(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -> tuple[tuple, dict]:
+def make_kernel_args(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -> tuple[tuple, dict]:
     """The kernel's arguments, those that a launch reads and those that it is compiled for."""
     candidates, owner = D.dim() == 4, () if D.dim() == 4 else (0,)
     query_strides = [(0, 0) if x is None else x.stride() for x in (q_mask, q_weight)]
@@ -44,10 +44,10 @@ def arguments(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -
     constants = {
         "CANDIDATES": candidates,
         "NORMALIZE": normalize,
-        "PRECISION": _precision(Q.dtype),
-        "BM": _power_of_2(Lq, _MOST_ROWS),
-        "BN": _TOKENS,
-        "BD": _power_of_2(d, 64 if Q.dtype == torch.float32 else 128),
+        "PRECISION": _choose_precision(Q.dtype),
+        "BM": _round_to_power_of_2(Lq, _MAX_QUERY_ROWS),
+        "BN": _TILE_TOKENS,
+        "BD": _round_to_power_of_2(d, 64 if Q.dtype == torch.float32 else 128),
     }
     return (*queries, *documents, scores, Q.shape[0], D.shape[-3], Lq, D.shape[-2], d), constants
 
@@ -64,17 +64,17 @@ def maxsim_packaged(
     if Q.device.type != "cuda" or Q.dtype == torch.float64:
         return lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0]
     scores = Q.new_empty((Q.shape[0], D.shape[-3]), dtype=torch.float32)
-    args, constants = arguments(Q, D, q_mask, d_mask, q_weight, normalize, scores)
+    args, constants = make_kernel_args(Q, D, q_mask, d_mask, q_weight, normalize, scores)
     wrap_triton(_kernel)[(scores.shape[0] * scores.shape[1],)](*args, **constants)
     return scores
 
 
 @maxsim_packaged.register_fake
 def _(Q, D, q_mask, d_mask, q_weight, normalize):
-    check(_NAME, Q, D, q_mask, d_mask, q_weight)
-    check_lifted(_NAME, Q, D, q_mask, d_mask)
+    check_dense(_NAME, Q, D, q_mask, d_mask, q_weight)
+    check_dense_batched(_NAME, Q, D, q_mask, d_mask)
     return Q.new_empty((Q.shape[0], D.shape[-3]), dtype=score_dtype(Q.dtype))
 
 
-maxsim_packaged.register_autograd(no_gradient("maxsim_packaged", f"{add_op_namespace_prefix('maxsim')} does"))
-document("maxsim_packaged", _DOC)
+maxsim_packaged.register_autograd(make_raising_backward("maxsim_packaged", f"{add_op_namespace_prefix('maxsim')} does"))
+set_docstring("maxsim_packaged", _DOC)

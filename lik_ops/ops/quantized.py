@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ..core.arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, kind_of, require
-from ..core.segments import Ragged
-from ..formats.table import OPERANDS, Format, Stored
+from ..core.arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, describe_type, require
+from ..core.segments import RaggedArgs
+from ..formats.table import OPERAND_FORMATS, EncodedTokens, Format
 from .checks import values
 from .registration.custom import custom_op
-from .registration.family import backend_once, check_forward, fake_forward, no_gradient
+from .registration.family import check_forward, fake_forward, lookup_backend, make_raising_backward
 from .stack import batching_ragged, functional
 
 _SCHEMA = (
@@ -20,26 +20,26 @@ _SCHEMA = (
     " Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q)"
     " -> (Tensor, Tensor)"
 )
-_STORED, _OPTIONS = slice(1, 8), 15  # where the operands of documents are, and what is no tensor begins
+_ENCODED_SLICE, _FIRST_OPTION = slice(1, 8), 15  # where the operands of documents are, and what is no tensor begins
 _FWD = add_op_namespace_prefix("maxsim_quantized_fwd")
 
 
-def tokens_like(Q: Tensor, shape: Any) -> Tensor:
+def make_tokens_like(Q: Tensor, shape: Any) -> Tensor:
     """A tensor that has the metadata of tokens of the dtype of Q, and the memory of one number."""
     return Q.new_empty(()).expand(shape)
 
 
-def _taken(args: tuple) -> tuple[Ragged, Stored]:
+def _unpack_args(args: tuple) -> tuple[RaggedArgs, EncodedTokens]:
     """The arguments before the options, with a stand-in for D."""
-    Q, stored = args[0], Stored(*args[_STORED])
-    D = tokens_like(Q, (stored.data.shape[0], Q.shape[-1]))
-    return Ragged(Q, D, *args[_STORED.stop : _OPTIONS]), stored
+    Q, stored = args[0], EncodedTokens(*args[_ENCODED_SLICE])
+    D = make_tokens_like(Q, (stored.data.shape[0], Q.shape[-1]))
+    return RaggedArgs(Q, D, *args[_ENCODED_SLICE.stop : _FIRST_OPTION]), stored
 
 
-def _check(r: Ragged, stored: Stored, argmax_dtype: Any) -> None:
+def _check_forward_args(r: RaggedArgs, stored: EncodedTokens, argmax_dtype: Any) -> None:
     check_forward(_FWD, r, argmax_dtype, "auto")
-    check_choice(_FWD, "format", stored.format, tuple(OPERANDS))
-    kept = OPERANDS[stored.format]
+    check_choice(_FWD, "format", stored.format, tuple(OPERAND_FORMATS))
+    kept = OPERAND_FORMATS[stored.format]
     expected = -(-r.Q.shape[-1] // kept.each)
     if stored.data.dtype != kept.bytes:
         raise TypeError(f"{_FWD}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
@@ -56,13 +56,13 @@ def _check(r: Ragged, stored: Stored, argmax_dtype: Any) -> None:
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
         if x.dtype != torch.float32 or not fits:
             raise ValueError(f"{_FWD}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")
-    _check_codes(stored, kept, r.Q.shape[-1])
+    _check_code_tensors(stored, kept, r.Q.shape[-1])
     for name, x in stored._asdict().items():
         if isinstance(x, Tensor) and x.device != r.Q.device:
             raise ValueError(f"{_FWD}: {name}: expected the device of Q, {r.Q.device}, got {x.device}")
 
 
-def _check_codes(stored: Stored, kept: Format, d: Any) -> None:
+def _check_code_tensors(stored: EncodedTokens, kept: Format, d: Any) -> None:
     """What residual codes alone have."""
     dtypes = {"codes": INDEX_DTYPES, "centroids": DTYPES[:3], "weights": (torch.float32,)}
     shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**kept.nbits,)}
@@ -70,7 +70,7 @@ def _check_codes(stored: Stored, kept: Format, d: Any) -> None:
         x = getattr(stored, name)
         if not kept.nbits:
             if x is not None:
-                raise TypeError(f"{_FWD}: {name}: expected None for {stored.format}, got {kind_of(x)}")
+                raise TypeError(f"{_FWD}: {name}: expected None for {stored.format}, got {describe_type(x)}")
             continue
         check_tensor(_FWD, name, x)
         expected = shapes[name]
@@ -91,9 +91,9 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     its highest. Other formats have None of these. ``"int8_int8"`` is ``"int8"`` beside whose documents a GPU may round
     queries to int8. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
     """
-    (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
-    given, options = args[:_OPTIONS], args[_OPTIONS:]
-    backend = backend_once(_FWD, given, options, r.Q, _check, r, stored, argmax_dtype)
+    (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
+    given, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]
+    backend = lookup_backend(_FWD, given, options, r.Q, _check_forward_args, r, stored, argmax_dtype)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.q_weight)
     return backend.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)
@@ -101,12 +101,12 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 @maxsim_quantized_fwd.register_fake
 def _(*args):
-    (r, stored), (_, argmax_dtype, max_seqlen_q) = _taken(args), args[_OPTIONS:]
-    _check(r, stored, argmax_dtype)
+    (r, stored), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
+    _check_forward_args(r, stored, argmax_dtype)
     return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
 
 
 maxsim_quantized_fwd.register_autograd(
-    no_gradient("maxsim_quantized_fwd", "score the tokens of Quantized.dequantize()")
+    make_raising_backward("maxsim_quantized_fwd", "score the tokens of Quantized.dequantize()")
 )
-maxsim_quantized_fwd.register_vmap(batching_ragged.quantized)
+maxsim_quantized_fwd.register_vmap(batching_ragged.vmap_quantized_forward)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..core.arguments import argmax_dtype_for, require
-from ..core.segments import Ragged
+from ..core.arguments import choose_argmax_dtype, require
+from ..core.segments import RaggedArgs
 from .checks import values
 from .registration.custom import custom_op
 from .registration.family import (
-    backend_once,
     check_forward,
     check_gradient,
     fake_forward,
     fake_gradient,
-    no_double_backward,
+    lookup_backend,
+    make_raising_double_backward,
     register_autograd,
 )
 from .registration.gradients import is_unified
@@ -41,7 +41,7 @@ _BWD_SCHEMA = (
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_ragged_fwd", "maxsim_ragged_bwd"))
 
 
-def _check_forward(tensors: Ragged, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
+def _check_forward(tensors: RaggedArgs, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
     check_forward(_FWD, tensors, argmax_dtype, backward)
     require(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
 
@@ -52,11 +52,11 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
     The winners are ``[Nd, Tq]`` (cross product), ``[K, Tq]`` (candidates, 2-D `d_offsets`) or ``[P, max_seqlen_q]``
     (`pairs`), relative to their document, -1 where there is none. A pair whose query is longer than `max_seqlen_q`
-    scores NaN; the other layouts take it for a bound that may be too large. `backward` names how gradients are summed;
-    without winners kept, it finds them again.
+    scores NaN; the other layouts take it for a bound that may be too large. `vmap_ragged_backward` names how gradients
+    are summed; without winners kept, it finds them again.
     """
-    r, (normalize, argmax_dtype, max_seqlen_q, backward) = Ragged(*args[:9]), args[9:]
-    backend = backend_once(_FWD, r, args[9:], r.Q, _check_forward, r, argmax_dtype, max_seqlen_q, backward)
+    r, (normalize, argmax_dtype, max_seqlen_q, backward) = RaggedArgs(*args[:9]), args[9:]
+    backend = lookup_backend(_FWD, r, args[9:], r.Q, _check_forward, r, argmax_dtype, max_seqlen_q, backward)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
     return backend.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
@@ -64,12 +64,12 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 @maxsim_ragged_fwd.register_fake
 def _(*args):
-    r, (_, argmax_dtype, max_seqlen_q, backward) = Ragged(*args[:9]), args[9:]
+    r, (_, argmax_dtype, max_seqlen_q, backward) = RaggedArgs(*args[:9]), args[9:]
     _check_forward(r, argmax_dtype, max_seqlen_q, backward)
     return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
 
 
-def _check_gradient(grad_scores: Tensor, r: Ragged, argmax: Tensor, needs: Any) -> None:
+def _check_gradient(grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, needs: Any) -> None:
     expected = r.argmax_shape(argmax.shape[-1] if argmax.dim() else 0)
     check_gradient(_BWD, grad_scores, r, argmax, expected, needs)
 
@@ -80,28 +80,28 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     Without `unified` each is summed by its owner in a fixed order; with it a GPU may add atomically.
     """
-    grad_scores, r, (argmax, normalize, unified, needs) = args[0], Ragged(*args[1:10]), args[10:]
-    backend = backend_once(_BWD, args[:11], tuple(needs), r.Q, _check_gradient, grad_scores, r, argmax, needs)
+    grad_scores, r, (argmax, normalize, unified, needs) = args[0], RaggedArgs(*args[1:10]), args[10:]
+    backend = lookup_backend(_BWD, args[:11], tuple(needs), r.Q, _check_gradient, grad_scores, r, argmax, needs)
     functional.reject_forward_ad(grad_scores, r.Q, r.D, r.q_weight)
     return backend.backward_ragged(grad_scores, r, argmax, normalize, list(needs), unified)
 
 
 @maxsim_ragged_bwd.register_fake
 def _(*args):
-    grad_scores, r, (argmax, _, _, needs) = args[0], Ragged(*args[1:10]), args[10:]
+    grad_scores, r, (argmax, _, _, needs) = args[0], RaggedArgs(*args[1:10]), args[10:]
     _check_gradient(grad_scores, r, argmax, needs)
     return fake_gradient(r, needs)
 
 
-def _gradients(grad_scores, tensors, argmax, options, needs):
+def _call_backward(grad_scores, tensors, argmax, options, needs):
     normalize, argmax_dtype, max_seqlen_q, backward = options
     if argmax_dtype is None:  # to be found again
-        dtype = argmax_dtype_for(tensors[1].shape[0])
+        dtype = choose_argmax_dtype(tensors[1].shape[0])
         argmax = lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
     return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)
 
 
-register_autograd(maxsim_ragged_fwd, Ragged, _gradients)
-maxsim_ragged_bwd.register_autograd(no_double_backward("maxsim_ragged_fwd"))
-maxsim_ragged_fwd.register_vmap(batching_ragged.forward)
-maxsim_ragged_bwd.register_vmap(batching_ragged.backward)
+register_autograd(maxsim_ragged_fwd, RaggedArgs, _call_backward)
+maxsim_ragged_bwd.register_autograd(make_raising_double_backward("maxsim_ragged_fwd"))
+maxsim_ragged_fwd.register_vmap(batching_ragged.vmap_ragged_forward)
+maxsim_ragged_bwd.register_vmap(batching_ragged.vmap_ragged_backward)

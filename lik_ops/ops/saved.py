@@ -16,21 +16,21 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..core.segments import Dense
-from .quantized import tokens_like
+from ..core.segments import DenseArgs
+from .quantized import make_tokens_like
 from .registration.custom import custom_op
 from .registration.family import (
-    backend_once,
     check_forward,
     check_gradient,
     check_shape,
     fake_forward,
     fake_gradient,
-    found_once,
-    no_double_backward,
+    lookup_backend,
+    lookup_once,
+    make_raising_double_backward,
     register_autograd,
 )
-from .registration.gradients import is_unified, planned
+from .registration.gradients import is_unified, plan_backward
 from .stack import batching, functional
 
 _FWD_SCHEMA = (
@@ -47,15 +47,15 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_fwd_int8", "maxsim_bwd_int8")
 @custom_op(add_op_namespace_prefix("maxsim_fwd_int8"), _FWD_SCHEMA)
 def maxsim_fwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and winners of `maxsim_fwd`; D as int8, and the scale of each token: what the backward needs of it."""
-    tensors, (normalize, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
-    backend = backend_once(_FWD, args, (), tensors.Q, check_forward, _FWD, tensors, argmax_dtype, backward)
+    tensors, (normalize, argmax_dtype, backward) = DenseArgs(*args[:5]), args[5:]
+    backend = lookup_backend(_FWD, args, (), tensors.Q, check_forward, _FWD, tensors, argmax_dtype, backward)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
     return *backend.forward(*tensors, normalize, argmax_dtype), *backend.keep_int8(tensors.D)
 
 
 @maxsim_fwd_int8.register_fake
 def _(*args):
-    tensors, (_, argmax_dtype, backward) = Dense(*args[:5]), args[5:]
+    tensors, (_, argmax_dtype, backward) = DenseArgs(*args[:5]), args[5:]
     check_forward(_FWD, tensors, argmax_dtype, backward)
     data, scale = (
         tensors.Q.new_empty(shape, dtype=dtype)
@@ -64,14 +64,14 @@ def _(*args):
     return *fake_forward(tensors, tensors.argmax_shape(), argmax_dtype), data, scale
 
 
-def _taken(args: tuple) -> Dense:
+def _unpack_backward_args(args: tuple) -> DenseArgs:
     """The tensors of a call, with a stand-in for D; raises unless a backward takes them."""
     grad_scores, Q, data, scale, argmax, q_mask, q_weight, _, _, needs = args
     if data.dtype != torch.int8:
         raise TypeError(f"{_BWD}: data: expected torch.int8, got {data.dtype}")
     if scale.dtype != torch.float32:
         raise TypeError(f"{_BWD}: scale: expected torch.float32, got {scale.dtype}")
-    tensors = Dense(Q, tokens_like(Q, data.shape), q_mask, None, q_weight)
+    tensors = DenseArgs(Q, make_tokens_like(Q, data.shape), q_mask, None, q_weight)
     check_gradient(_BWD, grad_scores, tensors, argmax, tensors.argmax_shape(), needs)
     for name, x, shape in (("data", data, data.shape), ("scale", scale, data.shape[:-1])):
         check_shape(_BWD, name, x, shape, Q.device)
@@ -85,40 +85,40 @@ def maxsim_bwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Without `unified` each is summed by its owner in a fixed order; with it a GPU adds atomically.
     """
     grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, _, needs = args
-    run = found_once(_BWD, args[:-1], tuple(needs), _gradient_call, args)
+    run = lookup_once(_BWD, args[:-1], tuple(needs), _select_backward, args)
     functional.reject_forward_ad(grad_scores, Q, q_weight)
     return run(grad_scores, Q, data, argmax, q_mask, None, q_weight, normalize, list(needs), scale)
 
 
-def _gradient_call(args: tuple) -> Callable[..., tuple]:
-    Q = _taken(args).Q
-    return planned("unified" if args[-2] else "lowmem", backends.select(Q.device, Q.dtype))
+def _select_backward(args: tuple) -> Callable[..., tuple]:
+    Q = _unpack_backward_args(args).Q
+    return plan_backward("unified" if args[-2] else "lowmem", backends.select_backend(Q.device, Q.dtype))
 
 
 @maxsim_bwd_int8.register_fake
 def _(*args):
-    return fake_gradient(_taken(args), args[-1])
+    return fake_gradient(_unpack_backward_args(args), args[-1])
 
 
-def _kept(inputs: Sequence, output: Sequence) -> tuple:
+def _select_saved(inputs: Sequence, output: Sequence) -> tuple:
     Q, _, q_mask, _, q_weight = inputs
     return Q, *output[2:], q_mask, q_weight, output[1]
 
 
-def _gradients(grad_scores, tensors, argmax, options, needs):
+def _call_backward(grad_scores, tensors, argmax, options, needs):
     Q, data, scale, q_mask, q_weight = tensors
     normalize, _, backward = options
     unified = is_unified(backward)
     return lik.maxsim_bwd_int8(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs)
 
 
-register_autograd(maxsim_fwd_int8, Dense, _gradients, _kept)
-maxsim_bwd_int8.register_autograd(no_double_backward("maxsim_fwd_int8"))
-maxsim_fwd_int8.register_vmap(partial(batching.one_by_one, maxsim_fwd_int8, 5))
-maxsim_bwd_int8.register_vmap(partial(batching.one_by_one, maxsim_bwd_int8, 7))
+register_autograd(maxsim_fwd_int8, DenseArgs, _call_backward, _select_saved)
+maxsim_bwd_int8.register_autograd(make_raising_double_backward("maxsim_fwd_int8"))
+maxsim_fwd_int8.register_vmap(partial(batching.loop_over_samples, maxsim_fwd_int8, 5))
+maxsim_bwd_int8.register_vmap(partial(batching.loop_over_samples, maxsim_bwd_int8, 7))
 
 
-def forward(*args: Any) -> tuple[Tensor, Tensor]:
+def forward_saving_int8(*args: Any) -> tuple[Tensor, Tensor]:
     """`lik::maxsim_fwd`, of which autograd keeps the documents as int8.
 
     Raises:

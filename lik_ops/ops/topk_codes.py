@@ -16,25 +16,25 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..core.arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_lifted, check_tensor, require
-from ..portable.blocks import product_by_rows, row_norms
+from ..core.arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_dense_batched, check_tensor, require
+from ..portable.blocks import compute_row_norms, multiply_by_rows
 from . import topk
-from .fast_path.watchers import nobody_sees
-from .quantized import tokens_like
+from .fast_path.watchers import is_call_direct
+from .quantized import make_tokens_like
 from .registration.custom import custom_op
-from .registration.family import no_gradient
+from .registration.family import make_raising_backward
 from .stack import batching
-from .topk import Best, Search, reject_derivatives
+from .topk import ScoresAndIndices, SearchArgs, reject_derivatives
 
 _SCHEMA = (
     "(Tensor Q, Tensor codes, Tensor centroids, Tensor? q_mask, Tensor? d_mask, Tensor? cu_seqlens_d,"
     " Tensor? q_weight, bool normalize, SymInt top_k, SymInt? n_probe) -> (Tensor, Tensor)"
 )
 _NAME = add_op_namespace_prefix("maxsim_topk_codes")
-_TABLE_BYTES = 24 << 20  # of the products of query tokens and centroids at a time
+_MAX_TABLE_BYTES = 24 << 20  # of the products of query tokens and centroids at a time
 
 
-class CodeSearch(NamedTuple):
+class CodeSearchArgs(NamedTuple):
     """The arguments of `lik::maxsim_topk_codes`, in the order of its schema."""
 
     Q: Tensor  # [Nq, Lq, d]
@@ -52,7 +52,7 @@ class CodeSearch(NamedTuple):
     def documents(self) -> Any:
         return self.codes.shape[0] if self.cu_seqlens_d is None else self.cu_seqlens_d.shape[0] - 1
 
-    def of_queries(self, some: slice) -> CodeSearch:
+    def of_queries(self, some: slice) -> CodeSearchArgs:
         masked, weighted = (None if x is None else x[some] for x in (self.q_mask, self.q_weight))
         return self._replace(Q=self.Q[some], q_mask=masked, q_weight=weighted)
 
@@ -68,7 +68,7 @@ class CodeSearch(NamedTuple):
         return codes.flatten(), offsets, torch.full_like(offsets, length)
 
 
-def _check(s: CodeSearch) -> None:
+def _check_operator_args(s: CodeSearchArgs) -> None:
     check_tensor(_NAME, "codes", s.codes)
     check_tensor(_NAME, "centroids", s.centroids)
     if s.codes.dtype not in INDEX_DTYPES:
@@ -85,38 +85,38 @@ def _check(s: CodeSearch) -> None:
         s.centroids.dim() == 2 and s.centroids.shape[1] == s.Q.shape[-1],
         lambda: f"{_NAME}: centroids: expected [C, {s.Q.shape[-1]}], as Q has, got {list(s.centroids.shape)}",
     )
-    D = tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
-    like = Search(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
-    topk.check_arguments(_NAME, like, whole=False)
-    check_lifted(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
+    D = make_tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
+    like = SearchArgs(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
+    topk.check_search_args(_NAME, like, whole=False)
+    check_dense_batched(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
     if s.n_probe is not None:
         check_count(_NAME, "n_probe", s.n_probe, 1)
 
 
-def _best(s: CodeSearch) -> Best:
+def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
     if s.cu_seqlens_d is not None:
         s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
-    step = max(1, _TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
+    step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
     parts = [slice(begin, begin + step) for begin in range(0, max(len(s.Q), 1), step)]
-    found = [_of_some(s.of_queries(some)) for some in parts]
+    found = [_search_queries(s.of_queries(some)) for some in parts]
     return found[0] if len(found) == 1 else (torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found]))
 
 
-def _of_some(s: CodeSearch) -> Best:
+def _search_queries(s: CodeSearchArgs) -> ScoresAndIndices:
     """The best of queries whose products with centroids are held at once."""
-    backend, documents = backends.select(s.Q.device, s.Q.dtype), s.documents
-    (table, weight, probed), broken = _table(s)
+    backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents
+    (table, weight, probed), broken = _make_score_table(s)
     none = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
-    best, chunk = (none, none.long()), topk.fitting(s.Q, s.top_k, documents)
+    best, chunk = (none, none.long()), topk.count_fitting_documents(s.Q, s.top_k, documents)
     for begin in range(0, documents, chunk):
         of_documents = s.of_documents(begin, min(begin + chunk, documents))
         scores = backend.code_scores(table, weight, probed, *of_documents).masked_fill_(broken, torch.inf)
-        found, columns = topk.first(scores, s.top_k)
-        best = topk.merge([best, (found, columns.add_(begin))] if begin else [(found, columns)], s.top_k)
+        found, columns = topk.select_first(scores, s.top_k)
+        best = topk.merge_parts([best, (found, columns.add_(begin))] if begin else [(found, columns)], s.top_k)
     return best
 
 
-def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
+def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
     """What `code_scores` takes of queries; and of which queries, ``[n, 1]``, something is NaN or infinite.
 
     Products of query tokens and centroids, fp32 ``[n, C, Lq]``; weights; and which centroids are probed.
@@ -124,8 +124,8 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
     keep = torch.ones(s.Q.shape[:2], dtype=torch.bool, device=s.Q.device) if s.q_mask is None else s.q_mask
     # Masked rows may hold anything. Contiguous, because the order of sums hangs on strides.
     Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
-    Q = (_normalized(Q.float()) if s.normalize else Q).to(s.centroids.dtype)
-    products = product_by_rows(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
+    Q = (_normalize_rows(Q.float()) if s.normalize else Q).to(s.centroids.dtype)
+    products = multiply_by_rows(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
     probed = None
     if s.n_probe is not None and s.n_probe < s.centroids.shape[0]:
         nearest = products.topk(s.n_probe, dim=2).indices
@@ -136,13 +136,13 @@ def _table(s: CodeSearch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]
     return (products.transpose(1, 2), weight.contiguous(), probed), broken
 
 
-def _normalized(rows: Tensor) -> Tensor:
+def _normalize_rows(rows: Tensor) -> Tensor:
     """Return `torch.nn.functional.normalize` of each row, with bits that do not depend on the number of rows."""
-    return rows / row_norms(rows)
+    return rows / compute_row_norms(rows)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_topk_codes"), _SCHEMA)
-def maxsim_topk_codes(*args: Any) -> Best:
+def maxsim_topk_codes(*args: Any) -> ScoresAndIndices:
     """The best ``min(top_k, Nd)`` documents of each query by their codes alone: scores and int64 indices.
 
     ``sum_s w[i, s] max_t <Q[i, s], centroids[codes[j, t]]>`` in fp32, the best first, equal ones by document; `codes`
@@ -151,29 +151,29 @@ def maxsim_topk_codes(*args: Any) -> Best:
     closely is infinite, and so comes first: documents with a code that is no centroid's, and all of a query or weights
     with what is NaN or infinite in the type of the centroids.
     """
-    s = CodeSearch(*args)
-    _check(s)
+    s = CodeSearchArgs(*args)
+    _check_operator_args(s)
     reject_derivatives(_NAME, s.Q, s.centroids, s.q_weight)
-    return _best(s)
+    return _run_search(s)
 
 
 @maxsim_topk_codes.register_fake
 def _(*args):
-    s = CodeSearch(*args)
-    _check(s)
+    s = CodeSearchArgs(*args)
+    _check_operator_args(s)
     shape = (s.Q.shape[0], torch.sym_min(s.top_k, s.documents))
     return s.Q.new_empty(shape, dtype=torch.float32), s.Q.new_empty(shape, dtype=torch.int64)
 
 
 maxsim_topk_codes.register_autograd(
-    no_gradient("maxsim_topk_codes", "score the tokens of Quantized.dequantize() that it found")
+    make_raising_backward("maxsim_topk_codes", "score the tokens of Quantized.dequantize() that it found")
 )
-maxsim_topk_codes.register_vmap(partial(batching.one_by_one, maxsim_topk_codes, 7))
+maxsim_topk_codes.register_vmap(partial(batching.loop_over_samples, maxsim_topk_codes, 7))
 
 
-def best_of(s: CodeSearch) -> Best:
+def search_best(s: CodeSearchArgs) -> ScoresAndIndices:
     """`lik::maxsim_topk_codes`, of arguments that were checked, with masks of any dtype."""
     s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
-    if not torch.compiler.is_dynamo_compiling() and nobody_sees(*s[:7]):
-        return _best(s)
+    if not torch.compiler.is_dynamo_compiling() and is_call_direct(*s[:7]):
+        return _run_search(s)
     return lik.maxsim_topk_codes(*s)

@@ -11,14 +11,18 @@ from .forward.dense import forward
 from .forward.packed import forward_ragged
 from .forward.quantized import forward_quantized, keep_int8
 from .forward.topk import best, best_of_parts
-from .pace import paced
+from .pace import limit_threads
 
-backward_chamfer, forward_chamfer = paced(backward_chamfer), paced(forward_chamfer)
-backward_head, forward_head = paced(backward_head), paced(forward_head)
-backward_lowmem, backward_unified, forward = paced(backward_lowmem), paced(backward_unified), paced(forward)
-backward_ragged, forward_ragged = paced(backward_ragged), paced(forward_ragged)
-backward_soft, forward_soft = paced(backward_soft), paced(forward_soft)
-code_scores, forward_quantized = paced(code_scores), paced(forward_quantized)
+backward_chamfer, forward_chamfer = limit_threads(backward_chamfer), limit_threads(forward_chamfer)
+backward_head, forward_head = limit_threads(backward_head), limit_threads(forward_head)
+backward_lowmem, backward_unified, forward = (
+    limit_threads(backward_lowmem),
+    limit_threads(backward_unified),
+    limit_threads(forward),
+)
+backward_ragged, forward_ragged = limit_threads(backward_ragged), limit_threads(forward_ragged)
+backward_soft, forward_soft = limit_threads(backward_soft), limit_threads(forward_soft)
+code_scores, forward_quantized = limit_threads(code_scores), limit_threads(forward_quantized)
 
 __all__ = [
     "backward_chamfer",

@@ -17,8 +17,9 @@ product shows that this machine gives them the same bits; `wide` has chunks of i
 
 Documents are copied into the slices even where a view would do. On ``[300, 128] x [128, 32]`` from main memory MKL
 reaches 0.54 of its full rate on an AMD processor, and 0.65 if documents are copied into the cache first, the copy
-included. Where `reads_in_place` holds, fp32 documents that need no conversion are read where they lie: many of them at
-once (`forward.Across`), or as slices. `tests/portable/test_slices.py` checks that these products give the same bits.
+included. Where `supports_in_place_reads` holds, fp32 documents that need no conversion are read where they lie: many
+of them at once (`forward.InPlaceForward`), or as slices. `tests/portable/test_slices.py` checks that these products
+give the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .pace import look
+from .pace import adjust_threads
 
 MIN_ROWS, MAX_ROWS = 24, 1024
 SHARED_ROWS = 64  # rows of a slice that short documents share
@@ -43,28 +44,28 @@ STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
 # Columns where tokens are so wide that a step of them exceeds SLICE_BYTES. With other numbers MKL rounds the last ones
 # otherwise.
 FEW_COLUMNS = (4, 8, 12, 24)
-ALIGNMENT = 64  # bytes
-# Rows of each product of `product_by_rows`: those of a common query. On a GPU a launch costs more than padding does.
-ROWS_OF_PRODUCT, ROWS_OF_GPU_PRODUCT = 32, 128
+ALIGNMENT_BYTES = 64  # bytes
+# Rows of each product of `multiply_by_rows`: those of a common query. On a GPU a launch costs more than padding does.
+CPU_PRODUCT_ROWS, GPU_PRODUCT_ROWS = 32, 128
 NORM_EPS = 1e-12
 
 MiB = 1 << 20
 # Budgets in bytes; with small tensors beside them they stay below 32 MiB. Neither side of a slice exceeds SLICE_BYTES
 # where d is below 2^20 (fp32); wider tokens go to `wide`.
-DOCUMENT_BYTES = 3 * MiB  # few enough to be multiplied before they leave the cache
-SIMILARITY_BYTES = 2 * MiB
-PANEL_BYTES = 6 * MiB
-BEST_BYTES = 2 * MiB
-SLICE_BYTES = 4 * MiB
+MAX_DOCUMENT_BYTES = 3 * MiB  # few enough to be multiplied before they leave the cache
+MAX_SIMILARITY_BYTES = 2 * MiB
+MAX_PANEL_BYTES = 6 * MiB
+MAX_MAXIMA_BYTES = 2 * MiB
+MAX_SLICE_BYTES = 4 * MiB
 
 
-def may_look(x: Tensor) -> bool:
+def is_host_readable(x: Tensor) -> bool:
     """Whether values may decide what is done: on CPU that is free, elsewhere it would wait for the device."""
     return x.device.type == "cpu"
 
 
 @lru_cache(maxsize=1)
-def reads_in_place() -> bool:
+def supports_in_place_reads() -> bool:
     """Whether documents may be read where they lie: faster, with the same bits, by MKL's AVX-512 kernels on Intel.
 
     Its AVX2 kernels round such products otherwise; on AMD it was not measured.
@@ -78,11 +79,11 @@ def reads_in_place() -> bool:
     return "GenuineIntel" in processor and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def lies_ready(D: Tensor, dtype: torch.dtype) -> bool:
+def is_product_ready(D: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``D [..., Ld, d]`` of a CPU can go into matrix products of `dtype` as it is."""
     if not isinstance(D, Tensor) or D.device.type != "cpu" or not D.dtype == dtype == torch.float32:
         return False
-    return D.stride(-1) == 1 and min(D.stride()[-3:-1]) >= D.shape[-1] and reads_in_place()
+    return D.stride(-1) == 1 and min(D.stride()[-3:-1]) >= D.shape[-1] and supports_in_place_reads()
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -105,12 +106,12 @@ class SliceShape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
+def choose_slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     """How documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
     token_bytes = d * dtype.itemsize
     row_step, step, most = STEPS[dtype]
     starts: tuple[int, ...] = (0,)
-    fits = SLICE_BYTES // token_bytes
+    fits = MAX_SLICE_BYTES // token_bytes
     max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, fits // 4 * 4), 1)
     if Ld < MIN_ROWS and Ld <= max_rows:
         rows = min(SHARED_ROWS, max_rows)
@@ -130,9 +131,9 @@ def slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     return SliceShape(rows, documents, starts, columns, queries, panels)
 
 
-def slices_buffer(like: Tensor, slices: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised ``[slices, rows, d]`` whose slices start at multiples of `ALIGNMENT` bytes."""
-    stride = round_up(rows * d, ALIGNMENT // dtype.itemsize)
+def allocate_slices(like: Tensor, slices: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised ``[slices, rows, d]`` whose slices start at multiples of `ALIGNMENT_BYTES` bytes."""
+    stride = round_up(rows * d, ALIGNMENT_BYTES // dtype.itemsize)
     storage = like.new_empty((slices, stride), dtype=dtype)
     return storage[:, : rows * d].unflatten(1, (rows, d))
 
@@ -151,23 +152,23 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
         target[..., full, :rest, :, :].copy_(source[..., full * group :, :, :])
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
     """Of matrices or batches of them, in their own dtype: a region of autocast casts products without an `out`."""
-    look()
+    adjust_threads()
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     return multiply(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))
 
 
-def product_by_rows(a: Tensor, b: Tensor) -> Tensor:
+def multiply_by_rows(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two matrices so that the bits of a row do not depend on the other rows of `a`, nor on their number.
 
     BLAS libraries choose a kernel, and with it the order of a sum, by the number of rows. Here all products have the
     same number.
     """
-    step = ROWS_OF_PRODUCT if a.device.type == "cpu" else ROWS_OF_GPU_PRODUCT
+    step = CPU_PRODUCT_ROWS if a.device.type == "cpu" else GPU_PRODUCT_ROWS
     rows = a.shape[0]
     out = a.new_empty((round_up(rows, step), b.shape[1]))
-    for some in slices_of(0, rows, step):
+    for some in split_range(0, rows, step):
         part = a[some]
         if len(part) < step:
             part = torch.cat([part, part.new_zeros((step - len(part), a.shape[1]))])
@@ -175,16 +176,16 @@ def product_by_rows(a: Tensor, b: Tensor) -> Tensor:
     return out[:rows]
 
 
-def row_norms(rows: Tensor) -> Tensor:
+def compute_row_norms(rows: Tensor) -> Tensor:
     """``max(||row||, eps)`` as ``[..., 1]``."""
     if rows.device.type == "cpu":
         norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     else:  # a GPU's reduction has an order that depends on how many rows there are
-        norms = fold_sum(rows.square())[..., None].sqrt()
+        norms = sum_pairwise(rows.square())[..., None].sqrt()
     return norms.clamp_min_(NORM_EPS)
 
 
-def fold_sum(x: Tensor) -> Tensor:
+def sum_pairwise(x: Tensor) -> Tensor:
     """Sum over the last axis, overwriting `x`, as a binary tree that zeros behind the last element do not change.
 
     Halves are powers of two, so a longer axis of zeros only adds levels that add zeros: a query has the same sum
@@ -198,19 +199,19 @@ def fold_sum(x: Tensor) -> Tensor:
     return x[..., 0] if length else x.sum(-1)
 
 
-def slices_of(first: int, last: int, step: int) -> Iterator[slice]:
+def split_range(first: int, last: int, step: int) -> Iterator[slice]:
     """``[first, last)`` cut into slices of at most `step`; between two of them the number of threads may change."""
     for start in range(first, last, step):
-        look()
+        adjust_threads()
         yield slice(start, min(start + step, last))
 
 
-def slices_within(total: int, bytes_each: int, room: int) -> Iterator[slice]:
+def split_to_fit(total: int, bytes_each: int, room: int) -> Iterator[slice]:
     """``[0, total)`` cut so that what belongs to a slice fits `room` bytes; one alone may need more."""
-    return slices_of(0, total, max(1, room // max(bytes_each, 1)))
+    return split_range(0, total, max(1, room // max(bytes_each, 1)))
 
 
-def winners_within(
+def split_argmax_to_fit(
     queries: int, documents: int, bytes_each: int, room: int, candidates: bool, needs: Sequence[bool]
 ) -> Iterator[tuple[slice, slice, list[bool]]]:
     """A backward in parts of queries and documents whose winners fit `room`, with the gradients that each completes.
@@ -223,10 +224,10 @@ def winners_within(
         return
     of_queries = list(needs) if candidates else [needs[0], False, needs[2]]
     if any(of_queries):
-        for i in slices_within(queries, documents * bytes_each, room):
+        for i in split_to_fit(queries, documents * bytes_each, room):
             yield i, slice(0, documents), of_queries
     if needs[1] and not candidates:
-        for j in slices_within(documents, queries * bytes_each, room):
+        for j in split_to_fit(documents, queries * bytes_each, room):
             yield slice(0, queries), j, [False, True, False]
 
 
@@ -247,7 +248,7 @@ class Piece(NamedTuple):
         return Piece(i, j, self.tokens)
 
 
-def pieces_of(
+def cut_pieces(
     sizes: tuple[int, int, int], limit: int, max_batches: int | None = None, whole: int = 1, pad: int = 1
 ) -> Iterator[Piece]:
     """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each).
@@ -262,12 +263,12 @@ def pieces_of(
         batch_step = max(1, min(limit // round_up(token_step * item_step, pad), max_batches or batches))
     else:
         item_step = item_step // whole * whole or item_step
-    for b in slices_of(0, batches, batch_step):
-        for i in slices_of(0, items, item_step):
-            for t in slices_of(0, tokens, token_step):
+    for b in split_range(0, batches, batch_step):
+        for i in split_range(0, items, item_step):
+            for t in split_range(0, tokens, token_step):
                 yield Piece(b, i, t)
 
 
-def first_true(mask: Tensor) -> Tensor:
+def find_first_true(mask: Tensor) -> Tensor:
     """Index of the first True of the last axis, 0 where there is none."""
     return mask.view(torch.uint8).argmax(-1)

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.segments import Ragged
-from ..formats.table import Stored
-from .blocks import copy_grouped, may_look
+from ..core.segments import RaggedArgs
+from ..formats.table import EncodedTokens
+from .blocks import copy_grouped, is_host_readable
 
 
-class Layout(NamedTuple):
+class BatchedArgs(NamedTuple):
     """B batches of X documents against Y queries. Views, nothing copied.
 
     The cross product is one batch with ``Y = Nq``; candidates are ``B = Nq`` batches with ``Y = 1``. `Q` and `D` may be
-    `Padded`: forwards ask for their shape and, by three slices, for batches, items and tokens of them.
+    `PaddedRows`: forwards ask for their shape and, by three slices, for batches, items and tokens of them.
     """
 
     Q: Tensor  # [B, Y, Lq, d]
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     argmax: Tensor | None  # [B, X, Y, Lq]
 
 
-def unified_layout(
+def make_batched_args(
     Q: Tensor,
     D: Tensor,
     q_mask: Tensor | None,
@@ -37,14 +37,14 @@ def unified_layout(
     q_weight: Tensor | None,
     pairs: Tensor,
     argmax: Tensor | None,
-) -> Layout:
-    """`Layout` of arguments in either layout; `argmax` of no elements is none."""
+) -> BatchedArgs:
+    """`BatchedArgs` of arguments in either layout; `argmax` of no elements is none."""
     cross = D.dim() == 3
 
     def lifted(x: Tensor | None, axis: int) -> Tensor | None:
         return None if x is None else x.unsqueeze(axis)
 
-    return Layout(
+    return BatchedArgs(
         Q=Q.unsqueeze(0 if cross else 1),
         D=D.unsqueeze(0) if cross else D,
         q_mask=lifted(q_mask, 0 if cross else 1),
@@ -55,7 +55,7 @@ def unified_layout(
     )
 
 
-class Padded:
+class PaddedRows:
     """Packed rows, read as if they lay in ``[B, X, L, d]``; shorter items repeat their last row.
 
     A row that is repeated changes no maximum and wins nothing.
@@ -88,7 +88,7 @@ class Padded:
         """The rows one by one, where they lie."""
         return [self.source[i] for i in self.rows(*part).flatten().tolist()]
 
-    def simplest(self) -> Tensor:
+    def simplify(self) -> Tensor:
         """A view where items are all of one length and follow one another at one distance, else this itself."""
         steps = self._steps()
         if steps is None:
@@ -101,7 +101,11 @@ class Padded:
     def _steps(self) -> tuple[int, int] | None:
         """The first row of the first item, and how many are between two, where items are all of one length and follow
         one another at one distance."""
-        if not may_look(self.source) or 1 not in self.start.shape or not bool((self.length == self.shape[2]).all()):
+        if (
+            not is_host_readable(self.source)
+            or 1 not in self.start.shape
+            or not bool((self.length == self.shape[2]).all())
+        ):
             return None
         steps = self.start.reshape(-1).diff()
         if not bool((steps == steps[:1]).all() & (steps >= 0).all()):
@@ -110,10 +114,12 @@ class Padded:
         return first[0], first[-1] - first[0]
 
 
-class Decoded(Padded):
+class DecodedRows(PaddedRows):
     """The same of rows that are quantised, and are decoded where they are read: ``[B, X, L, d]`` of a dtype."""
 
-    def __init__(self, stored: Stored, dtype: torch.dtype, start: Tensor, length: Tensor, L: int, d: int) -> None:
+    def __init__(
+        self, stored: EncodedTokens, dtype: torch.dtype, start: Tensor, length: Tensor, L: int, d: int
+    ) -> None:
         super().__init__(stored.data, start, length, L)
         self.stored, self.dtype, self.d = stored, dtype, d
         self.shape = torch.Size((*start.shape, L, d))
@@ -138,14 +144,14 @@ class Decoded(Padded):
 
     def __getitem__(self, part: tuple[slice, slice, slice]) -> Tensor:
         rows, shape = self._index(part)
-        return self._decoded(rows).to(self.dtype).view(*shape, -1)
+        return self._decode(rows).to(self.dtype).view(*shape, -1)
 
-    def _decoded(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
+    def _decode(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
         return self.stored.decoded(rows, self.d, out)
 
     def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
         if target.shape[2] == 1 and target.is_contiguous() and target.dtype == torch.float32:
-            self._decoded(self._index(part)[0], target.view(-1, self.d))
+            self._decode(self._index(part)[0], target.view(-1, self.d))
         else:
             copy_grouped(target, self[part])
 
@@ -156,7 +162,7 @@ class Decoded(Padded):
         return cast(Tensor, self)
 
 
-class Cells:
+class PairSegments:
     """Which packed queries meet which documents, and where both lie; what is not valid has length 0, from row 0.
 
     An *item* is a document as a query meets it: a document of the cross product, a candidate of a query, one of a pair
@@ -166,16 +172,18 @@ class Cells:
         query: the query of each item, int64; None in the cross product, where every item meets every query.
     """
 
-    def __init__(self, r: Ragged, max_seqlen_q: int) -> None:
-        self.ragged, self.may_look = r, may_look(r.Q)
+    def __init__(self, r: RaggedArgs, max_seqlen_q: int) -> None:
+        self.ragged, self.may_look = r, is_host_readable(r.Q)
         cu = r.cu_seqlens_q.long()
-        self.q_start, self.q_length, self.q_valid = _checked(cu[:-1], cu.diff(), r.Q.shape[0])
-        start, length, valid = _checked(r.d_offsets.long().reshape(-1), r.d_lengths.long().reshape(-1), r.D.shape[0])
+        self.q_start, self.q_length, self.q_valid = _check_segments(cu[:-1], cu.diff(), r.Q.shape[0])
+        start, length, valid = _check_segments(
+            r.d_offsets.long().reshape(-1), r.d_lengths.long().reshape(-1), r.D.shape[0]
+        )
         self.query: Tensor | None = None
         if r.pairs is not None:
             self.q_valid = self.q_valid & (self.q_length <= max_seqlen_q)
-            query, exists = _index(r.pairs[:, 0], r.queries)
-            document, document_exists = _index(r.pairs[:, 1], start.shape[0])
+            query, exists = _check_indices(r.pairs[:, 0], r.queries)
+            document, document_exists = _check_indices(r.pairs[:, 1], start.shape[0])
             exists = exists & document_exists
             if start.shape[0] and r.queries:
                 start, length, valid = (x[document] for x in (start, length, valid))
@@ -197,25 +205,25 @@ class Cells:
         before = F.pad(mask.cumsum(0), (1, 0))
         return before[self.q_start + self.q_length] > before[self.q_start]
 
-    def scores_at(self, query: Tensor, item: Tensor) -> Tensor:
+    def locate_scores(self, query: Tensor, item: Tensor) -> Tensor:
         """Where the scores of cells are among all."""
         return item if self.query is not None else query * self.start.shape[0] + item
 
-    def winners_at(self, query: Tensor, item: Tensor, token: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def locate_argmax(self, query: Tensor, item: Tensor, token: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Rows and columns of the winners of query tokens; a row has `width`."""
         row = item % self.ragged.columns if self.ragged.candidates and self.ragged.pairs is None else item
         column = self.q_start[query] + token if self.ragged.pairs is None else token
         return row, column.clamp_max(width - 1)
 
 
-def _checked(start: Tensor, length: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+def _check_segments(start: Tensor, length: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Starts and lengths, 0 where they do not fit into `total` rows; and where they do."""
     # Not start + length, which may be beyond the largest integer.
     valid = (start >= 0) & (start <= total) & (length >= 0) & (length <= total - start)
     return torch.where(valid, start, 0), torch.where(valid, length, 0), valid
 
 
-def _index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _check_indices(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Indices as int64, 0 where there is nothing at them; and where there is."""
     index = index.long()
     exists = (index >= 0) & (index < size)

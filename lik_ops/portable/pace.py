@@ -31,20 +31,20 @@ if sys.platform == "linux":
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-LOOK_SECONDS = 0.002  # between two looks at the counters, which take 4 us each
+SAMPLE_SECONDS = 0.002  # between two looks at the counters, which take 4 us each
 WINDOW_SECONDS = 0.1  # that are judged at once
 STALE_SECONDS = 0.1  # a call so long after the last look begins a new window
 # Measured on 2 cores: a search with two threads ran for .99 of the time on an idle machine and lost its processor 3
 # times per second. Next to two busy processes it ran for .49 of the time and lost its processor 250 times per second
 # of processor time, after each time slice of 3 to 4 ms.
-MOST_SHARE = 0.85  # of the time, for which the thread of a busy machine runs
-MOST_SWITCHES = 100  # per second of processor time
-LEAST_SWITCHES = 5  # in a window
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0  # with one thread; doubled each time the machine is still busy
+MAX_RUNNING_SHARE = 0.85  # of the time, for which the thread of a busy machine runs
+MAX_SWITCHES_PER_SECOND = 100  # per second of processor time
+MIN_SWITCHES = 5  # in a window
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 8.0  # with one thread; doubled each time the machine is still busy
 
 
 @lru_cache(maxsize=1)
-def _setters() -> list[Callable[[int], Any]] | None:
+def _find_setters() -> list[Callable[[int], Any]] | None:
     """Set the threads of the calling thread alone, in OpenMP and MKL; None where they cannot be set."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -59,7 +59,7 @@ def _setters() -> list[Callable[[int], Any]] | None:
     return setters
 
 
-def _counters() -> tuple[float, int]:
+def _read_counters() -> tuple[float, int]:
     """Return the processor time of this thread in seconds, and how often it lost its processor."""
     usage = getrusage(RUSAGE_THREAD)
     return usage.ru_utime + usage.ru_stime, usage.ru_nivcsw
@@ -98,12 +98,12 @@ class _Pace(threading.local):
         now = perf_counter()
         if now < self.next_look:
             return
-        self.next_look = now + LOOK_SECONDS
+        self.next_look = now + SAMPLE_SECONDS
         if self.is_single:
             if now >= self.until:
                 self._use_all()
             return
-        counters, self.last_look = _counters(), now
+        counters, self.last_look = _read_counters(), now
         passed = now - self.window
         if self.before is not None and passed < WINDOW_SECONDS:
             return
@@ -111,22 +111,22 @@ class _Pace(threading.local):
         if before is None:
             return
         seconds, switches = (x - y for x, y in zip(counters, before, strict=True))
-        if seconds > MOST_SHARE * passed or switches < max(LEAST_SWITCHES, MOST_SWITCHES * seconds):
+        if seconds > MAX_RUNNING_SHARE * passed or switches < max(MIN_SWITCHES, MAX_SWITCHES_PER_SECOND * seconds):
             self.pause = FIRST_PAUSE_SECONDS
             return
         self.until = now + self.pause
-        self.pause = min(2 * self.pause, LONGEST_PAUSE_SECONDS)
+        self.pause = min(2 * self.pause, MAX_PAUSE_SECONDS)
         self._use_one()
 
     def _use_one(self) -> None:
-        if (setters := _setters()) is None:
+        if (setters := _find_setters()) is None:
             return
         for setter in setters:
             setter(1)
         self.is_single = True
 
     def _use_all(self) -> None:
-        setters = _setters()
+        setters = _find_setters()
         assert setters is not None
         setters[0](self.threads)
         for setter in setters[1:]:
@@ -137,12 +137,12 @@ class _Pace(threading.local):
 _pace = _Pace()
 
 
-def look() -> None:
+def adjust_threads() -> None:
     """Let the call use one thread, or several again, if the machine became busy, or calm. Cheap."""
     _pace.look()
 
 
-def paced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def limit_threads(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let a function use one thread while the machine is busy; on Linux alone."""
     if sys.platform != "linux":
         return function

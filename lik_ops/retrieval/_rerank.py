@@ -8,32 +8,34 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..core.arguments import as_bool, check, check_flag, lift, score_dtype
+from ..core.arguments import add_batch_axis, as_bool, check_dense, check_flag, score_dtype
 from ..ops import topk
 from . import arguments, sources
-from .store.layout import joined, offsets, scorable
+from .store.layout import as_scorable, compute_offsets, join_pieces
 from .store.snapshot import Snapshot
 
 
-def score(op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any) -> Tensor:
-    """`Corpus.score`."""
+def score_indices(
+    op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any
+) -> Tensor:
+    """`Corpus.score_indices`."""
     check_flag(op, "normalize", normalize)
     manifest, tokens = snapshot.manifest, int(snapshot.cu_seqlens[-1])
-    Q, like, q_weight = sources.in_region(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
-    check(op, Q, like, q_mask, None, q_weight)
+    Q, like, q_weight = sources.prepare_queries(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
+    check_dense(op, Q, like, q_mask, None, q_weight)
     flat = Q.dim() == 2
-    chosen = _chosen(op, indices, Q, len(snapshot))
-    Q3, q_mask, q_weight = (lift(x, flat) for x in (Q, as_bool(q_mask), q_weight))
+    chosen = _check_indices(op, indices, Q, len(snapshot))
+    Q3, q_mask, q_weight = (add_batch_axis(x, flat) for x in (Q, as_bool(q_mask), q_weight))
     assert Q3 is not None
-    g = inputs.Given(op, Q3, like, q_mask=q_mask, q_weight=q_weight, normalize=normalize)
+    g = inputs.ScoringArgs(op, Q3, like, q_mask=q_mask, q_weight=q_weight, normalize=normalize)
     scores = Q3.new_full((len(Q3), chosen.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
-    scores = _scored(g, snapshot, chosen.expand(scores.shape), scores)
+    scores = _fill_scores(g, snapshot, chosen.expand(scores.shape), scores)
     return scores.squeeze(0) if flat else scores
 
 
-def _chosen(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
+def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     """The documents ``[Nq, K]`` or ``[K]`` as int64 on the CPU."""
-    chosen = arguments.integers(op, "indices", indices)
+    chosen = arguments.as_integers(op, "indices", indices)
     shapes = [f"[{len(Q)}, K]", "[K]"] if Q.dim() == 3 else ["[K]"]
     if chosen.dim() != 1 and not (chosen.dim() == 2 and Q.dim() == 3 and len(chosen) == len(Q)):
         raise ValueError(f"{op}: indices: expected {' or '.join(shapes)}, got {list(chosen.shape)}")
@@ -46,41 +48,41 @@ def _chosen(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     return chosen
 
 
-def _scored(g: inputs.Given, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
+def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
     """`scores` with those of the documents that there are; each is read once, in parts that fit the device."""
     device = scores.device
     documents, inverse = chosen.unique(return_inverse=True)  # ascending
     none = int((documents < 0).sum())
     documents, inverse = documents[none:], (inverse - none).to(device)
-    cu_seqlens = offsets(snapshot.lengths[documents])
-    wanted = sources.Ragged(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
-    for begin, end in wanted.ranges(0, len(documents), None, sources.part_bytes(device)):
-        packed, cu_seqlens = snapshot.gathered(documents[begin:end], pinned=device.type == "cuda")
-        packed = joined([packed], lambda found: found[0].to(device, non_blocking=True))
+    cu_seqlens = compute_offsets(snapshot.lengths[documents])
+    wanted = sources.PackedSource(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
+    for begin, end in wanted.ranges(0, len(documents), None, sources.choose_part_bytes(device)):
+        packed, cu_seqlens = snapshot.gather_documents(documents[begin:end], pinned=device.type == "cuda")
+        packed = join_pieces([packed], lambda found: found[0].to(device, non_blocking=True))
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)
         inside = (inverse >= begin) & (inverse < end)
         at = (inverse - begin).clamp(0, end - begin - 1)
         lengths = cu_seqlens.diff()[at].where(inside, 0)
-        given = inputs.beside(g, scorable(packed, g.D.dtype, cu_seqlens))
-        found = inputs.candidates(given, cu_seqlens[at], lengths)[0]
+        given = inputs.replace_documents(g, as_scorable(packed, g.D.dtype, cu_seqlens))
+        found = inputs.score_candidates(given, cu_seqlens[at], lengths)[0]
         scores = torch.where(inside, found, scores)
     return scores
 
 
 @torch.no_grad()
-def rerank(
+def rerank_indices(
     op: str, snapshot: Snapshot, Q: Any, indices: Any, top_k: Any, q_mask: Any, q_weight: Any, normalize: Any
-) -> topk.Best:
-    """`Corpus.rerank`."""
+) -> topk.ScoresAndIndices:
+    """`Corpus.rerank_indices`."""
     if top_k is not None:
         topk.check_counts(op, top_k, None)
-    scores = score(op, snapshot, Q, indices, q_mask, q_weight, normalize)
-    chosen = arguments.integers(op, "indices", indices).to(scores.device).expand(scores.shape)
+    scores = score_indices(op, snapshot, Q, indices, q_mask, q_weight, normalize)
+    chosen = arguments.as_integers(op, "indices", indices).to(scores.device).expand(scores.shape)
     flat = scores.dim() == 1
     scores, chosen = (x.unsqueeze(0) if flat else x for x in (scores, chosen))
     # Equal scores come by document, and where there is none, last.
     order = chosen.where(chosen >= 0, len(snapshot)).argsort(dim=1, stable=True)
-    found = topk.of_candidates(
+    found = topk.select_candidates(
         scores.gather(1, order), chosen.gather(1, order), order.shape[1] if top_k is None else top_k
     )
     return (found[0].squeeze(0), found[1].squeeze(0)) if flat else found

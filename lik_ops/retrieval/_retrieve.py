@@ -11,15 +11,15 @@ from torch.torch_version import TorchVersion
 
 from ..api import inputs
 from ..api.packing import is_sequences
-from ..core.arguments import check_flag, check_plain, lift, short_repr
+from ..core.arguments import add_batch_axis, check_flag, check_no_dtensor, short_repr
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import topk
 from ..ops.stack import sharding
-from ..ops.topk import Best, Search
+from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _streamed, sources
-from .store.layout import scorable
-from .two_stage import TwoStage, best_of_quantized, of_quantized, two_stage
+from .store.layout import as_scorable
+from .two_stage import TwoStage, retrieve_quantized, retrieve_two_stage, search_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,8 +163,8 @@ def retrieve(
     check_flag(_OP, "largest", largest)
     check_flag(_OP, "sorted", sorted)
     if isinstance(D, Index):
-        D, cu_seqlens_d = inputs.unpacked(_OP, D, cu_seqlens_d)
-    search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+        D, cu_seqlens_d = inputs.unpack_index(_OP, D, cu_seqlens_d)
+    search = SearchArgs(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
     if n_probe is not None and coarse is not None:
         raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {short_repr(n_probe)}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
@@ -176,49 +176,51 @@ def retrieve(
             raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")
         with torch.no_grad():
             if coarse is not None:
-                return two_stage(search, coarse, n_candidates)
-            return of_quantized(search, n_probe, n_candidates)
+                return retrieve_two_stage(search, coarse, n_candidates)
+            return retrieve_quantized(search, n_probe, n_candidates)
     if not largest:
-        check_plain(f"{_OP}(largest=False)", Q=Q, D=D)
-        return _streamed.lowest(_OP, search, progress)
+        check_no_dtensor(f"{_OP}(largest=False)", Q=Q, D=D)
+        return _streamed.retrieve_lowest(_OP, search, progress)
     if is_sequences(D):
-        D, cu_seqlens_d = sources.packed(_OP, D, d_mask, cu_seqlens_d, Q)
+        D, cu_seqlens_d = sources.pack_documents(_OP, D, d_mask, cu_seqlens_d, Q)
         search = search._replace(D=D, cu_seqlens_d=cu_seqlens_d)
     if (
         isinstance(D, Tensor)
         and (not isinstance(Q, Tensor) or D.device == Q.device)
         and (not progress or D.device.type != "cpu")
     ):
-        return of_tensors(search)
-    source = sources.source(_OP, D, d_mask, cu_seqlens_d)
+        return retrieve_from_tensors(search)
+    source = sources.open_source(_OP, D, d_mask, cu_seqlens_d)
     known: Any = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
-    return of_source(Q, source, top_k, 0, len(source), **known)
+    return retrieve_from_source(Q, source, top_k, 0, len(source), **known)
 
 
-def of_tensors(s: Search) -> Best:
+def retrieve_from_tensors(s: SearchArgs) -> ScoresAndIndices:
     """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
-    return of_checked(_streamed.checked(_OP, s))
+    return retrieve_checked(_streamed.check_search(_OP, s))
 
 
-def of_checked(s: Search) -> Best:
-    """`of_tensors`, of arguments that `topk.check_arguments` accepted, in the dtype of the region."""
+def retrieve_checked(s: SearchArgs) -> ScoresAndIndices:
+    """`retrieve_from_tensors`, of arguments that `topk.check_search_args` accepted, in the dtype of the region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
     flat = s.Q.dim() == 2
     if flat:
-        s = s._replace(Q=s.Q.unsqueeze(0), q_mask=lift(s.q_mask, True), q_weight=lift(s.q_weight, True))
+        s = s._replace(
+            Q=s.Q.unsqueeze(0), q_mask=add_batch_axis(s.q_mask, True), q_weight=add_batch_axis(s.q_weight, True)
+        )
     # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
     exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
     recording = torch.is_grad_enabled() and not exporting
     with torch.no_grad() if recording else nullcontext():
-        scores, indices = topk.best_of(s)
+        scores, indices = topk.search_best(s)
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
 
 
 @torch.no_grad()
-def of_source(
+def retrieve_from_source(
     Q: Tensor,
-    source: sources.Source,
+    source: sources.DocumentSource,
     top_k: int,
     begin: int,
     end: int,
@@ -229,15 +231,15 @@ def of_source(
     normalize: bool = False,
     progress: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`retrieve` among the documents ``[begin, end)`` of `source`, with their indices in all of it."""
-    Q, like, q_weight = sources.in_region(_OP, Q, source.shape, source.dtype, q_weight)
-    search = Search(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
+    """`retrieve` among the documents ``[begin, end)`` of `open_source`, with their indices in all of it."""
+    Q, like, q_weight = sources.prepare_queries(_OP, Q, source.shape, source.dtype, q_weight)
+    search = SearchArgs(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
     _streamed.check_source(_OP, search, source)
     best: Any = None
-    for at, part in _streamed.parts(source, begin, end, chunk, Q.device, progress):
-        D = scorable(part.D, like.dtype, part.cu_seqlens)
-        find = of_checked if isinstance(D, Tensor) else best_of_quantized
+    for at, part in _streamed.iterate_parts(source, begin, end, chunk, Q.device, progress):
+        D = as_scorable(part.D, like.dtype, part.cu_seqlens)
+        find = retrieve_checked if isinstance(D, Tensor) else search_quantized
         scores, indices = find(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
         found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
-        best = found if best is None else topk.merge([best, found], top_k)
+        best = found if best is None else topk.merge_parts([best, found], top_k)
     return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))

@@ -11,15 +11,15 @@ from torch import Tensor
 from ..api import inputs
 from ..api.packing import is_sequences
 from ..api.score import maxsim
-from ..core.arguments import check_flag, lift
+from ..core.arguments import add_batch_axis, check_flag
 from ..ops import topk
 from ..ops.checks import hints
 from ..ops.stack import autocast
-from ..ops.topk import Best, Search
+from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import sources
-from .copying import on_device
-from .progress import progress_bar
-from .store.layout import scorable
+from .copying import iterate_on_device
+from .progress import make_progress_callback
+from .store.layout import as_scorable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .store.corpus import Corpus
 
-_AT_ONCE = 1 << 14  # documents on the device of Q whose scores exist at a time
+_MAX_DOCUMENTS_AT_ONCE = 1 << 14  # documents on the device of Q whose scores exist at a time
 
 
 @torch.no_grad()
@@ -69,86 +69,89 @@ def maxsim_streamed(
     """
     op = "maxsim_streamed"
     topk.reject_derivatives(op, Q, D, q_weight)
-    search = Search(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, 0, chunk)
-    found = torch.cat([scores for _, scores in scored(op, search, progress)], dim=1)
+    search = SearchArgs(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, 0, chunk)
+    found = torch.cat([scores for _, scores in iterate_scores(op, search, progress)], dim=1)
     return found.squeeze(0) if Q.dim() == 2 else found
 
 
 @torch.no_grad()
-def lowest(op: str, s: Search, progress: bool | None) -> Best:
+def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndIndices:
     """`retrieve` with ``largest=False``."""
     topk.check_counts(op, s.top_k, s.chunk)
-    best: Best | None = None
-    for begin, scores in scored(op, s, progress):
-        values, columns = topk.first(-scores, s.top_k)
+    best: ScoresAndIndices | None = None
+    for begin, scores in iterate_scores(op, s, progress):
+        values, columns = topk.select_first(-scores, s.top_k)
         found = values, columns.add_(begin)
-        best = found if best is None else topk.merge([best, found], s.top_k)
+        best = found if best is None else topk.merge_parts([best, found], s.top_k)
     assert best is not None
     scores, indices = -best[0], best[1]
     return (scores.squeeze(0), indices.squeeze(0)) if s.Q.dim() == 2 else (scores, indices)
 
 
-def scored(op: str, s: Search, progress: bool | None) -> Iterator[tuple[int, Tensor]]:
+def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tuple[int, Tensor]]:
     """Where each part of the documents begins, and its scores ``[Nq, n]``; one part at least. D may be a corpus."""
     if progress is not None:
         check_flag(op, "progress", progress)
     if is_sequences(s.D):
-        D, cu_seqlens_d = sources.packed(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
+        D, cu_seqlens_d = sources.pack_documents(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
         s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
     in_place = isinstance(s.D, Tensor) and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)
     if in_place and not (progress and s.D.device.type == "cpu"):
-        s = checked(op, s)
-        step = s.chunk or _AT_ONCE
+        s = check_search(op, s)
+        step = s.chunk or _MAX_DOCUMENTS_AT_ONCE
         for begin in range(0, max(s.documents, 1), step):
             at = slice(begin, begin + step)
             if s.cu_seqlens_d is not None:
                 part = s._replace(cu_seqlens_d=s.cu_seqlens_d[begin : at.stop + 1])
             else:
                 part = s._replace(D=s.D[at], d_mask=None if s.d_mask is None else s.d_mask[at])
-            yield begin, _scores(op, part)
+            yield begin, _collect_scores(op, part)
         return
-    source = sources.source(op, s.D, s.d_mask, s.cu_seqlens_d)
-    Q, like, q_weight = sources.in_region(op, s.Q, source.shape, source.dtype, s.q_weight)
+    source = sources.open_source(op, s.D, s.d_mask, s.cu_seqlens_d)
+    Q, like, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
     s = s._replace(Q=Q, D=like, d_mask=None, cu_seqlens_d=source.offsets, q_weight=q_weight)
     check_source(op, s, source)
-    for (begin, _), read in parts(source, 0, len(source), s.chunk, Q.device, progress):
-        D = scorable(read.D, like.dtype, read.cu_seqlens)
-        yield begin, _scores(op, s._replace(D=D, d_mask=read.d_mask, cu_seqlens_d=read.cu_seqlens))
+    for (begin, _), read in iterate_parts(source, 0, len(source), s.chunk, Q.device, progress):
+        D = as_scorable(read.D, like.dtype, read.cu_seqlens)
+        yield begin, _collect_scores(op, s._replace(D=D, d_mask=read.d_mask, cu_seqlens_d=read.cu_seqlens))
 
 
-def checked(op: str, s: Search) -> Search:
+def check_search(op: str, s: SearchArgs) -> SearchArgs:
     """A search among tensors, in the dtype of a region of autocast; raises unless all fit together."""
-    Q, D, q_weight = autocast.to_region(s.Q, s.D, s.q_weight)
+    Q, D, q_weight = autocast.cast_to_autocast(s.Q, s.D, s.q_weight)
     sources.check_dtype(op, Q, D.dtype)
     s = s._replace(Q=Q, D=D, q_weight=q_weight)
-    topk.check_arguments(op, s)
-    hints.look_at_tokens(op, Q, D, s.q_mask, s.d_mask, s.normalize)
+    topk.check_search_args(op, s)
+    hints.inspect_tokens(op, Q, D, s.q_mask, s.d_mask, s.normalize)
     return s
 
 
-def check_source(op: str, s: Search, source: sources.Source) -> None:
-    """Raise unless all fit together; D of the search stands for the documents of `source`, without their memory."""
-    topk.check_arguments(op, s)
+def check_source(op: str, s: SearchArgs, source: sources.DocumentSource) -> None:
+    """Raise unless all fit together; D of the search stands for the documents of `open_source`, without their
+    memory."""
+    topk.check_search_args(op, s)
     if source.d_mask is not None and source.d_mask.device not in (s.Q.device, torch.device("cpu")):
         raise ValueError(f"{op}: d_mask: expected the device of Q, {s.Q.device}, or cpu, got {source.d_mask.device}")
 
 
-def parts(
-    source: sources.Source, begin: int, end: int, chunk: int | None, device: torch.device, progress: bool | None
-) -> Iterator[tuple[tuple[int, int], sources.Part]]:
+def iterate_parts(
+    source: sources.DocumentSource, begin: int, end: int, chunk: int | None, device: torch.device, progress: bool | None
+) -> Iterator[tuple[tuple[int, int], sources.DocumentPart]]:
     """The documents ``[begin, end)`` on `device`, a part at a time; one part at least, for the shapes of results."""
-    ranges = source.ranges(begin, end, chunk, sources.part_bytes(device)) or [(begin, begin)]
-    with progress_bar(end - begin, progress) as advance:
+    ranges = source.ranges(begin, end, chunk, sources.choose_part_bytes(device)) or [(begin, begin)]
+    with make_progress_callback(end - begin, progress) as advance:
         read = (source.read(*at) for at in ranges)
-        for at, part in zip(ranges, on_device(read, device, max(source.nbytes(*at) for at in ranges)), strict=True):
+        for at, part in zip(
+            ranges, iterate_on_device(read, device, max(source.nbytes(*at) for at in ranges)), strict=True
+        ):
             yield at, part
             advance(at[1] - at[0])
 
 
-def _scores(op: str, s: Search) -> Tensor:
+def _collect_scores(op: str, s: SearchArgs) -> Tensor:
     Q, q_mask, q_weight = s.Q, s.q_mask, s.q_weight
     if Q.dim() == 2:
-        Q, q_mask, q_weight = Q.unsqueeze(0), lift(q_mask, True), lift(q_weight, True)
+        Q, q_mask, q_weight = Q.unsqueeze(0), add_batch_axis(q_mask, True), add_batch_axis(q_weight, True)
     if s.cu_seqlens_d is None:
         return maxsim(Q, s.D, q_mask, s.d_mask, q_weight=q_weight, normalize=s.normalize)
     known: dict[str, Any] = {
@@ -156,4 +159,4 @@ def _scores(op: str, s: Search) -> Tensor:
         "q_mask": q_mask,
         "q_weight": q_weight,
     }
-    return inputs.varlen(inputs.given(op, Q, s.D, **known, normalize=s.normalize, whole=False))[0]
+    return inputs.score_varlen(inputs.prepare_args(op, Q, s.D, **known, normalize=s.normalize, whole=False))[0]

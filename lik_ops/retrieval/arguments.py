@@ -15,7 +15,7 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def index(op: str, name: str, x: Any) -> int:
+def as_index(op: str, name: str, x: Any) -> int:
     """What counts as an integer in Python, a bool excepted."""
     try:
         if not isinstance(x, bool) and getattr(x, "dtype", None) != torch.bool:
@@ -32,12 +32,12 @@ def check_unmasked(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name}: expected an array without a mask, got a MaskedArray")
 
 
-def integers(op: str, name: str, x: Any) -> Tensor:
+def as_integers(op: str, name: str, x: Any) -> Tensor:
     """An int64 tensor on the CPU, of a tensor, an array or (nested) lists of integers."""
     check_unmasked(op, name, x)
     if not isinstance(x, Tensor):
         try:
-            x = torch.as_tensor(list(x) if isinstance(x, range) else _plain(x), device="cpu")
+            x = torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
         except (TypeError, ValueError, RuntimeError):  # also of integers beyond 64 bits
             raise TypeError(f"{op}: {name}: expected integers, got {short_repr(x)}") from None
     check_strided(op, name, x)
@@ -51,7 +51,7 @@ def integers(op: str, name: str, x: Any) -> Tensor:
     return found
 
 
-def _plain(x: Any) -> Any:
+def _as_native_array(x: Any) -> Any:
     """Arrays as torch takes them: not read-only, of this machine's byte order, with strides of 0 or more."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(x, numpy.ndarray):

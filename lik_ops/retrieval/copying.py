@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sources import Part
-from .store.layout import joined
+from .sources import DocumentPart
+from .store.layout import join_pieces
 
-_ALIGNMENT = 256  # bytes, of each tensor of a part, of which there are up to three
+_ALIGNMENT_BYTES = 256  # bytes, of each tensor of a part, of which there are up to three
 
 
-class Lanes:
+class CopyLanes:
     """What a device needs to copy beside its computing. Slots are told by their numbers.
 
     This one is of devices that copy when they are told: nothing to wait for.
@@ -47,7 +47,7 @@ class Lanes:
         """Let what is computed from now on, in memory that slots gave back, wait for all copies."""
 
 
-class CudaLanes(Lanes):
+class CudaLanes(CopyLanes):
     """A stream of copies beside the current one, and events between the two."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,32 +86,32 @@ class CudaLanes(Lanes):
 class DoubleBuffer:
     """Two slots on `device` for parts of up to `nbytes`, and staging buffers for what is not pinned."""
 
-    def __init__(self, device: torch.device, nbytes: int, lanes: Lanes) -> None:
+    def __init__(self, device: torch.device, nbytes: int, lanes: CopyLanes) -> None:
         self.lanes = lanes
-        size = nbytes + 2 * _ALIGNMENT
+        size = nbytes + 2 * _ALIGNMENT_BYTES
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self.staged: list[Tensor | None] = [None, None]
 
-    def copied(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def copied(self, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
         """Each part on the device. What scores a part has to be launched before the next one is asked for."""
         try:
-            before: tuple[int, Part] | None = None
+            before: tuple[int, DocumentPart] | None = None
             for i, part in enumerate(parts):
                 started = (i % 2, self._start(i % 2, part))
                 if before is not None:
-                    yield from self._handed_out(*before)
+                    yield from self._hand_out(*before)
                 before = started
             if before is not None:
-                yield from self._handed_out(*before)
+                yield from self._hand_out(*before)
         finally:
             self.lanes.close()
 
-    def _handed_out(self, slot: int, part: Part) -> Iterator[Part]:
+    def _hand_out(self, slot: int, part: DocumentPart) -> Iterator[DocumentPart]:
         self.lanes.wait_for_copy(slot)
         yield part
         self.lanes.scored(slot)
 
-    def _start(self, slot: int, part: Part) -> Part:
+    def _start(self, slot: int, part: DocumentPart) -> DocumentPart:
         offset, pairs = 0, []
 
         def placed(pieces: list[Tensor]) -> Tensor:
@@ -120,13 +120,13 @@ class DoubleBuffer:
             place = slice(offset, offset + prod(shape) * pieces[0].element_size())
             target = self.slots[slot][place].view(pieces[0].dtype).view(shape)
             pairs.append((target, self._source(slot, place, shape, pieces)))
-            offset = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
+            offset = -(-place.stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             return target
 
-        D = joined([part.D, *part.rest], placed)
+        D = join_pieces([part.D, *part.rest], placed)
         d_mask = None if part.d_mask is None else placed([part.d_mask])
         self.lanes.copy(slot, pairs)
-        return Part(D, d_mask, part.cu_seqlens)
+        return DocumentPart(D, d_mask, part.cu_seqlens)
 
     def _source(self, slot: int, place: slice, shape: tuple[int, ...], pieces: list[Tensor]) -> Tensor:
         """All rows of `pieces` where the device can copy from without the host waiting."""
@@ -143,9 +143,9 @@ class DoubleBuffer:
         return target
 
 
-def on_device(parts: Iterable[Part], device: torch.device, nbytes: int) -> Iterable[Part]:
+def iterate_on_device(parts: Iterable[DocumentPart], device: torch.device, nbytes: int) -> Iterable[DocumentPart]:
     """The parts, of up to `nbytes` each, on `device`; on a CPU they are there."""
     if device.type == "cpu":
         return (part.whole() for part in parts)
-    lanes = CudaLanes(device) if device.type == "cuda" else Lanes()
+    lanes = CudaLanes(device) if device.type == "cuda" else CopyLanes()
     return DoubleBuffer(device, nbytes, lanes).copied(parts)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_bar(total: int, progress: bool | None) -> Iterator[Callable[[int], object]]:
+def make_progress_callback(total: int, progress: bool | None) -> Iterator[Callable[[int], object]]:
     """What to call with the number of documents that are done; `progress` None shows them only on a terminal."""
     shown = sys.stderr.isatty() if progress is None else progress
     if shown:

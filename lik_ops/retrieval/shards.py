@@ -12,29 +12,29 @@ from torch import Tensor
 from ..api import inputs
 from ..core.arguments import short_repr
 from ..formats.index import Index
-from ..formats.quantized import Quantized, stand_in
+from ..formats.quantized import Quantized, make_placeholder
 from ..ops import topk
 from ..ops.stack import autocast
 from . import _retrieve, sources
 from .staged import check_stages
-from .two_stage import of_quantized
+from .two_stage import retrieve_quantized
 
 Sample: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # D, d_mask and cu_seqlens, to be checked
 
 
 @dataclass
-class Found:
+class RangeResult:
     """The best documents ``[Nq, k]`` of a range; index 0 is document `first` of what the process was given."""
 
-    best: topk.Best
+    best: topk.ScoresAndIndices
     first: int
 
 
-class Read:
+class StreamedTarget:
     """Documents that are read part by part."""
 
     def __init__(self, op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
-        self.source = sources.source(op, corpus, d_mask, cu_seqlens_d)
+        self.source = sources.open_source(op, corpus, d_mask, cu_seqlens_d)
         self.size = len(self.source)
         self.device: torch.device | None = None  # that of the queries
 
@@ -46,13 +46,15 @@ class Read:
         part, shape = self.source.read(0, 0), (0, *self.source.shape[1:])
         return torch.empty(shape, dtype=self.source.dtype, device="cpu"), part.d_mask, part.cu_seqlens
 
-    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         Q, q_mask, q_weight = queries
-        found = _retrieve.of_source(Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, **options)
-        return Found(_lifted(Q, *found), 0)
+        found = _retrieve.retrieve_from_source(
+            Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, **options
+        )
+        return RangeResult(_add_batch_axis(Q, *found), 0)
 
 
-class Resident:
+class ResidentTarget:
     """Documents in the memory of this process's GPU."""
 
     is_staged = False
@@ -60,7 +62,7 @@ class Resident:
 
     def __init__(self, op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
         if cu_seqlens_d is not None:
-            topk.check_bounds(op, cu_seqlens_d, D.device)
+            topk.check_document_offsets(op, cu_seqlens_d, D.device)
         elif D.dim() == 0:
             raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got []")
         self.D, self.d_mask, self.cu_seqlens_d, self.device = D, d_mask, cu_seqlens_d, D.device
@@ -70,7 +72,7 @@ class Resident:
         """By tokens where the host knows the offsets, else by count."""
         if self.cu_seqlens_d is not None and self.cu_seqlens_d.device.type == "cpu":
             # Never falling, because offsets that fall are no error here.
-            bounds = list(accumulate(sources.token_bounds(self.cu_seqlens_d, parts), max))
+            bounds = list(accumulate(sources.split_by_tokens(self.cu_seqlens_d, parts), max))
         else:
             bounds = [self.size * i // parts for i in range(parts + 1)]
         return list(pairwise(bounds))
@@ -84,17 +86,17 @@ class Resident:
             return self.D, self.d_mask, self.cu_seqlens_d[begin : end + 1]
         return self.D[begin:end], None if self.d_mask is None else self.d_mask[begin:end], None
 
-    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         """Of arguments that were checked."""
         D, d_mask, cu_seqlens_d = self.part(begin, end)
         normalize, chunk = options["normalize"], options["chunk"]
-        Q, D, q_weight = autocast.to_region(queries[0], D, queries[2])
+        Q, D, q_weight = autocast.cast_to_autocast(queries[0], D, queries[2])
         tensors = Q, D, queries[1], d_mask, cu_seqlens_d, q_weight
-        found = _retrieve.of_checked(topk.Search(*tensors, normalize, top_k, chunk))
-        return Found(_lifted(Q, *found), begin)
+        found = _retrieve.retrieve_checked(topk.SearchArgs(*tensors, normalize, top_k, chunk))
+        return RangeResult(_add_batch_axis(Q, *found), begin)
 
 
-class Coded(Resident):
+class QuantizedTarget(ResidentTarget):
     """Quantised documents in memory, of this process or of its GPU."""
 
     def __init__(
@@ -108,17 +110,17 @@ class Coded(Resident):
 
     def sample(self) -> Sample:
         """With a stand-in that has the metadata of the tokens as they were."""
-        return stand_in(self.D), self.d_mask, self.cu_seqlens_d
+        return make_placeholder(self.D), self.d_mask, self.cu_seqlens_d
 
-    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> Found:
+    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         Q, q_mask, q_weight = queries
         D, d_mask, cu_seqlens_d = self.part(begin, end)
         tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
-        search = topk.Search(*tensors, options["normalize"], top_k, options["chunk"])
-        return Found(_lifted(Q, *of_quantized(search, *self.stages, whole=False)), begin)
+        search = topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"])
+        return RangeResult(_add_batch_axis(Q, *retrieve_quantized(search, *self.stages, whole=False)), begin)
 
 
-def _lifted(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.Best:
+def _add_batch_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:
     return (scores, indices) if Q.dim() == 3 else (scores.unsqueeze(0), indices.unsqueeze(0))
 
 
@@ -127,20 +129,21 @@ def is_resident(corpus: Any) -> bool:
     return isinstance(corpus, Tensor) and corpus.device.type != "cpu"
 
 
-def shard(
+def make_target(
     op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any], Q: Any = None
-) -> Read | Resident:
-    """What searches `corpus`, by `stages` (`chunk`, `n_probe`, `n_candidates`); raises what `sources.source` raises.
+) -> StreamedTarget | ResidentTarget:
+    """What searches `corpus`, by `stages` (`chunk`, `n_probe`, `n_candidates`); raises what `sources.open_source`
+    raises.
 
     Q says what no documents are.
     """
     if isinstance(corpus, Index):
-        corpus, cu_seqlens_d = inputs.unpacked(op, corpus, cu_seqlens_d)
+        corpus, cu_seqlens_d = inputs.unpack_index(op, corpus, cu_seqlens_d)
     if isinstance(corpus, Quantized):
-        return Coded(op, corpus, d_mask, cu_seqlens_d, stages)
+        return QuantizedTarget(op, corpus, d_mask, cu_seqlens_d, stages)
     for name in ("n_probe", "n_candidates"):
         if (count := stages[name]) is not None:
             expected = "None unless corpus is residual codes in memory"
             raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(count)}")
-    corpus, cu_seqlens_d = sources.packed(op, corpus, d_mask, cu_seqlens_d, Q)
-    return (Resident if is_resident(corpus) else Read)(op, corpus, d_mask, cu_seqlens_d)
+    corpus, cu_seqlens_d = sources.pack_documents(op, corpus, d_mask, cu_seqlens_d, Q)
+    return (ResidentTarget if is_resident(corpus) else StreamedTarget)(op, corpus, d_mask, cu_seqlens_d)

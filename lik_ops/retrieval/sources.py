@@ -10,20 +10,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..api.packing import is_sequences, sequences
+from ..api.packing import is_sequences, pack_side
 from ..core.arguments import DTYPES, check_has_values, check_mask, check_strided, check_tensor, describe_non_tensor
 from ..ops import topk
 from ..ops.checks import values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
-from .store.layout import Layout, Tokens, joined
+from .store.layout import StorageLayout, Tokens, join_pieces
 from .store.snapshot import Snapshot
 
-_LARGEST_PART = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
-_CPU_PART = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway
+_MAX_PART_BYTES = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
+_CPU_PART_BYTES = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """A range of documents."""
 
     D: Tokens  # [n, Ld, d], or packed [T, d]
@@ -31,12 +31,12 @@ class Part(NamedTuple):
     cu_seqlens: Tensor | None = None  # [n + 1] of packed ones, on the CPU
     rest: tuple[Tokens, ...] = ()  # of D, which lies in several files: what follows its rows
 
-    def whole(self) -> Part:
+    def whole(self) -> DocumentPart:
         """With D in one piece."""
-        return self._replace(D=joined([self.D, *self.rest], torch.cat), rest=()) if self.rest else self
+        return self._replace(D=join_pieces([self.D, *self.rest], torch.cat), rest=()) if self.rest else self
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents that can be read a range at a time; of all of them, `shape` and `dtype` of D, and what goes with it."""
 
     @property
@@ -62,20 +62,20 @@ class Source(Protocol):
     def nbytes(self, begin: int, end: int) -> int:
         """Bytes of the tensors of a range that have to be copied to a device."""
 
-    def read(self, begin: int, end: int) -> Part:
+    def read(self, begin: int, end: int) -> DocumentPart:
         """The documents of a range, on the CPU; memory that is mapped is not copied."""
 
 
-def part_bytes(device: torch.device) -> int:
+def choose_part_bytes(device: torch.device) -> int:
     """Bytes of documents that are copied at a time: two such parts exist on a GPU."""
-    return _CPU_PART if device.type != "cuda" else min(topk.workspace(device), _LARGEST_PART)
+    return _CPU_PART_BYTES if device.type != "cuda" else min(topk.choose_workspace_bytes(device), _MAX_PART_BYTES)
 
 
-def _by_count(begin: int, end: int, count: int) -> list[tuple[int, int]]:
+def _split_by_count(begin: int, end: int, count: int) -> list[tuple[int, int]]:
     return [(b, min(b + count, end)) for b in range(begin, end, count)]
 
 
-def _rows(D: Any, begin: int, end: int) -> Tensor:
+def _slice_rows(D: Any, begin: int, end: int) -> Tensor:
     """Rows of a tensor (a view) or of an array (a copy: arrays may be read-only, tensors cannot)."""
     if isinstance(D, Tensor):
         return D[begin:end]
@@ -84,21 +84,21 @@ def _rows(D: Any, begin: int, end: int) -> Tensor:
     return torch.from_numpy(np.array(D[begin:end], order="C"))
 
 
-def token_bounds(offsets: Tensor, parts: int) -> list[int]:
+def split_by_tokens(offsets: Tensor, parts: int) -> list[int]:
     """``[parts + 1]``, where each of as many ranges of documents begins that have about as many tokens each."""
     documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
     wanted = offsets[0] + total * torch.arange(1, parts, device=offsets.device) // parts
     return [0, *torch.searchsorted(offsets, wanted.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
-class _Dense:
+class _DenseSource:
     """``[Nd, Ld, d]``."""
 
     offsets = None
 
     def __init__(self, D: Any, d_mask: Tensor | None) -> None:
         self.D, self.d_mask = D, d_mask
-        self.shape, self.dtype = tuple(D.shape), _rows(D, 0, 0).dtype
+        self.shape, self.dtype = tuple(D.shape), _slice_rows(D, 0, 0).dtype
         _, Ld, d = self.shape
         self.each = Ld * d * self.dtype.itemsize + (0 if d_mask is None else Ld * d_mask.element_size())
 
@@ -106,7 +106,7 @@ class _Dense:
         return self.D.shape[0]
 
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
-        return _by_count(begin, end, max(budget // max(self.each, 1), 1) if chunk is None else chunk)
+        return _split_by_count(begin, end, max(budget // max(self.each, 1), 1) if chunk is None else chunk)
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         bounds = [len(self) * i // parts for i in range(parts + 1)]
@@ -115,16 +115,16 @@ class _Dense:
     def nbytes(self, begin: int, end: int) -> int:
         return (end - begin) * self.each
 
-    def read(self, begin: int, end: int) -> Part:
-        return Part(_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
+    def read(self, begin: int, end: int) -> DocumentPart:
+        return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
 
 
-class Ragged:
+class PackedSource:
     """Packed documents, of which the offsets are known on the CPU; `read` is left to the kinds of it."""
 
     d_mask = None
 
-    def __init__(self, offsets: Tensor, tokens: int, layout: Layout) -> None:
+    def __init__(self, offsets: Tensor, tokens: int, layout: StorageLayout) -> None:
         self.offsets, self.shape, self.dtype = offsets, (tokens, layout.d), layout.dtype
         self.token_bytes, self.document_bytes = layout.nbytes(True), layout.nbytes(False)
 
@@ -133,7 +133,7 @@ class Ragged:
 
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
         if chunk is not None:
-            return _by_count(begin, end, chunk)
+            return _split_by_count(begin, end, chunk)
         ranges = []
         ends = self.offsets * self.token_bytes
         ends += torch.arange(len(ends), device="cpu") * self.document_bytes
@@ -145,40 +145,40 @@ class Ragged:
         return ranges
 
     def split(self, parts: int) -> list[tuple[int, int]]:
-        return list(itertools.pairwise(token_bounds(self.offsets, parts)))
+        return list(itertools.pairwise(split_by_tokens(self.offsets, parts)))
 
     def nbytes(self, begin: int, end: int) -> int:
         tokens = int(self.offsets[end] - self.offsets[begin])
         return tokens * self.token_bytes + (end - begin) * self.document_bytes
 
 
-class _Packed(Ragged):
+class _PackedTensorSource(PackedSource):
     """``[Td, d]`` with offsets."""
 
     def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
-        topk.check_bounds(op, cu_seqlens_d, cu_seqlens_d.device)
+        topk.check_document_offsets(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
-        super().__init__(offsets, D.shape[0], Layout(D.shape[1], _rows(D, 0, 0).dtype))
-        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, whole=values.looks(offsets))
+        super().__init__(offsets, D.shape[0], StorageLayout(D.shape[1], _slice_rows(D, 0, 0).dtype))
+        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, whole=values.needs_value_checks(offsets))
 
-    def read(self, begin: int, end: int) -> Part:
+    def read(self, begin: int, end: int) -> DocumentPart:
         offsets = self.offsets[begin : end + 1]
-        return Part(_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
+        return DocumentPart(_slice_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
 
 
-class _OnDisk(Ragged):
+class _CorpusSource(PackedSource):
     """A `Corpus`, as it was when it was asked for this."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         super().__init__(snapshot.cu_seqlens, int(snapshot.cu_seqlens[-1]), snapshot.manifest.layout)
 
-    def read(self, begin: int, end: int) -> Part:
+    def read(self, begin: int, end: int) -> DocumentPart:
         (D, *rest), cu_seqlens = self.snapshot.pieces(begin, end)
-        return Part(D, None, cu_seqlens, tuple(rest))
+        return DocumentPart(D, None, cu_seqlens, tuple(rest))
 
 
-def in_region(
+def prepare_queries(
     op: str, Q: Any, shape: tuple[int, ...], dtype: torch.dtype, q_weight: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Q and `q_weight` as a region of autocast wants them, and a D of `shape` and its dtype, without the memory.
@@ -189,7 +189,7 @@ def in_region(
     if not isinstance(Q, Tensor):
         raise TypeError(f"{op}: Q: expected a Tensor, got {describe_non_tensor(Q)}")
     check_strided(op, "Q", Q)
-    Q, one, q_weight = autocast.to_region(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
+    Q, one, q_weight = autocast.cast_to_autocast(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
     check_dtype(op, Q, one.dtype)
     return Q, one.expand(shape), q_weight
 
@@ -200,7 +200,7 @@ def check_dtype(op: str, Q: Any, dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {dtype}: convert the queries, Q.to({dtype})")
 
 
-def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> Source:
+def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> DocumentSource:
     """What reads `D`.
 
     Raises:
@@ -211,7 +211,7 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
         for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
             if x is not None:
                 raise ValueError(f"{op}: {name}: expected None beside a Corpus, got {type(x).__name__}")
-        return _OnDisk(snapshot)
+        return _CorpusSource(snapshot)
     for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
         check_tensor(op, name, x, or_none=True)
         if x is not None:
@@ -224,18 +224,18 @@ def source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) 
     if cu_seqlens_d is not None:
         if d_mask is not None:
             raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
-        return _Packed(op, D, cu_seqlens_d)
+        return _PackedTensorSource(op, D, cu_seqlens_d)
     if d_mask is not None:
         like_mask = torch.empty((), device=d_mask.device).expand(shape)
         check_mask(op, "d_mask", d_mask, "D", like_mask)
-    return _Dense(D, d_mask)
+    return _DenseSource(D, d_mask)
 
 
-def packed(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = None) -> tuple[Any, Any]:
+def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = None) -> tuple[Any, Any]:
     """D and `cu_seqlens_d`, where D is a list or nested tensor: packed, with its own. Q says what no documents are."""
     if not is_sequences(D):
         return D, cu_seqlens_d
-    found = sequences(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
+    found = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
     return found.tokens, found.cu_seqlens
 
 

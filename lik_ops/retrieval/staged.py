@@ -11,10 +11,10 @@ from ..api import inputs
 from ..core.arguments import as_bool, check_count, short_repr
 from ..formats.quantized import Quantized
 from ..ops import topk, topk_codes
-from ..ops.topk import Best, Search
+from ..ops.topk import ScoresAndIndices, SearchArgs
 
 
-def staged(op: str, s: Search, n_probe: Any, n_candidates: Any) -> Best:
+def retrieve_staged(op: str, s: SearchArgs, n_probe: Any, n_candidates: Any) -> ScoresAndIndices:
     """`retrieve` with `n_probe` or `n_candidates`, of arguments that were checked but for these; Q is 3-D."""
     D: Quantized = s.D
     check_stages(op, D, s.chunk, n_probe, n_candidates)
@@ -22,19 +22,19 @@ def staged(op: str, s: Search, n_probe: Any, n_candidates: Any) -> Best:
     s = s._replace(d_mask=as_bool(s.d_mask))
     kept = max(s.top_k, 4 * s.top_k if n_candidates is None else n_candidates)
     tensors = s.Q, D.codes, D.codec.centroids, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight
-    rough, chosen = topk_codes.best_of(topk_codes.CodeSearch(*tensors, s.normalize, kept, n_probe))
+    rough, chosen = topk_codes.search_best(topk_codes.CodeSearchArgs(*tensors, s.normalize, kept, n_probe))
     reached = rough > -torch.inf
-    offsets, lengths = _places(s, chosen)
+    offsets, lengths = _locate_documents(s, chosen)
     d_mask = None if s.d_mask is None else s.d_mask.flatten()
     none = s.Q.new_empty((0, s.Q.shape[-1]))
-    g = inputs.Given(op, s.Q, none, q_mask=s.q_mask, d_mask=d_mask, q_weight=s.q_weight, normalize=s.normalize)
-    g = inputs.beside(g, _packed(D))
-    scores = inputs.candidates(g, offsets, lengths.where(reached, 0))[0]
+    g = inputs.ScoringArgs(op, s.Q, none, q_mask=s.q_mask, d_mask=d_mask, q_weight=s.q_weight, normalize=s.normalize)
+    g = inputs.replace_documents(g, _pack_tokens(D))
+    scores = inputs.score_candidates(g, offsets, lengths.where(reached, 0))[0]
     scores = scores.masked_fill(~reached, -torch.inf)
     documents = chosen.where(reached, -1)
     # Equal scores come by document, and where there is none, last.
     order = chosen.where(reached, s.documents).argsort(dim=1)
-    return topk.of_candidates(scores.gather(1, order), documents.gather(1, order), s.top_k)
+    return topk.select_candidates(scores.gather(1, order), documents.gather(1, order), s.top_k)
 
 
 def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: Any) -> None:
@@ -51,7 +51,7 @@ def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: 
         raise ValueError(f"{op}: chunk: expected None beside n_probe and n_candidates, got {short_repr(chunk)}")
 
 
-def _places(s: Search, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _locate_documents(s: SearchArgs, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Where some documents begin among all tokens, and their lengths."""
     if s.cu_seqlens_d is None:
         length = s.D.shape[1]
@@ -61,7 +61,7 @@ def _places(s: Search, chosen: Tensor) -> tuple[Tensor, Tensor]:
     return offsets, bounds[chosen + 1] - offsets
 
 
-def _packed(D: Quantized) -> Quantized:
+def _pack_tokens(D: Quantized) -> Quantized:
     """Documents as packed tokens."""
     if D.dim() == 2:
         return D

@@ -16,29 +16,29 @@ from torch import Tensor
 
 from ..api import inputs
 from ..core.arguments import (
+    add_batch_axis,
     as_bool,
-    check,
     check_count,
+    check_dense,
     check_dtype,
     check_floats,
     check_strided,
     check_tensor,
     describe_non_tensor,
-    lift,
     score_dtype,
 )
-from ..core.segments import rows_of
-from ..formats.quantize import Bounds
-from ..formats.quantized import Quantized, stand_in
+from ..core.segments import make_segment_rows
+from ..formats.quantize import DocumentBounds
+from ..formats.quantized import Quantized, make_placeholder
 from ..ops import topk
-from ..ops.quantized import tokens_like
+from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast
-from ..ops.topk import Best, Search
+from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _rerank, sources
-from .staged import staged
+from .staged import retrieve_staged
 
 _OP = "retrieve"
-_COARSE_BYTES = 64 << 20  # of coarse scores, and of the ends of their intervals
+_MAX_COARSE_BYTES = 64 << 20  # of coarse scores, and of the ends of their intervals
 
 
 class TwoStage(NamedTuple):
@@ -50,7 +50,7 @@ class TwoStage(NamedTuple):
     proven: Tensor  # [Nq], int64: how many of the results are certain to be among the k best of all
 
 
-class _Coarse(NamedTuple):
+class _ScoreIntervals(NamedTuple):
     """Coarse scores of some queries ``[n, Nd]``, and the lower and upper ends of where the full ones lie, in fp64."""
 
     scores: Tensor
@@ -58,76 +58,80 @@ class _Coarse(NamedTuple):
     upper: Tensor
 
 
-def of_quantized(s: Search, n_probe: Any = None, n_candidates: Any = None, whole: bool = True) -> Best:
+def retrieve_quantized(
+    s: SearchArgs, n_probe: Any = None, n_candidates: Any = None, whole: bool = True
+) -> ScoresAndIndices:
     """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages.
 
-    `whole`: as of `topk.check_arguments`.
+    `whole`: as of `topk.check_search_args`.
     """
     D: Quantized = s.D
     check_floats(_OP, "Q", s.Q)  # before a stand-in is made: torch makes none of some dtypes
-    like = stand_in(D)
+    like = make_placeholder(D)
     beside = like.new_empty(()).expand(1, 1, D.d)
-    topk.check_arguments(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None), whole)
-    own = tokens_like(s.Q, D.shape)
+    topk.check_search_args(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None), whole)
+    own = make_tokens_like(s.Q, D.shape)
     own = own if s.cu_seqlens_d is None else own.unsqueeze(0)
     if n_probe is None and n_candidates is None:
-        check(_OP, s.Q, own, None, None, None)
+        check_dense(_OP, s.Q, own, None, None, None)
         for name, x in (("q_mask", s.q_mask), ("q_weight", s.q_weight)):
             check_tensor(_OP, name, x, or_none=True)
-        return best_of_quantized(s)
-    Q, _, q_weight = autocast.to_region(s.Q, s.Q, s.q_weight)
+        return search_quantized(s)
+    Q, _, q_weight = autocast.cast_to_autocast(s.Q, s.Q, s.q_weight)
     s = s._replace(Q=Q, q_weight=q_weight)
-    check(_OP, Q, tokens_like(Q, own.shape), s.q_mask, None, q_weight)
+    check_dense(_OP, Q, make_tokens_like(Q, own.shape), s.q_mask, None, q_weight)
     if s.Q.device != D.device:
         raise ValueError(f"{_OP}: Q: expected the device of D, {D.device}, got {s.Q.device}")
     flat = s.Q.dim() == 2
-    q_mask, q_weight = (lift(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
+    q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
     lifted = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
-    values, indices = staged(_OP, lifted, n_probe, n_candidates)
+    values, indices = retrieve_staged(_OP, lifted, n_probe, n_candidates)
     return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
 
 
-def best_of_quantized(s: Search) -> Best:
-    """`of_quantized`, of arguments that were checked."""
+def search_quantized(s: SearchArgs) -> ScoresAndIndices:
+    """`retrieve_quantized`, of arguments that were checked."""
     D: Quantized = s.D
     flat = s.Q.dim() == 2
     Q = s.Q.unsqueeze(0) if flat else s.Q
-    q_mask, q_weight = lift(s.q_mask, flat), lift(s.q_weight, flat)
-    count = _documents(D, s.cu_seqlens_d)
-    step, best = s.chunk or max(1, _COARSE_BYTES // (4 * max(len(Q), 1))), []
+    q_mask, q_weight = add_batch_axis(s.q_mask, flat), add_batch_axis(s.q_weight, flat)
+    count = _count_documents(D, s.cu_seqlens_d)
+    step, best = s.chunk or max(1, _MAX_COARSE_BYTES // (4 * max(len(Q), 1))), []
     for begin in range(0, max(count, 1), step):
         end = min(begin + step, count)
-        scores = _scores(Q, D, begin, end, s._replace(q_mask=q_mask, q_weight=q_weight))
-        values, indices = topk.first(scores, s.top_k)
+        scores = _score_coarse(Q, D, begin, end, s._replace(q_mask=q_mask, q_weight=q_weight))
+        values, indices = topk.select_first(scores, s.top_k)
         best.append((values, indices + begin))
-    values, indices = topk.merge(best, s.top_k)
+    values, indices = topk.merge_parts(best, s.top_k)
     return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
 
 
-def of_both(s: Search, coarse: Quantized, n_candidates: int | None) -> TwoStage:
+def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None) -> TwoStage:
     """`retrieve` with ``coarse=``."""
-    Q, q_weight, flat = _checked(s, coarse, n_candidates)
-    q_mask, q_weight = (lift(x, flat) for x in (as_bool(s.q_mask), q_weight))
+    Q, q_weight, flat = _check_and_cast(s, coarse, n_candidates)
+    q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), q_weight))
     s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
-    count = _documents(coarse, s.cu_seqlens_d)
-    step = max(1, _COARSE_BYTES // (20 * max(count, 1)))
+    count = _count_documents(coarse, s.cu_seqlens_d)
+    step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1)))
     found = []
     for begin in range(0, max(len(s.Q), 1), step):
         some = slice(begin, begin + step)
         masked, weighted = (None if x is None else x[some] for x in (s.q_mask, s.q_weight))
-        found.append(_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, count, n_candidates))
+        found.append(
+            _search_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, count, n_candidates)
+        )
     joined = found[0] if len(found) == 1 else TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
     return TwoStage(*(x.squeeze(0) for x in joined)) if flat else joined
 
 
-def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -> TwoStage:
+def _search_block(s: SearchArgs, coarse: Quantized, count: int, n_candidates: int | None) -> TwoStage:
     """The best of some queries."""
     k = min(s.top_k, count)
-    rough = _intervals(s, coarse, _scores(s.Q, coarse, 0, count, s))
-    chosen = _certain(rough, k) if n_candidates is None else _best(rough, max(n_candidates, k))
-    documents, rescored = _listed(chosen)
-    scores = _full(s, documents).masked_fill_(documents < 0, -torch.inf)
-    values, indices = topk.of_candidates(scores, documents, k)
+    rough = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s))
+    chosen = _select_possible(rough, k) if n_candidates is None else _select_best(rough, max(n_candidates, k))
+    documents, rescored = _list_documents(chosen)
+    scores = _score_full(s, documents).masked_fill_(documents < 0, -torch.inf)
+    values, indices = topk.select_candidates(scores, documents, k)
     proven = torch.full_like(rescored, k)
     if n_candidates is not None and k < count:
         rest = rough.upper.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
@@ -138,27 +142,27 @@ def _block(s: Search, coarse: Quantized, count: int, n_candidates: int | None) -
     return TwoStage(values, indices, rescored, proven)
 
 
-def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None, bool]:
+def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None, bool]:
     """Queries and weights in the dtype of the region, and whether they are of one query."""
     if not isinstance(coarse, Quantized):
         raise TypeError(f"{_OP}: coarse: expected a Quantized, got {type(coarse).__name__}")
     if n_candidates is not None:
         check_count(_OP, "n_candidates", n_candidates, 1)
-    shape, dtype, device = _about(s.D)
+    shape, dtype, device = _get_metadata(s.D)
     check_floats(_OP, "Q", s.Q)
     check_dtype(_OP, "D", dtype)
-    Q, like, q_weight = sources.in_region(_OP, s.Q, shape, dtype, s.q_weight)
+    Q, like, q_weight = sources.prepare_queries(_OP, s.Q, shape, dtype, s.q_weight)
     # Queries and documents may lie on two devices: each side is checked beside a stand-in for the other.
     beside = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
-    topk.check_arguments(_OP, s._replace(Q=beside, D=tokens_like(beside, shape), q_mask=None, q_weight=None))
-    check(_OP, Q, like if s.cu_seqlens_d is None else like.unsqueeze(0), s.q_mask, None, q_weight)
+    topk.check_search_args(_OP, s._replace(Q=beside, D=make_tokens_like(beside, shape), q_mask=None, q_weight=None))
+    check_dense(_OP, Q, like if s.cu_seqlens_d is None else like.unsqueeze(0), s.q_mask, None, q_weight)
     if device.type == "meta" or Q.is_meta:
         raise ValueError(f"{_OP}: {'Q' if Q.is_meta else 'D'}: expected values, got a meta tensor")
     if s.normalize:
         raise ValueError(f"{_OP}: normalize: expected False beside coarse (normalise what is quantised), got True")
     if coarse.device != Q.device:
         raise ValueError(f"{_OP}: coarse: expected the device of Q, {Q.device}, got {coarse.device}")
-    count, expected = _documents(coarse, s.cu_seqlens_d), _documents(s.D, s.cu_seqlens_d)
+    count, expected = _count_documents(coarse, s.cu_seqlens_d), _count_documents(s.D, s.cu_seqlens_d)
     if coarse.d != shape[-1] or count != expected or coarse.dim() == 4:
         raise ValueError(
             f"{_OP}: coarse: expected {expected} documents of d = {shape[-1]} as in D, got {count} of d = {coarse.d}"
@@ -168,7 +172,7 @@ def _checked(s: Search, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor 
     return Q, q_weight, Q.dim() == 2
 
 
-def _about(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+def _get_metadata(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     """The shape, dtype and device of documents, a tensor or what a corpus is at a moment."""
     if isinstance(D, Tensor):
         check_strided(_OP, "D", D)
@@ -176,11 +180,11 @@ def _about(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     return (int(D.cu_seqlens[-1]), D.manifest.d), D.manifest.dtype, torch.device("cpu")
 
 
-def _documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
+def _count_documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
     return len(D) if cu_seqlens_d is None else len(cu_seqlens_d) - 1
 
 
-def _scores(Q: Tensor, D: Quantized, begin: int, end: int, s: Search) -> Tensor:
+def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs) -> Tensor:
     """Scores ``[Nq, end - begin]`` of quantised documents."""
     given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
     if s.cu_seqlens_d is not None:
@@ -189,10 +193,10 @@ def _scores(Q: Tensor, D: Quantized, begin: int, end: int, s: Search) -> Tensor:
         D = D[begin:end]
     if s.d_mask is not None:
         given["d_mask"] = s.d_mask[begin:end].to(Q.device)
-    return inputs.varlen(inputs.given(_OP, Q, D, **given))[0]
+    return inputs.score_varlen(inputs.prepare_args(_OP, Q, D, **given))[0]
 
 
-def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
+def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor) -> _ScoreIntervals:
     """Where full scores lie; anywhere, for documents or queries with NaN or infinities."""
     assert coarse.error is not None and coarse.norm is not None
     lengths = torch.linalg.vector_norm(s.Q.double(), dim=-1)
@@ -201,29 +205,29 @@ def _intervals(s: Search, coarse: Quantized, scores: Tensor) -> _Coarse:
     if s.q_mask is not None:
         lengths = lengths.masked_fill(~s.q_mask, 0)
     _, Lq, d = s.Q.shape
-    rounding = 2 * (d + Lq + 16) * _roundoff(s.Q)
-    relative = rounding + _held(s.Q, coarse)
+    rounding = 2 * (d + Lq + 16) * _bound_roundoff(s.Q)
+    relative = rounding + _bound_operand_error(s.Q, coarse)
     error, norm = coarse.error.double(), coarse.norm.double()
-    if _about(s.D)[1] != s.Q.dtype:
-        off = _converted(norm, d, s.Q.dtype)
+    if _get_metadata(s.D)[1] != s.Q.dtype:
+        off = _bound_cast_error(norm, d, s.Q.dtype)
         error, norm = error + off, norm + off
     each = torch.add(error * (1 + relative), norm, alpha=relative)
-    if (apart := _apart(s, coarse)) is not None:
+    if (apart := _bound_operand_norms(s, coarse)) is not None:
         each = each + rounding * apart
     rough, lengths = scores.double(), lengths.sum(1, keepdim=True)
     lower, upper = (torch.addcmul(rough, lengths, each, value=sign) for sign in (-1, 1))
     inf = torch.inf
-    return _Coarse(scores, lower.nan_to_num_(-inf, -inf, -inf), upper.nan_to_num_(inf, inf, -inf))
+    return _ScoreIntervals(scores, lower.nan_to_num_(-inf, -inf, -inf), upper.nan_to_num_(inf, inf, -inf))
 
 
-def _converted(norm: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+def _bound_cast_error(norm: Tensor, d: int, dtype: torch.dtype) -> Tensor:
     """What tokens of at most these L2 norms may be off by in the dtype of a region; inf where one may overflow."""
     about = torch.finfo(dtype)
     off = about.eps / 2 * (norm + d**0.5 * about.smallest_normal)
     return off.masked_fill(~(norm <= about.max), torch.inf)  # NaN, too
 
 
-def _held(Q: Tensor, coarse: Quantized) -> float:
+def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
     """What one side of a product may be off by on a GPU, relative to its norm."""
     if coarse.query == "int8":  # query rows to a 254th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
         return coarse.d**0.5 / 253
@@ -233,12 +237,12 @@ def _held(Q: Tensor, coarse: Quantized) -> float:
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
 
-def _apart(s: Search, coarse: Quantized) -> Tensor | None:
+def _bound_operand_norms(s: SearchArgs, coarse: Quantized) -> Tensor | None:
     """Bounds on the L2 norms of what documents may be multiplied as, apart from what they count as: of "uint8" numbers
     and minima, whose sums cancel; of residual codes weights, which a GPU rounds to fp16 beside halves, over that."""
     if coarse.codec is not None:
         halves = s.Q.dtype in (torch.float16, torch.bfloat16)
-        largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _roundoff(s.Q)) if halves else 0.0)
+        largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _bound_roundoff(s.Q)) if halves else 0.0)
         each = coarse.d**0.5 * largest * coarse.scale.double().abs()
     elif coarse.minimum is None:
         return None
@@ -253,11 +257,11 @@ def _apart(s: Search, coarse: Quantized) -> Tensor | None:
             return each.new_zeros(len(offsets) - 1)
         # Documents that share tokens, where offsets descend, share the largest.
         ascending = (offsets.diff() >= 0).all()
-        return torch.where(ascending, Bounds(offsets, len(each)).reduced(each, "amax"), each.amax())
+        return torch.where(ascending, DocumentBounds(offsets, len(each)).reduce_tokens(each, "amax"), each.amax())
     return each.amax(1) if each.shape[1] else each.new_zeros(len(each))
 
 
-def _roundoff(Q: Tensor) -> float:
+def _bound_roundoff(Q: Tensor) -> float:
     """What one operation of a score may be off by, relative to its terms, with room for other orders of a sum."""
     if Q.dtype == torch.float64:
         return 2.0**-51
@@ -269,20 +273,20 @@ def _roundoff(Q: Tensor) -> float:
     return 2.0**-21
 
 
-def _certain(rough: _Coarse, k: int) -> Tensor:
+def _select_possible(rough: _ScoreIntervals, k: int) -> Tensor:
     """Which documents ``[n, Nd]`` may be among the `k` best."""
     if k == 0:
         return torch.zeros_like(rough.upper, dtype=torch.bool)
     return rough.upper >= rough.lower.topk(k, dim=1).values[:, -1:]
 
 
-def _best(rough: _Coarse, n: int) -> Tensor:
+def _select_best(rough: _ScoreIntervals, n: int) -> Tensor:
     """The `n` documents ``[n, Nd]`` with the best coarse scores."""
     chosen = torch.zeros_like(rough.upper, dtype=torch.bool)
-    return chosen.scatter_(1, topk.first(rough.scores, n)[1], True)
+    return chosen.scatter_(1, topk.select_first(rough.scores, n)[1], True)
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _list_documents(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The documents that are chosen for each query, ascending, -1 after the last; and how many they are."""
     rescored = chosen.sum(1)
     query, document = chosen.nonzero(as_tuple=True)
@@ -296,18 +300,18 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return documents, rescored
 
 
-def _full(s: Search, documents: Tensor) -> Tensor:
+def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
     """Full scores ``[n, K]`` of documents by their index, -1 for none."""
     D, Q, there = s.D, s.Q, documents >= 0
     at = documents.clamp(min=0)
     if not isinstance(D, Tensor):
-        g = inputs.Given(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
+        g = inputs.ScoringArgs(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
         scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
-        return _rerank._scored(g, D, documents.cpu(), scores)
+        return _rerank._fill_scores(g, D, documents.cpu(), scores)
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
     if D.device != Q.device or D.dtype != Q.dtype:  # only what is needed comes to the device, and to the region
         chosen, inverse = at.to(D.device).unique(return_inverse=True)
-        D, cu_seqlens = _gathered(D, cu_seqlens, chosen)
+        D, cu_seqlens = _gather_documents(D, cu_seqlens, chosen)
         D = D.to(Q.device, Q.dtype)
         d_mask = None if d_mask is None else d_mask[chosen].to(Q.device)
         at = inverse.to(Q.device)
@@ -317,21 +321,21 @@ def _full(s: Search, documents: Tensor) -> Tensor:
     else:
         bounds = cu_seqlens.to(Q.device).long()
         offsets, lengths = bounds[at], torch.where(there, bounds.diff()[at], 0)
-    g = inputs.Given(_OP, Q, D, q_mask=s.q_mask, d_mask=as_bool(d_mask), q_weight=s.q_weight)
-    return inputs.candidates(g, offsets, lengths)[0]
+    g = inputs.ScoringArgs(_OP, Q, D, q_mask=s.q_mask, d_mask=as_bool(d_mask), q_weight=s.q_weight)
+    return inputs.score_candidates(g, offsets, lengths)[0]
 
 
-def _gathered(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+def _gather_documents(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
     """Some documents of a tensor, ascending."""
     rows, starts = chosen, None
     if cu_seqlens is not None:
         bounds = cu_seqlens.to(D.device).long()
-        rows, starts = rows_of(bounds[chosen], bounds.diff()[chosen])
+        rows, starts = make_segment_rows(bounds[chosen], bounds.diff()[chosen])
     return D.index_select(0, rows), starts  # whole rows: `D[rows]` copies element by element
 
 
-def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
-    """`of_both`, of what `retrieve` was given: a tensor of documents or a corpus."""
+def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any) -> TwoStage:
+    """`search_two_stage`, of what `retrieve` was given: a tensor of documents or a corpus."""
     from .store.corpus import Corpus
 
     if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
@@ -345,4 +349,4 @@ def two_stage(s: Search, coarse: Any, n_candidates: Any) -> TwoStage:
             raise TypeError(f"{_OP}: D: expected tokens as they were beside coarse, got a Corpus in {s.D.format}")
         snapshot = s.D._snapshot  # taken once: others may append meanwhile
         s = s._replace(D=snapshot, cu_seqlens_d=snapshot.cu_seqlens)
-    return of_both(s, coarse, n_candidates)
+    return search_two_stage(s, coarse, n_candidates)

@@ -11,11 +11,11 @@ from torch import Tensor
 _SHAPES = ((2, 5, 7, 3), (1, 40, 33, 20), (3, 1, 4, 1), (2, 0, 3, 3), (0, 4, 4, 2))  # B, N, M, d
 
 
-def _cloud(random: torch.Generator, shape: tuple, dtype: torch.dtype, device: str, grad: bool) -> Tensor:
+def _make_cloud(random: torch.Generator, shape: tuple, dtype: torch.dtype, device: str, grad: bool) -> Tensor:
     return torch.randn(shape, generator=random).to(device, dtype).requires_grad_(grad)
 
 
-def _lengths(random: torch.Generator, B: int, most: int, device: str) -> Tensor:
+def _make_lengths(random: torch.Generator, B: int, most: int, device: str) -> Tensor:
     return torch.randint(0, most + 1, (B,), generator=random).to(device)
 
 
@@ -23,12 +23,14 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
     random = torch.Generator().manual_seed(0)
     for (B, N, M, d), metric, cut in itertools.product(_SHAPES, ("sqeuclidean", "l1"), (False, True)):
         clouds = (
-            _cloud(random, (B, N, d), dtype, device, not cut),
-            _cloud(random, (B, M, d), dtype, device, metric == "l1"),
+            _make_cloud(random, (B, N, d), dtype, device, not cut),
+            _make_cloud(random, (B, M, d), dtype, device, metric == "l1"),
         )
-        lengths = (_lengths(random, B, N, device), _lengths(random, B, M, device).int()) if cut else (None, None)
+        lengths = (
+            (_make_lengths(random, B, N, device), _make_lengths(random, B, M, device).int()) if cut else (None, None)
+        )
         yield f"{B}x{N}x{M}x{d}-{metric}{'-lengths' * cut}-{dtype}", (*clouds, *lengths, metric)
-    P, R = _cloud(random, (2, 3, 6), dtype, device, True), _cloud(random, (2, 6, 4), dtype, device, True)
+    P, R = _make_cloud(random, (2, 3, 6), dtype, device, True), _make_cloud(random, (2, 6, 4), dtype, device, True)
     yield f"strided-{dtype}", (P.mT[..., :2], R[..., 1:3], None, None, "sqeuclidean")
 
 
@@ -56,10 +58,10 @@ def reference(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor 
 def sized(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
     B, _, N, M = sizes
     random = torch.Generator().manual_seed(1)
-    lengths = (_lengths(random, B, N, device), _lengths(random, B, M, device)) if cut else (None, None)
+    lengths = (_make_lengths(random, B, N, device), _make_lengths(random, B, M, device)) if cut else (None, None)
     clouds = (
-        _cloud(random, (B, N, 8), torch.float32, device, False),
-        _cloud(random, (B, M, 8), torch.float32, device, False),
+        _make_cloud(random, (B, N, 8), torch.float32, device, False),
+        _make_cloud(random, (B, M, 8), torch.float32, device, False),
     )
     return *clouds, *lengths, "l1"
 

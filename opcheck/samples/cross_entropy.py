@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 import lik_ops
-from lik_ops.opcheck.samples.gradients import gradients
+from lik_ops.opcheck.samples.gradients import compute_gradients
 
 IGNORED = -100
 
 
-def _options(Q: Tensor, D: Tensor, n: int) -> tuple[Tensor, float]:
+def _make_options(Q: Tensor, D: Tensor, n: int) -> tuple[Tensor, float]:
     """Labels, every other one ignored, and a temperature. Where no document has a token all are: losses are finite."""
     queries, columns = Q.shape[0], D.shape[-3]
     labels = torch.arange(queries) * 7 % max(columns, 1)
@@ -24,14 +24,14 @@ def _options(Q: Tensor, D: Tensor, n: int) -> tuple[Tensor, float]:
 def forward_arguments(args: tuple, n: int) -> tuple:
     """Those of `maxsim_fwd`, with labels and a temperature."""
     *tensors, normalize, _, _ = args
-    labels, temperature = _options(tensors[0], tensors[1], n)
+    labels, temperature = _make_options(tensors[0], tensors[1], n)
     return *tensors, labels, temperature, IGNORED, normalize
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
     """Those of a backward of `maxsim`, with labels, a temperature and log-sum-exps."""
     grad_scores, Q, D, _, q_mask, d_mask, q_weight, normalize, needs = args
-    labels, temperature = _options(Q, D, n)
+    labels, temperature = _make_options(Q, D, n)
     given = Q, D, q_mask, d_mask, q_weight, labels
     _, lse = torch.ops.lik.maxsim_cross_entropy_fwd(*given, temperature, IGNORED, normalize)
     return grad_scores.sum(1), *given, lse, temperature, IGNORED, normalize, needs
@@ -49,4 +49,4 @@ def backward_reference(grad_losses, Q, D, q_mask, d_mask, q_weight, labels, lse,
     def formula(Q, D, q_weight):
         return forward_reference(Q, D, q_mask, d_mask, q_weight, labels, *options)[0]
 
-    return gradients(formula, grad_losses, (Q, D, q_weight), needs)
+    return compute_gradients(formula, grad_losses, (Q, D, q_weight), needs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def gradients(
+def compute_gradients(
     formula: Callable[..., Tensor], grad_scores: Tensor, leaves: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Of ``formula(*leaves)``, of what is wanted and there: Q, D and q_weight, which may be None."""

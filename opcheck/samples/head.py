@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 import lik_ops
-from lik_ops.opcheck.samples.gradients import gradients
+from lik_ops.opcheck.samples.gradients import compute_gradients
 
 WIDTH = 11  # features of hidden states
 
 
-def _head(Q: Tensor, D: Tensor, n: int, grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _make_head(Q: Tensor, D: Tensor, n: int, grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states laid out as the documents are, and a head, every other time with a bias.
 
     Of integers: tokens that half types have to round would have other winners than the formula's.
@@ -37,13 +37,13 @@ def _normalize(Q: Tensor, n: int) -> bool:
 def forward_arguments(args: tuple, n: int) -> tuple:
     """Those of `maxsim_fwd` of a cross product, with hidden states in the place of documents."""
     Q, D, q_mask, d_mask, q_weight, _, argmax_dtype, _ = args
-    return Q, *_head(Q, D, n, Q.requires_grad), q_mask, d_mask, q_weight, _normalize(Q, n), argmax_dtype
+    return Q, *_make_head(Q, D, n, Q.requires_grad), q_mask, d_mask, q_weight, _normalize(Q, n), argmax_dtype
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
     """Those of a backward of `maxsim`, with hidden states."""
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
-    H, W, b = _head(Q, D, n, False)
+    H, W, b = _make_head(Q, D, n, False)
     x, normalize = (Q, H, W, b, q_mask, d_mask, q_weight), _normalize(Q, n)
     _, argmax = torch.ops.lik.maxsim_from_hidden_fwd(*x, normalize, argmax.dtype)
     wanted = [needs[0], needs[1], n % 4 < 2, b is not None, needs[2]]
@@ -60,4 +60,4 @@ def backward_reference(grad_scores, Q, H, W, b, argmax, q_mask, d_mask, q_weight
         scores = forward_reference(Q, H, W, b, q_mask, d_mask, q_weight, normalize, None)[0]
         return torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
 
-    return gradients(formula, grad_scores, (Q, H, W, b, q_weight), needs)
+    return compute_gradients(formula, grad_scores, (Q, H, W, b, q_weight), needs)

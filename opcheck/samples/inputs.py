@@ -36,7 +36,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorCase:
     """What the checks have to know of an operator.
 
     Attributes:
@@ -51,7 +51,7 @@ class Operator:
     sized: Callable[[tuple[int, int, int, int], bool, str], tuple]
 
 
-def tensors(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool):
+def make_tensors(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool):
     """Q, D, q_mask, d_mask and q_weight of ``shape = (Nq, Nd or K, Lq, Ld, d)``; the last three only with options."""
     Nq, K, Lq, Ld, d = shape
     generator = torch.Generator().manual_seed(0)
@@ -71,14 +71,14 @@ def tensors(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str
     return Q, D, q_mask, d_mask, normal(Nq, Lq).to(device, weight_dtype)
 
 
-def drawn(shape: str, layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool, grad: bool):
-    Q, D, q_mask, d_mask, q_weight = tensors(SHAPES[shape], layout, dtype, device, candidates, options)
+def draw_tensors(shape: str, layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool, grad: bool):
+    Q, D, q_mask, d_mask, q_weight = make_tensors(SHAPES[shape], layout, dtype, device, candidates, options)
     if q_weight is not None:
         q_weight.requires_grad_(grad)
     return Q.requires_grad_(grad), D.requires_grad_(grad), q_mask, d_mask, q_weight
 
 
-def variants() -> Iterator[tuple[str, str, bool, bool]]:
+def list_variants() -> Iterator[tuple[str, str, bool, bool]]:
     """(shape, layout, candidates, options): every shape dense, every layout on two shapes, options throughout."""
     for shape in SHAPES:
         for candidates in (False, True):
@@ -89,11 +89,11 @@ def variants() -> Iterator[tuple[str, str, bool, bool]]:
             yield shape, layout, layout == "sliced", True
 
 
-def name_of(*parts: object) -> str:
+def format_name(*parts: object) -> str:
     return "-".join(str(p).replace("torch.", "") for p in parts if p not in ("", False, None))
 
 
-def packed(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def make_packed(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """Nd documents of up to Ld tokens, ``[Td, d]``, every other one shorter, and ``cu_seqlens [Nd + 1]``."""
     _, Nd, _, Ld, d = shape
     lengths = torch.tensor([Ld - (i % 2) * (Ld // 2) for i in range(Nd)], dtype=torch.int32)

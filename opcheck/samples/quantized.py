@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 import lik_ops
-from lik_ops.formats.table import Stored
+from lik_ops.formats.table import EncodedTokens
 from lik_ops.opcheck.samples import ragged
 
 SCALES = {"int8": "token", "uint8": "token", "fp8_e4m3": "tensor", "fp8_e5m2": "token", "binary": "tensor"}
 NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
 
 
-def _stored(D: Tensor, format: str) -> tuple:
+def _encode(D: Tensor, format: str) -> tuple:
     """Packed tokens as the operator takes them."""
     if format in NBITS:
-        return lik_ops.quantize(D, _codec(D, NBITS[format])).stored()
+        return lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
     return lik_ops.quantize(D, format, SCALES[format]).stored()  # type: ignore[arg-type]
 
 
-def _codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
+def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
     """Of a few centroids, whatever the tokens."""
     generator = torch.Generator().manual_seed(nbits)
     centroids = torch.randn(7, D.shape[1], generator=generator).to(D.device)
@@ -31,7 +31,7 @@ def _codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
     return lik_ops.ResidualCodec(centroids, weights, (weights[1:] + weights[:-1]) / 2)
 
 
-def _counting(stored: Stored, d: int) -> Tensor:
+def _decode(stored: EncodedTokens, d: int) -> Tensor:
     """The tokens as they count, by the formula."""
     data, scale, minimum, format, codes, centroids, weights = stored
     if codes is not None and centroids is not None and weights is not None:
@@ -53,16 +53,16 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
         Q, D, *rest, normalize, argmax_dtype, longest, _ = args
         detached = [t.detach() if isinstance(t, Tensor) else t for t in rest]
         format = formats[n % len(formats)]
-        stored = _stored(D.detach(), format)
+        stored = _encode(D.detach(), format)
         yield f"{format}-{label}", (Q.detach(), *stored, *detached, normalize, argmax_dtype, longest)
 
 
 def reference(Q, *args: Any) -> tuple:
-    D = _counting(Stored(*args[:7]), Q.shape[-1]).to(Q.dtype)
+    D = _decode(EncodedTokens(*args[:7]), Q.shape[-1]).to(Q.dtype)
     arguments: Any = (Q, D, *args[7:], "auto")
     return ragged.forward_reference(*arguments)
 
 
 def sized(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
     Q, D, *rest, normalize, argmax_dtype, longest, _ = ragged.sized_forward(sizes, candidates, device)
-    return Q, *_stored(D, "int8"), *rest, normalize, argmax_dtype, longest
+    return Q, *_encode(D, "int8"), *rest, normalize, argmax_dtype, longest

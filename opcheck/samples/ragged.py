@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lik_ops
-from lik_ops.opcheck.samples.gradients import gradients
+from lik_ops.opcheck.samples.gradients import compute_gradients
 
 LENGTHS = {  # of queries, of documents; features
     "small": ((3, 1, 4), (5, 2, 7, 1), 8),
@@ -22,7 +22,7 @@ KINDS = ("cross", "candidates", "pairs")
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def arguments(
+def make_arguments(
     q_lengths: tuple[int, ...], d_lengths: tuple[int, ...], d: int, kind: str, options: bool, dtype, device: str
 ) -> Arguments:
     """The tensors of a call, in the operator's order; masks and weights only with options."""
@@ -62,7 +62,7 @@ def forward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tupl
                 (False, True, torch.int32),
                 (True, True, None),
             ):
-                args = arguments(q_lengths, d_lengths, d, kind, options, dtype, device)
+                args = make_arguments(q_lengths, d_lengths, d, kind, options, dtype, device)
                 for t in (args[0], args[1], args[8]):
                     if t is not None:
                         t.requires_grad_(grad)
@@ -82,7 +82,7 @@ def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tup
         yield label, (upstream, *tensors, argmax, options, not options, needs)
 
 
-def _cells(cu_q, offsets, lengths, pairs) -> Iterator[tuple[tuple[int, ...], int, slice, slice]]:
+def _iterate_cells(cu_q, offsets, lengths, pairs) -> Iterator[tuple[tuple[int, ...], int, slice, slice]]:
     """Of each score: its index, the row of its winners, its query's rows and its document's."""
     cu_q, offsets, lengths = (x.tolist() for x in (cu_q, offsets, lengths))
 
@@ -106,13 +106,15 @@ def forward_reference(
     width = Q.shape[0] if pairs is None else max_seqlen_q
     scores = torch.zeros(shape, dtype=torch.float64, device=Q.device) + 0 * (Q.sum() + D.sum())
     argmax = torch.full((shape[-1], width), -1, device=Q.device)
-    for index, row, q, x in _cells(cu_q, offsets, lengths, pairs):
+    for index, row, q, x in _iterate_cells(cu_q, offsets, lengths, pairs):
         masks = (None if mask is None else mask[part] for mask, part in ((q_mask, q), (d_mask, x)))
         weight = None if q_weight is None else q_weight[q]
-        score, winners = lik_ops.reference.maxsim_with_argmax(Q[q], D[x], *masks, q_weight=weight, normalize=normalize)
+        score, argmax_found = lik_ops.reference.maxsim_with_argmax(
+            Q[q], D[x], *masks, q_weight=weight, normalize=normalize
+        )
         scores = scores.index_put(tuple(torch.tensor(n, device=Q.device) for n in index), score)
         first = q.start if pairs is None else 0
-        argmax[row, first : first + winners.shape[0]] = winners
+        argmax[row, first : first + argmax_found.shape[0]] = argmax_found
     return scores, None if argmax_dtype is None else argmax
 
 
@@ -123,14 +125,14 @@ def backward_reference(
         options = q_mask, d_mask, weight, normalize, None, argmax.shape[1], "auto"
         return forward_reference(Q, D, cu_q, offsets, lengths, pairs, *options)[0]
 
-    return gradients(scores, grad_scores, (Q, D, q_weight), needs)
+    return compute_gradients(scores, grad_scores, (Q, D, q_weight), needs)
 
 
 def sized_forward(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
     Nq, K, Lq, Ld = sizes
     documents = Nq * K if candidates else K
     kind = "candidates" if candidates else "cross"
-    args = arguments((Lq,) * Nq, (Ld,) * documents, 8, kind, True, torch.float32, device)
+    args = make_arguments((Lq,) * Nq, (Ld,) * documents, 8, kind, True, torch.float32, device)
     if candidates:
         starts = torch.arange(Nq * K, device=device, dtype=torch.int32).view(Nq, K) * Ld
         args = (*args[:3], starts, torch.full_like(starts, Ld), *args[5:])

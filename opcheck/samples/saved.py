@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lik_ops
-from lik_ops.opcheck.samples.gradients import gradients
+from lik_ops.opcheck.samples.gradients import compute_gradients
 
 
-def _counting(data: Tensor, scale: Tensor) -> Tensor:
+def _decode(data: Tensor, scale: Tensor) -> Tensor:
     return data.double() * scale.double().unsqueeze(-1)
 
 
-def _scores(Q, D, kept, q_mask, d_mask, q_weight, normalize: bool) -> Tensor:
+def _score_saved(Q, D, kept, q_mask, d_mask, q_weight, normalize: bool) -> Tensor:
     """Exact scores whose gradients are those at the winners of D, with `kept` in the place of their tokens.
 
     The gradient that tokens of `kept` receive is passed on to those of D.
@@ -35,7 +35,7 @@ def _scores(Q, D, kept, q_mask, d_mask, q_weight, normalize: bool) -> Tensor:
 
 def forward_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward) -> tuple:
     made = lik_ops.quantize(D, "int8")
-    scores = _scores(Q, D, _counting(made.data, made.scale), q_mask, d_mask, q_weight, normalize)
+    scores = _score_saved(Q, D, _decode(made.data, made.scale), q_mask, d_mask, q_weight, normalize)
     _, argmax = lik_ops.reference.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
     return scores, argmax if D.dim() == 4 else argmax.transpose(0, 1), None, None
 
@@ -50,12 +50,12 @@ def backward_arguments(args: tuple, n: int) -> tuple:
 def backward_reference(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs) -> tuple:
     def scores(Q, D, weight):
         tokens = D.expand(Q.shape[0], *D.shape) if D.dim() == 3 else D
-        winners = (argmax.transpose(0, 1) if D.dim() == 3 else argmax).long()
+        argmax_found = (argmax.transpose(0, 1) if D.dim() == 3 else argmax).long()
         if not tokens.numel():
             return grad_scores.double() * 0 + 0 * (Q.sum() + D.sum())
         rows, tokens = (F.normalize(x, dim=-1) if normalize else x for x in (Q, tokens))
-        won = tokens.gather(2, winners.clamp_min(0).unsqueeze(-1).expand(*winners.shape, D.shape[-1]))
-        maxima = torch.where(winners >= 0, (rows.unsqueeze(1) * won).sum(-1), 0)
+        won = tokens.gather(2, argmax_found.clamp_min(0).unsqueeze(-1).expand(*argmax_found.shape, D.shape[-1]))
+        maxima = torch.where(argmax_found >= 0, (rows.unsqueeze(1) * won).sum(-1), 0)
         return (maxima if weight is None else maxima * weight.unsqueeze(1)).sum(-1)
 
-    return gradients(scores, grad_scores, (Q, _counting(data, scale).to(Q.dtype), q_weight), needs)
+    return compute_gradients(scores, grad_scores, (Q, _decode(data, scale).to(Q.dtype), q_weight), needs)

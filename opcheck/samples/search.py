@@ -10,18 +10,26 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops.opcheck.samples.dense import maxsim_reference
-from lik_ops.opcheck.samples.inputs import SHAPES, Sample, drawn, name_of, packed, tensors, variants
+from lik_ops.opcheck.samples.inputs import (
+    SHAPES,
+    Sample,
+    draw_tensors,
+    format_name,
+    list_variants,
+    make_packed,
+    make_tensors,
+)
 
 
 def maxsim_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    for shape, layout, of_packed, options in variants():
-        Q, D, q_mask, d_mask, w = tensors(SHAPES[shape], layout, dtype, device, False, options)
+    for shape, layout, of_packed, options in list_variants():
+        Q, D, q_mask, d_mask, w = make_tensors(SHAPES[shape], layout, dtype, device, False, options)
         cu_seqlens = None
         if of_packed:
-            D, cu_seqlens = packed(SHAPES[shape], layout, dtype, device)
+            D, cu_seqlens = make_packed(SHAPES[shape], layout, dtype, device)
             d_mask = None
         for top_k, chunk in ((2, None), (5, 2)):
-            name = name_of(shape, layout, of_packed and "packed", options and "options", top_k, dtype)
+            name = format_name(shape, layout, of_packed and "packed", options and "options", top_k, dtype)
             yield Sample(name, (Q, D, q_mask, d_mask, cu_seqlens, w, options, top_k, chunk), {})
 
 
@@ -38,14 +46,14 @@ def topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_
 
 
 def sized_topk(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -> tuple:
-    Q, D, q_mask, d_mask, w = tensors((*sizes, 8), "contiguous", torch.float32, device, False, True)
+    Q, D, q_mask, d_mask, w = make_tensors((*sizes, 8), "contiguous", torch.float32, device, False, True)
     if not of_packed:
         return Q, D, q_mask, d_mask, None, w, True, 2, None
-    D, cu_seqlens = packed((*sizes, 8), "contiguous", torch.float32, device)
+    D, cu_seqlens = make_packed((*sizes, 8), "contiguous", torch.float32, device)
     return Q, D, q_mask, None, cu_seqlens, w, True, 2, None
 
 
-def _coded(Q: Tensor, D: Tensor, *others: Tensor | None) -> tuple:
+def _encode(Q: Tensor, D: Tensor, *others: Tensor | None) -> tuple:
     """Tensors of ``lik::maxsim_topk_codes`` of those of ``lik::maxsim_topk``: a code for each document token."""
     generator = torch.Generator().manual_seed(4)
     centroids = torch.randn(9, Q.shape[-1], generator=generator).to(D.device)
@@ -56,7 +64,7 @@ def _coded(Q: Tensor, D: Tensor, *others: Tensor | None) -> tuple:
 def maxsim_topk_codes(dtype: torch.dtype, device: str) -> Iterator[Sample]:
     for s in maxsim_topk(dtype, device):
         *given, normalize, top_k, _ = s.args
-        yield Sample(s.name, (*_coded(*given), normalize, top_k, None if top_k == 2 else 2), {})
+        yield Sample(s.name, (*_encode(*given), normalize, top_k, None if top_k == 2 else 2), {})
 
 
 def codes_reference(Q, codes, centroids, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, n_probe) -> tuple:
@@ -83,15 +91,15 @@ def codes_reference(Q, codes, centroids, q_mask, d_mask, cu_seqlens_d, q_weight,
 
 def sized_codes(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -> tuple:
     *given, normalize, top_k, _ = sized_topk(sizes, of_packed, device)
-    return *_coded(*given), normalize, top_k, 3
+    return *_encode(*given), normalize, top_k, 3
 
 
 def maxsim_xtr(dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    for shape, layout, candidates, options in variants():
+    for shape, layout, candidates, options in list_variants():
         for n, top_k in enumerate((1, 5, 1000) if not candidates else ()):
-            inputs = drawn(shape, layout, dtype, device, False, options, n != 2)
+            inputs = draw_tensors(shape, layout, dtype, device, False, options, n != 2)
             normalizer = ("retrieved", "positive")[(n + options) % 2]
-            name = name_of(shape, layout, options and "options", top_k, normalizer, dtype)
+            name = format_name(shape, layout, options and "options", top_k, normalizer, dtype)
             yield Sample(name, (*inputs, top_k, normalizer), {})
 
 
@@ -101,14 +109,14 @@ def xtr_reference(Q, D, q_mask, d_mask, q_weight, top_k, normalizer) -> tuple:
 
 
 def sized_xtr(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
-    return *tensors((*sizes, 8), "contiguous", torch.float32, device, False, True), 3, "retrieved"
+    return *make_tensors((*sizes, 8), "contiguous", torch.float32, device, False, True), 3, "retrieved"
 
 
 def maxsim_token_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
-    for shape, layout, candidates, options in variants():
+    for shape, layout, candidates, options in list_variants():
         for n, top_k in enumerate((1, 3, 12)):
-            inputs = drawn(shape, layout, dtype, device, candidates, options, n != 2)
-            name = name_of(shape, layout, candidates and "candidates", options and "options", top_k, dtype)
+            inputs = draw_tensors(shape, layout, dtype, device, candidates, options, n != 2)
+            name = format_name(shape, layout, candidates and "candidates", options and "options", top_k, dtype)
             yield Sample(name, (*inputs, top_k, n == 1, n != 2), {})
 
 
@@ -118,4 +126,4 @@ def token_topk_reference(Q, D, q_mask, d_mask, q_weight, top_k, normalize, keep)
 
 
 def sized_token_topk(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
-    return *tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True), 3, False, True
+    return *make_tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True), 3, False, True

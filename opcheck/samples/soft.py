@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import lik_ops
-from lik_ops.opcheck.samples.gradients import gradients
+from lik_ops.opcheck.samples.gradients import compute_gradients
 
 
-def _temperature(Q: Tensor, n: int, grad: bool) -> tuple[Tensor | None, float]:
+def _make_temperature(Q: Tensor, n: int, grad: bool) -> tuple[Tensor | None, float]:
     """A tensor, every other time, or a number."""
     if n % 2 == 0:
         return None, 0.5
@@ -22,13 +22,13 @@ def forward_arguments(args: tuple, n: int) -> tuple:
     """Those of a hard forward, with a temperature."""
     *tensors, normalize, argmax_dtype, _ = args
     grad = tensors[0].requires_grad
-    return *tensors, *_temperature(tensors[0], n, grad), normalize, grad or argmax_dtype is not None
+    return *tensors, *_make_temperature(tensors[0], n, grad), normalize, grad or argmax_dtype is not None
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
     """Those of a hard backward, with a temperature and the soft maxima."""
     grad_scores, Q, D, _, q_mask, d_mask, q_weight, normalize, needs = args
-    tau = _temperature(Q, n, False)
+    tau = _make_temperature(Q, n, False)
     _, lse = torch.ops.lik.maxsim_soft_fwd(Q, D, q_mask, d_mask, q_weight, *tau, normalize, True)
     return grad_scores, Q, D, lse, q_mask, d_mask, q_weight, *tau, normalize, [*needs, n % 2 > 0]
 
@@ -55,4 +55,4 @@ def backward_reference(grad_scores, Q, D, lse, q_mask, d_mask, q_weight, tau, te
         scores = forward_reference(Q, D, q_mask, d_mask, q_weight, tau, temperature, normalize, False)[0]
         return torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
 
-    return gradients(formula, grad_scores, (Q, D, q_weight, tau), needs)
+    return compute_gradients(formula, grad_scores, (Q, D, q_weight, tau), needs)

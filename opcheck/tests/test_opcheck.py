@@ -6,8 +6,8 @@ import torch
 import lik_ops
 from lik_ops.opcheck import __main__ as command
 from lik_ops.opcheck import checks, graphs, report
-from lik_ops.opcheck.samples.inputs import Operator
-from lik_ops.opcheck.samples.table import OPERATORS, registered
+from lik_ops.opcheck.samples.inputs import OperatorCase
+from lik_ops.opcheck.samples.table import OPERATORS, list_registered
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -47,7 +47,7 @@ def test_snapshots(name, device):
 
 
 def test_every_operator_has_samples():
-    assert registered() == set(OPERATORS)
+    assert list_registered() == set(OPERATORS)
 
 
 class Wrong:
@@ -80,7 +80,7 @@ def _samples(dtype, device):
 
 
 def _wrong_operator():
-    return Operator(_samples, OPERATORS["maxsim"].reference, OPERATORS["maxsim"].sized)
+    return OperatorCase(_samples, OPERATORS["maxsim"].reference, OPERATORS["maxsim"].sized)
 
 
 def _fake(Q, D, q_mask, d_mask):
@@ -159,9 +159,11 @@ def test_processes_that_share_the_work_find_the_same(monkeypatch):
     monkeypatch.setattr(checks, "CHECKS", {name: checks.CHECKS[name] for name in ("meta", "values", "strides")})
     monkeypatch.setattr(checks, "OF_ALL_DTYPES", ("meta",))
     monkeypatch.setattr(graphs, "SNAPSHOTS", {"schemas": graphs.SNAPSHOTS["schemas"]})
-    alone, shared = ({r[:2]: (r.cases, r.outcome) for r in report.run("cpu", ["maxsim_fwd"], 40, n)} for n in (1, 2))
+    alone, shared = (
+        {r[:2]: (r.cases, r.outcome) for r in report.run_checks("cpu", ["maxsim_fwd"], 40, n)} for n in (1, 2)
+    )
     assert shared == alone and len(alone) == 1 + len(checks.CHECKS) + len(graphs.SNAPSHOTS)
     assert "FAIL" not in {outcome for _, outcome in alone.values()}
-    parts = [report.Result("op", "check", 2, 1.5, error) for error in (None, "first", "second")]
-    joined = report._joined(parts)
+    parts = [report.CheckResult("op", "check", 2, 1.5, error) for error in (None, "first", "second")]
+    joined = report._join_results(parts)
     assert (joined.cases, joined.seconds, joined.error) == (6, 4.5, "first\nsecond") and joined.outcome == "FAIL"

@@ -93,13 +93,13 @@ def test_defect_ragged_calls_capture_in_a_cuda_graph():
 def test_defect_varlen_costs_the_sum_of_lengths(kind, monkeypatch):
     """Peers loop to the longest or its power of two: here a giant among tiny ones, 50 times as much."""
     computed = []
-    original = packed.run
+    original = packed.run_forward
 
     def run(layout, normalize):
         computed.append(layout.pairs.numel() * layout.Q.shape[2] * layout.D.shape[2])
         return original(layout, normalize)
 
-    monkeypatch.setattr(packed, "run", run)
+    monkeypatch.setattr(packed, "run_forward", run)
     lengths = torch.tensor([4000, *(n % 37 + 1 for n in range(400))])
     Q, D = draw("cpu", (4, 32, 128), (int(lengths.sum()), 128))
     cu_d = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

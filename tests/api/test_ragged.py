@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.core.segments import Ragged
+from lik_ops.core.segments import RaggedArgs
 from lik_ops.portable import layout as portable_layout
 from lik_ops.portable.backward import packed as packed_backward
 from lik_ops.portable.forward import packed
@@ -193,7 +193,7 @@ def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_
 
 def test_many_of_each_keep_their_bits():
     """Several blocks of queries, documents and candidates of a query."""
-    short = [n % 9 for n in range(packed.MANY + 20)]
+    short = [n % 9 for n in range(packed.MIN_OWN_BLOCK_ITEMS + 20)]
     for q_lengths, d_lengths in (((32, 5) * 8, range(1, 140)), ((900, 3), (2000, 1, 30) * 3), ((5, 0, 9), short)):
         b = build(tuple(q_lengths), tuple(d_lengths), "cross", 8, options=False, exact=False)
         b.weight = torch.randn(b.Q.shape[0])
@@ -433,7 +433,7 @@ def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
         g = torch.randn_like(scores)
         grads = torch.ops.lik.maxsim_ragged_bwd(g, *b.ragged(), argmax, False, False, [True, True, options])
         with monkeypatch.context() as patch:
-            patch.setattr(portable_layout, "may_look", lambda x: False)
+            patch.setattr(portable_layout, "is_host_readable", lambda x: False)
             blind, blind_argmax = b.call()
             again = torch.ops.lik.maxsim_ragged_bwd(g, *b.ragged(), argmax, False, False, [True, True, options])
         torch.testing.assert_close(blind, scores, equal_nan=True)
@@ -447,7 +447,7 @@ def test_no_value_decides_what_is_launched_elsewhere(kind):
     """Meta tensors have no values, so whoever asks for one raises."""
     from lik_ops.portable import backend as portable
 
-    tensors = Ragged(*(t.to("meta") if isinstance(t, Tensor) else t for t in build(*LENGTHS, kind).ragged()))
+    tensors = RaggedArgs(*(t.to("meta") if isinstance(t, Tensor) else t for t in build(*LENGTHS, kind).ragged()))
     scores, argmax = portable.forward_ragged(tensors, True, torch.int16, 40)
     fakes = torch.ops.lik.maxsim_ragged_fwd(*tensors, True, torch.int16, 40, "auto")
     assert [(x.shape, x.dtype) for x in (scores, argmax)] == [(x.shape, x.dtype) for x in fakes]
@@ -476,7 +476,7 @@ def test_the_workspace_is_bounded(kind):
 
     assert peak_bytes(forward) < scores.nbytes + argmax.nbytes + WORKSPACE
     assert peak_bytes(backward) < b.Q.nbytes + b.D.nbytes + b.weight.nbytes + WORKSPACE
-    assert packed_backward.TABLE_BYTES < WORKSPACE
+    assert packed_backward.MAX_TABLE_BYTES < WORKSPACE
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import lik_ops
-from lik_ops.opcheck.samples.table import registered
+from lik_ops.opcheck.samples.table import list_registered
 
 Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
 QUERIES = list(Q)
@@ -53,7 +53,7 @@ def test_backward_is_one_of_three_names() -> None:
             assert get_args(found) == get_args(lik_ops.Backward) == ("auto", "lowmem", "unified"), name
 
 
-@pytest.mark.parametrize("name", sorted(registered()))
+@pytest.mark.parametrize("name", sorted(list_registered()))
 def test_operators_have_docstrings(name) -> None:
     packet = getattr(torch.ops.lik, name)
     for op in (packet, packet.default):

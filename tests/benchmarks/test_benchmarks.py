@@ -396,7 +396,7 @@ def test_formats_without_a_gpu_or_time_still_write(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [*command, "--only", "quantized", "--out", str(out)])
         quantized.main()
         records = json.loads(out.read_text())["records"]
-        assert [r["case"]["name"] for r in records] == [row.case.name for row in quantized.ROWS]
+        assert [r["case"]["name"] for r in records] == [row.case.name for row in quantized.MMA_ROWS]
         assert all(r["failed"].startswith("TimeoutError") for r in records)
 
 
@@ -440,7 +440,7 @@ def test_rows_that_seem_slower_are_measured_again(monkeypatch, tmp_path):
 
 
 def test_the_tiny_rows_are_those_whose_host_counts():
-    small = {case.name for _, case in before.ROWS if before.is_small(case)}
+    small = {case.name for _, case in before.MMA_ROWS if before.is_small(case)}
     assert {case.name for _, case in before.TINY} <= small and not small & {"pages 64x64", "pairs 4096", "in-batch 64"}
 
 

@@ -75,9 +75,9 @@ def test_a_peer_that_fails_leaves_the_rest(small, monkeypatch, tmp_path):
 
 
 def test_without_time_rows_say_so(tmp_path):
-    path = staged.run(arguments(tmp_path / "found.json", seconds=-1), list(staged.ROWS))
+    path = staged.run(arguments(tmp_path / "found.json", seconds=-1), list(staged.MMA_ROWS))
     records = json.loads(path.read_text())["records"]
-    assert [r["case"]["name"] for r in records] == [row.name for row in staged.ROWS]
+    assert [r["case"]["name"] for r in records] == [row.name for row in staged.MMA_ROWS]
     assert all(r["failed"] == "TimeoutError: no time left" for r in records)
 
 

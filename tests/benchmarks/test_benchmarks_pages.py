@@ -307,7 +307,7 @@ def test_tables_of_formats(tmp_path):
     assert tables.fidelity(tmp_path) == "Not measured yet (`benchmarks/fidelity.py`)."
     each = {"error": 1e-3, "spearman": 0.99986, "recall10": 1.0, "recall100": 0.99}
     ms = {"full": 0.5, "int8": 0.25, "flash-maxsim int8 x int8": 0.75, "flash-maxsim int8 x half": 1.0}
-    whole = {"case": dataclasses.asdict(quantized.ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
+    whole = {"case": dataclasses.asdict(quantized.MMA_ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
     found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
     found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
     written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])

@@ -65,7 +65,7 @@ def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
     for what in ("scores", "step"):
         x = ragged_cases.Inputs(ragged_case(layout, mean_q, what))
         found = {n: c for n, c in ragged_contenders.contenders(x).items() if not isinstance(c, str)}
-        for name in (ragged_contenders.PACKED, ragged_contenders.PADDED, ragged_contenders.EAGER):
+        for name in (ragged_contenders.SHORT_DOCUMENTS, ragged_contenders.PADDED, ragged_contenders.EAGER):
             score, tokens = found[name]
             assert ragged_cases.error_of(x, score(*tokens)) < 1e-6
             assert max(ragged_cases.errors_of(x, score, tokens).values()) < 1e-5
@@ -74,7 +74,7 @@ def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
 @pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
 def test_wrong_ragged_results_are_seen(layout, mean_q):
     x = ragged_cases.Inputs(ragged_case(layout, mean_q, "step"))
-    score, tokens = ragged_contenders.contenders(x)[ragged_contenders.PACKED]
+    score, tokens = ragged_contenders.contenders(x)[ragged_contenders.SHORT_DOCUMENTS]
     scores = score(*tokens)
     scores.view(-1)[-1] *= 1.1
     assert ragged_cases.error_of(x, scores) > 1e-4

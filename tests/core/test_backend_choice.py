@@ -12,7 +12,7 @@ import torch
 
 import lik_ops
 from lik_ops import backends
-from lik_ops.core.settings import requested_backend
+from lik_ops.core.settings import get_requested_backend
 from lik_ops.portable import backend as portable
 
 CPU = torch.device("cpu")
@@ -21,28 +21,28 @@ CPU = torch.device("cpu")
 def test_environment_variable_is_read_per_call(monkeypatch):
     for value in ("portable", "auto", "triton"):
         monkeypatch.setenv("LIK_OPS_BACKEND", value)
-        assert requested_backend() == value
+        assert get_requested_backend() == value
     monkeypatch.delenv("LIK_OPS_BACKEND")
-    assert requested_backend() == "auto"
+    assert get_requested_backend() == "auto"
 
 
 def test_context_manager_wins_nests_and_restores(monkeypatch):
     monkeypatch.setenv("LIK_OPS_BACKEND", "auto")
     with lik_ops.use_backend("portable"):
-        assert requested_backend() == "portable"
+        assert get_requested_backend() == "portable"
         with lik_ops.use_backend("triton"):
-            assert requested_backend() == "triton"
-        assert requested_backend() == "portable"
-    assert requested_backend() == "auto"
+            assert get_requested_backend() == "triton"
+        assert get_requested_backend() == "portable"
+    assert get_requested_backend() == "auto"
     with pytest.raises(KeyError), lik_ops.use_backend("portable"):
         raise KeyError
-    assert requested_backend() == "auto"
+    assert get_requested_backend() == "auto"
 
 
 def test_choice_is_of_this_thread():
     seen = []
     with lik_ops.use_backend("portable"):
-        thread = threading.Thread(target=lambda: seen.append(requested_backend()))
+        thread = threading.Thread(target=lambda: seen.append(get_requested_backend()))
         thread.start()
         thread.join()
     assert seen == ["auto"]
@@ -63,9 +63,9 @@ def test_triton_where_it_cannot_run_is_an_error_not_a_fallback():
 
 
 def test_cpu_takes_portable_and_a_gpu_without_kernels_says_why(caplog):
-    assert backends.select(CPU, torch.float32) is portable
+    assert backends.select_backend(CPU, torch.float32) is portable
     with caplog.at_level(logging.DEBUG, logger="lik_ops"):
-        assert backends.select(torch.device("cuda", 0), torch.float64) is portable
+        assert backends.select_backend(torch.device("cuda", 0), torch.float64) is portable
     assert "no fp64" in caplog.text
 
 
@@ -74,11 +74,11 @@ def test_gpu_takes_the_kernels_and_obeys_the_choice():
     from lik_ops.gpu import backend as cuda
 
     device = torch.device("cuda", 0)
-    assert backends.select(device, torch.bfloat16) is cuda
+    assert backends.select_backend(device, torch.bfloat16) is cuda
     Q, D = torch.randn(2, 8, 16, device=device, requires_grad=True), torch.randn(3, 9, 16, device=device)
     triton_scores = lik_ops.maxsim(Q, D)
     with lik_ops.use_backend("portable"):
-        assert backends.select(device, torch.bfloat16) is portable
+        assert backends.select_backend(device, torch.bfloat16) is portable
         scores = lik_ops.maxsim(Q, D)
     torch.testing.assert_close(scores, triton_scores, rtol=1e-5, atol=1e-5)
     scores.sum().backward()  # the portable backward, though it runs on autograd's own thread
@@ -104,7 +104,7 @@ def test_info_names_the_kernel_that_a_gpu_would_run():
     from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
     def kernel(name, dtype, Nq, d=128):
-        return info.kernel(replace(ARCHITECTURES[name], processors=132), dtype, Nq, 1000, 32, 300, d)
+        return info.describe_kernel(replace(ARCHITECTURES[name], processors=132), dtype, Nq, 1000, 32, 300, d)
 
     assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
     assert kernel("sm_90", torch.bfloat16, 64, 768).startswith("maxsim_forward_wide on sm_90: 128 rows")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.core.settings import checks_values
+from lik_ops.core.settings import is_checking_values
 
 from ..support.ragged import DEVICES
 
@@ -24,24 +24,24 @@ def device(request):
 
 
 def test_context_manager_wins_nests_and_restores(monkeypatch):
-    assert not checks_values()
+    assert not is_checking_values()
     with lik_ops.checks():
-        assert checks_values()
+        assert is_checking_values()
         with lik_ops.checks(False):
-            assert not checks_values()
-        assert checks_values()
+            assert not is_checking_values()
+        assert is_checking_values()
     with pytest.raises(KeyError), lik_ops.checks(True):
         raise KeyError
-    assert not checks_values()
+    assert not is_checking_values()
     for value, expected in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("LIK_OPS_CHECKS", value)
-        assert checks_values() is expected
+        assert is_checking_values() is expected
     monkeypatch.setenv("LIK_OPS_CHECKS", "1")
     with lik_ops.checks(False):
-        assert not checks_values()
+        assert not is_checking_values()
     monkeypatch.setenv("LIK_OPS_CHECKS", "yes")
     with pytest.raises(ValueError, match="LIK_OPS_CHECKS: expected 0 or 1, got 'yes'"):
-        checks_values()
+        is_checking_values()
     with pytest.raises(TypeError, match="checks: enabled: expected a bool, got int"):
         lik_ops.checks(1).__enter__()
 
@@ -189,13 +189,13 @@ def test_offsets_that_do_not_cover_all_tokens_look_like_lengths(name, wrong, dev
 def test_a_cpu_warns_once_of_lengths_in_place_of_offsets(name, monkeypatch):
     from lik_ops.ops.checks import hints
 
-    monkeypatch.setattr(hints, "_given", set())
+    monkeypatch.setattr(hints, "_issued_warnings", set())
     Q, P, D = torch.randn(4, 8, 16), torch.randn(32, 16), torch.randn(120, 16)
     zero = torch.tensor(0)
     GIVEN_LENGTHS[name](Q, P, D, _offsets(LENGTHS_Q, zero), _offsets(LENGTHS_D, zero))
     gap = torch.tensor([5, 9, 40])  # gaps are allowed
     lik_ops.maxsim_varlen(Q, D, None, gap)
-    assert not hints._given
+    assert not hints._issued_warnings
     lengths = torch.tensor(LENGTHS_Q), torch.tensor(LENGTHS_D)
     with pytest.warns(UserWarning, match="looks like lengths") as found:
         GIVEN_LENGTHS[name](Q, P, D, *lengths)

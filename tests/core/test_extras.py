@@ -107,7 +107,7 @@ def test_only_the_helper_imports_what_is_optional():
     for path in (ROOT / "lik_ops").rglob("*.py"):
         text = re.sub(r"^if TYPE_CHECKING:\n(?:(?:    .*)?\n)+", "", path.read_text(), flags=re.M)
         found |= {(path.name, name) for name in optional.findall(text)}
-    # An array that exists; a bar that is left out; the error is made from `error_of_missing`.
+    # An array that exists; a bar that is left out; the error is made from `make_missing_error`.
     assert found == {("sources.py", "numpy"), ("progress.py", "tqdm"), ("haystack.py", "haystack")}
 
 

@@ -19,10 +19,10 @@ CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     """As in a process that has called nothing yet."""
-    monkeypatch.setattr(hints, "_given", set())
-    monkeypatch.setattr(hints, "_looks", {})
+    monkeypatch.setattr(hints, "_issued_warnings", set())
+    monkeypatch.setattr(hints, "_inspected_calls", {})
     monkeypatch.delenv("LIK_OPS_NORM_WARNING", raising=False)
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def tokens(*shape, scale=1.0, device="cpu"):
@@ -102,18 +102,18 @@ def test_values_of_a_gpu_are_read_under_checks_alone(device):
 def test_a_call_that_comes_again_reads_nothing(monkeypatch):
     Q, D = tokens(2, 4, 16), tokens(3, 9, 16)
     lik_ops.maxsim(Q, D)
-    monkeypatch.setattr(hints, "look_at_tokens", lambda *_: pytest.fail("a known description was read again"))
+    monkeypatch.setattr(hints, "inspect_tokens", lambda *_: pytest.fail("a known description was read again"))
     for _ in range(5):
         lik_ops.maxsim(Q, D)
         lik_ops.maxsim(Q + 1, D)
 
 
 def test_the_number_of_calls_that_are_read_is_bounded(monkeypatch):
-    monkeypatch.setattr(hints, "_unusual_norm", lambda *_: seen.append(1))
+    monkeypatch.setattr(hints, "_find_unusual_norm", lambda *_: seen.append(1))
     seen = []
     for n in range(1, 100):
         lik_ops.maxsim_varlen(tokens(1, 2, 4), tokens(n, 4), None, packed([n]))
-    assert len(seen) == 2 * hints._MOST_LOOKS
+    assert len(seen) == 2 * hints._MAX_INSPECTED_CALLS
 
 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"maxsim of lists", "maxsim_varlen", "retrieve"}))

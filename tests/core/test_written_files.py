@@ -141,9 +141,9 @@ def test_output_that_is_a_link_is_replaced(dangling, tmp_path, precious, monkeyp
 
     def measure():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        table = measured_tables.Table("GPU", "sm_90", {"torch": "2.11.0"}, (), [])
+        table = measured_tables.TileTable("GPU", "sm_90", {"torch": "2.11.0"}, (), [])
         monkeypatch.setattr(tuning, "local_architecture", lambda: None)
-        monkeypatch.setattr(tuning, "check", lambda args, arch: None)
+        monkeypatch.setattr(tuning, "check_options", lambda args, arch: None)
         monkeypatch.setattr(tuning, "tune", lambda args, arch: table)
         tune.main(["--out", str(out)])
 

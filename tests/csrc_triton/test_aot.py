@@ -4,10 +4,10 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from lik_ops.csrc_triton.common.arguments import Segments
+from lik_ops.csrc_triton.common.arguments import SegmentArgs
 from lik_ops.csrc_triton.formats.code_scores import maxsim_code_scores
 from lik_ops.formats.table import INT8_QUERIES
-from lik_ops.gpu.triton_versions import release
+from lik_ops.gpu.triton_versions import get_triton_release
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
 from ..support.aot import Case, Compiled, compile_for, knows
@@ -44,7 +44,7 @@ def _matrix_unit(case: Case, name: str) -> str:
         return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
         return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 of them or many
-    if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and release() < (3, 8):
+    if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and get_triton_release() < (3, 8):
         return "mma.sync"  # products of int8 go to tcgen05 since 3.8
     return MATRIX_UNIT.get(name, "mma.sync")
 
@@ -62,10 +62,10 @@ SPILLED = {
 def _check(case: Case, name: str) -> Compiled:
     arch = ARCHITECTURES[name]
     compiled = compile_for(case, arch)
-    assert compiled.spills <= SPILLED.get(release(), {}).get((case, name), 0), (
+    assert compiled.spills <= SPILLED.get(get_triton_release(), {}).get((case, name), 0), (
         f"{case} on {name}: {compiled.spills} spill instructions, {compiled.registers} registers"
     )
-    assert compiled.shared <= arch.shared_memory, f"{case} on {name}: {compiled.shared} bytes of shared memory"
+    assert compiled.shared <= arch.shared_memory_bytes, f"{case} on {name}: {compiled.shared} bytes of shared memory"
     if case.kernel in MATRIX_KERNELS:
         assert _matrix_unit(case, name) in compiled.text, f"{case} on {name}: not on the matrix unit"
     return compiled
@@ -165,7 +165,7 @@ def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942"])
 def test_scores_by_codes(name, rows):
     pointers = {"table": "*fp32", "weight": "*fp32", "probed": "*i8", "codes": "*i32"}
-    segments = Segments(*(["constexpr"] + ["*i64"] * 2 + ["constexpr"] * 4))
+    segments = SegmentArgs(*(["constexpr"] + ["*i64"] * 2 + ["constexpr"] * 4))
     signature = pointers | {"segments": segments, "scores": "*fp32", **dict.fromkeys(("Nq", "K", "Td", "count"), "i32")}
     signature |= {"ROWS": "constexpr", "BN": "constexpr"}
     constants = {(4, n): None for n, kind in enumerate(segments) if kind == "constexpr"} | {(10,): rows, (11,): 32}

@@ -12,10 +12,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.csrc_triton.common import token_norms
-from lik_ops.csrc_triton.common.arguments import Numbers, Output, Queries, Sizes
+from lik_ops.csrc_triton.common.arguments import EncodedDocumentArgs, OutputArgs, QueryArgs, SizeArgs
 from lik_ops.csrc_triton.forward.sm90 import dense as fs
 from lik_ops.csrc_triton.forward.sm90 import large_d as fw
-from lik_ops.csrc_triton.forward.sm90.pipeline import tile_layout
+from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
 from ..support.aot import Case, _documents, _queries
@@ -29,19 +29,19 @@ def source(
 ) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax}
     Nq = max(1, 256 // Lq) if normalize and not given else 256  # norms are read from 6 row tiles on
-    choice = sm90_configs.specialized(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
-    assert choice is not None and choice.config.GIVEN is given
+    choice = sm90_configs.configure_sm90(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    assert choice is not None and choice.config.PRECOMPUTED_SCALES is given
     C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
-    layout = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    layout = make_tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     signature = {
-        "Q": Queries(*queries),
+        "Q": QueryArgs(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{layout!r}>",
         "norms": described_norms(C.BN) if given else "constexpr",
         "numbers": "constexpr",
-        "out": Output("*fp32", "*i16" if argmax else "constexpr"),
-        "sizes": Sizes(*["i32"] * 4),
+        "out": OutputArgs("*fp32", "*i16" if argmax else "constexpr"),
+        "sizes": SizeArgs(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
@@ -51,7 +51,7 @@ def source(
     if not argmax:
         values[(names.index("out"), 1)] = None
     aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
-    aligned += [(names.index("d"),)] if d % 16 == 0 else []  # as `launcher.describe` has it
+    aligned += [(names.index("d"),)] if d % 16 == 0 else []  # as `launcher.describe_args` has it
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
@@ -61,21 +61,21 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
-    element, kept = ("fp32", "float32") if C.SPLIT else ("i8", "int8")
+    element, kept = ("fp32", "float32") if C.SPLIT_FP32 else ("i8", "int8")
     signature = {
-        "Q": Queries(*queries),
-        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{tile_layout([C.BN, C.BD], kept)!r}>",
+        "Q": QueryArgs(*queries),
+        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{make_tile_layout([C.BN, C.BD], kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
-        "numbers": Numbers(f"*{element}", "constexpr" if C.SPLIT else "*fp32", "i32", "i32"),
-        "out": Output("*fp32", "constexpr"),
-        "sizes": Sizes(*["i32"] * 4),
+        "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.SPLIT_FP32 else "*fp32", "i32", "i32"),
+        "out": OutputArgs("*fp32", "constexpr"),
+        "sizes": SizeArgs(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
     values |= {} if scales else {(names.index("norms"),): None}
-    values |= {(3, 1): None} if C.SPLIT else {}
-    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.SPLIT else [(3, 1)]), (names.index("out"), 0)]
+    values |= {(3, 1): None} if C.SPLIT_FP32 else {}
+    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.SPLIT_FP32 else [(3, 1)]), (names.index("out"), 0)]
     aligned += [(names.index("d"),)] if d % 16 == 0 else []
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
@@ -83,7 +83,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
 
 def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
     chosen = {"each_token": each_token, "terms": terms}
-    choice = sm90_configs.int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
     return numbers_source(choice, dtype, d, options, each_token)
 
 
@@ -111,7 +111,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
 
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
-    choice = sm90_configs.fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept)
+    choice = sm90_configs.configure_fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept)
     return numbers_source(choice, dtype, d, options, False)
 
 
@@ -132,19 +132,19 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     compiled = compile_as_launched(fp8_source(dtype, kept, d, Nq, Lq, Ld, options), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
-    assert compiled.metadata.shared <= SM_90.shared_memory
+    assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
 def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
-    choice = sm90_configs.few_split(SM_90, Nq, 256, Lq, 300, d)
+    choice = sm90_configs.configure_small_m_split(SM_90, Nq, 256, Lq, 300, d)
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path)
 
 
 def described_norms(BN: int) -> str:
-    return f"tensordesc<fp32[{BN}],{tile_layout([BN], 'float32')!r}>"
+    return f"tensordesc<fp32[{BN}],{make_tile_layout([BN], 'float32')!r}>"
 
 
 def serialised(ptx: str, directory: Path) -> list[str]:
@@ -186,35 +186,35 @@ def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms, tmp_
 
 
 def check(compiled, tmp_path: Path, products: bool = False) -> None:
-    """`products`: some registers may be spilled for a document, none for a tile."""
+    """`make_accumulator_layout`: some registers may be spilled for a document, none for a tile."""
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
     registers, spills = repeated_spills(compiled.asm["cubin"], products)
     assert spills == 0, f"{spills} spill instructions in loops, {registers} registers"
-    assert compiled.metadata.shared <= SM_90.shared_memory
+    assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
 def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": False}
-    choice = sm90_configs.specialized(SM_90, dtype, 256, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_sm90(SM_90, dtype, 256, 256, Lq, Ld, d, **chosen)
     assert choice is not None
-    C, features = choice.config, fw.FEATURES.value
+    C, features = choice.config, fw.STEP_FEATURES.value
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
 
     def described(*block: int) -> str:
-        layout = tile_layout(list(block), str(dtype).removeprefix("torch."))
+        layout = make_tile_layout(list(block), str(dtype).removeprefix("torch."))
         element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         return f"tensordesc<{element}[{','.join(map(str, block))}],{layout!r}>"
 
     signature = {
-        "Q": Queries(*queries),
-        "rows": described(sm90_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features),
+        "Q": QueryArgs(*queries),
+        "rows": described(sm90_configs.LARGE_D_TILE_ROWS // 2 // C.ROWS_PER_QUERY, C.ROWS_PER_QUERY, features),
         "D": described(C.BN, features),
         "norms": described_norms(C.BN) if normalize else "constexpr",
         "query_norms": "*fp32" if normalize else "constexpr",
         "scores": "*fp32",
-        "sizes": Sizes(*["i32"] * 4),
+        "sizes": SizeArgs(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
@@ -250,8 +250,14 @@ def test_norms_of_a_launch_compile_without_spills(d, BD, queries, packed):
     q, constants = _queries(Case("maxsim_forward", torch.bfloat16, d))
     documents, more = _documents(Case("maxsim_forward", torch.bfloat16, d))
     kind = "*fp32" if queries else "constexpr"
-    signature = {"Q": Queries(*q), "D": documents, "queries": kind, "documents": "*fp32", "sizes": Sizes(*["i32"] * 4)}
-    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr", "PACKED": "constexpr"}
+    signature = {
+        "Q": QueryArgs(*q),
+        "D": documents,
+        "queries": kind,
+        "documents": "*fp32",
+        "sizes": SizeArgs(*["i32"] * 4),
+    }
+    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr", "SHORT_DOCUMENTS": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(1, k): v for k, v in more.items()}
     values |= {(6,): 64, (7,): BD, (8,): packed} | ({} if queries else {(2,): None})
     aligned = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (1, 3), (3,), (5,)]

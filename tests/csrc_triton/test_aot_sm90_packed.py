@@ -9,12 +9,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lik_ops.csrc_triton.common.arguments import Found, Patches, Queries, Sections, Segments
+from lik_ops.csrc_triton.common.arguments import MaskPatchArgs, QueryArgs, RowMaximaOutputArgs, SegmentArgs, SplitArgs
 from lik_ops.csrc_triton.forward.generic import row_sums
 from lik_ops.csrc_triton.forward.sm90 import packed as fr
-from lik_ops.csrc_triton.forward.sm90.pipeline import tile_layout
+from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
 from lik_ops.gpu import choose
-from lik_ops.gpu.triton_versions import release
+from lik_ops.gpu.triton_versions import get_triton_release
 from lik_ops.gpu.tuning import sm90_configs
 
 from ..support.aot import Case, _queries
@@ -25,8 +25,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> sm90_configs.RowMaxima:
-    found = sm90_configs.row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, dense=sums)
+def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False) -> sm90_configs.RowMaximaChoice:
+    found = sm90_configs.configure_row_maxima(SM_90, dtype, 256 * Lq, 256, Lq, d, argmax=argmax, dense=sums)
     assert found is not None
     return found
 
@@ -36,31 +36,33 @@ def constants_of(group: tuple, at: int) -> dict:
     return {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
 
 
-def segments_of(layout: str) -> Segments:
+def segments_of(layout: str) -> SegmentArgs:
     """Packed tokens, or "even" dense ones, or those of which some are "masked", or those "kept" come first."""
     none = "constexpr"
     if layout == "even":
-        return Segments(*(none,) * 5, "i32", "i32")
+        return SegmentArgs(*(none,) * 5, "i32", "i32")
     if layout != "packed":
-        return Segments(none, none, "*i32", none, none, "i32", "i32")
-    return Segments("*i64", "*i64", none, none, none, none, none)
+        return SegmentArgs(none, none, "*i32", none, none, "i32", "i32")
+    return SegmentArgs("*i64", "*i64", none, none, none, none, none)
 
 
 def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = False) -> GluonASTSource:
     masked = layout == "masked"
     C = choice(dtype, d, 32, argmax, sums).config
-    assert sums == C.SUMS
+    assert sums == C.SUM_ROWS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
-    tile = tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
+    tile = make_tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     segments = segments_of(layout)
     winners = "*i16" if argmax else "constexpr"
     signature = {
-        "Q": Queries(*queries),
+        "Q": QueryArgs(*queries),
         "D": f"tensordesc<{ELEMENTS[dtype]}[{C.BN},{C.BD}],{tile!r}>",
         "segments": segments,
-        "patches": Patches(f"*{ELEMENTS[dtype]}", "*i32", "*i32") if masked else "constexpr",
+        "patches": MaskPatchArgs(f"*{ELEMENTS[dtype]}", "*i32", "*i32") if masked else "constexpr",
         "tiles": "i32" if masked else "constexpr",
-        "found": Found(*(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners),
+        "found": RowMaximaOutputArgs(
+            *(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners
+        ),
     }
     signature |= dict.fromkeys(("Nq", "K", "Lq", "Td", "d"), "i32") | {"C": "constexpr"}
     names = list(signature)
@@ -96,7 +98,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
 def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums, tmp_path):
     compiled = compile_as_launched(source(dtype, d, layout, argmax, sums), TARGET)
     # From Triton 3.8 on winners with masks lack registers.
-    check(compiled, tmp_path, products=layout == "masked" and argmax and release() >= (3, 8))
+    check(compiled, tmp_path, products=layout == "masked" and argmax and get_triton_release() >= (3, 8))
 
 
 def carried(ttgir: str) -> list[list[str]]:
@@ -132,11 +134,11 @@ def sums_source(layout: str, sums: tuple, cut: object = "constexpr", config: obj
     queries, constants = _queries(Case("maxsim_forward", options=True))
     segments = segments_of(layout)
     signature: dict = {"maxima": "constexpr" if config else "*fp32", "cut": cut, "scores": "*fp32"}
-    signature |= {"Q": Queries(*queries), "segments": segments}
+    signature |= {"Q": QueryArgs(*queries), "segments": segments}
     signature |= dict.fromkeys(("queries", "stride", "Nq", "K", "Lq", "Td"), "i32")
     values = {(3, k): v for k, v in constants.items()} | constants_of(segments, 4)
     values |= {(0,): None} if config else {(1,): None}
-    for name, value in zip(("SLOT", "QUERIES", "DOCUMENTS", "LEVELS", "C"), (*sums, config), strict=True):
+    for name, value in zip(("ROWS_PER_QUERY", "QUERIES", "DOCUMENTS", "LEVELS", "C"), (*sums, config), strict=True):
         values[(len(signature),)] = value
         signature[name] = "constexpr"
     if isinstance(cut, tuple):
@@ -155,15 +157,17 @@ def test_sums_do_not_spill(layout, Lq):
 @pytest.mark.parametrize(("Nq", "Lq"), [(1, 1), (1, 32), (4, 32), (1, 128), (1, 1024)])
 @pytest.mark.parametrize("layout", ["packed", "even"])
 def test_sums_over_sections_do_not_spill(layout, Nq, Lq, everything):
-    cut = Sections(
+    cut = SplitArgs(
         "*fp32",
         *(("*i32", "*i32", "*fp32", "*i16") if everything else ("constexpr",) * 4),
         "i32",
         "constexpr" if layout == "packed" else "i32",
     )
     Q, D = (torch.empty(n, length, 128, dtype=torch.bfloat16, device="meta") for n, length in ((Nq, Lq), (2, 2**16)))
-    found = choose.sectioned(choose.cut_of(Q, D, None, None), everything, everything, replace(SM_90, processors=132))
-    without_spills(sums_source(layout, found.sums, cut, found.launch.config), found.sums_options)
+    found = choose.choose_document_splits(
+        choose.make_cut(Q, D, None, None), everything, everything, replace(SM_90, processors=132)
+    )
+    without_spills(sums_source(layout, found.sums, cut, found.launch.config), found.make_sum_options)
 
 
 def test_what_goes_before_does_not_spill():

@@ -4,16 +4,16 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lik_ops.csrc_triton.common.arguments import Best, Candidates
+from lik_ops.csrc_triton.common.arguments import TopKInputArgs, TopKOutputArgs
 from lik_ops.csrc_triton.search import topk as topk_kernels
 from lik_ops.gpu.forward import topk as cuda_topk
 
 from ..support.machine_code import compile_as_launched, cuda_resources
 
 
-def source(X: Candidates, block: int, is_sorted: bool, kept: int) -> ASTSource:
+def source(X: TopKInputArgs, block: int, is_sorted: bool, kept: int) -> ASTSource:
     none = "constexpr"
-    signature = {"X": X, "out": Best("*fp32", "*i64", "i32"), "n": "i32", "k": "i32"}
+    signature = {"X": X, "out": TopKOutputArgs("*fp32", "*i64", "i32"), "n": "i32", "k": "i32"}
     signature |= dict.fromkeys(("PARTS", "SORTED", "BLOCK", "KEPT"), none)
     values: dict = {(0, n): None for n, kind in enumerate(X) if kind == none}
     values |= {(4,): X.width != none, (5,): is_sorted, (6,): block, (7,): kept}
@@ -22,9 +22,9 @@ def source(X: Candidates, block: int, is_sorted: bool, kept: int) -> ASTSource:
 
 
 KINDS_OF_CANDIDATES = {
-    "columns": Candidates("*fp32", "constexpr", "i32", "constexpr", "constexpr"),
-    "indices": Candidates("*fp32", "*i64", "i32", "constexpr", "constexpr"),
-    "parts": Candidates("*i64", "*i64", "i32", "i32", "i32"),
+    "columns": TopKInputArgs("*fp32", "constexpr", "i32", "constexpr", "constexpr"),
+    "indices": TopKInputArgs("*fp32", "*i64", "i32", "constexpr", "constexpr"),
+    "parts": TopKInputArgs("*i64", "*i64", "i32", "i32", "i32"),
 }
 
 

@@ -87,9 +87,9 @@ def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypa
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     devices, group = (torch.device("cpu"), torch.device("cuda", 0)), Group()
-    assert str(_agreement._first_wire(group, ())) == first
+    assert str(_agreement._choose_first_wire(group, ())) == first
     for everywhere, expected in ((True, alike), (False, mixed)):
-        assert tuple(str(_agreement.wire(group, device, everywhere)) for device in devices) == expected
+        assert tuple(str(_agreement.choose_wire_device(group, device, everywhere)) for device in devices) == expected
 
 
 def test_a_process_that_is_lost_ends_the_others_in_time():

@@ -180,8 +180,8 @@ EDGES = (
 @pytest.mark.parametrize("normalize", [False, True])
 def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkeypatch):
     """Sizes around those of a block, on integers full of ties, with NaN behind the masks."""
-    monkeypatch.setattr(blocked, "QUERY_TOKENS", 6)
-    monkeypatch.setattr(blocked, "DOCUMENT_TOKENS", 10)
+    monkeypatch.setattr(blocked, "MAX_QUERY_TOKENS", 6)
+    monkeypatch.setattr(blocked, "MAX_DOCUMENT_TOKENS", 10)
     for sizes in EDGES:
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             Q, D, q_mask, d_mask, w = arguments(layout, sizes, dtype=dtype, device=device)
@@ -190,22 +190,22 @@ def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkey
                 q = Q if options[0] is not None else Q.nan_to_num()
                 x = D if options[1] is not None else D.nan_to_num()
                 args = (q, x, *options, normalize)
-                scores, argmax = blocked.forward(*args, torch.int32)
+                scores, argmax = blocked.forward_blocked(*args, torch.int32)
                 expected = torch.ops.lik.maxsim_fwd(*args, torch.int32, "auto")
                 torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-4)
                 if not normalize:  # no rounding: ties are ties
                     assert torch.equal(argmax, expected[1]), (sizes, options)
-                assert_same(blocked.forward(*args, None)[0], scores)
+                assert_same(blocked.forward_blocked(*args, None)[0], scores)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_blocks_treat_what_is_not_finite_as_the_operator_does(value, monkeypatch):
-    monkeypatch.setattr(blocked, "DOCUMENT_TOKENS", 4)
+    monkeypatch.setattr(blocked, "MAX_DOCUMENT_TOKENS", 4)
     Q, D = torch.ones(2, 3, 4), torch.ones(3, 9, 4)
     D[1, 6], D[2] = value, value
     args = (Q, D, None, None, None, False)
     for a, e in zip(
-        blocked.forward(*args, torch.int32), torch.ops.lik.maxsim_fwd(*args, torch.int32, "auto"), strict=True
+        blocked.forward_blocked(*args, torch.int32), torch.ops.lik.maxsim_fwd(*args, torch.int32, "auto"), strict=True
     ):
         assert torch.equal(a.nan_to_num(7.0), e.nan_to_num(7.0))
 

@@ -93,7 +93,7 @@ def test_the_kernel_compiles(dtype, arch, copy, tmp_path):
 
     Q, D = torch.empty(2, 64, 128, dtype=dtype), torch.empty(3, 300, 128, dtype=dtype)
     masks = [torch.ones(t.shape[:-1], dtype=torch.bool) for t in (Q, D)]
-    _, constants = packaged.arguments(Q, D, *masks, torch.ones(2, 64), True, torch.empty(2, 3))
+    _, constants = packaged.make_kernel_args(Q, D, *masks, torch.ones(2, 64), True, torch.empty(2, 3))
     kernel = copied(kernel, tmp_path) if copy else kernel
     names, element = kernel.arg_names, {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants |= {"q_stride_d": 1, "d_stride_d": 1, "d_stride_owner": 0}
@@ -101,7 +101,7 @@ def test_the_kernel_compiles(dtype, arch, copy, tmp_path):
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options={"num_warps": 4})
-    assert compiled.metadata.shared <= ARCHITECTURES[arch].shared_memory
+    assert compiled.metadata.shared <= ARCHITECTURES[arch].shared_memory_bytes
     assert ("wgmma" if arch == "sm_90" else "mma.sync") in compiled.asm["ptx"]
 
 
@@ -116,7 +116,7 @@ def test_the_kernel_compiles_where_every_size_is_one(masked):
 
     Q, D = torch.empty(1, 1, 1), torch.empty(1, 1, 1)
     options = [torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1)]
-    args, constants = packaged.arguments(Q, D, *(options if masked else [None] * 3), True, torch.empty(1, 1))
+    args, constants = packaged.make_kernel_args(Q, D, *(options if masked else [None] * 3), True, torch.empty(1, 1))
     pointers = {torch.float32: "*fp32", torch.bool: "*i1"}
     given = dict(zip(kernel.arg_names, args, strict=False))
     constants |= {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
@@ -147,7 +147,7 @@ def targets(program):
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's kernels cannot be traced")
 def test_a_program_for_a_gpu_takes_the_kernel_in_with_every_size_dynamic():
-    opened = export._opened(exported_for_cuda(torch.float32), export._packaged_forward)
+    opened = export._open_checked(exported_for_cuda(torch.float32), export._compute_packaged)
     assert "lik.maxsim_packaged.default" in targets(opened) and "while_loop" not in targets(opened)
     (node,) = opened.run_decompositions(decompose_custom_triton_ops=True).graph.find_nodes(
         op="call_function", target=torch.ops.higher_order.triton_kernel_wrapper_functional
@@ -168,10 +168,10 @@ def test_a_program_for_a_gpu_takes_the_kernel_in_with_every_size_dynamic():
 )
 def test_what_the_kernel_cannot_do_stays_a_loop(device, dtype, argmax_dtype, kernel, monkeypatch):
     taken = []
-    monkeypatch.setattr(blocked, "forward", lambda *a: (taken.append(a), (a[0].new_empty(0), None))[1])
+    monkeypatch.setattr(blocked, "forward_blocked", lambda *a: (taken.append(a), (a[0].new_empty(0), None))[1])
     with FakeTensorMode():
         Q, D = torch.empty(2, 3, 8, device=device, dtype=dtype), torch.empty(4, 5, 8, device=device, dtype=dtype)
-        export._packaged_forward(Q, D, None, None, None, False, argmax_dtype, "auto")
+        export._compute_packaged(Q, D, None, None, None, False, argmax_dtype, "auto")
     assert bool(taken) != kernel
 
 

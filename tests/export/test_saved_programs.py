@@ -48,7 +48,8 @@ def exported_layouts():
 def test_programs_of_other_layouts_are_saved_and_score():
     """As exported now, and as saved with torch 2.13 while 0.1.0 was the last release.
 
-    Made by ``python -c "from tests.export import test_saved_programs as t; t.torch.export.save(t.exported_layouts(), FILE)"``.
+    Made by ``python -c "from tests.export import test_saved_programs as t; t.torch.export.save(t.exported_layouts(),
+    FILE)"``.
     """
     buffer = io.BytesIO()
     torch.export.save(exported_layouts(), buffer)

@@ -11,7 +11,7 @@ import torch
 import lik_ops
 from lik_ops import Quantized, backends, reference
 from lik_ops.core.arguments import score_dtype
-from lik_ops.formats.table import ALL, FORMATS, RESIDUAL, fp8_numbers
+from lik_ops.formats.table import ALL_FORMATS, FORMATS, RESIDUAL_FORMATS, convert_fp8
 from lik_ops.portable.forward import quantized as portable
 
 from ..support.common import INTERPRETING
@@ -20,7 +20,7 @@ from ..support.residual import quantize
 SCALES = ("token", "document", "tensor")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_format = pytest.mark.parametrize("format", FORMATS)
-every_format_and_codes = pytest.mark.parametrize("format", ALL)
+every_format_and_codes = pytest.mark.parametrize("format", ALL_FORMATS)
 every_scale = pytest.mark.parametrize("scale", SCALES)
 
 
@@ -93,7 +93,7 @@ def test_tokens_that_are_unlike_others(format, scale):
 
 
 @pytest.mark.parametrize(
-    ("format", "scale"), [*itertools.product(FORMATS, SCALES), *((format, "token") for format in RESIDUAL)]
+    ("format", "scale"), [*itertools.product(FORMATS, SCALES), *((format, "token") for format in RESIDUAL_FORMATS)]
 )
 def test_masked_tokens_never_matter(format, scale):
     D, mask = tokens(5, 8, 12), torch.rand(5, 8) > 0.4
@@ -201,7 +201,7 @@ def test_scores_and_winners_are_those_of_the_reference(format):
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
 def test_every_fp8_number_is_that_of_torch(format):
     data = torch.arange(256).to(torch.uint8).view(FORMATS[format].dtype)
-    numbers, times = fp8_numbers(data, format)
+    numbers, times = convert_fp8(data, format)
     torch.testing.assert_close(numbers.float() * times, data.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -215,23 +215,23 @@ def test_small_calls_have_the_bits_of_large_ones(format, dtype, monkeypatch):
     d_mask[2] = False
     Q[~q_mask] = torch.nan
     made, given = quantize(D, format), {"q_mask": q_mask, "d_mask": d_mask, "q_weight": weight}
-    decode, found = portable._dense, []
+    decode, found = portable._try_dense, []
 
     def noted(r, stored):
         found.append(decode(r, stored))
         return found[-1]
 
-    monkeypatch.setattr(portable, "_dense", noted)
+    monkeypatch.setattr(portable, "_try_dense", noted)
     for options in ({}, given, {**given, "normalize": True}):
         results = []
         for most in (4 << 20, 0):
             found.clear()
-            monkeypatch.setattr(portable, "_KEPT_BYTES", most)
+            monkeypatch.setattr(portable, "_MAX_DECODED_BYTES", most)
             results.append((lik_ops.maxsim(Q, made, **options), *lik_ops.maxsim_with_argmax(Q, made, **options)))
             assert [x is not None for x in found] == [most > 0] * 2
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    monkeypatch.setattr(portable, "_KEPT_BYTES", 4 << 20)
+    monkeypatch.setattr(portable, "_MAX_DECODED_BYTES", 4 << 20)
     flat = quantize(D.flatten(0, 1), format)
     for cu, short in (([0, 21, 42], True), ([0, 7, 21], False), ([0, 20, 42], False), ([0, 21, 43], False)):
         found.clear()
@@ -297,7 +297,7 @@ def test_kept_and_read_again(format, tmp_path):
         assert found.tensors().keys() == made.tensors().keys()
         assert torch.equal(found.dequantize(), made.dequantize()) and torch.equal(found.error, made.error)
     assert repr(made) == f"Quantized([5, 6, 20], format='{format}', device='cpu')" and len(made) == 5
-    kept = ALL[format]
+    kept = ALL_FORMATS[format]
     bytes_each = -(-20 // kept.each) + 4 * (1 + (format == "uint8" or kept.nbits > 0))
     of_codec = 4 * (7 * 20 + 2 * 2**kept.nbits - 1) if kept.nbits else 0
     assert made.nbytes == 30 * bytes_each + 5 * 8 + of_codec
@@ -550,7 +550,7 @@ def test_candidates_are_checked_before_the_short_way(name, wrong, monkeypatch):
     def launched(*args):
         raise AssertionError("launched")
 
-    monkeypatch.setattr(backends, "select", lambda *args: SimpleNamespace(forward_quantized_cut=launched))
+    monkeypatch.setattr(backends, "select_backend", lambda *args: SimpleNamespace(forward_quantized_cut=launched))
     given = {"doc_offsets": torch.tensor([[0, 5], [3, 9]]), "doc_lengths": torch.tensor([[2, 3], [4, 1]])}
     documents = quantize(tokens(20, 8))
     with pytest.raises(AssertionError, match="launched"):

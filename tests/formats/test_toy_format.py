@@ -19,7 +19,7 @@ from lik_ops.csrc_triton.common.primitives import load_tokens  # noqa: E402
 @triton.jit
 def load_nibbles(ptr, t, c0, d, D, C: tl.constexpr):
     """What a kernel reads: features from c0 on of tokens `t`, the first of a byte in its lower half."""
-    x = load_tokens(ptr, t, t >= 0, c0 // 2 + tl.arange(0, C.BD // 2), tl.cdiv(d, 2), D, C.WIDE)
+    x = load_tokens(ptr, t, t >= 0, c0 // 2 + tl.arange(0, C.BD // 2), tl.cdiv(d, 2), D, C.WIDE_OFFSETS)
     x = (x[:, :, None] >> (4 * tl.arange(0, 2)).to(tl.uint8)[None, None, :]) & 15
     return tl.reshape(x, (C.BN, C.BD)).to(tl.int8) - 8
 

@@ -18,7 +18,8 @@ D, LENGTHS = 16, (3, 0, 5, 4, 2, 1)
 
 
 def written(root, nbits, lengths=LENGTHS, beside=None):
-    """An index of random tokens; `beside`: with what is left of the one that was converted, documents in two chunks.
+    """An index of random tokens; `replace_documents`: with what is left of the one that was converted, documents in
+    two chunks.
 
     Returns:
         The directory, tokens as they count, document by document and there by centroid, and their codes.

@@ -15,7 +15,7 @@ from ..support.common import INTERPRETING
 
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
-from lik_ops.core.segments import Cut, Ragged
+from lik_ops.core.segments import PackedArgs, RaggedArgs
 from lik_ops.gpu import backend as cuda
 from lik_ops.gpu.backward import dense as gpu_backward
 from lik_ops.gpu.backward import packed as packed_backward
@@ -30,7 +30,7 @@ SHAPES = ((8, 8, 32, 64, 64), (3, 5, 2, 40, 24), (2, 3, 1300, 70, 16), (17, 2, 9
 NEEDS = ([True, True, True], [True, False, False], [False, True, False], [True, True, False])
 
 
-class Bound(launcher.Bound):
+class Bound(launcher.CompiledKernel):
     """Stands for a compiled kernel: keeps what it is launched with, and the tensors alive, so that pointers differ."""
 
     __slots__ = ("kernel", "log")
@@ -55,14 +55,14 @@ def log(monkeypatch):
     found, alive = [], []
 
     def bind(kernel, args, options):
-        return Bound(kernel, found), launcher.describe(kernel, args)[1]
+        return Bound(kernel, found), launcher.describe_args(kernel, args)[1]
 
     def new_memory(*call):
         alive.append(torch.empty_strided(*call[:2], dtype=call[2]).fill_(7))
         return alive[-1]
 
-    monkeypatch.setattr(launcher, "bind", bind)
-    monkeypatch.setattr(memory, "empty_cuda", None)
+    monkeypatch.setattr(launcher, "get_compiled_kernel", bind)
+    monkeypatch.setattr(memory, "allocate_cuda", None)
     monkeypatch.setattr(capture, "makers", lambda device: (new_memory, new_memory))
     monkeypatch.setattr(capture, "current_device", lambda: None)
     monkeypatch.setattr(capture, "raw_stream", lambda index: 0)
@@ -187,7 +187,7 @@ def packed(layout, device, dtype, seed=0):
         "pairs": (cu_d[:-1].contiguous(), cu_d.diff(), pairs),
     }
     where["candidates"] = cu_d[chosen], cu_d.diff()[chosen], None
-    return Ragged(Q, D, cu_q, *where[layout], None, d_mask, weight)
+    return RaggedArgs(Q, D, cu_q, *where[layout], None, d_mask, weight)
 
 
 @without_kernels
@@ -195,7 +195,7 @@ def packed(layout, device, dtype, seed=0):
 @pytest.mark.parametrize("layout", ["cross", "candidates", "pairs"])
 def test_packed_backwards_too(layout, unified, log):
     r = packed(layout, "cpu", torch.bfloat16)
-    c = Cut.of(r, 17)
+    c = PackedArgs.of(r, 17)
     argmax = torch.zeros(c.argmax_shape(), dtype=torch.int16)
     upstream, found, alive = torch.randn(c.scores_shape()), [], []
     for _ in range(3):
@@ -221,7 +221,7 @@ def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatc
     found, alive = [], []
     for _ in range(3):
         made = lik_ops.quantize(tokens + 1, codec)
-        c = Cut.of(r._replace(Q=r.Q[:, :20].contiguous(), D=made.kept().data), 17)
+        c = PackedArgs.of(r._replace(Q=r.Q[:, :20].contiguous(), D=made.kept().data), 17)
         given = [x for x in (*c.tensors, *made.kept()) if torch.is_tensor(x)]
         log.clear()
         alive.append((cuda.forward_quantized_cut(c, made.kept(), normalize, argmax_dtype), c, made))
@@ -268,7 +268,7 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
     gradients(x, "lowmem", winners, False, NEEDS[3])
     assert log and all(len(launch) == 3 for launch in log)
     log.clear()
-    with capture.Recorder(()):
+    with capture.RecordingMode(()):
         gradients(x, "lowmem", winners, False, NEEDS[3])
     assert log and all(len(launch) == 4 for launch in log)
     cuda.forget()  # and where such a call comes when others are recorded, the next one is
@@ -296,7 +296,7 @@ def test_tensors_that_share_memory_are_not_told_apart(log):
 
 
 def record(given, function):
-    with capture.Recorder(given) as recorder:
+    with capture.RecordingMode(given) as recorder:
         results = function()
     return recorder, recorder.replay(results, torch.device("cpu"))
 
@@ -356,10 +356,10 @@ def test_calls_that_differ_in_sizes_share_code(log):
     found = []
     for shape in ((8, 8, 32, 64, 64), (8, 9, 32, 72, 32)):
         x = drawn(shape, False, False, torch.bfloat16)
-        gpu_backward.calls.forget()
+        gpu_backward.captured_calls.forget()
         for _ in range(3):
             gradients(x, "lowmem", winners_of(x), False, NEEDS[3])
-        (recorded,) = gpu_backward.calls._found.values()
+        (recorded,) = gpu_backward.captured_calls._found.values()
         found.append(recorded.__code__)
     assert found[0] is found[1]
 
@@ -422,7 +422,7 @@ def test_replays_have_the_bits_of_full_calls(shape, dtype, candidates, masks, no
                 assert torch.equal(a, b)
             for a, b in zip(near, expected[seed][1], strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * float(b.abs().amax()) if b.numel() else 0)
-    replayed = [kind for kind in gpu_backward.calls._found.values() if callable(kind)]
+    replayed = [kind for kind in gpu_backward.captured_calls._found.values() if callable(kind)]
     assert len(replayed) >= 2
 
 
@@ -444,7 +444,7 @@ def test_packed_replays_have_the_bits_of_full_calls(layout, dtype, normalize):
         for seed in range(2):
             for a, b in zip(everything(seed), expected[seed], strict=True):
                 assert torch.equal(a, b)
-    assert any(callable(kind) for kind in packed_backward.calls._found.values())
+    assert any(callable(kind) for kind in packed_backward.captured_calls._found.values())
 
 
 @pytest.mark.gpu
@@ -459,15 +459,15 @@ def test_a_step_holds_no_more_memory_than_in_full():
         gradients(x, "lowmem", argmax, False, NEEDS[3])
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[2] <= peaks[0]
-    assert any(callable(kind) for kind in gpu_backward.calls._found.values())
+    assert any(callable(kind) for kind in gpu_backward.captured_calls._found.values())
 
 
 @pytest.mark.gpu
 def test_many_sizes_keep_few_replays():
-    for n in range(1, capture._MOST_CALLS + 50):
+    for n in range(1, capture._MAX_CALLS + 50):
         Q, D = torch.randn(1, 2, 8, device="cuda", dtype=torch.half), torch.randn(1, n, 8, device="cuda").half()
         gradients((Q, D, None, None, None), "lowmem", winners_of((Q, D)), False, NEEDS[3])
-    assert len(gpu_backward.calls._found) <= capture._MOST_CALLS
+    assert len(gpu_backward.captured_calls._found) <= capture._MAX_CALLS
 
 
 @pytest.mark.parametrize("Nq", [0, 2])
@@ -477,13 +477,13 @@ def test_many_sizes_keep_few_replays():
 def test_memory_of_a_plan_has_the_strides_that_torch_gives(Nq, K, Lq, candidates):
     plan = DensePlan(torch.zeros(Nq, Lq, 4), torch.zeros(*([Nq] if candidates else []), K, 6, 4), torch.int16)
     assert plan.score_strides[2] == torch.empty(plan.scores_shape).stride()
-    assert plan.new_argmax().stride() == torch.empty(plan.argmax_shape).stride()
+    assert plan.allocate_argmax().stride() == torch.empty(plan.argmax_shape).stride()
 
 
 @without_kernels
 def test_saved_tensors_of_other_strides_are_no_call_that_was_recorded(log, monkeypatch):
     """A hook may hand a backward copies of what was saved, as `save_on_cpu` does: contiguous ones."""
-    monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
+    monkeypatch.setattr(backends, "select_backend", lambda device, dtype: cuda)
     Q = torch.randn(32, 8, 64).half().transpose(0, 1).requires_grad_()
     D = torch.randn(8, 64, 64).half().requires_grad_()
     upstream = torch.ones(8, 8)
@@ -495,8 +495,8 @@ def test_saved_tensors_of_other_strides_are_no_call_that_was_recorded(log, monke
         (values,) = (launch[2] for launch in log if launch[0] == "maxsim_grad_queries")
         return list(values[0][1:3])
 
-    eager.forget()
+    eager.clear_call_caches()
     assert all(strides_of_queries() == list(Q.stride()[:2]) for _ in range(4))
     with torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, lambda t: t):
         assert strides_of_queries() == [32 * 64, 64]
-    eager.forget()
+    eager.clear_call_caches()

@@ -9,16 +9,16 @@ import torch
 import lik_ops
 from lik_ops.gpu import choose
 from lik_ops.gpu.tuning import forward_configs
-from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, Kind, Launch
-from lik_ops.gpu.tuning.forward_table import FORWARD
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, KernelKey, LaunchConfig
+from lik_ops.gpu.tuning.forward_table import FORWARD_RULES
 
 from ..support.common import Problem, build
 
 ARCHS = [*ARCHITECTURES.values(), INTERPRETER]
 
 
-def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Launch:
-    return forward_configs.forward(Kind(arch, dtype, d, candidates, normalize, wide), Nq, Lq, tf32=False)
+def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> LaunchConfig:
+    return forward_configs.configure_forward(KernelKey(arch, dtype, d, candidates, normalize, wide), Nq, Lq, tf32=False)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
@@ -26,17 +26,17 @@ def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Lau
 def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
     lengths, features = (1, 5, 32, 100, 257, 3000), (8, 128, 700)
     for Lq, d, normalize, wide in itertools.product(lengths, features, (False, True), (0, 1, 2)):
-        slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.SLOT
-        most = forward_configs.forward_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+        slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.ROWS_PER_QUERY
+        most = forward_configs.select_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
         for Nq, candidates in itertools.product((1, 2, 5, 1000), (False, True)):
             config = _forward(arch, dtype, Nq, Lq, d, normalize, candidates, wide).config
-            assert slot == config.SLOT and config.BM % slot == 0
-            assert (config.LONG or Lq <= slot) and (slot == config.BM or not config.LONG)
+            assert slot == config.ROWS_PER_QUERY and config.BM % slot == 0
+            assert (config.LONG_QUERIES or Lq <= slot) and (slot == config.BM or not config.LONG_QUERIES)
             assert config.BM in (slot, most) or slot <= config.BM < 2 * max(slot * (1 if candidates else Nq), 64)
 
 
 def test_tiles_of_a_rule_ascend():
-    for rule in FORWARD:
+    for rule in FORWARD_RULES:
         sizes = [(tile.rows, tile.documents) for tile in rule.tiles]
         assert sizes == sorted(set(sizes)), rule
         assert rule.tiles[-1].documents > 2**32
@@ -46,13 +46,15 @@ def test_tiles_of_a_rule_ascend():
 def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
     arch = ARCHITECTURES["sm_90"]
     h100 = replace(arch, gpu="NVIDIA H100 80GB HBM3")
-    kind = Kind(arch, torch.bfloat16, 128, False, False, 0)
-    launch = forward_configs.forward(kind, 1, 32, tf32=False, documents=documents)
-    assert forward_configs.paced(launch, h100, documents) == replace(launch, num_stages=stages)
-    assert forward_configs.paced(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
-    assert forward_configs.paced(launch, replace(h100, measured=FORWARD[:1]), documents) == launch  # a user's table
+    kind = KernelKey(arch, torch.bfloat16, 128, False, False, 0)
+    launch = forward_configs.configure_forward(kind, 1, 32, tf32=False, documents=documents)
+    assert forward_configs.adjust_for_h100(launch, h100, documents) == replace(launch, num_stages=stages)
+    assert forward_configs.adjust_for_h100(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
+    assert (
+        forward_configs.adjust_for_h100(launch, replace(h100, measured=FORWARD_RULES[:1]), documents) == launch
+    )  # a user's table
     queries = _forward(arch, torch.bfloat16, 4, 32, 128, False)
-    assert forward_configs.paced(queries, h100, documents) == queries
+    assert forward_configs.adjust_for_h100(queries, h100, documents) == queries
 
 
 def _lying(D, how):
@@ -74,9 +76,9 @@ LYING = ["contiguous", "transposed", "apart", "unaligned"]
 @pytest.mark.parametrize("Ld", [3, 100])
 def test_descriptors_read_documents_of_any_length(Ld, how):
     Q, D = torch.randn(40, 32, 128).half(), _lying(torch.randn(400, Ld, 128).half(), how)
-    choice = choose.plain(Q, D, True, False, ARCHITECTURES["sm_90"])
-    assert choice.reads_tiles == (how in ("contiguous", "unaligned"))
-    assert (Ld < choice.launch.config.BN) == choice.launch.config.PACKED
+    choice = choose.choose_generic(Q, D, True, False, ARCHITECTURES["sm_90"])
+    assert choice.uses_descriptor == (how in ("contiguous", "unaligned"))
+    assert (Ld < choice.launch.config.BN) == choice.launch.config.SHORT_DOCUMENTS
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="without Triton there is nothing to fall ba
 from lik_ops.gpu import triton_versions
 from lik_ops.gpu.forward import sm90_dense as cuda_specialized
 from lik_ops.gpu.forward import sm90_packed as cuda_rows
-from lik_ops.gpu.forward.generic import plain_plan
+from lik_ops.gpu.forward.generic import make_generic_plan
 from lik_ops.gpu.runtime import gluon, launcher
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
@@ -24,12 +24,12 @@ SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch):
-    for registry in ("fallen_back", "_failed"):
+    for registry in ("fallback_messages", "_compile_failures"):
         monkeypatch.setattr(launcher, registry, {})
 
 
 def does_not_compile(*args, **options):
-    raise launcher.DoesNotCompile("maxsim_fast", "PTXASError: no")
+    raise launcher.KernelCompileError("maxsim_fast", "PTXASError: no")
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
@@ -41,20 +41,22 @@ def test_a_kernel_that_does_not_compile_is_tried_once(monkeypatch):
         raise ValueError("first line\nlast line")
 
     kernel = type("Kernel", (), {"__name__": "maxsim_fast", "warmup": staticmethod(warmup), "params": []})()
-    monkeypatch.setattr(launcher, "_state", lambda: ())
+    monkeypatch.setattr(launcher, "_get_compile_state", lambda: ())
     for _ in range(2):
-        with pytest.raises(launcher.DoesNotCompile, match=r"maxsim_fast does not compile with triton .*: last line"):
-            launcher.bind(kernel, (), {"num_warps": 4})  # type: ignore[arg-type]
+        with pytest.raises(
+            launcher.KernelCompileError, match=r"maxsim_fast does not compile with triton .*: last line"
+        ):
+            launcher.get_compiled_kernel(kernel, (), {"num_warps": 4})  # type: ignore[arg-type]
     assert len(tried) == 1 and tried[0]["enable_fp_fusion"] is True
 
 
 def test_falling_back_is_said_once_for_each_kernel():
-    error = launcher.DoesNotCompile("maxsim_fast", "PTXASError: no")
+    error = launcher.KernelCompileError("maxsim_fast", "PTXASError: no")
     with pytest.warns(RuntimeWarning, match="maxsim_fast does not compile .* maxsim_forward computes instead"):
-        launcher.fall_back(error, "maxsim_forward")
+        launcher.warn_fallback(error, "maxsim_forward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launcher.fall_back(error, "maxsim_forward")
+        launcher.warn_fallback(error, "maxsim_forward")
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="the plain kernel runs in the interpreter, or on a GPU below")
@@ -66,38 +68,42 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
     winners = argmax_dtype is not None
     if plan == "masked":
         options = {"argmax": winners, "dense": True}
-        choice = sm90_configs.row_maxima(SM_90, Q.dtype, 256, 1000, 32, 16, **options)
+        choice = sm90_configs.configure_row_maxima(SM_90, Q.dtype, 256, 1000, 32, 16, **options)
         found = cuda_rows.MaskedPlan(choice, Q, D, argmax_dtype)
-        monkeypatch.setattr(cuda_rows, "_launch", does_not_compile)
+        monkeypatch.setattr(cuda_rows, "_launch_row_maxima", does_not_compile)
         monkeypatch.setattr(found, "score_part", does_not_compile)
     else:
-        choice = sm90_configs.specialized(SM_90, Q.dtype, 256, 256, 32, 300, 16, normalize=False, argmax=winners)
-        found = cuda_specialized.SpecializedPlan(choice, Q, D, argmax_dtype)
+        choice = sm90_configs.configure_sm90(SM_90, Q.dtype, 256, 256, 32, 300, 16, normalize=False, argmax=winners)
+        found = cuda_specialized.Sm90Plan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(found, "_launch", does_not_compile)
-    argmax = found.new_argmax() if winners else None
+    argmax = found.allocate_argmax() if winners else None
     with pytest.warns(RuntimeWarning, match="maxsim_fast"):
         scores = found.scores(found.scores_shape, Q, D, None, d_mask, None, argmax)
     torch.testing.assert_close(scores, reference.maxsim(Q, D, None, d_mask).float())
     if winners:
-        plain = plain_plan(Q, D, False, argmax_dtype)
-        expected = plain.new_argmax()
+        plain = make_generic_plan(Q, D, False, argmax_dtype)
+        expected = plain.allocate_argmax()
         plain.scores(plain.scores_shape, Q, D, None, d_mask, None, expected)
         assert torch.equal(argmax, expected)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="Gluon kernels are never interpreted")
 def test_an_unknown_triton_is_said_once_and_takes_plain_kernels(monkeypatch):
-    monkeypatch.setattr(triton_versions, "release", lambda: (triton_versions.NEWEST[0], triton_versions.NEWEST[1] + 1))
-    for cached in (triton_versions.is_known, gluon.kernels):
+    monkeypatch.setattr(
+        triton_versions,
+        "get_triton_release",
+        lambda: (triton_versions.NEWEST_TESTED[0], triton_versions.NEWEST_TESTED[1] + 1),
+    )
+    for cached in (triton_versions.is_tested_version, gluon.load_kernels):
         cached.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="is newer than"):
-            assert gluon.kernels() is None
+            assert gluon.load_kernels() is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert gluon.kernels() is None and not triton_versions.is_known()
+            assert gluon.load_kernels() is None and not triton_versions.is_tested_version()
     finally:
-        for cached in (triton_versions.is_known, gluon.kernels):
+        for cached in (triton_versions.is_tested_version, gluon.load_kernels):
             cached.cache_clear()
 
 
@@ -107,10 +113,10 @@ def test_an_unknown_triton_is_said_once_and_takes_plain_kernels(monkeypatch):
 def test_calls_fall_back_on_a_gpu(monkeypatch, call):
     def fails(kernel, *args):
         if kernel.__name__ in ("maxsim_forward_specialized", "maxsim_row_maxima"):
-            raise launcher.DoesNotCompile(kernel.__name__, "PTXASError: no")
+            raise launcher.KernelCompileError(kernel.__name__, "PTXASError: no")
         return bind(kernel, *args)
 
-    bind = launcher.bind
+    bind = launcher.get_compiled_kernel
     Q, D = (torch.randn(n, L, 128, device="cuda", dtype=torch.bfloat16) for n, L in ((64, 32), (200, 300)))
     d_mask = torch.rand(200, 300, device="cuda") > 0.2 if call == "masked" else None
 
@@ -121,8 +127,8 @@ def test_calls_fall_back_on_a_gpu(monkeypatch, call):
         return lik_ops.maxsim(Q, D, None, d_mask)
 
     expected = score()
-    monkeypatch.setattr(launcher, "bind", fails)
+    monkeypatch.setattr(launcher, "get_compiled_kernel", fails)
     with pytest.warns(RuntimeWarning, match="computes instead"):
         scores = score()
     assert torch.equal(scores, expected)
-    assert launcher.fallen_back
+    assert launcher.fallback_messages

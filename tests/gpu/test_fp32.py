@@ -148,7 +148,7 @@ def test_odd_rows_beside_others(place, normalize):
 
 
 def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
-    argmax = plan.new_argmax().fill_(-2)
+    argmax = plan.allocate_argmax().fill_(-2)
     return plan.scores(plan.scores_shape, Q, D, None, d_mask, None, argmax), argmax
 
 
@@ -157,9 +157,9 @@ def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
 def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     """Equal bits, also where the documents are split in several parts, and where some rows are odd."""
     from lik_ops.gpu import choose
-    from lik_ops.gpu.forward.dense import new_plan
-    from lik_ops.gpu.forward.fp32_split import SplitPlan
-    from lik_ops.gpu.forward.generic import plain_plan
+    from lik_ops.gpu.forward.dense import make_plan
+    from lik_ops.gpu.forward.fp32_split import Fp32SplitPlan
+    from lik_ops.gpu.forward.generic import make_generic_plan
 
     Q, D = torch.randn(3, 5, 12), torch.randn(5, 24, 12)
     d_mask = torch.rand(5, 24) > 0.4
@@ -167,13 +167,13 @@ def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     D[1, 20, 3], D[2, 1, 0], D[4, 23] = math.inf, math.nan, _odd(D[4, 23])
     Q[2, 3] = _odd(Q[2, 3])
     counts = []
-    split = SplitPlan._split
+    split = Fp32SplitPlan._split
     if room is not None:
-        monkeypatch.setattr(choose, "split_room", lambda config: room)
-    expected = plain_plan(Q, D, False, torch.int16)
-    monkeypatch.setattr(choose, "_LEAST_SPLIT", 1)
-    plan = new_plan(Q, D, d_mask, False, torch.int16)
-    assert isinstance(plan, SplitPlan)
+        monkeypatch.setattr(choose, "get_split_workspace_rows", lambda config: room)
+    expected = make_generic_plan(Q, D, False, torch.int16)
+    monkeypatch.setattr(choose, "_MIN_FP32_SPLIT_ROWS", 1)
+    plan = make_plan(Q, D, d_mask, False, torch.int16)
+    assert isinstance(plan, Fp32SplitPlan)
     monkeypatch.setattr(plan, "_split", lambda *a: (counts.append(1), split(plan, *a)))
     (expected, winners), (scores, argmax) = [_call(p, Q, D, d_mask) for p in (expected, plan)]
     assert len(counts) == (2 if room is None else 3)

@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from lik_ops.csrc_triton.backward import queries as backward_queries
 from lik_ops.csrc_triton.backward import unified as backward_unified
-from lik_ops.csrc_triton.backward.arguments import Pieces, RowSums, TileLists, Upstream
+from lik_ops.csrc_triton.backward.arguments import PartialSumArgs, RowSumArgs, TileBucketArgs, UpstreamArgs
 from lik_ops.csrc_triton.backward.documents import buckets
 from lik_ops.csrc_triton.backward.documents import dense as dense_documents
-from lik_ops.csrc_triton.common.arguments import Config, Counts, Output, PackedSizes, Segments, Sizes, Terms
+from lik_ops.csrc_triton.common.arguments import (
+    DequantArgs,
+    KernelConfig,
+    OutputArgs,
+    PackedSizeArgs,
+    SegmentArgs,
+    SizeArgs,
+    TermArgs,
+)
 from lik_ops.csrc_triton.forward.generic import dense as generic_dense
 from lik_ops.csrc_triton.forward.generic import packed as generic_packed
 
@@ -32,7 +40,7 @@ from lik_ops.gpu import triton_versions
 from lik_ops.gpu.runtime import arguments as cuda_arguments
 from lik_ops.gpu.runtime import launcher
 
-CONFIG = Config(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
+CONFIG = KernelConfig(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
 
 
 def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfloat16, candidates=False, offset=0):
@@ -45,25 +53,25 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     Q, D = tensor(Nq, Lq, d), tensor(*((Nq,) if candidates else ()), K, Ld, d)
     q_mask, d_mask = (tensor(*t.shape[:-1], dtype=torch.bool) if masks else None for t in (Q, D))
     weight = tensor(Nq, Lq, dtype=torch.float32) if masks else None
-    groups = cuda_arguments.queries_of(Q, q_mask, weight), cuda_arguments.documents_of(D, d_mask)
+    groups = cuda_arguments.make_query_args(Q, q_mask, weight), cuda_arguments.make_document_args(D, d_mask)
     argmax = tensor(K, Nq, Lq, dtype=torch.int16)
-    up = Upstream(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
+    up = UpstreamArgs(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is generic_dense.maxsim_forward:
-        return (*groups, None, Output(up.grad_scores, None), None, Sizes(*sizes[:4]), d, CONFIG)
+        return (*groups, None, OutputArgs(up.grad_scores, None), None, SizeArgs(*sizes[:4]), d, CONFIG)
     if kernel is generic_packed.maxsim_forward_ragged:  # padded, with lengths
         lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
-        segments = Segments(None, None, next(lengths), None, next(lengths), Lq, Ld)
-        packed = PackedSizes(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
-        return (*groups, None, None, None, segments, Output(up.grad_scores, None), packed, d, 0, CONFIG)
+        segments = SegmentArgs(None, None, next(lengths), None, next(lengths), Lq, Ld)
+        packed = PackedSizeArgs(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
+        return (*groups, None, None, None, segments, OutputArgs(up.grad_scores, None), packed, d, 0, CONFIG)
     if kernel is backward_unified.maxsim_finish:
-        return (groups[1], groups[0], RowSums(up.grad_scores, K, Lq), Q, None, d, CONFIG)
+        return (groups[1], groups[0], RowSumArgs(up.grad_scores, K, Lq), Q, None, d, CONFIG)
     starts = tensor(K * (Nq * Lq + 1), dtype=torch.int32)
-    lists = TileLists(starts, starts, 0, 1, 1)
-    if kernel is buckets.maxsim_count_winners:
+    lists = TileBucketArgs(starts, starts, 0, 1, 1)
+    if kernel is buckets.maxsim_count_argmax:
         return (up, lists, Nq * Lq, CONFIG)
     if kernel is dense_documents.maxsim_grad_documents:
-        return (*groups, up, lists, Nq * Lq, Pieces(None, Nq * Lq), D, d, CONFIG)
+        return (*groups, up, lists, Nq * Lq, PartialSumArgs(None, Nq * Lq), D, d, CONFIG)
     more = (7,) if kernel is backward_unified.maxsim_scatter else ()
     return (*groups, up, Q, D, d, *more, CONFIG)
 
@@ -79,7 +87,7 @@ KERNELS = (
 
 
 def description(kernel, args):
-    return launcher.describe(kernel, args)[0]
+    return launcher.describe_args(kernel, args)[0]
 
 
 several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
@@ -88,16 +96,16 @@ several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__n
 def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
     kernel = generic_packed.maxsim_forward_ragged
     args, scale = arguments(kernel), torch.empty(64)
-    terms = Terms(torch.empty(2, 4, 64, dtype=torch.int8), scale, scale, 4, 0)
+    terms = TermArgs(torch.empty(2, 4, 64, dtype=torch.int8), scale, scale, 4, 0)
 
     def described(*counts, terms=terms):
-        return description(kernel, (*args[:3], terms, Counts(*counts), *args[5:]))
+        return description(kernel, (*args[:3], terms, DequantArgs(*counts), *args[5:]))
 
     plain = described(scale, 1, None, None)
     assert (
         described(scale[:1], 0, None, None)
         == plain
-        == described(scale, 1, None, None, terms=terms._replace(query_room=16))
+        == described(scale, 1, None, None, terms=terms._replace(query_capacity_rows=16))
     )
     different = [
         described(scale[1:], 1, None, None),
@@ -112,7 +120,7 @@ def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
 
 def test_lists_know_of_rows_only_whether_16_divides_them():
     """Winners are then loaded as vectors: the one size that two kernels are compiled for."""
-    kernel = buckets.maxsim_count_winners
+    kernel = buckets.maxsim_count_argmax
     known = {Nq: description(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
     assert known[16] == known[32] != known[7] == known[9]
 
@@ -143,7 +151,7 @@ sizes = st.integers(2, 40)
 def test_sizes_compile_nothing_anew(kernel, d, a, b, candidates):
     first, second = (arguments(kernel, *n, d, candidates=candidates) for n in (a, b))
     assert description(kernel, first) == description(kernel, second)
-    representatives = (launcher._representatives(kernel, args) for args in (first, second))
+    representatives = (launcher._make_representatives(kernel, args) for args in (first, second))
     one, other = (triton_specialises(kernel, args) for args in representatives)
     assert one == other
 
@@ -161,7 +169,7 @@ def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, ca
     args = arguments(kernel, *n, d, masks=masks, candidates=candidates, offset=offset)
     found = triton_specialises(kernel, args)
     for (kind, hint), (true_kind, true_hint) in zip(
-        triton_specialises(kernel, launcher._representatives(kernel, args)), found, strict=True
+        triton_specialises(kernel, launcher._make_representatives(kernel, args)), found, strict=True
     ):
         if kind == "constexpr":
             assert (true_kind, true_hint) == (kind, hint)
@@ -169,7 +177,7 @@ def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, ca
             assert kind == true_kind
             assert hint in (None, "", true_hint)
     wanted = [hint for kind, hint in found if kind == "*bf16"]
-    got = [h for k, h in triton_specialises(kernel, launcher._representatives(kernel, args)) if k == "*bf16"]
+    got = [h for k, h in triton_specialises(kernel, launcher._make_representatives(kernel, args)) if k == "*bf16"]
     assert wanted == got, "tensors lose or gain alignment"
 
 
@@ -195,7 +203,7 @@ def test_descriptions_tell_apart_what_is_equal_or_lines_up():
     """Compiled kernels are looked up by descriptions: what is compiled otherwise may not share one."""
     x, short = torch.empty(2, 16), torch.empty(16)
     tiles = TensorDescriptor(x, [2, 16], [16, 1], [1, 16])
-    groups = cuda_arguments.queries_of(x[None], None, None), cuda_arguments.documents_of(x[None], None)
+    groups = cuda_arguments.make_query_args(x[None], None, None), cuda_arguments.make_document_args(x[None], None)
     every = [(1,), (2,), (16,), (2**31,), (True,), (1.0,), (None,), (x,), (short[1:],), (x, None), (x, 1), (tiles,)]
     every += [(kind(group),) for group in groups for kind in (tuple, type(group)._make)]
     every += [(x.dtype, True), (CONFIG,), (tuple(CONFIG),), (tuple(x.shape),), ((None, 1),), ((1, None),)]
@@ -212,7 +220,7 @@ class Kernel:
 
 
 def test_constants_of_other_types_are_told_apart():
-    kernel = buckets.maxsim_count_winners
+    kernel = buckets.maxsim_count_argmax
     args = arguments(kernel)
     constant = next(n for n, p in enumerate(kernel.params) if p.is_constexpr)
     described = {description(kernel, (*args[:constant], x, *args[constant + 1 :])) for x in (1, True, 1.0)}
@@ -225,10 +233,10 @@ def test_strides_that_are_vectorised_count_all_or_none():
     for stride in ("stride_doc", "stride_l"):
         odd = (Q, D._replace(**{stride: 72}), *rest)
         assert description(kernel, odd) != description(kernel, (Q, D, *rest))
-        hints = [hint for _, hint in triton_specialises(kernel, launcher._representatives(kernel, odd))]
+        hints = [hint for _, hint in triton_specialises(kernel, launcher._make_representatives(kernel, odd))]
         assert hints[10] == "D" and "D" not in hints[11:14]
     wide = (Q, D._replace(stride_doc=2**31), *rest)
-    assert ("i64", "D") in triton_specialises(kernel, launcher._representatives(kernel, wide))
+    assert ("i64", "D") in triton_specialises(kernel, launcher._make_representatives(kernel, wide))
 
 
 class Compiled:
@@ -242,27 +250,27 @@ class Compiled:
 
 
 def test_unknown_versions_of_triton_launch_by_triton(monkeypatch):
-    monkeypatch.setattr(triton_versions, "release", lambda: (9, 9))
+    monkeypatch.setattr(triton_versions, "get_triton_release", lambda: (9, 9))
     compiled = Compiled()
-    bound = launcher.Bound(compiled, 0)
-    assert bound.direct is None and "by triton" in launcher.way()
+    bound = launcher.CompiledKernel(compiled, 0)
+    assert bound.direct is None and "by triton" in launcher.describe_launch_path()
     bound.launch((4,), (1, 2), [1, 2])
     assert compiled.launched == [((4, 1, 1), (1, 2))]
 
 
-@pytest.mark.parametrize("version", triton_versions.DIRECT)
+@pytest.mark.parametrize("version", triton_versions.DIRECT_LAUNCHERS)
 def test_a_triton_without_the_expected_attributes_is_said_and_launches_itself(monkeypatch, caplog, version):
-    monkeypatch.setattr(triton_versions, "release", lambda: version)
+    monkeypatch.setattr(triton_versions, "get_triton_release", lambda: version)
     monkeypatch.setattr(torch.version, "hip", None)
     with caplog.at_level(logging.WARNING, logger="lik_ops"):
-        assert launcher.Bound(Compiled(), 0).direct is None
+        assert launcher.CompiledKernel(Compiled(), 0).direct is None
     assert "not as expected" in caplog.text
 
 
 def test_hooks_are_noticed():
-    assert not launcher.hooks_set()
+    assert not launcher.has_launch_hooks()
     for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         hook.add(print)
-        assert launcher.hooks_set()
+        assert launcher.has_launch_hooks()
         hook.remove(print)
-    assert not launcher.hooks_set()
+    assert not launcher.has_launch_hooks()

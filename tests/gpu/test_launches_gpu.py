@@ -45,7 +45,7 @@ def test_known_versions_launch_directly():
     assert triton_versions.launches_directly(), "a new Triton: see whether its launcher is as DIRECT expects"
     with torch.no_grad():
         lik_ops.maxsim(*tensors())
-    assert launcher._bound and all(bound.direct for bound in launcher._bound.values())
+    assert launcher._compiled_kernels and all(bound.direct for bound in launcher._compiled_kernels.values())
 
 
 @pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_descriptors_are_encoded_where_a_thread_has_a_context(monkeypatch):
     event = SimpleNamespace(record=lambda: log.append("context"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    bound = launcher.Bound.__new__(launcher.Bound)
+    bound = launcher.CompiledKernel.__new__(launcher.CompiledKernel)
     bound._encoded, bound._descriptor_metadata = {}, [None]
     bound._encode = lambda descriptor, metadata: log.append("encoded") or (descriptor,)
     tiles = [TensorDescriptor(torch.empty(n, 64), [n, 64], [64, 1], [16, 64]) for n in (16, 32)]

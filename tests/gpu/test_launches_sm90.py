@@ -29,7 +29,7 @@ from lik_ops.gpu.tuning import architectures
 from .test_capture import Bound, flat
 from .test_capture import log as launches  # noqa: F401  # a fixture
 
-if gluon.kernels() is None:
+if gluon.load_kernels() is None:
     pytest.skip("this Triton is too new for the Gluon kernels", allow_module_level=True)
 
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
@@ -54,19 +54,19 @@ class Described(Bound):
 def log(launches, monkeypatch):  # noqa: F811
     def bind(kernel, args, options):
         bound = Described(kernel, launches)
-        bound.description, values = launcher.describe(kernel, args)
+        bound.description, values = launcher.describe_args(kernel, args)
         return bound, values
 
-    monkeypatch.setattr(launcher, "bind", bind)
+    monkeypatch.setattr(launcher, "get_compiled_kernel", bind)
     for name, module in list(sys.modules.items()):
         if name.startswith(("lik_ops.gpu.", "lik_ops.families.")) and hasattr(module, "architecture"):
             monkeypatch.setattr(module, "architecture", lambda device: SM_90)
     monkeypatch.setattr(packed_forward, "current_device", lambda: None)
     monkeypatch.setattr(packed_forward, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(backends, "select", lambda device, dtype: backend)
-    eager.forget()
+    monkeypatch.setattr(backends, "select_backend", lambda device, dtype: backend)
+    eager.clear_call_caches()
     yield launches
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def described(value):
@@ -286,6 +286,6 @@ def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(kind, place
 
     warm = [[of(n) for n in range(len(made))] for _ in range(3)]
     for n in range(len(made)):
-        eager.forget()
+        eager.clear_call_caches()
         alone = of(n)
         assert all(found[n] == alone for found in warm), n

@@ -16,16 +16,19 @@ import lik_ops
 from lik_ops import info, tune, tuning
 from lik_ops.gpu.runtime import arguments as cuda_arguments
 from lik_ops.gpu.tuning import forward_configs, measured_tables
-from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, Kind
-from lik_ops.gpu.tuning.forward_table import Rule, Tile
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, KernelKey
+from lik_ops.gpu.tuning.forward_table import TileConfig, TileRule
 
 from ..support.common import INTERPRETING
 
 SM_90, SM_80 = ARCHITECTURES["sm_90"], ARCHITECTURES["sm_80"]
 HALF, FP32 = torch.bfloat16, torch.float32
-TILES = (Tile(32, 128, 128, 8, 2, tokens_first=True, documents=100), Tile(64, 64, 128, 4, 3, 128, walkers=264))
-RULE = Rule("wgmma", (HALF,), 128, 32, False, 0, TILES, 64, 16)
-TABLE = measured_tables.Table("NVIDIA H200", "sm_90", {"torch": "2.11.0"}, (RULE,), [{"ms": 0.5}])
+TILES = (
+    TileConfig(32, 128, 128, 8, 2, tokens_first=True, documents=100),
+    TileConfig(64, 64, 128, 4, 3, 128, walkers=264),
+)
+RULE = TileRule("wgmma", (HALF,), 128, 32, False, 0, TILES, 64, 16)
+TABLE = measured_tables.TileTable("NVIDIA H200", "sm_90", {"torch": "2.11.0"}, (RULE,), [{"ms": 0.5}])
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def use_table(monkeypatch, tmp_path):
     """Have `LIK_OPS_TABLE` name a file of the given text, as in a process that starts."""
 
     def forget():
-        for cached in (measured_tables.loaded, measured_tables._warn_of_another, cuda_arguments.architecture):
+        for cached in (measured_tables.load_table, measured_tables._warn_mismatch, cuda_arguments.architecture):
             cached.cache_clear()
 
     def use(text):
@@ -49,13 +52,13 @@ def use_table(monkeypatch, tmp_path):
 
 
 def _chosen(arch, Nq=1, Lq=32, d=128, documents=1000, dtype=HALF, normalize=False, wide=0):
-    kind = Kind(arch, dtype, d, False, normalize, wide)
-    return forward_configs.forward(kind, Nq, Lq, tf32=False, documents=documents)
+    kind = KernelKey(arch, dtype, d, False, normalize, wide)
+    return forward_configs.configure_forward(kind, Nq, Lq, tf32=False, documents=documents)
 
 
 def test_round_trip():
-    assert measured_tables.parse(measured_tables.to_json(TABLE), "here") == TABLE
-    assert measured_tables.parse(measured_tables.to_json(TABLE), "here").measured == TABLE.measured
+    assert measured_tables.parse_table(measured_tables.to_json(TABLE), "here") == TABLE
+    assert measured_tables.parse_table(measured_tables.to_json(TABLE), "here").measured == TABLE.measured
 
 
 @pytest.mark.parametrize(
@@ -88,23 +91,23 @@ def test_what_is_wrong_is_named(path, value, message):
         target = target[step]
     target[path[-1]] = value
     with pytest.raises(ValueError, match=message):
-        measured_tables.parse(json.dumps(record), "here")
+        measured_tables.parse_table(json.dumps(record), "here")
 
 
 def test_files_that_are_no_tables(use_table, monkeypatch):
     path = use_table("{")
     with pytest.raises(ValueError, match=re.escape(f"LIK_OPS_TABLE={path}: expected JSON")):
-        measured_tables.loaded()
+        measured_tables.load_table()
     monkeypatch.setenv("LIK_OPS_TABLE", str(path / "none"))
-    measured_tables.loaded.cache_clear()
+    measured_tables.load_table.cache_clear()
     with pytest.raises(ValueError, match="LIK_OPS_TABLE: expected a file that can be read"):
-        measured_tables.loaded()
+        measured_tables.load_table()
 
 
 def test_a_table_changes_the_tile_of_what_it_covers(use_table, caplog):
     use_table(measured_tables.to_json(TABLE))
     with caplog.at_level(logging.DEBUG, logger="lik_ops"):
-        arch = measured_tables.added(SM_90)
+        arch = measured_tables.add_measured_rules(SM_90)
     assert "1 rules for sm_90 measured on NVIDIA H200 (torch 2.11.0)" in caplog.text
     assert arch == SM_90  # what else depends on the architecture stays
     few, many, packed = _chosen(arch, documents=100), _chosen(arch, documents=101), _chosen(arch, Nq=100)
@@ -117,22 +120,25 @@ def test_a_table_changes_the_tile_of_what_it_covers(use_table, caplog):
 
 def test_it_is_read_once(use_table):
     path = use_table(measured_tables.to_json(TABLE))
-    assert measured_tables.loaded() == TABLE
+    assert measured_tables.load_table() == TABLE
     path.write_text("{")
-    assert measured_tables.loaded() == TABLE
+    assert measured_tables.load_table() == TABLE
 
 
 def test_a_table_for_another_gpu_is_not_used_and_says_so_once(use_table, caplog):
     use_table(measured_tables.to_json(TABLE))
     with caplog.at_level(logging.WARNING, logger="lik_ops"):
-        assert measured_tables.added(SM_80).measured == () and measured_tables.added(SM_80).measured == ()
+        assert (
+            measured_tables.add_measured_rules(SM_80).measured == ()
+            and measured_tables.add_measured_rules(SM_80).measured == ()
+        )
     assert [r.getMessage() for r in caplog.records] == ["LIK_OPS_TABLE is for sm_90: not used on sm_80"]
 
 
 def test_without_the_variable_there_is_no_table(use_table, monkeypatch):
     use_table("{")
     monkeypatch.delenv("LIK_OPS_TABLE")
-    assert measured_tables.loaded() is None and measured_tables.added(SM_90) is SM_90
+    assert measured_tables.load_table() is None and measured_tables.add_measured_rules(SM_90) is SM_90
 
 
 def test_info_names_the_table(use_table, capsys, monkeypatch):
@@ -180,19 +186,19 @@ class Device:
 
 
 def _tuner(monkeypatch, device, arch=SM_80):
-    monkeypatch.setattr(tuning, "plan_of", device.plan_of)
-    monkeypatch.setattr(tuning, "run", device.run)
+    monkeypatch.setattr(tuning, "make_plan", device.plan_of)
+    monkeypatch.setattr(tuning, "run_plan", device.run)
     monkeypatch.setattr(tuning.Tuner, "accepts", tuning.Tuner.accepts)
-    monkeypatch.setattr(tuning, "close_to_reference", lambda scores, x: True)
+    monkeypatch.setattr(tuning, "is_close_to_reference", lambda scores, x: True)
     said = []
     return tuning.Tuner(arch, torch.device("cpu"), 4, device.timer, say=said.append), said
 
 
-REGIME = tuning.Regime(HALF, 16, 32, 8, few=3, many=20, rows=256)
+REGIME = tuning.TuningRegime(HALF, 16, 32, 8, few=3, many=20, rows=256)
 
 
 def test_the_fastest_tiles_that_are_right_are_chosen(monkeypatch):
-    tiles = {rows: tuning.candidates(SM_80, REGIME, rows, 4) for rows in (32, 64, 128, 256)}
+    tiles = {rows: tuning.list_candidate_tiles(SM_80, REGIME, rows, 4) for rows in (32, 64, 128, 256)}
     wrong, failing, masked, good = (t for t in tiles[128] if t.warps == 4 and t.tokens == 64 and not t.tokens_first)
     few, small = tiles[32][0], tiles[32][1]
 
@@ -207,8 +213,8 @@ def test_the_fastest_tiles_that_are_right_are_chosen(monkeypatch):
     rule = tuner.rule(REGIME)
     assert rule.tiles == (few._replace(documents=10), small, good)
     assert (rule.above_Lq, rule.Lq, rule.above_d, rule.d) == (16, 32, 8, 16)
-    table = measured_tables.Table("GPU", "sm_80", {}, (rule,), tuner.measured)
-    assert measured_tables.parse(measured_tables.to_json(table), "here") == table
+    table = measured_tables.TileTable("GPU", "sm_80", {}, (rule,), tuner.measured)
+    assert measured_tables.parse_table(measured_tables.to_json(table), "here") == table
     reasons = {record["refused"] for record in tuner.measured if "refused" in record}
     assert reasons == {"other bits than the built-in tile", "RuntimeError: out of resources: shared memory"}
     assert any(str(masked) in line for line in said)
@@ -226,22 +232,24 @@ def test_no_rule_where_nothing_is_right(monkeypatch):
 def test_rules_of_candidates_are_tables(Lq, d):
     """Whatever wins, the file that says so can be read."""
     for arch in (SM_90, SM_80, ARCHITECTURES["gfx942"]):
-        regime = tuning.Regime(HALF, d, Lq, 300, 100, 1000, 1024)
-        most = tuning.built_in(arch, regime)[-1].rows
+        regime = tuning.TuningRegime(HALF, d, Lq, 300, 100, 1000, 1024)
+        most = tuning.find_built_in_tiles(arch, regime)[-1].rows
         sizes = [most] if Lq > most else [rows for rows in (32, 64, 128, 256) if rows >= Lq]
         for rows in sizes:
-            tiles = tuning.candidates(arch, regime, rows, 132)
+            tiles = tuning.list_candidate_tiles(arch, regime, rows, 132)
             assert tiles and len(set(tiles)) == len(tiles)
             for tile in tiles:
-                rule = tuning.rule_of(regime, arch, [tile])
-                table = measured_tables.Table("GPU", arch.name, {}, (rule,))
-                assert measured_tables.parse(measured_tables.to_json(table), "here") == table
-                assert forward_configs.forward_tiles(replace(arch, measured=(rule,)), HALF, Lq, d, False, 0) == (tile,)
+                rule = tuning.make_rule(regime, arch, [tile])
+                table = measured_tables.TileTable("GPU", arch.name, {}, (rule,))
+                assert measured_tables.parse_table(measured_tables.to_json(table), "here") == table
+                assert forward_configs.select_tiles(replace(arch, measured=(rule,)), HALF, Lq, d, False, 0) == (tile,)
 
 
 def test_arguments_that_cannot_be_measured():
     def check(arch, **changes):
-        tuning.check(tuning.argparse.Namespace(**{"d": [128], "lq": [32], "dtype": ["bfloat16"], **changes}), arch)
+        tuning.check_options(
+            tuning.argparse.Namespace(**{"d": [128], "lq": [32], "dtype": ["bfloat16"], **changes}), arch
+        )
 
     check(SM_90)
     check(SM_80, dtype=["float32"])
@@ -265,20 +273,26 @@ def test_without_a_gpu_it_says_so(capsys, tmp_path):
 @pytest.mark.parametrize("Lq", [3, 40])
 def test_tiles_that_the_tool_takes_give_the_same_bits(Lq):
     most = 32
-    regime = tuning.Regime(torch.float16, 16, Lq, 18, 2, 3, 64)
+    regime = tuning.TuningRegime(torch.float16, 16, Lq, 18, 2, 3, 64)
     tuner = tuning.Tuner(INTERPRETER, torch.device("cpu"), 1, lambda function: 1.0)
-    x = tuning.inputs(regime, 2, 2, torch.device("cpu"))
-    tiles = [Tile(most, 16, 16, 4, 2)]
+    x = tuning.make_inputs(regime, 2, 2, torch.device("cpu"))
+    tiles = [TileConfig(most, 16, 16, 4, 2)]
     if Lq <= 16:
-        tiles = [Tile(most, 32, 16, 4, 2, walkers=2), Tile(16, 16, 16, 4, 1, tokens_first=True), Tile(64, 16, 16, 4, 1)]
+        tiles = [
+            TileConfig(most, 32, 16, 4, 2, walkers=2),
+            TileConfig(16, 16, 16, 4, 1, tokens_first=True),
+            TileConfig(64, 16, 16, 4, 1),
+        ]
     for tile in tiles:
         assert tuner.problem(regime, tile, x) is None, tile
     if Lq <= 16:
         assert tuner.accepts(regime, tiles[1])
     if Lq > most:  # a smaller tile cuts the sum over query tokens elsewhere: no table may say that
-        cut = tuning.rule_of(regime, INTERPRETER, [Tile(16, 16, 32, 4, 1)])
+        cut = tuning.make_rule(regime, INTERPRETER, [TileConfig(16, 16, 32, 4, 1)])
         with pytest.raises(ValueError, match="rows of the last tile"):
-            measured_tables.parse(measured_tables.to_json(measured_tables.Table("", "interpreter", {}, (cut,))), "here")
+            measured_tables.parse_table(
+                measured_tables.to_json(measured_tables.TileTable("", "interpreter", {}, (cut,))), "here"
+            )
 
 
 def test_a_directory_that_is_not_there_is_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
@@ -310,5 +324,5 @@ def test_a_table_made_here_gives_the_same_scores(tmp_path):
         out = str(tmp_path / name)
         subprocess.run([sys.executable, "-c", SCORES, out], env=environment, check=True)
         scores.append(torch.load(out))
-    assert measured_tables.parse(path.read_text(), "here").rules
+    assert measured_tables.parse_table(path.read_text(), "here").rules
     assert all(map(torch.equal, *scores))

@@ -127,9 +127,9 @@ def test_pairs_of_a_server(device):
 
 def test_slices_are_read_where_they_lie():
     batch = torch.randn(40, 8)
-    rows, begins = reranking._store(batch[4:].split([6, 10, 20]))
+    rows, begins = reranking._pack_documents(batch[4:].split([6, 10, 20]))
     assert rows.data_ptr() == batch[4:].data_ptr() and rows.shape == (36, 8) and begins == [0, 6, 16]
-    rows, begins = reranking._store([batch[:4, :4], batch[4:6, :4]])
+    rows, begins = reranking._pack_documents([batch[:4, :4], batch[4:6, :4]])
     assert rows.shape == (6, 4) and begins == [0, 4]
     close(rows, batch[:6, :4])
 

@@ -23,9 +23,9 @@ OF_QUERIES = {"maxsim_grad_queries"}
 OF_DOCUMENTS = {
     "maxsim_grad_documents",
     "maxsim_grad_sparse_documents",
-    "maxsim_count_winners",
+    "maxsim_count_argmax",
     "maxsim_scan_counts",
-    "maxsim_list_winners",
+    "maxsim_list_argmax",
     "maxsim_join_pieces",
 }
 OF_UNIFIED = {"maxsim_scatter", "maxsim_finish"}

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from lik_ops.portable import blocks as portable_blocks
-from lik_ops.portable.blocks import reads_in_place
+from lik_ops.portable.blocks import supports_in_place_reads
 
 from ..support.ragged import same_bits
 from .test_portable import MiB, Problem, peak_bytes
 
-pytestmark = pytest.mark.skipif(not reads_in_place(), reason="documents are copied on this machine")
+pytestmark = pytest.mark.skipif(not supports_in_place_reads(), reason="documents are copied on this machine")
 
 # Several blocks of documents, the last of few; several tiles, panels and queries; short documents; candidates.
 SHAPES = (
@@ -29,7 +29,7 @@ SHAPES = (
 
 def copying(p: Problem, monkeypatch, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(portable_blocks, "reads_in_place", lambda: False)
+        patch.setattr(portable_blocks, "supports_in_place_reads", lambda: False)
         return p.forward(**options)
 
 

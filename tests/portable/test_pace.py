@@ -40,22 +40,22 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    if pace._setters() is None:
+    if pace._find_setters() is None:
         pytest.skip("threads cannot be set")
-    found, inner, before = Machine(), pace.look, torch.get_num_threads()
+    found, inner, before = Machine(), pace.adjust_threads, torch.get_num_threads()
     torch.set_num_threads(SEVERAL)
     monkeypatch.setattr(pace, "_pace", pace._Pace())
     monkeypatch.setattr(pace, "perf_counter", found.clock)
-    monkeypatch.setattr(pace, "_counters", found.counters)
-    monkeypatch.setattr(blocks, "look", lambda: found.look(inner))
+    monkeypatch.setattr(pace, "_read_counters", found.counters)
+    monkeypatch.setattr(blocks, "adjust_threads", lambda: found.look(inner))
     yield found
     assert torch.get_num_threads() == SEVERAL, "a call leaves the number of threads as it was"
     torch.set_num_threads(before)
 
 
-@pace.paced
+@pace.limit_threads
 def work(looks):
-    for _ in blocks.slices_of(0, looks, 1):
+    for _ in blocks.split_range(0, looks, 1):
         pass
 
 
@@ -121,7 +121,7 @@ def test_one_thread_stays_one(machine):
 
 
 def test_an_error_within_a_call_leaves_all_threads(machine):
-    @pace.paced
+    @pace.limit_threads
     def fails():
         work(10)
         assert torch.get_num_threads() == 1, "the outer call goes on with one"
@@ -146,7 +146,7 @@ def test_other_threads_keep_theirs(machine):
     thread = threading.Thread(target=count)
     thread.start()
 
-    @pace.paced
+    @pace.limit_threads
     def call():
         work(10)
         assert torch.get_num_threads() == 1

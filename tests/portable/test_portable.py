@@ -17,7 +17,7 @@ from lik_ops.portable import backend as portable
 from lik_ops.portable.backward import dense as portable_backward
 from lik_ops.portable.blocks import MAX_ROWS, MIN_ROWS, SHARED_ROWS
 from lik_ops.portable.forward import scores as portable_scores
-from lik_ops.portable.forward.scores import winners
+from lik_ops.portable.forward.scores import reduce_maxima
 
 MiB = 1 << 20
 WORKSPACE = 32 * MiB
@@ -188,7 +188,7 @@ def test_winners_are_the_first_maxima():
             if special is not None:
                 S[torch.rand(S.shape) < 0.1] = special
                 S[1] = special
-            value, index = winners(S, tokens)
+            value, index = reduce_maxima(S, tokens)
             groups = S[:, : rows // tokens * tokens].unflatten(1, (-1, tokens))
             same_bits(value, groups.amax(2))
             same_bits(index, groups.max(2).indices)
@@ -300,7 +300,7 @@ def test_not_looking_at_values_changes_no_result(layout, monkeypatch):
         expected = [p.backward(function, g, argmax) for function in BACKWARDS]
         with monkeypatch.context() as patch:
             for module in (portable_scores, portable_backward):
-                patch.setattr(module, "may_look", lambda x: False)
+                patch.setattr(module, "is_host_readable", lambda x: False)
             blind, blind_argmax = p.forward()
             actual = [p.backward(function, g, argmax) for function in BACKWARDS]
         same_bits(blind, scores)
@@ -408,7 +408,7 @@ def test_the_peak_is_measured():
 
 
 # Long and wide queries, many short documents, pairs, long documents, wide tokens, everything small.
-WIDE = (
+WIDE_OFFSETS = (
     ("cross", (1, 2, 8192, 40, 4096)),
     ("cross", (500, 2000, 4, 3, 2)),
     ("cross", (3, 4000, 32, 40, 16)),
@@ -421,7 +421,7 @@ WIDE = (
 )
 
 
-@pytest.mark.parametrize("layout, shape", WIDE, ids=str)
+@pytest.mark.parametrize("layout, shape", WIDE_OFFSETS, ids=str)
 def test_the_workspace_is_bounded(layout, shape):
     for dtype, extras in ((torch.bfloat16, True), (torch.float32, False)):
         p = Problem(shape, layout, dtype)

@@ -12,11 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lik_ops import reference
 from lik_ops.portable import backend as portable
-from lik_ops.portable.blocks import SHARED_ROWS, slice_shape
-from lik_ops.portable.forward.narrow import FewDocuments, FewQueries, has_bits_of_slices, rows_for, shared_by
-from lik_ops.portable.forward.slices import Slices
-from lik_ops.portable.forward.wide import CHUNK, Wide
-from lik_ops.portable.layout import unified_layout
+from lik_ops.portable.blocks import SHARED_ROWS, choose_slice_shape
+from lik_ops.portable.forward.narrow import (
+    FewDocumentsForward,
+    FewQueriesForward,
+    choose_rows,
+    choose_sharing,
+    has_slice_bits,
+)
+from lik_ops.portable.forward.slices import SliceForward
+from lik_ops.portable.forward.wide import CHUNK_FEATURES, WideForward
+from lik_ops.portable.layout import make_batched_args
 
 from ..support.ragged import same_bits
 
@@ -121,9 +127,9 @@ def problem(shape, candidates, dtype, extras):
 @pytest.mark.parametrize(
     "kind, shape",
     [
-        *((FewDocuments, shape) for shape in FEW_DOCUMENTS),
-        *((FewQueries, shape) for shape in FEW_QUERIES),
-        pytest.param(FewDocuments, (2, 1, 40000, 1, 20), marks=pytest.mark.slow),
+        *((FewDocumentsForward, shape) for shape in FEW_DOCUMENTS),
+        *((FewQueriesForward, shape) for shape in FEW_QUERIES),
+        pytest.param(FewDocumentsForward, (2, 1, 40000, 1, 20), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -133,10 +139,10 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
     for extras, winners in itertools.product((False, True), repeat=2):
         Q, D, *rest = problem(shape, candidates, dtype, extras)
         results = []
-        for each in (kind, Slices):
+        for each in (kind, SliceForward):
             scores = torch.full((Nq, Nd), math.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
             argmax = torch.full((Nq, Nd, Lq) if candidates else (Nd, Nq, Lq), -7, dtype=torch.int32)
-            layout = unified_layout(Q, D, *rest, scores, argmax if winners else None)
+            layout = make_batched_args(Q, D, *rest, scores, argmax if winners else None)
             if not kind.takes(layout):
                 break
             taken += 1
@@ -144,8 +150,9 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
             results.append((scores, argmax))
         for actual, expected in zip(*results, strict=True):
             same_bits(actual, expected)
-    # How many rows are enough to be `FewQueries` is up to the machine, and candidates of many tokens are not few.
-    assert taken == 8 or candidates or kind is FewQueries
+    # How many rows are enough to be `FewQueriesForward` is up to the machine, and candidates of many tokens are not
+    # few.
+    assert taken == 8 or candidates or kind is FewQueriesForward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -153,13 +160,15 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
 def test_small_products_have_the_bits_of_slices(d, dtype):
     """One product decided that they may be used; others have to agree, of each number and each scale."""
     small = {
-        (rows_for(t, c, d, dtype), c) for t in (1, 2, 5, 9, 16, 23) for c in {slice_shape(32, 64, d, dtype).columns}
+        (choose_rows(t, c, d, dtype), c)
+        for t in (1, 2, 5, 9, 16, 23)
+        for c in {choose_slice_shape(32, 64, d, dtype).columns}
     }
     for tokens, Lq in itertools.product((1, 2, 5, 9), (1, 2, 7, 15)):
-        group, columns = shared_by(tokens, Lq, d, dtype)
-        small.add((rows_for(group * tokens, columns, d, dtype), columns))
+        group, columns = choose_sharing(tokens, Lq, d, dtype)
+        small.add((choose_rows(group * tokens, columns, d, dtype), columns))
     for rows, columns in small:
-        assert has_bits_of_slices(rows, columns, d, dtype)
+        assert has_slice_bits(rows, columns, d, dtype)
         for n, scale in ((2, 1e-10), (3, 1e10), (50, 1.0)):
             D, Q = torch.randn(n, max(rows, SHARED_ROWS), d, dtype=dtype) * scale, torch.randn(n, 96, d, dtype=dtype)
             expected = torch.bmm(D, Q.mT)[:, :rows, :columns]
@@ -168,7 +177,7 @@ def test_small_products_have_the_bits_of_slices(d, dtype):
 
 
 @pytest.mark.parametrize(
-    "d, dtype", [(300001, torch.float32), (33 * CHUNK, torch.float32), (140001, torch.float64)], ids=str
+    "d, dtype", [(300001, torch.float32), (33 * CHUNK_FEATURES, torch.float32), (140001, torch.float64)], ids=str
 )
 def test_bits_of_wide_tokens_do_not_depend_on_their_place(d, dtype):
     Q, D = torch.randn(2, 5, d, dtype=dtype), torch.randn(3, 4, d, dtype=dtype)
@@ -176,7 +185,7 @@ def test_bits_of_wide_tokens_do_not_depend_on_their_place(d, dtype):
     keep[:, 1:] = False
 
     def forward(Q, D, q_mask=keep, normalize=False):
-        assert Wide.takes(unified_layout(Q, D, q_mask, None, None, torch.empty(0, 0, dtype=dtype), None))
+        assert WideForward.takes(make_batched_args(Q, D, q_mask, None, None, torch.empty(0, 0, dtype=dtype), None))
         return portable.forward(Q, D, q_mask, None, None, normalize, torch.int32)
 
     for normalize in (False, True):

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lik_ops.portable.blocks import MAX_ROWS, MIN_ROWS, fold_sum, reads_in_place, slice_shape, slices_buffer
+from lik_ops.portable.blocks import (
+    MAX_ROWS,
+    MIN_ROWS,
+    allocate_slices,
+    choose_slice_shape,
+    sum_pairwise,
+    supports_in_place_reads,
+)
 from lik_ops.portable.forward import narrow
 
 from ..support.ragged import NAN, same_bits
@@ -21,8 +28,8 @@ from ..support.ragged import NAN, same_bits
 def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
     """What sharing slices rests on: a row or column gives the same bits wherever it lies; and so ties are ties."""
     for Ld in (1, 9, 23, 33, 64, 300):
-        shape, count = slice_shape(Lq, Ld, d, dtype), 5
-        documents, others = (slices_buffer(torch.empty(0), count, shape.rows, d, dtype) for _ in range(2))
+        shape, count = choose_slice_shape(Lq, Ld, d, dtype), 5
+        documents, others = (allocate_slices(torch.empty(0), count, shape.rows, d, dtype) for _ in range(2))
         documents.copy_(torch.randn(count, shape.rows, d))
         panel = torch.randn(shape.columns, d, dtype=dtype)
         rows, columns = torch.randperm(shape.rows), torch.randperm(shape.columns)
@@ -41,12 +48,12 @@ def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
     lengths = itertools.product(
         (1, 31, 33, 64, 65, 100, 300), (1, 9, MIN_ROWS - 1, MIN_ROWS, 33, 65, 300, MAX_ROWS + 1)
     )
-    shapes = {(shape.rows, shape.columns) for shape in (slice_shape(Lq, Ld, d, dtype) for Lq, Ld in lengths)}
+    shapes = {(shape.rows, shape.columns) for shape in (choose_slice_shape(Lq, Ld, d, dtype) for Lq, Ld in lengths)}
     known = torch.full((documents.shape[0], 128), NAN, dtype=dtype)
     for rows, columns in shapes:
         for _ in range(3):
             row, column = torch.randint(0, documents.shape[0], (2, rows)), torch.randint(0, 128, (columns,))
-            slices = slices_buffer(torch.empty(0), 2, rows, d, dtype)
+            slices = allocate_slices(torch.empty(0), 2, rows, d, dtype)
             slices.copy_(documents[row])
             S = torch.bmm(slices, queries[column].mT.expand(2, -1, -1))
             before = known[row[..., None], column]
@@ -54,7 +61,7 @@ def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
             known[row[..., None], column] = S
 
 
-@pytest.mark.skipif(not reads_in_place(), reason="documents are copied on this machine")
+@pytest.mark.skipif(not supports_in_place_reads(), reason="documents are copied on this machine")
 @pytest.mark.parametrize("d", [1, 7, 16, 24, 64, 100, 127, 128, 384, 768, 1000, 5000])
 def test_documents_have_the_bits_of_slices_where_they_lie(d):
     """Many documents token by token or whole ones, from any address and with columns contiguous or not."""
@@ -63,10 +70,10 @@ def test_documents_have_the_bits_of_slices_where_they_lie(d):
             continue
         documents = torch.randn(n * Ld * d + start)[start:].view(n, Ld, d)
         for Lq in (1, 33, 128):
-            shape = slice_shape(Lq, Ld, d, torch.float32)
+            shape = choose_slice_shape(Lq, Ld, d, torch.float32)
             panel = torch.randn(shape.columns, d)
             # What a slice of all tokens gives: of any rows, says the test before.
-            copied = slices_buffer(documents, 2, max(n * Ld, MIN_ROWS), d, torch.float32)
+            copied = allocate_slices(documents, 2, max(n * Ld, MIN_ROWS), d, torch.float32)
             copied[:, : n * Ld] = documents.flatten(0, 1)
             expected = torch.bmm(copied, panel.mT.expand(2, -1, -1))[0, : n * Ld].view(n, Ld, -1)
             columns = panel.t().contiguous().expand(Ld, -1, -1)
@@ -79,7 +86,7 @@ def test_documents_have_the_bits_of_slices_where_they_lie(d):
 @pytest.mark.parametrize("name", ["MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"])
 def test_documents_are_copied_where_mkl_is_told_which_kernels_to_use(name, monkeypatch):
     monkeypatch.setenv(name, "AVX2")
-    assert not reads_in_place.__wrapped__()
+    assert not supports_in_place_reads.__wrapped__()
 
 
 class Products(TorchDispatchMode):
@@ -97,14 +104,14 @@ class Products(TorchDispatchMode):
 
 def test_slices_are_not_measured_in_the_dtype_of_a_region_of_autocast():
     shapes = [(rows, 32, 16, dtype, turned) for rows in (4, 12) for turned in (False, True) for dtype in narrow.STEPS]
-    narrow.has_bits_of_slices.cache_clear()
-    expected = [narrow.has_bits_of_slices(*shape) for shape in shapes]
-    narrow.has_bits_of_slices.cache_clear()
+    narrow.has_slice_bits.cache_clear()
+    expected = [narrow.has_slice_bits(*shape) for shape in shapes]
+    narrow.has_slice_bits.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
-        assert [narrow.has_bits_of_slices(*shape) for shape in shapes] == expected
+        assert [narrow.has_slice_bits(*shape) for shape in shapes] == expected
         for shape in shapes:
             with Products() as products:
-                narrow.has_bits_of_slices.__wrapped__(*shape)
+                narrow.has_slice_bits.__wrapped__(*shape)
             assert products.dtypes == [shape[3]] * 4
 
 
@@ -116,7 +123,7 @@ def test_sums_over_query_tokens_have_one_order(length):
     while expected.shape[-1] > 1:
         first, second = expected.chunk(2, dim=-1)
         expected = first + second
-    same_bits(fold_sum(x.clone()), expected[..., 0])
-    same_bits(fold_sum(x.mT.contiguous().mT), expected[..., 0])
+    same_bits(sum_pairwise(x.clone()), expected[..., 0])
+    same_bits(sum_pairwise(x.mT.contiguous().mT), expected[..., 0])
     for zeros in (1, 5, 200):
-        same_bits(fold_sum(torch.nn.functional.pad(x, (0, zeros))), expected[..., 0])
+        same_bits(sum_pairwise(torch.nn.functional.pad(x, (0, zeros))), expected[..., 0])

@@ -99,9 +99,9 @@ def directory(tmp_path, monkeypatch):
 def newcomer(monkeypatch):
     """What a user sees who pastes code into a new process: tokens that look unnormalized would cause a warning."""
     monkeypatch.delenv("LIK_OPS_NORM_WARNING", raising=False)
-    monkeypatch.setattr(hints, "_given", set())
-    monkeypatch.setattr(hints, "_looks", {})
-    eager.forget()
+    monkeypatch.setattr(hints, "_issued_warnings", set())
+    monkeypatch.setattr(hints, "_inspected_calls", {})
+    eager.clear_call_caches()
 
 
 def run(command, directory, **environment):

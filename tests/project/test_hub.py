@@ -72,7 +72,7 @@ for kernel in kernels[:-1]:
     torch.testing.assert_close(computed(kernel), expected, rtol=0, atol=0)
     assert kernel.MaxSimScorer is not lik_ops.MaxSimScorer
     with kernel.use_backend("portable"):
-        assert lik_ops.core.settings.requested_backend() == "auto"
+        assert lik_ops.core.settings.get_requested_backend() == "auto"
 print("as lik_ops")
 """
 

@@ -11,7 +11,7 @@ from lik_ops import backends, info
 from lik_ops.ops.fast_path import eager
 
 pytest.importorskip("triton", reason="the plans are those of the Triton backend")
-from lik_ops.csrc_triton.common.arguments import Config, Specialization
+from lik_ops.csrc_triton.common.arguments import KernelConfig, Sm90Config
 from lik_ops.gpu import backend as cuda
 from lik_ops.gpu import choose, triton_versions
 from lik_ops.gpu.forward import generic as cuda_plain
@@ -24,12 +24,12 @@ from lik_ops.gpu.tuning import architectures, forward_configs, sm90_configs
 
 
 def test_what_falls_back_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "fallen_back", {"maxsim_fast": "lik_ops: maxsim_fast does not compile"})
-    monkeypatch.setattr(triton_versions, "is_known", lambda: False)
+    monkeypatch.setattr(launcher, "fallback_messages", {"maxsim_fast": "lik_ops: maxsim_fast does not compile"})
+    monkeypatch.setattr(triton_versions, "is_tested_version", lambda: False)
     info.main([])
     printed = capsys.readouterr().out
     assert "fallback lik_ops: maxsim_fast does not compile" in printed
-    assert f"newer than {triton_versions.spelled()}, so plain kernels compute" in printed
+    assert f"newer than {triton_versions.format_newest()}, so plain kernels compute" in printed
 
 
 def test_kernels_are_compiled_on_request(monkeypatch, capsys):
@@ -56,7 +56,7 @@ def launched(monkeypatch):
     """The Triton backend on CPU tensors, as if on a GPU whose architecture is set; and its forward launches."""
     found = []
     arch = [None]
-    monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
+    monkeypatch.setattr(backends, "select_backend", lambda device, dtype: cuda)
     for module in (choose, cuda_arguments, cuda_plain, numbers, quantized, packed_forward):
         monkeypatch.setattr(module, "architecture", lambda device: arch[0])
 
@@ -69,13 +69,13 @@ def launched(monkeypatch):
     def call(arch_of_call, Q, D):
         found.clear()
         arch[0] = arch_of_call
-        eager.forget()
+        eager.clear_call_caches()
         scores = lik_ops.maxsim(Q, D)
         assert not scores._is_view()  # which autograd would keep callers from writing to
         return found
 
     yield call
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def said(text):
@@ -87,13 +87,13 @@ def said(text):
 def ran(name, grid, args, options):
     """The same of a launch."""
     config = args[-1]
-    if isinstance(config, Config):
+    if isinstance(config, KernelConfig):
         numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
         numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
         return name, numbers, any(type(x).__name__ == "Terms" for x in args)
-    rows = sm90_configs.WIDE_ROWS
-    if isinstance(config, Specialization):
-        rows = config.ROWS if config.FEW else 4 * config.ROWS
+    rows = sm90_configs.LARGE_D_TILE_ROWS
+    if isinstance(config, Sm90Config):
+        rows = config.MMA_ROWS if config.SMALL_M else 4 * config.MMA_ROWS
     return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, False
 
 
@@ -104,11 +104,11 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
     for d in (16, 100, 128, 256):
         for Nq, Nd, Lq, Ld in SIZES:
             Q, D = torch.zeros(Nq, Lq, d, dtype=dtype), torch.zeros(Nd, Ld, d, dtype=dtype)
-            expected = said(info.kernel(arch, dtype, Nq, Nd, Lq, Ld, d))
+            expected = said(info.describe_kernel(arch, dtype, Nq, Nd, Lq, Ld, d))
             launches = launched(arch, Q, D)
             assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
             kernels.add((expected[0], expected[2]))
-    half, whole = dtype is not torch.float32, arch.unit in forward_configs.SPLITTING
+    half, whole = dtype is not torch.float32, arch.unit in forward_configs.FP32_SPLIT_UNITS
     assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (arch.name == "sm_90")
     assert (("maxsim_forward", True) in kernels) == (not half and whole)
 
@@ -116,7 +116,7 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
 @pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 1024, 64), (3, 5, 20)])
 def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
     Q, D = torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
-    expected = info.int8_kernel(SM_90, Q.dtype, Nq, len(D), Lq, Ld, 64)
+    expected = info.describe_int8_kernel(SM_90, Q.dtype, Nq, len(D), Lq, Ld, 64)
     kernels = [ran(*launch) for launch in launched(SM_90, Q, lik_ops.quantize(D))]
     if Ld >= 64:
         assert kernels == [said(expected)]
@@ -125,5 +125,5 @@ def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
 
 
 def test_info_names_the_split_plan_of_fp32():
-    text = info.kernel(SM_90, torch.float32, 64, 1000, 64, 300, 128)
+    text = info.describe_kernel(SM_90, torch.float32, 64, 1000, 64, 300, 128)
     assert text == "maxsim_forward on sm_90: 256 rows x 64 tokens x 128 features, 8 warps, 3 stages, tokens split first"

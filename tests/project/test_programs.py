@@ -126,10 +126,10 @@ def test_info_says_why_it_is_portable(said):
 def test_info_gives_the_reason_of_a_gpu(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(backends, "_has_triton", False)
-    assert info.choice(device, torch.float16, 1, 32, 128) == "portable: triton is not installed"
+    assert info.describe_choice(device, torch.float16, 1, 32, 128) == "portable: triton is not installed"
     monkeypatch.undo()
     if backends._has_triton:
-        assert info.choice(device, torch.float64, 1, 32, 128) == "portable: the Triton kernels have no fp64"
+        assert info.describe_choice(device, torch.float64, 1, 32, 128) == "portable: the Triton kernels have no fp64"
 
 
 def test_tune_says_what_is_missing(said):

@@ -128,10 +128,10 @@ SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 5e-32
 def test_the_order_of_special_values(device, dtype, values, k, cut):
     scores = torch.tensor([values, values[::-1]], dtype=dtype, device=device)
     expected = ranked(scores, k)
-    assert_same(topk.first(scores, k), expected)
+    assert_same(topk.select_first(scores, k), expected)
     cut = min(cut, len(values))
-    left, right = topk.first(scores[:, :cut], k), topk.first(scores[:, cut:], k)
-    assert_same(topk.merge([left, (right[0], right[1] + cut)], k), expected)
+    left, right = topk.select_first(scores[:, :cut], k), topk.select_first(scores[:, cut:], k)
+    assert_same(topk.merge_parts([left, (right[0], right[1] + cut)], k), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -143,7 +143,7 @@ def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n,
     values = torch.cat([torch.randn(1, dtype=dtype), special])[:kinds]
     scores = torch.where(torch.rand(3, n) < 0.5, values[torch.randint(kinds, (3, n))], torch.randn(3, n).to(dtype))
     scores = scores.to(device)
-    found, expected = portable_topk.best(scores, k), portable_topk.best_columns(scores, k)
+    found, expected = portable_topk.best(scores, k), portable_topk.select_columns(scores, k)
     assert_same(found, (scores.gather(1, expected), expected))
 
 
@@ -152,14 +152,14 @@ def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n,
 @pytest.mark.parametrize("Nq", [1, 100])
 def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dtype):
     """What a chunk takes is measured; of a few more documents it would be more than there is, by the same count."""
-    monkeypatch.setattr(topk, "WORKSPACE", 1 << 24)
+    monkeypatch.setattr(topk, "WORKSPACE_BYTES", 1 << 24)
     Q = torch.empty(Nq, 1, 1, dtype=dtype)
-    chunk = topk.fitting(Q, top_k, 1 << 40)
-    count = partial(portable_topk.bytes_of, top_k=top_k, itemsize=dtype.itemsize)
+    chunk = topk.count_fitting_documents(Q, top_k, 1 << 40)
+    count = partial(portable_topk.estimate_bytes, top_k=top_k, itemsize=dtype.itemsize)
     assert Nq * count(chunk) <= 1 << 24 < Nq * count(chunk + 10)
     scores = torch.randn(Nq, chunk, dtype=dtype)
-    assert peak_bytes(lambda: topk.first(scores, top_k)) + scores.nbytes <= 1 << 24
-    assert topk.fitting(Q, top_k, chunk // 2) == chunk // 2
+    assert peak_bytes(lambda: topk.select_first(scores, top_k)) + scores.nbytes <= 1 << 24
+    assert topk.count_fitting_documents(Q, top_k, chunk // 2) == chunk // 2
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -168,17 +168,17 @@ def test_documents_that_several_programs_read_come_in_parts_that_stay_in_the_cac
     D = torch.randn(300, 4, 8)
     documents, cu_seqlens_d = (D.flatten(0, 1), torch.arange(301) * 4) if packed else (D, None)
     counts = []
-    first = topk.first
-    monkeypatch.setattr(topk, "first", lambda scores, k: counts.append(scores.shape[1]) or first(scores, k))
+    first = topk.select_first
+    monkeypatch.setattr(topk, "select_first", lambda scores, k: counts.append(scores.shape[1]) or first(scores, k))
 
-    def search(Lq: int) -> topk.Best:
+    def search(Lq: int) -> topk.ScoresAndIndices:
         counts.clear()
         Q = torch.randn(2, Lq, 8, generator=torch.Generator().manual_seed(0))
         return lik_ops.retrieve(Q, documents, 10, cu_seqlens_d=cu_seqlens_d)
 
     expected = search(129)
     assert counts == [300]
-    monkeypatch.setattr(topk, "READ_TOGETHER", D.nbytes // 3)
+    monkeypatch.setattr(topk, "MAX_READ_BYTES", D.nbytes // 3)
     assert_same(search(129), expected)
     assert counts == [100, 100, 100]
     search(128)
@@ -242,7 +242,7 @@ def test_the_scores_of_all_documents_are_never_in_memory(monkeypatch):
     monkeypatch.setattr(
         portable, "best", lambda scores, *rest: (sizes.append(scores.shape[1]), inner(scores, *rest))[1]
     )
-    monkeypatch.setattr(topk, "WORKSPACE", 1 << 12)
+    monkeypatch.setattr(topk, "WORKSPACE_BYTES", 1 << 12)
     Q, D = draw(4, 500, 2, 3, 8)
     expected = ranked(lik_ops.maxsim(Q, D), 5)
     assert_same(lik_ops.retrieve(Q, D, 5), expected)
@@ -407,7 +407,7 @@ def test_retrieval_on_a_gpu_does_not_wait(monkeypatch):
     torch.cuda.set_sync_debug_mode("error")
     try:
         lik_ops.retrieve(Q, D, 5, chunk=100)
-        monkeypatch.setattr(topk, "WORKSPACE", 1 << 12)
+        monkeypatch.setattr(topk, "WORKSPACE_BYTES", 1 << 12)
         lik_ops.retrieve(Q, D, 5)
         lik_ops.retrieve(Q, tokens, 5, cu_seqlens_d=cu_seqlens)  # offsets on the CPU
     finally:

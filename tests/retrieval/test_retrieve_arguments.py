@@ -39,7 +39,7 @@ def layouts(documents):
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_lists_and_nested_tensors(device, elsewhere, chunk, monkeypatch):
     """On the device of Q, or (`progress` on a CPU) read part by part, without padding."""
-    monkeypatch.setattr(sources, "part_bytes", lambda device: 500)
+    monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 500)
     Q, documents, expected = ragged(device)
     where = [x.cpu() for x in documents] if elsewhere else documents
     for D in layouts(where):
@@ -66,7 +66,7 @@ def test_lists_in_compiled_code_and_programs(strict):
 def test_a_shard_of_a_group_may_be_a_list():
     """What `lik_ops.distributed.retrieve` searches of it."""
     Q, documents, expected = ragged()
-    shard = shards.shard("retrieve", documents, None, None, dict.fromkeys(("chunk", "n_probe", "n_candidates")))
+    shard = shards.make_target("retrieve", documents, None, None, dict.fromkeys(("chunk", "n_probe", "n_candidates")))
     assert shard.size == 20 and [i for a, b in shard.split(3) for i in range(a, b)] == list(range(20))
     found = shard.best((Q, None, None), 7, 0, 20, {"chunk": None, "normalize": False, "progress": False})
     assert_same(found.best, expected)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops.retrieval import copying, shards, sources
-from lik_ops.retrieval.store.layout import Layout
+from lik_ops.retrieval.store.layout import StorageLayout
 
 from .test_retrieve import DEVICES, assert_same, draw, packed, ranked
 
@@ -42,7 +42,7 @@ def test_documents_elsewhere(device, kind, chunk, tmp_path, monkeypatch):
         kept = torch.arange(6) < (torch.arange(50) % 7)[:, None]
         expected = ranked(lik_ops.maxsim(Q.to(device), D.to(device), None, kept.to(device)), 11)
         where = where.numpy() if kind == "packed array" else where
-    monkeypatch.setattr(sources, "part_bytes", lambda device: 2000)
+    monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 2000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = lik_ops.retrieve(Q.to(device), where, 11, chunk=chunk, progress=kind == "tensor", **options)
@@ -65,7 +65,7 @@ def test_nothing_to_read(kind):
 @given(lengths=st.lists(st.integers(0, 9), max_size=30), budget=st.integers(1, 400), parts=st.integers(1, 5))
 def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget, parts):
     offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    source = sources.Ragged(offsets, sum(lengths), Layout(5, torch.float16))
+    source = sources.PackedSource(offsets, sum(lengths), StorageLayout(5, torch.float16))
     ranges = source.ranges(0, len(lengths), None, budget)
     assert [i for a, b in ranges for i in range(a, b)] == list(range(len(lengths)))
     assert all(source.nbytes(a, b) <= max(budget, 10) or b - a == 1 for a, b in ranges)
@@ -78,16 +78,16 @@ def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget
 @given(offsets=st.lists(st.integers(-9, 99), min_size=1, max_size=20), parts=st.integers(1, 5), rising=st.booleans())
 def test_what_is_resident_is_split_by_tokens_where_the_host_knows_them(offsets, parts, rising):
     cu_seqlens = torch.tensor(sorted(offsets) if rising else offsets, dtype=torch.int32)
-    split = shards.Resident("retrieve", torch.empty(99, 8), None, cu_seqlens).split(parts)
+    split = shards.ResidentTarget("retrieve", torch.empty(99, 8), None, cu_seqlens).split(parts)
     assert len(split) == parts
     assert [i for a, b in split for i in range(a, b)] == list(range(len(offsets) - 1)), "each document once, in order"
     if rising:
-        assert split == sources.Ragged(cu_seqlens.long(), 99, Layout(5, torch.float16)).split(parts)
-    by_number = shards.Resident("retrieve", torch.empty(7, 3, 8), None, None).split(2)
+        assert split == sources.PackedSource(cu_seqlens.long(), 99, StorageLayout(5, torch.float16)).split(parts)
+    by_number = shards.ResidentTarget("retrieve", torch.empty(7, 3, 8), None, None).split(2)
     assert by_number == [(0, 3), (3, 7)]
 
 
-class Recording(copying.Lanes):
+class Recording(copying.CopyLanes):
     """A device without streams that writes down what is asked of it, and copies late: when it is waited for."""
 
     def __init__(self):
@@ -118,7 +118,7 @@ class Recording(copying.Lanes):
 
 def test_two_slots_take_turns_and_none_is_written_before_it_was_scored():
     lanes = Recording()
-    parts = [sources.Part(torch.full((2, 3, 5), float(i)), torch.full((2, 3), bool(i % 2))) for i in range(5)]
+    parts = [sources.DocumentPart(torch.full((2, 3, 5), float(i)), torch.full((2, 3), bool(i % 2))) for i in range(5)]
     nbytes = parts[0].D.numel() * 4 + 6
     buffer = copying.DoubleBuffer(torch.device("cpu"), nbytes, lanes)
     found = []
@@ -137,7 +137,7 @@ def test_two_slots_take_turns_and_none_is_written_before_it_was_scored():
 
 def test_a_broken_part_closes_the_lanes():
     def parts():
-        yield sources.Part(torch.zeros(1, 1, 1))
+        yield sources.DocumentPart(torch.zeros(1, 1, 1))
         raise OSError("disk")
 
     lanes = Recording()

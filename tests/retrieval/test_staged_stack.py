@@ -128,8 +128,8 @@ def test_parts_change_nothing(monkeypatch, packed, n_probe):
     whole = topk_of_codes(*given, True, 6, n_probe)
     assert whole[0].isinf().any() and whole[0].isfinite().any()
     for of_table, of_documents in ((1, 6), (4 * 9 * 5 * 3, 7), (1 << 20, 22)):
-        monkeypatch.setattr(topk_codes, "_TABLE_BYTES", of_table)
-        monkeypatch.setattr(topk, "fitting", lambda *_, count=of_documents: count)
+        monkeypatch.setattr(topk_codes, "_MAX_TABLE_BYTES", of_table)
+        monkeypatch.setattr(topk, "count_fitting_documents", lambda *_, count=of_documents: count)
         check_same(topk_of_codes(*given, True, 6, n_probe), whole)
 
 

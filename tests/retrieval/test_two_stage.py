@@ -9,7 +9,7 @@ import torch
 import lik_ops
 from lik_ops import Corpus, quantize
 from lik_ops.formats.table import FORMATS
-from lik_ops.ops.topk import Search
+from lik_ops.ops.topk import SearchArgs
 from lik_ops.retrieval import two_stage
 
 from ..formats.test_quantized import DEVICES, tokens
@@ -67,8 +67,8 @@ def test_full_scores_lie_in_their_intervals(region):
         Q = Q.to(region or D.dtype)
         mask = options.pop("d_mask", None)
         coarse = quantize(D, list(FORMATS)[trial % 5], SCALES[trial % 3], d_mask=mask)
-        s = Search(Q, D, options.get("q_mask"), mask, None, options.get("q_weight"), False, 1, None)
-        rough = two_stage._intervals(s, coarse, two_stage._scores(Q, coarse, 0, len(D), s))
+        s = SearchArgs(Q, D, options.get("q_mask"), mask, None, options.get("q_weight"), False, 1, None)
+        rough = two_stage._compute_intervals(s, coarse, two_stage._score_coarse(Q, coarse, 0, len(D), s))
         full = lik_ops.maxsim(Q, D.to(Q.dtype), d_mask=mask, **options).double()
         inside = (rough.lower <= full) & (full <= rough.upper)
         assert (inside | full.isnan()).all(), trial
@@ -113,30 +113,30 @@ def test_numbers_and_minima_apart_widen_the_intervals(scale):
     """Of "uint8", whose products with either are larger than those with tokens."""
     D, cu_seqlens = tokens(24, 12), torch.tensor([0, 6, 6, 24])
     packed, dense = quantize(D, "uint8", scale, cu_seqlens_d=cu_seqlens), quantize(D.view(4, 6, 12), "uint8", scale)
-    s = Search(tokens(1, 2, 12), D, None, None, None, None, False, 1, None)
+    s = SearchArgs(tokens(1, 2, 12), D, None, None, None, None, False, 1, None)
     for made, bounds in ((packed, cu_seqlens), (dense, torch.arange(0, 25, 6))):
         each, least = (x.expand(24) for x in made.per_token())
-        found = two_stage._apart(s._replace(cu_seqlens_d=None if made is dense else bounds), made)
+        found = two_stage._bound_operand_norms(s._replace(cu_seqlens_d=None if made is dense else bounds), made)
         largest = 12**0.5 * (255 * each + least.abs()).double()
         for n, (a, b) in enumerate(itertools.pairwise(bounds)):
             part = largest[a:b]
             if len(part):
                 torch.testing.assert_close(found.expand(len(bounds) - 1)[n], part.max(), rtol=1e-6, atol=0)
-    assert two_stage._apart(s, quantize(D)) is None
+    assert two_stage._bound_operand_norms(s, quantize(D)) is None
 
 
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
 def test_coarser_products_widen_the_intervals(backend):
     """Also where torch's setting for all backends cannot be asked any more."""
     Q, D, _, _ = draw(1)
-    s, coarse = Search(Q, D, None, None, None, None, False, 1, None), quantize(D)
-    scores = two_stage._scores(Q, coarse, 0, len(D), s)
-    exact = two_stage._intervals(s, coarse, scores)
+    s, coarse = SearchArgs(Q, D, None, None, None, None, False, 1, None), quantize(D)
+    scores = two_stage._score_coarse(Q, coarse, 0, len(D), s)
+    exact = two_stage._compute_intervals(s, coarse, scores)
     matmul = getattr(torch.backends, backend).matmul
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
-        rough = two_stage._intervals(s, coarse, scores)
+        rough = two_stage._compute_intervals(s, coarse, scores)
     finally:
         matmul.fp32_precision = before
     assert (rough.upper > exact.upper).all() and (rough.lower < exact.lower).all()

@@ -12,15 +12,15 @@ from lik_ops.csrc_triton.backward import list_pairs
 from lik_ops.csrc_triton.backward import queries as backward_queries
 from lik_ops.csrc_triton.backward import unified as backward_unified
 from lik_ops.csrc_triton.backward.arguments import (
-    Bounds,
-    Lists,
-    Pieces,
-    RowSums,
-    SharedTiles,
-    SoftUpstream,
-    TileLists,
-    Upstream,
-    Zeros,
+    PackedBucketArgs,
+    PartialSumArgs,
+    RowSumArgs,
+    SharedTileArgs,
+    SoftUpstreamArgs,
+    TileBucketArgs,
+    TilePairArgs,
+    UpstreamArgs,
+    ZeroFillArgs,
 )
 from lik_ops.csrc_triton.backward.documents import (
     buckets,
@@ -38,16 +38,16 @@ from lik_ops.csrc_triton.backward.documents import (
 )
 from lik_ops.csrc_triton.common import fp32, token_norms
 from lik_ops.csrc_triton.common.arguments import (
-    CodedCounts,
-    Counts,
-    Documents,
-    Output,
-    PackedSizes,
-    Queries,
-    Sections,
-    Segments,
-    Sizes,
-    Terms,
+    CodecDequantArgs,
+    DequantArgs,
+    DocumentArgs,
+    OutputArgs,
+    PackedSizeArgs,
+    QueryArgs,
+    SegmentArgs,
+    SizeArgs,
+    SplitArgs,
+    TermArgs,
 )
 from lik_ops.csrc_triton.formats import encoded as stored
 from lik_ops.csrc_triton.forward.generic import dense as generic_dense
@@ -59,7 +59,7 @@ from lik_ops.formats.table import INT8_QUERIES
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.forward import quantized
 from lik_ops.gpu.tuning import backward_configs, forward_configs
-from lik_ops.gpu.tuning.architectures import Architecture, Kind, Launch, next_power_of_2
+from lik_ops.gpu.tuning.architectures import Architecture, KernelKey, LaunchConfig, next_power_of_2
 
 from .machine_code import compile_as_launched, cuda_resources, target
 
@@ -140,14 +140,14 @@ class Compiled:
     orders: frozenset[str]
 
 
-def _queries(case: Case) -> tuple[Queries, dict]:
+def _queries(case: Case) -> tuple[QueryArgs, dict]:
     pointer = _POINTER[case.dtype]
     mask = ("*i1", "i32", "constexpr") if case.options else ("constexpr",) * 3
     weight = ("*fp32", "i32", "constexpr") if case.options else ("constexpr",) * 3
     constants = {3: 1, 6: 1 if case.options else 0, 9: 1 if case.options else 0}
     if not case.options:
         constants |= {4: None, 5: 0, 7: None, 8: 0}
-    return Queries(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
+    return QueryArgs(pointer, "i32", "i32", "constexpr", *mask, *weight), constants
 
 
 def knows(case: Case, arch: Architecture) -> bool:
@@ -155,7 +155,7 @@ def knows(case: Case, arch: Architecture) -> bool:
     if case.stored in _WORDS:
         return not arch.is_amd
     as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
-    return not (as_bytes if arch.name in quantized.KNOWS_FP8 else as_fp8)
+    return not (as_bytes if arch.name in quantized.FP8_ARCHITECTURES else as_fp8)
 
 
 def _document_pointer(case: Case) -> str:
@@ -164,7 +164,7 @@ def _document_pointer(case: Case) -> str:
     return _POINTER[case.dtype]
 
 
-def _documents(case: Case) -> tuple[Documents, dict]:
+def _documents(case: Case) -> tuple[DocumentArgs, dict]:
     pointer, owner = _document_pointer(case), "i32" if case.candidates else "constexpr"
     constants = {4: 1} if case.candidates else {1: 0, 4: 1}
     if case.options:
@@ -175,7 +175,7 @@ def _documents(case: Case) -> tuple[Documents, dict]:
     else:
         constants |= {5: None, 6: 0, 7: 0, 8: 0}
         mask = ("constexpr",) * 4
-    return Documents(pointer, owner, "i32", "i32", "constexpr", *mask), constants
+    return DocumentArgs(pointer, owner, "i32", "i32", "constexpr", *mask), constants
 
 
 def _reads_tiles(case: Case, arch: Architecture) -> bool:
@@ -183,73 +183,79 @@ def _reads_tiles(case: Case, arch: Architecture) -> bool:
     return arch.has_descriptors and not case.stored.startswith(("bits", "codes", "words")) and case.d * size % 16 == 0
 
 
-def _kind(case: Case, arch: Architecture) -> Kind:
-    return Kind(arch, case.dtype, case.d, case.candidates, case.normalize, case.wide)
+def _kind(case: Case, arch: Architecture) -> KernelKey:
+    return KernelKey(arch, case.dtype, case.d, case.candidates, case.normalize, case.wide)
 
 
-def _launch(case: Case, arch: Architecture) -> Launch:
+def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     kind = _kind(case, arch)
     if case.kernel == "maxsim_forward":
         if case.ragged:
             choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case), "few": case.sections}
             choices["bare"] = not (case.options or case.padded)
-            launch = forward_configs.forward_ragged(kind, case.Nq, case.Lq, **choices)[0]
+            launch = forward_configs.configure_packed_forward(kind, case.Nq, case.Lq, **choices)[0]
             if case.sections:
-                config = launch.config._replace(SECTIONS=True, PACKED=case.bounds, EARLY=arch.name == "sm_90")
+                config = launch.config._replace(
+                    SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=case.bounds, PDL=arch.name == "sm_90"
+                )
                 launch = replace(launch, config=config)
             return launch
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax}
-        launch = forward_configs.forward(kind, case.Nq, case.Lq, **choices)
+        launch = forward_configs.configure_forward(kind, case.Nq, case.Lq, **choices)
         if case.split:
-            return forward_configs.forward_split(launch, case.Lq)
+            return forward_configs.adjust_for_fp32_split(launch, case.Lq)
         if case.short:
-            launch = replace(launch, config=launch.config._replace(PACKED=True))
+            launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
         if case.argmax:
-            return forward_configs.with_winners(launch, _reads_tiles(case, arch))
-        return launch if _reads_tiles(case, arch) else launch.visiting()
+            return forward_configs.adjust_for_argmax(launch, _reads_tiles(case, arch))
+        return launch if _reads_tiles(case, arch) else launch.make_non_persistent()
     if case.kernel == "split_tokens":
-        launch = forward_configs.forward(kind, 64, case.Lq, tf32=False)
-        return Launch(launch.config._replace(BM=32), num_warps=4, num_stages=3)
+        launch = forward_configs.configure_forward(kind, 64, case.Lq, tf32=False)
+        return LaunchConfig(launch.config._replace(BM=32), num_warps=4, num_stages=3)
     if case.kernel == "maxsim_forward_soft":
-        return soft_configs.forward(kind, case.Nq, case.Lq, tf32=case.tf32)
+        return soft_configs.configure_soft_forward(kind, case.Nq, case.Lq, tf32=case.tf32)
     if case.kernel in SOFT:
-        return soft_configs.backward(kind, tf32=case.tf32, flat=case.wide == 0)
+        return soft_configs.configure_soft_backward(kind, tf32=case.tf32, flat=case.wide == 0)
     flat = case.wide == 0 and not case.ragged
-    documents = backward_configs.grad_documents(kind, flat=flat, pieces=case.pieces, long=case.long)
+    documents = backward_configs.configure_documents(kind, flat=flat, pieces=case.pieces, long=case.long)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_grad_disjoint_documents":
-        return backward_configs.disjoint_documents(kind, case.Lq, flat=True)
+        return backward_configs.configure_disjoint_documents(kind, case.Lq, flat=True)
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         shared_tiles = case.kernel == "maxsim_grad_shared_tiles"
         choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case)}
         if case.chunks:  # what lists do not serve is walked over by the same tiles
             choices["listed"] = True
-        packed = backward_configs.grad_packed_documents(kind, **choices)
+        packed = backward_configs.configure_packed_documents(kind, **choices)
         if case.chunks and not case.lists:
             packed = replace(packed, max_registers=255)
-        if case.kernel == "maxsim_list_packed_winners":
-            return backward_configs.packed_lists(arch, packed, case.Nq * case.Lq)[0]
+        if case.kernel == "maxsim_list_packed_argmax":
+            return backward_configs.configure_packed_buckets(arch, packed, case.Nq * case.Lq)[0]
         return packed
     if case.kernel in ITEMS:
-        return backward_configs.lookup(arch)
+        return backward_configs.configure_pair_sort(arch)
     if case.kernel == UNIT_COUNTS:
-        return Launch(quantized.unit_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3)
+        return LaunchConfig(
+            quantized.make_unit_norm_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3
+        )
     if case.kernel == KEEP:
-        return Launch(quantized.keep_config(case.d, case.wide), num_warps=4, num_stages=3)
+        return LaunchConfig(quantized.make_quantize_config(case.d, case.wide), num_warps=4, num_stages=3)
     if case.kernel == QUERY_TERMS:
-        return Launch(packed_forward.terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
+        return LaunchConfig(packed_forward.make_terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_scatter":
-        return backward_configs.scatter(kind, ragged=case.ragged)
+        return backward_configs.configure_scatter(kind, ragged=case.ragged)
     if case.kernel == "maxsim_grad_sparse_documents":
-        return backward_configs.sparse_documents(kind, min(case.Lq, backward_configs.most_sparse_rows(kind)))
+        return backward_configs.configure_sparse_documents(
+            kind, min(case.Lq, backward_configs.get_max_sparse_rows(kind))
+        )
     if case.kernel in LISTS:
-        return backward_configs.lists(arch, documents, case.Nq * case.Lq)
+        return backward_configs.configure_buckets(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
-        return replace(backward_configs.lists(arch, documents, 2**20), num_stages=3)  # Triton's own
+        return replace(backward_configs.configure_buckets(arch, documents, 2**20), num_stages=3)  # Triton's own
     scaled = case.kernel == "maxsim_grad_queries" and bool(case.stored)
-    return backward_configs.gather(kind, ragged=case.ragged, scaled=scaled)
+    return backward_configs.configure_gather(kind, ragged=case.ragged, scaled=scaled)
 
 
 def _listed(case: Case) -> bool:
@@ -262,19 +268,19 @@ def _stored(case: Case) -> str:
 
 def _levels(case: Case, arch: Architecture) -> int:
     choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case)}
-    return forward_configs.forward_ragged(_kind(case, arch), case.Nq, case.Lq, **choices)[1]
+    return forward_configs.configure_packed_forward(_kind(case, arch), case.Nq, case.Lq, **choices)[1]
 
 
-LISTS = ("maxsim_count_winners", "maxsim_list_winners")
+LISTS = ("maxsim_count_argmax", "maxsim_list_argmax")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
-PACKED += ("maxsim_list_packed_winners", "maxsim_grad_disjoint_documents")
+PACKED += ("maxsim_list_packed_argmax", "maxsim_grad_disjoint_documents")
 UNIT_COUNTS, QUERY_TERMS, KEEP = "maxsim_unit_counts", "maxsim_query_terms", "maxsim_keep_int8"
 # Temperatures are tensors with options, else numbers. Spreads are what `maxsim_soft_queries` finds for their gradients.
 SOFT = ("maxsim_soft_queries", "maxsim_soft_spreads", "maxsim_soft_documents")
 ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
 
 
-def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[str, object]:
+def _forward_arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> dict[str, object]:
     tiles = "constexpr"
     if _reads_tiles(case, arch):
         element = _document_pointer(case).removeprefix("*")
@@ -282,34 +288,34 @@ def _forward_arguments(case: Case, launch: Launch, arch: Architecture) -> dict[s
     terms: object = "constexpr"
     if case.split:
         tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
-        terms = Terms("*fp16", "*fp32", "*fp32", "i32", "i32")
+        terms = TermArgs("*fp16", "*fp32", "*fp32", "i32", "i32")
     found = {"Q": None, "D": None, "tiles": tiles}
-    out: tuple = Output("*fp32", "*i16" if case.argmax else "constexpr")
+    out: tuple = OutputArgs("*fp32", "*i16" if case.argmax else "constexpr")
     if case.sections:
         each = "constexpr" if case.bounds else "i32"
         of_winners = ("*i32" if case.argmax else "constexpr"), ("*i32" if case.options else "constexpr")
-        out = Sections("*fp32", *of_winners, "*fp32" if case.normalize else "constexpr", out[1], "i32", each)
+        out = SplitArgs("*fp32", *of_winners, "*fp32" if case.normalize else "constexpr", out[1], "i32", each)
     if case.ragged:
-        sizes: tuple = PackedSizes(*["i32"] * 5)
-        terms = Terms("*i8", "*fp32", "*fp32", "i32", "i32")
+        sizes: tuple = PackedSizeArgs(*["i32"] * 5)
+        terms = TermArgs("*i8", "*fp32", "*fp32", "i32", "i32")
         found |= {
-            "terms": terms if launch.config.TERMS else "constexpr",
+            "terms": terms if launch.config.INT8_TERMS else "constexpr",
             "counts": _counts(case) if case.stored else "constexpr",
         }
         return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
-    return found | {"out": out, "terms": terms, "sizes": Sizes(*["i32"] * 4), "d": "i32"}
+    return found | {"out": out, "terms": terms, "sizes": SizeArgs(*["i32"] * 4), "d": "i32"}
 
 
-def _counts(case: Case) -> Counts | CodedCounts:
+def _counts(case: Case) -> DequantArgs | CodecDequantArgs:
     minimum = ("*fp32", "i32") if case.stored == "*u8" else ("constexpr",) * 2
-    counts = Counts("*fp32", "i32", *minimum)
+    counts = DequantArgs("*fp32", "i32", *minimum)
     coded = case.stored.startswith(("codes", "words"))
     centroids = "*fp32" if case.fp32_centroids else "*fp16"
-    return CodedCounts(*counts, "*i32", centroids, "i32", "*fp32") if coded else counts
+    return CodecDequantArgs(*counts, "*i32", centroids, "i32", "*fp32") if coded else counts
 
 
-def _segments(case: Case) -> tuple[Segments, dict]:
-    kinds = {name: "constexpr" for name in Segments._fields}
+def _segments(case: Case) -> tuple[SegmentArgs, dict]:
+    kinds = {name: "constexpr" for name in SegmentArgs._fields}
     kinds |= {"pairs": "*i64"} if case.pairs else {}
     if case.sections and not case.bounds:
         kinds |= {"q_each": "i32", "d_each": "i32"}
@@ -318,12 +324,12 @@ def _segments(case: Case) -> tuple[Segments, dict]:
     else:
         kinds |= {"cu_seqlens_q": "*i64", "offsets": "*i64"}
         kinds |= {} if case.bounds else {"lengths": "*i64"}
-    segments = Segments(**kinds)
+    segments = SegmentArgs(**kinds)
     return segments, {n: None for n, kind in enumerate(segments) if kind == "constexpr"}
 
 
-def _upstream(case: Case) -> tuple[Upstream, dict]:
-    kinds = {name: "constexpr" for name in Upstream._fields}
+def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
+    kinds = {name: "constexpr" for name in UpstreamArgs._fields}
     kinds |= dict.fromkeys(("stride_q", "stride_k", "Nq", "K", "Lq", "Ld"), "i32")
     kinds |= {"grad_scores": "*fp32", "argmax": "*i32" if case.int32 else "*i16"}
     if case.normalize and (case.kernel in PACKED or (case.kernel == "maxsim_grad_documents" and case.lists)):
@@ -337,17 +343,17 @@ def _upstream(case: Case) -> tuple[Upstream, dict]:
             kinds["query"] = "*i32"
         if case.pairs and case.kernel not in PACKED:
             kinds["starts"] = "*i32"
-    up = Upstream(**kinds)
+    up = UpstreamArgs(**kinds)
     return up, {n: None for n, kind in enumerate(up) if kind == "constexpr"}
 
 
-def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, dict[str, object]]:
+def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[object, dict[str, object]]:
     """The kernel and its arguments before the sizes; None for the groups of Q, D and X."""
     gradient = _POINTER[case.dtype]
     up, _ = _upstream(case)
     weight = "*fp32" if case.options else "constexpr"
     lists = "*i32" if case.lists or case.kernel == "maxsim_join_pieces" else "constexpr"
-    tile_lists = TileLists(lists, lists, "i32", "i32", "i32")
+    tile_lists = TileBucketArgs(lists, lists, "i32", "i32", "i32")
     pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
     if case.kernel == "maxsim_forward" and case.ragged:
         return generic_packed.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
@@ -356,7 +362,7 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
     if case.kernel == "maxsim_forward_soft":
         tau = "*fp32" if case.options else "fp32"
         found = _forward_arguments(case, launch, arch) | {"tau": tau, "terms": "constexpr"}
-        out = Output("*fp32", "*fp32" if case.argmax else "constexpr")
+        out = OutputArgs("*fp32", "*fp32" if case.argmax else "constexpr")
         names = "Q", "D", "tiles", "out", "tau", "sizes", "d"
         return soft_forward.maxsim_forward_soft, {name: {**found, "out": out}[name] for name in names}
     if case.kernel in SOFT:
@@ -364,44 +370,44 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         tau, of_queries = "*fp32" if case.options else "fp32", case.kernel != "maxsim_soft_documents"
         tiles, config = "constexpr", launch.config
         alone = (
-            arch.has_descriptors and config.ONE_CHUNK and not case.options and case.d * case.dtype.itemsize % 16 == 0
+            arch.has_descriptors and config.SINGLE_STEP and not case.options and case.d * case.dtype.itemsize % 16 == 0
         )
         if alone and (of_queries or not case.candidates):
             block = [1] * of_queries + [config.BN, config.BD]
             tiles = f"tensordesc<{gradient.removeprefix('*')}{block}>"
-        found = {"Q": None, "D": None, "tiles": tiles, "up": SoftUpstream("*fp32", *sizes), "tau": tau}
+        found = {"Q": None, "D": None, "tiles": tiles, "up": SoftUpstreamArgs("*fp32", *sizes), "tau": tau}
         if of_queries:
             found |= dict.fromkeys(("sums", "weights", "spreads"), "constexpr")
             wanted = {"sums": "*fp32", "weights": weight}
             found |= {"spreads": "*fp32"} if case.kernel == "maxsim_soft_spreads" else wanted
             found |= {"each": "i32", "d": "i32"}
             return soft_backward.maxsim_soft_queries, found
-        grad = "*fp32" if case.normalize and not config.ONE_CHUNK else gradient
+        grad = "*fp32" if case.normalize and not config.SINGLE_STEP else gradient
         return soft_backward.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
     if case.kernel == "maxsim_grad_queries":
         found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_documents":
         found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}
-        found |= {"pieces": Pieces(pieces, "i32"), "grad_D": gradient, "d": "i32"}
+        found |= {"pieces": PartialSumArgs(pieces, "i32"), "grad_D": gradient, "d": "i32"}
         return dense_documents.maxsim_grad_documents, found
     if case.kernel == "maxsim_grad_packed_documents":
-        bounds = Bounds("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
+        bounds = TilePairArgs("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
         found = {"Q": None, "D": None, "up": up, "bounds": bounds}
-        found |= {"lists": Lists("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
+        found |= {"lists": PackedBucketArgs("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
         found |= {"partial": pieces, "grad_D": gradient, "d": "i32"}
         return packed_documents.maxsim_grad_packed_documents, found
     if case.kernel == "maxsim_grad_shared_tiles":
-        shared = SharedTiles("*i32", "*i32", "constexpr")
+        shared = SharedTileArgs("*i32", "*i32", "constexpr")
         found = {"Q": None, "D": None, "up": up, "shared": shared, "grad_D": gradient, "d": "i32"}
         return packed_sparse.maxsim_grad_shared_tiles, found | {"TILE": "constexpr"}
     if case.kernel == "maxsim_grad_disjoint_documents":
-        shared = SharedTiles("*i32", "*i32", "*i64")
+        shared = SharedTileArgs("*i32", "*i32", "*i64")
         found = {"Q": None, "D": None, "up": up, "shared": shared, "grad_D": gradient, "d": "i32", "rounds": "i32"}
         return packed_sparse.maxsim_grad_disjoint_documents, found | {"TILE": "constexpr"}
-    if case.kernel == "maxsim_list_packed_winners":
-        found = {"up": up, "lists": Lists("*i32", "*i32", "i32", "i32")}
-        return packed_buckets.maxsim_list_packed_winners, found
+    if case.kernel == "maxsim_list_packed_argmax":
+        found = {"up": up, "lists": PackedBucketArgs("*i32", "*i32", "i32", "i32")}
+        return packed_buckets.maxsim_list_packed_argmax, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
         return packed_documents.maxsim_join_packed_pieces, found
@@ -412,7 +418,10 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         return list_pairs.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
     if case.kernel == "maxsim_sort_items":
         found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64"}
-        found |= {"zeros": Zeros(gradient, "i64", "*i32", "i32") if case.candidates else "constexpr", "count": "i32"}
+        found |= {
+            "zeros": ZeroFillArgs(gradient, "i64", "*i32", "i32") if case.candidates else "constexpr",
+            "count": "i32",
+        }
         return list_pairs.maxsim_sort_items, found | {"KEY": "constexpr"}
     if case.kernel == "maxsim_find_starts":
         found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
@@ -422,13 +431,13 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32", "d": "i32"}
         return sparse_documents.maxsim_grad_sparse_documents, found
     if case.kernel == "maxsim_join_pieces":
-        found = {"D": None, "up": up, "lists": tile_lists, "rows": "i32", "pieces": Pieces(pieces, "i32")}
+        found = {"D": None, "up": up, "lists": tile_lists, "rows": "i32", "pieces": PartialSumArgs(pieces, "i32")}
         return dense_documents.maxsim_join_pieces, found | {"grad_D": gradient, "d": "i32"}
-    if case.kernel == "maxsim_count_winners":
-        return buckets.maxsim_count_winners, {"up": up, "lists": tile_lists, "rows": "i32"}
-    if case.kernel == "maxsim_list_winners":
+    if case.kernel == "maxsim_count_argmax":
+        return buckets.maxsim_count_argmax, {"up": up, "lists": tile_lists, "rows": "i32"}
+    if case.kernel == "maxsim_list_argmax":
         found = {"up": up, "lists": tile_lists, "rows": "i32", "ONE_BLOCK": "constexpr"}
-        return buckets.maxsim_list_winners, found
+        return buckets.maxsim_list_argmax, found
     if case.kernel == "maxsim_scan_counts":
         return buckets.maxsim_scan_counts, {"starts": "*i32", "count": "i32"}
     if case.kernel == "maxsim_row_norms":
@@ -449,12 +458,12 @@ def _arguments(case: Case, launch: Launch, arch: Architecture) -> tuple[object, 
         found = {"Q": None, "D": None, "up": up, "sum_Q": "*fp32", "sum_D": "*fp32", "d": "i32"}
         return backward_unified.maxsim_scatter, found | {"K_per_program": "i32"}
     parts = ("i32", "i32") if case.parts else ("constexpr", "constexpr")
-    sums = RowSums("*fp32", "i32", "i32", "*fp32" if case.stored else "constexpr", *parts)
+    sums = RowSumArgs("*fp32", "i32", "i32", "*fp32" if case.stored else "constexpr", *parts)
     found = {"X": None, "Q": None, "sums": sums, "grad": gradient, "grad_weight": weight}
     return backward_unified.maxsim_finish, found | {"d": "i32"}
 
 
-def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
+def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
     """The kernel's source with its signature, as a launch would specialise it on 16-byte aligned tensors."""
     launch = _launch(case, arch)
     queries, query_constants = _queries(case)
@@ -467,7 +476,12 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, Launch]:
 
     names = list(arguments)
     constants: dict[tuple[int, ...], object] = {}
-    given = {"C": launch.config, "CANDIDATES": case.candidates, "KEY": 0, "TILE": backward_configs.shared_tile(arch)}
+    given = {
+        "C": launch.config,
+        "CANDIDATES": case.candidates,
+        "KEY": 0,
+        "TILE": backward_configs.choose_shared_tile_rows(arch),
+    }
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:
         constants[(names.index("LEVELS"),)] = _levels(case, arch)

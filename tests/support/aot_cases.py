@@ -14,16 +14,16 @@ import torch
 from lik_ops.formats.table import INT8_QUERIES
 from lik_ops.gpu.tuning import forward_configs, forward_table
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture
-from lik_ops.gpu.tuning.forward_table import Rule, Tile
+from lik_ops.gpu.tuning.forward_table import TileConfig, TileRule
 
 from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
 SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
-COUNT, SCAN, LIST = "maxsim_count_winners", "maxsim_scan_counts", "maxsim_list_winners"
+COUNT, SCAN, LIST = "maxsim_count_argmax", "maxsim_scan_counts", "maxsim_list_argmax"
 SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
 PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
-SHARED, LIST_PACKED = "maxsim_grad_shared_tiles", "maxsim_list_packed_winners"
+SHARED, LIST_PACKED = "maxsim_grad_shared_tiles", "maxsim_list_packed_argmax"
 DISJOINT = "maxsim_grad_disjoint_documents"
 ITEMS, SORT, STARTS = "maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts"
 KERNELS = (FORWARD, QUERIES, DOCUMENTS, SPARSE, JOIN, COUNT, LIST, SCATTER, FINISH)
@@ -249,18 +249,22 @@ MORE_STORED = [
 _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]
 
 
-def _reaching(arch: Architecture, rule: Rule, tile: Tile, shapes: list[tuple[int, int]], **fields) -> Case | None:
+def _reaching(
+    arch: Architecture, rule: TileRule, tile: TileConfig, shapes: list[tuple[int, int]], **fields
+) -> Case | None:
     """The first case of these fields that `rule` serves with `tile`."""
     for (Nq, Lq), documents in itertools.product(shapes, (10**6, 100)):
         case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
-        tiles = forward_configs.forward_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
-        chosen, _ = forward_configs.forward_tile(tiles, Nq, Lq, case.candidates, documents)
+        tiles = forward_configs.select_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
+        chosen, _ = forward_configs.select_tile(tiles, Nq, Lq, case.candidates, documents)
         if tiles is rule.tiles and chosen is tile:
             return case
     return None
 
 
-def _first(arch: Architecture, rule: Rule, tile: Tile, variants: Iterable[dict], shapes=_SHAPES) -> list[Case]:
+def _first(
+    arch: Architecture, rule: TileRule, tile: TileConfig, variants: Iterable[dict], shapes=_SHAPES
+) -> list[Case]:
     """A case of the first variant that reaches `tile`: the rules before take what they serve."""
     for fields in variants:
         case = _reaching(arch, rule, tile, shapes, **fields)
@@ -269,7 +273,7 @@ def _first(arch: Architecture, rule: Rule, tile: Tile, variants: Iterable[dict],
     raise AssertionError(f"nothing reaches {tile} of {rule}")
 
 
-def _forward_cases(arch: Architecture, rule: Rule) -> Iterator[Case]:
+def _forward_cases(arch: Architecture, rule: TileRule) -> Iterator[Case]:
     """Each tile without options; with all of them; the last one also with a query longer than it, read otherwise."""
     bare, full = rule.dtypes[-1], rule.dtypes[0]
     most = min(rule.d, 1024)
@@ -317,12 +321,12 @@ def _document_cases() -> Iterator[Case]:
 
 
 def _every_case(arch: Architecture) -> Iterator[Case]:
-    for rule in forward_table.FORWARD:
+    for rule in forward_table.FORWARD_RULES:
         if rule.unit == arch.unit:
             yield from _forward_cases(arch, rule)
     yield from _row_cases()
     yield from _document_cases()
-    if arch.unit in forward_configs.SPLITTING:
+    if arch.unit in forward_configs.FP32_SPLIT_UNITS:
         yield Case(SPLIT, _FP32, 128)
         yield Case(SPLIT, _FP32, 100)
 

@@ -12,14 +12,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from lik_ops.gpu.triton_versions import compile_options
+from lik_ops.gpu.triton_versions import add_compile_options
 from lik_ops.gpu.tuning.architectures import Architecture
 
 
 def target(arch: Architecture) -> GPUTarget:
     if arch.is_amd:
-        return GPUTarget("hip", arch.name, arch.wavefront)
-    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wavefront)
+        return GPUTarget("hip", arch.name, arch.threads_per_warp)
+    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.threads_per_warp)
 
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);")
@@ -72,4 +72,4 @@ def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
 
 def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
     """A kernel as `launcher` compiles it, by default with the four warps that most take."""
-    return triton.compile(source, target=target, options=compile_options(options or {"num_warps": 4}))
+    return triton.compile(source, target=target, options=add_compile_options(options or {"num_warps": 4}))

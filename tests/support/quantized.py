@@ -5,8 +5,15 @@ import dataclasses
 import torch
 
 from lik_ops import reference
-from lik_ops.core.segments import Ragged
-from lik_ops.formats.table import ALL, INT8_QUERIES, RESIDUAL, Stored, bucket_weights, decoded
+from lik_ops.core.segments import RaggedArgs
+from lik_ops.formats.table import (
+    ALL_FORMATS,
+    INT8_QUERIES,
+    RESIDUAL_FORMATS,
+    EncodedTokens,
+    decode_tokens,
+    lookup_bucket_weights,
+)
 from lik_ops.gpu import backend
 from lik_ops.portable import backend as portable
 
@@ -24,8 +31,8 @@ ONE_TERM = (1 + 2.0**-12) / (2 * 127)  # half a step of one; what is rounded is 
 
 @dataclasses.dataclass
 class Problem:
-    r: Ragged
-    stored: Stored
+    r: RaggedArgs
+    stored: EncodedTokens
     meetings: list  # (query, document, place among the scores)
 
     def forward(self, of=backend, normalize=False, argmax_dtype=torch.int32):
@@ -34,16 +41,19 @@ class Problem:
 
     def to(self, device):
         r, stored = ([x.to(device) if isinstance(x, torch.Tensor) else x for x in y] for y in (self.r, self.stored))
-        return Problem(Ragged(*r), Stored(*stored), self.meetings)
+        return Problem(RaggedArgs(*r), EncodedTokens(*stored), self.meetings)
 
     def numbers(self):
         """What the features of all tokens are kept as, fp64."""
         s, d = self.stored, self.r.Q.shape[1]
         if s.codes is not None:
             codes = torch.where((s.codes >= 0) & (s.codes < len(s.centroids)), s.codes, 0).long()
-            return s.centroids[codes].double() + bucket_weights(s.data, s.weights, RESIDUAL[s.format].nbits)[:, :d]
+            return (
+                s.centroids[codes].double()
+                + lookup_bucket_weights(s.data, s.weights, RESIDUAL_FORMATS[s.format].nbits)[:, :d]
+            )
         one = torch.ones(1, device=self.stored.data.device)
-        return decoded(s.data, one, None, s.format, d).double()
+        return decode_tokens(s.data, one, None, s.format, d).double()
 
     def tokens(self):
         """As they count, fp64."""
@@ -63,7 +73,7 @@ class Problem:
 
 
 def as_stored(made):
-    return made.stored()._replace(data=made.data.view(ALL[made.format].bytes))
+    return made.stored()._replace(data=made.data.view(ALL_FORMATS[made.format].bytes))
 
 
 def spread(packed, rows, total):
@@ -80,7 +90,7 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
     Q, D = torch.randn(sum(queries), d), torch.randn(sum(documents), d) * (0.2 + torch.rand(sum(documents), 1))
     q_mask, d_mask = (torch.rand(len(x)) > 0.3 if options else None for x in (Q, D))
     cu = torch.tensor([0, *documents]).cumsum(0)
-    scale = "token" if format in RESIDUAL else scale
+    scale = "token" if format in RESIDUAL_FORMATS else scale
     s = as_stored(quantize(D, format, scale, d_mask=d_mask, cu_seqlens_d=cu))
     # Two tokens before each document and after the last are nobody's.
     gap = torch.cat([torch.arange(2, n + 2) + int(cu[j]) + 2 * j for j, n in enumerate(documents)])
@@ -107,7 +117,7 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
         pairs = torch.stack([torch.randint(len(n), (9,)) for n in (queries, documents)], 1)
         meetings = [(i, j, n) for n, (i, j) in enumerate(pairs.tolist())]
     bounds, D = torch.tensor([0, *queries]).cumsum(0), torch.empty(()).to(dtype).expand(total, d)
-    r = Ragged(Q.to(dtype), D, bounds, offsets, lengths, pairs, q_mask, d_mask, weight)
+    r = RaggedArgs(Q.to(dtype), D, bounds, offsets, lengths, pairs, q_mask, d_mask, weight)
     return Problem(r, stored, meetings)
 
 
@@ -162,7 +172,7 @@ def assert_right(p, scores, argmax, normalize):
         assert error <= 1, (i, j, float(scores[at]), float(score), float(error))
         if argmax is None:
             continue
-        found = p.winners(argmax, i, at).long()
+        found = p.argmax(argmax, i, at).long()
         assert torch.equal(found < 0, won < 0), (i, j)
         if normalize:
             q, x = (y / y.norm(dim=1, keepdim=True).clamp_min(1e-12) for y in (q, x))

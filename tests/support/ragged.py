@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lik_ops import reference
-from lik_ops.core.segments import Ragged
+from lik_ops.core.segments import RaggedArgs
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("cross", "candidates", "pairs")
@@ -47,10 +47,10 @@ class Batch:
     def lengths(self) -> Tensor:
         return self.cu_d.diff()[self.chosen] if self.kind == "candidates" else self.cu_d.diff()
 
-    def ragged(self) -> Ragged:
+    def ragged(self) -> RaggedArgs:
         pairs = self.chosen if self.kind == "pairs" else None
         tensors = self.cu_q, self.offsets, self.lengths, pairs, self.q_mask, self.d_mask, self.weight
-        return Ragged(self.Q, self.D, *tensors)
+        return RaggedArgs(self.Q, self.D, *tensors)
 
     def call(self, argmax_dtype=torch.int32, **changes) -> tuple[Tensor, Tensor]:
         tensors = self.ragged()._replace(**changes)

@@ -31,7 +31,7 @@ class Interpreted:
     """Stands for a compiled kernel: knows the tensors that it was recorded with, but for where they lie."""
 
     def __init__(self, kernel: Any, args: tuple, options: dict) -> None:
-        self.kernel, self.options = kernel, triton_versions.compile_options(options)
+        self.kernel, self.options = kernel, triton_versions.add_compile_options(options)
         self.kinds = [type(x) for x in args]
         self.known = [[_known(y) for y in x] if _is_group(x) else _known(x) for x in args]
 
@@ -71,11 +71,11 @@ def _tensor(known: Any, value: Any) -> Any:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    if launcher.recording.by is not None:
+    if launcher.thread_state.by is not None:
         values = [list(x) if _is_group(x) else x for x in args]
-        launcher.recording.by.launched(Interpreted(kernel, args, options), grid, args, values)
+        launcher.thread_state.by.launched(Interpreted(kernel, args, options), grid, args, values)
     with _disable_current_modes():  # the interpreter copies tensors
-        kernel[grid](*args, **triton_versions.compile_options(options))
+        kernel[grid](*args, **triton_versions.add_compile_options(options))
 
 
 def current_device() -> None:

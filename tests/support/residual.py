@@ -7,14 +7,15 @@ import torch
 
 import lik_ops
 from lik_ops import ResidualCodec
-from lik_ops.formats.table import RESIDUAL
+from lik_ops.formats.table import RESIDUAL_FORMATS
 
 # Six documents of an index that fast-plaid 1.7 made of random unit tokens, with 4 bits for each of 128 features:
-# `centroids` (of 512 those that the documents use, codes renumbered), `bucket_cutoffs`, `bucket_weights`, `codes` and
-# `residuals` as its files hold them, `tokens` as they were, `decoded` and `scores` of `queries` as it gives them.
+# `centroids` (of 512 those that the documents use, codes renumbered), `bucket_cutoffs`, `lookup_bucket_weights`,
+# `codes` and `residuals` as its files hold them, `tokens` as they were, `decoded` and `scores` of `queries` as it
+# gives them.
 GOLDEN = Path(__file__).parents[1] / "data/fast_plaid.npz"
 NBITS = (1, 2, 4, 8)
-FORMATS = tuple(RESIDUAL)
+FORMATS = tuple(RESIDUAL_FORMATS)
 
 
 def packed(buckets, nbits, order="plaid"):
@@ -59,10 +60,10 @@ def random_codec(d, nbits, n_centroids=7, **options):
 
 def quantize(D, format="int8", scale="token", **options):
     """`lik_ops.quantize`, also to residual codes of some codec."""
-    if format not in RESIDUAL:
+    if format not in RESIDUAL_FORMATS:
         return lik_ops.quantize(D, format, scale, **options)
     assert scale == "token"
-    return lik_ops.quantize(D, random_codec(D.shape[-1], RESIDUAL[format].nbits).to(D.device), **options)
+    return lik_ops.quantize(D, random_codec(D.shape[-1], RESIDUAL_FORMATS[format].nbits).to(D.device), **options)
 
 
 def golden():

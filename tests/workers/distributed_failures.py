@@ -62,8 +62,8 @@ def inbatch() -> None:
 
 CASES: dict[str, tuple[Callable[[], None], object, str, int]] = {
     "retrieve": (retrieve, _retrieve, "of_source", 0),
-    "forward": (inbatch, _ring.Ring, "shift", 1),
-    "backward": (inbatch, _ring.Ring, "shift", WORLD),
+    "forward": (inbatch, _ring.ProcessRing, "shift", 1),
+    "backward": (inbatch, _ring.ProcessRing, "shift", WORLD),
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import lik_ops
 from lik_ops import distributed
 from lik_ops.distributed import ring as _ring
-from lik_ops.distributed.agreement import on_host
+from lik_ops.distributed.agreement import is_host_group
 from lik_ops.retrieval import shards
 
 from . import forked
@@ -248,10 +248,10 @@ def check_messages(device: str, directory: Path) -> None:
         assert calls == [gather, "all_gather_object"], calls
         distributed.retrieve(Q, D, 5)
         calls.clear()
-        with launched() if device == "cpu" else nullcontext(), counted(shards.Resident, "best", calls=calls):
+        with launched() if device == "cpu" else nullcontext(), counted(shards.ResidentTarget, "best", calls=calls):
             distributed.retrieve(Q, D, 5)
         # Nothing keeps the search waiting, unless the first message needs the GPU too.
-        assert calls == (["best", gather, gather] if on_host(None) else [gather, "best", gather]), calls
+        assert calls == (["best", gather, gather] if is_host_group(None) else [gather, "best", gather]), calls
 
 
 def check_inbatch(device: str, directory: Path) -> None:
@@ -323,7 +323,7 @@ def check_alone(device: str) -> None:
 def check_memory(device: str) -> None:
     """However many processes there are: beside the block that is scored one more, and as many gradients."""
     received: list[weakref.ref] = []
-    most, shift = [0], _ring.Ring.shift
+    most, shift = [0], _ring.ProcessRing.shift
 
     def watched(ring, sent, shapes):
         most[0] = max(most[0], sum(x() is not None for x in received))
@@ -332,11 +332,11 @@ def check_memory(device: str) -> None:
         return coming
 
     Q, D = (torch.randn(n, 4, 8, device=device, requires_grad=True) for n in (2, 3))
-    _ring.Ring.shift = watched
+    _ring.ProcessRing.shift = watched
     try:
         distributed.maxsim_inbatch(Q, D).sum().backward()
     finally:
-        _ring.Ring.shift = shift
+        _ring.ProcessRing.shift = shift
     world = dist.get_world_size()
     assert len(received) == 3 * world - 2
     assert most[0] <= 3, most
@@ -446,19 +446,19 @@ def check_lost_search(device: str) -> None:
     """A search that fails where it is launched is an error in all, if the first message comes after it."""
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(50, 4, 8, device=device)
     expected = distributed.retrieve(Q, D, 5)
-    if not on_host(None):
+    if not is_host_group(None):
         return
-    mine, best = dist.get_rank() == 1, shards.Resident.best
+    mine, best = dist.get_rank() == 1, shards.ResidentTarget.best
 
     def full(*args):
         raise MemoryError("no memory left")
 
-    shards.Resident.best = full if mine else best
+    shards.ResidentTarget.best = full if mine else best
     try:
         error = MemoryError if mine else ValueError
         expect(error, "no memory left", lambda: distributed.retrieve(Q, D, 5))
     finally:
-        shards.Resident.best = best
+        shards.ResidentTarget.best = best
     assert same(distributed.retrieve(Q, D, 5), expected)
 
 

@@ -8,14 +8,21 @@ not.
 import triton
 import triton.language as tl
 
-from ...common.primitives import document_base, inverse_norm, query_weight, row_pointers, rows_sum_of_squares, wide
-from ..arguments import StepRows, Target, Tile
-from ..gather import slot_pointers, write_gradient
-from .sums import sum_of_rows
+from ...common.primitives import (
+    compute_inverse_norm,
+    load_query_weight,
+    locate_document,
+    locate_rows,
+    sum_row_squares,
+    to_int64,
+)
+from ..arguments import GradientTarget, GradientTile, StepRows
+from ..gather import locate_partial_rows, write_gradient
+from .sums import sum_rows
 
 
 @triton.jit
-def _codes(e, tile, up, C: tl.constexpr):
+def _load_codes(e, tile, up, C: tl.constexpr):
     """What says which query row is number e of a tile: its list entry, or the token that row e won; -1: none."""
     if tile.entries is not None:
         code = tl.load(tile.entries + e, mask=e < tile.end, other=-1)
@@ -29,7 +36,7 @@ def _codes(e, tile, up, C: tl.constexpr):
 
 
 @triton.jit
-def _rows(code, e, s, C: tl.constexpr):
+def _locate_step_rows(code, e, s, C: tl.constexpr):
     """The query rows that codes are of, the e-th of their tile."""
     tile = s.tile
     up = s.up
@@ -42,10 +49,10 @@ def _rows(code, e, s, C: tl.constexpr):
         hit = (code >= tile.t0) & (code < tile.t0 + C.BN)
     token = (r % up.Lq).to(tl.int32)
     i = (r // up.Lq).to(tl.int32) + tile.owner
-    if C.FLAT:
+    if C.EVEN_ROW_STRIDE:
         pointers = Q.ptr + tile.owner.to(tl.int64) * Q.stride_n + r * Q.stride_l
     else:
-        pointers = row_pointers(Q, i, token)
+        pointers = locate_rows(Q, i, token)
     if tile.entries is not None:
         local = tl.where(hit, (code.to(tl.uint32) % C.BN).to(tl.int32), -1)
     else:
@@ -53,48 +60,48 @@ def _rows(code, e, s, C: tl.constexpr):
     pair = i.to(tl.int64) * up.stride_q + tile.k.to(tl.int64) * up.stride_k
     coefficient = tl.load(up.grad_scores + pair, mask=hit, other=0.0)
     if Q.weight is not None:
-        coefficient *= query_weight(Q, i, token, hit)
+        coefficient *= load_query_weight(Q, i, token, hit)
     if up.norms is not None:
         coefficient *= tl.load(up.norms + tile.owner.to(tl.int64) * up.Lq + r, mask=hit, other=0.0)
     elif C.NORMALIZE:
-        coefficient *= inverse_norm(rows_sum_of_squares(pointers, hit, s.d, Q.stride_d, C.BD, C.WIDE))
+        coefficient *= compute_inverse_norm(sum_row_squares(pointers, hit, s.d, Q.stride_d, C.BD, C.WIDE_OFFSETS))
     return StepRows(pointers, hit, local, coefficient)
 
 
 @triton.jit
-def _each_step(
+def _fold_steps(
     visit: tl.constexpr, total, s, STEP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
 ):
-    """See `sum_of_rows`. Codes are read ahead: the rows that they name can then be on their way for several steps."""
-    code = _codes(s.tile.begin + tl.arange(0, STEP), s.tile, s.up, C)
+    """See `sum_rows`. Codes are read ahead: the rows that they name can then be on their way for several steps."""
+    code = _load_codes(s.tile.begin + tl.arange(0, STEP), s.tile, s.up, C)
     for e0 in tl.range(s.tile.begin, s.tile.end, STEP, num_stages=STAGES):
         e = e0 + tl.arange(0, STEP)
         if AHEAD:
-            ahead = _codes(e + STEP, s.tile, s.up, C)
-            total = visit(total, _rows(code, e, s, C), s, C)
+            ahead = _load_codes(e + STEP, s.tile, s.up, C)
+            total = visit(total, _locate_step_rows(code, e, s, C), s, C)
             code = ahead
         else:
-            total = visit(total, _rows(_codes(e, s.tile, s.up, C), e, s, C), s, C)
+            total = visit(total, _locate_step_rows(_load_codes(e, s.tile, s.up, C), e, s, C), s, C)
     return total
 
 
 @triton.jit
-def _sum_of_tile(of, columns, d, C: tl.constexpr):
-    return sum_of_rows(_each_step, of[0], of[1], of[2], columns, d, C)
+def _sum_tile(of, columns, d, C: tl.constexpr):
+    return sum_rows(_fold_steps, of[0], of[1], of[2], columns, d, C)
 
 
 @triton.jit
-def _tile_of(pid, lists, rows, up, C: tl.constexpr):
+def _locate_tile(pid, lists, rows, up, C: tl.constexpr):
     """The document of tile number `pid`, its owner and number there, the tile's first token, and its part of the list.
 
-    No `Tile`: Triton 3.6 returns no groups that hold None.
+    No `GradientTile`: Triton 3.6 returns no groups that hold None.
     """
     document = pid // lists.tiles
     b = pid % lists.tiles
     begin = rows * 0
     end = rows
     if lists.starts is not None:
-        starts = lists.starts + (wide(document) * (lists.tiles * lists.blocks + 1) + b * lists.blocks)
+        starts = lists.starts + (to_int64(document) * (lists.tiles * lists.blocks + 1) + b * lists.blocks)
         begin = tl.load(starts)
         end = tl.load(starts + lists.blocks)
     document += lists.first
@@ -107,13 +114,13 @@ def _tile_of(pid, lists, rows, up, C: tl.constexpr):
 
 
 @triton.jit
-def _slots(pieces, rows, document, begin, p, C: tl.constexpr):
+def _index_partial_rows(pieces, rows, document, begin, p, C: tl.constexpr):
     """Which rows of the partial sums piece p of a tile has, whose rows begin at `begin`.
 
     A piece has room for two tiles: one that the piece before has a part of, and one that goes on in the next. Tiles
     that are whole in a piece need none.
     """
-    slot = wide(document) * (2 * tl.cdiv(rows, pieces.rows)) + 2 * p + (p == begin // pieces.rows).to(tl.int32)
+    slot = to_int64(document) * (2 * tl.cdiv(rows, pieces.rows)) + 2 * p + (p == begin // pieces.rows).to(tl.int32)
     return slot * C.BN + tl.arange(0, C.BN)
 
 
@@ -124,36 +131,38 @@ def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.conste
 
     With pieces, program (.., n) sums the n-th piece of a tile's list; `maxsim_join_pieces` adds up what is left.
     """
-    document, owner, k, t0, begin, end = _tile_of(tl.program_id(0), lists, rows, up, C)
+    document, owner, k, t0, begin, end = _locate_tile(tl.program_id(0), lists, rows, up, C)
     entries = lists.entries
     if entries is not None:
-        entries += wide(document - lists.first) * rows
+        entries += to_int64(document - lists.first) * rows
     t = t0 + tl.arange(0, C.BN)
-    base = document_base(D, owner, k)
+    base = locate_document(D, owner, k)
     at = document.to(tl.int64) * up.Ld + t
     features = d
     if pieces.partial is None:
-        to = Target(base, t, t < up.Ld, grad_D, at, up.scale)
+        to = GradientTarget(base, t, t < up.Ld, grad_D, at, up.scale)
     else:
         first = begin // pieces.rows
         p = first + tl.program_id(1)
         whole = tl.full((C.BN,), 1, tl.int1) & (end <= (first + 1) * pieces.rows)
-        slots = _slots(pieces, rows, document - lists.first, begin, p, C)
-        to = Target(base, t, whole & (t < up.Ld), grad_D, at, up.scale, pieces.partial, slots, whole == 0)
+        slots = _index_partial_rows(pieces, rows, document - lists.first, begin, p, C)
+        to = GradientTarget(base, t, whole & (t < up.Ld), grad_D, at, up.scale, pieces.partial, slots, whole == 0)
         begin = tl.maximum(begin, p * pieces.rows)
         end = tl.minimum(end, (p + 1) * pieces.rows)
         features = tl.where((begin < end) | (tl.program_id(1) == 0), d, 0)
-    tile = Tile(owner, k, t0, begin, end, entries)
-    write_gradient(_sum_of_tile, (tile, up, Q), to, features, D, d, C)
+    tile = GradientTile(owner, k, t0, begin, end, entries)
+    write_gradient(_sum_tile, (tile, up, Q), to, features, D, d, C)
 
 
 @triton.jit
-def _sum_of_pieces(of, columns, d, C: tl.constexpr):
+def _sum_partials(of, columns, d, C: tl.constexpr):
     """The sum of a tile's pieces in ascending order."""
     pieces, rows, document, begin, end = of
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for p in range(begin // pieces.rows, tl.cdiv(end, pieces.rows)):
-        slots = slot_pointers(pieces.partial, _slots(pieces, rows, document, begin, p, C), columns, d)
+        slots = locate_partial_rows(
+            pieces.partial, _index_partial_rows(pieces, rows, document, begin, p, C), columns, d
+        )
         G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
     return G
 
@@ -161,10 +170,10 @@ def _sum_of_pieces(of, columns, d, C: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def maxsim_join_pieces(D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
     """grad_D of the tiles whose lists `maxsim_grad_documents` took in several pieces."""
-    document, owner, k, t0, begin, end = _tile_of(tl.program_id(0), lists, rows, up, C)
+    document, owner, k, t0, begin, end = _locate_tile(tl.program_id(0), lists, rows, up, C)
     t = t0 + tl.arange(0, C.BN)
     at = document.to(tl.int64) * up.Ld + t
-    to = Target(document_base(D, owner, k), t, t < up.Ld, grad_D, at, up.scale)
+    to = GradientTarget(locate_document(D, owner, k), t, t < up.Ld, grad_D, at, up.scale)
     features = tl.where(end > (begin // pieces.rows + 1) * pieces.rows, d, 0)
     of = (pieces, rows, document - lists.first, begin, end)
-    write_gradient(_sum_of_pieces, of, to, features, D, d, C)
+    write_gradient(_sum_partials, of, to, features, D, d, C)

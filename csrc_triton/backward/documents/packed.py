@@ -1,42 +1,43 @@
 """The destination-owned gradient of packed documents: a program owns BN rows of D, whatever documents they are of.
 
 Documents may overlap and be met many times. Of the items sorted by their documents' first rows, those that may touch
-the tile are neighbours. The program walks over them in order and over the winners of each, BM rows a step, or SLOT rows
-of BM // SLOT items where queries are short. `backward_packed_lists` lists which rows won in the tile. Where no lists
-are made, all winners are read; those elsewhere cost their part of the product, but their query rows are not read.
+the tile are neighbours. The program walks over them in order and over the winners of each, BM rows a step, or
+ROWS_PER_QUERY rows of BM // ROWS_PER_QUERY items where queries are short. `backward_packed_lists` lists which rows won
+in the tile. Where no lists are made, all winners are read; those elsewhere cost their part of the product, but their
+query rows are not read.
 """
 
 import triton
 import triton.language as tl
 
-from ...common.primitives import query_weight, wide
-from ..arguments import Items, StepRows, Target, Walk
-from ..gather import slot_pointers, write_gradient
-from ..pairs import BEGIN, FIRST, LENGTH, SCORE, STOP, WINNERS, item_field
-from .packed_buckets import OFFSET_BITS, OFFSETS, listed_item
-from .sums import sum_of_rows
+from ...common.primitives import load_query_weight, to_int64
+from ..arguments import GradientTarget, PairRange, StepPairs, StepRows
+from ..gather import locate_partial_rows, write_gradient
+from ..pairs import FIELD_ARGMAX, FIELD_BEGIN, FIELD_FIRST, FIELD_LENGTH, FIELD_SCORE, FIELD_STOP, load_pair_field
+from .packed_buckets import BUCKET_ROW_LIMIT, OFFSET_BITS, load_bucket_pair
+from .sums import sum_rows
 
 
 @triton.jit
-def step_items(walk, up, n0, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
-    """Items of a step from item n0 on, SLOT lanes each; with no rows behind the last."""
+def load_step_pairs(walk, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
+    """Items of a step from item n0 on, ROWS_PER_QUERY lanes each; with no rows behind the last."""
     if walk.lists is not None:
-        items = listed_item(walk, up, n0, C)
+        items = load_bucket_pair(walk, up, n0, C)
     else:
-        n = n0 + tl.arange(0, STEP) // SLOT
+        n = n0 + tl.arange(0, STEP) // ROWS_PER_QUERY
         ok = n < walk.hi
-        first = item_field(up, n, ok, FIRST) - walk.t0
-        length = item_field(up, n, ok, LENGTH)
-        begin = tl.maximum(item_field(up, n, ok, BEGIN), walk.r0).to(tl.int32)
-        stop = tl.minimum(item_field(up, n, ok, STOP), walk.r1).to(tl.int32)
-        winners = item_field(up, n, ok, WINNERS)
-        score = item_field(up, n, ok, SCORE)
-        items = Items(first, length, begin, stop, winners, score)
+        first = load_pair_field(up, n, ok, FIELD_FIRST) - walk.t0
+        length = load_pair_field(up, n, ok, FIELD_LENGTH)
+        begin = tl.maximum(load_pair_field(up, n, ok, FIELD_BEGIN), walk.r0).to(tl.int32)
+        stop = tl.minimum(load_pair_field(up, n, ok, FIELD_STOP), walk.r1).to(tl.int32)
+        argmax = load_pair_field(up, n, ok, FIELD_ARGMAX)
+        score = load_pair_field(up, n, ok, FIELD_SCORE)
+        items = StepPairs(first, length, begin, stop, argmax, score)
     return items
 
 
 @triton.jit
-def most_rows(walk, items):
+def count_max_rows(walk, items):
     """The most rows, or entries, of any item of a step."""
     most = items.stop - items.begin
     if walk.lists is None:
@@ -45,16 +46,16 @@ def most_rows(walk, items):
 
 
 @triton.jit
-def step_winners(walk, items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
+def load_step_argmax(walk, items, s0, up, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr):
     """The winners, or entries, of the rows from number s0 of each item on, -1 where there is no row, and in the cross
     product their queries."""
-    row = items.begin + s0 + tl.arange(0, STEP) % SLOT
+    row = items.begin + s0 + tl.arange(0, STEP) % ROWS_PER_QUERY
     ok = row < items.stop
     if walk.lists is not None:
         token = tl.load(walk.lists.entries + row, mask=ok, other=-1)
-        row = items.winners + (token >> OFFSET_BITS)
+        row = items.argmax + (token >> OFFSET_BITS)
     else:
-        token = tl.load(up.argmax + (items.winners + row), mask=ok, other=-1)
+        token = tl.load(up.argmax + (items.argmax + row), mask=ok, other=-1)
     query = row
     if up.query is not None:
         query = tl.load(up.query + row, mask=ok, other=-1)
@@ -62,7 +63,7 @@ def step_winners(walk, items, s0, up, STEP: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _once(x):
+def _materialize_once(x):
     """`x`, computed once and not in every layout that it is used in: Triton repeats what it finds cheap, loads too.
 
     A reduction it does not repeat.
@@ -71,7 +72,7 @@ def _once(x):
 
 
 @triton.jit
-def places(items, token, query, up, TILE: tl.constexpr):
+def locate_hit_tokens(items, token, query, up, TILE: tl.constexpr):
     """The token of the tile that each lane's row won, -1: none."""
     token = token.to(tl.int64)
     local = token + items.first
@@ -82,8 +83,8 @@ def places(items, token, query, up, TILE: tl.constexpr):
 
 
 @triton.jit
-def packed_row_pointers(Q, row, C: tl.constexpr):
-    if C.FLAT:
+def locate_packed_rows(Q, row, C: tl.constexpr):
+    if C.EVEN_ROW_STRIDE:
         pointers = Q.ptr + row * Q.stride_l
     else:
         pointers = Q.ptr + row.to(tl.int64) * Q.stride_l
@@ -91,54 +92,54 @@ def packed_row_pointers(Q, row, C: tl.constexpr):
 
 
 @triton.jit
-def _rows(items, s0, token, query, s, STEP: tl.constexpr, SLOT: tl.constexpr, C: tl.constexpr):
+def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
     """The query rows from number s0 of each item on, given their winners and their queries."""
     walk = s.tile
     up = s.up
     Q = s.Q
-    row = items.begin + s0 + tl.arange(0, STEP) % SLOT
+    row = items.begin + s0 + tl.arange(0, STEP) % ROWS_PER_QUERY
     if walk.lists is not None:
-        entry = _once(token)
-        row = items.winners + (entry >> OFFSET_BITS)
-        place = (entry & (OFFSETS - 1)) + items.first
+        entry = _materialize_once(token)
+        row = items.argmax + (entry >> OFFSET_BITS)
+        place = (entry & (BUCKET_ROW_LIMIT - 1)) + items.first
         place = tl.where((entry >= 0) & (place >= 0) & (place < C.BN), place, -1)
     elif walk.slots is not None:
-        place = places(items, token, query, up, walk.slots.shape[0])
+        place = locate_hit_tokens(items, token, query, up, walk.slots.shape[0])
         slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
-        place = _once(tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
+        place = _materialize_once(tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
     else:
-        place = _once(places(items, token, query, up, C.BN))
+        place = _materialize_once(locate_hit_tokens(items, token, query, up, C.BN))
     hit = place >= 0
     score = items.score
     if up.query is not None:
         score += query.to(tl.int64) * up.stride_q
     coefficient = tl.load(up.grad_scores + score, mask=hit, other=0.0)
     if Q.weight is not None:
-        coefficient *= query_weight(Q, row * 0, row, hit)
+        coefficient *= load_query_weight(Q, row * 0, row, hit)
     if up.norms is not None:
         coefficient *= tl.load(up.norms + row, mask=hit, other=0.0)
-    return StepRows(packed_row_pointers(Q, row, C), hit, place, coefficient)
+    return StepRows(locate_packed_rows(Q, row, C), hit, place, coefficient)
 
 
 @triton.jit
-def _each_step(
+def _fold_steps(
     visit: tl.constexpr, total, s, STEP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
 ):
-    """See `sum_of_rows`. Items are read two steps ahead and their winners one, so that nothing waits for what names
+    """See `sum_rows`. Items are read two steps ahead and their winners one, so that nothing waits for what names
     it."""
-    SLOT: tl.constexpr = min(C.SLOT, STEP)
+    ROWS_PER_QUERY: tl.constexpr = min(C.ROWS_PER_QUERY, STEP)
     walk = s.tile
     up = s.up
-    items = step_items(walk, up, walk.lo, STEP, SLOT, C)
-    items_ahead = step_items(walk, up, walk.lo + STEP // SLOT, STEP, SLOT, C)
-    token, query = step_winners(walk, items, 0, up, STEP, SLOT)
-    for n0 in range(walk.lo, walk.hi, STEP // SLOT):
+    items = load_step_pairs(walk, up, walk.lo, STEP, ROWS_PER_QUERY, C)
+    items_ahead = load_step_pairs(walk, up, walk.lo + STEP // ROWS_PER_QUERY, STEP, ROWS_PER_QUERY, C)
+    token, query = load_step_argmax(walk, items, 0, up, STEP, ROWS_PER_QUERY)
+    for n0 in range(walk.lo, walk.hi, STEP // ROWS_PER_QUERY):
         if AHEAD:
-            first_token, first_query = step_winners(walk, items_ahead, 0, up, STEP, SLOT)
-            items_after = step_items(walk, up, n0 + 2 * (STEP // SLOT), STEP, SLOT, C)
-            for s0 in tl.range(0, most_rows(walk, items), SLOT, num_stages=STAGES):
-                token_ahead, query_ahead = step_winners(walk, items, s0 + SLOT, up, STEP, SLOT)
-                total = visit(total, _rows(items, s0, token, query, s, STEP, SLOT, C), s, C)
+            first_token, first_query = load_step_argmax(walk, items_ahead, 0, up, STEP, ROWS_PER_QUERY)
+            items_after = load_step_pairs(walk, up, n0 + 2 * (STEP // ROWS_PER_QUERY), STEP, ROWS_PER_QUERY, C)
+            for s0 in tl.range(0, count_max_rows(walk, items), ROWS_PER_QUERY, num_stages=STAGES):
+                token_ahead, query_ahead = load_step_argmax(walk, items, s0 + ROWS_PER_QUERY, up, STEP, ROWS_PER_QUERY)
+                total = visit(total, _locate_step_rows(items, s0, token, query, s, STEP, ROWS_PER_QUERY, C), s, C)
                 token = token_ahead
                 query = query_ahead
             items = items_ahead
@@ -146,24 +147,24 @@ def _each_step(
             token = first_token
             query = first_query
         else:
-            now = step_items(walk, up, n0, STEP, SLOT, C)
-            for s0 in tl.range(0, most_rows(walk, now), SLOT, num_stages=STAGES):
-                won, of = step_winners(walk, now, s0, up, STEP, SLOT)
-                total = visit(total, _rows(now, s0, won, of, s, STEP, SLOT, C), s, C)
+            now = load_step_pairs(walk, up, n0, STEP, ROWS_PER_QUERY, C)
+            for s0 in tl.range(0, count_max_rows(walk, now), ROWS_PER_QUERY, num_stages=STAGES):
+                won, of = load_step_argmax(walk, now, s0, up, STEP, ROWS_PER_QUERY)
+                total = visit(total, _locate_step_rows(now, s0, won, of, s, STEP, ROWS_PER_QUERY, C), s, C)
     return total
 
 
 @triton.jit
-def sum_of_walk(of, columns, d, C: tl.constexpr):
-    return sum_of_rows(_each_step, of[0], of[1], of[2], columns, d, C)
+def sum_packed_tile(of, columns, d, C: tl.constexpr):
+    return sum_rows(_fold_steps, of[0], of[1], of[2], columns, d, C)
 
 
 @triton.jit
-def _bounds_of(starts, up, C: tl.constexpr):
+def _locate_pairs(starts, up, C: tl.constexpr):
     """The items and the rows that piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross
     product all items that may touch it, and a part of the rows; else a part of the items.
 
-    No `Walk`: Triton 3.6 returns no groups that hold None.
+    No `PairRange`: Triton 3.6 returns no groups that hold None.
     """
     tile = tl.program_id(0)
     piece = tl.program_id(1)
@@ -184,9 +185,9 @@ def _bounds_of(starts, up, C: tl.constexpr):
 
 
 @triton.jit
-def _slots(tile, piece, pieces, C: tl.constexpr):
+def _index_partial_rows(tile, piece, pieces, C: tl.constexpr):
     """Which rows of the partial sums a piece of a tile has."""
-    return (wide(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
+    return (to_int64(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
 
 
 @triton.jit
@@ -197,7 +198,7 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
     program (.., n) sums the n-th piece of a tile, and `maxsim_join_packed_pieces` adds them. `up.query` is None but in
     the cross product; there `lists` may be None.
     """
-    lo, hi, r0, r1 = _bounds_of(bounds.starts, up, C)
+    lo, hi, r0, r1 = _locate_pairs(bounds.starts, up, C)
     features = d
     if bounds.own is not None:
         first = tl.minimum(lo, up.count - 1) // bounds.own * bounds.own
@@ -212,25 +213,25 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
     if lists is not None:
         lo *= lists.blocks
         hi *= lists.blocks
-    walk = Walk(lo, hi, wide(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
+    walk = PairRange(lo, hi, to_int64(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
     tokens = tl.arange(0, C.BN)
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
     if partial is None:
-        to = Target(base, tokens, t < up.Ld, grad_D, t)
+        to = GradientTarget(base, tokens, t < up.Ld, grad_D, t)
     else:
-        slots = _slots(tl.program_id(0), tl.program_id(1), tl.num_programs(1), C)
-        to = Target(base, tokens, t < up.Ld, None, t, None, partial, slots, tl.full((C.BN,), 1, tl.int1))
-    write_gradient(sum_of_walk, (walk, up, Q), to, features, D, d, C)
+        slots = _index_partial_rows(tl.program_id(0), tl.program_id(1), tl.num_programs(1), C)
+        to = GradientTarget(base, tokens, t < up.Ld, None, t, None, partial, slots, tl.full((C.BN,), 1, tl.int1))
+    write_gradient(sum_packed_tile, (walk, up, Q), to, features, D, d, C)
 
 
 @triton.jit
-def _sum_of_pieces(of, columns, d, C: tl.constexpr):
+def _sum_partials(of, columns, d, C: tl.constexpr):
     """The sum of a tile's pieces in ascending order."""
     partial, pieces = of
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for piece in range(0, pieces):
-        slots = slot_pointers(partial, _slots(tl.program_id(0), piece, pieces, C), columns, d)
+        slots = locate_partial_rows(partial, _index_partial_rows(tl.program_id(0), piece, pieces, C), columns, d)
         G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
     return G
 
@@ -238,8 +239,8 @@ def _sum_of_pieces(of, columns, d, C: tl.constexpr):
 @triton.jit(do_not_specialize=["pieces", "Td"])
 def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr):
     """grad_D of the tiles whose sums `maxsim_grad_packed_documents` took in several pieces."""
-    t0 = wide(tl.program_id(0)) * C.BN
+    t0 = to_int64(tl.program_id(0)) * C.BN
     tokens = tl.arange(0, C.BN)
     t = t0 + tokens
-    to = Target(D.ptr + t0 * D.stride_l, tokens, t < Td, grad_D, t)
-    write_gradient(_sum_of_pieces, (partial, pieces), to, d, D, d, C)
+    to = GradientTarget(D.ptr + t0 * D.stride_l, tokens, t < Td, grad_D, t)
+    write_gradient(_sum_partials, (partial, pieces), to, d, D, d, C)

@@ -9,34 +9,34 @@ import triton
 import triton.language as tl
 
 from ...common.primitives import load_rows
-from ..arguments import Sum
+from ..arguments import TileSum
 
-CAREFUL_ROWS = tl.constexpr(16)  # of a step of the slow path
+NON_FINITE_STEP_ROWS = tl.constexpr(16)  # of a step of the slow path
 
 
 @triton.jit
-def _power_of_two(biased_exponent):
+def _make_power_of_two(biased_exponent):
     return (biased_exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def finite_size(coefficient):
+def finite_abs(coefficient):
     size = tl.abs(coefficient)
     return tl.where(size < float("inf"), size, 0.0)
 
 
 @triton.jit
-def scales(largest):
+def compute_scales(largest):
     """A power of two that brings the largest finite coefficient just below 2^15, and its inverse.
 
     For fp16 only, whose range the upstream gradients may leave at either end; bf16 has the range of fp32.
     """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
-    return _power_of_two(268 - exponent), _power_of_two(exponent - 14)
+    return _make_power_of_two(268 - exponent), _make_power_of_two(exponent - 14)
 
 
 @triton.jit
-def _one_hot_product(acc, x, rows, coefficient, C: tl.constexpr):
+def _add_one_hot_product(acc, x, rows, coefficient, C: tl.constexpr):
     """acc + one-hot product: [BN, BD] for fp32; for half types transposed, x being the left operand.
 
     With LANES the high and low parts of a token are columns of one product, [BD, 2 * BN]; else there are two products.
@@ -61,31 +61,31 @@ def _one_hot_product(acc, x, rows, coefficient, C: tl.constexpr):
 
 
 @triton.jit
-def _finite(x, coefficient):
+def _is_finite(x, coefficient):
     finite = tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), axis=1) > 0
     return finite & (tl.abs(coefficient) < float("inf"))
 
 
 @triton.jit
-def _largest(largest, rows, s, C: tl.constexpr):
+def _update_largest(largest, rows, s, C: tl.constexpr):
     """Visitor: the largest finite coefficient of each lane."""
-    return tl.maximum(largest, finite_size(rows.coefficient))
+    return tl.maximum(largest, finite_abs(rows.coefficient))
 
 
 @triton.jit
-def _product(G, rows, s, C: tl.constexpr):
+def _add_product(G, rows, s, C: tl.constexpr):
     """Visitor: the product of all rows."""
-    x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE)
-    return _one_hot_product(G, x, rows, rows.coefficient * s.scale, C)
+    x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS)
+    return _add_one_hot_product(G, x, rows, rows.coefficient * s.scale, C)
 
 
 @triton.jit
-def _product_of_finite(G, rows, s, C: tl.constexpr):
+def _add_finite_product(G, rows, s, C: tl.constexpr):
     """Visitor: the product of the rows that hold neither NaN nor inf."""
-    x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE)
-    finite = _finite(x, rows.coefficient)
+    x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS)
+    finite = _is_finite(x, rows.coefficient)
     x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
-    return _one_hot_product(G, x, rows, tl.where(finite, rows.coefficient, 0.0) * s.scale, C)
+    return _add_one_hot_product(G, x, rows, tl.where(finite, rows.coefficient, 0.0) * s.scale, C)
 
 
 @triton.jit
@@ -94,11 +94,11 @@ def _add_non_finite(G, rows, s, C: tl.constexpr):
 
     In a product they would spoil every token of the tile.
     """
-    x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE).to(tl.float32)
-    chosen = rows.hit & (_finite(x, rows.coefficient) == 0)
+    x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
+    chosen = rows.hit & (_is_finite(x, rows.coefficient) == 0)
     if tl.max(chosen.to(tl.int32), axis=0) > 0:
-        for n in range(CAREFUL_ROWS):
-            this = (tl.arange(0, CAREFUL_ROWS) == n) & chosen
+        for n in range(NON_FINITE_STEP_ROWS):
+            this = (tl.arange(0, NON_FINITE_STEP_ROWS) == n) & chosen
             token = tl.max(tl.where(this, rows.token, -1), axis=0)
             row = tl.sum(tl.where(this[:, None], rows.coefficient[:, None] * x, 0.0), axis=0)
             G += tl.where((tl.arange(0, C.BN) == token)[:, None], row[None, :], 0.0)
@@ -106,7 +106,7 @@ def _add_non_finite(G, rows, s, C: tl.constexpr):
 
 
 @triton.jit
-def _products(each_step: tl.constexpr, product: tl.constexpr, s, STEP: tl.constexpr, C: tl.constexpr):
+def _sum_products(each_step: tl.constexpr, product: tl.constexpr, s, STEP: tl.constexpr, C: tl.constexpr):
     """The sums [BN, BD] of a tile's rows times the scale, STEP rows at a time."""
     HALF: tl.constexpr = s.Q.ptr.dtype.element_ty != tl.float32
     PAIRS: tl.constexpr = HALF and C.LANES > 1
@@ -121,7 +121,7 @@ def _products(each_step: tl.constexpr, product: tl.constexpr, s, STEP: tl.conste
 
 
 @triton.jit
-def sum_of_rows(each_step: tl.constexpr, tile, up, Q, columns, d, C: tl.constexpr):
+def sum_rows(each_step: tl.constexpr, tile, up, Q, columns, d, C: tl.constexpr):
     """``sum of coefficient * row`` of each token of a tile, some features of it.
 
     ``each_step(visit, total, s, STEP, AHEAD, STAGES, C)`` folds ``visit(total, rows, s, C)`` over the rows of the tile,
@@ -130,13 +130,13 @@ def sum_of_rows(each_step: tl.constexpr, tile, up, Q, columns, d, C: tl.constexp
     scale = 1.0
     unscale = 1.0
     if Q.ptr.dtype.element_ty == tl.float16:
-        s = Sum(tile, up, Q, columns, 1.0, d)
-        largest = each_step(_largest, tl.full((C.BM,), 0, tl.float32), s, C.BM, False, None, C)
-        scale, unscale = scales(tl.max(largest, axis=0))
-    s = Sum(tile, up, Q, columns, scale, d)
-    G = _products(each_step, _product, s, C.BM, C) * unscale
+        s = TileSum(tile, up, Q, columns, 1.0, d)
+        largest = each_step(_update_largest, tl.full((C.BM,), 0, tl.float32), s, C.BM, False, None, C)
+        scale, unscale = compute_scales(tl.max(largest, axis=0))
+    s = TileSum(tile, up, Q, columns, scale, d)
+    G = _sum_products(each_step, _add_product, s, C.BM, C) * unscale
     # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
     if tl.sum(G * 0.0) != 0.0:
-        G = _products(each_step, _product_of_finite, s, CAREFUL_ROWS, C) * unscale
-        G = each_step(_add_non_finite, G, s, CAREFUL_ROWS, False, 1, C)
+        G = _sum_products(each_step, _add_finite_product, s, NON_FINITE_STEP_ROWS, C) * unscale
+        G = each_step(_add_non_finite, G, s, NON_FINITE_STEP_ROWS, False, 1, C)
     return G

@@ -7,132 +7,138 @@ unit takes no fewer than 64 of what comes first, and any number of the other. Th
 import triton
 import triton.language as tl
 
-from ...common.arguments import Document, Operands, Rows
-from ...common.fp32 import load_terms, odd_maxima, split
+from ...common.arguments import Document, Operands, QueryRows
+from ...common.fp32 import add_fallback_maxima, load_terms, split_rows
 from ...common.maxima import (
-    first_token,
-    lane_maxima,
-    lane_winners,
-    merged,
-    merged_maxima,
-    nothing_found,
-    per_lane,
-    per_row,
-    per_token,
+    expand_rows,
+    expand_tokens,
+    fill_lanes,
+    find_first_token,
+    init_lane_state,
+    merge_lane_maxima,
+    merge_lanes,
+    reduce_lane_argmax,
+    reduce_lane_maxima,
 )
 from ...common.primitives import (
     NO_TOKEN,
-    document_base,
-    group,
-    inverse_norm,
+    compute_inverse_norm,
+    import_args_class,
+    load_query_mask,
+    load_query_weight,
+    locate_document,
+    locate_rows,
     nan_max,
-    ordered_squares,
-    ordered_sum,
-    query_keep,
-    query_weight,
-    row_pointers,
+    sum_in_order,
+    sum_row_squares_in_order,
 )
 from ...common.similarities import (
     add_product,
-    document_tile,
+    compute_tile,
+    init_similarities,
     is_kept,
-    mask_ahead,
-    mask_from,
-    no_similarities,
-    query_tile,
-    sum_of_squares,
-    tile_from,
-    tokens_from,
+    load_document_tile,
+    load_query_tile,
+    load_tile_mask,
+    locate_tile_tokens,
+    prefetch_tile_mask,
+    sum_tile_squares,
 )
-from ...formats.encoded import counted, is_over, of_one_term, row_powers, row_sums
-from ...soft.maximum import rate_of, row_scales, soft_merged, soft_taken
+from ...formats.encoded import (
+    compute_row_powers,
+    dequantize_similarities,
+    needs_power_scaling,
+    scale_single_term,
+    sum_query_rows,
+)
+from ...soft.maximum import compute_rate, compute_row_scales, merge_soft_maxima, update_soft_maxima
 
-_MASK_STEP = tl.constexpr(512)  # tokens whose mask is read at once
+_MASK_STEP_TOKENS = tl.constexpr(512)  # tokens whose mask is read at once
 
 
 @triton.jit
-def _search(best, where, q, x, rows, document, C: tl.constexpr):
+def _search_argmax(best, where, q, x, rows, document, C: tl.constexpr):
     """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
     # Few get here: what is hoisted out of the loop saves nothing, and fills registers that are spilled.
-    for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=C.ONE_CHUNK):
-        S, t, keep, _, _ = tile_from(q, x, rows, document, t0, mask_ahead(x, document, t0, C), C)
-        hit = (S == per_row(best, C)) | (S != S)
-        first = first_token(hit & per_token(keep, C), per_token(t, C), C)
+    for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=C.SINGLE_STEP):
+        S, t, keep, _, _ = compute_tile(q, x, rows, document, t0, prefetch_tile_mask(x, document, t0, C), C)
+        hit = (S == expand_rows(best, C)) | (S != S)
+        first = find_first_token(hit & expand_tokens(keep, C), expand_tokens(t, C), C)
         where = tl.where(where == NO_TOKEN, first, where)
     return where
 
 
 @triton.jit
-def query_rows(x, rows, C: tl.constexpr):
-    """Query rows as the products take them; with C.SPLIT or C.TERMS also their scales, which are plain, and which are
-    unscaled."""
+def load_query_rows(x, rows, C: tl.constexpr):
+    """Query rows as the products take them; with C.SPLIT_FP32 or C.INT8_TERMS also their scales, which are plain, and
+    which are unscaled."""
     plain = rows.ok
     unscaled = rows.ok
     scale = tl.full((C.BM,), 1, tl.float32)
     if x.terms is not None:
         q, scale = load_terms(x.terms, rows.number, rows.ok, C.BD)
-        if C.TERMS == 1:
-            scale = of_one_term(scale)
+        if C.INT8_TERMS == 1:
+            scale = scale_single_term(scale)
         plain = scale > 0
         unscaled = scale <= 0
     else:
-        q = query_tile(x, rows, tl.arange(0, C.BD), C)
-        if C.SPLIT:
-            q, scale, plain, unscaled = split(q)
+        q = load_query_tile(x, rows, tl.arange(0, C.BD), C)
+        if C.SPLIT_FP32:
+            q, scale, plain, unscaled = split_rows(q)
     return q, scale, plain, unscaled
 
 
 @triton.jit
-def _taken(best, where, S, t, keep, t0, rows, ARGMAX: tl.constexpr, C: tl.constexpr):
+def _update_maxima(best, where, S, t, keep, t0, rows, ARGMAX: tl.constexpr, C: tl.constexpr):
     """The lanes' maxima, and their tokens or sums, after a tile that begins at t0."""
     if C.SOFT:
-        best, where = soft_taken(best, where, S, rows.rate, C)
+        best, where = update_soft_maxima(best, where, S, rows.rate, C)
     elif ARGMAX:
-        m, tokens = lane_winners(S, t, keep, t0, C)
+        m, tokens = reduce_lane_argmax(S, t, keep, t0, C)
         where = tl.where(m > best, tokens, where)
         best = nan_max(best, m)
     else:
-        best = nan_max(best, lane_maxima(S, C))
+        best = nan_max(best, reduce_lane_maxima(S, C))
     return best, where
 
 
 @triton.jit
-def _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
+def _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
     """The lanes' maxima over a document whose features take several steps, and which tokens are kept.
 
     One loop over the steps of all tiles, so that the next tile is asked for while the last steps of one are multiplied.
     For wgmma, which it serves: Triton 3.7 cannot place the accumulators of sm_100 in it.
     """
     steps = tl.cdiv(x.d, C.BD)
-    S = no_similarities(C)
+    S = init_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
     for n in range(0, tl.cdiv(document.length, C.BN) * steps):
         c0 = n % steps * C.BD
         t0 = n // steps * C.BN
         columns = c0 + tl.arange(0, C.BD)
-        t0, t = tokens_from(x, document, t0, C)
-        q = query_tile(x, rows, columns, C)
-        tile = document_tile(x, document, document.row + t0, t, c0, C)
+        t0, t = locate_tile_tokens(x, document, t0, C)
+        q = load_query_tile(x, rows, columns, C)
+        tile = load_document_tile(x, document, document.row + t0, t, c0, C)
         S = add_product(tl.where(c0 == 0, 0.0, S), q, tile, C)
-        if C.NORMALIZE and C.STORED == "":
-            squares = tl.where(c0 == 0, 0.0, squares) + sum_of_squares(x, document, tile, t, c0, C)
+        if C.NORMALIZE and C.ENCODING == "":
+            squares = tl.where(c0 == 0, 0.0, squares) + sum_tile_squares(x, document, tile, t, c0, C)
         if c0 + C.BD >= x.d:
             similarity = S
-            if C.STORED != "":
-                similarity = counted(similarity, rows, x.counts, document, t, C)
+            if C.ENCODING != "":
+                similarity = dequantize_similarities(similarity, rows, x.counts, document, t, C)
             elif C.NORMALIZE:
-                similarity = similarity * per_token(inverse_norm(squares), C)
-            keep = is_kept(x, document, t0, t, mask_from(x, document, n // steps * C.BN, C), C)
-            if x.D.mask is not None or C.SOFT or (C.PACKED and x.tiles is not None):
-                similarity = tl.where(per_token(keep, C), similarity, float("-inf"))
+                similarity = similarity * expand_tokens(compute_inverse_norm(squares), C)
+            keep = is_kept(x, document, t0, t, load_tile_mask(x, document, n // steps * C.BN, C), C)
+            if x.D.mask is not None or C.SOFT or (C.SHORT_DOCUMENTS and x.tiles is not None):
+                similarity = tl.where(expand_tokens(keep, C), similarity, float("-inf"))
             if x.D.mask is not None:
                 kept = kept | keep.to(tl.int32)
-            best, where = _taken(best, where, similarity, t, keep, t0, rows, ARGMAX, C)
+            best, where = _update_maxima(best, where, similarity, t, keep, t0, rows, ARGMAX, C)
     return best, where, kept
 
 
 @triton.jit
-def _any_kept(x, document, kept):
+def _has_kept_token(x, document, kept):
     """Whether a document keeps a token, of which `kept` are those of a mask."""
     if x.D.mask is not None:
         found = tl.max(kept, axis=0)
@@ -142,91 +148,91 @@ def _any_kept(x, document, kept):
 
 
 @triton.jit
-def inverse_norms(x, rows, C: tl.constexpr):
+def compute_query_inverse_norms(x, rows, C: tl.constexpr):
     """Of query rows."""
-    return inverse_norm(ordered_squares(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE))
+    return compute_inverse_norm(sum_row_squares_in_order(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE_OFFSETS))
 
 
 @triton.jit
-def normalized(best, x, rows, C: tl.constexpr):
+def normalize_maxima(best, x, rows, C: tl.constexpr):
     """Maxima over the norms of their rows if normalising."""
     if C.NORMALIZE and not C.SOFT:
-        best = best * inverse_norms(x, rows, C)
+        best = best * compute_query_inverse_norms(x, rows, C)
     return best
 
 
 @triton.jit
-def _without_padding(x, document, C: tl.constexpr):
+def _trim_padding(x, document, C: tl.constexpr):
     """The document up to the tile of the last token that its mask keeps: behind it nothing is read or multiplied."""
-    Document: tl.constexpr = group("Document")
+    Document: tl.constexpr = import_args_class("Document")
     length = document.length
-    if x.D.mask is not None and C.TOKENS_FIRST and not C.SECTIONS:  # elsewhere registers spill
+    if x.D.mask is not None and C.TOKENS_FIRST and not C.SPLIT_DOCUMENTS:  # elsewhere registers spill
         end = length * 0
-        t0 = (tl.cdiv(length, _MASK_STEP) - 1) * _MASK_STEP
+        t0 = (tl.cdiv(length, _MASK_STEP_TOKENS) - 1) * _MASK_STEP_TOKENS
         while (t0 >= 0) & (end == 0):  # from behind: mostly one step
-            t = t0 + tl.arange(0, _MASK_STEP)
+            t = t0 + tl.arange(0, _MASK_STEP_TOKENS)
             pointers = (document.mask + t.to(tl.int64) * x.D.mask_stride_l).to(tl.pointer_type(tl.int8), bitcast=True)
             keep = tl.load(pointers, mask=t < length, other=0) != 0
             end = tl.max(tl.where(keep, t + 1, 0), axis=0).to(end.dtype)
-            t0 -= _MASK_STEP
+            t0 -= _MASK_STEP_TOKENS
         # No less than a tile, which a descriptor that shifts the last one back asks for.
         length = tl.minimum(length, tl.cdiv(tl.maximum(end, 1), C.BN) * C.BN)
     return Document(document.ptr, document.mask, document.row, length)
 
 
 @triton.jit
-def row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """Each row's maximum over a document's kept tokens, not `normalized`, the first token that attains it, and whether
-    any is kept; of rows that are `query_rows`."""
+def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
+    """Each row's maximum over a document's kept tokens, not `normalize_maxima`, the first token that attains it, and
+    whether any is kept; of rows that are `load_query_rows`."""
     q, scale, plain, unscaled = query
-    document = _without_padding(x, document, C)
-    best = per_lane(float("-inf"), tl.float32, C)
-    where = nothing_found(C)
+    document = _trim_padding(x, document, C)
+    best = fill_lanes(float("-inf"), tl.float32, C)
+    where = init_lane_state(C)
     kept = tl.full((C.BN,), 0, tl.int32)
     odds = tl.full((C.BN,), 0, tl.int32)
-    if C.ONE_CHUNK or C.LANES == 1:
-        mask = mask_ahead(x, document, 0, C)
+    if C.SINGLE_STEP or C.LANES == 1:
+        mask = prefetch_tile_mask(x, document, 0, C)
         for t0 in range(0, document.length, C.BN):
-            ahead = mask_ahead(x, document, t0 + C.BN, C)
-            S, t, keep, first, odd = tile_from(q, x, rows, document, t0, mask, C)
+            ahead = prefetch_tile_mask(x, document, t0 + C.BN, C)
+            S, t, keep, first, odd = compute_tile(q, x, rows, document, t0, mask, C)
             mask = ahead
             if x.D.mask is not None:
                 kept = kept | keep.to(tl.int32)
-            if C.SPLIT:
+            if C.SPLIT_FP32:
                 odds = odds | odd.to(tl.int32)
-            best, where = _taken(best, where, S, t, keep, first, rows, ARGMAX, C)
+            best, where = _update_maxima(best, where, S, t, keep, first, rows, ARGMAX, C)
     else:
-        best, where, kept = _stepwise_maxima(best, where, kept, x, rows, document, ARGMAX, C)
-    any_kept = _any_kept(x, document, kept)
+        best, where, kept = _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX, C)
+    any_kept = _has_kept_token(x, document, kept)
     row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
     if C.SOFT:
-        row_best = soft_merged(best, where, x, rows, C)
+        row_best = merge_soft_maxima(best, where, x, rows, C)
     elif ARGMAX:
-        row_best, row_where = merged(best, where, document.length, C)
+        row_best, row_where = merge_lanes(best, where, document.length, C)
     else:
-        row_best = merged_maxima(best, C)
-    if C.SPLIT:
+        row_best = merge_lane_maxima(best, C)
+    if C.SPLIT_FP32:
         row_best = tl.where(unscaled, row_best, row_best * scale)
         if (tl.max(odds, axis=0) > 0) | (tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0):
-            row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
+            row_best, row_where = add_fallback_maxima(row_best, row_where, plain, x, rows, document, C)
     elif ARGMAX and not C.SOFT:
         lost = rows.ok & (row_where == NO_TOKEN)
         if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
-            row_where = _search(row_best, row_where, q, x, rows, document, C)
-    if is_over(x.Q.ptr.dtype.element_ty, C.STORED):
+            row_where = _search_argmax(row_best, row_where, q, x, rows, document, C)
+    if needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
         row_best = row_best * rows.scale
-    if C.TERMS > 0:
+    if C.INT8_TERMS > 0:
         row_best = row_best * scale
         if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
-            row_best, row_where = odd_maxima(row_best, row_where, plain, x, rows, document, C)
+            row_best, row_where = add_fallback_maxima(row_best, row_where, plain, x, rows, document, C)
     return row_best, row_where, any_kept
 
 
 @triton.jit
-def any_row(keep, C: tl.constexpr):
+def has_kept_row(keep, C: tl.constexpr):
     """Per query of the tile: whether it keeps a token."""
-    GROUPS: tl.constexpr = C.BM // C.SLOT
-    return tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.SLOT)), axis=1)
+    GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
+    return tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.ROWS_PER_QUERY)), axis=1)
 
 
 @triton.jit
@@ -237,7 +243,7 @@ def store_scores(scores, sums, keeps, any_kept, query, queries, K, k):
 
 
 @triton.jit
-def _document_mask(D, base, owner, k):
+def _locate_document_mask(D, base, owner, k):
     """Where the mask of document k begins, `base` without one."""
     mask = base
     if D.mask is not None:
@@ -248,36 +254,36 @@ def _document_mask(D, base, owner, k):
 @triton.jit
 def score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexpr):
     """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
-    GROUPS: tl.constexpr = C.BM // C.SLOT
-    Rows: tl.constexpr = group("Rows")
-    keep = query_keep(x.Q, i, s, ok)
-    pointers = row_pointers(x.Q, i, s)
+    GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
+    Rows: tl.constexpr = import_args_class("QueryRows")
+    keep = load_query_mask(x.Q, i, s, ok)
+    pointers = locate_rows(x.Q, i, s)
     row_sum = None
-    if C.STORED != "":
-        row_sum = row_sums(pointers, keep, x, C)
+    if C.ENCODING != "":
+        row_sum = sum_query_rows(pointers, keep, x, C)
     scale = None
     rate = None
     if C.SOFT:
-        scale = row_scales(x, pointers, keep, C)
-        rate = rate_of(x.tau, scale)
-    elif is_over(x.Q.ptr.dtype.element_ty, C.STORED):
-        scale = row_powers(x, pointers, keep, C)
+        scale = compute_row_scales(x, pointers, keep, C)
+        rate = compute_rate(x.tau, scale)
+    elif needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
+        scale = compute_row_powers(x, pointers, keep, C)
     rows = Rows(pointers, number, keep, row_sum, scale, rate)
-    best, where, any_kept = row_maxima(query_rows(x, rows, C), x, rows, document, argmax is not None, C)
-    best = normalized(best, x, rows, C)
+    best, where, any_kept = compute_row_maxima(load_query_rows(x, rows, C), x, rows, document, argmax is not None, C)
+    best = normalize_maxima(best, x, rows, C)
     if argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         if C.SOFT:
             where = tl.where(keep, best, float("-inf"))
         tl.store(argmax + argmax_row + s, where.to(argmax.dtype.element_ty), mask=ok)
-    sums = ordered_sum(tl.where(keep, query_weight(x.Q, i, s, keep) * best, 0.0), GROUPS, C.SLOT)
-    return sums, any_row(keep, C), any_kept
+    sums = sum_in_order(tl.where(keep, load_query_weight(x.Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
+    return sums, has_kept_row(keep, C), any_kept
 
 
 @triton.jit
-def visit(x, out, sizes, C: tl.constexpr):
+def score_tile_pair(x, out, sizes, C: tl.constexpr):
     """One row tile against one document. Neighbouring programs share a document, which is read from memory once."""
-    GROUPS: tl.constexpr = C.BM // C.SLOT
+    GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     pid = tl.program_id(0)
     lane = tl.arange(0, C.BM)
     if C.CANDIDATES:
@@ -293,19 +299,19 @@ def visit(x, out, sizes, C: tl.constexpr):
         first_query = (pid % row_tiles) * GROUPS
         queries = sizes.Nq
         argmax_base = (k.to(tl.int64) * sizes.Nq + first_query) * sizes.Lq
-    i = first_query + lane // C.SLOT
+    i = first_query + lane // C.ROWS_PER_QUERY
     i_ok = i < queries
-    argmax_row = argmax_base + (lane // C.SLOT).to(tl.int64) * sizes.Lq
-    Document: tl.constexpr = group("Document")
-    base = document_base(x.D, owner, k)
+    argmax_row = argmax_base + (lane // C.ROWS_PER_QUERY).to(tl.int64) * sizes.Lq
+    Document: tl.constexpr = import_args_class("Document")
+    base = locate_document(x.D, owner, k)
     row = (owner * sizes.K + k) * sizes.Ld
-    document = Document(base, _document_mask(x.D, base, owner, k), row, sizes.Ld)
+    document = Document(base, _locate_document_mask(x.D, base, owner, k), row, sizes.Ld)
 
-    s = lane % C.SLOT
+    s = lane % C.ROWS_PER_QUERY
     ok = i_ok & (s < sizes.Lq)
     total, keeps, any_kept = score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
-    if C.LONG:
-        for s0 in range(C.SLOT, sizes.Lq, C.SLOT):
+    if C.LONG_QUERIES:
+        for s0 in range(C.ROWS_PER_QUERY, sizes.Lq, C.ROWS_PER_QUERY):
             s = s0 + lane
             ok = i_ok & (s < sizes.Lq)
             more, keeps_more, any_kept = score_rows(x, i, s, ok, i * sizes.Lq + s, document, out.argmax, argmax_row, C)
@@ -315,69 +321,72 @@ def visit(x, out, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def _walked(x, n, k0, step, tiles_each, sizes):
+def _locate_walk_document(x, n, k0, step, tiles_each, sizes):
     """The document of the n-th tile of a walk."""
     k = k0 + n // tiles_each * step
-    base = document_base(x.D, 0 * k, k)
-    return Document(base, _document_mask(x.D, base, 0 * k, k), k * sizes.Ld, sizes.Ld)
+    base = locate_document(x.D, 0 * k, k)
+    return Document(base, _locate_document_mask(x.D, base, 0 * k, k), k * sizes.Ld, sizes.Ld)
 
 
 @triton.jit
-def _walk(x, scores, sizes, C: tl.constexpr):
+def _score_persistent(x, scores, sizes, C: tl.constexpr):
     """One row tile against every `step`-th document, without winners.
 
     One loop over the tokens of all of them: the rows are read once, and the pipeline asks for the next document while
     the last tiles of one are multiplied.
     """
-    GROUPS: tl.constexpr = C.BM // C.SLOT
+    GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     row_tiles = tl.cdiv(sizes.Nq, GROUPS)
     first_query = (tl.program_id(0) % row_tiles) * GROUPS
     k0 = tl.program_id(0) // row_tiles
     step = tl.num_programs(0) // row_tiles
     lane = tl.arange(0, C.BM)
-    i = first_query + lane // C.SLOT
-    s = lane % C.SLOT
-    keep = query_keep(x.Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
-    keeps = any_row(keep, C)
-    weight = query_weight(x.Q, i, s, keep)
-    rows = Rows(row_pointers(x.Q, i, s), i, keep, None, None, None)
-    q = query_tile(x, rows, tl.arange(0, C.BD), C)
-    best = per_lane(float("-inf"), tl.float32, C)
+    i = first_query + lane // C.ROWS_PER_QUERY
+    s = lane % C.ROWS_PER_QUERY
+    keep = load_query_mask(x.Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    keeps = has_kept_row(keep, C)
+    weight = load_query_weight(x.Q, i, s, keep)
+    rows = QueryRows(locate_rows(x.Q, i, s), i, keep, None, None, None)
+    q = load_query_tile(x, rows, tl.arange(0, C.BD), C)
+    best = fill_lanes(float("-inf"), tl.float32, C)
     kept = tl.full((C.BN,), 0, tl.int32)
     tiles_each = tl.cdiv(sizes.Ld, C.BN)
     count = tl.cdiv(sizes.K - k0, step) * tiles_each
-    mask = mask_ahead(x, _walked(x, 0, k0, step, tiles_each, sizes), 0, C)
+    mask = prefetch_tile_mask(x, _locate_walk_document(x, 0, k0, step, tiles_each, sizes), 0, C)
     for n in range(0, count):
         k = k0 + n // tiles_each * step
         t0 = n % tiles_each * C.BN
-        document = _walked(x, n, k0, step, tiles_each, sizes)
+        document = _locate_walk_document(x, n, k0, step, tiles_each, sizes)
         last = tl.minimum(n + 1, count - 1)
-        ahead = mask_ahead(x, _walked(x, last, k0, step, tiles_each, sizes), last % tiles_each * C.BN, C)
-        S, _, tokens, _, _ = tile_from(q, x, rows, document, t0, mask, C)
+        ahead = prefetch_tile_mask(
+            x, _locate_walk_document(x, last, k0, step, tiles_each, sizes), last % tiles_each * C.BN, C
+        )
+        S, _, tokens, _, _ = compute_tile(q, x, rows, document, t0, mask, C)
         mask = ahead
         if x.D.mask is not None:
             kept = kept | tokens.to(tl.int32)
-        best = nan_max(best, lane_maxima(S, C))
+        best = nan_max(best, reduce_lane_maxima(S, C))
         if t0 + C.BN >= sizes.Ld:
-            any_kept = _any_kept(x, document, kept)
-            row_best = normalized(merged_maxima(best, C), x, rows, C)
-            sums = ordered_sum(tl.where(keep, weight * row_best, 0.0), GROUPS, C.SLOT)
+            any_kept = _has_kept_token(x, document, kept)
+            row_best = normalize_maxima(merge_lane_maxima(best, C), x, rows, C)
+            sums = sum_in_order(tl.where(keep, weight * row_best, 0.0), GROUPS, C.ROWS_PER_QUERY)
             store_scores(scores, sums, keeps, any_kept, first_query + tl.arange(0, GROUPS), sizes.Nq, sizes.K, k)
-            best = per_lane(float("-inf"), tl.float32, C)
+            best = fill_lanes(float("-inf"), tl.float32, C)
             kept = tl.full((C.BN,), 0, tl.int32)
 
 
 @triton.jit
 def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
-    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program, and winners: `out`, an `Output`.
+    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program, and winners: `out`, an `OutputArgs`.
 
-    A tile holds BM // SLOT queries of at most SLOT tokens each, or one query of more (LONG), SLOT tokens at a time.
-    `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD], for Ld >= BN or with PACKED; or
+    A tile holds BM // ROWS_PER_QUERY queries of at most ROWS_PER_QUERY tokens each, or one query of more (LONG),
+    ROWS_PER_QUERY tokens at a time. `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD],
+    for Ld >= BN or with SHORT_DOCUMENTS; or
     None: then they are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
     """
-    tl.static_assert(not (C.SPLIT and (C.WALK or C.NORMALIZE)))
+    tl.static_assert(not (C.SPLIT_FP32 and (C.PERSISTENT or C.NORMALIZE)))
     x = Operands(Q, D, tiles, terms, None, d, None)
-    if C.WALK:
-        _walk(x, out.scores, sizes, C)
+    if C.PERSISTENT:
+        _score_persistent(x, out.scores, sizes, C)
     else:
-        visit(x, out, sizes, C)
+        score_tile_pair(x, out, sizes, C)

@@ -7,17 +7,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ...common.arguments import Sizes
-from ...common.primitives import NO_TOKEN, condition, ordered_sum, query_keep, query_weight, split_sum, wide
-from ...common.segments import document_segment, query_segment
-from .packed import carried, flushed
-from .splits import any_section_keeps, merged_sections, sections_of
+from ...common.arguments import SizeArgs
+from ...common.primitives import (
+    NO_TOKEN,
+    load_query_mask,
+    load_query_weight,
+    sum_in_order,
+    sum_in_order_across_warps,
+    to_int64,
+    to_mask,
+)
+from ...common.segments import locate_document_segment, locate_query_segment
+from .packed import carry_block_sums, flush_block_sums
+from .splits import has_kept_split, locate_document_splits, merge_splits
 
-_SECTIONS_AT_ONCE = tl.constexpr(4096)  # whose maxima of a row are read
+_SPLITS_PER_STEP = tl.constexpr(4096)  # whose maxima of a row are read
 
 
 @triton.jit
-def _keep(mask, k, t, end, stride_k, stride_l):
+def _load_token_mask(mask, k, t, end, stride_k, stride_l):
     """Whether tokens t < end of document k count."""
     return tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < end, other=0) != 0
 
@@ -31,7 +39,7 @@ def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, 
     source = Ld
     for t0 in range(0, Ld, TILES * BN):
         t = t0 + tl.arange(0, TILES * BN)
-        keep = _keep(mask, k, t, Ld, stride_k, stride_l)
+        keep = _load_token_mask(mask, k, t, Ld, stride_k, stride_l)
         end = tl.maximum(end, tl.max(tl.where(keep, t + 1, 0), axis=0))
         source = tl.minimum(source, tl.min(tl.where(keep, t, Ld), axis=0))
     source = tl.minimum(source, end)
@@ -42,7 +50,7 @@ def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, 
     for n0 in range(0, tiles, TILES):
         n = n0 + tl.arange(0, TILES)
         start = source + tl.minimum(n * BN, tl.maximum(length - BN, 0))
-        keep = _keep(mask, k, start[:, None] + column, end, stride_k, stride_l)
+        keep = _load_token_mask(mask, k, start[:, None] + column, end, stride_k, stride_l)
         absent = tl.reshape(tl.where(keep, 0, 1), (TILES, BN // 32, 32)) << tl.arange(0, 32)[None, None, :]
         word = n[:, None] + (k * (BN // 32) + tl.arange(0, BN // 32)[None, :]) * tiles
         tl.store(bits + word, tl.sum(absent, axis=2), mask=n[:, None] < tiles)
@@ -53,17 +61,18 @@ def maxsim_kept_tokens(
     mask, D, tokens, places, lengths, Ld, stride_k, stride_l, d, TOKENS: tl.constexpr, BD: tl.constexpr
 ):
     """Of each document ``[Ld, d]`` the tokens that count, one after the other, in `tokens` from where it begins in D;
-    how many they are; and in `places`, unless it is None, which. A program for every TOKENS of a document."""
+    how many they are; and in `locate_hit_tokens`, unless it is None, which. A program for every TOKENS of a
+    document."""
     blocks = tl.cdiv(Ld, TOKENS)
     k = (tl.program_id(0) // blocks).to(tl.int64)
     t0 = tl.program_id(0) % blocks * TOKENS
     before = tl.full((), 0, tl.int32)
     for b0 in range(0, t0, 16 * TOKENS):
         t = b0 + tl.arange(0, 16 * TOKENS)
-        kept = _keep(mask, k, t, t0, stride_k, stride_l)
+        kept = _load_token_mask(mask, k, t, t0, stride_k, stride_l)
         before += tl.sum(kept.to(tl.int32), axis=0)
     t = t0 + tl.arange(0, TOKENS)
-    keep = _keep(mask, k, t, Ld, stride_k, stride_l)
+    keep = _load_token_mask(mask, k, t, Ld, stride_k, stride_l)
     counted = keep.to(tl.int32)
     place = before + tl.cumsum(counted, axis=0) - counted
     columns = tl.arange(0, BD)
@@ -78,7 +87,7 @@ def maxsim_kept_tokens(
 
 
 @triton.jit(do_not_specialize=["Ld", "rows"])
-def maxsim_winners_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
+def maxsim_argmax_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
     """Winners ``[K, rows]`` among the tokens that count, as tokens of their documents; -1 as it is."""
     blocks = tl.cdiv(rows, BLOCK)
     k = (tl.program_id(0) // blocks).to(tl.int64)
@@ -103,11 +112,11 @@ def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.
 
 
 @triton.jit
-def _over_sections(cut, place, row, there, keep, rows, C: tl.constexpr):
+def _merge_split_maxima(cut, place, row, there, keep, rows, C: tl.constexpr):
     """Maxima of query rows over the sections of a document; winners are stored."""
-    AT_ONCE: tl.constexpr = _SECTIONS_AT_ONCE // row.shape[0]
+    AT_ONCE: tl.constexpr = _SPLITS_PER_STEP // row.shape[0]
     k, first, count = place
-    best, where = merged_sections(cut, first, count, row, keep, rows, AT_ONCE)
+    best, where = merge_splits(cut, first, count, row, keep, rows, AT_ONCE)
     if cut.argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
         tl.store(cut.argmax + k.to(tl.int64) * rows + row, where.to(cut.argmax.dtype.element_ty), mask=there)
@@ -117,70 +126,74 @@ def _over_sections(cut, place, row, there, keep, rows, C: tl.constexpr):
 
 
 @triton.jit
-def _block_sums(
-    maxima, cut, place, Q, begin, length, s0, k, sizes, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+def _sum_block(
+    maxima, cut, place, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY: tl.constexpr, QUERIES: tl.constexpr,
     DOCUMENTS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Sums over SLOT rows of each query from its row s0 on, as [DOCUMENTS * QUERIES]; and which queries keep some."""
-    s = s0 + tl.arange(0, QUERIES * SLOT) % SLOT
+    """Sums over ROWS_PER_QUERY rows of each query from its row s0 on, as [DOCUMENTS * QUERIES]; and which queries keep
+    some."""
+    s = s0 + tl.arange(0, QUERIES * ROWS_PER_QUERY) % ROWS_PER_QUERY
     row = begin + s
     i = row // sizes.Lq
     rows = sizes.Nq * sizes.Lq
-    keep = query_keep(Q, i, row % sizes.Lq, s < length)
-    weight = query_weight(Q, i, row % sizes.Lq, keep)
+    keep = load_query_mask(Q, i, row % sizes.Lq, s < length)
+    weight = load_query_weight(Q, i, row % sizes.Lq, keep)
     if C is None:
         at = k.to(tl.int64)[:, None] * rows + row[None, :]
         best = tl.load(maxima + at, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
     else:
-        best = _over_sections(cut, place, row, s < length, keep, rows, C)
-    terms = tl.reshape(tl.where(keep[None, :], weight[None, :] * best, 0.0), (DOCUMENTS * QUERIES * SLOT,))
+        best = _merge_split_maxima(cut, place, row, s < length, keep, rows, C)
+    terms = tl.reshape(tl.where(keep[None, :], weight[None, :] * best, 0.0), (DOCUMENTS * QUERIES * ROWS_PER_QUERY,))
     if C is None:
-        sums = ordered_sum(terms, DOCUMENTS * QUERIES, SLOT)
+        sums = sum_in_order(terms, DOCUMENTS * QUERIES, ROWS_PER_QUERY)
     else:
-        sums = split_sum(terms, DOCUMENTS * QUERIES, SLOT)  # warps may share a query
-    return sums, tl.max(tl.reshape(keep.to(tl.int32), (QUERIES, SLOT)), axis=1)
+        sums = sum_in_order_across_warps(terms, DOCUMENTS * QUERIES, ROWS_PER_QUERY)  # warps may share a query
+    return sums, tl.max(tl.reshape(keep.to(tl.int32), (QUERIES, ROWS_PER_QUERY)), axis=1)
 
 
 @triton.jit(do_not_specialize=["queries", "stride", "Nq", "K", "Lq", "Td"])
 def maxsim_row_sums(
-    maxima, cut, scores, Q, segments, queries, stride, Nq, K, Lq, Td, SLOT: tl.constexpr, QUERIES: tl.constexpr,
+    maxima, cut, scores, Q, segments, queries, stride, Nq, K, Lq, Td, ROWS_PER_QUERY: tl.constexpr, QUERIES:
+    tl.constexpr,
     DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Scores ``[queries, stride]`` of K documents from their rows' maxima ``[K, Nq * Lq]``: weighted sums over the rows
     of each query.
 
     Or, in place of `maxima`, from `cut`, the `Sections` that the forward with configuration C left; then DOCUMENTS is
-    1. A program adds SLOT rows at a time of QUERIES queries for DOCUMENTS documents, as trees of ``SLOT * 2^LEVELS``
-    rows.
+    1. A program adds ROWS_PER_QUERY rows at a time of QUERIES queries for DOCUMENTS documents, as trees of
+    ``ROWS_PER_QUERY * 2^LEVELS`` rows.
     """
-    sizes = Sizes(Nq, K, Lq, 0)
+    sizes = SizeArgs(Nq, K, Lq, 0)
     query_tiles = tl.cdiv(queries, QUERIES)
     first = (tl.program_id(0) % query_tiles) * QUERIES
     k = (tl.program_id(0) // query_tiles) * DOCUMENTS + tl.arange(0, DOCUMENTS)
     place = None
     if C is not None:
-        place = sections_of(segments, tl.program_id(0) // query_tiles, K, Td, cut, C.BN)
-        if C.EARLY:
+        place = locate_document_splits(segments, tl.program_id(0) // query_tiles, K, Td, cut, C.BN)
+        if C.PDL:
             gdc_wait()
-    i = first + tl.arange(0, QUERIES * SLOT) // SLOT
-    begin, length, _ = query_segment(segments, i, i < queries, Nq * Lq)
-    total, keeps = _block_sums(maxima, cut, place, Q, begin, length, 0, k, sizes, SLOT, QUERIES, DOCUMENTS, C)
+    i = first + tl.arange(0, QUERIES * ROWS_PER_QUERY) // ROWS_PER_QUERY
+    begin, length, _ = locate_query_segment(segments, i, i < queries, Nq * Lq)
+    total, keeps = _sum_block(maxima, cut, place, Q, begin, length, 0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C)
     longest = tl.max(length, axis=0)
-    if longest > SLOT:
+    if longest > ROWS_PER_QUERY:
         pending = tl.full((DOCUMENTS * QUERIES, 4 if LEVELS <= 4 else 8), 0, tl.float32)
-        total, pending = carried(tl.zeros_like(total), pending, total, 0, LEVELS)
-        for s0 in range(SLOT, longest, SLOT):
-            sums, more = _block_sums(maxima, cut, place, Q, begin, length, s0, k, sizes, SLOT, QUERIES, DOCUMENTS, C)
-            total, pending = carried(total, pending, sums, s0 // SLOT, LEVELS)
+        total, pending = carry_block_sums(tl.zeros_like(total), pending, total, 0, LEVELS)
+        for s0 in range(ROWS_PER_QUERY, longest, ROWS_PER_QUERY):
+            sums, more = _sum_block(
+                maxima, cut, place, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
+            )
+            total, pending = carry_block_sums(total, pending, sums, s0 // ROWS_PER_QUERY, LEVELS)
             keeps = keeps | more
-        total = flushed(total, pending, tl.cdiv(longest, SLOT), LEVELS)
+        total = flush_block_sums(total, pending, tl.cdiv(longest, ROWS_PER_QUERY), LEVELS)
 
     i = first + tl.arange(0, QUERIES)
-    _, _, fits = query_segment(segments, i, i < queries, Nq * Lq)
-    _, tokens, valid = document_segment(segments, k, k < K, Td)
+    _, _, fits = locate_query_segment(segments, i, i < queries, Nq * Lq)
+    _, tokens, valid = locate_document_segment(segments, k, k < K, Td)
     any_kept = (tokens > 0)[:, None]
     if C is not None:
-        any_kept = any_kept & (any_section_keeps(cut, place) > 0)
+        any_kept = any_kept & (has_kept_split(cut, place) > 0)
     empty = tl.where(keeps > 0, float("-inf"), 0.0)
     score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
@@ -189,14 +202,14 @@ def maxsim_row_sums(
 
 
 @triton.jit
-def _tree_of_parts(at, p, parts, k, K, TREE: tl.constexpr):
+def _sum_part_tree(at, p, parts, k, K, TREE: tl.constexpr):
     """The sums of parts p to p + TREE - 1 in each document, zeros of those that there are not."""
     if TREE == 1:
-        sums = tl.load(at + wide(p) * K, mask=(k < K) & condition(p < parts), other=0.0)
+        sums = tl.load(at + to_int64(p) * K, mask=(k < K) & to_mask(p < parts), other=0.0)
     else:
         HALF: tl.constexpr = TREE // 2
-        left = _tree_of_parts(at, p, parts, k, K, HALF)
-        sums = left + _tree_of_parts(at, p + HALF, parts, k, K, HALF)
+        left = _sum_part_tree(at, p, parts, k, K, HALF)
+        sums = left + _sum_part_tree(at, p + HALF, parts, k, K, HALF)
     return sums
 
 
@@ -213,6 +226,6 @@ def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOC
     at = partial + i * parts * K + k
     total = tl.zeros((BLOCK,), tl.float32)
     for p in range(0, parts, TREE):
-        sums = _tree_of_parts(at, p, parts, k, K, TREE)
+        sums = _sum_part_tree(at, p, parts, k, K, TREE)
         total = tl.where(p == 0, sums, total + sums)
     tl.store(scores + i * stride + k, total, mask=k < K)

@@ -7,23 +7,23 @@ knows. A maximum over sections is that over the document, whatever they are: the
 import triton
 import triton.language as tl
 
-from ...common.primitives import NO_TOKEN, condition, group, nan_max, wide
-from ...common.segments import document_segment
+from ...common.primitives import NO_TOKEN, import_args_class, nan_max, to_int64, to_mask
+from ...common.segments import locate_document_segment
 
-_SEEN = tl.constexpr(128)  # documents or sections at a time, where all are looked at
-LEAST = 2  # tiles of a section, unless the document has fewer tokens
-_LEAST = tl.constexpr(LEAST)
-_MOST = tl.constexpr(2**31 - 256)
+_SCAN_BLOCK = tl.constexpr(128)  # documents or sections at a time, where all are looked at
+MIN_SPLIT_TILES = 2  # tiles of a section, unless the document has fewer tokens
+_MIN_SPLIT_TILES = tl.constexpr(MIN_SPLIT_TILES)
+_MAX_SPLIT_TOKENS = tl.constexpr(2**31 - 256)
 
 
 @triton.jit
-def _count(length, each):
+def _count_splits(length, each):
     """Sections of a document."""
     return tl.where(length > 0, (length - 1) // each + 1, 0)
 
 
 @triton.jit
-def section_length(segments, K, Td, cut, STEP: tl.constexpr):
+def compute_split_length(segments, K, Td, cut, STEP: tl.constexpr):
     """Tokens of a section, a multiple of STEP: enough that K documents, fewer than `cut.most`, have no more sections.
 
     Where each document has `Segments.d_each` tokens the host knows it.
@@ -31,37 +31,37 @@ def section_length(segments, K, Td, cut, STEP: tl.constexpr):
     if cut.each is not None:
         each = cut.each
     else:
-        total = wide(K) * 0
-        for k0 in range(0, K, _SEEN):
-            k = k0 + tl.arange(0, _SEEN)
-            _, length, _ = document_segment(segments, k, k < K, Td)
+        total = to_int64(K) * 0
+        for k0 in range(0, K, _SCAN_BLOCK):
+            k = k0 + tl.arange(0, _SCAN_BLOCK)
+            _, length, _ = locate_document_segment(segments, k, k < K, Td)
             total += tl.sum(length.to(tl.int64), axis=0)
-        tiles = tl.maximum(tl.cdiv(tl.cdiv(total, cut.most - K), STEP), _LEAST)
-        each = tl.minimum(tiles * STEP, _MOST).to(tl.int32)
+        tiles = tl.maximum(tl.cdiv(tl.cdiv(total, cut.most - K), STEP), _MIN_SPLIT_TILES)
+        each = tl.minimum(tiles * STEP, _MAX_SPLIT_TOKENS).to(tl.int32)
     return each
 
 
 @triton.jit
-def _counts(segments, k0, K, Td, each):
+def _count_block_splits(segments, k0, K, Td, each):
     """Some documents from k0 on, and their sections."""
-    k = k0 + tl.arange(0, _SEEN)
-    _, length, _ = document_segment(segments, k, k < K, Td)
-    return k, _count(length, each)
+    k = k0 + tl.arange(0, _SCAN_BLOCK)
+    _, length, _ = locate_document_segment(segments, k, k < K, Td)
+    return k, _count_splits(length, each)
 
 
 @triton.jit
-def _document_of(segments, n, K, Td, cut, each):
+def _locate_split_document(segments, n, K, Td, cut, each):
     """The document of section n, and the first section of it; K where there is no such section."""
     if cut.each is not None:
-        count = _count(segments.d_each, each)
+        count = _count_splits(segments.d_each, each)
         document = tl.minimum(n // count, K)
         first = document * count
     else:
         before = tl.full((), 0, tl.int32)
         document = tl.full((), 0, tl.int32)
         first = tl.full((), 0, tl.int32)
-        for k0 in range(0, K, _SEEN):
-            k, count = _counts(segments, k0, K, Td, each)
+        for k0 in range(0, K, _SCAN_BLOCK):
+            k, count = _count_block_splits(segments, k0, K, Td, each)
             end = before + tl.cumsum(count, axis=0)
             passed = (end <= n) & (k < K)
             document += tl.sum(passed.to(tl.int32), axis=0)
@@ -71,17 +71,18 @@ def _document_of(segments, n, K, Td, cut, each):
 
 
 @triton.jit
-def section(D, segments, n, sizes, cut, C: tl.constexpr):
+def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
     """Section n as a `Document`, of no tokens where there is none; and which token of its document is its first.
 
-    The last section of a document begins earlier where it would have fewer tokens than a tile, unless C.PACKED.
+    The last section of a document begins earlier where it would have fewer tokens than a tile, unless
+    C.SHORT_DOCUMENTS.
     """
-    Document: tl.constexpr = group("Document")
-    each = section_length(segments, sizes.K, sizes.Td, cut, C.BN)
-    k, first = _document_of(segments, n, sizes.K, sizes.Td, cut, each)
-    begin, length, _ = document_segment(segments, k, condition(k < sizes.K), sizes.Td)
+    Document: tl.constexpr = import_args_class("Document")
+    each = compute_split_length(segments, sizes.K, sizes.Td, cut, C.BN)
+    k, first = _locate_split_document(segments, n, sizes.K, sizes.Td, cut, each)
+    begin, length, _ = locate_document_segment(segments, k, to_mask(k < sizes.K), sizes.Td)
     t0 = tl.where(length > 0, n - first, 0) * each
-    if not C.PACKED:
+    if not C.SHORT_DOCUMENTS:
         t0 = tl.maximum(tl.minimum(t0, length - C.BN), 0)
     tokens = tl.minimum(length - t0, each)
     begin += t0
@@ -92,36 +93,36 @@ def section(D, segments, n, sizes, cut, C: tl.constexpr):
 
 
 @triton.jit
-def sections_of(segments, k, K, Td, cut, STEP: tl.constexpr):
+def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
     """Document k, its first section, and how many it has."""
-    each = section_length(segments, K, Td, cut, STEP)
-    _, length, _ = document_segment(segments, k, condition(k < K), Td)
-    count = _count(length, each)
+    each = compute_split_length(segments, K, Td, cut, STEP)
+    _, length, _ = locate_document_segment(segments, k, to_mask(k < K), Td)
+    count = _count_splits(length, each)
     if cut.each is not None:
         first = count * k
     else:
         first = count * 0
-        for k0 in range(0, k, _SEEN):
-            other, counts = _counts(segments, k0, K, Td, each)
+        for k0 in range(0, k, _SCAN_BLOCK):
+            other, counts = _count_block_splits(segments, k0, K, Td, each)
             first += tl.sum(tl.where(other < k, counts, 0), axis=0)
-    return wide(k), first, count
+    return to_int64(k), first, count
 
 
 @triton.jit
-def any_section_keeps(cut, place):
-    """Whether one of the sections of a document, as `sections_of` finds them, keeps a token."""
+def has_kept_split(cut, place):
+    """Whether one of the sections of a document, as `locate_document_splits` finds them, keeps a token."""
     _, first, count = place
     found = (count > 0).to(tl.int32)
     if cut.kept is not None:
         found = found * 0
-        for n0 in range(0, count, _SEEN):
-            n = n0 + tl.arange(0, _SEEN)
+        for n0 in range(0, count, _SCAN_BLOCK):
+            n = n0 + tl.arange(0, _SCAN_BLOCK)
             found = tl.maximum(found, tl.max(tl.load(cut.kept + first + n, mask=n < count, other=0), axis=0))
     return found
 
 
 @triton.jit
-def merged_sections(cut, first, count, row, keep, rows, AT_ONCE: tl.constexpr):
+def merge_splits(cut, first, count, row, keep, rows, AT_ONCE: tl.constexpr):
     """Maxima of some rows over `count` sections from the first on, and the first tokens that attain them."""
     best = tl.full(row.shape, float("-inf"), tl.float32)
     where = tl.full(row.shape, NO_TOKEN, tl.int32)
@@ -131,8 +132,8 @@ def merged_sections(cut, first, count, row, keep, rows, AT_ONCE: tl.constexpr):
         there = (n < count)[:, None] & keep[None, :]
         found = tl.load(cut.maxima + at, mask=there, other=float("-inf"))
         m = tl.reduce(found, 0, nan_max)
-        if cut.winners is not None:
-            token = tl.load(cut.winners + at, mask=there, other=NO_TOKEN)
+        if cut.split_argmax is not None:
+            token = tl.load(cut.split_argmax + at, mask=there, other=NO_TOKEN)
             hit = (found == m[None, :]) | (found != found)
             token = tl.min(tl.where(hit, token, NO_TOKEN), axis=0)
             better = (m > best) | ((m != m) & (best == best))

@@ -7,13 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from ...common.primitives import NO_TOKEN, nan_max
-from ...formats.encoded import LOW
-from .norms import scaled
+from ...formats.encoded import INT8_LOW_SCALE
+from .norms import scale_similarities
 
 UNRESOLVED = gl.constexpr(-2)  # the winner of a maximum that is NaN or -inf, until it is looked for
 
 
-class Half(NamedTuple):
+class Accumulator(NamedTuple):
     """64 rows of a warp group: their similarities to the tile at hand, and per lane of a row its best so far."""
 
     S: Any
@@ -22,20 +22,20 @@ class Half(NamedTuple):
 
 
 @gluon.jit
-def lanes(S):
+def split_lanes(S):
     """A row's columns as [N // 8, 4, 2]: wgmma spreads a row over the 4 lanes of a quad, so the other axes stay in a
     thread."""
     return gl.reshape(S, (S.shape[0], S.shape[1] // 8, 4, 2))
 
 
 @gluon.jit
-def _first_larger(v0, c0, v1, c1):
+def _select_first_larger(v0, c0, v1, c1):
     """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
     return nan_max(v0, v1), gl.where(v1 > v0, c1, c0)
 
 
 @gluon.jit
-def _along(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
+def _make_axis_indices(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
     """0, 1, .. n - 1 along axis 1 or 3 of a 4-D layout."""
     if AXIS == 1:
         x = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
@@ -47,14 +47,14 @@ def _along(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def reduced(S, best, where, t0, C: gl.constexpr):
+def reduce_tile(S, best, where, t0, C: gl.constexpr):
     """`best` and `where` after a tile. Columns are constants of the compiled code, relative to the lane."""
-    x = lanes(S)
+    x = split_lanes(S)
     if C.ARGMAX:
         LAYOUT: gl.constexpr = x.type.layout
-        column = _along(S.shape[1] // 8, 1, LAYOUT) * 8 + _along(2, 3, LAYOUT)
+        column = _make_axis_indices(S.shape[1] // 8, 1, LAYOUT) * 8 + _make_axis_indices(2, 3, LAYOUT)
         x, column = gl.broadcast(x, column)
-        m, column = gl.reduce(gl.reduce((x, column), 3, _first_larger), 1, _first_larger)
+        m, column = gl.reduce(gl.reduce((x, column), 3, _select_first_larger), 1, _select_first_larger)
         where = gl.where(m > best, column + t0, where)
     else:
         m = gl.reduce(gl.reduce(x, 3, nan_max), 1, nan_max)
@@ -62,29 +62,30 @@ def reduced(S, best, where, t0, C: gl.constexpr):
 
 
 @gluon.jit
-def _together(hi, lo):
-    return hi * LOW + lo
+def _combine_terms(hi, lo):
+    return hi * INT8_LOW_SCALE + lo
 
 
 @gluon.jit
-def joined(S, C: gl.constexpr):
-    """Products as those of query rows: hi and lo of a row lie 8 apart, in one thread. With C.FEW rows are columns."""
-    if C.TERMS == 2 and C.FEW:
-        S = gl.reshape(gl.reduce(gl.reshape(S, (C.BN, C.ROWS // 8, 2, 8)), 2, _together), (C.BN, C.ROWS))
-    elif C.TERMS == 2:
-        S = gl.reshape(gl.reduce(gl.reshape(S, (C.ROWS // 8, 2, 8, C.BN)), 1, _together), (C.ROWS, C.BN))
+def join_terms(S, C: gl.constexpr):
+    """Products as those of query rows: hi and lo of a row lie 8 apart, in one thread. With C.SMALL_M rows are
+    columns."""
+    if C.INT8_TERMS == 2 and C.SMALL_M:
+        S = gl.reshape(gl.reduce(gl.reshape(S, (C.BN, C.MMA_ROWS // 8, 2, 8)), 2, _combine_terms), (C.BN, C.MMA_ROWS))
+    elif C.INT8_TERMS == 2:
+        S = gl.reshape(gl.reduce(gl.reshape(S, (C.MMA_ROWS // 8, 2, 8, C.BN)), 1, _combine_terms), (C.MMA_ROWS, C.BN))
     return S
 
 
 @gluon.jit
-def taken(S, inverse, half, start, C: gl.constexpr):
+def accumulate_tile(S, inverse, half, start, C: gl.constexpr):
     """A half after a tile that begins with token `start`."""
-    best, where = reduced(scaled(joined(S, C), inverse, C), half.best, half.where, start, C)
-    return Half(S, best, where)
+    best, where = reduce_tile(scale_similarities(join_terms(S, C), inverse, C), half.best, half.where, start, C)
+    return Accumulator(S, best, where)
 
 
 @gluon.jit
-def settle(half, C: gl.constexpr):
+def compiler_barrier_accumulator(half, C: gl.constexpr):
     """Nothing: but as the compiler sees it, `half.S` is rewritten once `half.best` is known.
 
     So the next product may overwrite the registers of `half.S`. Without it the reduction sinks below the product, which
@@ -95,29 +96,29 @@ def settle(half, C: gl.constexpr):
     else:
         S, best = warpgroup_mma_wait(0, [half.S, half.best])
         where = half.where
-    return Half(S, best, where)
+    return Accumulator(S, best, where)
 
 
 @gluon.jit
-def fresh(S, C: gl.constexpr):
+def reset_accumulator(S, C: gl.constexpr):
     """A half that has seen no tile; `S` only lends its registers."""
-    x = joined(S, C)
-    if x.dtype == gl.int32 and not C.GIVEN:
+    x = join_terms(S, C)
+    if x.dtype == gl.int32 and not C.PRECOMPUTED_SCALES:
         none = gl.full_like(x, -(2**31))
     else:
         none = gl.full_like(x.to(gl.float32), float("-inf"))
-    best = gl.reduce(gl.reduce(lanes(none), 3, nan_max), 1, nan_max)
+    best = gl.reduce(gl.reduce(split_lanes(none), 3, nan_max), 1, nan_max)
     where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
-    return Half(S, best, where)
+    return Accumulator(S, best, where)
 
 
 @gluon.jit
-def fresh_halves(halves, C: gl.constexpr):
-    return fresh(halves[0].S, C), fresh(halves[1].S, C)
+def reset_accumulators(halves, C: gl.constexpr):
+    return reset_accumulator(halves[0].S, C), reset_accumulator(halves[1].S, C)
 
 
 @gluon.jit
-def winners_of(half, best, keep, unresolved):
+def select_argmax(half, best, keep, unresolved):
     """Winners of a half's rows, UNRESOLVED of those that are kept and whose maximum is NaN or -inf, -1 of others; and
     which rows ever were unresolved."""
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))

@@ -8,15 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...formats.encoded import is_over, largest, over_powers, powers_over
-from .pipeline import advance
+from ...formats.encoded import choose_powers, divide_by_powers, find_largest, needs_power_scaling
+from .pipeline import advance_stage
 
-CONVERTING_WARPS = gl.constexpr(4)
-_PART = gl.constexpr(32)  # tokens at a time: more take registers
+CONVERTER_WARPS = gl.constexpr(4)
+_CONVERT_TOKENS = gl.constexpr(32)  # tokens at a time: more take registers
 
 
 @gluon.jit
-def scales_of(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
+def load_tile_scales(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
     """Of the tokens of the tile of document k that begins with token t0, or ends where the document ends."""
     t = gl.minimum(t0, Ld - C.BN) + gl.arange(0, C.BN, layout=layout)
     at = numbers.scale + k.to(gl.int64) * numbers.stride_doc
@@ -24,9 +24,9 @@ def scales_of(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def in_fp16(x, C: gl.constexpr):
+def fp8_to_fp16(x, C: gl.constexpr):
     """Bytes of FP8."""
-    if C.STORED == "e4m3":
+    if C.ENCODING == "e4m3":
         x = x.to(gl.float8e4nv, bitcast=True)
     else:
         x = x.to(gl.float8e5, bitcast=True)
@@ -34,40 +34,40 @@ def in_fp16(x, C: gl.constexpr):
 
 
 @gluon.jit
-def convert(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
+def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
     """Fill the ring from the raw one. Scales were asked for a tile before."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTING_WARPS, 1], [1, 0])
-    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [CONVERTING_WARPS], [0])
-    PARTS: gl.constexpr = C.BN // _PART
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTER_WARPS, 1], [1, 0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0])
+    PARTS: gl.constexpr = C.BN // _CONVERT_TOKENS
     stage = 0
     phase = 0
     k = begin % K
-    scale = scales_of(numbers, k, 0, Ld, TOKENS, C)
+    scale = load_tile_scales(numbers, k, 0, Ld, TOKENS, C)
     for _ in range(begin, end):
         after = gl.where(k + 1 == K, 0, k + 1)
         for t0 in range(0, Ld, C.BN):
             last = t0 + C.BN >= Ld
-            ahead = scales_of(numbers, gl.where(last, after, k), gl.where(last, 0, t0 + C.BN), Ld, TOKENS, C)
+            ahead = load_tile_scales(numbers, gl.where(last, after, k), gl.where(last, 0, t0 + C.BN), Ld, TOKENS, C)
             mbarrier.wait(raw.full.index(stage), phase)
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             for n in gl.static_range(PARTS):
-                x = raw.tiles.index(stage).slice(n * _PART, _PART, 0).load(LAYOUT)
-                ring.tiles.index(stage).slice(n * _PART, _PART, 0).store(in_fp16(x, C))
+                x = raw.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).load(LAYOUT)
+                ring.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).store(fp8_to_fp16(x, C))
             ring.norms.inverse.index(stage).store(scale)
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)
             mbarrier.arrive(raw.empty.index(stage), count=1)
             scale = ahead
-            stage, phase = advance(stage, phase, C)
+            stage, phase = advance_stage(stage, phase, C)
         k = after
 
 
 @gluon.jit
-def held(q, layout: gl.constexpr, C: gl.constexpr):
+def convert_queries(q, layout: gl.constexpr, C: gl.constexpr):
     """Query rows as they are multiplied; and what their maxima are multiplied by, in a layout, else 0."""
     powers = 0
-    if is_over(q.dtype, C.STORED):
-        over = powers_over(largest(q))
-        q = over_powers(q, over)
+    if needs_power_scaling(q.dtype, C.ENCODING):
+        over = choose_powers(find_largest(q))
+        q = divide_by_powers(q, over)
         powers = gl.convert_layout(over, layout)
     return q, powers

@@ -11,16 +11,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...common.primitives import nan_max, ordered_sum, query_keep, query_weight
-from .accumulators import lanes
+from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
+from .accumulators import split_lanes
 from .dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
-from .pipeline import HALF_ROWS, advance
+from .pipeline import ACCUMULATOR_ROWS, advance_stage
 
-FEATURES = gl.constexpr(64)  # of a step: 128 bytes, the widest swizzle
+STEP_FEATURES = gl.constexpr(64)  # of a step: 128 bytes, the widest swizzle
 
 
-class Ring(NamedTuple):
+class StepPipeline(NamedTuple):
     """Steps of both operands in shared memory, and the barriers that say which are full or may be filled again.
 
     `norms`: room for the inverse norms of a tile's tokens, which arrive with its last step; 0 unless normalising.
@@ -34,15 +34,16 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _previous(stage, C: gl.constexpr):
+def _retreat_stage(stage, C: gl.constexpr):
     # Not kept in a variable: one that begins as a copy of another is not carried through the loop.
     return gl.where(stage == 0, C.STAGES, stage) - 1
 
 
 @gluon.jit
 def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
-    """Copy every step. Out-of-range elements are zeros. The last tile of a document is shifted back unless PACKED."""
-    GROUPS: gl.constexpr = HALF_ROWS // C.SLOT
+    """Copy every step. Out-of-range elements are zeros. The last tile of a document is shifted back unless
+    SHORT_DOCUMENTS."""
+    GROUPS: gl.constexpr = ACCUMULATOR_ROWS // C.ROWS_PER_QUERY
     BLOCK: gl.constexpr = Q.block_type.shape
     LAYOUT: gl.constexpr = Q.layout
     STEP: gl.constexpr = D.block_type.nbytes + 2 * Q.block_type.nbytes
@@ -53,11 +54,11 @@ def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
         row = (task % K) * Ld
         group = task // K * (2 * GROUPS)
         for t0 in range(0, Ld, C.BN):
-            token = row if C.PACKED else row + gl.minimum(t0, Ld - C.BN)
-            for c0 in range(0, d, FEATURES):
+            token = row if C.SHORT_DOCUMENTS else row + gl.minimum(t0, Ld - C.BN)
+            for c0 in range(0, d, STEP_FEATURES):
                 full = ring.full.index(stage)
                 mbarrier.wait(ring.empty.index(stage), phase)
-                if C.NORMALIZE and c0 + FEATURES >= d:
+                if C.NORMALIZE and c0 + STEP_FEATURES >= d:
                     mbarrier.expect(full, STEP + norms.block_type.nbytes)
                     async_load(norms, [task % K * tiles * C.BN + t0], full, ring.norms.index(stage))
                 else:
@@ -66,29 +67,29 @@ def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
                 for G in gl.static_range(2):
                     first = group + G * GROUPS
                     rows = reinterpret(ring.queries.index(2 * stage + G), Q.dtype, BLOCK, LAYOUT)
-                    async_load(Q, [first // parts, first % parts * C.SLOT, c0], full, rows)
-                stage, phase = advance(stage, phase, C)
+                    async_load(Q, [first // parts, first % parts * C.ROWS_PER_QUERY, c0], full, rows)
+                stage, phase = advance_stage(stage, phase, C)
 
 
 @gluon.jit
-def _lane_maxima(S):
+def _reduce_lane_maxima(S):
     """A row's maxima for each of the 4 lanes of the quad that holds it, with no exchange between threads."""
-    return gl.reduce(gl.reduce(lanes(S), 3, nan_max), 1, nan_max)
+    return gl.reduce(gl.reduce(split_lanes(S), 3, nan_max), 1, nan_max)
 
 
 @gluon.jit
-def _score(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
+def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
     """Store the sums of a document's row maxima, [groups, K]; `norms`: those of query tokens."""
-    GROUPS: gl.constexpr = HALF_ROWS // C.SLOT
+    GROUPS: gl.constexpr = ACCUMULATOR_ROWS // C.ROWS_PER_QUERY
     row_best = gl.reduce(best, 1, nan_max)
-    r = gl.arange(0, HALF_ROWS, layout=row_best.type.layout)
-    group = first + r // C.SLOT
+    r = gl.arange(0, ACCUMULATOR_ROWS, layout=row_best.type.layout)
+    group = first + r // C.ROWS_PER_QUERY
     i = group // parts
-    s = group % parts * C.SLOT + r % C.SLOT
-    keep = query_keep(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    s = group % parts * C.ROWS_PER_QUERY + r % C.ROWS_PER_QUERY
+    keep = load_query_mask(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     if C.NORMALIZE:
         row_best *= gl.load(norms + i.to(gl.int64) * sizes.Lq + s, mask=keep, other=0.0)
-    total = ordered_sum(gl.where(keep, query_weight(Q, i, s, keep) * row_best, 0.0), GROUPS, C.SLOT)
+    total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * row_best, 0.0), GROUPS, C.ROWS_PER_QUERY)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
 
@@ -99,27 +100,27 @@ def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexp
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage = 0
     phase = 0
-    S = gl.full([HALF_ROWS, C.BN], 0.0, gl.float32, ACC)
+    S = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, ACC)
     for task in range(begin, end):
-        best = _lane_maxima(gl.full_like(S, float("-inf")))
+        best = _reduce_lane_maxima(gl.full_like(S, float("-inf")))
         for _ in range(0, sizes.Ld, C.BN):
-            for c0 in range(0, d, FEATURES):
+            for c0 in range(0, d, STEP_FEATURES):
                 mbarrier.wait(ring.full.index(stage), phase)
                 rows = ring.queries.index(2 * stage + G)
                 S = warpgroup_mma(rows, ring.documents.index(stage).permute((1, 0)), S, use_acc=c0 > 0, is_async=True)
                 S = warpgroup_mma_wait(1, [S])
-                mbarrier.arrive(ring.empty.index(_previous(stage, C)), count=1, pred=c0 > 0)
-                stage, phase = advance(stage, phase, C)
+                mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1, pred=c0 > 0)
+                stage, phase = advance_stage(stage, phase, C)
             S = warpgroup_mma_wait(0, [S])
             if C.NORMALIZE:
-                S = S * ring.norms.index(_previous(stage, C)).load(gl.SliceLayout(0, ACC))[None, :]
-            if C.PACKED:
+                S = S * ring.norms.index(_retreat_stage(stage, C)).load(gl.SliceLayout(0, ACC))[None, :]
+            if C.SHORT_DOCUMENTS:
                 t = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
                 S = gl.where((t < sizes.Ld)[None, :], S, float("-inf"))
-            mbarrier.arrive(ring.empty.index(_previous(stage, C)), count=1)
-            best = nan_max(best, _lane_maxima(S))
-        first = (task // sizes.K * 2 + G) * (HALF_ROWS // C.SLOT)
-        _score(best, Q, norms, first, parts, task % sizes.K, scores, sizes, C)
+            mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1)
+            best = nan_max(best, _reduce_lane_maxima(S))
+        first = (task // sizes.K * 2 + G) * (ACCUMULATOR_ROWS // C.ROWS_PER_QUERY)
+        _store_scores(best, Q, norms, first, parts, task % sizes.K, scores, sizes, C)
 
 
 @gluon.jit(do_not_specialize=["parts"])
@@ -131,7 +132,7 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
     `norms` describes what `maxsim_tile_norms` leaves of documents, and `query_norms` is what it leaves of queries.
     Programs share the (row tile, document) pairs evenly, row tiles first.
     """
-    row_tiles = gl.cdiv(sizes.Nq * parts * C.SLOT, 2 * HALF_ROWS)
+    row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, 2 * ACCUMULATOR_ROWS)
     pairs = row_tiles.to(gl.int64) * sizes.K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
@@ -140,9 +141,9 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
     room = 0
     if C.NORMALIZE:
         room = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
-    ring = Ring(
-        gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, HALF_ROWS, FEATURES], D.layout),
-        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, FEATURES], D.layout),
+    ring = StepPipeline(
+        gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], D.layout),
+        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, STEP_FEATURES], D.layout),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
         room,

@@ -8,81 +8,81 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .gluon_names import reinterpret
-from .pipeline import advance
-from .schedule import here
+from .pipeline import advance_stage
+from .schedule import compiler_barrier_value
 
-LANES = gl.constexpr(32)
+WARP_LANES = gl.constexpr(32)
 
 
 @gluon.jit
-def patch(spans, ring, ready, begin, end, K, d, W: gl.constexpr, C: gl.constexpr):
+def overwrite_masked_tokens(spans, ring, ready, begin, end, K, d, W: gl.constexpr, C: gl.constexpr):
     """A warp's part, tokens 32 W to 32 W + 31 of every tile; `ready` says which tiles two such warps are done with."""
     stage = 0
     phase = 0
-    lane = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [LANES], [1], [0]))
+    lane = gl.arange(0, WARP_LANES, layout=gl.BlockedLayout([1], [WARP_LANES], [1], [0]))
     k = begin % K
-    length = _length(spans, k)
-    absent = _absent(spans, k, 0, lane, W)
-    words = _words(spans, k, _source(spans, k), lane, d, C)
-    source = _source(spans, (begin + 1) % K)
+    length = _load_kept_length(spans, k)
+    absent = _load_masked_bits(spans, k, 0, lane, W)
+    words = _load_token_words(spans, k, _load_source_token(spans, k), lane, d, C)
+    source = _load_source_token(spans, (begin + 1) % K)
     for task in range(begin, end):
         k = task % K
         after = (task + 1) % K
-        here_length = gl.maximum(here(length), 1)
+        here_length = gl.maximum(compiler_barrier_value(length), 1)
         # Asked for a document ahead, as it comes from far away.
-        length = _length(spans, after)
-        coming = _words(spans, after, source, lane, d, C), _absent(spans, after, 0, lane, W)
-        source = _source(spans, (task + 2) % K)
+        length = _load_kept_length(spans, after)
+        coming = _load_token_words(spans, after, source, lane, d, C), _load_masked_bits(spans, after, 0, lane, W)
+        source = _load_source_token(spans, (task + 2) % K)
         for t0 in range(0, here_length, C.BN):
             tile = t0 // C.BN
-            if (tile > 0) & (tile % LANES == 0):
-                absent = _absent(spans, k, tile, lane, W)
-            bits = gl.sum(gl.where(lane == tile % LANES, absent, 0), axis=0)
+            if (tile > 0) & (tile % WARP_LANES == 0):
+                absent = _load_masked_bits(spans, k, tile, lane, W)
+            bits = gl.sum(gl.where(lane == tile % WARP_LANES, absent, 0), axis=0)
             mbarrier.wait(ring.full.index(stage), phase)
             if bits != 0:
-                _overwrite(ring, stage * (C.BN * C.BD // 64) + LANES * W, bits, words, lane, C)
+                _overwrite(ring, stage * (C.BN * C.BD // 64) + WARP_LANES * W, bits, words, lane, C)
                 fence_async_shared()
             mbarrier.arrive(ready.index(stage), count=1)
-            stage, phase = advance(stage, phase, C)
+            stage, phase = advance_stage(stage, phase, C)
         words, absent = coming
 
 
 @gluon.jit
-def counted(spans, k, tile, column):
+def find_kept_columns(spans, k, tile, column):
     """Whether tokens of a tile count, by their columns."""
     bits = spans.patches.bits + k.to(gl.int64) * 2 * spans.tiles + tile
-    word = gl.where(column < LANES, gl.load(bits), gl.load(bits + spans.tiles))
-    return (word >> (column % LANES)) & 1 == 0
+    word = gl.where(column < WARP_LANES, gl.load(bits), gl.load(bits + spans.tiles))
+    return (word >> (column % WARP_LANES)) & 1 == 0
 
 
 @gluon.jit
-def _length(spans, k):
+def _load_kept_length(spans, k):
     """How many tokens hold all that count of document k."""
     return gl.load(spans.segments.lengths + k)
 
 
 @gluon.jit
-def _absent(spans, k, tile, lane, W: gl.constexpr):
+def _load_masked_bits(spans, k, tile, lane, W: gl.constexpr):
     """Which tokens of the part W do not count, as bits, of tiles from `tile` on, one a lane."""
     n = tile + lane
     return gl.load(spans.patches.bits + (k.to(gl.int64) * 2 + W) * spans.tiles + n, mask=n < spans.tiles, other=0)
 
 
 @gluon.jit
-def _source(spans, k):
+def _load_source_token(spans, k):
     """The first token of document k that counts: what others are overwritten with."""
     return gl.load(spans.patches.sources + k)
 
 
 @gluon.jit
-def _words(spans, k, source, lane, d, C: gl.constexpr):
+def _load_token_words(spans, k, source, lane, d, C: gl.constexpr):
     """Token `source` of document k, 4 bytes a lane of each 128."""
     tokens = spans.patches.tokens.to(gl.pointer_type(gl.int32))
     row = tokens + (k.to(gl.int64) * spans.segments.d_each + source) * (d // 2) + lane
     a = gl.load(row, mask=lane < d // 2, other=0)
     b = a
     if C.BD == 128:
-        b = gl.load(row + LANES, mask=LANES + lane < d // 2, other=0)
+        b = gl.load(row + WARP_LANES, mask=WARP_LANES + lane < d // 2, other=0)
     return a, b
 
 
@@ -94,11 +94,11 @@ def _overwrite(ring, first, bits, words, lane, C: gl.constexpr):
     at a time: for all eight there are no registers.
     """
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lines = reinterpret(ring.tiles, gl.int32, [C.STAGES * C.BN * C.BD // 64, LANES], PLAIN)
+    lines = reinterpret(ring.tiles, gl.int32, [C.STAGES * C.BN * C.BD // 64, WARP_LANES], PLAIN)
     for half in gl.static_range(2):
-        a = _four_lines(words[0], lane, 4 * half)
-        b = _four_lines(words[1], lane, 4 * half)
-        for eight in gl.static_range(LANES // 8):
+        a = _make_four_lines(words[0], lane, 4 * half)
+        b = _make_four_lines(words[1], lane, 4 * half)
+        for eight in gl.static_range(WARP_LANES // 8):
             for n in gl.static_range(4):
                 _overwrite_one(lines, first, 8 * eight + 4 * half + n, bits, a[n], b[n], C)
 
@@ -112,13 +112,18 @@ def _overwrite_one(lines, first, n: gl.constexpr, bits, a, b, C: gl.constexpr):
 
 
 @gluon.jit
-def _four_lines(words, lane, n: gl.constexpr):
+def _make_four_lines(words, lane, n: gl.constexpr):
     """A token's words as they lie in its line, for tokens n to n + 3 of each 8."""
-    return _line(words, lane, n), _line(words, lane, n + 1), _line(words, lane, n + 2), _line(words, lane, n + 3)
+    return (
+        _make_line(words, lane, n),
+        _make_line(words, lane, n + 1),
+        _make_line(words, lane, n + 2),
+        _make_line(words, lane, n + 3),
+    )
 
 
 @gluon.jit
-def _line(words, lane, n: gl.constexpr):
+def _make_line(words, lane, n: gl.constexpr):
     """The words as they lie in the line of a token: 16 bytes that come m-th at m ^ n, n = token % 8."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",

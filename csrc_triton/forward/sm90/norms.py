@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common.primitives import inverse_norm, ordered_sum
+from ...common.primitives import compute_inverse_norm, sum_in_order
 from .gluon_names import reinterpret
-from .pipeline import advance
+from .pipeline import advance_stage
 
 # Where norms are found: of the warps that find them and of the producer, and of the others.
 NORM_REGISTERS = gl.constexpr(56)
@@ -16,7 +16,7 @@ NORM_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _squares(x):
+def _sum_neighbor_squares(x):
     """Of neighbours, added up: of bf16, a word holds two, which are fp32 numbers but for a shift."""
     if x.dtype == gl.int32:
         low = (x << 16).to(gl.float32, bitcast=True)
@@ -29,8 +29,8 @@ def _squares(x):
 
 
 @gluon.jit
-def inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
-    """Of the tokens of a tile, summed as `similarities.sum_of_squares` does; a thread has whole tokens.
+def compute_tile_inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
+    """Of the tokens of a tile, summed as `similarities.sum_tile_squares` does; a thread has whole tokens.
 
     A loop over the panels of 64 features that a tile lies in: code that runs once a tile has to be short.
     """
@@ -43,39 +43,39 @@ def inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
         panels = reinterpret(tile, tile.dtype, [PANELS, C.BN, 64], gl.NVMMASharedLayout(128, 16, 2))
     squares = gl.full([C.BN], 0, gl.float32, gl.SliceLayout(1, LAYOUT))
     for n in range(PANELS):
-        x = _squares(panels.index(n).load(LAYOUT))
-        squares += gl.convert_layout(ordered_sum(x, x.shape[0], x.shape[1]), gl.SliceLayout(1, LAYOUT))
-    return inverse_norm(squares)
+        x = _sum_neighbor_squares(panels.index(n).load(LAYOUT))
+        squares += gl.convert_layout(sum_in_order(x, x.shape[0], x.shape[1]), gl.SliceLayout(1, LAYOUT))
+    return compute_inverse_norm(squares)
 
 
 @gluon.jit
-def measure(ring, begin, end, Ld, C: gl.constexpr):
+def produce_norms(ring, begin, end, Ld, C: gl.constexpr):
     """NORM_WARPS warps find the inverse norms of the tokens of every tile."""
     stage = 0
     phase = 0
     for _ in range(begin, end):
         for _ in range(0, Ld, C.BN):
             mbarrier.wait(ring.full.index(stage), phase)
-            found = inverse_norms(ring.tiles.index(stage), NORM_WARPS, C)
+            found = compute_tile_inverse_norms(ring.tiles.index(stage), NORM_WARPS, C)
             ring.norms.inverse.index(stage + phase * C.STAGES).store(found)
             mbarrier.arrive(ring.norms.ready.index(stage), count=1)
-            stage, phase = advance(stage, phase, C)
+            stage, phase = advance_stage(stage, phase, C)
 
 
 @gluon.jit
 def wait_for_tile(ring, stage, phase, C: gl.constexpr):
     """Wait for the tile at `stage`, and for the inverse norms of its tokens if normalising."""
-    if C.NORMALIZE and not C.GIVEN:
+    if C.NORMALIZE and not C.PRECOMPUTED_SCALES:
         mbarrier.wait(ring.norms.ready.index(stage), phase)
     else:
         mbarrier.wait(ring.full.index(stage), phase)
 
 
 @gluon.jit
-def inverse_of_tile(ring, stage, phase, S, C: gl.constexpr):
+def load_inverse_norms(ring, stage, phase, S, C: gl.constexpr):
     """The scales or inverse norms of the tokens of the tile at `stage`, as columns of `S`; 0 where there are none."""
     inverse = 0
-    if C.GIVEN:
+    if C.PRECOMPUTED_SCALES:
         inverse = ring.norms.inverse.index(stage).load(gl.SliceLayout(0, S.type.layout))
     elif C.NORMALIZE:
         inverse = ring.norms.inverse.index(stage + phase * C.STAGES).load(gl.SliceLayout(0, S.type.layout))
@@ -83,15 +83,15 @@ def inverse_of_tile(ring, stage, phase, S, C: gl.constexpr):
 
 
 @gluon.jit
-def scaled(S, inverse, C: gl.constexpr):
+def scale_similarities(S, inverse, C: gl.constexpr):
     """Similarities over the norms of their document tokens if normalising, or times their scales."""
-    if C.NORMALIZE or C.GIVEN:
+    if C.NORMALIZE or C.PRECOMPUTED_SCALES:
         S = S.to(gl.float32) * inverse[None, :]
     return S
 
 
 @gluon.jit
-def row_norms(x):
-    """The inverse norms of query rows that no two warps share, summed as `ordered_squares` does."""
+def compute_row_inverse_norms(x):
+    """The inverse norms of query rows that no two warps share, summed as `sum_row_squares_in_order` does."""
     x = x.to(gl.float32)
-    return inverse_norm(ordered_sum(x * x, x.shape[0], x.shape[1]))
+    return compute_inverse_norm(sum_in_order(x * x, x.shape[0], x.shape[1]))

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.segments import bounded_segment, document_bounds
+from ...common.segments import clamp_document_segment, load_document_bounds
 
-SPAN_BLOCK = gl.constexpr(1024)
-MOST_TOKENS = gl.constexpr(2**24)  # that are counted of a document: what a block costs takes 32 bits
+SCHEDULE_BLOCK_DOCUMENTS = gl.constexpr(1024)
+MAX_COSTED_TOKENS = gl.constexpr(2**24)  # that are counted of a document: what a block costs takes 32 bits
 
 
-class Spans(NamedTuple):
+class DocumentSegments(NamedTuple):
     """Where documents lie among the rows of D: as `segments` say.
 
     `patches`, unless it is None, says what a mask leaves out of the `tiles` tiles of each document, which begins with
@@ -24,7 +24,7 @@ class Spans(NamedTuple):
 
 
 @gluon.jit
-def here(x):
+def compiler_barrier_value(x):
     """The number `x`, which the compiler can neither do without nor work out, or what hangs on it, before.
 
     Else Triton forgets a length that only bounds a loop: it takes that of the first document for all. And what hangs on
@@ -34,20 +34,21 @@ def here(x):
 
 
 @gluon.jit
-def bounds_of(spans, k, K):
-    """What is stored of where document k lies, for `span_of`: asked for a document ahead, as it comes from far away."""
-    first, other = document_bounds(spans.segments, k.to(gl.int64), k < K)
+def load_segment_bounds(spans, k, K):
+    """What is stored of where document k lies, for `locate_segment`: asked for a document ahead, as it comes from far
+    away."""
+    first, other = load_document_bounds(spans.segments, k.to(gl.int64), k < K)
     if spans.patches is not None:
         first = gl.load(spans.patches.sources + k, mask=k < K, other=0)
     return first, other
 
 
 @gluon.jit
-def span_of(spans, bounds, k, K, Td):
+def locate_segment(spans, bounds, k, K, Td):
     """First row and length of document k: -1 of one that is not inside D, 0 of one that is not there."""
     if spans.patches is None:
         k = k.to(gl.int64)
-        row, length, valid = bounded_segment(spans.segments, bounds, k, k < K, Td)
+        row, length, valid = clamp_document_segment(spans.segments, bounds, k, k < K, Td)
         row, length = row.to(gl.int32), gl.where(valid, length, -1)
     else:
         row, length = k * spans.segments.d_each + bounds[0], bounds[1]
@@ -55,68 +56,72 @@ def span_of(spans, bounds, k, K, Td):
 
 
 @gluon.jit
-def length_of(spans, bounds, k, K, Td):
-    _, length = span_of(spans, bounds, k, K, Td)
+def get_segment_length(spans, bounds, k, K, Td):
+    _, length = locate_segment(spans, bounds, k, K, Td)
     return length
 
 
 @gluon.jit
-def block(k0):
+def list_block_documents(k0):
     """SPAN_BLOCK documents from k0 on."""
-    return k0 + gl.arange(0, SPAN_BLOCK, layout=gl.BlockedLayout([SPAN_BLOCK // 128], [32], [4], [0]))
+    return k0 + gl.arange(
+        0, SCHEDULE_BLOCK_DOCUMENTS, layout=gl.BlockedLayout([SCHEDULE_BLOCK_DOCUMENTS // 128], [32], [4], [0])
+    )
 
 
 @gluon.jit
-def costs_of(spans, bounds, k, K, C: gl.constexpr):
+def estimate_costs(spans, bounds, k, K, C: gl.constexpr):
     """What these documents cost, in quarters of a tile: their tiles, and what was measured of each; in 32 bits. One
     that is not inside D costs as if it was."""
     length = k * 0 + spans.segments.d_each if spans.segments.offsets is None else bounds[1] - bounds[0]
     if spans.segments.lengths is not None:
         length = bounds[1]
-    tiles = (gl.minimum(gl.maximum(length, 1), MOST_TOKENS).to(gl.int32) + C.BN - 1) // C.BN
+    tiles = (gl.minimum(gl.maximum(length, 1), MAX_COSTED_TOKENS).to(gl.int32) + C.BN - 1) // C.BN
     return gl.where(k < K, 4 * tiles + 3, 0)
 
 
 @gluon.jit
-def block_costs(spans, k0, K, C: gl.constexpr):
-    k = block(k0)
-    return costs_of(spans, bounds_of(spans, k, K), k, K, C)
+def estimate_block_costs(spans, k0, K, C: gl.constexpr):
+    k = list_block_documents(k0)
+    return estimate_costs(spans, load_segment_bounds(spans, k, K), k, K, C)
 
 
 @gluon.jit
-def _before(starts, costs, share, total):
+def _flag_before_share(starts, costs, share, total):
     """Of each of these documents, 1 if it lies before the `share` of the programs' total, as a fraction of it."""
     return ((starts * gl.num_programs(0) < share * total) & (costs > 0)).to(gl.int32)
 
 
 @gluon.jit
-def shares(spans, first, row_tiles, K, C: gl.constexpr):
+def partition_pairs(spans, first, row_tiles, K, C: gl.constexpr):
     """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same.
 
     `first`: costs of the first block of documents.
     """
     programs = gl.num_programs(0)
     total = gl.sum(first, axis=0).to(gl.int64)
-    for k0 in range(SPAN_BLOCK, K, SPAN_BLOCK):
-        total += gl.sum(block_costs(spans, k0, K, C), axis=0)
+    for k0 in range(SCHEDULE_BLOCK_DOCUMENTS, K, SCHEDULE_BLOCK_DOCUMENTS):
+        total += gl.sum(estimate_block_costs(spans, k0, K, C), axis=0)
     x = row_tiles * gl.program_id(0)
     y = x + row_tiles
     before = total * 0
     costs = first
     passed_x = 0
     passed_y = 0
-    for k0 in range(0, K, SPAN_BLOCK):
-        starts = before + (gl.associative_scan(costs, 0, _plus) - costs)
-        both = _before(starts, costs, x % programs, total) + (_before(starts, costs, y % programs, total) << 16)
+    for k0 in range(0, K, SCHEDULE_BLOCK_DOCUMENTS):
+        starts = before + (gl.associative_scan(costs, 0, _add) - costs)
+        both = _flag_before_share(starts, costs, x % programs, total) + (
+            _flag_before_share(starts, costs, y % programs, total) << 16
+        )
         counts = gl.sum(both, axis=0)
         passed_x += counts & 0xFFFF
         passed_y += counts >> 16
-        if k0 + SPAN_BLOCK < K:
+        if k0 + SCHEDULE_BLOCK_DOCUMENTS < K:
             before += gl.sum(costs, axis=0)
-            costs = block_costs(spans, k0 + SPAN_BLOCK, K, C)
+            costs = estimate_block_costs(spans, k0 + SCHEDULE_BLOCK_DOCUMENTS, K, C)
     return x // programs * K + passed_x, y // programs * K + passed_y
 
 
 @gluon.jit
-def _plus(a, b):
+def _add(a, b):
     return a + b

@@ -6,10 +6,17 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...core.arguments import at_least_one, check_choice, check_strided, check_tensor, score_dtype, shape_of
+from ...core.arguments import (
+    check_choice,
+    check_strided,
+    check_tensor,
+    clamp_to_at_least_one,
+    format_shape,
+    score_dtype,
+)
 from ...ops.checks import values
 from ...ops.stack import functional, sharding
-from .ops import METRICS, Clouds
+from .ops import METRICS, ChamferArgs
 
 _OP = "chamfer_distance"
 
@@ -57,7 +64,7 @@ def chamfer_distance(
     Source: Fan, Su and Guibas, "A Point Set Generation Network for 3D Object Reconstruction from a Single Image", 2017,
     equation 1, with means in place of sums.
     """
-    clouds = Clouds(P, R, p_lengths, r_lengths)
+    clouds = ChamferArgs(P, R, p_lengths, r_lengths)
     clouds.check(_OP, one=True)
     check_choice(_OP, "metric", metric, METRICS)
     for name, w, X in (("p_weight", p_weight, P), ("r_weight", r_weight, R)):
@@ -66,13 +73,13 @@ def chamfer_distance(
     functional.reject_forward_ad(P, R)
     functional.reject_transforms(_OP)
     for name, n, X in (("p_lengths", p_lengths, P), ("r_lengths", r_lengths, R)):
-        if n is not None and values.looks(n):
+        if n is not None and values.needs_value_checks(n):
             values.check_lengths(_OP, name, n, X.shape[-2])
     sharding.register_if_needed()
     single = P.dim() == 2
     lifted = [x if x is None or not single else x.unsqueeze(0) for x in (*clouds, p_weight, r_weight)]
     of_P, _, of_R, _ = lik.chamfer_fwd(*lifted[:4], metric)
-    distance = _mean(of_P, lifted[2], lifted[4]) + _mean(of_R, lifted[3], lifted[5])
+    distance = _mean_distance(of_P, lifted[2], lifted[4]) + _mean_distance(of_R, lifted[3], lifted[5])
     return distance.squeeze(0) if single else distance
 
 
@@ -82,14 +89,14 @@ def _check_weight(name: str, w: Tensor, X: Tensor) -> None:
     if w.dtype != score_dtype(X.dtype):
         raise TypeError(f"{_OP}: {name}: expected {score_dtype(X.dtype)} for {X.dtype} points, got {w.dtype}")
     if w.shape != X.shape[:-1]:
-        raise ValueError(f"{_OP}: {name}: expected {shape_of(X[..., 0])}, got {shape_of(w)}")
+        raise ValueError(f"{_OP}: {name}: expected {format_shape(X[..., 0])}, got {format_shape(w)}")
     if w.device != X.device:
         raise ValueError(f"{_OP}: {name}: expected the device of P, {X.device}, got {w.device}")
 
 
-def _mean(distances: Tensor, lengths: Tensor | None, weight: Tensor | None) -> Tensor:
+def _mean_distance(distances: Tensor, lengths: Tensor | None, weight: Tensor | None) -> Tensor:
     """Of each cloud. What is at no distance, as beyond its end, adds none, and nobody near is far, whatever weights."""
     if weight is not None:
         distances = distances * torch.where((distances == 0) | distances.isinf(), 1, weight)
-    count = at_least_one(distances.shape[1]) if lengths is None else lengths.clamp_min(1)
+    count = clamp_to_at_least_one(distances.shape[1]) if lengths is None else lengths.clamp_min(1)
     return distances.sum(1) / count

@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...csrc_triton.chamfer.exact import chamfer_nearest, chamfer_slopes, chamfer_winners
+from ...csrc_triton.chamfer.exact import chamfer_nearest, chamfer_select, chamfer_slopes
 from ...csrc_triton.chamfer.products import chamfer_products, chamfer_terms
-from ...csrc_triton.common.arguments import Distances, Points, PointTerms
+from ...csrc_triton.common.arguments import ChamferConfig, PointArgs, PointTermArgs
 from ...gpu.backward.dense import backward_lowmem
 from ...gpu.runtime import launcher
-from ...gpu.runtime.arguments import architecture, checked_grid, features_span, on_device, wide_rows
-from ...gpu.tuning.architectures import INTERPRETER, Architecture, Launch, cdiv, next_power_of_2
-from ...gpu.tuning.backward_configs import THREE_PROGRAMS
-from .portable import LEAST_PRODUCTS, Nearest, point_gradients
+from ...gpu.runtime.arguments import architecture, check_grid, choose_row_offset_width, get_feature_reach, use_device
+from ...gpu.tuning.architectures import INTERPRETER, Architecture, LaunchConfig, cdiv, next_power_of_2
+from ...gpu.tuning.backward_configs import THREE_CTA_REGISTERS
+from .portable import MIN_PRODUCT_FEATURES, Nearest, sum_point_gradients
 
-_NOBODY = (0x7F800000 << 32) | 0xFFFFFFFF  # above every key: an infinite distance, to point -1
+_EMPTY_KEY = (0x7F800000 << 32) | 0xFFFFFFFF  # above every key: an infinite distance, to point -1
 _INT32_MAX = 2**31 - 1
-_FEW = 4  # coordinates that are held in registers
-_MOST_STEPS = 32  # of a part, so that few points are looked at again where several are as near
-_TERM_BYTES = 14 * 2**20  # of one cloud's terms
-_ROWS = 256  # terms of a cloud are a multiple of these
+_MAX_UNROLLED_COORDINATES = 4  # coordinates that are held in registers
+_MAX_PART_STEPS = 32  # of a part, so that few points are looked at again where several are as near
+_MAX_TERM_BYTES = 14 * 2**20  # of one cloud's terms
+_TERM_ROW_MULTIPLE = 256  # terms of a cloud are a multiple of these
 NEAREST_PROGRAMS, PRODUCT_PROGRAMS = 3, 2  # of a multiprocessor at a time
 _LANES, _RUN, _GROUP = 4, 2, 16  # of the matrix unit's rows: see `chamfer_products`
 
 
-class Side(NamedTuple):
+class KeyLayout(NamedTuple):
     """Whom the keys of a cloud tell: one of `kinds` classes, runs of `run`, of parts of `size` points of the other."""
 
     size: int
@@ -37,14 +37,14 @@ class Side(NamedTuple):
     run: int
 
 
-def nearest_launch(arch: Architecture, d: int, metric: str, wide: int) -> Launch:
+def configure_nearest(arch: Architecture, d: int, metric: str, wide: int) -> LaunchConfig:
     """The tile of `chamfer_nearest`."""
     BM, BN = (16, 16) if arch == INTERPRETER else (32, 128)
-    config = Distances(BM, BN, d if d <= _FEW else 8, metric, wide)
-    return Launch(config, 4, 1, THREE_PROGRAMS if arch.name == "sm_90" else arch.registers)  # type: ignore[arg-type]
+    config = ChamferConfig(BM, BN, d if d <= _MAX_UNROLLED_COORDINATES else 8, metric, wide)
+    return LaunchConfig(config, 4, 1, THREE_CTA_REGISTERS if arch.name == "sm_90" else arch.registers)  # type: ignore[arg-type]
 
 
-def products_launch(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -> Launch:
+def configure_products(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -> LaunchConfig:
     """The tile of `chamfer_products`."""
     split = dtype == torch.float32
     BM, BN, BD = 64, 32 if split and not arch.is_amd else 64, 64  # with 64 ptxas spills on sm_80
@@ -53,26 +53,26 @@ def products_launch(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -
     if arch == INTERPRETER:
         BM, BN, BD = 32, 16, 16
     BD = min(BD, max(16, next_power_of_2(d)))
-    config = Distances(BM, BN, BD, "sqeuclidean", wide, SPLIT=split, ONE_CHUNK=d <= BD)
-    return Launch(config, 4, 1, 255)  # type: ignore[arg-type]
+    config = ChamferConfig(BM, BN, BD, "sqeuclidean", wide, SPLIT_FP32=split, SINGLE_STEP=d <= BD)
+    return LaunchConfig(config, 4, 1, 255)  # type: ignore[arg-type]
 
 
-def terms_launch(arch: Architecture, products: Launch) -> Launch:
-    """The tile of `chamfer_terms`, which leaves rows for `products`."""
-    return Launch(products.config._replace(BM=16), 4, 1, arch.registers)
+def configure_terms(arch: Architecture, products: LaunchConfig) -> LaunchConfig:
+    """The tile of `chamfer_terms`, which leaves rows for `make_accumulator_layout`."""
+    return LaunchConfig(products.config._replace(BM=16), 4, 1, arch.registers)
 
 
-def winners_launch(arch: Architecture, d: int, metric: str, wide: int, side: Side) -> Launch:
+def configure_selection(arch: Architecture, d: int, metric: str, wide: int, side: KeyLayout) -> LaunchConfig:
     """The tile of `chamfer_winners`."""
-    BM, BN, BD = (1, 64, d) if d <= _FEW else (1, 16, min(next_power_of_2(d), 128))
+    BM, BN, BD = (1, 64, d) if d <= _MAX_UNROLLED_COORDINATES else (1, 16, min(next_power_of_2(d), 128))
     if arch == INTERPRETER:
         BM, BN = 64, 16
-    config = Distances(BM, BN, BD, metric, wide, side.kinds, side.run)
-    return Launch(config, 1, 1, arch.registers)  # type: ignore[arg-type]
+    config = ChamferConfig(BM, BN, BD, metric, wide, side.kinds, side.run)
+    return LaunchConfig(config, 1, 1, arch.registers)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
-def parts_of(tiles: int, steps: int, slots: int, least: int, start: int) -> int:
+def choose_part_count(tiles: int, steps: int, slots: int, least: int, start: int) -> int:
     """Into how many parts a cloud of so many steps is cut, `least` or more, for the programs of all row tiles.
 
     That which takes the least steps of a GPU that runs `slots` programs at a time, which begin within `start` steps.
@@ -81,15 +81,15 @@ def parts_of(tiles: int, steps: int, slots: int, least: int, start: int) -> int:
     return min(choices, key=lambda parts: (cdiv(tiles * parts, slots) * (cdiv(steps, parts) + start), parts))
 
 
-def _points(X: Tensor, lengths: Tensor | None) -> Points:
-    return Points._make((X, *X.stride(), X.shape[1], lengths))
+def _make_point_args(X: Tensor, lengths: Tensor | None) -> PointArgs:
+    return PointArgs._make((X, *X.stride(), X.shape[1], lengths))
 
 
-class _Call(NamedTuple):
+class _ChamferCall(NamedTuple):
     """Two clouds as kernels take them, and the keys of their points."""
 
-    p: Points
-    r: Points
+    p: PointArgs
+    r: PointArgs
     keys: list[Tensor]
     metric: str
     wide: int
@@ -103,56 +103,58 @@ class _Call(NamedTuple):
         B, N, d = self.p.ptr.shape
         return B, N, self.r.count, d
 
-    def run(self, kernel, programs: int, args: tuple, launch: Launch) -> None:
-        launcher.launch(kernel, checked_grid(programs), (*args, launch.config), launch.options(self.arch))
+    def run(self, kernel, programs: int, args: tuple, launch: LaunchConfig) -> None:
+        launcher.launch(kernel, check_grid(programs), (*args, launch.config), launch.options(self.arch))
 
-    def by_distances(self) -> tuple[Side, Side]:
+    def lower_by_distances(self) -> tuple[KeyLayout, KeyLayout]:
         """Lower the keys to all distances; what they tell of R, and of P."""
         B, N, M, d = self.sizes
-        launch = nearest_launch(self.arch, d, self.metric, self.wide)
+        launch = configure_nearest(self.arch, d, self.metric, self.wide)
         BM, step = launch.config.BM, 2 * launch.config.BN
         tiles, steps = B * cdiv(N, BM), cdiv(M, step)
-        parts = parts_of(tiles, steps, NEAREST_PROGRAMS * self.arch.processors, cdiv(steps, _MOST_STEPS), 4)
+        parts = choose_part_count(
+            tiles, steps, NEAREST_PROGRAMS * self.arch.processors, cdiv(steps, _MAX_PART_STEPS), 4
+        )
         part = cdiv(steps, parts) * step
         args = self.p, self.r, *self.keys, part, d
         self.run(chamfer_nearest, tiles * cdiv(M, part), args, launch)
-        return Side(part, launch.config.BN, 1), Side(BM, 1, 1)
+        return KeyLayout(part, launch.config.BN, 1), KeyLayout(BM, 1, 1)
 
-    def by_products(self) -> tuple[Side, Side]:
+    def lower_by_products(self) -> tuple[KeyLayout, KeyLayout]:
         """The same by inner products: as many terms at a time as the workspace holds."""
         B, N, M, d = self.sizes
-        launch = products_launch(self.arch, self.p.ptr.dtype, d, self.wide)
+        launch = configure_products(self.arch, self.p.ptr.dtype, d, self.wide)
         width = cdiv(d, launch.config.BD) * launch.config.BD
-        room = _TERM_BYTES // (4 * width) // _ROWS * _ROWS
-        room = max(room, _ROWS)
-        batches = max(1, room // (cdiv(max(N, M), _ROWS) * _ROWS))
+        room = _MAX_TERM_BYTES // (4 * width) // _TERM_ROW_MULTIPLE * _TERM_ROW_MULTIPLE
+        room = max(room, _TERM_ROW_MULTIPLE)
+        batches = max(1, room // (cdiv(max(N, M), _TERM_ROW_MULTIPLE) * _TERM_ROW_MULTIPLE))
         for b in range(0, B, batches):
             clouds = min(batches, B - b)
             for n in range(0, N, room):
                 p = self._terms(self.p, launch, b, clouds, n, min(room, N - n), width)
                 for m in range(0, M, room):
                     r = self._terms(self.r, launch, b, clouds, m, min(room, M - m), width)
-                    self._multiply(launch, p, r, clouds)
-        return Side(launch.config.BN, _LANES, _RUN), Side(_GROUP, 1, 1)
+                    self._launch_products(launch, p, r, clouds)
+        return KeyLayout(launch.config.BN, _LANES, _RUN), KeyLayout(_GROUP, 1, 1)
 
     def _terms(
-        self, X: Points, launch: Launch, batch: int, clouds: int, first: int, count: int, width: int
-    ) -> PointTerms:
+        self, X: PointArgs, launch: LaunchConfig, batch: int, clouds: int, first: int, count: int, width: int
+    ) -> PointTermArgs:
         """Of `count` points from `first` on of some clouds."""
-        each = cdiv(count, _ROWS) * _ROWS
-        rows, split = clouds * each, launch.config.SPLIT
+        each = cdiv(count, _TERM_ROW_MULTIPLE) * _TERM_ROW_MULTIPLE
+        rows, split = clouds * each, launch.config.SPLIT_FP32
         dtype = torch.float16 if split else X.ptr.dtype
         terms = torch.empty(((1 + split) * rows, width), dtype=dtype, device=X.ptr.device)
         norms, scales = torch.empty((2, rows), dtype=torch.float32, device=X.ptr.device)
-        found = PointTerms(terms, norms, scales, rows, width, each, batch, first)
-        own = terms_launch(self.arch, launch)
+        found = PointTermArgs(terms, norms, scales, rows, width, each, batch, first)
+        own = configure_terms(self.arch, launch)
         self.run(chamfer_terms, cdiv(rows, own.config.BM), (X, found, rows, X.ptr.shape[2]), own)
         return found
 
-    def _multiply(self, launch: Launch, p: PointTerms, r: PointTerms, clouds: int) -> None:
+    def _launch_products(self, launch: LaunchConfig, p: PointTermArgs, r: PointTermArgs, clouds: int) -> None:
         C = launch.config
         tiles, steps = clouds * (p.each // C.BM), r.each // C.BN
-        steps = cdiv(steps, parts_of(tiles, steps, PRODUCT_PROGRAMS * self.arch.processors, 1, 2))
+        steps = cdiv(steps, choose_part_count(tiles, steps, PRODUCT_PROGRAMS * self.arch.processors, 1, 2))
         descriptors = [None, None]
         if self.arch.has_descriptors:
             descriptors = [
@@ -162,16 +164,16 @@ class _Call(NamedTuple):
         args = self.p, self.r, p, r, *descriptors, *self.keys, steps
         self.run(chamfer_products, tiles * cdiv(r.each, steps * C.BN), args, launch)
 
-    def found(self, sides: tuple[Side, Side]) -> Nearest:
+    def found(self, sides: tuple[KeyLayout, KeyLayout]) -> Nearest:
         """Distances and nearest points, of what keys tell."""
         d, results = self.sizes[3], []
         for x, y, keys, side in zip((self.p, self.r), (self.r, self.p), self.keys, sides, strict=True):
-            launch = winners_launch(self.arch, d, self.metric, self.wide, side)
+            launch = configure_selection(self.arch, d, self.metric, self.wide, side)
             distances = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
             nearest = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
             if keys.numel():
                 args = x, y, keys, distances, nearest, keys.numel(), side.size, d
-                self.run(chamfer_winners, cdiv(keys.numel(), launch.config.BM), args, launch)
+                self.run(chamfer_select, cdiv(keys.numel(), launch.config.BM), args, launch)
             results += [distances, nearest]
         return tuple(results)  # type: ignore[return-value]
 
@@ -182,30 +184,43 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
         if X.shape[1] > _INT32_MAX - 1024:
             raise ValueError(f"chamfer_fwd: {name}: expected at most {_INT32_MAX - 1024} points, got {X.shape[1]}")
     (B, N, d), M = P.shape, R.shape[1]
-    p, r = (_points(X, None if n is None else n.contiguous()) for X, n in ((P, p_lengths), (R, r_lengths)))
-    keys = [torch.full((B, n), _NOBODY, dtype=torch.int64, device=P.device) for n in (N, M)]
-    call = _Call(p, r, keys, metric, wide_rows(features_span(P, R)))
-    with on_device(P.device):
-        sides = Side(1, 1, 1), Side(1, 1, 1)
+    p, r = (_make_point_args(X, None if n is None else n.contiguous()) for X, n in ((P, p_lengths), (R, r_lengths)))
+    keys = [torch.full((B, n), _EMPTY_KEY, dtype=torch.int64, device=P.device) for n in (N, M)]
+    call = _ChamferCall(p, r, keys, metric, choose_row_offset_width(get_feature_reach(P, R)))
+    with use_device(P.device):
+        sides = KeyLayout(1, 1, 1), KeyLayout(1, 1, 1)
         if B * N * M:
-            sides = call.by_products() if metric == "sqeuclidean" and d >= LEAST_PRODUCTS else call.by_distances()
+            sides = (
+                call.lower_by_products()
+                if metric == "sqeuclidean" and d >= MIN_PRODUCT_FEATURES
+                else call.lower_by_distances()
+            )
         return call.found(sides)
 
 
-def slopes_launch(arch: Architecture, d: int, metric: str) -> Launch:
+def configure_slopes(arch: Architecture, d: int, metric: str) -> LaunchConfig:
     """The tile of `chamfer_slopes`."""
     BD = min(next_power_of_2(d), 64)
-    return Launch(Distances(1024 // BD, 1, BD, metric, 1), 4, 1, arch.registers)  # type: ignore[arg-type]
+    return LaunchConfig(ChamferConfig(1024 // BD, 1, BD, metric, 1), 4, 1, arch.registers)  # type: ignore[arg-type]
 
 
-def _slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
+def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
     B, N, d = X.shape
     slopes = torch.empty((B, N, d), dtype=torch.float32, device=X.device)
     arch = architecture(X.device)
-    launch = slopes_launch(arch, d, metric)
+    launch = configure_slopes(arch, d, metric)
     if B * N:
-        args = _points(X, None), _points(Y, None), grad, *grad.stride(), nearest.contiguous(), slopes, B * N, d
-        grid = checked_grid(cdiv(B * N, launch.config.BM))
+        args = (
+            _make_point_args(X, None),
+            _make_point_args(Y, None),
+            grad,
+            *grad.stride(),
+            nearest.contiguous(),
+            slopes,
+            B * N,
+            d,
+        )
+        grid = check_grid(cdiv(B * N, launch.config.BM))
         launcher.launch(chamfer_slopes, grid, (*args, launch.config), launch.options(arch))
     return slopes
 
@@ -221,5 +236,7 @@ def backward_chamfer(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """As `lik::chamfer_bwd` has them."""
-    with on_device(P.device):
-        return point_gradients((of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _slopes, backward_lowmem)
+    with use_device(P.device):
+        return sum_point_gradients(
+            (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem
+        )

@@ -15,15 +15,15 @@ from ...core.arguments import (
     check_choice,
     check_dtype,
     check_indices,
+    check_same_size,
     check_strided,
     check_tensor,
-    same_size,
+    format_shape,
     score_dtype,
-    shape_of,
 )
-from ...core.settings import requested_backend, use_backend
+from ...core.settings import get_requested_backend, use_backend
 from ...ops.registration.custom import custom_op
-from ...ops.registration.family import backend_once, check_shape, no_double_backward
+from ...ops.registration.family import check_shape, lookup_backend, make_raising_double_backward
 from ...ops.stack import batching, functional
 
 METRICS = ("sqeuclidean", "l1")
@@ -35,7 +35,7 @@ _BWD_SCHEMA = (
 _FWD, _BWD = map(add_op_namespace_prefix, ("chamfer_fwd", "chamfer_bwd"))
 
 
-class Clouds(NamedTuple):
+class ChamferArgs(NamedTuple):
     """Points ``P [B, N, d]`` and ``R [B, M, d]``; how many of each cloud count, ``[B]``, or None for all."""
 
     P: Tensor
@@ -50,30 +50,30 @@ class Clouds(NamedTuple):
             check_strided(op, name, X)
             if X.dim() != 3 and not (one and X.dim() == 2):
                 expected = f"[{points}, d] or " * one + f"[B, {points}, d]"
-                raise ValueError(f"{op}: {name}: expected {expected}, got {shape_of(X)}")
+                raise ValueError(f"{op}: {name}: expected {expected}, got {format_shape(X)}")
             check_dtype(op, name, X.dtype)
-        self._check_alike(op)
+        self._check_same(op)
         for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
             if n is not None:
                 clouds = "[B]" if self.P.dim() == 3 else "[]"
                 check_indices(op, name, n, self.P.shape[:-2], clouds, self.P.device, of="P")
 
-    def _check_alike(self, op: str) -> None:
+    def _check_same(self, op: str) -> None:
         P, R = self.P, self.R
         if R.dtype != P.dtype:
             raise TypeError(f"{op}: R: expected the dtype of P, {P.dtype}, got {R.dtype}")
         if R.device != P.device:
             raise ValueError(f"{op}: R: expected the device of P, {P.device}, got {R.device}")
         if R.dim() != P.dim():
-            raise ValueError(f"{op}: R: expected as many axes as P {shape_of(P)}, got {shape_of(R)}")
+            raise ValueError(f"{op}: R: expected as many axes as P {format_shape(P)}, got {format_shape(R)}")
 
         def alike() -> str:
-            return f"{op}: R: expected B and d of P {shape_of(P)}, got {shape_of(R)}"
+            return f"{op}: R: expected B and d of P {format_shape(P)}, got {format_shape(R)}"
 
         for axis in range(-1, -P.dim() - 1, -2):
-            same_size(R.shape[axis], P.shape[axis], alike)
+            check_same_size(R.shape[axis], P.shape[axis], alike)
         if isinstance(P.shape[-1], int) and P.shape[-1] < 1:
-            raise ValueError(f"{op}: P: expected d >= 1, got {shape_of(P)}")
+            raise ValueError(f"{op}: P: expected d >= 1, got {format_shape(P)}")
 
 
 @custom_op(add_op_namespace_prefix("chamfer_fwd"), _SCHEMA)
@@ -84,28 +84,28 @@ def chamfer_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     -1 where the other cloud is empty; NaN and -1 for both clouds where a length of either cannot be. Of a NaN or
     infinite coordinate the distance is NaN or infinite.
     """
-    x, metric = Clouds(*args[:4]), args[4]
-    backend = backend_once(_FWD, x, (metric,), x.P, _check, x, metric)
+    x, metric = ChamferArgs(*args[:4]), args[4]
+    backend = lookup_backend(_FWD, x, (metric,), x.P, _check_forward_args, x, metric)
     functional.reject_forward_ad(x.P, x.R)
     return backend.forward_chamfer(*x, metric)
 
 
-def _check(x: Clouds, metric: str) -> None:
+def _check_forward_args(x: ChamferArgs, metric: str) -> None:
     x.check(_FWD)
     check_choice(_FWD, "metric", metric, METRICS)
 
 
 @chamfer_fwd.register_fake
 def _(*args):
-    x, metric = Clouds(*args[:4]), args[4]
-    _check(x, metric)
+    x, metric = ChamferArgs(*args[:4]), args[4]
+    _check_forward_args(x, metric)
     dtype, found = score_dtype(x.P.dtype), []
     for X in (x.P, x.R):
         found += [X.new_empty(X.shape[:2], dtype=dtype), X.new_empty(X.shape[:2], dtype=torch.int32)]
     return tuple(found)
 
 
-class _Given(NamedTuple):
+class _ChamferBackwardArgs(NamedTuple):
     """The tensors of a backward: gradients of distances, None where there is none, the points, and who was nearest."""
 
     of_P: Tensor | None
@@ -117,7 +117,7 @@ class _Given(NamedTuple):
 
     def check(self, metric: str) -> None:
         """Raise ValueError or TypeError, naming the argument, unless all fit together."""
-        Clouds(self.P, self.R, None, None).check(_BWD)
+        ChamferArgs(self.P, self.R, None, None).check(_BWD)
         check_choice(_BWD, "metric", metric, METRICS)
         dtype = score_dtype(self.P.dtype)
         for name, x, X, expected in (
@@ -140,28 +140,28 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     `of_P`, `of_R` are those of the distances of `chamfer_fwd`, of which one may be None; `nearest`, `nearest_R` its
     winners. `needs` says which of the two are wanted; the other has size [0].
     """
-    x, (metric, needs) = _Given(*args[:6]), args[6:]
-    backend = backend_once(_BWD, x, (metric, *needs), x.P, x.check, metric)
+    x, (metric, needs) = _ChamferBackwardArgs(*args[:6]), args[6:]
+    backend = lookup_backend(_BWD, x, (metric, *needs), x.P, x.check, metric)
     functional.reject_forward_ad(*x[:4])
     return backend.backward_chamfer(*x, metric, list(needs))
 
 
 @chamfer_bwd.register_fake
 def _(*args):
-    x, (metric, needs) = _Given(*args[:6]), args[6:]
+    x, (metric, needs) = _ChamferBackwardArgs(*args[:6]), args[6:]
     x.check(metric)
     return tuple(X.new_empty(X.shape if need else (0,)) for X, need in zip((x.P, x.R), needs, strict=True))
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.metric = inputs[4]
-    ctx.backend = requested_backend()
+    ctx.backend = get_requested_backend()
     ctx.save_for_backward(inputs[0], inputs[1], output[1], output[3])
     ctx.mark_non_differentiable(output[1], output[3])
 
 
-def _backward(ctx, of_P, _, of_R, __):
+def _call_backward(ctx, of_P, _, of_R, __):
     needs = list(ctx.needs_input_grad[:2])
     grads: list[Tensor | None] = [None, None]
     if any(needs) and not (of_P is None and of_R is None):
@@ -171,7 +171,7 @@ def _backward(ctx, of_P, _, of_R, __):
     return *grads, None, None, None
 
 
-chamfer_fwd.register_autograd(_backward, setup_context=_setup)
-chamfer_bwd.register_autograd(no_double_backward("chamfer_distance"))
-chamfer_fwd.register_vmap(partial(batching.one_by_one, chamfer_fwd, 4))
-chamfer_bwd.register_vmap(partial(batching.one_by_one, chamfer_bwd, 6))
+chamfer_fwd.register_autograd(_call_backward, setup_context=_setup_context)
+chamfer_bwd.register_autograd(make_raising_double_backward("chamfer_distance"))
+chamfer_fwd.register_vmap(partial(batching.loop_over_samples, chamfer_fwd, 4))
+chamfer_bwd.register_vmap(partial(batching.loop_over_samples, chamfer_bwd, 6))

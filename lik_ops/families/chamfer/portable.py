@@ -9,26 +9,26 @@ from torch import Tensor
 
 from ...core.arguments import score_dtype
 from ...portable.backward.dense import backward_lowmem
-from ...portable.blocks import fold_sum, product
+from ...portable.blocks import multiply_matrices, sum_pairwise
 
-_BLOCK_BYTES = 2**20
-_ROWS = 128
-LEAST_PRODUCTS = 16  # coordinates from which inner products say who is nearest, on every device
-_NOBODY = 2**31 - 1
+_MAX_BLOCK_BYTES = 2**20
+_BLOCK_ROWS = 128
+MIN_PRODUCT_FEATURES = 16  # coordinates from which inner products say who is nearest, on every device
+_NO_POINT = 2**31 - 1
 Nearest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor | None, metric: str) -> Nearest:
     """As `lik::chamfer_fwd` has them."""
-    ok, keeps = _lengths((P, R), (p_lengths, r_lengths))
+    ok, keeps = _mask_lengths((P, R), (p_lengths, r_lengths))
     P, R = (X.to(score_dtype(X.dtype)).contiguous() for X in (P, R))
     P, R = (X if keep is None else torch.where(keep[:, :, None], X, 0) for X, keep in zip((P, R), keeps, strict=True))
-    of_P, of_R = _Least(P), _Least(R)
-    products = metric == "sqeuclidean" and P.shape[2] >= LEAST_PRODUCTS
-    p, r = (_terms(X) if products else (X,) for X in (P, R))
-    for own, rows, columns in _blocks(P, R, products):
+    of_P, of_R = _NearestPoints(P), _NearestPoints(R)
+    products = metric == "sqeuclidean" and P.shape[2] >= MIN_PRODUCT_FEATURES
+    p, r = (_compute_terms(X) if products else (X,) for X in (P, R))
+    for own, rows, columns in _iterate_blocks(P, R, products):
         x, y = [t[own, rows] for t in p], [t[own, columns] for t in r]
-        S = _products(*x, *y) if products else _distances(x[0], y[0], metric)
+        S = _approximate_distances(*x, *y) if products else _compute_distances(x[0], y[0], metric)
         of_P.take(S, own, rows, columns, keeps[1])
         of_R.take(S.mT, own, columns, rows, keeps[0])
     if products:
@@ -48,10 +48,12 @@ def backward_chamfer(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """As `lik::chamfer_bwd` has them."""
-    return point_gradients((of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _slopes, backward_lowmem)
+    return sum_point_gradients(
+        (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem
+    )
 
 
-def point_gradients(
+def sum_point_gradients(
     of: tuple[Tensor | None, Tensor | None],
     clouds: tuple[Tensor, Tensor],
     nearest: tuple[Tensor, Tensor],
@@ -71,15 +73,15 @@ def point_gradients(
             continue
         total = own
         if other is not None:
-            like, winners = X.to(other.dtype).unsqueeze(1), nearest[1 - n].contiguous().unsqueeze(1)
+            like, argmax = X.to(other.dtype).unsqueeze(1), nearest[1 - n].contiguous().unsqueeze(1)
             ones = other.new_ones((len(other), 1))
-            found = lowmem(ones, other, like, winners, None, None, None, False, [False, True, False])[1].squeeze(1)
+            found = lowmem(ones, other, like, argmax, None, None, None, False, [False, True, False])[1].squeeze(1)
             total = found.neg_() if own is None else torch.sub(own, found, out=found)
         grads.append(X.new_zeros(X.shape) if total is None else total.to(X.dtype))
     return grads[0], grads[1]
 
 
-def _slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
+def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
     """What the distances of X give its points, ``[B, N, d]``: 0 where there is no nearest, whatever lies there."""
     if Y.shape[1] == 0:
         return X.new_zeros(X.shape, dtype=grad.dtype)
@@ -90,7 +92,7 @@ def _slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) ->
     return slope.mul_(grad[:, :, None]).masked_fill_(nobody, 0)
 
 
-def _lengths(
+def _mask_lengths(
     clouds: tuple[Tensor, Tensor], lengths: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Of which batches the lengths can be, and which points count; None for all. Nobody counts where one cannot be."""
@@ -105,49 +107,50 @@ def _lengths(
     return ok, keeps
 
 
-def _blocks(P: Tensor, R: Tensor, products: bool) -> Iterator[tuple[slice, slice, slice]]:
+def _iterate_blocks(P: Tensor, R: Tensor, products: bool) -> Iterator[tuple[slice, slice, slice]]:
     """Batches, points of P and points of R. Bits of products must not hang on the batch: one at a time."""
     (B, N, _), M = P.shape, R.shape[1]
     if B * N * M == 0:
         return
-    rows = min(N, _ROWS)
-    columns = max(1, min(M, _BLOCK_BYTES // (rows * P.itemsize)))
-    batches = 1 if products else max(1, _BLOCK_BYTES // (rows * columns * P.itemsize))
+    rows = min(N, _BLOCK_ROWS)
+    columns = max(1, min(M, _MAX_BLOCK_BYTES // (rows * P.itemsize)))
+    batches = 1 if products else max(1, _MAX_BLOCK_BYTES // (rows * columns * P.itemsize))
     for b in range(0, B, batches):
         for i in range(0, N, rows):
             for j in range(0, M, columns):
                 yield slice(b, b + batches), slice(i, i + rows), slice(j, j + columns)
 
 
-def _added(x: Tensor, metric: str) -> Tensor:
+def _apply_metric(x: Tensor, metric: str) -> Tensor:
     return x.abs_() if metric == "l1" else x.mul_(x)
 
 
-def _distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
+def _compute_distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
     """``[B, N, M]``, coordinate after coordinate."""
-    S, *rest = (_added(x[..., None] - y[:, None], metric) for x, y in zip(P.unbind(2), R.unbind(2), strict=True))
+    S, *rest = (_apply_metric(x[..., None] - y[:, None], metric) for x, y in zip(P.unbind(2), R.unbind(2), strict=True))
     for x in rest:
         S += x
     return S
 
 
-def _terms(X: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_terms(X: Tensor) -> tuple[Tensor, Tensor]:
     """Points and half their squared norms; of one that is not finite zeros, so that it is infinitely far, or NaN."""
-    half = fold_sum(X.square()) / 2
+    half = sum_pairwise(X.square()) / 2
     return torch.where(half.isfinite()[:, :, None], X, 0), half
 
 
-def _products(P: Tensor, p: Tensor, R: Tensor, r: Tensor) -> Tensor:
-    """Squared distances by half, ``p + r - <P, R>`` of `_terms`: finite, and near enough to find who is nearest."""
-    return p[:, :, None] + (r[:, None] - product(P[0], R[0].mT)[None])
+def _approximate_distances(P: Tensor, p: Tensor, R: Tensor, r: Tensor) -> Tensor:
+    """Squared distances by half, ``p + r - <P, R>`` of `_compute_terms`: finite, and near enough to find who is
+    nearest."""
+    return p[:, :, None] + (r[:, None] - multiply_matrices(P[0], R[0].mT)[None])
 
 
-class _Least:
+class _NearestPoints:
     """The least distance of each point of a cloud so far, and whose it is."""
 
     def __init__(self, X: Tensor) -> None:
         self.best = X.new_full(X.shape[:2], torch.inf)
-        self.where = torch.full(X.shape[:2], _NOBODY, dtype=torch.int32, device=X.device)
+        self.where = torch.full(X.shape[:2], _NO_POINT, dtype=torch.int32, device=X.device)
 
     def take(self, S: Tensor, own: slice, rows: slice, columns: slice, keep: Tensor | None) -> None:
         """Distances of `rows` to the `columns` to keep; the lowest where they are equal, NaN before all."""
@@ -156,9 +159,9 @@ class _Least:
         m = S.amin(2)
         places = torch.arange(columns.start, columns.start + S.shape[2], dtype=torch.int32, device=S.device)
         hit = (m.unsqueeze(2) == S) | S.isnan()
-        first = torch.where(hit if kept is None else hit & kept, places, _NOBODY).amin(2)
+        first = torch.where(hit if kept is None else hit & kept, places, _NO_POINT).amin(2)
         best, where = self.best[own, rows], self.where[own, rows]
-        better = (m < best) | (m.isnan() & ~best.isnan()) | ((m == best) & (where == _NOBODY))
+        better = (m < best) | (m.isnan() & ~best.isnan()) | ((m == best) & (where == _NO_POINT))
         where.copy_(torch.where(better, first, where))
         best.copy_(torch.where(better, m, best))
 
@@ -166,14 +169,14 @@ class _Least:
         """The distances from differences, exact where products were not. What was NaN stays so."""
         if Y.shape[1] == 0:
             return
-        found = self.where != _NOBODY
+        found = self.where != _NO_POINT
         nearest = torch.where(found, self.where, 0).long()[:, :, None].expand(-1, -1, Y.shape[2])
-        distances = _added(X - Y.gather(1, nearest), metric).sum(2)
+        distances = _apply_metric(X - Y.gather(1, nearest), metric).sum(2)
         self.best = torch.where(found & ~self.best.isnan(), distances, self.best)
 
     def found(self, keep: Tensor | None, ok: Tensor | None) -> tuple[Tensor, Tensor]:
         """Distances, and whose they are: 0 and -1 beyond the end of a cloud, NaN and -1 where a length cannot be."""
-        distances, nearest = self.best, torch.where(self.where == _NOBODY, -1, self.where)
+        distances, nearest = self.best, torch.where(self.where == _NO_POINT, -1, self.where)
         if keep is None or ok is None:
             return distances, nearest
         distances = torch.where(ok[:, None], torch.where(keep, distances, 0), torch.nan)

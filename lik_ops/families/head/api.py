@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...core.arguments import argmax_dtype_for, as_bool, check_flag, check_tensor, lift
+from ...core.arguments import add_batch_axis, as_bool, check_flag, check_tensor, choose_argmax_dtype
 from ...ops.stack import autocast, functional, sharding
-from .ops import check_hidden
-from .portable import Hidden
+from .ops import check_hidden_args
+from .portable import HiddenArgs
 
 _OP = "maxsim_from_hidden"
 
@@ -61,18 +61,18 @@ def maxsim_from_hidden(
     check_flag(_OP, "normalize", normalize)
     check_tensor(_OP, "b", b, or_none=True)  # before a region casts what is beside it
     check_tensor(_OP, "q_weight", q_weight, or_none=True)
-    Q, H, q_weight = autocast.to_region(Q, H, q_weight)
-    W, bias, _ = autocast.to_region(W, W if b is None else b, None)
-    x = Hidden(Q, H, W, None if b is None else bias, q_mask, d_mask, q_weight)
-    check_hidden(_OP, x)
+    Q, H, q_weight = autocast.cast_to_autocast(Q, H, q_weight)
+    W, bias, _ = autocast.cast_to_autocast(W, W if b is None else b, None)
+    x = HiddenArgs(Q, H, W, None if b is None else bias, q_mask, d_mask, q_weight)
+    check_hidden_args(_OP, x)
     functional.reject_forward_ad(*x[:4], q_weight)
     functional.reject_transforms(_OP)
     sharding.register_if_needed()
-    keeps = functional.records_gradients(*x[:4], q_weight)
+    keeps = functional.is_recording_gradients(*x[:4], q_weight)
     q_flat, h_flat = Q.dim() == 2, H.dim() == 2
-    q_keep, weight = lift(as_bool(q_mask), q_flat), lift(q_weight, q_flat)
-    Q, H, d_keep = lift(Q, q_flat), lift(H, h_flat), lift(as_bool(d_mask), h_flat)  # type: ignore[assignment]
-    dtype = argmax_dtype_for(x.H.shape[-2]) if keeps else None
+    q_keep, weight = add_batch_axis(as_bool(q_mask), q_flat), add_batch_axis(q_weight, q_flat)
+    Q, H, d_keep = add_batch_axis(Q, q_flat), add_batch_axis(H, h_flat), add_batch_axis(as_bool(d_mask), h_flat)  # type: ignore[assignment]
+    dtype = choose_argmax_dtype(x.H.shape[-2]) if keeps else None
     scores = lik.maxsim_from_hidden_fwd(Q, H, *x[2:4], q_keep, d_keep, weight, normalize, dtype)[0]
     scores = scores.squeeze(1) if h_flat else scores
     return scores.squeeze(0) if q_flat else scores

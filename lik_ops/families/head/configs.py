@@ -9,21 +9,28 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...csrc_triton.common.arguments import HeadConfig
-from ...gpu.tuning.architectures import Architecture, Launch, cdiv, loads_vectors, next_power_of_2, precision
+from ...gpu.tuning.architectures import (
+    Architecture,
+    LaunchConfig,
+    cdiv,
+    choose_precision,
+    next_power_of_2,
+    supports_vector_loads,
+)
 
-MOST_FEATURES = 256  # of a token, which a program holds in fp32
-MOST_ROWS = 96  # of queries, that meet a tile of tokens part by part: beside 128, tokens are quicker made first
-_PART_ROWS = 32  # of a part: more would not leave registers for its similarities
-_ROUNDS = 2  # documents of each program at least: else most would wait for those that have one more
+MAX_FEATURES = 256  # of a token, which a program holds in fp32
+MAX_QUERY_ROWS = 96  # of queries, that meet a tile of tokens part by part: beside 128, tokens are quicker made first
+_ROW_TILE_ROWS = 32  # of a part: more would not leave registers for its similarities
+_MIN_DOCUMENTS_PER_PROGRAM = 2  # documents of each program at least: else most would wait for those that have one more
 # Triton 3.9 cannot place the accumulators of sm_100; others were not tried.
-_FUSED = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
-_SLOPES = 2048  # numbers of a tile of gradients, 16 of a thread: with 32 what is no vector spills
-MOST_TILE_ROWS = 256  # of any tile
-FEWEST_TOKENS = 64  # of a document: each that a tile meets takes a reduction of its own
+_FUSED_ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
+_SLOPE_TILE_ELEMENTS = 2048  # numbers of a tile of gradients, 16 of a thread: with 32 what is no vector spills
+MAX_TILE_ROWS = 256  # of any tile
+MIN_DOCUMENT_TOKENS = 64  # of a document: each that a tile meets takes a reduction of its own
 
 
 @dataclass(frozen=True)
-class HeadLaunch(Launch):
+class HeadLaunchConfig(LaunchConfig):
     """A configuration with its warps and pipeline stages."""
 
     config: HeadConfig  # type: ignore[assignment]
@@ -35,9 +42,11 @@ class HeadLaunch(Launch):
 
 
 @functools.lru_cache(maxsize=1024)
-def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool):
+def configure_tokens(
+    arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
+):
     """The tile of tokens. Each reads all weights, from the L2 cache: large ones, as registers hold them."""
-    half, vectors = dtype != torch.float32, loads_vectors(width, wide)
+    half, vectors = dtype != torch.float32, supports_vector_loads(width, wide)
     BD = max(next_power_of_2(d), 16)
     BN, BK, warps, stages = 128, 64, 8, 3
     if arch.unit == "interpreter":
@@ -56,7 +65,7 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         BN, BK, stages = 64, 32 if half and BD <= 128 else 16, 2
         if half and arch.unit == "wgmma":  # a warp group for 64 rows, two where their sums leave few registers
             BN, warps = (64, 4) if BD <= 128 else (128, 8)
-    products = precision(dtype, arch, tf32)
+    products = choose_precision(dtype, arch, tf32)
     config = HeadConfig(
         BN,
         BD,
@@ -67,35 +76,35 @@ def tokens(arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize
         normalize,
         wide,
         products,
-        ONE_LOOP=arch.unit in ("wgmma", "interpreter"),
-        WHOLE=d == BD,
-        HELD=arch.unit == "wgmma",
+        FUSED_LOOP=arch.unit in ("wgmma", "interpreter"),
+        EVEN_D=d == BD,
+        WAIT_EACH_STEP=arch.unit == "wgmma",
     )
-    return HeadLaunch(config, warps, stages, arch.registers)
+    return HeadLaunchConfig(config, warps, stages, arch.registers)
 
 
 @functools.lru_cache(maxsize=1024)
-def scores(
+def configure_scores(
     arch: Architecture, dtype: torch.dtype, Nq: int, Lq: int, d: int, width: int, normalize: bool, wide: int
-) -> HeadLaunch:
+) -> HeadLaunchConfig:
     """The tile in which few query rows are scored: that of tokens, with room for the rows."""
-    found = tokens(arch, dtype, d, width, normalize, wide, False)
+    found = configure_tokens(arch, dtype, d, width, normalize, wide, False)
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
-    BM = min(rows, _PART_ROWS)
-    config = found.config._replace(BM=BM, PARTS=rows // BM, SLOT=slot)
-    return replace(found, config=config, walkers=programs(arch))
+    BM = min(rows, _ROW_TILE_ROWS)
+    config = found.config._replace(BM=BM, ROW_TILES=rows // BM, ROWS_PER_QUERY=slot)
+    return replace(found, config=config, walkers=count_programs(arch))
 
 
-def slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:
+def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:
     """Rows and features of a tile, how many programs share the tiles, and Triton's launch options."""
     BD = max(next_power_of_2(d), 16)
-    BN = max(_SLOPES // BD, 1)
+    BN = max(_SLOPE_TILE_ELEMENTS // BD, 1)
     options = {"num_warps": 4} | ({"maxnreg": arch.registers} if arch.registers else {})
     return BN, BD, min(cdiv(rows, BN), 8 * arch.processors), options
 
 
-def programs(arch: Architecture) -> int:
+def count_programs(arch: Architecture) -> int:
     """How many a device runs at a time, which share the documents."""
     return arch.processors * (1 if arch.unit in ("wgmma", "interpreter") else 2)
 
@@ -106,7 +115,14 @@ def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, 
     Its scores have the bits of the other way, so the sizes of a batch may decide.
     """
     slot = next_power_of_2(max(Lq, 1))
-    few = slot <= _PART_ROWS and Nq * slot <= MOST_ROWS and d <= MOST_FEATURES
-    many = Nd >= _ROUNDS * programs(arch)
-    rows_fit = 0 < Nd * Ld < 2**31 - 2 * MOST_FEATURES
-    return arch.name in _FUSED and dtype != torch.float32 and few and many and rows_fit and Ld >= FEWEST_TOKENS
+    few = slot <= _ROW_TILE_ROWS and Nq * slot <= MAX_QUERY_ROWS and d <= MAX_FEATURES
+    many = Nd >= _MIN_DOCUMENTS_PER_PROGRAM * count_programs(arch)
+    rows_fit = 0 < Nd * Ld < 2**31 - 2 * MAX_FEATURES
+    return (
+        arch.name in _FUSED_ARCHITECTURES
+        and dtype != torch.float32
+        and few
+        and many
+        and rows_fit
+        and Ld >= MIN_DOCUMENT_TOKENS
+    )

@@ -10,47 +10,55 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...csrc_triton.common.arguments import HeadConfig, Weights
+from ...csrc_triton.common.arguments import HeadConfig, LinearArgs
 from ...csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from ...gpu.backward.dense import backward_lowmem
 from ...gpu.forward.dense import forward
 from ...gpu.runtime import launcher
 from ...gpu.runtime.arguments import (
-    allow_tf32,
     architecture,
-    checked_grid,
-    describable,
-    documents_of,
-    on_device,
-    queries_of,
-    sizes,
-    wide_of,
+    check_grid,
+    choose_offset_width,
+    is_tf32_allowed,
+    make_document_args,
+    make_query_args,
+    make_size_args,
+    supports_descriptor,
+    use_device,
 )
 from ...gpu.tuning.architectures import Architecture, cdiv
 from ...portable.blocks import MiB
 from . import configs as head_configs
-from .portable import Gradients, Head, Hidden, Parts, scores_by_slices, slopes, tokens_of
+from .portable import (
+    HeadArgs,
+    HeadBackward,
+    HeadFunctions,
+    HiddenArgs,
+    project_gradients,
+    project_tokens,
+    score_by_slices,
+)
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 Tiles: TypeAlias = TensorDescriptor | None
 
 
-def _wide(H: Tensor, W: Tensor) -> int:
-    """`HeadConfig.WIDE`."""
-    return max(wide_of(W, H), 1)
+def _choose_offset_width(H: Tensor, W: Tensor) -> int:
+    """`HeadConfig.WIDE_OFFSETS`."""
+    return max(choose_offset_width(W, H), 1)
 
 
-def _weights(head: Head) -> Weights:
-    return Weights._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
+def _make_linear_args(head: HeadArgs) -> LinearArgs:
+    return LinearArgs._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
 
 
-def _tiles(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
+def _make_descriptors(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
     """Hidden states and weights for the tensor memory access unit, each None where it cannot read them. `most`: in how
     many documents' rows a program's end."""
 
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
-        if not (arch.has_descriptors and describable(x)) or x.data_ptr() % 16:
+        if not (arch.has_descriptors and supports_descriptor(x)) or x.data_ptr() % 16:
             return None
         return TensorDescriptor(x, shape, strides, block)
 
@@ -59,71 +67,84 @@ def _tiles(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConf
     return rows, described(W, list(W.shape), [width, 1], [config.BD, config.BK])
 
 
-def _tokens(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
-    """Those of `tokens_of`, by a kernel that holds them whole."""
+def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
+    """Those of `project_tokens`, by a kernel that holds them whole."""
     (n, L, width), d = H.shape, head.W.shape[0]
     rows = n * L
-    if d > head_configs.MOST_FEATURES or rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
-        return tokens_of(H, head)
-    arch, tf32 = architecture(H.device), allow_tf32(H.dtype)
-    launch = head_configs.tokens(arch, H.dtype, d, width, head.normalize, _wide(H, head.W), tf32)
+    if d > head_configs.MAX_FEATURES or rows > _INT32_MAX - head_configs.MAX_TILE_ROWS:
+        return project_tokens(H, head)
+    arch, tf32 = architecture(H.device), is_tf32_allowed(H.dtype)
+    launch = head_configs.configure_tokens(
+        arch, H.dtype, d, width, head.normalize, _choose_offset_width(H, head.W), tf32
+    )
     out = H.new_empty((n, L, d))
     norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
-    with on_device(H.device):
-        tiles = _tiles(H, n, head.W, arch, launch.config)
-        args = documents_of(H, None), _weights(head), *tiles, out, norms, width, d, rows, L, launch.config
-        launcher.launch(maxsim_head_tokens, checked_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
+    with use_device(H.device):
+        tiles = _make_descriptors(H, n, head.W, arch, launch.config)
+        args = (
+            make_document_args(H, None),
+            _make_linear_args(head),
+            *tiles,
+            out,
+            norms,
+            width,
+            d,
+            rows,
+            L,
+            launch.config,
+        )
+        launcher.launch(maxsim_head_tokens, check_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
     return out, norms
 
 
-def _slopes(
+def _compute_slopes(
     G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of `slopes`, rounded, in place of G."""
+    """Those of `project_gradients`, rounded, in place of G."""
     n, L, d = G.shape
     rows = n * L
-    if rows > _INT32_MAX - head_configs.MOST_TILE_ROWS:
-        return slopes(G, D, norms, keep, summed)
+    if rows > _INT32_MAX - head_configs.MAX_TILE_ROWS:
+        return project_gradients(G, D, norms, keep, summed)
     arch = architecture(G.device)
-    BN, BD, programs, options = head_configs.slopes(arch, d, rows)
+    BN, BD, programs, options = head_configs.configure_slopes(arch, d, rows)
     sums = G.new_empty((programs, d), dtype=torch.float32) if summed else None
-    with on_device(G.device):
-        args = documents_of(G, keep), D, norms, sums, d, rows, L, BN, BD
-        launcher.launch(maxsim_head_slopes, checked_grid(programs), args, options)
+    with use_device(G.device):
+        args = make_document_args(G, keep), D, norms, sums, d, rows, L, BN, BD
+        launcher.launch(maxsim_head_slopes, check_grid(programs), args, options)
     return G.view(rows, d), None if sums is None else sums.sum(0)
 
 
-_PARTS = Parts(_tokens, forward, backward_lowmem, _slopes, 32 * MiB, True, 1)
+_HEAD_PARTS = HeadFunctions(_compute_tokens, forward, backward_lowmem, _compute_slopes, 32 * MiB, True, 1)
 
 
-def _scores(x: Hidden, normalize: bool) -> Tensor:
+def _compute_scores(x: HiddenArgs, normalize: bool) -> Tensor:
     """Scores whose tokens are never in memory, of a call that `is_fused`."""
-    (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, Head(x.W, x.b, normalize)
-    arch, wide = architecture(x.Q.device), max(_wide(x.H, x.W), wide_of(x.Q, x.Q))
-    launch = head_configs.scores(arch, x.Q.dtype, Nq, Lq, d, width, normalize, wide)
-    _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, sizes(x.Q, x.H), launch.tile())
+    (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, HeadArgs(x.W, x.b, normalize)
+    arch, wide = architecture(x.Q.device), max(_choose_offset_width(x.H, x.W), choose_offset_width(x.Q, x.Q))
+    launch = head_configs.configure_scores(arch, x.Q.dtype, Nq, Lq, d, width, normalize, wide)
+    _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, make_size_args(x.Q, x.H), launch.tile())
     scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
-    with on_device(x.Q.device):
+    with use_device(x.Q.device):
         programs = min(Nd, launch.walkers)
-        tiles = _tiles(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
-        groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(x.H, x.d_mask), _weights(head)
-        args = *groups, *tiles, scores, sizes(x.Q, x.H), width, d, launch.config
-        launcher.launch(maxsim_forward_head, checked_grid(programs), args, launch.options(arch))
+        tiles = _make_descriptors(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
+        groups = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.H, x.d_mask), _make_linear_args(head)
+        args = *groups, *tiles, scores, make_size_args(x.Q, x.H), width, d, launch.config
+        launcher.launch(maxsim_forward_head, check_grid(programs), args, launch.options(arch))
     return scores
 
 
-def forward_head(x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Scores and winners of `lik::maxsim_from_hidden_fwd`."""
     (Nq, Lq, d), (Nd, Ld, _) = x.Q.shape, x.H.shape
     is_fused = head_configs.is_fused(architecture(x.Q.device), x.Q.dtype, Nq, Nd, Lq, Ld, d)
     if Nq and Lq and is_fused and argmax_dtype is None:
-        return _scores(x, normalize), torch.empty(0, dtype=torch.int32, device=x.Q.device)
-    _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), sizes(x.Q, x.H))
-    return scores_by_slices(_PARTS, x, normalize, argmax_dtype)
+        return _compute_scores(x, normalize), torch.empty(0, dtype=torch.int32, device=x.Q.device)
+    _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), make_size_args(x.Q, x.H))
+    return score_by_slices(_HEAD_PARTS, x, normalize, argmax_dtype)
 
 
 def backward_head(
-    grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+    grad_scores: Tensor, x: HiddenArgs, argmax: Tensor | None, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
-    return Gradients(_PARTS, grad_scores, x, argmax, normalize, needs).run()
+    return HeadBackward(_HEAD_PARTS, grad_scores, x, argmax, normalize, needs).run()

@@ -15,30 +15,30 @@ from torch import Tensor
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
 from ...core.arguments import (
-    check_lifted,
+    check_dense_batched,
     check_mask,
+    check_same_size,
     check_strided,
     check_tensor,
     check_tokens,
     check_weight,
-    same_size,
-    shape_of,
+    format_shape,
 )
 from ...core.segments import Shape
 from ...ops.registration.custom import custom_op
 from ...ops.registration.family import (
     ARGMAX_DTYPES,
-    backend_once,
     check_argmax_dtype,
-    check_needed,
+    check_gradient_exists,
     check_shape,
     check_upstream,
     fake_forward,
-    no_double_backward,
+    lookup_backend,
+    make_raising_double_backward,
     register_autograd,
 )
 from ...ops.stack import batching, functional
-from .portable import Hidden
+from .portable import HiddenArgs
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor H, Tensor W, Tensor? b, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, bool normalize,"
@@ -51,7 +51,7 @@ _BWD_SCHEMA = (
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_from_hidden_fwd", "maxsim_from_hidden_bwd"))
 
 
-def check_hidden(op: str, x: Hidden) -> None:
+def check_hidden_args(op: str, x: HiddenArgs) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together; Q and H may be 2-D."""
     Q, H, W, b = x[:4]
     check_tokens(op, Q, Q, ("[Lq, d]", "[Nq, Lq, d]"), ("[Lq, d]", "[Nq, Lq, d]"))
@@ -63,38 +63,40 @@ def check_hidden(op: str, x: Hidden) -> None:
         check_strided(op, name, t)
         rank, spelled = ranks[name]
         if t.dim() not in rank:
-            raise ValueError(f"{op}: {name}: expected {spelled}, got {shape_of(t)}")
+            raise ValueError(f"{op}: {name}: expected {spelled}, got {format_shape(t)}")
         if t.dtype != Q.dtype:
             raise TypeError(f"{op}: {name}: expected the dtype of Q, {Q.dtype}, got {t.dtype}")
         if t.device != Q.device:
             raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {t.device}")
     if isinstance(H.shape[-1], int) and H.shape[-1] < 1:
-        raise ValueError(f"{op}: H: expected d_model >= 1, got {shape_of(H)}")
+        raise ValueError(f"{op}: H: expected d_model >= 1, got {format_shape(H)}")
     d, width = Q.shape[-1], H.shape[-1]
-    same_size(W.shape[0], d, lambda: f"{op}: W: expected [{d}, {width}], d as in Q, got {shape_of(W)}")
-    same_size(W.shape[1], width, lambda: f"{op}: W: expected [{d}, {width}], d_model as in H, got {shape_of(W)}")
+    check_same_size(W.shape[0], d, lambda: f"{op}: W: expected [{d}, {width}], d as in Q, got {format_shape(W)}")
+    check_same_size(
+        W.shape[1], width, lambda: f"{op}: W: expected [{d}, {width}], d_model as in H, got {format_shape(W)}"
+    )
     if b is not None:
-        same_size(b.shape[0], d, lambda: f"{op}: b: expected [{d}], d as in Q, got {shape_of(b)}")
+        check_same_size(b.shape[0], d, lambda: f"{op}: b: expected [{d}], d as in Q, got {format_shape(b)}")
     check_mask(op, "q_mask", x.q_mask, "Q", Q)
     check_mask(op, "d_mask", x.d_mask, "H", H)
     check_weight(op, x.q_weight, Q)
 
 
-def _check_lifted(op: str, x: Hidden) -> None:
-    """`check_hidden` of what the operators take: all axes, bool masks."""
-    check_hidden(op, x)
+def _check_batched_args(op: str, x: HiddenArgs) -> None:
+    """`check_hidden_args` of what the operators take: all axes, bool masks."""
+    check_hidden_args(op, x)
     if x.Q.dim() != 3 or x.H.dim() != 3:
         expected = "[Nq, Lq, d] and [Nd, Ld, d_model]"
-        raise ValueError(f"{op}: Q, H: expected {expected}, got {shape_of(x.Q)} and {shape_of(x.H)}")
-    check_lifted(op, x.Q, x.Q, x.q_mask, x.d_mask)
+        raise ValueError(f"{op}: Q, H: expected {expected}, got {format_shape(x.Q)} and {format_shape(x.H)}")
+    check_dense_batched(op, x.Q, x.Q, x.q_mask, x.d_mask)
 
 
-def _argmax_shape(x: Hidden) -> Shape:
+def _get_argmax_shape(x: HiddenArgs) -> Shape:
     return x.H.shape[0], x.Q.shape[0], x.Q.shape[1]
 
 
-def _check_forward(x: Hidden, argmax_dtype: Any) -> None:
-    _check_lifted(_FWD, x)
+def _check_forward(x: HiddenArgs, argmax_dtype: Any) -> None:
+    _check_batched_args(_FWD, x)
     check_argmax_dtype(_FWD, argmax_dtype, x.H.shape[1])
 
 
@@ -104,35 +106,35 @@ def maxsim_from_hidden_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
     `lik_ops.maxsim_from_hidden` says what is computed.
     """
-    x, (normalize, argmax_dtype) = Hidden(*args[:7]), args[7:]
-    backend = backend_once(_FWD, x, (argmax_dtype,), x.Q, _check_forward, x, argmax_dtype)
+    x, (normalize, argmax_dtype) = HiddenArgs(*args[:7]), args[7:]
+    backend = lookup_backend(_FWD, x, (argmax_dtype,), x.Q, _check_forward, x, argmax_dtype)
     functional.reject_forward_ad(x.Q, x.H, x.W, x.b, x.q_weight)
     return backend.forward_head(x, normalize, argmax_dtype)
 
 
 @maxsim_from_hidden_fwd.register_fake
 def _(*args):
-    x, argmax_dtype = Hidden(*args[:7]), args[8]
+    x, argmax_dtype = HiddenArgs(*args[:7]), args[8]
     _check_forward(x, argmax_dtype)
-    return fake_forward(x, _argmax_shape(x), argmax_dtype)
+    return fake_forward(x, _get_argmax_shape(x), argmax_dtype)
 
 
-def _taken(args: tuple) -> tuple[Hidden, Sequence[bool]]:
+def _unpack_backward_args(args: tuple) -> tuple[HiddenArgs, Sequence[bool]]:
     """The tensors of a backward, and `needs`."""
     *tensors, _, needs = args
     _, Q, H, W, b, _, *per_token = tensors
-    return Hidden(Q, H, W, b, *per_token), needs
+    return HiddenArgs(Q, H, W, b, *per_token), needs
 
 
 def _check_backward(args: tuple) -> None:
-    (x, needs), grad_scores, argmax = _taken(args), args[0], args[5]
-    _check_lifted(_BWD, x)
+    (x, needs), grad_scores, argmax = _unpack_backward_args(args), args[0], args[5]
+    _check_batched_args(_BWD, x)
     check_upstream(_BWD, "grad_scores", grad_scores, x.scores_shape(), x.Q)
-    check_shape(_BWD, "argmax", argmax, _argmax_shape(x) if argmax.dim() != 1 else (0,), x.Q.device)
+    check_shape(_BWD, "argmax", argmax, _get_argmax_shape(x) if argmax.dim() != 1 else (0,), x.Q.device)
     if argmax.dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{_BWD}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
-    check_needed(_BWD, "b", x.b, needs[3])
-    check_needed(_BWD, "q_weight", x.q_weight, needs[4])
+    check_gradient_exists(_BWD, "b", x.b, needs[3])
+    check_gradient_exists(_BWD, "q_weight", x.q_weight, needs[4])
 
 
 @custom_op(add_op_namespace_prefix("maxsim_from_hidden_bwd"), _BWD_SCHEMA)
@@ -142,26 +144,26 @@ def maxsim_from_hidden_bwd(*args: Any) -> tuple[Tensor, ...]:
     `needs` says which of the five are wanted; the others have size [0]. Given an `argmax` of size [0] it finds the
     winners again. Beside the gradients it holds the document tokens ``[Nd, Ld, d]``.
     """
-    (x, needs), grad_scores, argmax, normalize = _taken(args), args[0], args[5], args[9]
-    backend = backend_once(_BWD, args[:9], tuple(needs), x.Q, _check_backward, args)
+    (x, needs), grad_scores, argmax, normalize = _unpack_backward_args(args), args[0], args[5], args[9]
+    backend = lookup_backend(_BWD, args[:9], tuple(needs), x.Q, _check_backward, args)
     functional.reject_forward_ad(grad_scores, x.Q, x.H, x.W, x.b, x.q_weight)
-    winners = argmax if argmax.dim() != 1 else None
-    return backend.backward_head(grad_scores, x, winners, normalize, list(needs))
+    argmax_found = argmax if argmax.dim() != 1 else None
+    return backend.backward_head(grad_scores, x, argmax_found, normalize, list(needs))
 
 
 @maxsim_from_hidden_bwd.register_fake
 def _(*args):
     _check_backward(args)
-    x, needs = _taken(args)
+    x, needs = _unpack_backward_args(args)
     return tuple(x.new_gradients(needs))
 
 
-def _gradients(grad_scores, tensors, argmax, options, needs):
+def _call_backward(grad_scores, tensors, argmax, options, needs):
     Q, H, W, b, *per_token = tensors
     return lik.maxsim_from_hidden_bwd(grad_scores, Q, H, W, b, argmax, *per_token, options[0], needs)
 
 
-register_autograd(maxsim_from_hidden_fwd, Hidden, _gradients, wanted=(0, 1, 2, 3, 6))
-maxsim_from_hidden_bwd.register_autograd(no_double_backward("maxsim_from_hidden"))
-maxsim_from_hidden_fwd.register_vmap(partial(batching.one_by_one, maxsim_from_hidden_fwd, 7))
-maxsim_from_hidden_bwd.register_vmap(partial(batching.one_by_one, maxsim_from_hidden_bwd, 9))
+register_autograd(maxsim_from_hidden_fwd, HiddenArgs, _call_backward, wanted=(0, 1, 2, 3, 6))
+maxsim_from_hidden_bwd.register_autograd(make_raising_double_backward("maxsim_from_hidden"))
+maxsim_from_hidden_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_from_hidden_fwd, 7))
+maxsim_from_hidden_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_from_hidden_bwd, 9))

@@ -1,6 +1,6 @@
 """MaxSim of hidden states on plain torch: document tokens are made slice by slice, and scored as any others.
 
-A backend says how it makes tokens, scores them and sums gradients (`Parts`); the rest is the same for all.
+A backend says how it makes tokens, scores them and sums gradients (`HeadFunctions`); the rest is the same for all.
 """
 
 from __future__ import annotations
@@ -13,17 +13,26 @@ from torch import Tensor
 
 from ...core.arguments import score_dtype
 from ...portable.backward.dense import backward_lowmem
-from ...portable.blocks import NORM_EPS, STEPS, MiB, product, round_up, row_norms, slices_of, slices_within
-from ...portable.forward.dense import forward, outputs
+from ...portable.blocks import (
+    NORM_EPS,
+    STEPS,
+    MiB,
+    compute_row_norms,
+    multiply_matrices,
+    round_up,
+    split_range,
+    split_to_fit,
+)
+from ...portable.forward.dense import allocate_outputs, forward
 
-TOKEN_BYTES = 8 * MiB  # of the tokens of a slice; one document may have more
+MAX_TOKEN_BYTES = 8 * MiB  # of the tokens of a slice; one document may have more
 # Of what a slice of the backward takes, half of it for hidden states if these are copied; one document may need more.
-GRADIENT_BYTES = 32 * MiB
-_BLOCK_BYTES = 4 * MiB
-_MOST_ROWS, _LEAST_ROWS = 256, 32  # of a product
+MAX_GRADIENT_BYTES = 32 * MiB
+_MAX_BLOCK_BYTES = 4 * MiB
+_MAX_ROWS, _MIN_ROWS = 256, 32  # of a product
 
 
-class Head(NamedTuple):
+class HeadArgs(NamedTuple):
     """What makes tokens of hidden states: ``H W^T + b``, over their norms if `normalize`."""
 
     W: Tensor  # [d, d_model]
@@ -31,7 +40,7 @@ class Head(NamedTuple):
     normalize: bool
 
 
-class Hidden(NamedTuple):
+class HiddenArgs(NamedTuple):
     """The tensors of a call, with all their axes; masks are bool."""
 
     Q: Tensor  # [Nq, Lq, d]
@@ -58,19 +67,19 @@ class Hidden(NamedTuple):
         ]
 
 
-class Parts(NamedTuple):
+class HeadFunctions(NamedTuple):
     """What a call is made of."""
 
-    tokens: Callable[[Tensor, Head], tuple[Tensor, Tensor | None]]  # and their norms, unless not normalising
+    tokens: Callable[[Tensor, HeadArgs], tuple[Tensor, Tensor | None]]  # and their norms, unless not normalising
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    slopes: Callable[..., tuple[Tensor, Tensor | None]]  # as `slopes`
+    slopes: Callable[..., tuple[Tensor, Tensor | None]]  # as `project_gradients`
     token_bytes: int  # of a slice of the forward
     rounds: bool  # whether the gradient of tokens is of their type, not of that of scores
     copies: int  # that it needs of itself, itself included, to become that of ``H W^T + b``
 
 
-def tokens_of(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     """Tokens ``[n, Ld, d]`` of hidden states, rounded to their type, and norms ``[n, Ld, 1]``, no less than 1e-12.
 
     Products have one shape, whatever else is in the batch: so have tokens their bits.
@@ -78,28 +87,28 @@ def tokens_of(H: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
     (n, L, width), d = H.shape, head.W.shape[0]
     dtype = score_dtype(H.dtype)
     row_step, step, _ = STEPS[dtype]
-    most = _BLOCK_BYTES // (width * dtype.itemsize) // (16 * row_step) * 16 * row_step
-    rows = max(_LEAST_ROWS, min(_MOST_ROWS, most))
+    most = _MAX_BLOCK_BYTES // (width * dtype.itemsize) // (16 * row_step) * 16 * row_step
+    rows = max(_MIN_ROWS, min(_MAX_ROWS, most))
     columns = H.new_zeros((width, round_up(d, step)), dtype=dtype)
     columns[:, :d] = head.W.t()
     bias = None if head.b is None else head.b.to(dtype)
     block, found = H.new_zeros((rows, width), dtype=dtype), H.new_empty((rows, columns.shape[1]), dtype=dtype)
     flat, tokens = H.reshape(-1, width), H.new_empty((n * L, d))
     norms = H.new_empty((n * L, 1), dtype=dtype) if head.normalize else None
-    for own in slices_of(0, n * L, rows):
+    for own in split_range(0, n * L, rows):
         count = own.stop - own.start
         block[:count] = flat[own]
         block[count:] = 0
         torch.mm(block, columns, out=found)
         u = found[:count, :d] if bias is None else found[:count, :d] + bias
         if norms is not None:
-            norms[own] = row_norms(u.contiguous())
+            norms[own] = compute_row_norms(u.contiguous())
             u = u / norms[own]
         tokens[own] = u
     return tokens.view(n, L, d), None if norms is None else norms.view(n, L, 1)
 
 
-def slopes(
+def project_gradients(
     G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient ``[tokens, d]`` of ``H W^T + b`` from that of tokens, which may be lost; its sum, where asked for.
@@ -118,19 +127,21 @@ def slopes(
     return g, g.sum(0) if summed else None
 
 
-PORTABLE = Parts(tokens_of, forward, backward_lowmem, slopes, TOKEN_BYTES, False, 4)
+PORTABLE_FUNCTIONS = HeadFunctions(
+    project_tokens, forward, backward_lowmem, project_gradients, MAX_TOKEN_BYTES, False, 4
+)
 
 
-def scores_by_slices(
-    parts: Parts, x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None
+def score_by_slices(
+    parts: HeadFunctions, x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, Nd]``, and winners ``[Nd, Nq, Lq]`` of `argmax_dtype`, ``[0]`` where that is None."""
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
-    scores, argmax, is_trivial = outputs(x.Q, x.H, x.q_mask, dtype, argmax_dtype is not None, -1)
+    scores, argmax, is_trivial = allocate_outputs(x.Q, x.H, x.q_mask, dtype, argmax_dtype is not None, -1)
     if is_trivial:
         return scores, argmax
-    head, (Nd, Ld, _) = Head(x.W, x.b, normalize), x.H.shape
-    for own in slices_within(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
+    head, (Nd, Ld, _) = HeadArgs(x.W, x.b, normalize), x.H.shape
+    for own in split_to_fit(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
         H, d_mask = x.documents(own)
         D, _ = parts.tokens(H, head)
         found = parts.forward(x.Q, D, x.q_mask, d_mask, x.q_weight, False, argmax_dtype)
@@ -142,7 +153,7 @@ def scores_by_slices(
     return scores, argmax
 
 
-class Gradients:
+class HeadBackward:
     """A backward: what the winners send, through the tokens to what they are made of.
 
     ``G[j, t]``, the gradient of a token, is summed by its owner as that of documents is. With ``u = H W^T + b`` and
@@ -150,10 +161,16 @@ class Gradients:
     """
 
     def __init__(
-        self, parts: Parts, grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+        self,
+        parts: HeadFunctions,
+        grad_scores: Tensor,
+        x: HiddenArgs,
+        argmax: Tensor | None,
+        normalize: bool,
+        needs: list[bool],
     ) -> None:
         self.parts, self.grad_scores, self.x, self.argmax, self.needs = parts, grad_scores, x, argmax, needs
-        self.head, self.dtype = Head(x.W, x.b, normalize), score_dtype(x.Q.dtype)
+        self.head, self.dtype = HeadArgs(x.W, x.b, normalize), score_dtype(x.Q.dtype)
         self.multiplied = x.H.dtype if parts.rounds else self.dtype
 
     def run(self) -> tuple[Tensor, ...]:
@@ -168,15 +185,15 @@ class Gradients:
         G: Tensor | None = None
         if whole is not None:
             at_once = self.parts.rounds and len(slices) == 1
-            of_Q, of_D, of_weight = self._winners(slice(0, x.H.shape[0]), x.Q, whole[0], [needs[0], at_once, needs[4]])
+            of_Q, of_D, of_weight = self._argmax(slice(0, x.H.shape[0]), x.Q, whole[0], [needs[0], at_once, needs[4]])
             G = of_D if at_once else None
             for n, found in ((0, of_Q), (4, of_weight)):
                 grads[n] = found if needs[n] else grads[n]
         if into_head:
-            self._into_head(whole, slices, G, grads)
+            self._add_head_gradients(whole, slices, G, grads)
         return tuple(grads)
 
-    def _winners(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    def _argmax(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of MaxSim whose documents are the tokens D."""
         x, argmax = self.x, None if self.argmax is None else self.argmax[own]
         d_mask = x.documents(own)[1]
@@ -184,7 +201,7 @@ class Gradients:
         return self.parts.backward(g, Q, D, argmax, x.q_mask, d_mask, x.q_weight, False, needs)
 
     @property
-    def _copied(self) -> bool:
+    def _needs_copy(self) -> bool:
         """Whether a product for the gradient of W needs hidden states as rows, of another type, or none masked."""
         H = self.x.H
         return self.x.d_mask is not None or H.dtype != self.multiplied or not H.is_contiguous()
@@ -194,10 +211,10 @@ class Gradients:
         there are some."""
         (Nd, Ld, _), parts = self.x.H.shape, self.parts
         each = parts.copies * self.multiplied.itemsize + (0 if has_tokens else self.x.H.dtype.itemsize)
-        room = GRADIENT_BYTES // 2 if self._copied else GRADIENT_BYTES
-        return slices_within(Nd, Ld * self.head.W.shape[0] * each, room)
+        room = MAX_GRADIENT_BYTES // 2 if self._needs_copy else MAX_GRADIENT_BYTES
+        return split_to_fit(Nd, Ld * self.head.W.shape[0] * each, room)
 
-    def _into_head(
+    def _add_head_gradients(
         self, whole: tuple[Tensor, Tensor | None] | None, slices: list[slice], G: Tensor | None, grads: list[Tensor]
     ) -> None:
         """Gradients of H, W and b; of tokens it is G, if that is known."""
@@ -212,7 +229,7 @@ class Gradients:
             else:
                 D, norms = whole[0][own], None if whole[1] is None else whole[1][own]
             if G is None:
-                G = self._winners(own, Q, D.to(Q.dtype), [False, True, False])[1]
+                G = self._argmax(own, Q, D.to(Q.dtype), [False, True, False])[1]
             g, sum_b = self.parts.slopes(G, D, norms, keep, needs[3])
             G = None
             if needs[1]:
@@ -228,8 +245,8 @@ class Gradients:
     def _add_weights(self, total: Tensor | None, g: Tensor, H: Tensor, keep: Tensor | None) -> Tensor:
         """`total` with the gradient of W; masked hidden states are zeros beside those of g, as they may hold NaN."""
         n, Ld, width = H.shape
-        copied = Ld * width * self.multiplied.itemsize if self._copied else 0
-        for own in slices_within(n, copied, GRADIENT_BYTES // 2):
+        copied = Ld * width * self.multiplied.itemsize if self._needs_copy else 0
+        for own in split_to_fit(n, copied, MAX_GRADIENT_BYTES // 2):
             h = H[own] if keep is None else torch.where(keep[own].unsqueeze(-1), H[own], 0)
             of_own = g[own.start * Ld : own.stop * Ld].t()
             found = self._product(of_own, h.reshape(-1, width))
@@ -247,17 +264,19 @@ class Gradients:
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """``a b`` summed in fp32 (fp64); of half types on a GPU by its matrix unit."""
         if b.dtype == self.dtype or b.device.type != "cuda":
-            return product(a.to(self.dtype), b.to(self.dtype).contiguous())  # strides of the caller's would decide bits
+            return multiply_matrices(
+                a.to(self.dtype), b.to(self.dtype).contiguous()
+            )  # strides of the caller's would decide bits
         return torch.mm(a.to(b.dtype), b, out_dtype=self.dtype)
 
 
-def forward_head(x: Hidden, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Scores and winners of `lik::maxsim_from_hidden_fwd`; arguments are validated and lifted already."""
-    return scores_by_slices(PORTABLE, x, normalize, argmax_dtype)
+    return score_by_slices(PORTABLE_FUNCTIONS, x, normalize, argmax_dtype)
 
 
 def backward_head(
-    grad_scores: Tensor, x: Hidden, argmax: Tensor | None, normalize: bool, needs: list[bool]
+    grad_scores: Tensor, x: HiddenArgs, argmax: Tensor | None, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
-    return Gradients(PORTABLE, grad_scores, x, argmax, normalize, needs).run()
+    return HeadBackward(PORTABLE_FUNCTIONS, grad_scores, x, argmax, normalize, needs).run()

@@ -10,7 +10,7 @@ from ...ops.checks import values
 from ...ops.fast_path import eager
 from ...ops.stack import autocast, functional, sharding
 from ..soft.ops import check_temperature
-from .ops import check_call, default_labels, reduced, weights_over
+from .ops import check_loss_args, divide_weights, make_default_labels, reduce_losses
 
 _OP = "maxsim_cross_entropy"
 
@@ -65,24 +65,24 @@ def maxsim_cross_entropy(
         (torch.Size([8, 32, 128]), torch.Size([24, 180, 128]))
     """
     per_token = q_mask, d_mask, q_weight
-    loss = eager.maxsim_cross_entropy(Q, D, labels, *per_token, temperature, normalize, ignore_index, reduction)
+    loss = eager.try_maxsim_cross_entropy(Q, D, labels, *per_token, temperature, normalize, ignore_index, reduction)
     if loss is not None:
         return loss
     check_types(_OP, Q, D, *per_token)
     check_temperature(_OP, temperature, Q)
     check_count(_OP, "ignore_index", ignore_index, -(2**63))
     sharding.register_if_needed()
-    Q, D, q_weight = autocast.to_region(Q, D, q_weight)
-    check_call(_OP, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
+    Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)
+    check_loss_args(_OP, (Q, D, q_mask, d_mask, q_weight, labels), normalize, reduction)
     if labels is None:
-        labels = default_labels(Q, D)
-    elif values.looks(labels):
+        labels = make_default_labels(Q, D)
+    elif values.needs_value_checks(labels):
         values.check_labels(_OP, labels, D.shape[-3], ignore_index)
     functional.reject_transforms(_OP, functional.is_differentiating)
     q_mask, d_mask = as_bool(q_mask), as_bool(d_mask)
     if isinstance(temperature, Tensor):
-        q_weight, temperature = weights_over(temperature, Q, q_mask, q_weight), 1.0
+        q_weight, temperature = divide_weights(temperature, Q, q_mask, q_weight), 1.0
     functional.reject_forward_ad(Q, D, q_weight)
     tensors = Q, D, q_mask, d_mask, q_weight, labels
     losses = lik.maxsim_cross_entropy_fwd(*tensors, float(temperature), ignore_index, normalize)[0]
-    return reduced(losses, labels, ignore_index, reduction)
+    return reduce_losses(losses, labels, ignore_index, reduction)

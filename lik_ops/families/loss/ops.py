@@ -20,31 +20,31 @@ from ... import backends
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
 from ...core.arguments import (
-    argmax_dtype_for,
-    check,
     check_choice,
+    check_dense,
     check_flag,
     check_indices,
     check_types,
+    choose_argmax_dtype,
+    format_shape,
     require,
     score_dtype,
-    shape_of,
 )
-from ...core.segments import Dense
-from ...ops.fast_path.eager_calls import Call
-from ...ops.fast_path.watchers import backward_is_short, fp32_precision
+from ...core.segments import DenseArgs
+from ...ops.fast_path.eager_calls import EagerCall
+from ...ops.fast_path.watchers import get_fp32_precision, is_backward_direct
 from ...ops.registration.custom import custom_op
 from ...ops.registration.family import (
-    check_needed,
+    check_gradient_exists,
     check_upstream,
     fake_gradient,
-    found_once,
-    no_double_backward,
+    lookup_once,
+    make_raising_double_backward,
     register_autograd,
 )
 from ...ops.stack import batching, functional, sharding
-from ...portable.blocks import slices_within, winners_within
-from .portable import Kept, LossOptions, count_labels
+from ...portable.blocks import split_argmax_to_fit, split_to_fit
+from .portable import LossOptions, SavedLoss, count_labels
 
 _FWD_SCHEMA = (
     "(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask, Tensor? q_weight, Tensor labels, float temperature,"
@@ -56,12 +56,12 @@ _BWD_SCHEMA = (
 )
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_cross_entropy_fwd", "maxsim_cross_entropy_bwd"))
 _REDUCTIONS = ("mean", "sum", "none")
-_SCORE_BYTES = 8 * 2**20  # of the scores of some queries; one query's may be more
-_PART_BYTES = 24 * 2**20  # of winners and scores in a backward; one query's or document's may be more
+_MAX_SCORE_BYTES = 8 * 2**20  # of the scores of some queries; one query's may be more
+_MAX_PART_BYTES = 24 * 2**20  # of winners and scores in a backward; one query's or document's may be more
 
 
-class Labelled(NamedTuple):
-    """The tensors of a call: `Dense`, and the label of each query."""
+class LossArgs(NamedTuple):
+    """The tensors of a call: `DenseArgs`, and the label of each query."""
 
     Q: Tensor
     D: Tensor
@@ -71,21 +71,21 @@ class Labelled(NamedTuple):
     labels: Tensor  # [Nq], int32 or int64
 
     @property
-    def dense(self) -> Dense:
-        return Dense(*self[:5])
+    def dense(self) -> DenseArgs:
+        return DenseArgs(*self[:5])
 
     def check(self, op: str) -> None:
         """Raise ValueError or TypeError, naming the argument, unless all fit together."""
         self.dense.check(op)
         check_labels(op, self.labels, self.Q)
 
-    def part(self, queries: slice, documents: slice) -> Labelled:
+    def part(self, queries: slice, documents: slice) -> LossArgs:
         """Of some queries and, in the cross product, of some documents."""
         if (queries.stop - queries.start, documents.stop - documents.start) == self.dense.scores_shape():
             return self  # nothing to cut, which takes a view of each
         of_documents = queries if self.D.dim() == 4 else documents
         parts = queries, of_documents, queries, of_documents, queries, queries
-        return Labelled(*(None if t is None else t[own] for t, own in zip(self, parts, strict=True)))  # type: ignore
+        return LossArgs(*(None if t is None else t[own] for t, own in zip(self, parts, strict=True)))  # type: ignore
 
 
 def check_labels(op: str, labels: Any, Q: Tensor) -> None:
@@ -93,20 +93,20 @@ def check_labels(op: str, labels: Any, Q: Tensor) -> None:
     check_indices(op, "labels", labels, (Q.shape[0],), "[Nq], one for each query", Q.device)
 
 
-def check_call(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
+def check_loss_args(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` takes these.
 
-    `given`: what may become a `Labelled`; labels may be None.
+    `given`: what may become a `LossArgs`; labels may be None.
     """
     *tensors, labels = given
     Q, D = tensors[:2]
     check_flag(op, "normalize", normalize)
     check_choice(op, "reduction", reduction, _REDUCTIONS)
     check_types(op, *tensors)
-    check(op, *tensors)
+    check_dense(op, *tensors)
     if Q.dim() != 3 or D.dim() == 2:
         expected = "[Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d]"
-        raise ValueError(f"{op}: Q, D: expected {expected}, got {shape_of(Q)} and {shape_of(D)}")
+        raise ValueError(f"{op}: Q, D: expected {expected}, got {format_shape(Q)} and {format_shape(D)}")
     if labels is not None:
         check_labels(op, labels, Q)
     elif D.dim() == 3:
@@ -114,14 +114,14 @@ def check_call(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
         require(D.shape[0] >= Q.shape[0], lambda: message)
 
 
-def default_labels(Q: Tensor, D: Tensor) -> Tensor:
+def make_default_labels(Q: Tensor, D: Tensor) -> Tensor:
     """Document i of query i, of candidates the first."""
     Nq = Q.shape[0]
     labels = torch.zeros(Nq, dtype=torch.int64, device=Q.device) if D.dim() == 4 else torch.arange(Nq, device=Q.device)
-    return sharding.whole_like(labels, Q)
+    return sharding.replicate_like(labels, Q)
 
 
-def weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
+def divide_weights(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
     """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter.
 
     NaN if the temperature is not above 0, as of `maxsim_soft`, for the gradient of the temperature too.
@@ -132,76 +132,81 @@ def weights_over(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight
     return (q_weight if q_mask is None else torch.where(q_mask, q_weight, 0)) / temperature
 
 
-def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """The losses, their sum, or their mean over the queries that are not ignored."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / count_labels(labels, ignore_index)
 
 
-class Computed:
+class LossRunner:
     """Who computes calls of one description, and what is kept of earlier ones."""
 
     def __init__(self, backend: ModuleType) -> None:
         self.backend = backend
         self.calls = backend.Calls() if hasattr(backend, "Calls") else None
 
-    def _again(
-        self, key: tuple, x: Labelled, more: tuple[Tensor | None, ...], function: Callable[..., tuple], *arguments: Any
+    def _run_captured(
+        self, key: tuple, x: LossArgs, more: tuple[Tensor | None, ...], function: Callable[..., tuple], *arguments: Any
     ) -> tuple:
         if self.calls is None:
             return function(*arguments)
-        return self.calls.run((fp32_precision(), *key), (*x, *more), x.Q.device, function, *arguments)
+        return self.calls.run((get_fp32_precision(), *key), (*x, *more), x.Q.device, function, *arguments)
 
     def losses(
-        self, x: Labelled, options: LossOptions, keeps: bool = False, counts: bool = False
+        self, x: LossArgs, options: LossOptions, keeps: bool = False, counts: bool = False
     ) -> tuple[Tensor, ...]:
         """Those of `maxsim_cross_entropy_fwd`.
 
-        Then scores and winners if it `keeps` them, of a call that `is_part`, and the number of labels that it `counts`.
+        Then scores and winners if it `keeps` them, of a call that `is_within_workspace`, and the number of labels that
+        it `counts`.
         """
-        return self._again((*options, keeps, counts), x, (), _losses, self.backend, x, options, keeps, counts)
+        return self._run_captured(
+            (*options, keeps, counts), x, (), _compute_losses, self.backend, x, options, keeps, counts
+        )
 
-    def gradients(self, grad: Tensor, x: Labelled, kept: Kept, options: LossOptions, needs: Sequence[bool]) -> tuple:
+    def gradients(
+        self, grad: Tensor, x: LossArgs, kept: SavedLoss, options: LossOptions, needs: Sequence[bool]
+    ) -> tuple:
         """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all."""
         key = "gradients", *options, *grad.stride(), kept.scores is None, *needs
         arguments = self.backend, grad, x, kept, options, list(needs)
-        return self._again(key, x, (grad, *kept), _gradients_of, *arguments)
+        return self._run_captured(key, x, (grad, *kept), _compute_gradients, *arguments)
 
 
-def _computed(check: Callable[..., Any], x: Labelled, *arguments: Any) -> Computed:
-    """Who computes for arguments that `check` let pass."""
+def _select_runner(check: Callable[..., Any], x: LossArgs, *arguments: Any) -> LossRunner:
+    """Who computes for arguments that `check_dense` let pass."""
     check(*arguments)
-    return Computed(backends.select(x.Q.device, x.Q.dtype))
+    return LossRunner(backends.select_backend(x.Q.device, x.Q.dtype))
 
 
-class LossCall(Call):
+class LossCall(EagerCall):
     """What is found out about eager calls: of Q, D, q_mask, d_mask, labels and q_weight; temperature, ignore_index."""
 
     tensors = 6
 
-    def __init__(self, x: Labelled, backend: ModuleType, normalize: bool, reduction: str, wants: bool) -> None:
+    def __init__(self, x: LossArgs, backend: ModuleType, normalize: bool, reduction: str, wants: bool) -> None:
         super().__init__(x, backend, normalize, "auto", None, differentiable=wants)
-        self.reduction, self.computed = reduction, Computed(backend)
-        self.keeps = wants and is_part(x)
+        self.reduction, self.computed = reduction, LossRunner(backend)
+        self.keeps = wants and is_within_workspace(x)
 
-    def _arguments(self, given: tuple) -> tuple[Labelled, LossOptions]:
+    def _arguments(self, given: tuple) -> tuple[LossArgs, LossOptions]:
         Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
-        x = Labelled(Q, D, q_mask, d_mask, q_weight, labels)
+        x = LossArgs(Q, D, q_mask, d_mask, q_weight, labels)
         return x, LossOptions(temperature, ignore_index, self.normalize)
 
     def forward(self, given: tuple) -> tuple[Tensor | None, ...]:
-        """The loss, and `Kept`."""
+        """The loss, and `SavedLoss`."""
         x, options = self._arguments(given)
         counts = self.reduction == "mean"
         losses, lse, *more = self.computed.losses(x, options, self.keeps, counts)
         count = more.pop() if counts else None
         loss = losses if self.reduction == "none" else losses.sum()
-        return loss if count is None else loss / count, *Kept(lse, count, *more)
+        return loss if count is None else loss / count, *SavedLoss(lse, count, *more)
 
     def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple[Tensor, ...]:
-        (x, options), found = self._arguments(given), Kept(*kept)
-        if backward_is_short(grad, x.Q, x.D):
+        (x, options), found = self._arguments(given), SavedLoss(*kept)
+        if is_backward_direct(grad, x.Q, x.D):
             return self.computed.gradients(grad, x, found, options, needs)
         grad = (grad if found.divisor is None else grad / found.divisor).expand(x.labels.shape)
         return lik.maxsim_cross_entropy_bwd(grad, *x, found.lse, *options, needs)
@@ -214,18 +219,20 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     The latter in two numbers, the largest ``score / temperature`` and the logarithm of the sum beside it: one number
     would round small losses away. A query whose label is `ignore_index` has loss 0, one whose label is no document NaN.
     """
-    x = Labelled(*args[:6])
-    computed = found_once(_FWD, x, (), _computed, x.check, x, _FWD)
+    x = LossArgs(*args[:6])
+    computed = lookup_once(_FWD, x, (), _select_runner, x.check, x, _FWD)
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
     return computed.losses(x, LossOptions(*args[6:]))  # type: ignore[return-value]
 
 
-def _losses(backend: ModuleType, x: Labelled, options: LossOptions, keeps: bool, counts: bool) -> tuple[Tensor, ...]:
+def _compute_losses(
+    backend: ModuleType, x: LossArgs, options: LossOptions, keeps: bool, counts: bool
+) -> tuple[Tensor, ...]:
     Nq, columns = x.dense.scores_shape()
-    losses, lse = _outputs(x)
-    dtype = argmax_dtype_for(x.D.shape[-2]) if keeps else None
+    losses, lse = _fake_outputs(x)
+    dtype = choose_argmax_dtype(x.D.shape[-2]) if keeps else None
     kept: tuple[Tensor, ...] = ()
-    for i in (slice(0, Nq),) if keeps else slices_within(Nq, losses.element_size() * columns, _SCORE_BYTES):
+    for i in (slice(0, Nq),) if keeps else split_to_fit(Nq, losses.element_size() * columns, _MAX_SCORE_BYTES):
         part = x.part(i, slice(0, columns))
         kept = backend.forward(*part.dense, options.normalize, dtype)
         backend.label_losses(kept[0], part.labels, options, losses[i], lse[i])
@@ -233,27 +240,27 @@ def _losses(backend: ModuleType, x: Labelled, options: LossOptions, keeps: bool,
     return losses, lse, *(kept if keeps else ()), *count
 
 
-def _outputs(x: Labelled) -> tuple[Tensor, Tensor]:
+def _fake_outputs(x: LossArgs) -> tuple[Tensor, Tensor]:
     Nq, dtype = x.Q.shape[0], score_dtype(x.Q.dtype)
     return x.Q.new_empty((Nq,), dtype=dtype), x.Q.new_empty((Nq, 2), dtype=dtype)
 
 
 @maxsim_cross_entropy_fwd.register_fake
 def _(*args):
-    x = Labelled(*args[:6])
+    x = LossArgs(*args[:6])
     x.check(_FWD)
-    return _outputs(x)
+    return _fake_outputs(x)
 
 
-def _taken(args: tuple) -> Labelled:
+def _unpack_backward_args(args: tuple) -> LossArgs:
     """The tensors of a backward; raises unless it takes them."""
     grad_losses, *tensors, lse = args[:8]
-    x, needs = Labelled(*tensors), args[11]
+    x, needs = LossArgs(*tensors), args[11]
     x.check(_BWD)
     Nq = x.Q.shape[0]
     check_upstream(_BWD, "grad_losses", grad_losses, (Nq,), x.Q)
     check_upstream(_BWD, "lse", lse, (Nq, 2), x.Q)
-    check_needed(_BWD, "q_weight", x.q_weight, needs[2])
+    check_gradient_exists(_BWD, "q_weight", x.q_weight, needs[2])
     return x
 
 
@@ -265,28 +272,28 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     [0]. Scores and winners are found again, in parts that need no more memory than a constant.
     """
     grad_losses, *tensors, lse = args[:8]
-    x, needs = Labelled(*tensors), args[11]
-    computed = found_once(_BWD, args[:8], tuple(needs), _computed, _taken, x, args)
+    x, needs = LossArgs(*tensors), args[11]
+    computed = lookup_once(_BWD, args[:8], tuple(needs), _select_runner, _unpack_backward_args, x, args)
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
-    return computed.gradients(grad_losses, x, Kept(lse), LossOptions(*args[8:11]), needs)
+    return computed.gradients(grad_losses, x, SavedLoss(lse), LossOptions(*args[8:11]), needs)
 
 
-def _gradients_of(
-    backend: ModuleType, upstream: Tensor, x: Labelled, kept: Kept, options: LossOptions, needs: list[bool]
+def _compute_gradients(
+    backend: ModuleType, upstream: Tensor, x: LossArgs, kept: SavedLoss, options: LossOptions, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     upstream = upstream.expand(x.labels.shape)
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         part, scores, argmax = x.part(i, j), kept.scores, kept.argmax
         if scores is None:
-            scores, argmax = backend.forward(*part.dense, options.normalize, argmax_dtype_for(x.D.shape[-2]))
-        of_queries = Kept(kept.lse[i].contiguous(), kept.divisor)
+            scores, argmax = backend.forward(*part.dense, options.normalize, choose_argmax_dtype(x.D.shape[-2]))
+        of_queries = SavedLoss(kept.lse[i].contiguous(), kept.divisor)
         gradient = backend.label_gradients(scores, part.labels, options, upstream[i], of_queries, j.start)
         Q, D, *masks = part.dense
         return backend.backward_lowmem(gradient, Q, D, argmax, *masks, options.normalize, wanted)
 
     (Nq, columns), candidates = x.dense.scores_shape(), x.D.dim() == 4
-    parts = list(winners_within(Nq, columns, _pair_bytes(x), _PART_BYTES, candidates, needs))
+    parts = list(split_argmax_to_fit(Nq, columns, _count_pair_bytes(x), _MAX_PART_BYTES, candidates, needs))
     if len(parts) == 1:
         return of_part(*parts[0])
     grads = fake_gradient(x.dense, needs)
@@ -298,26 +305,26 @@ def _gradients_of(
     return grads
 
 
-def _pair_bytes(x: Labelled) -> int:
-    return x.Q.shape[1] * argmax_dtype_for(x.D.shape[-2]).itemsize + 2 * score_dtype(x.Q.dtype).itemsize
+def _count_pair_bytes(x: LossArgs) -> int:
+    return x.Q.shape[1] * choose_argmax_dtype(x.D.shape[-2]).itemsize + 2 * score_dtype(x.Q.dtype).itemsize
 
 
-def is_part(x: Labelled) -> bool:
+def is_within_workspace(x: LossArgs) -> bool:
     """Whether winners and scores of the call are few enough to be there at a time."""
     Nq, columns = x.dense.scores_shape()
-    return 0 < Nq * columns * _pair_bytes(x) <= _PART_BYTES
+    return 0 < Nq * columns * _count_pair_bytes(x) <= _MAX_PART_BYTES
 
 
 @maxsim_cross_entropy_bwd.register_fake
 def _(*args):
-    return fake_gradient(_taken(args).dense, args[11])
+    return fake_gradient(_unpack_backward_args(args).dense, args[11])
 
 
-def _gradients(grad_losses, tensors, lse, options, needs):
+def _call_backward(grad_losses, tensors, lse, options, needs):
     return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, lse, *options, needs)
 
 
-register_autograd(maxsim_cross_entropy_fwd, Labelled, _gradients, wanted=(0, 1, 4))
-maxsim_cross_entropy_bwd.register_autograd(no_double_backward("maxsim_cross_entropy"))
-maxsim_cross_entropy_fwd.register_vmap(partial(batching.one_by_one, maxsim_cross_entropy_fwd, 6))
-maxsim_cross_entropy_bwd.register_vmap(partial(batching.one_by_one, maxsim_cross_entropy_bwd, 8))
+register_autograd(maxsim_cross_entropy_fwd, LossArgs, _call_backward, wanted=(0, 1, 4))
+maxsim_cross_entropy_bwd.register_autograd(make_raising_double_backward("maxsim_cross_entropy"))
+maxsim_cross_entropy_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_cross_entropy_fwd, 6))
+maxsim_cross_entropy_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_cross_entropy_bwd, 8))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...portable.blocks import fold_sum
+from ...portable.blocks import sum_pairwise
 
 
 class LossOptions(NamedTuple):
@@ -21,7 +21,7 @@ class LossOptions(NamedTuple):
     normalize: bool
 
 
-class Kept(NamedTuple):
+class SavedLoss(NamedTuple):
     """What a forward keeps for its gradients; scores and winners are found again where there are none."""
 
     lse: Tensor  # of `label_losses`
@@ -48,7 +48,7 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
         at_label = scores.sub_(best[:, None]).gather(1, index[:, None]).squeeze(1)
         scores.scatter_(1, first, scores.gather(1, first).sub_(torch.inf))  # counts as nothing, unless it is NaN
         # torch.sum would add in an order that depends on how many queries there are.
-        torch.log1p(fold_sum(scores.exp_()), out=log_sum)
+        torch.log1p(sum_pairwise(scores.exp_()), out=log_sum)
         torch.sub(log_sum, at_label, out=losses)
     losses.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)
     lse.masked_fill_(wrong[:, None], torch.nan).masked_fill_(ignored[:, None], 0)
@@ -60,7 +60,7 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def label_gradients(
-    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: Kept, begin: int
+    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: SavedLoss, begin: int
 ) -> Tensor:
     """The gradient of ``scores [N, columns]``, whose first column has the label `begin`.
 

@@ -55,4 +55,4 @@ def maxsim_soft(
     check_flag("maxsim_soft", "normalize", normalize)
     soft_ops.check_temperature("maxsim_soft", temperature, Q)
     given: Any = Q, D, q_mask, d_mask, q_weight
-    return soft_ops.scores(given, temperature, normalize)
+    return soft_ops.score_soft(given, temperature, normalize)

@@ -8,21 +8,21 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...csrc_triton.backward.arguments import SoftUpstream
+from ...csrc_triton.backward.arguments import SoftUpstreamArgs
 from ...csrc_triton.soft.backward import maxsim_soft_documents
 from ...gpu.runtime import launcher
 from ...gpu.runtime.arguments import (
-    allow_tf32,
     architecture,
-    checked_grid,
-    describable,
-    documents_of,
-    is_even,
-    queries_of,
-    sizes,
-    wide_of,
+    check_grid,
+    choose_offset_width,
+    has_even_stride,
+    is_tf32_allowed,
+    make_document_args,
+    make_query_args,
+    make_size_args,
+    supports_descriptor,
 )
-from ...gpu.tuning.architectures import Kind, Launch, cdiv
+from ...gpu.tuning.architectures import KernelKey, LaunchConfig, cdiv
 from . import configs as soft_configs
 
 Temperature = Tensor | float
@@ -53,16 +53,16 @@ class SoftCall(NamedTuple):
         q_mask, q_weight = (None if x is None else x[own] for x in (self.q_mask, self.q_weight))
         return SoftCall(self.grad_scores[own], self.Q[own], D, lse, q_mask, d_mask, q_weight, *self[7:])
 
-    def some_documents(self, own: slice) -> SoftCall:
+    def select_documents(self, own: slice) -> SoftCall:
         """Of some documents of the cross product."""
         d_mask = None if self.d_mask is None else self.d_mask[own]
         return self._replace(grad_scores=self.grad_scores[:, own], D=self.D[own], lse=self.lse[own], d_mask=d_mask)
 
-    def launch(self) -> Launch:
-        Q, wide = self.Q, wide_of(self.Q, self.D)
-        flat = self.candidates or is_even(Q)
-        kind = Kind(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
-        return soft_configs.backward(kind, tf32=allow_tf32(Q.dtype), flat=flat)
+    def launch(self) -> LaunchConfig:
+        Q, wide = self.Q, choose_offset_width(self.Q, self.D)
+        flat = self.candidates or has_even_stride(Q)
+        kind = KernelKey(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
+        return soft_configs.configure_soft_backward(kind, tf32=is_tf32_allowed(Q.dtype), flat=flat)
 
     def tiles(self, of_queries: bool) -> TensorDescriptor | None:
         """The other side of a product for the tensor memory access unit: whole rows, of which none are masked.
@@ -71,7 +71,7 @@ class SoftCall(NamedTuple):
         """
         x, config = (self.Q if of_queries else self.D), self.launch().config
         masked = self.q_mask if of_queries else self.d_mask
-        readable = describable(x) and x.data_ptr() % 16 == 0 and config.ONE_CHUNK and masked is None
+        readable = supports_descriptor(x) and x.data_ptr() % 16 == 0 and config.SINGLE_STEP and masked is None
         if not (architecture(x.device).has_descriptors and readable) or (of_queries and self.candidates):
             return None
         *_, L, d = x.shape
@@ -79,28 +79,34 @@ class SoftCall(NamedTuple):
             return TensorDescriptor(x, [x.numel() // d, d], [d, 1], [config.BN, config.BD])
         return TensorDescriptor(x, [x.numel() // (L * d), L, d], [L * d, d, 1], [1, config.BN, config.BD])
 
-    def upstream(self) -> SoftUpstream:
+    def upstream(self) -> SoftUpstreamArgs:
         strides = (*self.lse.stride()[:2],) if self.candidates else (0, self.lse.stride(0))
         g = self.grad_scores
-        return SoftUpstream._make((g, *g.stride(), self.lse, *strides, *sizes(self.Q, self.D)))
+        return SoftUpstreamArgs._make((g, *g.stride(), self.lse, *strides, *make_size_args(self.Q, self.D)))
 
     def groups(self, of_queries: bool) -> tuple:
         """What both kernels take first; `of_queries` are the others."""
-        queries = queries_of(self.Q, self.q_mask, self.q_weight)
-        return queries, documents_of(self.D, self.d_mask), self.tiles(of_queries), self.upstream(), self.temperature
+        queries = make_query_args(self.Q, self.q_mask, self.q_weight)
+        return (
+            queries,
+            make_document_args(self.D, self.d_mask),
+            self.tiles(of_queries),
+            self.upstream(),
+            self.temperature,
+        )
 
     def run(self, kernel: Callable, grid: tuple[int, ...], *args: object) -> None:
         launch = self.launch()
         options = launch.options(architecture(self.Q.device))
-        grid = (*checked_grid(grid[0]), grid[1], cdiv(self.Q.shape[-1], launch.config.BD))
+        grid = (*check_grid(grid[0]), grid[1], cdiv(self.Q.shape[-1], launch.config.BD))
         groups = self.groups(kernel is maxsim_soft_documents)
         launcher.launch(kernel, grid, (*groups, *args, self.Q.shape[-1], launch.config), options)
 
     @property
-    def sums_documents(self) -> bool:
+    def has_document_sums(self) -> bool:
         """Whether gradients of documents are sums first, which another kernel takes through the norms of tokens."""
-        return self.normalize and not self.launch().config.ONE_CHUNK
+        return self.normalize and not self.launch().config.SINGLE_STEP
 
-    def owners(self, rows_each: int, groups: int) -> int:
+    def count_owner_programs(self, rows_each: int, groups: int) -> int:
         """Programs that own the rows of groups."""
         return groups * cdiv(rows_each, self.launch().config.BM)

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
-from ...core.arguments import check_strided, kind_of, score_dtype, shape_of, short_repr
-from ...core.segments import Dense
+from ...core.arguments import check_strided, describe_type, format_shape, score_dtype, short_repr
+from ...core.segments import DenseArgs
 from ...ops import maxsim as operators
 from ...ops.checks import hints
 from ...ops.registration.custom import custom_op
 from ...ops.registration.family import (
-    backend_once,
-    check_needed,
+    check_gradient_exists,
     check_upstream,
     fake_gradient,
-    no_double_backward,
+    lookup_backend,
+    make_raising_double_backward,
     register_autograd,
 )
 from ...ops.stack import batching, functional
@@ -40,8 +40,8 @@ _BWD_SCHEMA = (
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_soft_fwd", "maxsim_soft_bwd"))
 
 
-class Soft(NamedTuple):
-    """The tensors of a call: `Dense`, and the temperature where it is a tensor of no axes."""
+class SoftArgs(NamedTuple):
+    """The tensors of a call: `DenseArgs`, and the temperature where it is a tensor of no axes."""
 
     Q: Tensor
     D: Tensor
@@ -51,8 +51,8 @@ class Soft(NamedTuple):
     tau: Tensor | None
 
     @property
-    def dense(self) -> Dense:
-        return Dense(*self[:5])
+    def dense(self) -> DenseArgs:
+        return DenseArgs(*self[:5])
 
     def check(self, op: str) -> None:
         """Raise ValueError or TypeError, naming the argument, unless all fit together."""
@@ -65,13 +65,13 @@ def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
     """Raise ValueError or TypeError unless it is a number above 0, or a tensor of no axes beside `Q`."""
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float, torch.SymFloat)):
-            raise TypeError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {kind_of(temperature)}")
+            raise TypeError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {describe_type(temperature)}")
         if isinstance(temperature, (int, float)) and not 0 < temperature <= sys.float_info.max:
             raise ValueError(f"{op}: temperature: expected a finite number above 0, got {short_repr(temperature)}")
         return
     check_strided(op, "temperature", temperature)
     if temperature.dim() != 0:
-        raise ValueError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {shape_of(temperature)}")
+        raise ValueError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {format_shape(temperature)}")
     expected = score_dtype(Q.dtype)
     if temperature.dtype != expected:
         raise TypeError(f"{op}: temperature: expected {expected} for {Q.dtype} inputs, got {temperature.dtype}")
@@ -85,40 +85,42 @@ def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
     The soft maxima ``tau * logsumexp_t(<q, d_t> / tau)`` are fp32 (fp64 for fp64) ``[Nd, Nq, Lq]``, or ``[Nq, K, Lq]``
     for candidates; -inf for masked query tokens and documents that keep no token. The temperature is `tau`, a tensor of
-    no axes, or, where that is None, the number `temperature`.
+    no axes, or, where that is None, the number `load_temperature`.
     """
-    tensors, (temperature, normalize, keep) = Soft(*args[:6]), args[6:]
-    backend = backend_once(_FWD, tensors, (), tensors.Q, tensors.check, _FWD)
+    tensors, (temperature, normalize, keep) = SoftArgs(*args[:6]), args[6:]
+    backend = lookup_backend(_FWD, tensors, (), tensors.Q, tensors.check, _FWD)
     if tensors.tau is None:
         check_temperature(_FWD, temperature, tensors.Q)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight, tensors.tau)
-    return backend.forward_soft(*tensors.dense, _value(tensors.tau, temperature, tensors.Q.dtype), normalize, keep)
+    return backend.forward_soft(
+        *tensors.dense, _resolve_temperature(tensors.tau, temperature, tensors.Q.dtype), normalize, keep
+    )
 
 
-def _value(tau: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor | float:
+def _resolve_temperature(tau: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor | float:
     """The temperature: a number is no smaller than what a similarity can be divided by."""
     return max(temperature, torch.finfo(score_dtype(dtype)).tiny) if tau is None else tau
 
 
 @maxsim_soft_fwd.register_fake
 def _(*args):
-    tensors, keep = Soft(*args[:6]), args[8]
+    tensors, keep = SoftArgs(*args[:6]), args[8]
     tensors.check(_FWD)
     new, dtype = tensors.Q.new_empty, score_dtype(tensors.Q.dtype)
     kept = new(tensors.dense.argmax_shape() if keep else (0,), dtype=dtype)
     return new(tensors.dense.scores_shape(), dtype=dtype), kept
 
 
-def _taken(args: tuple) -> Soft:
+def _unpack_backward_args(args: tuple) -> SoftArgs:
     """The tensors of a backward; raises unless it takes them."""
     grad_scores, Q, D, lse, *options = args[:8]
     needs = args[10]
-    tensors = Soft(Q, D, *options)
+    tensors = SoftArgs(Q, D, *options)
     tensors.check(_BWD)
     check_upstream(_BWD, "grad_scores", grad_scores, tensors.dense.scores_shape(), Q)
     check_upstream(_BWD, "lse", lse, tensors.dense.argmax_shape(), Q)
-    check_needed(_BWD, "q_weight", tensors.q_weight, needs[2])
-    check_needed(_BWD, "tau", tensors.tau, needs[3])
+    check_gradient_exists(_BWD, "q_weight", tensors.q_weight, needs[2])
+    check_gradient_exists(_BWD, "tau", tensors.tau, needs[3])
     return tensors
 
 
@@ -129,32 +131,32 @@ def maxsim_soft_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     `lse` is what `maxsim_soft_fwd` keeps. `needs` says which of the four are wanted; the others have size [0].
     """
     grad_scores, Q, D, lse, q_mask, d_mask, q_weight, tau, temperature, normalize, needs = args
-    backend = backend_once(_BWD, args[:8], tuple(needs), Q, _taken, args)
+    backend = lookup_backend(_BWD, args[:8], tuple(needs), Q, _unpack_backward_args, args)
     functional.reject_forward_ad(grad_scores, Q, D, q_weight, tau)
-    value = _value(tau, temperature, Q.dtype)
+    value = _resolve_temperature(tau, temperature, Q.dtype)
     return backend.backward_soft(grad_scores, Q, D, lse, q_mask, d_mask, q_weight, value, normalize, list(needs))
 
 
 @maxsim_soft_bwd.register_fake
 def _(*args):
-    tensors, needs = _taken(args), args[10]
+    tensors, needs = _unpack_backward_args(args), args[10]
     of_tau = tensors.Q.new_empty(() if needs[3] else (0,), dtype=score_dtype(tensors.Q.dtype))
     return *fake_gradient(tensors.dense, needs[:3]), of_tau
 
 
-def _gradients(grad_scores, tensors, lse, options, needs):
+def _call_backward(grad_scores, tensors, lse, options, needs):
     Q, D, *rest = tensors
     temperature, normalize, _ = options
     return lik.maxsim_soft_bwd(grad_scores, Q, D, lse, *rest, temperature, normalize, needs)
 
 
-register_autograd(maxsim_soft_fwd, Soft, _gradients, wanted=(0, 1, 4, 5))
-maxsim_soft_bwd.register_autograd(no_double_backward("maxsim_soft"))
-maxsim_soft_fwd.register_vmap(partial(batching.one_by_one, maxsim_soft_fwd, 6))
-maxsim_soft_bwd.register_vmap(partial(batching.one_by_one, maxsim_soft_bwd, 8))
+register_autograd(maxsim_soft_fwd, SoftArgs, _call_backward, wanted=(0, 1, 4, 5))
+maxsim_soft_bwd.register_autograd(make_raising_double_backward("maxsim_soft"))
+maxsim_soft_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_fwd, 6))
+maxsim_soft_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_bwd, 8))
 
 
-def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:
+def score_soft(given: tuple, temperature: Any, normalize: bool) -> Tensor:
     """Soft scores of Q, D, q_mask, d_mask and q_weight as `lik_ops.maxsim_soft` has them.
 
     Raises:
@@ -167,10 +169,10 @@ def scores(given: tuple, temperature: Any, normalize: bool) -> Tensor:
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *tensors, normalized, argmax_dtype, _ = args
-        keep = argmax_dtype is not None or functional.records_gradients(tau)
+        keep = argmax_dtype is not None or functional.is_recording_gradients(tau)
         return lik.maxsim_soft_fwd(*tensors, tau, number, normalized, keep)
 
-    found = operators.watched("maxsim_soft", forward, given, normalize, "auto")[0]
+    found = operators.call_dispatched("maxsim_soft", forward, given, normalize, "auto")[0]
     Q, D, q_mask, d_mask, _ = given
-    hints.look_at_tokens("maxsim_soft", Q, D, q_mask, d_mask, normalize)
+    hints.inspect_tokens("maxsim_soft", Q, D, q_mask, d_mask, normalize)
     return found

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ...portable.backward.dense import PIECE_BYTES, sum_tensors, through_norm
-from ...portable.blocks import MiB, Piece, pieces_of, product, row_norms, slices_of
-from ...portable.forward.dense import outputs
+from ...portable.backward.dense import MAX_PIECE_BYTES, backpropagate_norm, sum_tensors
+from ...portable.blocks import MiB, Piece, compute_row_norms, cut_pieces, multiply_matrices, split_range
+from ...portable.forward.dense import allocate_outputs
 from ...portable.forward.scores import NEG_INF
-from ...portable.forward.slices import Panel, Slices, _Views
-from ...portable.layout import Layout, unified_layout
+from ...portable.forward.slices import QueryPanel, SliceForward, _BlockViews
+from ...portable.layout import BatchedArgs, make_batched_args
 
 Temperature = Tensor | float
-BLOCK_BYTES = 2 * MiB  # of similarities
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of Q, D, q_weight and tau
-_PEAK = 0.75  # at most one probability of a query token is above it, even with rounding errors
+MAX_BLOCK_BYTES = 2 * MiB  # of similarities
+SoftGradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of Q, D, q_weight and tau
+_PEAK_PROBABILITY = 0.75  # at most one probability of a query token is above it, even with rounding errors
 
 
 def forward_soft(
@@ -37,14 +37,14 @@ def forward_soft(
 
     Arguments are validated and lifted already. The soft maxima are ``[0]`` unless `keep`.
     """
-    scores, lse, is_trivial = outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
+    scores, lse, is_trivial = allocate_outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
     if not is_trivial:
-        layout = unified_layout(Q, D, q_mask, d_mask, q_weight, scores, lse)
-        SoftMaxima(layout, normalize, _checked(temperature)).run()
+        layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, scores, lse)
+        SoftForward(layout, normalize, _mask_wrong_temperature(temperature)).run()
     return scores, lse
 
 
-def _checked(temperature: Temperature) -> Temperature:
+def _mask_wrong_temperature(temperature: Temperature) -> Temperature:
     """NaN in place of a tensor that is not above 0: nobody may look at one of a GPU."""
     if isinstance(temperature, Tensor):
         least = torch.finfo(temperature.dtype).tiny
@@ -52,28 +52,28 @@ def _checked(temperature: Temperature) -> Temperature:
     return temperature
 
 
-def _finite(x: Tensor) -> Tensor:
+def _replace_infinities(x: Tensor) -> Tensor:
     """What exponents are taken relative to: `x`, or 0 where it is infinite."""
     return x.masked_fill(x.isinf(), 0)
 
 
-class SoftMaxima(Slices):
+class SoftForward(SliceForward):
     """The forward by slices, with a log-sum-exp in the place of the maximum."""
 
-    def __init__(self, layout: Layout, normalize: bool, temperature: Temperature) -> None:
+    def __init__(self, layout: BatchedArgs, normalize: bool, temperature: Temperature) -> None:
         self.kept, self.temperature = layout.argmax, temperature
         super().__init__(layout._replace(argmax=None), normalize)
 
     def _score(
-        self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
+        self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
         shape, tokens = self.shape, self.tokens
-        S = self._new_products(start, documents, views, panel)
+        S = self._mask_overlaps(start, documents, views, panel)
         if shape.documents * tokens < shape.rows:
             S = S[:, : shape.documents * tokens]
         if shape.documents > 1:
             S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
-        top = _finite(S.amax(-2))
+        top = _replace_infinities(S.amax(-2))
         found = S.sub_(top.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(top)
         best.copy_(found if start == 0 else self._joined(best, found))
 
@@ -106,18 +106,19 @@ def backward_soft(
     temperature: Temperature,
     normalize: bool,
     needs: list[bool],
-) -> Gradients:
+) -> SoftGradients:
     """The gradients that `needs` names; `lse` are the soft maxima of the forward."""
-    layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
-    return SoftBackward(layout, Q, D, normalize, _checked(temperature), needs).gradients()
+    layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
+    return SoftBackward(layout, Q, D, normalize, _mask_wrong_temperature(temperature), needs).gradients()
 
 
 class _Entropies:
     """Entropies of the probabilities of some query tokens, summed over documents with the upstream gradients.
 
     A soft maximum minus the mean similarity would lose all digits if one token has nearly all of the probability. Here
-    every term is positive. ``-P log P`` is computed from ``log P`` only for probabilities of at most `_PEAK`. Above it
-    ``log P`` has few digits. The single such term follows from the sum of the other probabilities.
+    every term is positive. ``-P log P`` is computed from ``log P`` only for probabilities of at most
+    `_PEAK_PROBABILITY`. Above it ``log P`` has few digits. The single such term follows from the sum of the other
+    probabilities.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class _Entropies:
 
         `g`: upstream gradients ``[batches, rows, documents, 1]``.
         """
-        small = torch.where(P > _PEAK, 0, P)
+        small = torch.where(P > _PEAK_PROBABILITY, 0, P)
         terms = torch.where(small == 0, 0, small * log_P)  # log P may be -inf
         sums = small.sum(-1), terms.sum(-1)
         if self._sums:
@@ -148,7 +149,7 @@ class SoftBackward:
     """One call. A block is a piece of query tokens and one of document tokens, as ``[batches, rows, tokens]``."""
 
     def __init__(
-        self, layout: Layout, Q: Tensor, D: Tensor, normalize: bool, temperature: Temperature, needs: list[bool]
+        self, layout: BatchedArgs, Q: Tensor, D: Tensor, normalize: bool, temperature: Temperature, needs: list[bool]
     ) -> None:
         self.layout, self.normalize, self.temperature, self.needs = layout, normalize, temperature, needs
         self.dtype = dtype = score_dtype(Q.dtype)
@@ -158,21 +159,21 @@ class SoftBackward:
         self.grad_tau = Q.new_zeros(() if needs[3] else (0,), dtype=dtype)
         (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = layout.Q.shape, layout.D.shape[1:3]
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> SoftGradients:
         if 0 not in (self.B, self.Y, self.Lq, self.X, self.Ld):
-            self._into_queries()
+            self._write_query_gradients()
             if self.needs[1]:
-                self._into_documents()
+                self._write_document_gradients()
         return self.grad_Q, self.grad_D, self.grad_weight, self.grad_tau
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
         """Of queries and of documents: of the same batches, all of them or one."""
-        most = max(1, PIECE_BYTES // (self.d * self.dtype.itemsize))
+        most = max(1, MAX_PIECE_BYTES // (self.d * self.dtype.itemsize))
         rows = max(1, min(most, 512, self.Y * self.Lq))
-        tokens = max(1, min(most, BLOCK_BYTES // (rows * self.dtype.itemsize)))
+        tokens = max(1, min(most, MAX_BLOCK_BYTES // (rows * self.dtype.itemsize)))
         batches = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), most // (self.Y * self.Lq)))
-        self.batches = list(slices_of(0, self.B, batches))
-        return list(pieces_of((1, self.Y, self.Lq), rows)), list(pieces_of((1, self.X, self.Ld), tokens))
+        self.batches = list(split_range(0, self.B, batches))
+        return list(cut_pieces((1, self.Y, self.Lq), rows)), list(cut_pieces((1, self.X, self.Ld), tokens))
 
     def _tokens(self, piece: Piece, of_queries: bool) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[batches, n, d]``, zeros where masked, over their norms if normalising; and which are kept."""
@@ -182,9 +183,9 @@ class SoftBackward:
         keep = None if mask is None else mask[tuple(piece)].flatten(1, 2)
         if keep is not None:
             x = torch.where(keep.unsqueeze(-1), x, 0)
-        return (x / row_norms(x) if self.normalize else x), keep
+        return (x / compute_row_norms(x) if self.normalize else x), keep
 
-    def _of_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
+    def _load_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
         """Soft maxima and the gradients of their scores, ``[batches, items, rows]``; 0 where there is no maximum."""
         kept = self.layout.argmax
         assert kept is not None
@@ -197,8 +198,8 @@ class SoftBackward:
         """Return ``g P`` of a block and its document tokens; add to `entropies` unless that is None."""
         q, _ = self._tokens(query, True)
         x, keep = self._tokens(document, False)
-        S = product(q, x.mT)
-        lse, g = self._of_rows(query, document.items)
+        S = multiply_matrices(q, x.mT)
+        lse, g = self._load_rows(query, document.items)
         log_P = S.unflatten(2, (lse.shape[1], -1))  # [batches, rows, items, tokens]
         log_P.sub_(lse.mT.unsqueeze(-1)).div_(self.temperature).clamp_max_(0)
         if keep is not None:
@@ -212,7 +213,7 @@ class SoftBackward:
         P = torch.where(g == 0, 0, P.mul_(g))  # masked rows and documents without tokens have no P
         return P.flatten(2), x
 
-    def _into_queries(self) -> None:
+    def _write_query_gradients(self) -> None:
         if not (self.needs[0] or self.needs[2] or self.needs[3]):
             return
         queries, documents = self._pieces()
@@ -226,28 +227,28 @@ class SoftBackward:
         entropies = _Entropies() if self.needs[3] else None
         total = None
         if self.needs[0]:
-            total = sum_tensors(product(*self._block(query, document, entropies)) for document in documents)
+            total = sum_tensors(multiply_matrices(*self._block(query, document, entropies)) for document in documents)
         elif entropies is not None:
             for document in documents:
                 self._block(query, document, entropies)
         _, keep = self._tokens(query, True)
         w = self._weights(query, keep)
         if self.needs[2]:
-            self._write(self.grad_weight, self.layout.Q.shape[:-1], query, self._of_maxima(query, documents))
+            self._write(self.grad_weight, self.layout.Q.shape[:-1], query, self._differentiate_maxima(query, documents))
         if entropies is not None:
             assert entropies.total is not None
             self.grad_tau += (entropies.total if w is None else entropies.total * w).sum()
         if total is not None:
             if w is not None:
                 total = total * w.unsqueeze(-1)
-            self._write(self.grad_Q, self.layout.Q.shape, query, self._through(total, query, True))
+            self._write(self.grad_Q, self.layout.Q.shape, query, self._backpropagate_norms(total, query, True))
 
-    def _of_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
+    def _differentiate_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
         """Return the gradients of weights of 1."""
-        whole = (self._of_rows(query, document.items) for document in documents if document.tokens.start == 0)
+        whole = (self._load_rows(query, document.items) for document in documents if document.tokens.start == 0)
         return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
 
-    def _through(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
+    def _backpropagate_norms(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
         """`total` through the norms of its tokens; 0 where nothing arrives: such tokens may hold NaN."""
         if not self.normalize:
             return total
@@ -255,27 +256,29 @@ class SoftBackward:
             (self.layout.Q if of_queries else self.layout.D)[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
         )
         live = (total != 0).any(-1, keepdim=True)
-        return torch.where(live, through_norm(total, torch.where(live, tokens, 0)), 0)
+        return torch.where(live, backpropagate_norm(total, torch.where(live, tokens, 0)), 0)
 
     @staticmethod
     def _write(target: Tensor, shape: torch.Size, piece: Piece, found: Tensor) -> None:
         part = target.view(shape)[tuple(piece)]
         part.copy_(found.view(part.shape))
 
-    def _into_documents(self) -> None:
+    def _write_document_gradients(self) -> None:
         queries, documents = self._pieces()
         for batches in self.batches:
             for document in documents:
                 document = document._replace(batches=batches)
-                total = sum_tensors(self._of_queries(query._replace(batches=batches), document) for query in queries)
-                self._write(self.grad_D, self.layout.D.shape, document, self._through(total, document, False))
+                total = sum_tensors(self._sum_queries(query._replace(batches=batches), document) for query in queries)
+                self._write(
+                    self.grad_D, self.layout.D.shape, document, self._backpropagate_norms(total, document, False)
+                )
 
-    def _of_queries(self, query: Piece, document: Piece) -> Tensor:
+    def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
         """What a piece of document tokens receives from one of queries."""
         P, _ = self._block(query, document)
         q, keep = self._tokens(query, True)
         w = self._weights(query, keep)
-        return product(P.mT, q if w is None else q * w.unsqueeze(-1))
+        return multiply_matrices(P.mT, q if w is None else q * w.unsqueeze(-1))
 
     def _weights(self, query: Piece, keep: Tensor | None) -> Tensor | None:
         """Of query tokens, 0 of masked ones; None without."""

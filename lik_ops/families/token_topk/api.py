@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...core.arguments import at_least_one, check_choice, check_count, check_flag
-from ...ops.maxsim import watched
+from ...core.arguments import check_choice, check_count, check_flag, clamp_to_at_least_one
+from ...ops.maxsim import call_dispatched
 from ...ops.stack import functional
 
 _OP = "maxsim_token_topk"
@@ -65,11 +65,11 @@ def maxsim_token_topk(
             ranks = min(top_k, max(tokens, 1))  # winners are kept of each; a traced size would be guarded on
         return lik.maxsim_token_topk_fwd(*tensors, ranks, normalized, argmax_dtype is not None)
 
-    scores = watched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), normalize, "auto")[0]
+    scores = call_dispatched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), normalize, "auto")[0]
     if reduction == "sum":
         return scores
     if d_mask is not None:
         return scores / d_mask.bool().sum(-1).clamp(1, top_k)
-    most: Any = at_least_one(D.shape[-2])
+    most: Any = clamp_to_at_least_one(D.shape[-2])
     # Dynamo of torch 2.11 traces no `sym_min` of plain integers.
     return scores / (min(most, top_k) if isinstance(most, int) else torch.sym_min(most, top_k))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
 from ...core.arguments import score_dtype
-from ...core.segments import Dense
+from ...core.segments import DenseArgs
 from ...ops.registration.custom import custom_op
 from ...ops.registration.family import register_autograd
 from ...ops.stack import batching, functional
@@ -29,8 +29,8 @@ _FWD = add_op_namespace_prefix("maxsim_token_topk_fwd")
 _log = logging.getLogger("lik_ops")
 
 
-def _checked(args: tuple) -> Dense:
-    x, top_k = Dense(*args[:5]), args[5]
+def _check_and_select(args: tuple) -> DenseArgs:
+    x, top_k = DenseArgs(*args[:5]), args[5]
     x.check(_FWD)
     if top_k < 1:
         raise ValueError(f"{_FWD}: top_k: expected 1 or more, got {top_k}")
@@ -44,7 +44,7 @@ def maxsim_token_topk_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     Of candidates they are ``[top_k, Nq, K, Lq]``; -1 where a document has no more tokens; else ``[0]``.
     `lik_ops.maxsim_token_topk` says what is computed.
     """
-    x, (top_k, normalize, keep) = _checked(args), args[5:]
+    x, (top_k, normalize, keep) = _check_and_select(args), args[5:]
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
     if x.Q.device.type != "cpu":
         _log.debug("%s on %s: by plain torch, there is no kernel", _FWD, x.Q.device)
@@ -53,23 +53,23 @@ def maxsim_token_topk_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 @maxsim_token_topk_fwd.register_fake
 def _(*args):
-    x, (top_k, _, keep) = _checked(args), args[5:]
-    winners = x.Q.new_empty((top_k, *x.argmax_shape()) if keep else (0,), dtype=torch.int32)
-    return x.Q.new_empty(x.scores_shape(), dtype=score_dtype(x.Q.dtype)), winners
+    x, (top_k, _, keep) = _check_and_select(args), args[5:]
+    argmax = x.Q.new_empty((top_k, *x.argmax_shape()) if keep else (0,), dtype=torch.int32)
+    return x.Q.new_empty(x.scores_shape(), dtype=score_dtype(x.Q.dtype)), argmax
 
 
-def _gradients(grad_scores, tensors, winners, options, needs):
+def _call_backward(grad_scores, tensors, argmax, options, needs):
     """In fp32 (fp64), added rank by rank and rounded once."""
-    if winners.dim() == 1:
+    if argmax.dim() == 1:
         raise ValueError(f"{_FWD}: keep: expected True where gradients are wanted, got False")
     Q, D, *per_token = tensors
     wide = Q.to(score_dtype(Q.dtype)), D.to(score_dtype(D.dtype))
     sums: list[Tensor] = []
-    for of_rank in winners.unbind(0):
+    for of_rank in argmax.unbind(0):
         grads = lik.maxsim_bwd_lowmem(grad_scores, *wide, of_rank, *per_token, options[1], needs)
         sums = [a.add_(g) for a, g in zip(sums, grads, strict=True)] if sums else list(grads)
     return sums[0].to(Q.dtype), sums[1].to(D.dtype), sums[2]
 
 
-register_autograd(maxsim_token_topk_fwd, Dense, _gradients)
-maxsim_token_topk_fwd.register_vmap(partial(batching.one_by_one, maxsim_token_topk_fwd, 5))
+register_autograd(maxsim_token_topk_fwd, DenseArgs, _call_backward)
+maxsim_token_topk_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_token_topk_fwd, 5))

@@ -9,36 +9,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.segments import Dense
-from ...portable.forward.dense import outputs
+from ...core.segments import DenseArgs
+from ...portable.forward.dense import allocate_outputs
 from ...portable.forward.scores import NEG_INF
-from ...portable.forward.slices import Panel, Slices, _Views
-from ...portable.layout import Layout, unified_layout
+from ...portable.forward.slices import QueryPanel, SliceForward, _BlockViews
+from ...portable.layout import BatchedArgs, make_batched_args
 
-_MOST_ROUNDS = 32  # of maxima, each of which reads all similarities; more are sorted
+_MAX_ROUNDS = 32  # of maxima, each of which reads all similarities; more are sorted
 
 
-def forward_token_topk(x: Dense, top_k: int, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
+def forward_token_topk(x: DenseArgs, top_k: int, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
     """Scores, and winners int32 ``[top_k, Nd, Nq, Lq]`` (``[top_k, Nq, K, Lq]``), best first; ``[0]`` unless `keep`.
 
     There are -1 after the last kept token of a document, and where a similarity is -inf.
     """
-    scores, one, is_trivial = outputs(x.Q, x.D, x.q_mask, torch.int32, keep, -1)
-    winners = one.new_full((top_k, *one.shape), -1) if keep else one
+    scores, one, is_trivial = allocate_outputs(x.Q, x.D, x.q_mask, torch.int32, keep, -1)
+    argmax = one.new_full((top_k, *one.shape), -1) if keep else one
     if not is_trivial:
         most = min(top_k, x.D.shape[-2])
-        layouts = [unified_layout(*x, scores, of_rank) for of_rank in winners[:most]] if keep else []
-        layout = unified_layout(*x, scores, None)
-        TokenSums(layout, normalize, most, [ranked.argmax for ranked in layouts]).run()
-    return scores, winners
+        layouts = [make_batched_args(*x, scores, of_rank) for of_rank in argmax[:most]] if keep else []
+        layout = make_batched_args(*x, scores, None)
+        TokenTopkForward(layout, normalize, most, [ranked.argmax for ranked in layouts]).run()
+    return scores, argmax
 
 
-def best_of(S: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def extract_best(S: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest along the last axis but one of `S`, which is overwritten, and their indices.
 
     In order; of equal ones the first; NaN before all.
     """
-    if count > _MOST_ROUNDS:
+    if count > _MAX_ROUNDS:
         values, indices = S.sort(dim=-2, descending=True, stable=True)
         return values[..., :count, :], indices[..., :count, :]
     found = []
@@ -49,11 +49,11 @@ def best_of(S: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat([x.values for x in found], -2), torch.cat([x.indices for x in found], -2)
 
 
-class TokenSums(Slices):
+class TokenTopkForward(SliceForward):
     """The forward by slices, with the sum of the best in the place of the maximum."""
 
-    def __init__(self, layout: Layout, normalize: bool, count: int, winners: list[Tensor | None]) -> None:
-        self.count, self.winners = count, winners
+    def __init__(self, layout: BatchedArgs, normalize: bool, count: int, argmax: list[Tensor | None]) -> None:
+        self.count, self.argmax = count, argmax
         super().__init__(layout, normalize)
         self.values = self.best.new_empty((count, *self.best.shape))
         self.indices = torch.zeros_like(self.values, dtype=torch.int32)
@@ -68,26 +68,26 @@ class TokenSums(Slices):
         parts = -(-parts * fewer // documents)
         self.slab = batches, fewer, max(1, units // parts)
 
-    def _of_slab(self, x: Tensor, best: Tensor) -> Tensor:
+    def _view_as_maxima(self, x: Tensor, best: Tensor) -> Tensor:
         """What lies in the lists `x` as `best`, a view, does among the maxima: ``[count, ...]``."""
         return x.as_strided((self.count, *best.shape), (x.stride(0), *best.stride()), best.storage_offset())
 
     def _score(
-        self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
+        self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
         shape, tokens = self.shape, self.tokens
-        S = self._new_products(start, documents, views, panel)
+        S = self._mask_overlaps(start, documents, views, panel)
         S = S[:, : shape.documents * tokens].unflatten(1, (-1, tokens)).flatten(0, 1)  # [documents, tokens, columns]
-        values, indices = best_of(S, min(self.count, tokens))
+        values, indices = extract_best(S, min(self.count, tokens))
         values, indices = values.transpose(0, 1), indices.transpose(0, 1).to(torch.int32).add_(start)
-        of_values, of_indices = self._of_slab(self.values, best), self._of_slab(self.indices, best)
+        of_values, of_indices = self._view_as_maxima(self.values, best), self._view_as_maxima(self.indices, best)
         if start == 0:
             of_values[len(values) :] = NEG_INF
             of_values[: len(values)], of_indices[: len(values)] = values, indices
             return
         both = torch.cat([of_values, values]).transpose(0, 1)
         more = torch.cat([of_indices, indices])
-        values, order = best_of(both.contiguous(), self.count)
+        values, order = extract_best(both.contiguous(), self.count)
         of_values.copy_(values.transpose(0, 1))
         of_indices.copy_(more.gather(0, order.transpose(0, 1)))
 
@@ -99,11 +99,11 @@ class TokenSums(Slices):
         for rank in range(self.count):
             values = self.values[rank][part]
             best += values if kept is None else torch.where(kept > rank, values, 0)
-            if self.winners:
-                self._write_winners(rank, b, x, u, values, kept)
+            if self.argmax:
+                self._write_argmax(rank, b, x, u, values, kept)
         super()._finish(b, x, u)
 
-    def _write_winners(self, rank: int, b: slice, x: slice, u: slice, values: Tensor, kept: Tensor | None) -> None:
+    def _write_argmax(self, rank: int, b: slice, x: slice, u: slice, values: Tensor, kept: Tensor | None) -> None:
         """The winners of a rank in a slab, whose similarities are `values`."""
         layout, q = self.layout, self.queries
         y = slice(u.start * q, min(u.stop * q, self.Y))
@@ -112,6 +112,6 @@ class TokenSums(Slices):
         won = won[..., : q * self.Lq].unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start]
         if layout.q_mask is not None:
             won = won.masked_fill(~layout.q_mask[b, None, y], -1)
-        winners = self.winners[rank]
-        assert winners is not None
-        winners[b, x, y] = won
+        argmax = self.argmax[rank]
+        assert argmax is not None
+        argmax[b, x, y] = won

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..._ops import ops as lik
 from ...core.arguments import check_choice, check_count, check_strided, check_tensor
-from ...ops.maxsim import watched
+from ...ops.maxsim import call_dispatched
 from ...ops.stack import functional
-from .ops import NORMALIZERS, check_documents
+from .ops import NORMALIZERS, check_no_candidates
 
 _OP = "maxsim_xtr"
 
@@ -63,10 +63,10 @@ def maxsim_xtr(
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
     check_tensor(_OP, "D", D)
     check_strided(_OP, "D", D)
-    check_documents(_OP, D)
+    check_no_candidates(_OP, D)
     functional.reject_transforms(_OP)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return lik.maxsim_xtr_fwd(*args[:5], top_k, normalizer)[:2]
 
-    return watched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), False, "auto")[0]
+    return call_dispatched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), False, "auto")[0]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
-from ...core.arguments import check_choice, require, score_dtype, shape_of
-from ...core.segments import Dense
+from ...core.arguments import check_choice, format_shape, require, score_dtype
+from ...core.segments import DenseArgs
 from ...ops.registration.custom import custom_op
 from ...ops.registration.family import register_autograd
 from ...ops.stack import batching, functional
@@ -27,18 +27,18 @@ _SCHEMA = (
 _FWD = add_op_namespace_prefix("maxsim_xtr_fwd")
 
 
-def check_xtr(op: str, x: Dense, top_k: Any, normalizer: Any) -> None:
+def check_xtr(op: str, x: DenseArgs, top_k: Any, normalizer: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless XTR takes these."""
     x.check(op)
-    check_documents(op, x.D)
+    check_no_candidates(op, x.D)
     check_choice(op, "normalizer", normalizer, NORMALIZERS)
     require(top_k >= 1, lambda: f"{op}: top_k: expected 1 or more, got {top_k}")
 
 
-def check_documents(op: str, D: Tensor) -> None:
+def check_no_candidates(op: str, D: Tensor) -> None:
     """Raise ValueError for candidates, which other queries do not see."""
     if D.dim() == 4:
-        raise ValueError(f"{op}: D: expected [Nd, Ld, d], the documents of the whole batch, got {shape_of(D)}")
+        raise ValueError(f"{op}: D: expected [Nd, Ld, d], the documents of the whole batch, got {format_shape(D)}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_xtr_fwd"), _SCHEMA)
@@ -47,7 +47,7 @@ def maxsim_xtr_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     `lik_ops.maxsim_xtr` says what is computed.
     """
-    x, (top_k, normalizer) = Dense(*args[:5]), args[5:]
+    x, (top_k, normalizer) = DenseArgs(*args[:5]), args[5:]
     check_xtr(_FWD, x, top_k, normalizer)
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
     return forward_xtr(x, top_k, normalizer == "positive")
@@ -55,20 +55,20 @@ def maxsim_xtr_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @maxsim_xtr_fwd.register_fake
 def _(*args):
-    x, (top_k, normalizer) = Dense(*args[:5]), args[5:]
+    x, (top_k, normalizer) = DenseArgs(*args[:5]), args[5:]
     check_xtr(_FWD, x, top_k, normalizer)
     scores, count = (x.Q.new_empty(x.scores_shape(), dtype=score_dtype(x.Q.dtype)) for _ in range(2))
     return scores, x.Q.new_empty(x.argmax_shape(), dtype=torch.int32), count
 
 
-def _kept(inputs: Sequence, output: Sequence) -> tuple:
+def _select_saved(inputs: Sequence, output: Sequence) -> tuple:
     return *inputs, output[2], output[1]
 
 
-def _gradients(grad_scores, tensors, argmax, options, needs):
+def _call_backward(grad_scores, tensors, argmax, options, needs):
     Q, D, q_mask, d_mask, q_weight, count = tensors
     return lik.maxsim_bwd_lowmem(grad_scores / count, Q, D, argmax, q_mask, d_mask, q_weight, False, needs)
 
 
-register_autograd(maxsim_xtr_fwd, Dense, _gradients, _kept)
-maxsim_xtr_fwd.register_vmap(partial(batching.one_by_one, maxsim_xtr_fwd, 5))
+register_autograd(maxsim_xtr_fwd, DenseArgs, _call_backward, _select_saved)
+maxsim_xtr_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_xtr_fwd, 5))

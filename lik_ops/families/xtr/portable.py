@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ...core.segments import Dense
-from ...portable.blocks import fold_sum, product_by_rows, slices_within
+from ...core.segments import DenseArgs
+from ...portable.blocks import multiply_by_rows, split_to_fit, sum_pairwise
 
-_BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
+_MAX_BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
 
 
-def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, Tensor]:
+def forward_xtr(x: DenseArgs, top_k: int, positive: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Scores ``[Nq, Nd]``, retrieved winners int32 ``[Nd, Nq, Lq]``, and what the sums were divided by ``[Nq, Nd]``."""
     Q, D, q_mask, d_mask, q_weight = x
     (Nq, Lq, _), Nd = Q.shape, D.shape[0]
@@ -21,9 +21,9 @@ def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, T
     keep = torch.ones(Nq, Lq, dtype=torch.bool, device=Q.device) if q_mask is None else q_mask
     scores, count = (torch.empty(Nq, Nd, dtype=dtype, device=Q.device) for _ in range(2))
     argmax = torch.empty(Nd, Nq, Lq, dtype=torch.int32, device=Q.device)
-    for i in slices_within(Nq, 8 * Nd * Lq, _BLOCK_BYTES):
+    for i in split_to_fit(Nq, 8 * Nd * Lq, _MAX_BLOCK_BYTES):
         rows = Q[i].to(dtype).masked_fill(~keep[i, :, None], 0).flatten(0, 1)
-        best, where, least = _best(rows, D, d_mask, top_k)
+        best, where, least = _find_best(rows, D, d_mask, top_k)
         retrieved = ((best >= least[:, None]) | best.isnan()) & (best > -torch.inf).logical_or(best.isnan())
         if positive:
             retrieved &= ~(best <= 0)
@@ -32,12 +32,12 @@ def forward_xtr(x: Dense, top_k: int, positive: bool) -> tuple[Tensor, Tensor, T
         argmax[:, i] = torch.where(retrieved, where, -1).permute(2, 0, 1).to(torch.int32)
         terms = torch.where(retrieved, best * torch.where(keep[i], weight[i], 0)[..., None], 0)
         count[i] = retrieved.sum(1).to(dtype).clamp_min_(1e-3 if positive else 1)
-        scores[i] = fold_sum(terms.transpose(1, 2)) / count[i]
+        scores[i] = sum_pairwise(terms.transpose(1, 2)) / count[i]
     empty = D.new_full((Nd,), D.shape[1] == 0, dtype=torch.bool) if d_mask is None else ~d_mask.any(1)
     return scores.masked_fill_(keep.any(1)[:, None] & empty, -torch.inf), argmax, count
 
 
-def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _find_best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The maximum ``[rows, Nd]`` of each row in each document, where it is, and the `top_k`-th best of all tokens.
 
     NaN comes before all, and takes a place among the best.
@@ -48,8 +48,8 @@ def _best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[T
     highest = rows.new_empty(count, 0)
     if Ld == 0 or count == 0:
         return best, where, rows.new_full((count,), -torch.inf)
-    for j in slices_within(Nd, rows.element_size() * count * Ld, _BLOCK_BYTES):
-        S = product_by_rows(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
+    for j in split_to_fit(Nd, rows.element_size() * count * Ld, _MAX_BLOCK_BYTES):
+        S = multiply_by_rows(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
         if d_mask is not None:
             S = S.masked_fill_(~d_mask[j], -torch.inf)
         best[:, j], where[:, j] = S.max(2)

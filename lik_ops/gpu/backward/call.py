@@ -7,26 +7,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...csrc_triton.backward.arguments import RowSums, Upstream
+from ...csrc_triton.backward.arguments import RowSumArgs, UpstreamArgs
 from ...csrc_triton.backward.queries import maxsim_grad_queries
 from ...csrc_triton.backward.unified import maxsim_finish, maxsim_scatter
-from ...csrc_triton.common.arguments import Documents, Queries
+from ...csrc_triton.common.arguments import DocumentArgs, QueryArgs
 from ...csrc_triton.common.token_norms import maxsim_row_norms
 from ..runtime import launcher
-from ..runtime.arguments import architecture, checked_grid
+from ..runtime.arguments import architecture, check_grid
 from ..tuning import backward_configs
-from ..tuning.architectures import Architecture, Kind, Launch, cdiv
+from ..tuning.architectures import Architecture, KernelKey, LaunchConfig, cdiv
 
-_SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
+_TARGET_SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
 _INT32_MAX = 2**31 - 1
 
 
 class GradientCall(NamedTuple):
     """One backward as its kernels take it; packed layouts are one query of all rows."""
 
-    queries: Queries
-    documents: Documents
-    up: Upstream
+    queries: QueryArgs
+    documents: DocumentArgs
+    up: UpstreamArgs
     candidates: bool
     normalize: bool
     wide: int
@@ -41,7 +41,7 @@ class GradientCall(NamedTuple):
         return architecture(self.queries.ptr.device)
 
     @property
-    def groups(self) -> tuple[Queries, Documents, Upstream]:
+    def groups(self) -> tuple[QueryArgs, DocumentArgs, UpstreamArgs]:
         """What most kernels take first."""
         return self.queries, self.documents, self.up
 
@@ -53,46 +53,46 @@ class GradientCall(NamedTuple):
         return (self.up.Nq == 1 or Q.stride_n == self.up.Lq * Q.stride_l) and reach <= _INT32_MAX
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> KernelKey:
         Q = self.queries.ptr
         arch = architecture(Q.device)
-        return Kind(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
+        return KernelKey(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
 
-    def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: Launch) -> None:
+    def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: LaunchConfig) -> None:
         launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
 
-    def row_tiles(self, launch: Launch) -> int:
+    def row_tiles(self, launch: LaunchConfig) -> int:
         return self.up.Nq * cdiv(self.up.Lq, launch.config.BM)
 
-    def into_queries(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
+    def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
         scaled = self.up.scale is not None
-        launch = backward_configs.gather(self.kind, ragged=self.packed, scaled=scaled)
+        launch = backward_configs.configure_gather(self.kind, ragged=self.packed, scaled=scaled)
         args = (*self.groups, grad_Q, grad_weight, self.d)
-        self.run(maxsim_grad_queries, checked_grid(self.row_tiles(launch)), args, launch)
+        self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
 
-    def with_norms(self) -> GradientCall:
+    def add_norms(self) -> GradientCall:
         """With ``1 / ||q||`` of all query rows, where they are normalized."""
         if not self.normalize:
             return self
         up = self.up
         norms = self.queries.ptr.new_empty((up.Nq, up.Lq), dtype=torch.float32)
-        launch = backward_configs.gather(self.kind)
+        launch = backward_configs.configure_gather(self.kind)
         args = self.queries, norms, up.Lq, self.d
-        self.run(maxsim_row_norms, checked_grid(self.row_tiles(launch)), args, launch)
+        self.run(maxsim_row_norms, check_grid(self.row_tiles(launch)), args, launch)
         return self._replace(up=up._replace(norms=norms))
 
     def scatter(self, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
         """Add to zeroed fp32 sums. A program takes a share of the documents; of packed ones, all that its rows meet."""
-        launch = backward_configs.scatter(self.kind, ragged=self.packed)
+        launch = backward_configs.configure_scatter(self.kind, ragged=self.packed)
         tiles, K = self.row_tiles(launch), self.up.K
-        most = max(cdiv(K * tiles, _SCATTER_PROGRAMS), min(K, launch.config.BN))
-        grid = (*checked_grid(tiles), cdiv(K, most))
+        most = max(cdiv(K * tiles, _TARGET_SCATTER_PROGRAMS), min(K, launch.config.BN))
+        grid = (*check_grid(tiles), cdiv(K, most))
         if self.packed:
             most, grid = self.up.count, (*grid[:1], 1)
         self.run(maxsim_scatter, grid, (*self.groups, sum_Q, sum_D, self.d, most), launch)
 
-    def finish(
-        self, X: Documents, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool
+    def write_gradients(
+        self, X: DocumentArgs, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool
     ) -> None:
         """Write the gradient of the rows X from their sums ``[N, K, L, d]``; that of queries, and of their weights,
         where `weighted`."""
@@ -100,7 +100,7 @@ class GradientCall(NamedTuple):
         queries = self.queries
         if not weighted:
             queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
-        launch = backward_configs.gather(self.kind._replace(d=d, candidates=False, wide=wide))
-        grid = checked_grid(N * K * cdiv(L, launch.config.BM))
-        of_rows = RowSums(sums, K, L, None if weighted else self.up.scale)
+        launch = backward_configs.configure_gather(self.kind._replace(d=d, candidates=False, wide=wide))
+        grid = check_grid(N * K * cdiv(L, launch.config.BM))
+        of_rows = RowSumArgs(sums, K, L, None if weighted else self.up.scale)
         self.run(maxsim_finish, grid, (X, queries, of_rows, grad, grad_weight, d), launch)

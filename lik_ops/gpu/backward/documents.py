@@ -7,116 +7,133 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...csrc_triton.backward.arguments import Pieces, TileLists
-from ...csrc_triton.backward.documents.buckets import maxsim_count_winners, maxsim_list_winners, maxsim_scan_counts
+from ...csrc_triton.backward.arguments import PartialSumArgs, TileBucketArgs
+from ...csrc_triton.backward.documents.buckets import maxsim_count_argmax, maxsim_list_argmax, maxsim_scan_counts
 from ...csrc_triton.backward.documents.dense import maxsim_grad_documents, maxsim_join_pieces
 from ...csrc_triton.backward.documents.sparse import maxsim_grad_sparse_documents
 from ..runtime import launcher
-from ..runtime.arguments import checked_grid
+from ..runtime.arguments import check_grid
 from ..tuning import backward_configs
-from ..tuning.architectures import Launch, cdiv
+from ..tuning.architectures import LaunchConfig, cdiv
 from .call import GradientCall
 
-_LIST_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
-_PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
-_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_MOST_PROGRAMS = 8 * _PROGRAMS  # where lists of many tiles are cut: most find nothing in their piece
-_ENOUGH = 100  # documents of a launch, from which on no list is cut
-_PIECE_ROWS = 2048  # at least, of a list that is cut
+_MAX_BUCKET_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
+_MAX_PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
+_TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_MAX_PROGRAMS = 8 * _TARGET_PROGRAMS  # where lists of many tiles are cut: most find nothing in their piece
+_MIN_UNSPLIT_DOCUMENTS = 100  # documents of a launch, from which on no list is cut
+_MIN_SPLIT_ROWS = 2048  # at least, of a list that is cut
 # Tiles of a document. Counting takes a round for every 8 of them and each block of rows. From so many on
 # a sort is quicker, though it is a dozen launches or more.
-_LEAST_SORTED = 512
-_LEAST_SORTED_ROWS = 4096  # that the document meets
-_SORT_BYTES = 36  # of a row, while it is sorted: in all at most `_LIST_BYTES`, beside the lists
-_LEAST_TOKENS, _MOST_TOKENS = 64, 1024  # of a document that meets few rows, for one program
+_MIN_SORTED_TILES = 512
+_MIN_SORTED_ROWS = 4096  # that the document meets
+_SORT_BYTES_PER_ROW = 36  # of a row, while it is sorted: in all at most `_MAX_BUCKET_BYTES`, beside the lists
+_MIN_PROGRAM_TOKENS, _MAX_PROGRAM_TOKENS = 64, 1024  # of a document that meets few rows, for one program
 
 
-def into_documents(call: GradientCall, grad_D: Tensor) -> None:
+def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     """Write the gradient of all document tokens."""
     up = call.up
     rows = up.Lq if call.candidates else up.Nq * up.Lq
     count = up.Nq * up.K if call.candidates else up.K
-    if rows <= backward_configs.most_sparse_rows(call.kind):
+    if rows <= backward_configs.get_max_sparse_rows(call.kind):
         _sum_sparse(call, rows, count, grad_D)
         return
     table = partial(
-        backward_configs.grad_documents, call.kind, flat=call.flat, long=up.Ld >= backward_configs.LEAST_LONG
+        backward_configs.configure_documents,
+        call.kind,
+        flat=call.flat,
+        long=up.Ld >= backward_configs.MIN_LONG_DOCUMENT_TOKENS,
     )
     launch = table(pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
-    if not backward_configs.LEAST_LISTED <= rows <= backward_configs.MOST_LISTED:
-        _sum_tiles(call, launch, TileLists(None, None, 0, 1, tiles), rows, Pieces(None, rows), count, grad_D)
+    if not backward_configs.MIN_BUCKETED_ROWS <= rows <= backward_configs.MAX_BUCKETED_ROWS:
+        _sum_tiles(
+            call, launch, TileBucketArgs(None, None, 0, 1, tiles), rows, PartialSumArgs(None, rows), count, grad_D
+        )
         return
-    listing = backward_configs.lists(call.arch, launch, rows)
-    is_sorted = tiles >= _LEAST_SORTED and rows >= _LEAST_SORTED_ROWS and _SORT_BYTES * rows * count <= _LIST_BYTES
+    listing = backward_configs.configure_buckets(call.arch, launch, rows)
+    is_sorted = (
+        tiles >= _MIN_SORTED_TILES
+        and rows >= _MIN_SORTED_ROWS
+        and _SORT_BYTES_PER_ROW * rows * count <= _MAX_BUCKET_BYTES
+    )
     blocks = 1 if is_sorted else cdiv(rows, listing.config.BM)
     # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
     # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
-    room = min(_LIST_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _LIST_BYTES // 4))
+    room = min(_MAX_BUCKET_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _MAX_BUCKET_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
-    cut = _pieces(step, rows, slot_bytes)
+    cut = _count_splits(step, rows, slot_bytes)
     if is_sorted:
-        cut = min(cut, cdiv(_MOST_PROGRAMS, step * tiles))
+        cut = min(cut, cdiv(_MAX_PROGRAMS, step * tiles))
     launch = table(pieces=cut > 1)
     new = partial(torch.empty, device=grad_D.device)
     starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
     sums = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
-    call = call.with_norms()
+    call = call.add_norms()
     for first in range(0, count, step):
-        lists, documents = TileLists(entries, starts, first, blocks, tiles), min(step, count - first)
+        lists, documents = TileBucketArgs(entries, starts, first, blocks, tiles), min(step, count - first)
         if is_sorted:
-            _sort(call, launch.config.BN, lists, rows, documents)
+            _sort_argmax(call, launch.config.BN, lists, rows, documents)
         else:
-            _list(call, listing, lists, rows, documents)
-        _sum_tiles(call, launch, lists, rows, Pieces(sums, cdiv(rows, cut)), documents, grad_D)
+            _bucket_argmax(call, listing, lists, rows, documents)
+        _sum_tiles(call, launch, lists, rows, PartialSumArgs(sums, cdiv(rows, cut)), documents, grad_D)
 
 
 def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
-    launch = backward_configs.sparse_documents(call.kind, rows)
+    launch = backward_configs.configure_sparse_documents(call.kind, rows)
     # Cut documents give the same bits: a token's rows all count in the part that holds it.
-    parts = max(cdiv(call.up.Ld, _MOST_TOKENS), cdiv(_PROGRAMS, count))
-    tokens = max(cdiv(call.up.Ld, parts), _LEAST_TOKENS)
-    grid = checked_grid(count * cdiv(call.up.Ld, tokens))
+    parts = max(cdiv(call.up.Ld, _MAX_PROGRAM_TOKENS), cdiv(_TARGET_PROGRAMS, count))
+    tokens = max(cdiv(call.up.Ld, parts), _MIN_PROGRAM_TOKENS)
+    grid = check_grid(count * cdiv(call.up.Ld, tokens))
     call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
 
 
-def _pieces(documents: int, rows: int, slot_bytes: int) -> int:
+def _count_splits(documents: int, rows: int, slot_bytes: int) -> int:
     """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
-    if documents >= _ENOUGH:
+    if documents >= _MIN_UNSPLIT_DOCUMENTS:
         return 1
-    most = min(cdiv(_PROGRAMS, documents), rows // _PIECE_ROWS, _PARTIAL_BYTES // (2 * slot_bytes * documents))
+    most = min(
+        cdiv(_TARGET_PROGRAMS, documents), rows // _MIN_SPLIT_ROWS, _MAX_PARTIAL_BYTES // (2 * slot_bytes * documents)
+    )
     return max(1, most)
 
 
-def _sort(call: GradientCall, BN: int, lists: TileLists, rows: int, documents: int) -> None:
-    """The lists that `_list` makes, of documents of many tiles: a stable sort of the winners' tiles."""
+def _sort_argmax(call: GradientCall, BN: int, lists: TileBucketArgs, rows: int, documents: int) -> None:
+    """The lists that `_bucket_argmax` makes, of documents of many tiles: a stable sort of the winners' tiles."""
     assert lists.entries is not None and lists.starts is not None
-    winners = call.up.argmax.reshape(-1, rows)[lists.first : lists.first + documents]
-    tiles = (winners >> (BN.bit_length() - 1)).to(torch.int16 if lists.tiles < 2**15 else torch.int32)
+    argmax = call.up.argmax.reshape(-1, rows)[lists.first : lists.first + documents]
+    tiles = (argmax >> (BN.bit_length() - 1)).to(torch.int16 if lists.tiles < 2**15 else torch.int32)
     tiles, order = tiles.sort(dim=1, stable=True)
     edges = torch.arange(lists.tiles + 1, dtype=tiles.dtype, device=tiles.device).expand(documents, -1)
     starts = lists.starts[: documents * (lists.tiles + 1)].view(documents, -1)
     starts.copy_(torch.searchsorted(tiles, edges.contiguous(), out_int32=True))
     entries = lists.entries[: documents * rows].view(documents, rows)
-    entries.copy_(winners.gather(1, order).bitwise_and_(BN - 1) + order * BN)
+    entries.copy_(argmax.gather(1, order).bitwise_and_(BN - 1) + order * BN)
 
 
-def _list(call: GradientCall, launch: Launch, lists: TileLists, rows: int, documents: int) -> None:
-    grid = checked_grid(documents * lists.blocks)
+def _bucket_argmax(call: GradientCall, launch: LaunchConfig, lists: TileBucketArgs, rows: int, documents: int) -> None:
+    grid = check_grid(documents * lists.blocks)
     if lists.blocks > 1:
-        call.run(maxsim_count_winners, grid, (call.up, lists, rows), launch)
+        call.run(maxsim_count_argmax, grid, (call.up, lists, rows), launch)
         config = launch.config._replace(BM=min(launch.config.BM, 1024))
         scan = lists.starts, lists.tiles * lists.blocks, config
         launcher.launch(maxsim_scan_counts, (documents,), scan, {"num_warps": 4})
-    call.run(maxsim_list_winners, grid, (call.up, lists, rows, lists.blocks == 1), launch)
+    call.run(maxsim_list_argmax, grid, (call.up, lists, rows, lists.blocks == 1), launch)
 
 
 def _sum_tiles(
-    call: GradientCall, launch: Launch, lists: TileLists, rows: int, pieces: Pieces, documents: int, grad_D: Tensor
+    call: GradientCall,
+    launch: LaunchConfig,
+    lists: TileBucketArgs,
+    rows: int,
+    pieces: PartialSumArgs,
+    documents: int,
+    grad_D: Tensor,
 ) -> None:
-    (programs,) = checked_grid(documents * lists.tiles)
+    (programs,) = check_grid(documents * lists.tiles)
     args = lists, rows, pieces, grad_D, call.d
     call.run(maxsim_grad_documents, (programs, cdiv(rows, pieces.rows)), (*call.groups, *args), launch)
     if pieces.partial is not None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...csrc_triton.common.arguments import Segments
+from ...csrc_triton.common.arguments import SegmentArgs
 from ...csrc_triton.formats.code_scores import maxsim_code_scores
 from ..runtime import launcher
-from ..runtime.arguments import checked_grid, on_device
+from ..runtime.arguments import check_grid, use_device
 from ..tuning.architectures import next_power_of_2
 
-_TOKENS = 32  # of a tile
+_TILE_TOKENS = 32  # of a tile
 
 
 def code_scores(
@@ -25,10 +25,10 @@ def code_scores(
     scores = torch.empty((Nq, len(offsets)), dtype=torch.float32, device=table.device)
     if not scores.numel():
         return scores
-    segments = Segments(None, offsets.contiguous(), lengths.contiguous(), None)
+    segments = SegmentArgs(None, offsets.contiguous(), lengths.contiguous(), None)
     flags = None if probed is None else probed.to(torch.int8).contiguous()
     sizes = Nq, len(offsets), len(codes), count, room
-    args = table, weight, flags, codes.contiguous(), segments, scores, *sizes, _TOKENS
-    with on_device(table.device):
-        launcher.launch(maxsim_code_scores, checked_grid(scores.numel()), args, {"num_warps": 4 if room > 16 else 1})
+    args = table, weight, flags, codes.contiguous(), segments, scores, *sizes, _TILE_TOKENS
+    with use_device(table.device):
+        launcher.launch(maxsim_code_scores, check_grid(scores.numel()), args, {"num_warps": 4 if room > 16 else 1})
     return scores

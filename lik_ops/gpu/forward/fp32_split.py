@@ -1,6 +1,6 @@
 """The plan of a forward call in fp32 that splits tokens once, into a workspace, not in each program that meets them.
 
-The workspace, of constant size, stays in the L2 cache: documents take it in chunks. Bits are those of `PlainPlan`.
+The workspace, of constant size, stays in the L2 cache: documents take it in chunks. Bits are those of `GenericPlan`.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...core.segments import Dense
+from ...core.segments import DenseArgs
 from ...csrc_triton.common import fp32 as fp32_kernels
-from ...csrc_triton.common.arguments import Output, Terms
+from ...csrc_triton.common.arguments import OutputArgs, TermArgs
 from ...csrc_triton.forward.generic import dense as forward_kernels
 from .. import choose
 from ..runtime import launcher
-from ..runtime.arguments import checked_grid, documents_of, queries_of
+from ..runtime.arguments import check_grid, make_document_args, make_query_args
 from ..tuning import architectures
 from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
-_ROWS = 32  # of a program of `split_tokens`
+_SPLIT_BLOCK_ROWS = 32  # of a program of `split_tokens`
 
 
-class SplitPlan(DensePlan):
+class Fp32SplitPlan(DensePlan):
     """Queries are split, then as many documents at a time as the workspace holds, and scored."""
 
-    def __init__(self, choice: choose.Plain, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(self, choice: choose.GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.launch, self.config = choice.launch, choice.launch.config
         self.options = choice.launch.options(choice.arch)
         Nq, K, _, Ld = self.sizes
-        chunk = choose.split_room(self.config) // Ld
+        chunk = choose.get_split_workspace_rows(self.config) // Ld
         self.chunk = chunk if chunk < 16 else chunk // 16 * 16  # then every chunk of scores, winners, mask is aligned
-        checked_grid(self.launch.programs(Nq, min(self.chunk, K)))
+        check_grid(self.launch.programs(Nq, min(self.chunk, K)))
         _log.debug("maxsim_forward on split tokens for %s: %s", self.sizes, self.launch)
 
-    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
+    def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:
         Nq, K, Lq, Ld = self.sizes
         queries, query_scales = self._workspace(Nq * Lq)
         documents, document_scales = self._workspace(min(self.chunk, K) * Ld)
         C = self.config
         tiles = TensorDescriptor(documents, list(documents.shape), [C.BD, 1], [C.BN, C.BD])
-        terms = Terms(queries, query_scales, document_scales, *(len(t) for t in (query_scales, document_scales)))
+        terms = TermArgs(queries, query_scales, document_scales, *(len(t) for t in (query_scales, document_scales)))
         self._split(x.Q, queries, query_scales)
         for k in range(0, K, self.chunk):
             part = slice(k, k + self.chunk)
             chunk, kept = x.D[part], None if x.d_mask is None else x.d_mask[part]
             self._split(chunk, documents, document_scales)
-            groups = queries_of(x.Q, x.q_mask, x.q_weight), documents_of(chunk, kept)
-            winners = None if argmax is None else argmax[part]
-            args = (*groups, tiles, Output(scores[0, k:], winners), terms, self.sizes, self.d, C)
+            groups = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(chunk, kept)
+            argmax_found = None if argmax is None else argmax[part]
+            args = (*groups, tiles, OutputArgs(scores[0, k:], argmax_found), terms, self.sizes, self.d, C)
             grid = (self.launch.programs(Nq, chunk.shape[0]),)
             launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
 
@@ -65,5 +65,16 @@ class SplitPlan(DensePlan):
 
     def _split(self, X: Tensor, terms: Tensor, scales: Tensor) -> None:
         rows, L = X.shape[0] * X.shape[1], X.shape[1]
-        args = (documents_of(X, None), terms, scales, rows, L, len(scales), self.d, self.config._replace(BM=_ROWS))
-        launcher.launch(fp32_kernels.split_tokens, (architectures.cdiv(rows, _ROWS),), args, {"num_warps": 4})
+        args = (
+            make_document_args(X, None),
+            terms,
+            scales,
+            rows,
+            L,
+            len(scales),
+            self.d,
+            self.config._replace(BM=_SPLIT_BLOCK_ROWS),
+        )
+        launcher.launch(
+            fp32_kernels.split_tokens, (architectures.cdiv(rows, _SPLIT_BLOCK_ROWS),), args, {"num_warps": 4}
+        )

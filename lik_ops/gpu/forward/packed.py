@@ -11,33 +11,33 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...core.segments import Cut, Ragged
+from ...core.segments import PackedArgs, RaggedArgs
 from ...csrc_triton.common.arguments import (
-    CodedCounts,
-    Config,
-    Counts,
-    Documents,
-    Output,
-    PackedSizes,
-    Queries,
-    Segments,
-    Terms,
+    CodecDequantArgs,
+    DequantArgs,
+    DocumentArgs,
+    KernelConfig,
+    OutputArgs,
+    PackedSizeArgs,
+    QueryArgs,
+    SegmentArgs,
+    TermArgs,
 )
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.packed import maxsim_forward_ragged
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
-    allow_tf32,
     architecture,
-    checked_grid,
+    check_grid,
+    choose_row_offset_width,
     current_device,
-    descriptor,
-    features_span,
-    on_device,
-    packed_queries,
-    per_row,
-    wide_rows,
+    get_feature_reach,
+    get_row_args,
+    is_tf32_allowed,
+    make_descriptor,
+    make_packed_query_args,
+    use_device,
 )
 from ..runtime.capture import Calls
 from ..runtime.memory import is_deterministic, makers, raw_stream
@@ -46,32 +46,34 @@ from . import sm90_packed as rows
 from . import splits
 from .plans import Plan
 
-AnyCounts: TypeAlias = Counts | CodedCounts
+AnyDequantArgs: TypeAlias = DequantArgs | CodecDequantArgs
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
-_MOST_PLANS = _MOST_TILES = 4096
-_MOST_DESCRIPTORS = 64  # that a plan keeps
+_MAX_PLANS = _MAX_TILES = 4096
+_MAX_DESCRIPTORS = 64  # that a plan keeps
 # `Config.STORED` that descriptors can read.
-_A_FEATURE_AN_ELEMENT = ("", *forward_configs.TERMS, "number", "fp8", "e4m3", "e5m2")
+_DESCRIPTOR_ENCODINGS = ("", *forward_configs.INT8_TERMS_BY_ENCODING, "number", "fp8", "e4m3", "e5m2")
 _TERM_ROWS = 16  # of a program of `maxsim_query_terms`
 
 
-class _Tile:
+class _CompiledTile:
     """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
 
     __slots__ = ("bound", "config", "constants", "launch", "options", "terms")
 
-    def __init__(self, launch: architectures.Launch, levels: int, d: int, arch: architectures.Architecture) -> None:
+    def __init__(
+        self, launch: architectures.LaunchConfig, levels: int, d: int, arch: architectures.Architecture
+    ) -> None:
         self.launch, self.config, self.options = launch, launch.config, launch.options(arch)
         self.constants = d, levels, launch.config
-        self.bound: dict[tuple[bool, ...], launcher.Bound] = {}
-        self.terms: dict[bool, launcher.Bound] = {}  # what makes terms, by whether Q begins so
+        self.bound: dict[tuple[bool, ...], launcher.CompiledKernel] = {}
+        self.terms: dict[bool, launcher.CompiledKernel] = {}  # what makes terms, by whether Q begins so
 
 
 class PackedPlan(Plan):
     """A forward of tensors of one description, whatever their rows: what follows from it is worked out once.
 
-    `stored` is `Config.STORED`: how documents keep their features, "" as queries do. Else calls have `Counts`.
+    `stored` is `Config.STORED`: how documents keep their features, "" as queries do. Else calls have `DequantArgs`.
 
     Ragged calls seldom have the same rows twice. So tiles are kept by what they hang on, and the descriptor of D by
     where D was and how many rows it had.
@@ -79,96 +81,98 @@ class PackedPlan(Plan):
 
     instead = "maxsim_forward_ragged"
 
-    def __init__(self, c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any) -> None:
+    def __init__(self, c: PackedArgs, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any) -> None:
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
         self.given = [n for n, x in enumerate(c.tensors) if x is not None]
-        self.query_strides = (0, *c.Q.stride()[-2:]), per_row(c.q_mask)[1:], per_row(c.q_weight)[1:]
+        self.query_strides = (0, *c.Q.stride()[-2:]), get_row_args(c.q_mask)[1:], get_row_args(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
         self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
-        self.features, row = features_span(c.Q, c.D), abs(c.D.stride(-2))
-        # The most rows of D for which no more than documents take 64 bits: see `wide_of`.
+        self.features, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
+        # The most rows of D for which no more than documents take 64 bits: see `choose_offset_width`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        self.reads_tiles = stored in _A_FEATURE_AN_ELEMENT and choose.reads_packed_tiles(c, self.arch)
+        self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and choose.supports_packed_descriptor(c, self.arch)
         plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
-        self.by_rows = self.reads_tiles and plain and c.d_mask is None and c.q_lengths is None
+        self.by_rows = self.uses_descriptor and plain and c.d_mask is None and c.q_lengths is None
         self.in_sections = not (stored or self.single)
-        self.chosen: dict[tuple, sm90_configs.RowMaxima | choose.Sectioned | None] = {}
-        self.tiles: dict[tuple, _Tile] = {}
+        self.chosen: dict[tuple, sm90_configs.RowMaximaChoice | choose.SplitChoice | None] = {}
+        self.tiles: dict[tuple, _CompiledTile] = {}
         self.descriptors: dict[tuple, tuple] = {}
         self.calls, self.makers = Calls(), makers(self.device)
 
-    def forward(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores and, where `argmax_dtype` says so, winners."""
-        return self._tried(c) if counts is None else self._plain(c, counts)
+        return self._run_with_fallback(c) if counts is None else self._run_generic(c, counts)
 
-    def _choice(self, c: Cut) -> sm90_configs.RowMaxima | choose.Sectioned | None:
+    def _choose_fast(self, c: PackedArgs) -> sm90_configs.RowMaximaChoice | choose.SplitChoice | None:
         """How row maxima or sections score the call, or None if neither does. Cached by the sizes that decide."""
         choice = None
         if self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15:
-            choice = self._chosen((c.queries, c.columns, c.Tq), choose.packed_row_maxima, c)
-        if not (self.in_sections and choose.is_long(c)):
+            choice = self._look_up_choice((c.queries, c.columns, c.Tq), choose.choose_packed_row_maxima, c)
+        if not (self.in_sections and choose.has_long_documents(c)):
             return choice
         if choice is not None:
             mean = c.Tq // max(c.queries, 1), c.Td // max(c.columns, 1)
-            if not choose.leaves_room(choice, *mean, self.arch):
+            if not choose.has_idle_sms(choice, *mean, self.arch):
                 return choice
-        return self._chosen(c.sizes, partial(choose.sectioned, normalize=self.normalize), c) or choice
+        return (
+            self._look_up_choice(c.sizes, partial(choose.choose_document_splits, normalize=self.normalize), c) or choice
+        )
 
-    def _chosen(self, key: tuple, find: Callable, c: Cut) -> Any:
+    def _look_up_choice(self, key: tuple, find: Callable, c: PackedArgs) -> Any:
         found = self.chosen.get(key, self)
         if found is self:
-            if len(self.chosen) >= _MOST_TILES:
+            if len(self.chosen) >= _MAX_TILES:
                 self.chosen.clear()
             found = self.chosen[key] = find(c, argmax=self.argmax_dtype is not None, arch=self.arch)
         return found
 
-    def _faster(self, c: Cut) -> tuple[Tensor, Tensor | None] | None:
+    def _run_fast(self, c: PackedArgs) -> tuple[Tensor, Tensor | None] | None:
         """The same by way of row maxima or of sections, where these are chosen."""
-        choice, dtype = self._choice(c), self.argmax_dtype
+        choice, dtype = self._choose_fast(c), self.argmax_dtype
         if choice is None:
             return None
 
         def compute() -> tuple[Tensor, ...]:
-            if isinstance(choice, choose.Sectioned):
-                argmax = None if dtype is None else self._new_winners(c)
-                return splits.forward_packed(choice, c, packed_queries(c), argmax)
-            queries, _, segments = self._grouped(c, c.tensors)
-            return rows.forward_packed(choice, c, Queries._make(queries), Segments._make(segments), dtype)
+            if isinstance(choice, choose.SplitChoice):
+                argmax = None if dtype is None else self._allocate_argmax(c)
+                return splits.forward_splits(choice, c, make_packed_query_args(c), argmax)
+            queries, _, segments = self._group_args(c, c.tensors)
+            return rows.forward_row_maxima(choice, c, QueryArgs._make(queries), SegmentArgs._make(segments), dtype)
 
         scores, *argmax = self.calls.run(c.metadata(), c.tensors, self.device, compute)
         return scores, argmax[0] if argmax else None
 
-    def _plain(self, c: Cut, counts: AnyCounts | None = None) -> tuple[Tensor, Tensor | None]:
-        argmax = None if self.argmax_dtype is None else self._new_winners(c)
+    def _run_generic(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
+        argmax = None if self.argmax_dtype is None else self._allocate_argmax(c)
         return self._scores(c, argmax, counts), argmax
 
-    def _new_winners(self, c: Cut) -> Tensor:
+    def _allocate_argmax(self, c: PackedArgs) -> Tensor:
         """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
-        if c.covered and not self.pairs:
+        if c.has_no_gaps and not self.pairs:
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
 
-    def _tile_of(self, c: Cut, Lq: int, wide: int, few: bool) -> _Tile:
-        if len(self.tiles) >= _MOST_TILES:
+    def _get_tile(self, c: PackedArgs, Lq: int, wide: int, few: bool) -> _CompiledTile:
+        if len(self.tiles) >= _MAX_TILES:
             self.tiles.clear()
         argmax = self.argmax_dtype is not None
-        launch, levels = choose.packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
+        launch, levels = choose.choose_packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
         _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
-        tile = self.tiles[c.queries, Lq, wide, few] = _Tile(launch, levels, self.d, self.arch)
+        tile = self.tiles[c.queries, Lq, wide, few] = _CompiledTile(launch, levels, self.d, self.arch)
         return tile
 
-    def _scores(self, c: Cut, argmax: Tensor | None, counts: AnyCounts | None) -> Tensor:
+    def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
         """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         if Tq > _INT32_MAX:
             raise ValueError(f"lik_ops: Q: {Tq} packed query tokens; at most 2^31 - 1 at a time")
-        Lq = max(forward_configs.LEAST_SLOT, architectures.cdiv(Tq, queries or 1))
+        Lq = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
-        few = documents <= forward_configs.RESIDENT
-        tile = self.tiles.get((queries, Lq, wide, few)) or self._tile_of(c, Lq, wide, few)
+        few = documents <= forward_configs.MAX_RESIDENT_DOCUMENTS
+        tile = self.tiles.get((queries, Lq, wide, few)) or self._get_tile(c, Lq, wide, few)
         shape: tuple[int, ...]
         strides: tuple[int, ...]
         if self.pairs:
@@ -183,107 +187,108 @@ class PackedPlan(Plan):
             merged |= pointer
         of_counts, others = None, []
         if counts is not None:
-            of_counts = _pointers(counts)
+            of_counts = _get_pointers(counts)
             others = [x.data_ptr() for x in counts if isinstance(x, Tensor)]
             for pointer in others:
                 merged |= pointer
         odd = tuple([pointer & 15 != 0 for pointer in (*pointers, *others)]) if merged & 15 else ()
-        terms = self._terms(c, tile) if tile.config.TERMS and programs else None
+        terms = self._terms(c, tile) if tile.config.INT8_TERMS and programs else None
         bound = tile.bound.get(odd)
         if (
             bound is None
             or not 0 < programs <= _INT32_MAX
-            or not _fits(c)
+            or not _has_int32_sizes(c)
             or current_device() != self.index
-            or launcher.hooks_set()
+            or launcher.has_launch_hooks()
         ):
-            return self._scores_by_launcher(c, argmax, counts, terms, tile, programs, odd)
+            return self._launch_scores(c, argmax, counts, terms, tile, programs, odd)
         new, filling = self.makers
         scores = (filling if is_deterministic() else new)(shape, strides, torch.float32)
         descriptor: tuple = (None,)
         D = pointers[1]
-        if self.reads_tiles and not D & 15:
+        if self.uses_descriptor and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
-        queries_of, documents_of, segments = self._grouped(c, pointers)
-        winners = None if argmax is None else argmax.data_ptr()
-        out, sizes = (scores.data_ptr(), winners), (queries, columns, Tq, Td, most)
-        of_terms = None if terms is None else _pointers(terms)
+        queries_of, documents_of, segments = self._group_args(c, pointers)
+        argmax_found = None if argmax is None else argmax.data_ptr()
+        out, sizes = (scores.data_ptr(), argmax_found), (queries, columns, Tq, Td, most)
+        of_terms = None if terms is None else _get_pointers(terms)
         args = (queries_of, documents_of, *descriptor, of_terms, of_counts, segments, out, sizes, *tile.constants)
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 
-    def _scores_by_launcher(
+    def _launch_scores(
         self,
-        c: Cut,
+        c: PackedArgs,
         argmax: Tensor | None,
-        counts: AnyCounts | None,
-        terms: Terms | None,
-        tile: _Tile,
+        counts: AnyDequantArgs | None,
+        terms: TermArgs | None,
+        tile: _CompiledTile,
         programs: int,
         odd: tuple[bool, ...],
     ) -> Tensor:
         scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
         if scores.numel() == 0:
             return scores
-        queries, documents, segments = self._grouped(c, c.tensors)
-        sizes = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
-        tokens = Queries._make(queries), Documents._make(documents), self._tiles(c, tile)
-        args = (*tokens, terms, counts, Segments._make(segments), Output(scores, argmax), sizes, *tile.constants)
-        with on_device(self.device):
-            bound = launcher.launch(maxsim_forward_ragged, checked_grid(programs), args, tile.options)
-        if bound is not None and bound.direct is not None and _fits(c):
+        queries, documents, segments = self._group_args(c, c.tensors)
+        sizes = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
+        tokens = QueryArgs._make(queries), DocumentArgs._make(documents), self._tiles(c, tile)
+        args = (*tokens, terms, counts, SegmentArgs._make(segments), OutputArgs(scores, argmax), sizes, *tile.constants)
+        with use_device(self.device):
+            bound = launcher.launch(maxsim_forward_ragged, check_grid(programs), args, tile.options)
+        if bound is not None and bound.direct is not None and _has_int32_sizes(c):
             tile.bound[odd] = bound
         return scores
 
-    def _terms(self, c: Cut, tile: _Tile) -> Terms:
+    def _terms(self, c: PackedArgs, tile: _CompiledTile) -> TermArgs:
         """Query rows as int8 terms."""
-        config = terms_config(tile.config.BD, wide_rows(self.features))
+        config = make_terms_config(tile.config.BD, choose_row_offset_width(self.features))
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
         queries, programs = (c.Q, *self.query_strides[0], *(None,) * 6), architectures.cdiv(c.Tq, _TERM_ROWS)
         odd = c.Q.data_ptr() & 15 != 0
         bound = tile.terms.get(odd)
-        if bound is not None and programs and current_device() == self.index and not launcher.hooks_set():
+        if bound is not None and programs and current_device() == self.index and not launcher.has_launch_hooks():
             rest = out.data_ptr(), scales.data_ptr(), c.Tq, self.d, config
-            bound.direct(programs, 1, 1, raw_stream(self.index), (_pointers(queries), *rest))  # type: ignore[misc]
+            bound.direct(programs, 1, 1, raw_stream(self.index), (_get_pointers(queries), *rest))  # type: ignore[misc]
         elif programs:
-            args = (Queries._make(queries), out, scales, c.Tq, self.d, config)
-            with on_device(self.device):
+            args = (QueryArgs._make(queries), out, scales, c.Tq, self.d, config)
+            with use_device(self.device):
                 bound = launcher.launch(maxsim_query_terms, (programs,), args, {"num_warps": 4})
             if bound is not None and bound.direct is not None:
                 tile.terms[odd] = bound
-        return Terms(out, scales, scales, c.Tq, 0)  # of documents nothing is read
+        return TermArgs(out, scales, scales, c.Tq, 0)  # of documents nothing is read
 
-    def _grouped(self, c: Cut, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
-        """Tensors or pointers, in the order of `Cut`, in that of `Queries`, `Documents` and `Segments`."""
+    def _group_args(self, c: PackedArgs, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
+        """Tensors or pointers, in the order of `PackedArgs`, in that of `QueryArgs`, `DocumentArgs` and
+        `SegmentArgs`."""
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = tensors
         (rows, mask_strides, weight_strides), (d_rows, d_mask_strides) = self.query_strides, self.document_strides
         queries = (Q, *rows, q_mask, *mask_strides, weight, *weight_strides)
         segments = (cu_seqlens_q, offsets, lengths, pairs, q_lengths, c.q_each, c.d_each)
         return queries, (D, *d_rows, d_mask, *d_mask_strides), segments
 
-    def _tiles(self, c: Cut, tile: _Tile) -> TensorDescriptor | None:
+    def _tiles(self, c: PackedArgs, tile: _CompiledTile) -> TensorDescriptor | None:
         """The rows of D for the tensor memory access unit, or None where it cannot read them."""
-        return descriptor(c.D, tile.config) if self.reads_tiles else None
+        return make_descriptor(c.D, tile.config) if self.uses_descriptor else None
 
-    def _descriptor(self, c: Cut, tile: _Tile, bound: launcher.Bound, pointer: int) -> tuple:
+    def _descriptor(self, c: PackedArgs, tile: _CompiledTile, bound: launcher.CompiledKernel, pointer: int) -> tuple:
         """The same as the kernel takes it: it depends on nothing but the kernel, where D begins and its rows."""
-        if len(self.descriptors) >= _MOST_DESCRIPTORS:
+        if len(self.descriptors) >= _MAX_DESCRIPTORS:
             self.descriptors.clear()
         found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, self._tiles(c, tile))
         return found
 
 
-def terms_config(BD: int, wide: int) -> Config:
+def make_terms_config(BD: int, wide: int) -> KernelConfig:
     """Of `maxsim_query_terms`: what it does not hang on is always the same, so that it is compiled once."""
-    return Config(_TERM_ROWS, 16, BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
+    return KernelConfig(_TERM_ROWS, 16, BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
 
 
-def _pointers(group: tuple) -> tuple:
+def _get_pointers(group: tuple) -> tuple:
     return tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in group])
 
 
-def _fits(c: Cut) -> bool:
+def _has_int32_sizes(c: PackedArgs) -> bool:
     """Whether D has rows for a descriptor, and sizes take 32 bits: other kernels are compiled else."""
     return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q) <= _INT32_MAX
 
@@ -292,10 +297,14 @@ _plans: dict[tuple, PackedPlan] = {}
 
 
 def ragged_plan(
-    c: Cut, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any = "", counts: AnyCounts | None = None
+    c: PackedArgs,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+    stored: Any = "",
+    counts: AnyDequantArgs | None = None,
 ) -> PackedPlan:
     """The plan for validated arguments like these."""
-    tf32 = allow_tf32(c.Q.dtype)
+    tf32 = is_tf32_allowed(c.Q.dtype)
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
@@ -304,21 +313,21 @@ def ragged_plan(
     key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
+        if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         plan = _plans[key] = PackedPlan(c, normalize, argmax_dtype, stored)
     return plan
 
 
-def forget() -> None:
+def clear_plans() -> None:
     """Drop what was worked out from the table of configurations."""
     _plans.clear()
 
 
 def forward_ragged(
-    r: Ragged, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    r: RaggedArgs, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores in fp32 and winners (an empty tensor if `argmax_dtype` is None), both as `Ragged` says."""
-    c = Cut.of(r, max_seqlen_q)
+    """Scores in fp32 and winners (an empty tensor if `argmax_dtype` is None), both as `RaggedArgs` says."""
+    c = PackedArgs.of(r, max_seqlen_q)
     scores, argmax = ragged_plan(c, normalize, argmax_dtype).forward(c)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax

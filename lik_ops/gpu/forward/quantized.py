@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.segments import Cut, Ragged
-from ...csrc_triton.common.arguments import CodedCounts, Config, Counts
+from ...core.segments import PackedArgs, RaggedArgs
+from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
-from ...formats.table import OPERANDS, Stored
+from ...formats.table import OPERAND_FORMATS, EncodedTokens
 from ..runtime import launcher
 from ..runtime.arguments import (
-    allow_tf32,
     architecture,
-    checked_grid,
-    documents_of,
-    features_span,
-    on_device,
-    packed_documents,
-    wide_rows,
+    check_grid,
+    choose_row_offset_width,
+    get_feature_reach,
+    is_tf32_allowed,
+    make_document_args,
+    make_packed_document_args,
+    use_device,
 )
 from ..runtime.capture import Calls
 from ..tuning import forward_configs
@@ -28,75 +28,87 @@ from ..tuning.architectures import Architecture, cdiv, next_power_of_2
 from . import sm90_quantized
 from .packed import ragged_plan
 
-_TOKENS, _FEATURES = 32, 64  # of a tile
-_WORDS = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
-_DENSE = (*forward_configs.TERMS, "fp8_e4m3", "fp8_e5m2")  # formats with a kernel for dense documents
-_calls = Calls()
-KNOWS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")
+_TILE_TOKENS, _TILE_FEATURES = 32, 64  # of a tile
+_WORD_DTYPES = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
+_DENSE_FORMATS = (
+    *forward_configs.INT8_TERMS_BY_ENCODING,
+    "fp8_e4m3",
+    "fp8_e5m2",
+)  # formats with a kernel for dense documents
+_captured_calls = Calls()
+FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def forward_quantized(
-    r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    r: RaggedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
-    scores, argmax = _forward(Cut.of(r._replace(D=stored.data), max_seqlen_q), stored, normalize, argmax_dtype)
+    """Scores and winners as `RaggedArgs` says, whose D says nothing but how many tokens there are."""
+    scores, argmax = _run_packed(
+        PackedArgs.of(r._replace(D=stored.data), max_seqlen_q), stored, normalize, argmax_dtype
+    )
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
 def forward_quantized_cut(
-    c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None
+    c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of a `Cut` and tokens with the axes that they have, whose numbers are its D."""
-    if stored.format in _DENSE and not (c.candidates or normalize or argmax_dtype):
+    """The same of a `PackedArgs` and tokens with the axes that they have, whose numbers are its D."""
+    if stored.format in _DENSE_FORMATS and not (c.candidates or normalize or argmax_dtype):
         is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
         scores = sm90_quantized.forward(c, stored) if is_dense else None
         if scores is not None:
             return scores, None
     if c.candidates or c.pairs is not None:  # of which few calls have as many
-        return _forward(c, stored, normalize, argmax_dtype)
+        return _run_packed(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]
     each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
-    tf32 = allow_tf32(c.Q.dtype)
+    tf32 = is_tf32_allowed(c.Q.dtype)
     key = (*c.metadata(), stored.format, normalize, argmax_dtype, tf32, *each)
-    found = _calls.run(key, (*c.tensors, *scales), c.Q.device, _made, c, stored, normalize, argmax_dtype)
+    found = _captured_calls.run(
+        key, (*c.tensors, *scales), c.Q.device, _run_forward, c, stored, normalize, argmax_dtype
+    )
     return found[0], found[1] if argmax_dtype else None
 
 
-def _made(c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    scores, argmax = _forward(c, stored, normalize, argmax_dtype)
+def _run_forward(
+    c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return (scores,) if argmax is None else (scores, argmax)
 
 
-def _forward(c: Cut, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def _run_packed(
+    c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
     """By the kernel of packed documents."""
     stored = stored.flat()
-    data, kept = _as_read(c.D, stored.format, architecture(c.Q.device))
-    c, counts = c._replace(D=data), _counts(stored)
+    data, kept = _view_for_kernel(c.D, stored.format, architecture(c.Q.device))
+    c, counts = c._replace(D=data), _make_dequant_args(stored)
     if normalize:
-        counts = _unit_counts(c, counts, kept)
-    if (words := _words(stored, c)) is not None:
+        counts = _normalize_dequant_args(c, counts, kept)
+    if (words := _view_words(stored, c)) is not None:
         c, kept = c._replace(D=words), kept.replace("codes", "words")
     return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
 
 
-def _as_read(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
+def _view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """The numbers as the kernel reads them, and `Config.STORED`."""
-    kept = OPERANDS[format]
-    if kept.dtype.is_floating_point and arch.name in KNOWS_FP8:
+    kept = OPERAND_FORMATS[format]
+    if kept.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
         return data.view(kept.dtype), "fp8"
     return data, kept.kernel
 
 
-def _permutes(device: torch.device) -> bool:
+def _supports_prmt(device: torch.device) -> bool:
     """Whether kernels may have `prmt` inline."""
     return architecture(device).name.startswith("sm_")
 
 
-def _words(stored: Stored, c: Cut) -> Tensor | None:
+def _view_words(stored: EncodedTokens, c: PackedArgs) -> Tensor | None:
     """Residuals as words of eight features each, where a kernel reads them so: see `residual`."""
-    word, (Q, data) = _WORDS.get(stored.format), c[:2]
+    word, (Q, data) = _WORD_DTYPES.get(stored.format), c[:2]
     centroids = stored.centroids
-    if word is None or centroids is None or not len(centroids) or not data.numel() or not _permutes(Q.device):
+    if word is None or centroids is None or not len(centroids) or not data.numel() or not _supports_prmt(Q.device):
         return None
     half = Q.dtype in (torch.float16, torch.bfloat16) and centroids.dtype == torch.float16
     whole = Q.shape[-1] % 8 == 0 and data.is_contiguous()
@@ -104,38 +116,42 @@ def _words(stored: Stored, c: Cut) -> Tensor | None:
     return data.view(word) if half and whole and aligned else None
 
 
-def _counts(stored: Stored) -> Counts | CodedCounts:
+def _make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
     """Kernels take them one behind another."""
     scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
-    found = Counts(scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1))
+    found = DequantArgs(
+        scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1)
+    )
     if stored.codes is None or stored.centroids is None or stored.weights is None:
         return found
     codes, centroids, weights = (x.contiguous() for x in (stored.codes, stored.centroids, stored.weights))
-    return CodedCounts(*found, codes, centroids, len(centroids), weights)
+    return CodecDequantArgs(*found, codes, centroids, len(centroids), weights)
 
 
-def unit_config(d: int, wide: int, kept: Any) -> Config:
+def make_unit_norm_config(d: int, wide: int, kept: Any) -> KernelConfig:
     """Of `maxsim_unit_counts`."""
-    BD = min(max(next_power_of_2(d), 16), _FEATURES)
-    return Config(16, _TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", STORED=kept)
+    BD = min(max(next_power_of_2(d), 16), _TILE_FEATURES)
+    return KernelConfig(16, _TILE_TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", ENCODING=kept)
 
 
-def _unit_counts(c: Cut, counts: Counts | CodedCounts, kept: Any) -> Counts | CodedCounts:
+def _normalize_dequant_args(
+    c: PackedArgs, counts: DequantArgs | CodecDequantArgs, kept: Any
+) -> DequantArgs | CodecDequantArgs:
     """What numbers count as over the norms of their tokens."""
     found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
-    config = unit_config(d, wide_rows(features_span(c.Q, c.D)), kept)
+    config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), kept)
     if c.Td:
-        with on_device(c.Q.device):
-            grid = checked_grid(cdiv(c.Td, _TOKENS))
-            args = (packed_documents(c), counts, *found, c.Td, d, config)
+        with use_device(c.Q.device):
+            grid = check_grid(cdiv(c.Td, _TILE_TOKENS))
+            args = (make_packed_document_args(c), counts, *found, c.Td, d, config)
             launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
     return counts._replace(scale=found[0], scale_each=1, minimum=found[1], minimum_each=None if found[1] is None else 1)
 
 
-def keep_config(d: int, wide: int) -> Config:
+def make_quantize_config(d: int, wide: int) -> KernelConfig:
     """Of `maxsim_keep_int8`."""
-    return unit_config(d, wide, "")._replace(NORMALIZE=False)
+    return make_unit_norm_config(d, wide, "")._replace(NORMALIZE=False)
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +160,8 @@ def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(D.shape[:-1], dtype=torch.float32, device=D.device)
     if scale.numel():
         K, Ld, d = D.shape[-3:]
-        config = keep_config(d, wide_rows(features_span(D, D)))
-        args = documents_of(D, None), data, scale, scale.numel() // Ld, K, Ld, d, config
-        with on_device(D.device):
-            launcher.launch(maxsim_keep_int8, checked_grid(cdiv(scale.numel(), _TOKENS)), args, {"num_warps": 4})
+        config = make_quantize_config(d, choose_row_offset_width(get_feature_reach(D, D)))
+        args = make_document_args(D, None), data, scale, scale.numel() // Ld, K, Ld, d, config
+        with use_device(D.device):
+            launcher.launch(maxsim_keep_int8, check_grid(cdiv(scale.numel(), _TILE_TOKENS)), args, {"num_warps": 4})
     return data, scale

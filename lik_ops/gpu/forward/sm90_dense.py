@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.segments import Dense
+from ...core.segments import DenseArgs
 from ...csrc_triton.common import token_norms
-from ...csrc_triton.common.arguments import Numbers, Output, Sizes, Specialization
+from ...csrc_triton.common.arguments import EncodedDocumentArgs, OutputArgs, SizeArgs, Sm90Config
 from ...csrc_triton.forward.generic import row_sums
 from ..runtime import gluon, launcher
-from ..runtime.arguments import checked_grid, documents_of, queries_of
+from ..runtime.arguments import check_grid, make_document_args, make_query_args
 from ..tuning import architectures, sm90_configs
 from .generic import GluonPlan
 
 _log = logging.getLogger("lik_ops")
-_WORKSPACE = 32 * 2**20  # bytes
-_SUM_BLOCK = 256
-_WIDE_FEATURES = 128  # whose squares `maxsim_forward` sums at a time, where there are more
+_MAX_WORKSPACE_BYTES = 32 * 2**20  # bytes
+_SUM_BLOCK_DOCUMENTS = 256
+_STEP_FEATURES = 128  # whose squares `maxsim_forward` sums at a time, where there are more
 
 
-class SpecializedPlan(GluonPlan):
+class Sm90Plan(GluonPlan):
     """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens. Few
     query rows are one tile, beside which each of two warp groups has documents of its own.
 
@@ -34,42 +34,44 @@ class SpecializedPlan(GluonPlan):
     do inverse norms that the kernel reads.
     """
 
-    def __init__(
-        self, choice: sm90_configs.Specialized, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
-        self.choice, self.normalize, kernels = choice, choice.config.NORMALIZE, gluon.found()
-        self.kernel = getattr(kernels.wide if choice.is_wide else kernels.specialized, choice.kernel)
+        self.choice, self.normalize, kernels = choice, choice.config.NORMALIZE, gluon.require_kernels()
+        self.kernel = getattr(kernels.wide if choice.has_large_d else kernels.specialized, choice.kernel)
         C = choice.config
-        features = C.BD if isinstance(C, Specialization) else kernels.wide.FEATURES.value
-        self.tiles = gluon.tiles((C.BN, features), D.dtype)
-        if choice.is_wide:
-            self.query_tiles = gluon.tiles((sm90_configs.WIDE_ROWS // 2 // C.SLOT, C.SLOT, features), Q.dtype)
-        self.norm_features = _WIDE_FEATURES if choice.is_wide else features
+        features = C.BD if isinstance(C, Sm90Config) else kernels.wide.STEP_FEATURES.value
+        self.tiles = gluon.make_tile_descriptor((C.BN, features), D.dtype)
+        if choice.has_large_d:
+            self.query_tiles = gluon.make_tile_descriptor(
+                (sm90_configs.LARGE_D_TILE_ROWS // 2 // C.ROWS_PER_QUERY, C.ROWS_PER_QUERY, features), Q.dtype
+            )
+        self.norm_features = _STEP_FEATURES if choice.has_large_d else features
         self.norms_of_document = architectures.cdiv(self.sizes.Ld, C.BN) * C.BN if choice.reads_norms else 0
         sums_of_document = self.sizes.Nq * choice.parts if choice.parts > 1 or choice.reads_norms else 0
-        room = _WORKSPACE // 4 - (sm90_configs.MOST_QUERY_NORMS if choice.is_wide and choice.reads_norms else 0)
+        room = _MAX_WORKSPACE_BYTES // 4 - (
+            sm90_configs.MAX_QUERY_NORMS if choice.has_large_d and choice.reads_norms else 0
+        )
         fitting = room // max(1, sums_of_document + self.norms_of_document)
         self.chunk = min(max(fitting, 1), self.sizes.K)  # documents
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)
 
-    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
+    def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:
         if self.chunk == self.sizes.K:
             return self._launch(x, scores, argmax, self.sizes)
         for k in range(0, self.sizes.K, self.chunk):
             part = slice(k, k + self.chunk)
-            winners, of_part = None if argmax is None else argmax[part], self._part(x, part)
-            self._launch(of_part, scores[:, part], winners, self.sizes._replace(K=len(of_part.D)))
+            argmax_found, of_part = None if argmax is None else argmax[part], self._part(x, part)
+            self._launch(of_part, scores[:, part], argmax_found, self.sizes._replace(K=len(of_part.D)))
 
     def _part(self, x: Any, part: slice) -> Any:
         """Of some documents."""
         return x._replace(D=x.D[part])
 
-    def _launch(self, x: Dense, scores: Tensor, argmax: Tensor | None, sizes: Sizes) -> None:
+    def _launch(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
         direct = parts == 1 and K == self.sizes.K
         sums = scores if direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
-        queries = queries_of(x.Q, x.q_mask, x.q_weight)
+        queries = make_query_args(x.Q, x.q_mask, x.q_weight)
         args = (
             queries,
             *self._tensors(x, self._tokens(x.D, sizes), self._norms(x, sizes), sums, argmax),
@@ -81,48 +83,48 @@ class SpecializedPlan(GluonPlan):
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
         if not direct:
-            args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK)
-            grid = checked_grid(Nq * architectures.cdiv(K, _SUM_BLOCK))
+            args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK_DOCUMENTS)
+            grid = check_grid(Nq * architectures.cdiv(K, _SUM_BLOCK_DOCUMENTS))
             launcher.launch(row_sums.maxsim_sum_parts, grid, args, {"num_warps": 4})
 
-    def _readable(self, Q: Tensor, D: Tensor) -> bool:
+    def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         # The plain kernel loads rows that begin elsewhere feature by feature, and sums their squares in another order.
-        return super()._readable(Q, D) and not (self.normalize and Q.data_ptr() % 16)
+        return super()._supports_tensors(Q, D) and not (self.normalize and Q.data_ptr() % 16)
 
-    def _tokens(self, D: Tensor, sizes: Sizes) -> Any:
+    def _tokens(self, D: Tensor, sizes: SizeArgs) -> Any:
         """All document tokens as rows."""
         return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
-    def _norms(self, x: Dense, sizes: Sizes) -> tuple[Any, Tensor | None]:
+    def _norms(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Tensor | None]:
         """Inverse norms of document tokens and, for wide features, of query tokens, found by a launch of their own;
         None where the kernel does not read them."""
         if not self.choice.reads_norms:
             return None, None
-        wide, BN = self.choice.is_wide, self.choice.config.BN
+        wide, BN = self.choice.has_large_d, self.choice.config.BN
         documents = torch.empty(sizes.K * self.norms_of_document, dtype=torch.float32, device=self.device)
         queries = torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if wide else None
         tiles = len(documents) // BN + (sizes.Nq * architectures.cdiv(sizes.Lq, BN) if wide else 0)
-        given = queries_of(x.Q, None, None), documents_of(x.D, None)
+        given = make_query_args(x.Q, None, None), make_document_args(x.D, None)
         args = (*given, queries, documents, sizes, self.d, BN, self.norm_features, sizes.Ld < BN)
         launcher.launch(token_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
-        return gluon.tiles((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
+        return gluon.make_tile_descriptor((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
 
-    def _tensors(self, x: Dense, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         """What the kernel takes between the queries and the sizes."""
-        return tokens, norms[0], self._numbers(x), Output(sums, argmax)
+        return tokens, norms[0], self._make_encoded_args(x), OutputArgs(sums, argmax)
 
-    def _numbers(self, x: Any) -> Numbers | None:
+    def _make_encoded_args(self, x: Any) -> EncodedDocumentArgs | None:
         """Documents beside their descriptor, where some tokens are read again."""
-        splits = isinstance(self.choice.config, Specialization) and self.choice.config.SPLIT
-        return Numbers(x.D, None, 0, 0) if splits else None
+        splits = isinstance(self.choice.config, Sm90Config) and self.choice.config.SPLIT_FP32
+        return EncodedDocumentArgs(x.D, None, 0, 0) if splits else None
 
 
-class WidePlan(SpecializedPlan):
+class Sm90LargeDPlan(Sm90Plan):
     """Row tiles hold 128 query tokens, of as many queries as fit; a longer query is scored in parts of 64 tokens."""
 
-    def _readable(self, Q: Tensor, D: Tensor) -> bool:
+    def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
-    def _tensors(self, x: Dense, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
+    def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         rows = self.query_tiles.of(x.Q, list(x.Q.shape), list(x.Q.stride()))
         return rows, tokens, *norms, sums

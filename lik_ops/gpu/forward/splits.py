@@ -11,21 +11,21 @@ import logging
 import torch
 from torch import Tensor
 
-from ...core.segments import Cut, Dense
-from ...csrc_triton.common.arguments import PackedSizes, Queries, Sections
+from ...core.segments import DenseArgs, PackedArgs
+from ...csrc_triton.common.arguments import PackedSizeArgs, QueryArgs, SplitArgs
 from ...csrc_triton.forward.generic import row_sums
 from ...csrc_triton.forward.generic.packed import maxsim_forward_ragged
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
-    checked_grid,
-    descriptor,
-    is_even,
-    on_device,
-    packed_documents,
-    packed_queries,
-    queries_of,
-    segments_of,
+    check_grid,
+    has_even_stride,
+    make_descriptor,
+    make_packed_document_args,
+    make_packed_query_args,
+    make_query_args,
+    make_segment_args,
+    use_device,
 )
 from ..tuning import architectures
 from .plans import DensePlan
@@ -33,8 +33,13 @@ from .plans import DensePlan
 _log = logging.getLogger("lik_ops")
 
 
-def score_sections(
-    choice: choose.Sectioned, c: Cut, queries: Queries, rows: tuple[int, int], scores: Tensor, argmax: Tensor | None
+def score_splits(
+    choice: choose.SplitChoice,
+    c: PackedArgs,
+    queries: QueryArgs,
+    rows: tuple[int, int],
+    scores: Tensor,
+    argmax: Tensor | None,
 ) -> None:
     """Fill scores ``[Nq, Nd]`` and, unless it is None, winners ``[Nd, Tq]``.
 
@@ -44,40 +49,42 @@ def score_sections(
     """
     config, most = choice.launch.config, choice.most
     maxima = torch.empty((most, c.Tq), dtype=torch.float32, device=c.Q.device)
-    winners = None if argmax is None else torch.empty((most, c.Tq), dtype=torch.int32, device=c.Q.device)
+    argmax_found = None if argmax is None else torch.empty((most, c.Tq), dtype=torch.int32, device=c.Q.device)
     kept = None if c.d_mask is None else torch.empty(most, dtype=torch.int32, device=c.Q.device)
     norms = torch.empty(c.Tq, dtype=torch.float32, device=c.Q.device) if config.NORMALIZE else None
-    cut = Sections(maxima, winners, kept, norms, argmax, most, choice.each)
-    segments, documents = segments_of(c), packed_documents(c, masked=True)
-    packed = packed_queries(c._replace(q_weight=None))  # which the sums have
-    sizes, d = PackedSizes(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
-    tiles = descriptor(c.D, config) if choice.reads_tiles else None
+    cut = SplitArgs(maxima, argmax_found, kept, norms, argmax, most, choice.each)
+    segments, documents = make_segment_args(c), make_packed_document_args(c, masked=True)
+    packed = make_packed_query_args(c._replace(q_weight=None))  # which the sums have
+    sizes, d = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
+    tiles = make_descriptor(c.D, config) if choice.uses_descriptor else None
     args = (packed, documents, tiles, None, None, segments, cut, sizes, d, choice.levels, config)
-    launcher.launch(maxsim_forward_ragged, checked_grid(choice.programs), args, choice.launch.options(choice.arch))
+    launcher.launch(maxsim_forward_ragged, check_grid(choice.programs), args, choice.launch.options(choice.arch))
     _, side, *_ = choice.sums
     found = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
     grid = (architectures.cdiv(c.queries, side) * c.columns,)
-    launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.sums_options)
+    launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.make_sum_options)
     _log.debug("sections of %s documents, %s tokens: %s", c.columns, c.Td, choice)
 
 
-def forward_packed(choice: choose.Sectioned, c: Cut, queries: Queries, argmax: Tensor | None) -> tuple[Tensor, ...]:
+def forward_splits(
+    choice: choose.SplitChoice, c: PackedArgs, queries: QueryArgs, argmax: Tensor | None
+) -> tuple[Tensor, ...]:
     """Scores ``[Nq, Nd]`` of packed tokens; and, unless it is None, `argmax`, filled with the winners ``[Nd, Tq]``."""
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
-    with on_device(c.Q.device):
-        score_sections(choice, c, queries, (1, c.Tq), scores, argmax)
+    with use_device(c.Q.device):
+        score_splits(choice, c, queries, (1, c.Tq), scores, argmax)
     return (scores,) if argmax is None else (scores, argmax)
 
 
-class SectionsPlan(DensePlan):
+class DocumentSplitPlan(DensePlan):
     """Dense documents."""
 
-    def __init__(self, choice: choose.Sectioned, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(self, choice: choose.SplitChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.choice = choice
 
-    def _score(self, x: Dense, scores: Tensor, argmax: Tensor | None) -> None:
-        q_mask = x.q_mask if x.q_mask is None or is_even(x.q_mask) else None  # a mask only spares work there
-        c = choose.cut_of(x.Q, x.D, q_mask, x.d_mask)
-        queries = queries_of(x.Q, x.q_mask, x.q_weight)
-        score_sections(self.choice, c, queries, (self.sizes.Nq, self.sizes.Lq), scores, argmax)
+    def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:
+        q_mask = x.q_mask if x.q_mask is None or has_even_stride(x.q_mask) else None  # a mask only spares work there
+        c = choose.make_cut(x.Q, x.D, q_mask, x.d_mask)
+        queries = make_query_args(x.Q, x.q_mask, x.q_weight)
+        score_splits(self.choice, c, queries, (self.sizes.Nq, self.sizes.Lq), scores, argmax)

@@ -5,39 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...csrc_triton.common.arguments import Best, Candidates
+from ...csrc_triton.common.arguments import TopKInputArgs, TopKOutputArgs
 from ...csrc_triton.search import topk as topk_kernels
 from ...portable.forward import topk as portable_topk
 from ..runtime import launcher
-from ..runtime.arguments import on_device
+from ..runtime.arguments import use_device
 from ..tuning.architectures import cdiv
 
-BLOCK, SMALL_BLOCK = 8192, 1024
-_WARPS = {BLOCK: 16, SMALL_BLOCK: 4}
-_MOST = 256  # kept of each row
-_COLUMNS = 2**30  # they are counted in 32 bits
+BLOCK_SCORES, SMALL_BLOCK_SCORES = 8192, 1024
+_WARPS = {BLOCK_SCORES: 16, SMALL_BLOCK_SCORES: 4}
+_MAX_TOP_K = 256  # kept of each row
+_MAX_COLUMNS = 2**30  # they are counted in 32 bits
 
 
-def _fits(rows: int, n: int, k: int) -> bool:
+def _supports_kernel(rows: int, n: int, k: int) -> bool:
     """Whether the kernel takes them; AMD's barriers do not promise that other threads see what was stored."""
-    return torch.version.hip is None and rows > 0 and n <= _COLUMNS and 0 < k <= _MOST
+    return torch.version.hip is None and rows > 0 and n <= _MAX_COLUMNS and 0 < k <= _MAX_TOP_K
 
 
 def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `portable_topk.best`, the same bits, beside the scores in memory for some percent of them."""
     rows, n = scores.shape
     k = min(top_k, n)
-    if scores.dtype != torch.float32 or not _fits(rows, n, k):
+    if scores.dtype != torch.float32 or not _supports_kernel(rows, n, k):
         return portable_topk.best(scores, top_k, indices)
     if scores.stride(1) != 1 or (indices is not None and indices.stride() != scores.stride()):
         scores, indices = scores.contiguous(), None if indices is None else indices.contiguous()
-    with on_device(scores.device):
-        while n > BLOCK:
-            blocks = cdiv(n, BLOCK)
-            kept = (blocks - 1) * k + min(k, n - (blocks - 1) * BLOCK)
-            scores, indices = _launch(Candidates(scores, indices, scores.stride(0)), (rows, n, k), blocks, kept)
+    with use_device(scores.device):
+        while n > BLOCK_SCORES:
+            blocks = cdiv(n, BLOCK_SCORES)
+            kept = (blocks - 1) * k + min(k, n - (blocks - 1) * BLOCK_SCORES)
+            scores, indices = _launch(TopKInputArgs(scores, indices, scores.stride(0)), (rows, n, k), blocks, kept)
             n = kept
-        return _launch(Candidates(scores, indices, scores.stride(0)), (rows, n, k), 1, k)
+        return _launch(TopKInputArgs(scores, indices, scores.stride(0)), (rows, n, k), 1, k)
 
 
 def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -45,21 +45,21 @@ def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     parts, _, rows, width = received.shape
     n = parts * width
     k = min(top_k, n)
-    if n > BLOCK or not _fits(rows, n, k):
+    if n > BLOCK_SCORES or not _supports_kernel(rows, n, k):
         return portable_topk.best_of_parts(received, top_k)
     received = received.contiguous()
-    X = Candidates(received[:, 0], received[:, 1], width, received.stride(0), width)
-    with on_device(received.device):
+    X = TopKInputArgs(received[:, 0], received[:, 1], width, received.stride(0), width)
+    with use_device(received.device):
         return _launch(X, (rows, n, k), 1, k)
 
 
-def _launch(X: Candidates, sizes: tuple[int, int, int], blocks: int, kept: int) -> tuple[Tensor, Tensor]:
+def _launch(X: TopKInputArgs, sizes: tuple[int, int, int], blocks: int, kept: int) -> tuple[Tensor, Tensor]:
     """The `kept` of each row that are among the k best of one of `blocks`; in order, of one. `sizes`: rows, n, k."""
     rows, n, k = sizes
     device = X.scores.device
     scores = torch.empty((rows, kept), dtype=torch.float32, device=device)
-    out = Best(scores, torch.empty((rows, kept), dtype=torch.int64, device=device), kept)
-    block = BLOCK if n > SMALL_BLOCK else SMALL_BLOCK
-    args = (X, out, n, k, X.width is not None, blocks == 1, block, 128 if k <= 128 else _MOST)
+    out = TopKOutputArgs(scores, torch.empty((rows, kept), dtype=torch.int64, device=device), kept)
+    block = BLOCK_SCORES if n > SMALL_BLOCK_SCORES else SMALL_BLOCK_SCORES
+    args = (X, out, n, k, X.width is not None, blocks == 1, block, 128 if k <= 128 else _MAX_TOP_K)
     launcher.launch(topk_kernels.maxsim_best, (rows * blocks,), args, {"num_warps": _WARPS[block]})
     return out.scores, out.indices

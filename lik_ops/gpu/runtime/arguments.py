@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...core.segments import Cut
-from ...csrc_triton.common.arguments import Config, Documents, Queries, Segments, Sizes
+from ...core.segments import PackedArgs
+from ...csrc_triton.common.arguments import DocumentArgs, KernelConfig, QueryArgs, SegmentArgs, SizeArgs
 from ..tuning import measured_tables
 from ..tuning.architectures import ARCHITECTURES, INTERPRETER, Architecture
 
@@ -24,13 +24,13 @@ _NO_STRIDES = (None, None, None)
 current_device: Callable = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
 
 
-def _interpreting() -> bool:
+def _is_interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
 def unavailable(device: torch.device) -> str | None:
     """None if the kernels can run on `device`, else the reason why not."""
-    if device.type == "cpu" and _interpreting():
+    if device.type == "cpu" and _is_interpreting():
         return None
     if device.type != "cuda":
         return f"the Triton kernels run on CUDA and ROCm devices, not on {device.type}"
@@ -43,16 +43,16 @@ def architecture(device: torch.device) -> Architecture:
 
     With the rules of the table that ``LIK_OPS_TABLE`` names, if they are for this architecture.
     """
-    return measured_tables.added(_built_in(device))
+    return measured_tables.add_measured_rules(_get_builtin_architecture(device))
 
 
-def _built_in(device: torch.device) -> Architecture:
+def _get_builtin_architecture(device: torch.device) -> Architecture:
     if device.type == "cpu":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]
-        found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, wavefront=properties.warp_size))
+        found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, threads_per_warp=properties.warp_size))
     else:
         name = f"sm_{properties.major}{properties.minor}"
         shared_memory = properties.shared_memory_per_block_optin
@@ -60,111 +60,112 @@ def _built_in(device: torch.device) -> Architecture:
     return replace(found, processors=properties.multi_processor_count, gpu=properties.name)
 
 
-def on_device(device: torch.device):
+def use_device(device: torch.device):
     """Make the tensors' device the current one for a launch: Triton launches on the current device."""
     if device.index is not None and device.index != current_device():
         return torch.cuda.device(device)
     return contextlib.nullcontext()
 
 
-def strides_of(per_token: Tensor | None) -> tuple[int | None, ...]:
+def get_strides(per_token: Tensor | None) -> tuple[int | None, ...]:
     return (None, None) if per_token is None else per_token.stride()
 
 
-def queries_of(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> Queries:
+def make_query_args(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> QueryArgs:
     if mask is None and weight is None:
-        return Queries._make((Q, *Q.stride(), *_NO_STRIDES, *_NO_STRIDES))
-    return Queries._make((Q, *Q.stride(), mask, *strides_of(mask), weight, *strides_of(weight)))
+        return QueryArgs._make((Q, *Q.stride(), *_NO_STRIDES, *_NO_STRIDES))
+    return QueryArgs._make((Q, *Q.stride(), mask, *get_strides(mask), weight, *get_strides(weight)))
 
 
-def owned_strides(x: Tensor | None, candidates: bool) -> tuple[int | None, ...]:
+def get_owner_strides(x: Tensor | None, candidates: bool) -> tuple[int | None, ...]:
     """Strides beginning with that of the owner, which is 0 in the cross product."""
     if x is None:
         return _NO_STRIDES
     return x.stride() if candidates else (0, *x.stride())
 
 
-def documents_of(D: Tensor, mask: Tensor | None) -> Documents:
+def make_document_args(D: Tensor, mask: Tensor | None) -> DocumentArgs:
     candidates = D.dim() == 4
-    return Documents._make((D, *owned_strides(D, candidates), mask, *owned_strides(mask, candidates)))
+    return DocumentArgs._make((D, *get_owner_strides(D, candidates), mask, *get_owner_strides(mask, candidates)))
 
 
-def per_row(x: Tensor | None) -> tuple:
+def get_row_args(x: Tensor | None) -> tuple:
     """Of a mask or weight of packed rows: itself and its strides between queries or documents, and between rows."""
     return (None, None, None) if x is None else (x, 0, x.stride(-1))
 
 
-def packed_queries(c: Cut) -> Queries:
-    return Queries._make((c.Q, 0, *c.Q.stride()[-2:], *per_row(c.q_mask), *per_row(c.q_weight)))
+def make_packed_query_args(c: PackedArgs) -> QueryArgs:
+    return QueryArgs._make((c.Q, 0, *c.Q.stride()[-2:], *get_row_args(c.q_mask), *get_row_args(c.q_weight)))
 
 
-def packed_documents(c: Cut, masked: bool = False) -> Documents:
+def make_packed_document_args(c: PackedArgs, masked: bool = False) -> DocumentArgs:
     """Without their mask unless `masked`: masked tokens win nothing."""
     mask = (None,) * 4 if c.d_mask is None or not masked else (c.d_mask, 0, 0, c.d_mask.stride(-1))
-    return Documents._make((c.D, 0, 0, *c.D.stride()[-2:], *mask))
+    return DocumentArgs._make((c.D, 0, 0, *c.D.stride()[-2:], *mask))
 
 
-def segments_of(c: Cut) -> Segments:
-    return Segments._make((*c.indices, c.q_each, c.d_each))
+def make_segment_args(c: PackedArgs) -> SegmentArgs:
+    return SegmentArgs._make((*c.indices, c.q_each, c.d_each))
 
 
-def is_even(x: Tensor) -> bool:
+def has_even_stride(x: Tensor) -> bool:
     """Whether the rows of all queries or documents lie at one distance, so that they can be taken for packed ones."""
     return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
-def sizes(Q: Tensor, D: Tensor) -> Sizes:
-    return Sizes(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
+def make_size_args(Q: Tensor, D: Tensor) -> SizeArgs:
+    return SizeArgs(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
 
 
-def wide_of(Q: Tensor, D: Tensor) -> int:
-    """`Config.WIDE`: whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits."""
-    features = features_span(Q, D)
-    if wide_rows(features) == 2:
+def choose_offset_width(Q: Tensor, D: Tensor) -> int:
+    """`Config.WIDE_OFFSETS`: whether offsets of a document's tokens, or even of a token's features, may exceed 32
+    bits."""
+    features = get_feature_reach(Q, D)
+    if choose_row_offset_width(features) == 2:
         return 2
     return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
 
 
-def wide_rows(features: int) -> int:
-    """`Config.WIDE` of a kernel that finds rows with 64 bits, of `features_span`."""
+def choose_row_offset_width(features: int) -> int:
+    """`Config.WIDE_OFFSETS` of a kernel that finds rows with 64 bits, of `get_feature_reach`."""
     return 2 if features > _INT32_MAX else 1
 
 
-def features_span(Q: Tensor, D: Tensor) -> int:
+def get_feature_reach(Q: Tensor, D: Tensor) -> int:
     """How far the features of a token reach."""
     return D.shape[-1] * max(abs(Q.stride(-1)), abs(D.stride(-1)))
 
 
-def descriptor(D: Tensor, config: Config) -> TensorDescriptor | None:
+def make_descriptor(D: Tensor, config: KernelConfig) -> TensorDescriptor | None:
     """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
-    if not describable(D) or D.data_ptr() % 16:
+    if not supports_descriptor(D) or D.data_ptr() % 16:
         return None
     d = D.shape[-1]
     return TensorDescriptor(D, [D.numel() // d, d], [d, 1], [config.BN, config.BD])
 
 
-def describable(D: Tensor) -> bool:
+def supports_descriptor(D: Tensor) -> bool:
     """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
     rows, d = D.numel() // D.shape[-1], D.shape[-1]
     return 0 < rows <= _INT32_MAX and d * D.element_size() % 16 == 0 and D.is_contiguous()
 
 
-def describable_queries(Q: Tensor) -> bool:
+def supports_query_descriptor(Q: Tensor) -> bool:
     """The same of query tokens, in blocks of several queries."""
     strides = [stride * Q.element_size() for stride in Q.stride()[:2]]
     # Strides are non-zero and below 2^40 there.
     return Q.stride(2) == 1 and max(Q.shape) <= _INT32_MAX and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
 
 
-def checked_grid(programs: int) -> tuple[int]:
+def check_grid(programs: int) -> tuple[int]:
     if programs > _INT32_MAX:
         raise ValueError(f"lik_ops: {programs} programs in one launch; a CUDA grid holds {_INT32_MAX}: score in parts")
     return (programs,)
 
 
-def allow_tf32(dtype: torch.dtype) -> bool:
+def is_tf32_allowed(dtype: torch.dtype) -> bool:
     """Whether inputs are fp32 and the user allowed TF32 for their matrix products, by any of torch's settings.
 
-    The older `allow_tf32` follows this one, and raises once a newer setting was used.
+    The older `is_tf32_allowed` follows this one, and raises once a newer setting was used.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -27,18 +27,18 @@ from .arguments import current_device
 from .memory import is_deterministic, makers, raw_stream
 
 _log = logging.getLogger("lik_ops")
-_MOST_CALLS = 1024
-_MOST_DESCRIPTORS = 64  # that a launch keeps
+_MAX_CALLS = 1024
+_MAX_DESCRIPTORS = 64  # that a launch keeps
 _aten = torch.ops.aten
-_UNFILLED = {
+_EMPTY_OPS = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
     _aten.empty_like.default,
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
-_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+_ZERO_OPS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_FILL_OPS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 Tensors = Sequence[Tensor | None]
 # What a call does, for other tensors of the same metadata: it returns the results, or None where the call has to be
@@ -46,7 +46,7 @@ Tensors = Sequence[Tensor | None]
 Replay = Callable[[Tensors], Any]
 
 
-class _Memory(NamedTuple):
+class _Allocation(NamedTuple):
     """A tensor that a call makes, and what it is filled with, if with anything."""
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Memory(NamedTuple):
     value: float | None = None
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def _get_memory_range(x: Tensor) -> tuple[int, int]:
     """Where its memory begins and ends."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
@@ -63,53 +63,53 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 def _can_record(given: Tensors) -> bool:
     """Whether pointers tell which tensor they are of, and begin where those of most calls do."""
-    spans = sorted(_span(x) for x in given if x is not None and x.numel())
+    spans = sorted(_get_memory_range(x) for x in given if x is not None and x.numel())
     apart = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     return apart and all(x is None or x.data_ptr() % 16 == 0 for x in given)
 
 
-class _Fill(NamedTuple):
+class _RecordedFill(NamedTuple):
     slot: int
     value: float
 
 
-class _Pointer(NamedTuple):
+class _PointerOffset(NamedTuple):
     """Which tensor an argument points into, and how many bytes behind its beginning."""
 
     slot: int
     offset: int
 
 
-class _Descriptor(NamedTuple):
+class _DescriptorTemplate(NamedTuple):
     """A tensor descriptor but for its tensor, and what earlier ones were encoded to, by where that begins."""
 
     place: int  # among the arguments
     n: int  # among the descriptors
     slot: int
     made: Callable[[Tensor], Any]
-    bound: launcher.Bound
+    bound: launcher.CompiledKernel
     encoded: dict[int, tuple]
 
     def encode(self, pointer: int, tensor: Tensor) -> tuple:
-        if len(self.encoded) >= _MOST_DESCRIPTORS:
+        if len(self.encoded) >= _MAX_DESCRIPTORS:
             self.encoded.clear()
         found = self.encoded[pointer] = self.bound.encoded(self.n, self.made(tensor))
         return found
 
 
-class _Launch(NamedTuple):
+class _RecordedLaunch(NamedTuple):
     """Arguments with None for pointers, groups of them as lists, and where pointers go."""
 
-    bound: launcher.Bound
+    bound: launcher.CompiledKernel
     grid: tuple[int, int, int]
     values: list
-    pointers: list[tuple[int, _Pointer]]
-    groups: list[tuple[int, list[tuple[int, _Pointer]]]]
-    descriptors: list[_Descriptor]
+    pointers: list[tuple[int, _PointerOffset]]
+    groups: list[tuple[int, list[tuple[int, _PointerOffset]]]]
+    descriptors: list[_DescriptorTemplate]
     last: list[int]  # slots of memory that no later launch reads
 
 
-class _Observer:
+class _CallRecorder:
     """Record allocations, fills and launches of a call.
 
     The handler of torch's operators is inherited rather than defined by the mode itself: a mode that defines it imports
@@ -120,17 +120,17 @@ class _Observer:
         super().__init__()
         self.given = [x is not None for x in given]
         self.count = len(given)
-        self.steps: list[_Memory | _Fill | _Launch] = []
+        self.steps: list[_Allocation | _RecordedFill | _RecordedLaunch] = []
         self.spans: dict[int, tuple[int, int]] = {}  # of what is alive: where a slot's memory begins and ends
         self.made = 0
         self.obstacle = ""  # why the call cannot be replayed
-        self.spans |= {slot: _span(x) for slot, x in enumerate(given) if x is not None and x.numel()}
+        self.spans |= {slot: _get_memory_range(x) for slot, x in enumerate(given) if x is not None and x.numel()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func in _UNFILLED or func in _ZEROS:
-            self._make(result, 0 if func in _ZEROS else None)
-        elif func in _FILLS:
+        if func in _EMPTY_OPS or func in _ZERO_OPS:
+            self._make(result, 0 if func in _ZERO_OPS else None)
+        elif func in _FILL_OPS:
             self._fill(*args)
         elif not func.is_view:
             self.obstacle = self.obstacle or f"{func} is no allocation"
@@ -143,7 +143,7 @@ class _Observer:
         self.spans = {slot: span for slot, span in self.spans.items() if span[1] <= begin or end <= span[0]}
         self.spans[self.count + self.made] = begin, end
         self.made += 1
-        self.steps.append(_Memory(tuple(x.shape), x.stride(), x.dtype, value))
+        self.steps.append(_Allocation(tuple(x.shape), x.stride(), x.dtype, value))
 
     def _fill(self, x: Tensor, value: float = 0) -> None:
         if x.numel():
@@ -151,26 +151,28 @@ class _Observer:
             whole = begin, begin + x.numel() * x.element_size()
             slots = [slot for slot, span in self.spans.items() if span == whole and slot >= self.count]
             if len(slots) == 1:
-                self.steps.append(_Fill(slots[0], value))
+                self.steps.append(_RecordedFill(slots[0], value))
             else:
                 self.obstacle = self.obstacle or "a part of a tensor is filled"
 
-    def _pointer(self, x: Tensor) -> _Pointer:
+    def _pointer(self, x: Tensor) -> _PointerOffset:
         pointer = x.data_ptr()
-        found = [_Pointer(slot, pointer - begin) for slot, (begin, end) in self.spans.items() if begin <= pointer < end]
+        found = [
+            _PointerOffset(slot, pointer - begin) for slot, (begin, end) in self.spans.items() if begin <= pointer < end
+        ]
         if len(found) != 1:
             self.obstacle = self.obstacle or f"an argument lies in {len(found)} of the call's tensors"
-            return _Pointer(0, 0)
+            return _PointerOffset(0, 0)
         return found[0]
 
-    def launched(self, bound: launcher.Bound | None, grid: tuple[int, ...], args: tuple, values: list) -> None:
+    def launched(self, bound: launcher.CompiledKernel | None, grid: tuple[int, ...], args: tuple, values: list) -> None:
         """Called by `launcher.launch` for each kernel."""
         if bound is None or bound.direct is None:
             self.obstacle = self.obstacle or "not launched directly"
             return
-        pointers: list[tuple[int, _Pointer]] = []
-        groups: list[tuple[int, list[tuple[int, _Pointer]]]] = []
-        descriptors: list[_Descriptor] = []
+        pointers: list[tuple[int, _PointerOffset]] = []
+        groups: list[tuple[int, list[tuple[int, _PointerOffset]]]] = []
+        descriptors: list[_DescriptorTemplate] = []
         template = list(values)
         for n, x in enumerate(args):
             if isinstance(x, Tensor):
@@ -184,19 +186,19 @@ class _Observer:
                 template[n] = None
                 descriptors.append(self._descriptor(n, len(descriptors), x, bound))
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(_Launch(bound, (x, y, z), template, pointers, groups, descriptors, []))
+        self.steps.append(_RecordedLaunch(bound, (x, y, z), template, pointers, groups, descriptors, []))
 
-    def _descriptor(self, place: int, n: int, descriptor: Any, bound: launcher.Bound) -> _Descriptor:
+    def _descriptor(self, place: int, n: int, descriptor: Any, bound: launcher.CompiledKernel) -> _DescriptorTemplate:
         slot, offset = self._pointer(descriptor.base)
         if offset:
             self.obstacle = self.obstacle or "a descriptor begins within a tensor"
         kind: Any = type(descriptor)
         but_base = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
-        return _Descriptor(place, n, slot, partial(kind, **but_base), bound, {})
+        return _DescriptorTemplate(place, n, slot, partial(kind, **but_base), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """What makes the call again; None where that cannot be."""
-        if not any(isinstance(step, _Launch) for step in self.steps):
+        if not any(isinstance(step, _RecordedLaunch) for step in self.steps):
             self.obstacle = self.obstacle or "nothing was launched"
         slots: list[int] = []
         for x in outputs:
@@ -206,16 +208,16 @@ class _Observer:
             return None
         found = set(slots)
         for step in reversed(self.steps):
-            if isinstance(step, _Launch):
+            if isinstance(step, _RecordedLaunch):
                 used = {pointer.slot for _, pointer in step.pointers} | {x.slot for x in step.descriptors}
                 used |= {pointer.slot for _, places in step.groups for _, pointer in places}
                 step.last.extend(slot for slot in used - found if slot >= self.count)
                 found |= used
-        return _Function(self.given, device).written(self.steps, slots)
+        return _ReplayWriter(self.given, device).write_function(self.steps, slots)
 
     def _output(self, x: Tensor, taken: list[int]) -> int:
         expected = tuple(x.shape), x.stride(), x.dtype
-        memory = [step for step in self.steps if isinstance(step, _Memory)]
+        memory = [step for step in self.steps if isinstance(step, _Allocation)]
         for n in reversed(range(self.made)):
             span = self.spans.get(self.count + n)
             known = span is not None and span[0] == x.data_ptr() and memory[n][:3] == expected
@@ -225,24 +227,24 @@ class _Observer:
         return 0
 
 
-class Recorder(_Observer, TorchDispatchMode):
+class RecordingMode(_CallRecorder, TorchDispatchMode):
     """The mode that observes a call: memory by way of torch, launches by way of `launcher`."""
 
     def __enter__(self):
-        launcher.recording.by = self
+        launcher.thread_state.active_recorder = self
         return super().__enter__()
 
     def __exit__(self, *error):
-        launcher.recording.by = None
+        launcher.thread_state.active_recorder = None
         return super().__exit__(*error)
 
 
 @lru_cache(maxsize=256)
-def _compiled(source: str) -> CodeType:
+def _compile_source(source: str) -> CodeType:
     return compile(source, "<replay>", "exec")
 
 
-class _Function:
+class _ReplayWriter:
     """Writes the function that makes a call again. Calls that differ in numbers alone have the same source: numbers and
     all else that is known are constants, by name.
 
@@ -252,10 +254,10 @@ class _Function:
     def __init__(self, given: list[bool], device: torch.device) -> None:
         self.given = given
         self.constants: list = []
-        named = device.index, current_device, launcher.hooks_set, raw_stream, is_deterministic, *makers(device)
-        self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(self._kept, named)
+        named = device.index, current_device, launcher.has_launch_hooks, raw_stream, is_deterministic, *makers(device)
+        self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(self._keep_constant, named)
 
-    def written(self, steps: list, outputs: list[int]) -> Replay:
+    def write_function(self, steps: list, outputs: list[int]) -> Replay:
         slots = [n for n, is_given in enumerate(self.given) if is_given]
         body = [f"{', '.join(f't{n}' for n in range(len(self.given)))}, = given"] if self.given else []
         body += [f"p{n} = t{n}.data_ptr()" for n in slots]
@@ -267,47 +269,51 @@ class _Function:
         ]
         made = len(self.given)
         for step in steps:
-            if isinstance(step, _Launch):
+            if isinstance(step, _RecordedLaunch):
                 body += self._launch(step)
-            elif isinstance(step, _Memory):
+            elif isinstance(step, _Allocation):
                 body += self._memory(made, step)
                 made += 1
             else:
-                body.append(f"t{step.slot}.fill_({self._kept(step.value)})")
+                body.append(f"t{step.slot}.fill_({self._keep_constant(step.value)})")
         body.append(f"return ({''.join(f't{n}, ' for n in outputs)})")
         names = ", ".join(f"c{n}" for n in range(len(self.constants)))
         lines = [f"def make({names}):", "    def again(given):", *(f"        {x}" for x in body), "    return again"]
         found: dict[str, Any] = {}
-        exec(_compiled("\n".join(lines)), found)
+        exec(_compile_source("\n".join(lines)), found)
         return found["make"](*self.constants)
 
-    def _kept(self, constant: Any) -> str:
+    def _keep_constant(self, constant: Any) -> str:
         self.constants.append(constant)
         return f"c{len(self.constants) - 1}"
 
-    def _memory(self, slot: int, memory: _Memory) -> list[str]:
+    def _memory(self, slot: int, memory: _Allocation) -> list[str]:
         shape, strides, dtype, value = memory
-        lines = [f"t{slot} = new({self._kept(shape)}, {self._kept(strides)}, {self._kept(dtype)})"]
+        lines = [
+            f"t{slot} = new({self._keep_constant(shape)}, {self._keep_constant(strides)}, {self._keep_constant(dtype)})"
+        ]
         if value is not None:
-            lines.append(f"t{slot}.fill_({self._kept(value)})")
+            lines.append(f"t{slot}.fill_({self._keep_constant(value)})")
         return [*lines, f"p{slot} = t{slot}.data_ptr()"]
 
-    def _launch(self, launch: _Launch) -> list[str]:
+    def _launch(self, launch: _RecordedLaunch) -> list[str]:
         lines = []
         written = {n: self._pointer(pointer) for n, pointer in launch.pointers}
         for n, places in launch.groups:
             written[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in places})
         for x in launch.descriptors:
-            known, encode = self._kept(x.encoded.get), self._kept(x.encode)
+            known, encode = self._keep_constant(x.encoded.get), self._keep_constant(x.encode)
             lines.append(f"e{x.n} = {known}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
             written[x.place] = f"*e{x.n}"
-        grid = ", ".join(map(self._kept, launch.grid))
-        lines.append(f"{self._kept(launch.bound.direct)}({grid}, stream, {self._list(launch.values, written)})")
+        grid = ", ".join(map(self._keep_constant, launch.grid))
+        lines.append(
+            f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values, written)})"
+        )
         # Nothing keeps memory beyond its last launch.
         return lines + [f"t{slot} = None" for slot in launch.last]
 
-    def _pointer(self, pointer: _Pointer) -> str:
-        return f"p{pointer.slot} + {self._kept(pointer.offset)}" if pointer.offset else f"p{pointer.slot}"
+    def _pointer(self, pointer: _PointerOffset) -> str:
+        return f"p{pointer.slot} + {self._keep_constant(pointer.offset)}" if pointer.offset else f"p{pointer.slot}"
 
     def _list(self, values: list, written: dict[int, str]) -> str:
         """A list of what is `written` for some places, and of `values` for the others."""
@@ -318,11 +324,11 @@ class _Function:
                 known.append(value)
                 continue
             if known:
-                parts.append(f"*{self._kept(tuple(known))}")
+                parts.append(f"*{self._keep_constant(tuple(known))}")
                 known = []
             parts.append(written[n])
         if known:
-            parts.append(f"*{self._kept(tuple(known))}")
+            parts.append(f"*{self._keep_constant(tuple(known))}")
         return f"[{', '.join(parts)}]"
 
 
@@ -343,11 +349,11 @@ class Calls:
             results = found(given)
             return function(*arguments) if results is None else results
         if found is None:
-            if len(self._found) >= _MOST_CALLS:
+            if len(self._found) >= _MAX_CALLS:
                 self._found.clear()
             self._found[key] = True
-        elif found and not launcher.hooks_set() and _can_record(given):
-            with Recorder(given) as recorder:
+        elif found and not launcher.has_launch_hooks() and _can_record(given):
+            with RecordingMode(given) as recorder:
                 results = function(*arguments)
             self._found[key] = recorder.replay(results, device) or False
             return results

@@ -17,7 +17,7 @@ from .. import triton_versions
 _log = logging.getLogger("lik_ops")
 
 
-class Kernels(NamedTuple):
+class GluonModules(NamedTuple):
     """The modules of the Gluon kernels, and what lays out and describes tokens for them."""
 
     specialized: ModuleType
@@ -29,9 +29,9 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels() -> Kernels | None:
+def load_kernels() -> GluonModules | None:
     """The Gluon kernels, or None with a triton that has not the Gluon they are written in, or a newer one."""
-    if not triton_versions.is_known():
+    if not triton_versions.is_tested_version():
         return None
     try:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -39,23 +39,23 @@ def kernels() -> Kernels | None:
         from ...csrc_triton.forward.sm90 import dense as sm90_dense
         from ...csrc_triton.forward.sm90 import large_d
         from ...csrc_triton.forward.sm90 import packed as sm90_packed
-        from ...csrc_triton.forward.sm90.pipeline import tile_layout
+        from ...csrc_triton.forward.sm90.pipeline import make_tile_layout
         from ...csrc_triton.soft import backward_sm90 as soft_backward_sm90
     except (ImportError, AttributeError) as error:
         _log.debug("no Gluon kernels: triton %s: %r", triton.__version__, error)
         return None
     modules = sm90_dense, large_d, sm90_packed, soft_backward_sm90
-    return Kernels(*modules, tile_layout, TensorDescriptor)
+    return GluonModules(*modules, make_tile_layout, TensorDescriptor)
 
 
-def found() -> Kernels:
+def require_kernels() -> GluonModules:
     """The same where a choice says that there are some."""
-    modules = kernels()
+    modules = load_kernels()
     assert modules is not None
     return modules
 
 
-class Tiles(NamedTuple):
+class TileDescriptor(NamedTuple):
     """How the tensor memory access unit reads a block of tokens into shared memory."""
 
     block: list[int]
@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
 
 
 @functools.cache
-def tiles(block: tuple[int, ...], dtype: torch.dtype) -> Tiles:
-    modules = found()
+def make_tile_descriptor(block: tuple[int, ...], dtype: torch.dtype) -> TileDescriptor:
+    modules = require_kernels()
     layout = modules.layout(list(block), str(dtype).removeprefix("torch."))
-    return Tiles(list(block), layout, modules.descriptor)
+    return TileDescriptor(list(block), layout, modules.descriptor)

@@ -8,15 +8,17 @@ What a compiled kernel knows of an argument:
 
 - a tensor: its dtype, and whether it begins at a multiple of 16 bytes;
 - an integer of its own, unless marked ``do_not_specialize``: whether it is 1 or a multiple of 16, as in Triton;
-- integers of a group (a named tuple): of those that `VECTOR` names for it, whether all are multiples of 16, so that
-  loads can be vectorised; of those in `UNIT`, whether it is 1; of others nothing but their width;
+- integers of a group (a named tuple): of those that `VECTOR_STRIDES` names for it, whether all are multiples of 16, so
+that
+  loads can be vectorised; of those in `UNIT_STRIDES`, whether it is 1; of others nothing but their width;
 - compile-time arguments and None: themselves; a tensor descriptor: dtype, block and layout.
 
 A group of tensors begins with one or None; other tuples are groups of integers, and compile-time arguments.
 
 The shortest way needs private parts of Triton, which differ between versions: it is taken for the versions in
-`triton_versions.DIRECT` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the compiled kernel
-is launched as Triton does it, and where even that does not fit, and in the interpreter, by ``kernel[grid](...)``.
+`triton_versions.DIRECT_LAUNCHERS` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the
+compiled kernel is launched as Triton does it, and where even that does not fit, and in the interpreter, by
+``kernel[grid](...)``.
 """
 
 from __future__ import annotations
@@ -33,37 +35,37 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from ...csrc_triton.common.arguments import UNIT, VECTOR
+from ...csrc_triton.common.arguments import UNIT_STRIDES, VECTOR_STRIDES
 from .. import triton_versions
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
-_MOST_DESCRIPTORS = 256  # kept of each kernel
+_MAX_DESCRIPTORS = 256  # kept of each kernel
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """`by`: who sees the launches of this thread, besides hooks: a `replay.Recorder`."""
 
-    by: Any = None
+    active_recorder: Any = None
     has_context = False
 
 
-recording = _Thread()
+thread_state = _ThreadState()
 
 
-def enter_context() -> None:
+def ensure_cuda_context() -> None:
     """Give this thread a CUDA context: Triton encodes descriptors in one, and a thread of autograd that has launched
     nothing yet has none."""
-    if not recording.has_context:
+    if not thread_state.has_context:
         if torch.cuda.is_available():
             torch.cuda.Event().record()
-        recording.has_context = True
+        thread_state.has_context = True
 
 
-def hooks_set() -> bool:
+def has_launch_hooks() -> bool:
     """Whether somebody, a profiler most likely, wants to see each launch."""
-    if recording.by is not None:
+    if thread_state.active_recorder is not None:
         return True
     before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     try:
@@ -73,17 +75,18 @@ def hooks_set() -> bool:
 
 
 @functools.cache
-def _fields(group: type) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The places in a group that `VECTOR` and `UNIT` name for its class; a group without a class has none."""
+def _find_stride_fields(group: type) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places in a group that `VECTOR_STRIDES` and `UNIT_STRIDES` name for its class; a group without a class has
+    none."""
     names: tuple[str, ...] = getattr(group, "_fields", ())
-    vector, unit = (tuple(names.index(n) for n in of.get(group, ())) for of in (VECTOR, UNIT))
+    vector, unit = (tuple(names.index(n) for n in of.get(group, ())) for of in (VECTOR_STRIDES, UNIT_STRIDES))
     return vector, unit
 
 
 _parameters: dict[int, tuple[JITFunction, list[tuple[bool, bool]]]] = {}  # by kernel, which is kept
 
 
-def _parameters_of(kernel: JITFunction) -> list[tuple[bool, bool]]:
+def _get_parameters(kernel: JITFunction) -> list[tuple[bool, bool]]:
     """Of each parameter of a kernel: whether it is a compile-time one, and whether integers are specialised."""
     known = _parameters.get(id(kernel))
     if known is None:
@@ -96,14 +99,14 @@ def is_descriptor(x: object) -> bool:
     return hasattr(x, "block_shape")
 
 
-def _vector(group: tuple, places: tuple[int, ...]) -> bool:
+def _has_vector_strides(group: tuple, places: tuple[int, ...]) -> bool:
     merged = 0
     for n in places:
         merged |= group[n] or 0
     return merged & 15 == 0
 
 
-def describe(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
+def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
     """What a compiled kernel has to know of `args`: one is compiled for each description. And `args` with pointers for
     tensors.
 
@@ -111,7 +114,7 @@ def describe(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
     """
     found: list = []
     values: list = []
-    for x, (constant, specialised) in zip(args, _parameters_of(kernel), strict=True):
+    for x, (constant, specialised) in zip(args, _get_parameters(kernel), strict=True):
         kind = type(x)
         if constant:
             found.append((kind, x))  # equal constants of other types, as 1 and True, are other code
@@ -160,18 +163,18 @@ def _describe_group(group: tuple, kind: type, found: list) -> list:
         else:
             found.append((type(y), y))
             values.append(y)
-    vector, unit = _fields(kind)
+    vector, unit = _find_stride_fields(kind)
     if not 0 <= merged <= _INT32_MAX:  # some integer takes 64 bits: which?
         found.append(tuple([type(y) is int and y > _INT32_MAX for y in group]))
-    found.append(_vector(group, vector))
+    found.append(_has_vector_strides(group, vector))
     found += [group[n] == 1 for n in unit]
     return values
 
 
-def _representative_group(group: tuple) -> tuple:
-    """A group that Triton specialises as `describe` does."""
-    vectors, unit = _fields(type(group))
-    vector = _vector(group, vectors)
+def _make_representative_group(group: tuple) -> tuple:
+    """A group that Triton specialises as `describe_args` does."""
+    vectors, unit = _find_stride_fields(type(group))
+    vector = _has_vector_strides(group, vectors)
 
     def representative(n: int, x: Any) -> Any:
         if not isinstance(x, int) or (x == 1 and n in unit):
@@ -182,15 +185,15 @@ def _representative_group(group: tuple) -> tuple:
     return type(group)(*(representative(n, x) for n, x in enumerate(group)))
 
 
-def _representatives(kernel: JITFunction, args: tuple) -> list:
+def _make_representatives(kernel: JITFunction, args: tuple) -> list:
     """`args` with other integers of the same description: what Triton makes of these fits every such call."""
     return [
-        _representative_group(x) if isinstance(x, tuple) and not constant else x
-        for x, (constant, _) in zip(args, _parameters_of(kernel), strict=True)
+        _make_representative_group(x) if isinstance(x, tuple) and not constant else x
+        for x, (constant, _) in zip(args, _get_parameters(kernel), strict=True)
     ]
 
 
-class DoesNotCompile(RuntimeError):
+class KernelCompileError(RuntimeError):
     """A kernel that Triton cannot compile. Nothing was launched; where another kernel can do the same, it does."""
 
     def __init__(self, kernel: str, reason: str) -> None:
@@ -198,17 +201,17 @@ class DoesNotCompile(RuntimeError):
         self.kernel = kernel
 
 
-def fall_back(error: DoesNotCompile, instead: str) -> None:
+def warn_fallback(error: KernelCompileError, instead: str) -> None:
     """Say, once for each kernel, that `instead` computes what another cannot."""
-    if error.kernel not in fallen_back:
-        fallen_back[error.kernel] = f"{error}; {instead} computes instead, more slowly"
-        warnings.warn(fallen_back[error.kernel], RuntimeWarning, stacklevel=3)
+    if error.kernel not in fallback_messages:
+        fallback_messages[error.kernel] = f"{error}; {instead} computes instead, more slowly"
+        warnings.warn(fallback_messages[error.kernel], RuntimeWarning, stacklevel=3)
 
 
-fallen_back: dict[str, str] = {}  # what was said of kernels
+fallback_messages: dict[str, str] = {}  # what was said of kernels
 
 
-class Bound:
+class CompiledKernel:
     """A kernel compiled for arguments of one description on one device.
 
     `direct` is None where only Triton's own launch fits; else ``direct(x, y, z, stream, values)`` takes the arguments
@@ -224,14 +227,14 @@ class Bound:
         self._descriptor_metadata: list = []
         if triton_versions.launches_directly():
             try:
-                self._bind()
+                self._prepare_direct_launch()
             except (AttributeError, ImportError, KeyError) as error:
                 _log.warning("triton %s is not as expected, launches take longer: %r", triton.__version__, error)
 
-    def _bind(self) -> None:
-        if triton_versions.needs_more(self.compiled.run):  # loads the kernel
+    def _prepare_direct_launch(self) -> None:
+        if triton_versions.needs_launch_work(self.compiled.run):  # loads the kernel
             return
-        direct, encoder = triton_versions.DIRECT[triton_versions.release()]
+        direct, encoder = triton_versions.DIRECT_LAUNCHERS[triton_versions.get_triton_release()]
         self._encode = encoder()
         self._descriptor_metadata = getattr(self.compiled.metadata, "tensordesc_meta", None) or []
         self.direct = direct(self.compiled)
@@ -244,23 +247,23 @@ class Bound:
         key = (n, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
         found = self._encoded.get(key)
         if found is None:
-            enter_context()
-            if len(self._encoded) >= _MOST_DESCRIPTORS:
+            ensure_cuda_context()
+            if len(self._encoded) >= _MAX_DESCRIPTORS:
                 self._encoded.clear()
             found = self._encoded[key] = tuple(self._encode(descriptor, self._descriptor_metadata[n]))
         return found
 
     def launch(self, grid: tuple[int, ...], args: tuple, values: list) -> None:
-        """Launch on the current stream; `values` are `args` as `describe` returns them."""
+        """Launch on the current stream; `values` are `args` as `describe_args` returns them."""
         x, y, z = grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        if self.direct is None or hooks_set():
+        if self.direct is None or has_launch_hooks():
             self.compiled[grid](*args)
             return
         if self._descriptor_metadata:
-            values = self._with_descriptors(values)
+            values = self._expand_descriptors(values)
         self.direct(x, y, z, torch._C._cuda_getCurrentRawStream(self.device), values)
 
-    def _with_descriptors(self, values: list) -> list:
+    def _expand_descriptors(self, values: list) -> list:
         flat: list = []
         n = 0
         for x in values:
@@ -272,16 +275,18 @@ class Bound:
         return flat
 
 
-_bound: dict[tuple, Bound] = {}  # by kernel and description
-_failed: dict[tuple, str] = {}  # by description: why it does not compile
+_compiled_kernels: dict[tuple, CompiledKernel] = {}  # by kernel and description
+_compile_failures: dict[tuple, str] = {}  # by description: why it does not compile
 
 
-def _state() -> tuple:
+def _get_compile_state() -> tuple:
     """What besides arguments and options Triton compiles anew for."""
     return torch._C._cuda_getDevice(), _runtime.debug, _compilation.instrumentation_mode
 
 
-def bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[Bound | None, list]:
+def get_compiled_kernel(
+    kernel: JITFunction, args: tuple, options: dict[str, Any]
+) -> tuple[CompiledKernel | None, list]:
     """The compiled kernel for `args` on the current device, compiled now if need be; and `args` as values.
 
     None if compiling gave nothing to keep, as when a hook takes compilation over.
@@ -289,29 +294,29 @@ def bind(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[Bou
     Raises:
         DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
-    description, values = describe(kernel, args)
-    key = (id(kernel), *_state(), *options.items(), *description)
-    return _bound.get(key) or _compiled(kernel, args, options, key), values
+    description, values = describe_args(kernel, args)
+    key = (id(kernel), *_get_compile_state(), *options.items(), *description)
+    return _compiled_kernels.get(key) or _compile_kernel(kernel, args, options, key), values
 
 
-def _compiled(kernel: JITFunction, args: tuple, options: dict[str, Any], key: tuple) -> Bound | None:
-    if key in _failed:
-        raise DoesNotCompile(kernel.__name__, _failed[key])
-    more = triton_versions.compile_options(options)
+def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], key: tuple) -> CompiledKernel | None:
+    if key in _compile_failures:
+        raise KernelCompileError(kernel.__name__, _compile_failures[key])
+    more = triton_versions.add_compile_options(options)
     try:
-        compiled = kernel.warmup(*_representatives(kernel, args), grid=(1, 1, 1), **more)
+        compiled = kernel.warmup(*_make_representatives(kernel, args), grid=(1, 1, 1), **more)
         if not hasattr(compiled, "_init_handles"):  # None, or still being compiled
             return None
-        bound = _bound[key] = Bound(compiled, torch._C._cuda_getDevice())
+        bound = _compiled_kernels[key] = CompiledKernel(compiled, torch._C._cuda_getDevice())
     except Exception as error:  # whatever a compiler's pass, ptxas or the driver raises
         said = str(error).strip().splitlines() or [""]
-        _failed[key] = f"{type(error).__name__}: {said[-1]}"
-        raise DoesNotCompile(kernel.__name__, _failed[key]) from error
+        _compile_failures[key] = f"{type(error).__name__}: {said[-1]}"
+        raise KernelCompileError(kernel.__name__, _compile_failures[key]) from error
     _log.debug("compiled %s, launched %s", kernel.__name__, "directly" if bound.direct else "by Triton")
     return bound
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Bound | None:
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> CompiledKernel | None:
     """``kernel[grid](*args, **options)`` on the current device and stream. `args` are all of the kernel's, in order.
 
     Returns what was launched, for callers that launch it again; None where Triton looks it up itself.
@@ -320,23 +325,23 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
         DoesNotCompile: Triton cannot compile it; nothing was launched.
     """
     if isinstance(kernel, JITFunction):
-        enter_context()
-        bound, values = bind(kernel, args, options)
-        if recording.by is not None:
-            recording.by.launched(bound, grid, args, values)
+        ensure_cuda_context()
+        bound, values = get_compiled_kernel(kernel, args, options)
+        if thread_state.active_recorder is not None:
+            thread_state.active_recorder.launched(bound, grid, args, values)
         if bound is not None:
             bound.launch(grid, args, values)
             return bound
-    elif recording.by is not None:
-        recording.by.launched(None, grid, args, [])
-    kernel[grid](*args, **triton_versions.compile_options(options))
+    elif thread_state.active_recorder is not None:
+        thread_state.active_recorder.launched(None, grid, args, [])
+    kernel[grid](*args, **triton_versions.add_compile_options(options))
     return None
 
 
-def way() -> str:
+def describe_launch_path() -> str:
     """How kernels are launched here, for people."""
     if triton.knobs.runtime.interpret:
         return "in Triton's interpreter"
     if not triton_versions.launches_directly():
         return f"by triton {triton.__version__}"
-    return f"directly (triton {triton.__version__})" if not hooks_set() else "by Triton, as launch hooks are set"
+    return f"directly (triton {triton.__version__})" if not has_launch_hooks() else "by Triton, as launch hooks are set"

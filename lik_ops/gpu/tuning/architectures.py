@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...csrc_triton.common.arguments import Config
-from .forward_table import Rule
+from ...csrc_triton.common.arguments import KernelConfig
+from .forward_table import TileRule
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,12 @@ class Architecture:
     """What the choice depends on: the shared memory that one program may take, and the kind of matrix unit."""
 
     name: str  # "sm_90", "gfx942"
-    shared_memory: int  # bytes
-    wavefront: int = 32
+    shared_memory_bytes: int  # bytes
+    threads_per_warp: int = 32
     registers: int | None = None  # of a thread, where ptxas must be told its limit or spills to run more warps
-    measured: tuple[Rule, ...] = field(default=(), compare=False)  # of a table made by `lik_ops.tune`: they come first
+    measured: tuple[TileRule, ...] = field(
+        default=(), compare=False
+    )  # of a table made by `lik_ops.tune`: they come first
     processors: int = field(default=1, compare=False)  # multiprocessors of a device
     gpu: str = field(default="", compare=False)  # its name
 
@@ -53,7 +55,7 @@ ARCHITECTURES = {
         Architecture("sm_90", 227 * 1024),
         Architecture("sm_100", 227 * 1024, registers=255),
         Architecture("sm_120", 99 * 1024, registers=255),
-        Architecture("gfx942", 64 * 1024, wavefront=64),
+        Architecture("gfx942", 64 * 1024, threads_per_warp=64),
     )
 }
 
@@ -61,7 +63,7 @@ ARCHITECTURES = {
 INTERPRETER = Architecture("interpreter", 2**31)
 
 
-class Kind(NamedTuple):
+class KernelKey(NamedTuple):
     """What every choice hangs on, beside sizes that differ from kernel to kernel."""
 
     arch: Architecture
@@ -76,21 +78,21 @@ class Kind(NamedTuple):
         return self.dtype != torch.float32
 
     @property
-    def vectors(self) -> bool:
-        return loads_vectors(self.d, self.wide)
+    def has_vector_loads(self) -> bool:
+        return supports_vector_loads(self.d, self.wide)
 
-    def config(self, BM: int, BN: int, BD: int, **more: Any) -> Config:
+    def config(self, BM: int, BN: int, BD: int, **more: Any) -> KernelConfig:
         """A kernel's configuration. Its products are of sums, in fp32, unless `more` says otherwise."""
-        usual = {"SLOT": 1, "LANES": 1, "PRECISION": precision(torch.float32, self.arch, False)}
-        own = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE": self.wide}
-        return Config(BM=BM, BN=BN, BD=BD, ONE_CHUNK=self.d <= BD, **{**usual, **own, **more})
+        usual = {"ROWS_PER_QUERY": 1, "LANES": 1, "PRECISION": choose_precision(torch.float32, self.arch, False)}
+        own = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE_OFFSETS": self.wide}
+        return KernelConfig(BM=BM, BN=BN, BD=BD, SINGLE_STEP=self.d <= BD, **{**usual, **own, **more})
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """A kernel's compile-time configuration with its warps and pipeline stages."""
 
-    config: Config
+    config: KernelConfig
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # None: ptxas decides, which on some targets spills a few to run more warps
@@ -108,14 +110,14 @@ class Launch:
         c = self.config
         return f"{c.BM} rows x {c.BN} tokens x {c.BD} features, {self.num_warps} warps, {self.num_stages} stages"
 
-    def visiting(self) -> Launch:
+    def make_non_persistent(self) -> LaunchConfig:
         """The same with a program for each document: for what a walk cannot do."""
-        return replace(self, config=self.config._replace(WALK=False), walkers=0)
+        return replace(self, config=self.config._replace(PERSISTENT=False), walkers=0)
 
     def programs(self, Nq: int, K: int) -> int:
         """How many programs score K documents, of each query for candidates."""
-        row_tiles = Nq if self.config.CANDIDATES else cdiv(Nq * self.config.SLOT, self.config.BM)
-        if not self.config.WALK:
+        row_tiles = Nq if self.config.CANDIDATES else cdiv(Nq * self.config.ROWS_PER_QUERY, self.config.BM)
+        if not self.config.PERSISTENT:
             return row_tiles * K
         # As many as run at a time; if many row tiles would not share those evenly, several times as many.
         waves = 1 if 16 * row_tiles <= self.walkers else 4
@@ -130,14 +132,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
+def choose_precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
     """How tl.dot multiplies fp32 operands: as fp32 unless the user allowed TF32 in torch; half types ignore it."""
     if arch.is_amd:
         return "ieee"
     return "tf32" if allow_tf32 and dtype == torch.float32 else "tf32x3"
 
 
-def loads_vectors(d: int, wide: int) -> bool:
+def supports_vector_loads(d: int, wide: int) -> bool:
     """Whether a kernel knows that rows begin at multiples of 16 features: it loads several of them at a time.
 
     Else each feature takes an address of its own, in registers: steps must be smaller.

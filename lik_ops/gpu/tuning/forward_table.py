@@ -1,4 +1,5 @@
-"""The table of forward tiles: `FORWARD`, whose rules say which ones `maxsim_forward` takes on which matrix unit."""
+"""The table of forward tiles: `FORWARD_RULES`, whose rules say which ones `maxsim_forward` takes on which matrix
+unit."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-ANY = 2**62
-HALF, _FP32 = (torch.float16, torch.bfloat16), (torch.float32,)
-_FEW = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
+UNLIMITED = 2**62
+HALF_DTYPES, _FP32_DTYPES = (torch.float16, torch.bfloat16), (torch.float32,)
+_MAX_FEW_DOCUMENTS = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
 
 
-class Tile(NamedTuple):
+class TileConfig(NamedTuple):
     """Query rows, document tokens and features of a step of `maxsim_forward`, with how it is run."""
 
     rows: int
@@ -21,11 +22,11 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     tokens_first: bool = False
-    documents: int = ANY  # serves at most so many
+    documents: int = UNLIMITED  # serves at most so many
     walkers: int = 0  # see Launch
 
 
-class Rule(NamedTuple):
+class TileRule(NamedTuple):
     """What a kernel is asked for at most, and its tiles by ascending rows and documents.
 
     Of the tiles, which give the same bits, the first that holds all rows and documents is taken, or the last. The last
@@ -38,7 +39,7 @@ class Rule(NamedTuple):
     Lq: int
     normalize: bool
     wide: int
-    tiles: tuple[Tile, ...]
+    tiles: tuple[TileConfig, ...]
     above_d: int = 0  # what a rule is asked for at least, exclusive
     above_Lq: int = 0
 
@@ -57,68 +58,74 @@ class Rule(NamedTuple):
 # Rules for wide = 2 serve all rows that are loaded feature by feature: what they change cures spills. The last tile of
 # half types without `normalize` keeps its 256 rows, by which the specialised kernel cuts its sums too.
 # fmt: off
-FORWARD = (
+FORWARD_RULES = (
     #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers
-    Rule("wgmma", HALF, 128, 256, False, 1, (
-        Tile(32, 64, 128, 4, 4, tokens_first=True, documents=_FEW),
-        Tile(32, 64, 128, 4, 1, tokens_first=True),
-        Tile(64, 64, 128, 4, 4, documents=_FEW),
-        Tile(64, 64, 128, 4, 2, walkers=528),
-        Tile(128, 64, 128, 4, 4, walkers=264),
-        Tile(256, 64, 128, 8, 3, 128, walkers=264),
+    TileRule("wgmma", HALF_DTYPES, 128, 256, False, 1, (
+        TileConfig(32, 64, 128, 4, 4, tokens_first=True, documents=_MAX_FEW_DOCUMENTS),
+        TileConfig(32, 64, 128, 4, 1, tokens_first=True),
+        TileConfig(64, 64, 128, 4, 4, documents=_MAX_FEW_DOCUMENTS),
+        TileConfig(64, 64, 128, 4, 2, walkers=528),
+        TileConfig(128, 64, 128, 4, 4, walkers=264),
+        TileConfig(256, 64, 128, 8, 3, 128, walkers=264),
     )),
-    Rule("wgmma", HALF, 128, 128, False, 2, (
-        Tile(32, 64, 128, 4, 4, tokens_first=True, documents=_FEW),
-        Tile(32, 64, 128, 4, 1, tokens_first=True),
-        Tile(64, 64, 128, 4, 4, documents=_FEW),
-        Tile(64, 64, 128, 4, 2, walkers=528),
-        Tile(128, 64, 128, 4, 4, walkers=264),
-        Tile(256, 64, 128, 8, 2, 255, walkers=132),
+    TileRule("wgmma", HALF_DTYPES, 128, 128, False, 2, (
+        TileConfig(32, 64, 128, 4, 4, tokens_first=True, documents=_MAX_FEW_DOCUMENTS),
+        TileConfig(32, 64, 128, 4, 1, tokens_first=True),
+        TileConfig(64, 64, 128, 4, 4, documents=_MAX_FEW_DOCUMENTS),
+        TileConfig(64, 64, 128, 4, 2, walkers=528),
+        TileConfig(128, 64, 128, 4, 4, walkers=264),
+        TileConfig(256, 64, 128, 8, 2, 255, walkers=132),
     )),
-    Rule("wgmma", HALF, 128, ANY, False, 1, (Tile(256, 64, 128, 8, 3),)),
-    Rule("wgmma", HALF, 128, ANY, False, 2, (Tile(256, 64, 32, 8, 2, 255),)),
-    Rule("wgmma", HALF, 128, 256, True, 1, (
-        Tile(32, 64, 128, 4, 3, tokens_first=True, documents=_FEW),
-        Tile(32, 64, 128, 4, 2, tokens_first=True),
-        Tile(64, 64, 128, 4, 3),
-        Tile(128, 64, 128, 8, 3, walkers=264),
-        Tile(256, 64, 128, 8, 3),
+    TileRule("wgmma", HALF_DTYPES, 128, UNLIMITED, False, 1, (TileConfig(256, 64, 128, 8, 3),)),
+    TileRule("wgmma", HALF_DTYPES, 128, UNLIMITED, False, 2, (TileConfig(256, 64, 32, 8, 2, 255),)),
+    TileRule("wgmma", HALF_DTYPES, 128, 256, True, 1, (
+        TileConfig(32, 64, 128, 4, 3, tokens_first=True, documents=_MAX_FEW_DOCUMENTS),
+        TileConfig(32, 64, 128, 4, 2, tokens_first=True),
+        TileConfig(64, 64, 128, 4, 3),
+        TileConfig(128, 64, 128, 8, 3, walkers=264),
+        TileConfig(256, 64, 128, 8, 3),
     )),
-    Rule("wgmma", HALF, 128, ANY, True, 1, (Tile(256, 64, 128, 8, 3),)),
-    Rule("wgmma", HALF, ANY, ANY, False, 1, (
-        Tile(32, 64, 128, 4, 4, tokens_first=True),
-        Tile(64, 64, 128, 4, 4, documents=_FEW),
-        Tile(64, 128, 128, 4, 2),
-        Tile(128, 128, 128, 8, 3),
+    TileRule("wgmma", HALF_DTYPES, 128, UNLIMITED, True, 1, (TileConfig(256, 64, 128, 8, 3),)),
+    TileRule("wgmma", HALF_DTYPES, UNLIMITED, UNLIMITED, False, 1, (
+        TileConfig(32, 64, 128, 4, 4, tokens_first=True),
+        TileConfig(64, 64, 128, 4, 4, documents=_MAX_FEW_DOCUMENTS),
+        TileConfig(64, 128, 128, 4, 2),
+        TileConfig(128, 128, 128, 8, 3),
     )),
-    Rule("wgmma", HALF, ANY, ANY, True, 1, (
-        Tile(32, 64, 128, 4, 3, tokens_first=True),
-        Tile(64, 64, 128, 4, 2),
-        Tile(128, 64, 128, 8, 2),
+    TileRule("wgmma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 1, (
+        TileConfig(32, 64, 128, 4, 3, tokens_first=True),
+        TileConfig(64, 64, 128, 4, 2),
+        TileConfig(128, 64, 128, 8, 2),
     )),
-    Rule("wgmma", HALF, ANY, ANY, True, 2, (Tile(64, 64, 64, 8, 1),)),
-    Rule("wgmma", _FP32, 128, ANY, False, 1, (Tile(64, 64, 128, 4, 1), Tile(128, 64, 128, 8, 2))),
-    Rule("wgmma", _FP32, ANY, ANY, True, 1, (Tile(64, 64, 32, 4, 2),)),
-    Rule("wgmma", _FP32, ANY, ANY, True, 2, (Tile(64, 64, 16, 4, 2),)),
-    Rule("mma", HALF, 128, ANY, False, 0, (Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))),
-    Rule("mma", HALF, ANY, ANY, True, 1, (Tile(64, 64, 64, 8, 2), Tile(128, 64, 64, 8, 2))),
-    Rule("mma", HALF, ANY, ANY, True, 2, (Tile(64, 64, 32, 8, 2),)),
-    Rule("mma", _FP32, ANY, ANY, True, 0, (Tile(64, 32, 32, 4, 2),)),
-    Rule("mma", _FP32, ANY, ANY, True, 2, (Tile(64, 32, 16, 4, 2),)),
-    Rule("mfma", HALF, ANY, ANY, True, 1, (Tile(64, 64, 128, 4, 1),)),
-    Rule("mfma", HALF, ANY, ANY, True, 2, (Tile(64, 64, 64, 4, 1),)),
-    Rule("mfma", _FP32, ANY, ANY, True, 2, (Tile(64, 64, 32, 4, 1),)),
-    Rule("interpreter", HALF, ANY, ANY, True, 2, (
-        Tile(16, 16, 128, 4, 1, tokens_first=True),
-        Tile(32, 16, 128, 4, 1, walkers=1),
+    TileRule("wgmma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 64, 8, 1),)),
+    TileRule("wgmma", _FP32_DTYPES, 128, UNLIMITED, False, 1, (
+        TileConfig(64, 64, 128, 4, 1), TileConfig(128, 64, 128, 8, 2),
     )),
-    Rule("interpreter", _FP32, 128, ANY, False, 2, (
-        Tile(16, 16, 128, 4, 1, tokens_first=True),
-        Tile(32, 16, 128, 4, 1),
+    TileRule("wgmma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 1, (TileConfig(64, 64, 32, 4, 2),)),
+    TileRule("wgmma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 16, 4, 2),)),
+    TileRule("mma", HALF_DTYPES, 128, UNLIMITED, False, 0, (
+        TileConfig(64, 64, 128, 4, 3), TileConfig(128, 64, 128, 8, 3),
     )),
-    Rule("interpreter", _FP32, ANY, ANY, True, 2, (
-        Tile(16, 16, 32, 4, 1, tokens_first=True),
-        Tile(32, 16, 32, 4, 1, walkers=1),
+    TileRule("mma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 1, (
+        TileConfig(64, 64, 64, 8, 2), TileConfig(128, 64, 64, 8, 2),
+    )),
+    TileRule("mma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 32, 8, 2),)),
+    TileRule("mma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 0, (TileConfig(64, 32, 32, 4, 2),)),
+    TileRule("mma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 32, 16, 4, 2),)),
+    TileRule("mfma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 1, (TileConfig(64, 64, 128, 4, 1),)),
+    TileRule("mfma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 64, 4, 1),)),
+    TileRule("mfma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 32, 4, 1),)),
+    TileRule("interpreter", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (
+        TileConfig(16, 16, 128, 4, 1, tokens_first=True),
+        TileConfig(32, 16, 128, 4, 1, walkers=1),
+    )),
+    TileRule("interpreter", _FP32_DTYPES, 128, UNLIMITED, False, 2, (
+        TileConfig(16, 16, 128, 4, 1, tokens_first=True),
+        TileConfig(32, 16, 128, 4, 1),
+    )),
+    TileRule("interpreter", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (
+        TileConfig(16, 16, 32, 4, 1, tokens_first=True),
+        TileConfig(32, 16, 32, 4, 1, walkers=1),
     )),
 )
 # fmt: on

@@ -13,74 +13,76 @@ import warnings
 import torch
 from torch import Tensor
 
-from ...core.arguments import LOOKS_LIKE_LENGTHS, shape_of
-from ...core.settings import warns_of_norms
-from ..fast_path.watchers import is_memory, nobody_watches
+from ...core.arguments import LOOKS_LIKE_LENGTHS, format_shape
+from ...core.settings import is_warning_of_norms
+from ..fast_path.watchers import is_dispatch_idle, is_ordinary_tensor
 from . import values
 
 _log = logging.getLogger("lik_ops")
-_MOST_LOOKS = 16  # calls of a function whose tokens are read
-_MOST_TOKENS = 64  # of a call that are read
-_looks: dict[str, int] = {}  # calls so far whose tokens were read, by function
-_given: set[str] = set()  # warnings that this process had
+_MAX_INSPECTED_CALLS = 16  # calls of a function whose tokens are read
+_MAX_INSPECTED_TOKENS = 64  # of a call that are read
+_inspected_calls: dict[str, int] = {}  # calls so far whose tokens were read, by function
+_issued_warnings: set[str] = set()  # warnings that this process had
 
 
-def may_read(*tensors: Tensor) -> bool:
+def is_readable(*tensors: Tensor) -> bool:
     """Return whether the values of these tensors may be read: of eager tensors in host memory that nobody watches."""
-    if torch.compiler.is_compiling() or not nobody_watches():
+    if torch.compiler.is_compiling() or not is_dispatch_idle():
         return False
-    return all(x.device.type == "cpu" and is_memory(x) for x in tensors)
+    return all(x.device.type == "cpu" and is_ordinary_tensor(x) for x in tensors)
 
 
 def warn_once(kind: str, message: str) -> None:
     """Warn at the line that called lik_ops, unless this process had a warning of this kind."""
-    _given.add(kind)
+    _issued_warnings.add(kind)
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lik_ops", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
-def look_at_offsets(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool) -> None:
+def inspect_offsets(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool) -> None:
     """Under `lik_ops.checks` raise for wrong offsets, else hint at lengths in their place if they are `whole`."""
-    if values.looks(cu_seqlens):
+    if values.needs_value_checks(cu_seqlens):
         values.check_cu_seqlens(op, name, cu_seqlens, of_name, of, whole)
     elif whole:
-        hint_at_lengths(op, name, cu_seqlens, of_name, of)
+        warn_of_lengths(op, name, cu_seqlens, of_name, of)
 
 
-def hint_at_lengths(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:
+def warn_of_lengths(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:
     """Warn if offsets do not cover a packed tensor, but add up to its rows: then they are certainly its lengths."""
-    if not may_read(cu_seqlens) or "lengths" in _given:
+    if not is_readable(cu_seqlens) or "lengths" in _issued_warnings:
         return
     ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if ends != (0, of.shape[0]) and int(cu_seqlens.sum()) == of.shape[0]:
         warn_once(
             "lengths",
-            f"{op}: {name}: expected offsets, from 0 to {of.shape[0]} to cover all rows of {of_name} {shape_of(of)},"
-            f" got {ends[0]} to {ends[1]}: {LOOKS_LIKE_LENGTHS}. Under lik_ops.checks() this is an error. Only the"
-            " first such call of a process warns.",
+            f"{op}: {name}: expected offsets, from 0 to {of.shape[0]} to cover all rows of {of_name}"
+            f" {format_shape(of)}, got {ends[0]} to {ends[1]}: {LOOKS_LIKE_LENGTHS}. Under lik_ops.checks() this is"
+            " an error. Only the first such call of a process warns.",
         )
 
 
-def look_at_tokens(
+def inspect_tokens(
     op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, normalize: bool
 ) -> None:
     """Warn once per process of tokens that look unnormalized, and log calls in which every score is -inf."""
-    looked = _looks.get(op, 0)
+    looked = _inspected_calls.get(op, 0)
     given = [x for x in (Q, D, q_mask, d_mask) if x is not None]
-    if looked >= _MOST_LOOKS or not (may_read(*given) or (values.looks(*given) and all(map(is_memory, given)))):
+    if looked >= _MAX_INSPECTED_CALLS or not (
+        is_readable(*given) or (values.needs_value_checks(*given) and all(map(is_ordinary_tensor, given)))
+    ):
         return
-    _looks[op] = looked + 1
+    _inspected_calls[op] = looked + 1
     if Q.dim() == D.dim() == 2:
-        _log.info("%s: one score of one query %s and one document %s", op, shape_of(Q), shape_of(D))
-    if _keeps_no_document(Q, D, q_mask, d_mask):
-        found = f"D {shape_of(D)}" if d_mask is None else f"d_mask {shape_of(d_mask)}, where True keeps a token"
+        _log.info("%s: one score of one query %s and one document %s", op, format_shape(Q), format_shape(D))
+    if _has_no_kept_document(Q, D, q_mask, d_mask):
+        found = f"D {format_shape(D)}" if d_mask is None else f"d_mask {format_shape(d_mask)}, where True keeps a token"
         _log.info("%s: every score is -inf: no document keeps a token of %s", op, found)
-    if normalize or "norms" in _given or not warns_of_norms():
+    if normalize or "norms" in _issued_warnings or not is_warning_of_norms():
         return
     for name, x, mask in (("Q", Q, q_mask), ("D", D, d_mask)):
-        if (norm := _unusual_norm(x, mask)) is not None:
+        if (norm := _find_unusual_norm(x, mask)) is not None:
             warn_once(
                 "norms",
                 f"{op}: {name}: expected tokens of norm 1 as late-interaction models are trained with, got norms around"
@@ -90,7 +92,7 @@ def look_at_tokens(
             return
 
 
-def _keeps_no_document(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> bool:
+def _has_no_kept_document(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> bool:
     """Return whether there are scores, and all of them are -inf because no document keeps a token."""
     if 0 in Q.shape[:-1] or 0 in D.shape[:-2]:
         return False
@@ -99,14 +101,14 @@ def _keeps_no_document(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tens
 
 
 @torch.no_grad()
-def _unusual_norm(x: Tensor, mask: Tensor | None) -> float | None:
+def _find_unusual_norm(x: Tensor, mask: Tensor | None) -> float | None:
     """Return the median norm of the first tokens if most of these norms are far from 1. Zeros are padding."""
     while x.dim() > 2 and x.shape[0]:
         x, mask = x[0], None if mask is None else mask[0]
-    rows = x[:_MOST_TOKENS]
+    rows = x[:_MAX_INSPECTED_TOKENS]
     if x.dim() != 2 or rows.numel() == 0:
         return None
     norms = torch.linalg.vector_norm(rows.float(), dim=-1)
-    norms = norms[(norms > 0) & norms.isfinite() & (True if mask is None else mask[:_MOST_TOKENS] != 0)]
+    norms = norms[(norms > 0) & norms.isfinite() & (True if mask is None else mask[:_MAX_INSPECTED_TOKENS] != 0)]
     far = (norms - 1).abs() > 0.1
     return float(norms.median()) if 2 * int(far.sum()) > len(norms) else None

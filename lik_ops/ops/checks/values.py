@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.arguments import LOOKS_LIKE_LENGTHS, shape_of
-from ...core.segments import Ragged
-from ...core.settings import checks_values
+from ...core.arguments import LOOKS_LIKE_LENGTHS, format_shape
+from ...core.segments import RaggedArgs
+from ...core.settings import is_checking_values
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def looks(*tensors: Tensor | None) -> bool:
+def needs_value_checks(*tensors: Tensor | None) -> bool:
     """Whether values are asked for and there are any: not while tracing, nor of fake and meta tensors and those of a
     transform, which hold one for each sample of a `vmap`."""
-    if torch.compiler.is_compiling() or not checks_values():
+    if torch.compiler.is_compiling() or not is_checking_values():
         return False
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -23,12 +23,12 @@ def looks(*tensors: Tensor | None) -> bool:
     return not any(t.is_meta or isinstance(t, FakeTensor) or _is_wrapped(t) for t in given)
 
 
-def _first(bad: Tensor) -> list[int] | None:
+def _find_first(bad: Tensor) -> list[int] | None:
     """Index of the first True, or None; waits for the device."""
     return bad.nonzero()[0].tolist() if bool(bad.any()) else None
 
 
-def _raise(op: str, name: str, expected: str, x: Tensor, at: list[int]) -> None:
+def _raise_wrong_value(op: str, name: str, expected: str, x: Tensor, at: list[int]) -> None:
     place = ", ".join(map(str, at))
     raise ValueError(f"{op}: {name}: expected {expected}, got {x[tuple(at)].tolist()} at [{place}]")
 
@@ -43,66 +43,68 @@ def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: T
         _raise_lengths(op, name, first, last, of_name, of)
     bad = (cu_seqlens < 0) | (cu_seqlens > of.shape[0])
     bad[1:] |= cu_seqlens[1:] < cu_seqlens[:-1]
-    if (at := _first(bad)) is not None:
-        _raise(op, name, f"ascending rows of {of_name} {shape_of(of)}", cu_seqlens, at)
+    if (at := _find_first(bad)) is not None:
+        _raise_wrong_value(op, name, f"ascending rows of {of_name} {format_shape(of)}", cu_seqlens, at)
     if last != of.shape[0]:
         _raise_lengths(op, name, first, last, of_name, of)
 
 
 def _raise_lengths(op: str, name: str, first: int, last: int, of_name: str, of: Tensor) -> None:
     raise ValueError(
-        f"{op}: {name}: expected offsets from 0 to {of.shape[0]}, the rows of {of_name} {shape_of(of)}, got {first} to"
-        f" {last}: {LOOKS_LIKE_LENGTHS}"
+        f"{op}: {name}: expected offsets from 0 to {of.shape[0]}, the rows of {of_name} {format_shape(of)}, "
+        f"got {first} to {last}: {LOOKS_LIKE_LENGTHS}"
     )
 
 
 def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Tensor, of_name: str, of: Tensor) -> None:
     """Offsets and lengths that lie inside a packed tensor."""
     rows, (offset_name, length_name) = of.shape[0], names
-    if (at := _first((offsets < 0) | (offsets > rows))) is not None:
-        _raise(op, offset_name, f"rows of {of_name} {shape_of(of)}", offsets, at)
+    if (at := _find_first((offsets < 0) | (offsets > rows))) is not None:
+        _raise_wrong_value(op, offset_name, f"rows of {of_name} {format_shape(of)}", offsets, at)
     # Not offsets + lengths, which may be beyond the largest integer.
-    if (at := _first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
+    if (at := _find_first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
         rest = rows - int(offsets[tuple(at)])
-        _raise(op, length_name, f"0 to {rest} rows, as many as {of_name} {shape_of(of)} has from there", lengths, at)
+        _raise_wrong_value(
+            op, length_name, f"0 to {rest} rows, as many as {of_name} {format_shape(of)} has from there", lengths, at
+        )
 
 
 def check_lengths(op: str, name: str, lengths: Tensor, most: int) -> None:
     """Lengths of what is padded to `most` tokens."""
-    if (at := _first((lengths < 0) | (lengths > most))) is not None:
-        _raise(op, name, f"0 to {most} tokens", lengths, at)
+    if (at := _find_first((lengths < 0) | (lengths > most))) is not None:
+        _raise_wrong_value(op, name, f"0 to {most} tokens", lengths, at)
 
 
 def check_labels(op: str, labels: Tensor, documents: int, ignore_index: int) -> None:
     """Indices of documents, or `ignore_index`."""
-    if (at := _first(((labels < 0) | (labels >= documents)) & (labels.long() != ignore_index))) is not None:
-        _raise(op, "labels", f"a document, 0 <= j < {documents}, or {ignore_index}", labels, at)
+    if (at := _find_first(((labels < 0) | (labels >= documents)) & (labels.long() != ignore_index))) is not None:
+        _raise_wrong_value(op, "labels", f"a document, 0 <= j < {documents}, or {ignore_index}", labels, at)
 
 
 def check_pairs(op: str, pairs: Tensor, queries: int, documents: int) -> None:
     """Indices of queries and documents."""
     most = torch.tensor([queries, documents], device=pairs.device)
-    if (at := _first((pairs < 0) | (pairs >= most))) is not None:
+    if (at := _find_first((pairs < 0) | (pairs >= most))) is not None:
         what = f"a query, 0 <= i < {queries}" if at[1] == 0 else f"a document, 0 <= j < {documents}"
-        _raise(op, "pairs", what, pairs, at)
+        _raise_wrong_value(op, "pairs", what, pairs, at)
 
 
-def check_longest(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q: int) -> None:
+def check_max_seqlen(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q: int) -> None:
     """No query of a pair longer than the bound; indices and segments are right."""
     lengths = cu_seqlens_q.diff()[pairs[:, 0].long()] if pairs.shape[0] else cu_seqlens_q.new_empty(0)
-    if (at := _first(lengths > max_seqlen_q)) is not None:
+    if (at := _find_first(lengths > max_seqlen_q)) is not None:
         found = f"{lengths[at[0]].tolist()} tokens of the query at pairs[{at[0]}]"
         raise ValueError(
             f"{op}: max_seqlen_q: expected a bound on the tokens of every query, got {max_seqlen_q}, {found}"
         )
 
 
-def check_ragged(op: str, r: Ragged, max_seqlen_q: int) -> None:
+def check_ragged(op: str, r: RaggedArgs, max_seqlen_q: int) -> None:
     """All values that an operator is given."""
-    if not looks(*r[:6]):
+    if not needs_value_checks(*r[:6]):
         return
     check_cu_seqlens(op, "cu_seqlens_q", r.cu_seqlens_q, "Q", r.Q)
     check_segments(op, ("d_offsets", "d_lengths"), r.d_offsets, r.d_lengths, "D", r.D)
     if r.pairs is not None:
         check_pairs(op, r.pairs, r.queries, r.columns)
-        check_longest(op, r.cu_seqlens_q, r.pairs, max_seqlen_q)
+        check_max_seqlen(op, r.cu_seqlens_q, r.pairs, max_seqlen_q)

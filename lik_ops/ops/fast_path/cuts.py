@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-def sizes_of(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
+def infer_sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
     """The sizes of a `Cut`, or None where they do not fit together.
 
     A description leaves out leading sizes and `max_seqlen_q`, so these are checked here, at every call.
@@ -39,7 +39,7 @@ def sizes_of(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_
     ):
         return None
     if lengths is not None:
-        columns, Td = _listed(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
+        columns, Td = _infer_candidate_sizes(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
         return None if columns is None else (queries, columns, True, Tq, Td, most)
     if q_lengths is not None:
         return None
@@ -51,7 +51,9 @@ def sizes_of(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_
     return queries, bounds[0] - 1, False, Tq, d_shape[0], most
 
 
-def _listed(queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: tuple, q_lengths: Any) -> tuple:
+def _infer_candidate_sizes(
+    queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: tuple, q_lengths: Any
+) -> tuple:
     """Candidates of each query, whose lengths have the shape `listed`, and the rows of D; None where that is wrong."""
     if len(listed) != 2 or listed[0] != queries:
         return None, None
@@ -69,6 +71,6 @@ def has_even_rows(x: Tensor, features: int) -> bool:
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
-def is_packed(x: Tensor | None) -> bool:
+def is_contiguous_index(x: Tensor | None) -> bool:
     """Whether indices of these strides are contiguous, however many rows they have."""
     return x is None or x.stride() == (1,) or (x.dim() == 2 and x.stride() == (x.shape[1], 1))

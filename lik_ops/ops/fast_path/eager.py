@@ -1,9 +1,9 @@
 """The short way of an eager call: straight to the backend where no dispatcher, mode or transform would see the call.
 
 What it returns, raises and saves for the backward is what the operators would. What is found out about a call is kept
-by a description of its arguments; later calls of the same description only look it up. `maxsim` takes dense arguments,
-`maxsim_ragged` takes those of a `Cut`: kernels read what callers have, and no operation runs before the launch.
-`maxsim_cross_entropy` makes labels where none are given, and reduces losses by torch.
+by a description of its arguments; later calls of the same description only look it up. `try_maxsim` takes dense
+arguments, `try_maxsim_ragged` takes those of a `PackedArgs`: kernels read what callers have, and no operation runs
+before the launch. `try_maxsim_cross_entropy` makes labels where none are given, and reduces losses by torch.
 """
 
 from __future__ import annotations
@@ -16,24 +16,43 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from ...core.arguments import BACKWARDS, DTYPES, INDEX_DTYPES, argmax_dtype_for, as_bool, check, score_dtype
-from ...core.segments import Cut
-from ...core.settings import checks_values, requested_backend, use_backend
-from ...families.loss.ops import Labelled, LossCall, check_call, default_labels
-from ...formats.table import Stored
+from ...core.arguments import BACKWARDS, DTYPES, INDEX_DTYPES, as_bool, check_dense, choose_argmax_dtype, score_dtype
+from ...core.segments import PackedArgs
+from ...core.settings import get_requested_backend, is_checking_values, use_backend
+from ...families.loss.ops import LossArgs, LossCall, check_loss_args, make_default_labels
+from ...formats.table import EncodedTokens
 from ..checks import hints
 from ..registration import family
-from .cuts import has_even_rows, is_packed, sizes_of
-from .eager_calls import CutCall, DenseCall
-from .recent import Recent
-from .watchers import described, described_but_rows, fp32_precision, is_below_autograd, is_memory, nobody_watches
+from .cuts import has_even_rows, infer_sizes, is_contiguous_index
+from .eager_calls import DenseCall, PackedCall
+from .recent import RecentCall
+from .watchers import (
+    get_fp32_precision,
+    is_below_autograd,
+    is_dispatch_idle,
+    is_ordinary_tensor,
+    make_call_key,
+    make_rowless_key,
+)
 
-_MOST_CALLS = 4096
-_KINDS = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)  # of the arguments of `maxsim`, past what is unusual
+_MAX_CALLS = 4096
+_ARG_TYPES = (
+    Tensor,
+    Tensor,
+    *[Tensor | None] * 3,
+    bool,
+    str,
+    bool,
+)  # of the arguments of `try_maxsim`, past what is unusual
 _fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
-_SEEN = contextlib.nullcontext()  # in place of a block, which takes a microsecond
+_NULL_CONTEXT = contextlib.nullcontext()  # in place of a block, which takes a microsecond
 _calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
-_recent = {"maxsim": Recent(), "maxsim_with_argmax": Recent(), "ragged": Recent(True), "quantized": Recent(True)}
+_recent_calls = {
+    "maxsim": RecentCall(),
+    "maxsim_with_argmax": RecentCall(),
+    "ragged": RecentCall(True),
+    "quantized": RecentCall(True),
+}
 
 
 class _MaxSim(torch.autograd.Function):
@@ -58,26 +77,30 @@ class _MaxSim(torch.autograd.Function):
         call, saved = ctx.call, ctx.saved_tensors
         tensors, kept = saved[: call.tensors], saved[call.tensors :]
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
-        with _SEEN if requested_backend() == call.choice else use_backend(call.choice):
+        with _NULL_CONTEXT if get_requested_backend() == call.choice else use_backend(call.choice):
             grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *kept)
         leaves = tensors[0], tensors[1], tensors[-1]
-        return *(_shaped(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)), None, None
+        return (
+            *(_match_leaf_shape(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)),
+            None,
+            None,
+        )
 
 
-def _shaped(gradient: Tensor, leaf: Tensor) -> Tensor:
+def _match_leaf_shape(gradient: Tensor, leaf: Tensor) -> Tensor:
     """That of a 2-D `leaf` has one more axis."""
     return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
 
 
-def _remember(key: tuple, call: Any) -> Any:
+def _store_call(key: tuple, call: Any) -> Any:
     """Keep what there is to know about calls of a description."""
-    if len(_calls) >= _MOST_CALLS:
+    if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
     return call
 
 
-def maxsim(
+def try_maxsim(
     Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: Any, backward: Any, recompute: Any
 ) -> Tensor | None:
     """The scores of dense arguments, those of `lik::maxsim`, or None where the call has to take the dispatcher.
@@ -86,77 +109,78 @@ def maxsim(
         TypeError, ValueError: as `lik::maxsim`.
     """
     given = Q, D, q_mask, d_mask, q_weight
-    call = _found_call("maxsim", given, (normalize, backward, recompute))
+    call = _find_call("maxsim", given, (normalize, backward, recompute))
     if call is None:
         return None
     if call.converts:
-        given = _converted(given)
+        given = _convert_masks(given)
     if call.differentiable:
         return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
     return call.forward(given)[0]
 
 
-def maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
-    """The scores and int64 winners ``[Nq, Nd, Lq]`` of `maxsim`'s arguments; None as there, and where gradients of the
-    scores are wanted: callers may write to winners, which a backward would read."""
-    call = _found_call("maxsim_with_argmax", given, options)
+def try_maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
+    """The scores and int64 winners ``[Nq, Nd, Lq]`` of `try_maxsim`'s arguments; None as there, and where gradients of
+    the scores are wanted: callers may write to winners, which a backward would read."""
+    call = _find_call("maxsim_with_argmax", given, options)
     if call is None:
         return None
-    scores, argmax = call.forward(_converted(given) if call.converts else given)
-    return scores, call.as_returned(argmax, given[1].dim() == 4)
+    scores, argmax = call.forward(_convert_masks(given) if call.converts else given)
+    return scores, call.restore_axes(argmax, given[1].dim() == 4)
 
 
-def _converted(given: tuple) -> tuple:
+def _convert_masks(given: tuple) -> tuple:
     Q, D, q_mask, d_mask, q_weight = given
     return Q, D, as_bool(q_mask), as_bool(d_mask), q_weight
 
 
-def _found_call(name: str, given: tuple, options: tuple) -> Any:
+def _find_call(name: str, given: tuple, options: tuple) -> Any:
     """What there is to know about a call of dense arguments; None where it has to take the dispatcher."""
     if _is_compiling():
         return None
-    recent, choice = _recent[name], requested_backend()
+    recent, choice = _recent_calls[name], get_requested_backend()
     call = recent.find(given, (*options, choice))
     if call is not None:
         return call
-    description = described(given, options) if nobody_watches() else None
+    description = make_call_key(given, options) if is_dispatch_idle() else None
     if description is None:
         return None
-    tf32 = description[2] is _fp32 and fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
+    tf32 = description[2] is _fp32 and get_fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
     description += name, tf32, choice
     key = tuple(description)
     call = _calls.get(key, key)
     if call is not key:
         if call is not None:
-            recent.saw(call, given, (*options, choice))
+            recent.note_result(call, given, (*options, choice))
         return call
-    if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _KINDS, strict=True)):
+    if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _ARG_TYPES, strict=True)):
         return None  # left to the operator
-    return _remember(key, _new_call(name, *given, *options))
+    return _store_call(key, _make_call(name, *given, *options))
 
 
-def _new_call(name: str, *arguments: Any) -> DenseCall | None:
+def _make_call(name: str, *arguments: Any) -> DenseCall | None:
     """What is found out about calls like this one; None where they take the long way."""
     given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
     Q, D, q_mask, d_mask, q_weight = given
-    check(name, Q, D, q_mask, d_mask, q_weight, backward)
-    hints.look_at_tokens(name, Q, D, q_mask, d_mask, normalize)
-    differentiable = wants_gradients(Q, D, q_weight)
-    argmax_dtype = argmax_dtype_for(D.shape[-2]) if differentiable and not recompute else None
+    check_dense(name, Q, D, q_mask, d_mask, q_weight, backward)
+    hints.inspect_tokens(name, Q, D, q_mask, d_mask, normalize)
+    differentiable = needs_gradients(Q, D, q_weight)
+    argmax_dtype = choose_argmax_dtype(D.shape[-2]) if differentiable and not recompute else None
     if name == "maxsim_with_argmax":
         if differentiable:
             return None
         argmax_dtype = torch.int64
-    backend = backends.select(Q.device, Q.dtype)
+    backend = backends.select_backend(Q.device, Q.dtype)
     return DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
 
 
-def wants_gradients(*tensors: Tensor | None) -> bool:
+def needs_gradients(*tensors: Tensor | None) -> bool:
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
-    """`lik_ops.maxsim_cross_entropy` at a temperature that is a number; None where the call has to take the operator.
+def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
+    """`lik_ops.try_maxsim_cross_entropy` at a temperature that is a number; None where the call has to take the
+    operator.
 
     Args:
         arguments: Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index and reduction.
@@ -164,7 +188,7 @@ def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     Raises:
         TypeError, ValueError: as there.
     """
-    if _is_compiling() or checks_values() or not nobody_watches():
+    if _is_compiling() or is_checking_values() or not is_dispatch_idle():
         return None
     Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index, reduction = arguments
     if type(temperature) not in (int, float) or not 0 < temperature <= sys.float_info.max:
@@ -172,31 +196,31 @@ def maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None
     given = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
-    description = described(given[:6], given[6:])
+    description = make_call_key(given[:6], given[6:])
     if description is None:
         return None
-    key = ("maxsim_cross_entropy", fp32_precision(), requested_backend(), *description)
-    call = _calls.get(key) or _remember(key, _new_loss_call(given))
+    key = ("maxsim_cross_entropy", get_fp32_precision(), get_requested_backend(), *description)
+    call = _calls.get(key) or _store_call(key, _make_loss_call(given))
     if call.differentiable and is_below_autograd():
         return None
     if labels is None:
-        labels = default_labels(Q, D)
+        labels = make_default_labels(Q, D)
     tensors = Q, D, as_bool(q_mask), as_bool(d_mask), labels, q_weight
     found = *tensors, float(temperature), ignore_index
     return _MaxSim.apply(Q, D, q_weight, call, found) if call.differentiable else call.forward(found)[0]
 
 
-def _new_loss_call(given: tuple) -> LossCall:
+def _make_loss_call(given: tuple) -> LossCall:
     """What is found out about calls like this one."""
     *tensors, normalize, reduction = given
-    check_call("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
-    x = Labelled(*tensors)
-    hints.look_at_tokens("maxsim_cross_entropy", *x[:4], normalize)
-    backend = backends.select(x.Q.device, x.Q.dtype)
-    return LossCall(x, backend, normalize, reduction, wants_gradients(x.Q, x.D, x.q_weight))
+    check_loss_args("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
+    x = LossArgs(*tensors)
+    hints.inspect_tokens("maxsim_cross_entropy", *x[:4], normalize)
+    backend = backends.select_backend(x.Q.device, x.Q.dtype)
+    return LossCall(x, backend, normalize, reduction, needs_gradients(x.Q, x.D, x.q_weight))
 
 
-def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any) -> CutCall | None:
+def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> PackedCall | None:
     """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
 
     It serves calls with other leading sizes, so nothing may be concluded from those.
@@ -220,19 +244,19 @@ def _new_cut_call(c: Cut, options: tuple, argmax_dtype: Any) -> CutCall | None:
     )
     if not ordinary:
         return None
-    differentiable = wants_gradients(Q, D, c.q_weight)
+    differentiable = needs_gradients(Q, D, c.q_weight)
     keeps = with_argmax or (differentiable and not recompute)
     if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
         return None  # nobody knows for how many tokens a pair has winners
     if differentiable and c.q_lengths is not None:
         return None
-    backend = backends.select(Q.device, Q.dtype)
+    backend = backends.select_backend(Q.device, Q.dtype)
     if not hasattr(backend, "ragged_plan"):
         return None
-    return CutCall(c, backend, normalize, backward, argmax_dtype if keeps else None, differentiable, with_argmax)
+    return PackedCall(c, backend, normalize, backward, argmax_dtype if keeps else None, differentiable, with_argmax)
 
 
-def maxsim_ragged(
+def try_maxsim_ragged(
     Q: Any,
     D: Any,
     cu_seqlens_q: Any = None,
@@ -252,25 +276,25 @@ def maxsim_ragged(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Scores and, if asked, winners as of ``lik::maxsim_ragged_fwd``; None where the call has to take the operator.
 
-    The tensors are those of `Cut`; padded ones, with `q_lengths`, have no gradients here.
+    The tensors are those of `PackedArgs`; padded ones, with `q_lengths`, have no gradients here.
     """
-    if _is_compiling() or checks_values():
+    if _is_compiling() or is_checking_values():
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
     given, is_bounded = (Q, D, *indices, *per_token), max_seqlen_q is not None
-    options = normalize, backward, recompute, with_argmax, is_bounded, requested_backend()
-    call = _recent["ragged"].find(given, options)
+    options = normalize, backward, recompute, with_argmax, is_bounded, get_requested_backend()
+    call = _recent_calls["ragged"].find(given, options)
     description = None
     if call is None:
-        description = described_but_rows((Q, D, *per_token), indices, options) if nobody_watches() else None
+        description = make_rowless_key((Q, D, *per_token), indices, options) if is_dispatch_idle() else None
         if description is None:
             return None
-    sizes = sizes_of(Q, D, indices, per_token, max_seqlen_q)
+    sizes = infer_sizes(Q, D, indices, per_token, max_seqlen_q)
     if sizes is None:
         return None
-    c = Cut(*given, *sizes)
+    c = PackedArgs(*given, *sizes)
     if description is not None:
-        call = _cut_call(c, options, description)
+        call = _find_packed_call(c, options, description)
     if call is None or (call.differentiable and is_below_autograd()):  # the long way
         return None
     if not call.differentiable:
@@ -279,22 +303,22 @@ def maxsim_ragged(
     return found if with_argmax else (found, None)
 
 
-def _cut_call(c: Cut, options: tuple, description: list) -> Any:
+def _find_packed_call(c: PackedArgs, options: tuple, description: list) -> Any:
     """What there is to know about a call; None where it takes the long way."""
-    argmax_dtype = argmax_dtype_for(c.Td)
-    description += argmax_dtype, c.Q.dtype is _fp32 and fp32_precision() == "tf32"
+    argmax_dtype = choose_argmax_dtype(c.Td)
+    description += argmax_dtype, c.Q.dtype is _fp32 and get_fp32_precision() == "tf32"
     key = tuple(description)
     call = _calls.get(key, key)
     if call is key:
-        return _remember(key, _new_cut_call(c, options, argmax_dtype))
+        return _store_call(key, _make_packed_call(c, options, argmax_dtype))
     # Not with winners, whose dtype hangs on the number of rows; nor with indices that are contiguous as one row is.
-    if call is not None and call.argmax_dtype is None and all(map(is_packed, c.indices)):
-        _recent["ragged"].saw(call, c.tensors, options)
+    if call is not None and call.argmax_dtype is None and all(map(is_contiguous_index, c.indices)):
+        _recent_calls["ragged"].note_result(call, c.tensors, options)
     return call
 
 
-def maxsim_quantized(
-    stored: Stored,
+def try_maxsim_quantized(
+    stored: EncodedTokens,
     Q: Tensor,
     indices: tuple,
     per_token: tuple,
@@ -306,74 +330,76 @@ def maxsim_quantized(
     """Scores and, if asked, winners as of ``lik::maxsim_quantized_fwd``, of arguments that were checked; None where the
     call has to take the operator.
 
-    `indices` and `per_token` are those of `Cut`, `options` the features of a token, `normalize`, `backward` and
+    `indices` and `per_token` are those of `PackedArgs`, `options` the features of a token, `normalize`, `backward` and
     `recompute`. Without winners, also of pairs whose queries may have any length.
     """
-    if _is_compiling() or checks_values() or not nobody_watches():
+    if _is_compiling() or is_checking_values() or not is_dispatch_idle():
         return None
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
-    sizes = sizes_of(Q, data, indices, per_token, max_seqlen_q)
+    sizes = infer_sizes(Q, data, indices, per_token, max_seqlen_q)
     q_weight, bounded = per_token[2], max_seqlen_q is not None or indices[3] is None or indices[0] is None
-    if sizes is None or not (bounded or not with_argmax) or wants_gradients(Q, q_weight):
+    if sizes is None or not (bounded or not with_argmax) or needs_gradients(Q, q_weight):
         return None
     is_ordinary = (
-        all(is_memory(x) for x in tensors)
+        all(is_ordinary_tensor(x) for x in tensors)
         and all(x is None or x.is_contiguous() for x in indices)
         and all(has_even_rows(x, 1) for x in (Q, data))
         and all(x is None or has_even_rows(x, 0) for x in per_token)
     )
-    backend = backends.select(Q.device, Q.dtype)
+    backend = backends.select_backend(Q.device, Q.dtype)
     if not (is_ordinary and hasattr(backend, "forward_quantized_cut")):
         return None
-    c = Cut(Q, data, *indices, *per_token, *sizes)
-    if not with_argmax and max_seqlen_q is None and all(map(is_packed, indices)):
-        _remember_quantized(stored, c, options, backend)
-    return backend.forward_quantized_cut(c, stored, options[1], argmax_dtype_for(c.Td) if with_argmax else None)
+    c = PackedArgs(Q, data, *indices, *per_token, *sizes)
+    if not with_argmax and max_seqlen_q is None and all(map(is_contiguous_index, indices)):
+        _store_quantized(stored, c, options, backend)
+    return backend.forward_quantized_cut(c, stored, options[1], choose_argmax_dtype(c.Td) if with_argmax else None)
 
 
-def _quantized_key(tensors: tuple, options: tuple) -> tuple | None:
-    """The key in `_calls` of a call with quantized documents, or None if the call has to take the operator."""
-    if not nobody_watches():
+def _make_quantized_key(tensors: tuple, options: tuple) -> tuple | None:
+    """The key in `_captured_calls` of a call with quantized documents, or None if the call has to take the operator."""
+    if not is_dispatch_idle():
         return None
     Q, data, *indices, q_mask, d_mask, q_weight = tensors[:10]
-    description = described_but_rows((Q, data, q_mask, d_mask, q_weight, *tensors[10:]), tuple(indices), options[1:])
+    description = make_rowless_key((Q, data, q_mask, d_mask, q_weight, *tensors[10:]), tuple(indices), options[1:])
     return None if description is None else ("quantized", options[0], *description)
 
 
-def _remember_quantized(stored: Stored, c: Cut, options: tuple, backend: Any) -> None:
+def _store_quantized(stored: EncodedTokens, c: PackedArgs, options: tuple, backend: Any) -> None:
     tensors = *c.tensors, stored.scale, stored.minimum, *stored[4:]
-    key = _quantized_key(tensors, (*options, stored.format, requested_backend()))
+    key = _make_quantized_key(tensors, (*options, stored.format, get_requested_backend()))
     if key is not None and key not in _calls:
-        _remember(key, (backend,))
+        _store_call(key, (backend,))
 
 
-def quantized_again(stored: Stored, Q: Any, indices: tuple, per_token: tuple, options: tuple) -> Tensor | None:
-    """Return the scores if `maxsim_quantized` has made a call of the same description before, else None.
+def repeat_maxsim_quantized(
+    stored: EncodedTokens, Q: Any, indices: tuple, per_token: tuple, options: tuple
+) -> Tensor | None:
+    """Return the scores if `try_maxsim_quantized` has made a call of the same description before, else None.
 
     The arguments need no checks of their own.
     """
-    if _is_compiling() or checks_values():
+    if _is_compiling() or is_checking_values():
         return None
     tensors = Q, stored.data, *indices, *per_token, stored.scale, stored.minimum, *stored[4:]
-    options, recent = (*options, stored.format, requested_backend()), _recent["quantized"]
+    options, recent = (*options, stored.format, get_requested_backend()), _recent_calls["quantized"]
     found = recent.find(tensors, options)
     if found is None:
-        key = _quantized_key(tensors, options)
+        key = _make_quantized_key(tensors, options)
         found = None if key is None else _calls.get(key)
         # `recent` ignores leading sizes, so it recognizes only indices that are contiguous at every leading size.
-        if found is not None and all(map(is_packed, indices)):
-            recent.saw(found, tensors, options)
-    sizes = None if found is None else sizes_of(Q, stored.data, indices, per_token, None)
+        if found is not None and all(map(is_contiguous_index, indices)):
+            recent.note_result(found, tensors, options)
+    sizes = None if found is None else infer_sizes(Q, stored.data, indices, per_token, None)
     if sizes is None:
         return None
-    c = Cut(*tensors[:10], *sizes)
+    c = PackedArgs(*tensors[:10], *sizes)
     return found[0].forward_quantized_cut(c, stored, options[1], None)[0]
 
 
-def forget() -> None:
+def clear_call_caches() -> None:
     """Drop what was found out about calls, as when a table of configurations was changed."""
     _calls.clear()
-    for recent in _recent.values():
+    for recent in _recent_calls.values():
         recent.forget()
-    family.forget()
-    backends.forget()
+    family.clear_lookups()
+    backends.clear_plan_caches()

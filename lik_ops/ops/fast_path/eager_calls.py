@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...core.arguments import argmax_dtype_for, as_bool, lifted
-from ...core.segments import Cut
-from ...core.settings import requested_backend
-from ..registration.gradients import gradient, is_unified
-from .watchers import backward_is_short
+from ...core.arguments import add_batch_axes, as_bool, choose_argmax_dtype
+from ...core.segments import PackedArgs
+from ...core.settings import get_requested_backend
+from ..registration.gradients import choose_backward, is_unified
+from .watchers import is_backward_direct
 
 _log = logging.getLogger("lik_ops")
 
 
-class Call:
+class EagerCall:
     """What is found out once about calls with arguments of one description."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Call:
         differentiable: bool,
         with_argmax: bool = False,
     ) -> None:
-        self.backend, self.choice = backend, requested_backend()
+        self.backend, self.choice = backend, get_requested_backend()
         self.normalize, self.backward, self.argmax_dtype = normalize, backward, argmax_dtype
         self.differentiable, self.with_argmax = differentiable, with_argmax
         self.plan: Any = None
@@ -49,7 +49,7 @@ class Call:
         raise NotImplementedError
 
 
-class DenseCall(Call):
+class DenseCall(EagerCall):
     """Of dense arguments: Q, D, q_mask, d_mask, q_weight."""
 
     tensors = 5
@@ -63,7 +63,7 @@ class DenseCall(Call):
         self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
         self.shape = (() if self.q_flat else (Q.shape[0],)) + (() if self.d_flat else (D.shape[-3],))
         if hasattr(self.backend, "forward_plan"):
-            args = lifted(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
+            args = add_batch_axes(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
         self.again: Any = None  # once known: what replays `plan.forward`
 
@@ -75,13 +75,13 @@ class DenseCall(Call):
         if self.plan is not None:
             found, self.again = self.plan.forward(self.shape, given, self.returned)
             return found
-        scores, argmax = self.backend.forward(*lifted(*given), self.normalize, self.argmax_dtype)
+        scores, argmax = self.backend.forward(*add_batch_axes(*given), self.normalize, self.argmax_dtype)
         for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
             if is_flat:
                 scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
         return (scores, argmax) if self.returned or self.argmax_dtype is not None else (scores,)
 
-    def as_returned(self, argmax: Tensor, candidates: bool) -> Tensor:
+    def restore_axes(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
         argmax = argmax if candidates else argmax.transpose(0, 1)
         if self.d_flat:
@@ -89,35 +89,35 @@ class DenseCall(Call):
         return argmax.squeeze(0) if self.q_flat else argmax
 
     def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None = None) -> tuple:
-        Q, D, *options = lifted(*given)
+        Q, D, *options = add_batch_axes(*given)
         if self.q_flat:
             grad_scores = grad_scores.unsqueeze(0)
         if self.d_flat:
             grad_scores = grad_scores.unsqueeze(1)
-        is_short = backward_is_short(grad_scores, *given[:2])
+        is_short = is_backward_direct(grad_scores, *given[:2])
         if argmax is None and not is_short:
             argmax = Q.new_empty(0, dtype=torch.int32)
-        run = gradient(self.backward, self.backend if is_short else None)
+        run = choose_backward(self.backward, self.backend if is_short else None)
         return run(grad_scores, Q, D, argmax, *options, self.normalize, needs)
 
 
-class CutCall(Call):
-    """Of the arguments of a `Cut`."""
+class PackedCall(EagerCall):
+    """Of the arguments of a `PackedArgs`."""
 
-    tensors = Cut._fields.index("queries")
+    tensors = PackedArgs._fields.index("queries")
 
-    def __init__(self, given: Cut, *options: Any) -> None:
+    def __init__(self, given: PackedArgs, *options: Any) -> None:
         super().__init__(given, *options)
         self.plan = self.backend.ragged_plan(given, self.normalize, self.argmax_dtype)
 
-    def forward(self, given: Cut) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def forward(self, given: PackedArgs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         return self.plan.forward(given)
 
     def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
-        c, unified = Cut._make(given), is_unified(self.backward)
+        c, unified = PackedArgs._make(given), is_unified(self.backward)
         if argmax is None:  # to be found again
-            _, argmax = self.backend.ragged_plan(c, self.normalize, argmax_dtype_for(c.Td)).forward(c)
-        if backward_is_short(grad_scores, c.Q, c.D):
+            _, argmax = self.backend.ragged_plan(c, self.normalize, choose_argmax_dtype(c.Td)).forward(c)
+        if is_backward_direct(grad_scores, c.Q, c.D):
             return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)
         op = lik.maxsim_ragged_bwd
         return op(grad_scores, *c.ragged(), argmax, self.normalize, unified, needs)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .watchers import fp32_precision, function_modes, profiling
+from .watchers import count_function_modes, get_fp32_precision, is_profiling
 
 # What guards code that torch.compile made: private, and without it calls are described each time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-_RUNNING = 3  # times that a call comes before it is recognised: what differs from call to call never is
+_MIN_REPEATS = 3  # times that a call comes before it is recognised: what differs from call to call never is
 
 
-class _Known:
+class _GuardedCall:
     """What calls like one of the past find, and whether one is.
 
     torch compares of tensors what `watchers.described` tells, and dispatch keys with those that modes, transforms,
@@ -28,7 +28,7 @@ class _Known:
     def __init__(self, check: Callable[..., bool], found: Any, tensors: tuple, options: tuple) -> None:
         self.check, self.found, self.options = check, found, options
         # Settings that matter to such tensors, else None.
-        self.precision = fp32_precision() if tensors[0].dtype is torch.float32 else None
+        self.precision = get_fp32_precision() if tensors[0].dtype is torch.float32 else None
         self.records = torch.is_grad_enabled() if any(x is not None and x.requires_grad for x in tensors) else None
         self.present = itemgetter(*[n for n, x in enumerate(tensors) if x is not None])
         self.absent = [n for n, x in enumerate(tensors) if x is None]
@@ -38,7 +38,7 @@ class _Known:
         for n in self.absent:
             if tensors[n] is not None:
                 return False
-        if function_modes() or forward_ad._current_level >= 0 or profiling():
+        if count_function_modes() or forward_ad._current_level >= 0 or is_profiling():
             return False
         present = self.present(tensors)
         try:
@@ -52,25 +52,25 @@ class _Known:
             self.check(*present)
             and all(map(is_, options, self.options))
             and (self.records is None or self.records is torch.is_grad_enabled())
-            and (self.precision is None or self.precision == fp32_precision())
+            and (self.precision is None or self.precision == get_fp32_precision())
         )
 
 
-class Recent:
+class RecentCall:
     """Of one function. Its calls have tensors or None, Q first and one more at least, and options, always as many.
 
     Options are the same if they are the same object, as True, a dtype or a string of the code are.
     """
 
-    __slots__ = ("_known", "_last", "_times", "but_rows")
+    __slots__ = ("_known", "_last", "_times", "ignores_rows")
 
-    def __init__(self, but_rows: bool = False) -> None:
-        """`but_rows`: tensors may have any leading size."""
-        self.but_rows = but_rows
+    def __init__(self, ignores_rows: bool = False) -> None:
+        """`ignores_rows`: tensors may have any leading size."""
+        self.ignores_rows = ignores_rows
         self.forget()
 
     def forget(self) -> None:
-        self._known: _Known | None = None
+        self._known: _GuardedCall | None = None
         self._last: Any = None
         self._times = 0
 
@@ -84,23 +84,23 @@ class Recent:
         self._known, self._times = None, 0
         return None
 
-    def saw(self, found: Any, tensors: tuple, options: tuple) -> None:
+    def note_result(self, found: Any, tensors: tuple, options: tuple) -> None:
         """`found` serves all calls that `watchers` describes as this one."""
         if found is not self._last:
             self._last, self._times = found, 1
             return
         self._times += 1
-        if self._times == _RUNNING and _Guards is not None:
-            self._known = self._guarded(found, tensors, options)
+        if self._times == _MIN_REPEATS and _Guards is not None:
+            self._known = self._make_guard(found, tensors, options)
 
-    def _guarded(self, found: Any, tensors: tuple, options: tuple) -> _Known | None:
+    def _make_guard(self, found: Any, tensors: tuple, options: tuple) -> _GuardedCall | None:
         given = [x for x in tensors if x is not None]
         sizes: list[list[int | None]] = [list(x.shape) for x in given]
-        if self.but_rows:
+        if self.ignores_rows:
             sizes = [[None, *shape[1:]] for shape in sizes]
         strides = [list(x.stride()) for x in given]
         try:
             check = _Guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-            return _Known(check, found, tensors, options) if check(*given) else None
+            return _GuardedCall(check, found, tensors, options) if check(*given) else None
         except (TypeError, SystemError):  # another version's arguments
             return None

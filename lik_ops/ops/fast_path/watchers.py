@@ -14,15 +14,15 @@ from ..stack import autocast
 _INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 # The C function below the method, which takes a third less time.
-_bits = getattr(torch._C.DispatchKeySet.raw_repr, "__func__", torch._C.DispatchKeySet.raw_repr)
+_get_key_bits = getattr(torch._C.DispatchKeySet.raw_repr, "__func__", torch._C.DispatchKeySet.raw_repr)
 # Names that every call looks up are bound here: a tiny call takes less time than fifty attributes.
 _Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
-function_modes, profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
-_autocasting = autocast.is_anywhere
+count_function_modes, is_profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
+_is_autocasting = autocast.is_enabled_anywhere
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
 # The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
-fp32_precision: Callable[[], str] = (
+get_fp32_precision: Callable[[], str] = (
     partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
     if hasattr(torch._C, "_get_fp32_precision_getter")
     else lambda: torch.backends.cuda.matmul.fp32_precision
@@ -34,64 +34,65 @@ _UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
 # One of the keys that are taken away below autograd, where nothing may be recorded.
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
 _usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only memory on a device
-_OPTIONS = {type(None), bool, str, torch.dtype}
-_devices_known: set[torch.device] = set()
+_OPTION_TYPES = {type(None), bool, str, torch.dtype}
+_known_devices: set[torch.device] = set()
 
 
-def _is_newly_known(t: Tensor) -> bool:
+def _learn_dispatch_keys(t: Tensor) -> bool:
     """Learn the dispatch keys of ordinary tensors on a device where some backend reads memory: are those of `t`?"""
     device = t.device
-    if device in _devices_known or device.type not in ("cpu", "cuda"):
+    if device in _known_devices or device.type not in ("cpu", "cuda"):
         return False
     for mode in (False, True):
         with torch.inference_mode(mode):
             made = torch.empty(0, device=device)
         if type(made) is not _Tensor or _is_wrapped(made):
             return False  # by a mode or transform that goes on: a later call learns
-        _usual_keys.add(_bits(_KEYS(made)))
-    _devices_known.add(device)
-    return _bits(_KEYS(t)) in _usual_keys
+        _usual_keys.add(_get_key_bits(_KEYS(made)))
+    _known_devices.add(device)
+    return _get_key_bits(_KEYS(t)) in _usual_keys
 
 
-def is_memory(t: Tensor) -> bool:
+def is_ordinary_tensor(t: Tensor) -> bool:
     """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
     kind = type(t)
     if kind is not _Tensor and kind is not _Parameter:
         return False
-    return _bits(_KEYS(t)) in _usual_keys or _is_newly_known(t)
+    return _get_key_bits(_KEYS(t)) in _usual_keys or _learn_dispatch_keys(t)
 
 
-def nobody_watches() -> bool:
+def is_dispatch_idle() -> bool:
     """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
     return (
-        not _bits(_INCLUDED()) & _UNUSUAL_ADDED
-        and not function_modes()
-        and not _autocasting()
+        not _get_key_bits(_INCLUDED()) & _UNUSUAL_ADDED
+        and not count_function_modes()
+        and not _is_autocasting()
         and forward_ad._current_level < 0
-        and not profiling()
+        and not is_profiling()
     )
 
 
 def is_below_autograd() -> bool:
     """Whether the call comes from below autograd, where nothing may be recorded."""
-    return bool(_bits(_EXCLUDED()) & _AUTOGRAD)
+    return bool(_get_key_bits(_EXCLUDED()) & _AUTOGRAD)
 
 
-def backward_is_short(*tensors: Tensor) -> bool:
+def is_backward_direct(*tensors: Tensor) -> bool:
     """Whether a backward of the short way may go past the dispatcher.
 
     Not with a graph of the backward, whose operator raises for second derivatives.
     """
     short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
-    return short and nobody_watches() and all(map(is_memory, tensors))
+    return short and is_dispatch_idle() and all(map(is_ordinary_tensor, tensors))
 
 
-def described(tensors: Sequence, options: Sequence) -> list | None:
+def make_call_key(tensors: Sequence, options: Sequence) -> list | None:
     """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
 
     Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether a gradient of it is
-    recorded, of an option itself. There is no description of a tensor that is not `is_memory`, nor of options of other
-    types than `_OPTIONS`: values that are equal and not the same type, as 1 and True, have to be told apart.
+    recorded, of an option itself. There is no description of a tensor that is not `is_ordinary_tensor`, nor of options
+    of other types than `_OPTION_TYPES`: values that are equal and not the same type, as 1 and True, have to be told
+    apart.
     """
     found: list = []
     records = _is_grad_enabled()
@@ -102,19 +103,19 @@ def described(tensors: Sequence, options: Sequence) -> list | None:
         kind = type(x)
         if kind is not _Tensor and kind is not _Parameter:
             return None
-        if _bits(_KEYS(x)) not in _usual_keys and not _is_newly_known(x):
+        if _get_key_bits(_KEYS(x)) not in _usual_keys and not _learn_dispatch_keys(x):
             return None
         found += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
     for x in options:
-        if type(x) not in _OPTIONS:
+        if type(x) not in _OPTION_TYPES:
             return None
     found += options
     return found
 
 
-def described_below(arguments: Sequence) -> list:
-    """`described` of what an operator's body is given: the dispatcher has made sure of types, and let nobody but memory
-    through. Whether a gradient is recorded is no matter there."""
+def make_operator_key(arguments: Sequence) -> list:
+    """`make_call_key` of what an operator's body is given: the dispatcher has made sure of types, and let nobody but
+    memory through. Whether a gradient is recorded is no matter there."""
     found: list = []
     for x in arguments:
         if x is None or x is True or x is False or not isinstance(x, _Tensor):
@@ -124,8 +125,8 @@ def described_below(arguments: Sequence) -> list:
     return found
 
 
-def described_but_rows(per_token: tuple, indices: tuple, options: tuple) -> list | None:
-    """`described` of tensors or None, without their leading sizes, which differ from one ragged call to the next.
+def make_rowless_key(per_token: tuple, indices: tuple, options: tuple) -> list | None:
+    """`make_call_key` of tensors or None, without their leading sizes, which differ from one ragged call to the next.
 
     Indices are read as contiguous ones or not at all; which they are hangs on the leading size too. Of three axes or
     fewer nothing is cut from the shape: a slice takes as long as all the rest.
@@ -136,7 +137,7 @@ def described_but_rows(per_token: tuple, indices: tuple, options: tuple) -> list
         if x is None:
             found.append(None)
             continue
-        if not is_memory(x):
+        if not is_ordinary_tensor(x):
             return None
         shape = x.shape
         n = len(shape)
@@ -146,14 +147,14 @@ def described_but_rows(per_token: tuple, indices: tuple, options: tuple) -> list
         if x is None:
             found.append(None)
             continue
-        if type(x) is not _Tensor or (_bits(_KEYS(x)) not in _usual_keys and not _is_newly_known(x)):
+        if type(x) is not _Tensor or (_get_key_bits(_KEYS(x)) not in _usual_keys and not _learn_dispatch_keys(x)):
             return None
         n = x.dim()
         found += -1 if n == 1 else x.shape[1] if n == 2 else x.shape, x.dtype, x.get_device(), x.is_contiguous()
-    others = described((), options)
+    others = make_call_key((), options)
     return None if others is None else found + others
 
 
-def nobody_sees(*tensors: Tensor | None) -> bool:
+def is_call_direct(*tensors: Tensor | None) -> bool:
     """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
-    return nobody_watches() and all(t is None or is_memory(t) for t in tensors)
+    return is_dispatch_idle() and all(t is None or is_ordinary_tensor(t) for t in tensors)

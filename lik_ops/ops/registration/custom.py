@@ -17,10 +17,10 @@ from torch import _C
 from torch.library import CustomOpDef
 
 from ..._ops import ops as lik
-from ..stack.checkpointing import uncached
-from .docstrings import document
+from ..stack.checkpointing import copy_cached
+from .docstrings import set_docstring
 
-_HIDDEN = "__dynamo_disable"  # the attribute in which torch keeps a body that it has hidden
+_HIDDEN_ATTRIBUTE = "__dynamo_disable"  # the attribute in which torch keeps a body that it has hidden
 _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
 _DEVICES = ("CPU", "CUDA")
 
@@ -31,27 +31,27 @@ def custom_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callabl
     def defined(body: Callable) -> CustomOpDef:
         bare_name = name.partition("::")[2]
         op = torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)(body)
-        if _is_skipped(_run):
+        if _skip_in_dynamo(_run_hidden):
             for hidden in getattr(op, "_backend_fns", {}).values():
                 bare = getattr(hidden, "__wrapped__", None)
                 if bare is not None:
-                    setattr(bare, _HIDDEN, partial(_run, hidden, bare))
+                    setattr(bare, _HIDDEN_ATTRIBUTE, partial(_run_hidden, hidden, bare))
             _register_directly(op, body, bare_name)
-        document(bare_name, body.__doc__ or "")
+        set_docstring(bare_name, body.__doc__ or "")
         return op
 
     return defined
 
 
-def _run(hidden: Callable, bare: Callable, *args: Any) -> Any:
+def _run_hidden(hidden: Callable, bare: Callable, *args: Any) -> Any:
     """A body for as long as there is no Dynamo to hide it from; then torch hides it."""
     if "torch._dynamo" not in sys.modules:
         return bare(*args)
-    bare.__dict__.pop(_HIDDEN, None)
+    bare.__dict__.pop(_HIDDEN_ATTRIBUTE, None)
     return hidden(*args)
 
 
-def _is_skipped(function: Callable, below: bool = False) -> bool:
+def _skip_in_dynamo(function: Callable, below: bool = False) -> bool:
     """Let Dynamo skip the frames of `function`, and if asked all `below`: whether this torch can."""
     try:
         from torch._C._dynamo import eval_frame
@@ -81,27 +81,27 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str) -> None:
     def direct(*args: Any) -> Any:
         return body(*args)
 
-    if not _is_skipped(direct, below=True):
+    if not _skip_in_dynamo(direct, below=True):
         return
     for device in _DEVICES:
         autograd = f"Autograd{device}"
         keys = (device, autograd, "BackendSelect", "ADInplaceOrView")
-        unusual = ~_union([getattr(_C.DispatchKey, key) for key in keys])
+        unusual = ~_union_keys([getattr(_C.DispatchKey, key) for key in keys])
 
         def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
             records_gradients = may_record() and wants(*args)
             if keyset.raw_repr() & unusual:
                 found = records(keyset, *args)
-                return found if records_gradients else uncached(found)
+                return found if records_gradients else copy_cached(found)
             return records(keyset, *args) if records_gradients else body(*args)
 
-        if not _is_skipped(recorded, below=True):
+        if not _skip_in_dynamo(recorded, below=True):
             return
         _LIBRARY.impl(name, direct, device)
         _LIBRARY.impl(name, recorded, autograd, with_keyset=True)
 
 
-def _union(keys: list) -> int:
+def _union_keys(keys: list) -> int:
     found = 0
     for key in keys:
         found |= _C.DispatchKeySet(key).raw_repr()

@@ -8,7 +8,7 @@ from typing import Any
 from ..._ops import ops as lik
 
 
-def document(name: str, text: str) -> None:
+def set_docstring(name: str, text: str) -> None:
     """The docstring of an operator and of its overload: its schema, and `text`."""
     packet: Any = getattr(lik, name)
     packet.__doc__ = packet.default.__doc__ = f"{packet.default._schema}\n\n{inspect.cleandoc(text)}"

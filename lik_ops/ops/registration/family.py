@@ -13,17 +13,17 @@ from torch.library import CustomOpDef
 from ... import backends
 from ..._ops import add_op_namespace_prefix
 from ...core.arguments import BACKWARDS, check_choice, require, score_dtype
-from ...core.segments import Dense, Ragged, Shape
-from ...core.settings import requested_backend, use_backend
-from ..fast_path.watchers import described_below, fp32_precision
+from ...core.segments import DenseArgs, RaggedArgs, Shape
+from ...core.settings import get_requested_backend, use_backend
+from ..fast_path.watchers import get_fp32_precision, make_operator_key
 
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
-_MOST_FOUND = 4096
-_found: dict[tuple, Any] = {}  # by operators and descriptions of their arguments
+_MAX_LOOKUPS = 4096
+_lookups: dict[tuple, Any] = {}  # by operators and descriptions of their arguments
 T = TypeVar("T")
 
 
-def found_once(op: str, given: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
+def lookup_once(op: str, given: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
     """What ``find(*arguments)`` returns, which checks the arguments of an operator and finds who computes: once for
     those of one description.
 
@@ -31,34 +31,34 @@ def found_once(op: str, given: Sequence, options: tuple, find: Callable[..., T],
         given: tensors and what else an operator's body gets.
         options: more of that, hashable; or what else describes it.
     """
-    key = (op, options, requested_backend(), fp32_precision(), *described_below(given))
-    found = _found.get(key)
+    key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(given))
+    found = _lookups.get(key)
     if found is None:
         found = find(*arguments)
-        if len(_found) >= _MOST_FOUND:
-            _found.clear()
-        _found[key] = found
+        if len(_lookups) >= _MAX_LOOKUPS:
+            _lookups.clear()
+        _lookups[key] = found
     return found
 
 
-def backend_once(
+def lookup_backend(
     op: str, given: Sequence, options: tuple, Q: Tensor, check: Callable[..., Any], *arguments: Any
 ) -> ModuleType:
-    """Who computes for the device and dtype of Q, once ``check(*arguments)`` let these pass: see `found_once`."""
-    return found_once(op, given, options, _selected, Q, check, arguments)
+    """Who computes for the device and dtype of Q, once ``check(*arguments)`` let these pass: see `lookup_once`."""
+    return lookup_once(op, given, options, _check_and_select, Q, check, arguments)
 
 
-def _selected(Q: Tensor, check: Callable[..., Any], arguments: tuple) -> ModuleType:
+def _check_and_select(Q: Tensor, check: Callable[..., Any], arguments: tuple) -> ModuleType:
     check(*arguments)
-    return backends.select(Q.device, Q.dtype)
+    return backends.select_backend(Q.device, Q.dtype)
 
 
-def forget() -> None:
+def clear_lookups() -> None:
     """Drop what was found out, as when a table of configurations was changed."""
-    _found.clear()
+    _lookups.clear()
 
 
-def check_forward(op: str, tensors: Dense | Ragged, argmax_dtype: Any, backward: str) -> None:
+def check_forward(op: str, tensors: DenseArgs | RaggedArgs, argmax_dtype: Any, backward: str) -> None:
     """Raise ValueError or TypeError, naming the argument, unless a forward takes these."""
     tensors.check(op)
     check_choice(op, "backward", backward, BACKWARDS)
@@ -99,14 +99,19 @@ def check_upstream(op: str, name: str, x: Tensor, expected: Shape, Q: Tensor) ->
         raise TypeError(f"{op}: {name}: expected {score_dtype(Q.dtype)}, got {x.dtype}")
 
 
-def check_needed(op: str, name: str, x: Tensor | None, need: bool) -> None:
+def check_gradient_exists(op: str, name: str, x: Tensor | None, need: bool) -> None:
     """Raise ValueError where the gradient of an argument that is None is asked for."""
     if need and x is None:
         raise ValueError(f"{op}: needs: a gradient of {name} was asked for, and {name} is None")
 
 
 def check_gradient(
-    op: str, grad_scores: Tensor, tensors: Dense | Ragged, argmax: Tensor, argmax_shape: Shape, needs: Sequence[bool]
+    op: str,
+    grad_scores: Tensor,
+    tensors: DenseArgs | RaggedArgs,
+    argmax: Tensor,
+    argmax_shape: Shape,
+    needs: Sequence[bool],
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless a backward takes these."""
     tensors.check(op)
@@ -115,10 +120,10 @@ def check_gradient(
     check_shape(op, "argmax", argmax, argmax_shape, Q.device)
     if argmax.dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
-    check_needed(op, "q_weight", tensors.q_weight, needs[2])
+    check_gradient_exists(op, "q_weight", tensors.q_weight, needs[2])
 
 
-def fake_gradient(tensors: Dense | Ragged, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+def fake_gradient(tensors: DenseArgs | RaggedArgs, needs: Sequence[bool]) -> tuple[Tensor, ...]:
     """Gradients of Q, D and q_weight, of size [0] where they are not needed."""
     Q, D = tensors.Q, tensors.D
     shapes, dtypes = (Q.shape, D.shape, Q.shape[:-1]), (Q.dtype, D.dtype, score_dtype(Q.dtype))
@@ -128,7 +133,7 @@ def fake_gradient(tensors: Dense | Ragged, needs: Sequence[bool]) -> tuple[Tenso
     )
 
 
-def _everything(inputs: Sequence, output: Sequence) -> tuple:
+def _save_everything(inputs: Sequence, output: Sequence) -> tuple:
     return *inputs, output[1]
 
 
@@ -136,7 +141,7 @@ def register_autograd(
     forward: CustomOpDef,
     layout: type,
     gradients: Callable[..., Sequence[Tensor]],
-    kept: Callable[[Sequence, Sequence], tuple] = _everything,
+    kept: Callable[[Sequence, Sequence], tuple] = _save_everything,
     wanted: Sequence[int] | None = None,
 ) -> None:
     """Give `forward` its gradient. Its arguments begin with the tensors of `layout`; it returns scores and winners.
@@ -154,7 +159,7 @@ def register_autograd(
         ctx.set_materialize_grads(False)
         ctx.options = inputs[count:]
         # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
-        ctx.backend = requested_backend()
+        ctx.backend = get_requested_backend()
         ctx.save_for_backward(*kept(inputs[:count], output))
         ctx.mark_non_differentiable(*output[1:])
 
@@ -173,7 +178,7 @@ def register_autograd(
     forward.register_autograd(backward, setup_context=setup_context)
 
 
-def no_gradient(name: str, instead: str, of: str = "gradient") -> Callable[..., NoReturn]:
+def make_raising_backward(name: str, instead: str, of: str = "gradient") -> Callable[..., NoReturn]:
     """The derivative of an operator that has none; the error says what to do instead."""
     message = f"{add_op_namespace_prefix(name)} has no {of}: {instead}"
 
@@ -183,6 +188,6 @@ def no_gradient(name: str, instead: str, of: str = "gradient") -> Callable[..., 
     return raises
 
 
-def no_double_backward(name: str) -> Callable[..., NoReturn]:
+def make_raising_double_backward(name: str) -> Callable[..., NoReturn]:
     """The derivative of the backwards of `name`."""
-    return no_gradient(name, "compute second derivatives with lik_ops.reference", "double backward")
+    return make_raising_backward(name, "compute second derivatives with lik_ops.reference", "double backward")

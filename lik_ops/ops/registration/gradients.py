@@ -12,7 +12,7 @@ def is_unified(backward: str) -> bool:
     return backward == "unified"
 
 
-def gradient(backward: str, backend: ModuleType | None = None) -> Callable[..., tuple]:
+def choose_backward(backward: str, backend: ModuleType | None = None) -> Callable[..., tuple]:
     """The gradients of dense arguments: an operator, or a function of `backend` with the same arguments.
 
     Winners that are to be found again are an argmax of size [0] for the operator, None for the function.
@@ -23,7 +23,7 @@ def gradient(backward: str, backend: ModuleType | None = None) -> Callable[..., 
     return lik.maxsim_bwd_unified if name == "unified" else lik.maxsim_bwd_lowmem
 
 
-def planned(backward: str, backend: ModuleType) -> Callable[..., tuple]:
-    """`gradient` by `backend` for calls of one description, with what it keeps of them, if anything."""
+def plan_backward(backward: str, backend: ModuleType) -> Callable[..., tuple]:
+    """`choose_backward` by `backend` for calls of one description, with what it keeps of them, if anything."""
     plan = getattr(backend, "GradientPlan", None)
-    return gradient(backward, backend) if plan is None else plan(is_unified(backward))
+    return choose_backward(backward, backend) if plan is None else plan(is_unified(backward))

@@ -1,7 +1,7 @@
 """`torch.vmap` of the operators: the batch axis is folded into axes that they have, so that one call serves the batch.
 
-Folding copies what the batch shares and the layout cannot. Where that would take more than `MOST_COPIED` bytes, the
-samples are computed one by one from the tensors as they are.
+Folding copies what the batch shares and the layout cannot. Where that would take more than `MAX_COPIED_BYTES` bytes,
+the samples are computed one by one from the tensors as they are.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from ..._ops import ops as lik
 from ...core.arguments import score_dtype
 
-MOST_COPIED = 32 << 20  # bytes
+MAX_COPIED_BYTES = 32 << 20  # bytes
 
 Outputs = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 
 
-class _Batch:
+class _VmapBatch:
     """The arguments of a batch of calls, the batch axis of each first."""
 
     def __init__(self, size: int, in_dims: tuple, args: tuple) -> None:
@@ -39,14 +39,14 @@ class _Batch:
         x = self.stacked(i)
         return None if x is None else x.movedim(0, axis).flatten(axis, axis + 1)
 
-    def folded_only(self, own: tuple[int, ...], among: tuple[int, ...]) -> list:
+    def fold_only(self, own: tuple[int, ...], among: tuple[int, ...]) -> list:
         """The arguments `among`, of which only `own` are folded: the batch shares the others."""
         return [self.folded(i) if i in own else self.args[i] for i in among]
 
     def any_of(self, *indices: int) -> bool:
         return any(self.is_batched[i] for i in indices)
 
-    def copies_too_much(self, i: int, times: Any = None) -> bool:
+    def is_too_large_to_copy(self, i: int, times: Any = None) -> bool:
         """Whether argument i, repeated for the batch (or `times`), is more than may be copied. Symbolic sizes: no."""
         x = self.args[i]
         if times is None:
@@ -54,7 +54,7 @@ class _Batch:
                 return False
             times = self.size
         total = x.numel() * times * x.element_size()
-        return isinstance(total, int) and times != 1 and total > MOST_COPIED
+        return isinstance(total, int) and times != 1 and total > MAX_COPIED_BYTES
 
     def one_by_one(self, op: Any, *constants: Any) -> Outputs:
         args = list(zip(self.args, self.is_batched, strict=True))
@@ -64,21 +64,21 @@ class _Batch:
         return tuple(torch.stack(x)[: self.size] for x in zip(*samples, strict=True)), (0,) * len(samples[0])
 
 
-def forward(
+def vmap_forward(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, q_weight, normalize: bool, argmax_dtype, backward: str
 ) -> Outputs:
     """`lik::maxsim_fwd` of a batch."""
-    batch, op = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), lik.maxsim_fwd
+    batch, op = _VmapBatch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), lik.maxsim_fwd
     B, constants = batch.size, (normalize, argmax_dtype, backward)
     candidates = batch.sample_dim(1) == 4
     Nq = batch.args[0].shape[-3]
     if not candidates and not batch.any_of(1, 3):
         return _side_forward(batch, op, constants, queries=True)
-    if not candidates and not batch.any_of(0, 2, 4) and not batch.copies_too_much(1):
+    if not candidates and not batch.any_of(0, 2, 4) and not batch.is_too_large_to_copy(1):
         return _side_forward(batch, op, constants, queries=False)
-    if batch.copies_too_much(1) or (not candidates and batch.copies_too_much(1, Nq)):
+    if batch.is_too_large_to_copy(1) or (not candidates and batch.is_too_large_to_copy(1, Nq)):
         return batch.one_by_one(op, *constants)
-    D, d_mask = _as_candidates(batch, Nq, candidates)
+    D, d_mask = _expand_candidates(batch, Nq, candidates)
     scores, argmax = op(batch.folded(0), D, batch.folded(2), d_mask, batch.folded(4), *constants)
     scores = scores.unflatten(0, (B, Nq))
     if argmax_dtype is None:
@@ -87,16 +87,16 @@ def forward(
     return (scores, argmax if candidates else argmax.transpose(1, 2)), (0, 0)
 
 
-def one_by_one(op: Any, tensors: int, info: Any, in_dims: tuple, *args: Any) -> Outputs:
+def loop_over_samples(op: Any, tensors: int, info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """An operator of a batch, whose first arguments are so many tensors: for operators that fold nothing."""
-    return _Batch(info.batch_size, in_dims, args[:tensors]).one_by_one(op, *args[tensors:])
+    return _VmapBatch(info.batch_size, in_dims, args[:tensors]).one_by_one(op, *args[tensors:])
 
 
-def topk(
+def vmap_topk(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize: bool, top_k: int, chunk
 ) -> Outputs:
     """`lik::maxsim_topk` of a batch: queries of several samples are queries of one call, corpora are not."""
-    batch = _Batch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
+    batch = _VmapBatch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
     op = lik.maxsim_topk
     if batch.any_of(1, 3, 4):
         return batch.one_by_one(op, normalize, top_k, chunk)
@@ -105,18 +105,18 @@ def topk(
     return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in found), (0, 0)
 
 
-def _side_forward(batch: _Batch, op: Any, constants: tuple, queries: bool) -> Outputs:
+def _side_forward(batch: _VmapBatch, op: Any, constants: tuple, queries: bool) -> Outputs:
     """Samples share one side of a cross product: the queries, or documents, of all are those of one call."""
     own, axis = ((0, 2, 4), 0) if queries else ((1, 3), 1)
     sizes = batch.size, batch.args[axis].shape[-3]
-    scores, argmax = op(*batch.folded_only(own, (0, 1, 2, 3, 4)), *constants)
+    scores, argmax = op(*batch.fold_only(own, (0, 1, 2, 3, 4)), *constants)
     scores = scores.unflatten(axis, sizes)
     if argmax.dim() == 1:
         return (scores, argmax), (axis, None)
     return (scores, argmax.unflatten(1 - axis, sizes)), (axis, 1 - axis)
 
 
-def _as_candidates(batch: _Batch, Nq: Any, candidates: bool) -> tuple[Tensor, Tensor | None]:
+def _expand_candidates(batch: _VmapBatch, Nq: Any, candidates: bool) -> tuple[Tensor, Tensor | None]:
     """The documents and their mask as candidates of each query of each sample."""
     if candidates:
         return batch.folded(1), batch.folded(3)
@@ -125,19 +125,19 @@ def _as_candidates(batch: _Batch, Nq: Any, candidates: bool) -> tuple[Tensor, Te
     return D, None if d_mask is None else d_mask.unsqueeze(1).expand(-1, Nq, -1, -1).flatten(0, 1)
 
 
-def backward(
+def vmap_backward(
     op: Any, info: Any, in_dims: tuple, g, Q, D, argmax, q_mask, d_mask, q_weight, normalize: bool, needs: list[bool]
 ) -> Outputs:
     """One of the backward operators of a batch."""
-    batch = _Batch(info.batch_size, in_dims, (g, Q, D, argmax, q_mask, d_mask, q_weight))
+    batch = _VmapBatch(info.batch_size, in_dims, (g, Q, D, argmax, q_mask, d_mask, q_weight))
     candidates = batch.sample_dim(2) == 4
     Nq = batch.args[1].shape[-3]
     of_queries, of_documents = [needs[0], False, needs[2]], [False, needs[1], False]
     if isinstance(batch.size, int) and batch.size == 0:
         dtypes = (Q.dtype, D.dtype, score_dtype(Q.dtype))
-        return _unfolded(tuple(Q.new_empty(0, dtype=dtype) for dtype in dtypes), needs, batch)
+        return _unfold_gradients(tuple(Q.new_empty(0, dtype=dtype) for dtype in dtypes), needs, batch)
     if candidates or (isinstance(Nq, int) and Nq == 1 and batch.any_of(2, 5)):
-        if not batch.copies_too_much(2):
+        if not batch.is_too_large_to_copy(2):
             return _candidates_backward(batch, op, candidates, normalize, needs)
     elif not batch.any_of(2, 5) and not needs[1]:
         return _side_backward(batch, op, normalize, of_queries, queries=True)
@@ -150,7 +150,7 @@ def backward(
     return batch.one_by_one(op, normalize, needs)
 
 
-def _unfolded(grads: tuple[Tensor, ...], needs: list[bool], batch: _Batch) -> Outputs:
+def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _VmapBatch) -> Outputs:
     shaped = tuple(
         g.unflatten(0, (batch.size, -1)) if n and g.numel() else g for g, n in zip(grads, needs, strict=True)
     )
@@ -162,7 +162,7 @@ def _unfolded(grads: tuple[Tensor, ...], needs: list[bool], batch: _Batch) -> Ou
     return shaped, tuple(0 if n else None for n in needs)
 
 
-def _candidates_backward(batch: _Batch, op: Any, candidates: bool, normalize: bool, needs: list[bool]) -> Outputs:
+def _candidates_backward(batch: _VmapBatch, op: Any, candidates: bool, normalize: bool, needs: list[bool]) -> Outputs:
     argmax = batch.stacked(3)
     if batch.sample_dim(3) == 1:
         argmax = batch.args[3].flatten()[:0]
@@ -170,14 +170,14 @@ def _candidates_backward(batch: _Batch, op: Any, candidates: bool, normalize: bo
         argmax = (argmax if candidates else argmax.transpose(1, 2)).flatten(0, 1)
     D, d_mask = (batch.folded(2), batch.folded(5)) if candidates else (batch.stacked(2), batch.stacked(5))
     queries = batch.folded(1), D, argmax, batch.folded(4), d_mask, batch.folded(6)
-    return _unfolded(op(batch.folded(0), *queries, normalize, needs), needs, batch)
+    return _unfold_gradients(op(batch.folded(0), *queries, normalize, needs), needs, batch)
 
 
-def _side_backward(batch: _Batch, op: Any, normalize: bool, needs: list[bool], queries: bool) -> Outputs:
+def _side_backward(batch: _VmapBatch, op: Any, normalize: bool, needs: list[bool], queries: bool) -> Outputs:
     """The gradients that belong to it; of the other side none are wanted."""
     grad_scores, argmax = batch.folded(0, 0 if queries else 1), batch.args[3].flatten()[:0]
     if batch.sample_dim(3) == 3:
         argmax = batch.folded(3, 1 if queries else 0)
     own = (1, 4, 6) if queries else (2, 5)
-    Q, D, *options = batch.folded_only(own, (1, 2, 4, 5, 6))
-    return _unfolded(op(grad_scores, Q, D, argmax, *options, normalize, needs), needs, batch)
+    Q, D, *options = batch.fold_only(own, (1, 2, 4, 5, 6))
+    return _unfold_gradients(op(grad_scores, Q, D, argmax, *options, normalize, needs), needs, batch)

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._ops import ops as lik
-from ...core.segments import Ragged
+from ...core.segments import RaggedArgs
 from ...core.settings import checks
-from .batching import Outputs, _Batch
+from .batching import Outputs, _VmapBatch
 
-_QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # tokens with their masks and weights, by their place in `Ragged`
+_QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # tokens with their masks and weights, by their place in `RaggedArgs`
 _ENDS, _OFFSETS, _LENGTHS, _PAIRS = 2, 3, 4, 5
 _FORMAT = 4  # among the arguments of the operator for quantised documents
 _GAP = 2  # queries between those of two samples, both invalid, so that neither takes tokens
 
 
-class _Layout(NamedTuple):
+class _SharedSides(NamedTuple):
     """Which sides are repeated for each sample, or its own; and whether both are, by lists of candidates."""
 
     queries: bool
@@ -33,10 +33,10 @@ class _Layout(NamedTuple):
     both: bool
 
 
-class _Packed:
+class _RaggedVmapBatch:
     """A batch of ragged arguments, of which Q is the `first`."""
 
-    def __init__(self, batch: _Batch, first: int, needs: tuple | list) -> None:
+    def __init__(self, batch: _VmapBatch, first: int, needs: tuple | list) -> None:
         self.batch, self.first, self.size = batch, first, batch.size
         pairs = batch.args[first + _PAIRS] is not None
         candidates = batch.sample_dim(first + _OFFSETS) == 2
@@ -44,7 +44,7 @@ class _Packed:
         documents = self.any_of(*_DOCUMENT_SIDE) or needs[1]
         columns = documents or self.any_of(_OFFSETS, _LENGTHS)
         both = not pairs and (candidates or queries == columns)
-        self.layout = _Layout(queries or both, columns, documents, pairs, both)
+        self.layout = _SharedSides(queries or both, columns, documents, pairs, both)
         self.candidates = candidates
 
     def any_of(self, *indices: int) -> bool:
@@ -55,9 +55,9 @@ class _Packed:
         return tuple(x.shape[self.batch.is_batched[self.first + i] :])
 
     @property
-    def copies_too_much(self) -> bool:
+    def is_too_large_to_copy(self) -> bool:
         own = ((0, self.layout.queries), (1, self.layout.documents))
-        return any(repeated and self.batch.copies_too_much(self.first + i) for i, repeated in own)
+        return any(repeated and self.batch.is_too_large_to_copy(self.first + i) for i, repeated in own)
 
     @property
     def queries(self) -> Any:
@@ -74,7 +74,7 @@ class _Packed:
     def _tokens(self, i: int, own: bool) -> Any:
         return self.batch.folded(self.first + i) if own else self.batch.args[self.first + i]
 
-    def _ends(self) -> Tensor:
+    def _make_cu_seqlens(self) -> Tensor:
         if not self.layout.queries:
             return self.batch.args[self.first + _ENDS]
         ends, tokens = self.batch.stacked(self.first + _ENDS).long(), self.sample_shape(0)[0]
@@ -92,9 +92,9 @@ class _Packed:
             offsets = torch.where(inside, offsets + self._samples(offsets) * tokens, -1)
         if not self.layout.both:
             return offsets.flatten(0, 1), lengths.flatten(0, 1)
-        return self._lists(offsets), self._lists(lengths)
+        return self._repeat_lists(offsets), self._repeat_lists(lengths)
 
-    def _lists(self, x: Tensor) -> Tensor:
+    def _repeat_lists(self, x: Tensor) -> Tensor:
         """Of each query of each sample: its documents, or its candidates and nothing for the queries of a gap."""
         if self.candidates:
             return pad(x, (0, 0, 0, _GAP)).flatten(0, 1)
@@ -112,13 +112,13 @@ class _Packed:
         inside = ((pairs >= 0) & (pairs < most)).all(-1, keepdim=True)
         return torch.where(inside, pairs + self._samples(pairs) * strides, -1).flatten(0, 1)
 
-    def tensors(self) -> Ragged:
+    def tensors(self) -> RaggedArgs:
         """The arguments of the one call."""
         Q, q_mask, q_weight = (self._tokens(i, self.layout.queries) for i in _QUERY_SIDE)
         D, d_mask = (self._tokens(i, self.layout.documents) for i in _DOCUMENT_SIDE)
-        return Ragged(Q, D, self._ends(), *self._columns(), self._pairs(), q_mask, d_mask, q_weight)
+        return RaggedArgs(Q, D, self._make_cu_seqlens(), *self._columns(), self._pairs(), q_mask, d_mask, q_weight)
 
-    def scores_of_samples(self, scores: Tensor) -> tuple[Tensor, int]:
+    def split_scores(self, scores: Tensor) -> tuple[Tensor, int]:
         """What belongs to each sample, and its axis."""
         if self.layout.pairs:
             return scores.unflatten(0, (self.size, self.sample_shape(_PAIRS)[0])), 0
@@ -126,7 +126,7 @@ class _Packed:
             return scores.unflatten(0, (self.size, self.slots))[:, : self.queries], 0
         return scores.unflatten(1, (self.size, self.sample_shape(_OFFSETS)[0])), 1
 
-    def scores_of_call(self, scores: Tensor) -> Tensor:
+    def join_scores(self, scores: Tensor) -> Tensor:
         """Scores with the axis of samples first, in the places that they have in the one call."""
         if self.layout.pairs:
             return scores.flatten(0, 1)
@@ -135,57 +135,59 @@ class _Packed:
         return scores.movedim(0, 1).flatten(1, 2)
 
     @property
-    def winners_axis(self) -> int:
+    def argmax_axis(self) -> int:
         """Of the winners of a sample, that along which those of the next one follow."""
         return 1 if self.layout.queries and not self.layout.pairs else 0
 
 
-def forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
+def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """`lik::maxsim_ragged_fwd` of a batch."""
-    batch, constants, op = _Batch(info.batch_size, in_dims, args[:9]), args[9:], lik.maxsim_ragged_fwd
-    packed = _Packed(batch, 0, (False, False, False))
-    if packed.copies_too_much:
+    batch, constants, op = _VmapBatch(info.batch_size, in_dims, args[:9]), args[9:], lik.maxsim_ragged_fwd
+    packed = _RaggedVmapBatch(batch, 0, (False, False, False))
+    if packed.is_too_large_to_copy:
         return batch.one_by_one(op, *constants)
     with checks(False):  # offsets between samples are no mistakes
-        return _of_samples(packed, *op(*packed.tensors(), *constants))
+        return _split_samples(packed, *op(*packed.tensors(), *constants))
 
 
-def quantized(info: Any, in_dims: tuple, *args: Any) -> Outputs:
+def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """`lik::maxsim_quantized_fwd` of a batch: of samples that share the documents' tokens in one call."""
     op, stored, tensors, constants = lik.maxsim_quantized_fwd, args[1:8], args[8:15], args[15:]
     dims = in_dims[0], None, *in_dims[8:15]
     if not any(dim is not None for dim in in_dims[1:8]):
-        packed = _Packed(_Batch(info.batch_size, dims, (args[0], args[1], *tensors)), 0, (False, False, False))
-        if not (packed.layout.documents or packed.copies_too_much):
+        packed = _RaggedVmapBatch(
+            _VmapBatch(info.batch_size, dims, (args[0], args[1], *tensors)), 0, (False, False, False)
+        )
+        if not (packed.layout.documents or packed.is_too_large_to_copy):
             x = packed.tensors()
             with checks(False):
-                return _of_samples(packed, *op(x.Q, *stored, *x[2:], *constants))
+                return _split_samples(packed, *op(x.Q, *stored, *x[2:], *constants))
     of_tensors = [n for n in range(15) if n != _FORMAT]
-    of_samples = _Batch(info.batch_size, tuple(in_dims[n] for n in of_tensors), tuple(args[n] for n in of_tensors))
+    of_samples = _VmapBatch(info.batch_size, tuple(in_dims[n] for n in of_tensors), tuple(args[n] for n in of_tensors))
     return of_samples.one_by_one(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
 
 
-def _of_samples(packed: _Packed, scores: Tensor, argmax: Tensor) -> Outputs:
+def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> Outputs:
     """The results of the one call as those of the samples."""
     batch = packed.batch
-    scores, dim = packed.scores_of_samples(scores)
+    scores, dim = packed.split_scores(scores)
     if argmax.dim() == 1:
         return (scores, argmax), (dim, None)
-    axis = packed.winners_axis
+    axis = packed.argmax_axis
     each = packed.sample_shape(0 if axis else _PAIRS if packed.layout.pairs else _OFFSETS)[0]
     return (scores, argmax.unflatten(axis, (batch.size, each))), (dim, axis)
 
 
-def backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
+def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
     """`lik::maxsim_ragged_bwd` of a batch."""
     *tensors, normalize, unified, needs = args
     op = lik.maxsim_ragged_bwd
-    batch = _Batch(info.batch_size, in_dims, (grad_scores, *tensors))
-    packed = _Packed(batch, 1, needs)
-    if packed.copies_too_much:
+    batch = _VmapBatch(info.batch_size, in_dims, (grad_scores, *tensors))
+    packed = _RaggedVmapBatch(batch, 1, needs)
+    if packed.is_too_large_to_copy:
         return batch.one_by_one(op, normalize, unified, needs)
-    argmax = batch.folded(10, packed.winners_axis)
-    upstream = packed.scores_of_call(batch.stacked(0))
+    argmax = batch.folded(10, packed.argmax_axis)
+    upstream = packed.join_scores(batch.stacked(0))
     grads = op(upstream, *packed.tensors(), argmax, normalize, unified, needs)
     shaped = (
         g.unflatten(0, (batch.size, packed.sample_shape(i)[0])) if need else g

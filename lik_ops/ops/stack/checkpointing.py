@@ -14,7 +14,7 @@ _CACHING: Any = getattr(checkpoint, "_CachingTorchDispatchMode", ())
 _TRACING = [getattr(_C._TorchDispatchModeKey, key) for key in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
-def uncached(outputs: Any) -> Any:
+def copy_cached(outputs: Any) -> Any:
     """Return copies of the tensors that a checkpoint's cache holds, else `outputs`.
 
     The cache and the caller share the tensors that an operator returns. Eager code that writes to one increments its
@@ -27,10 +27,10 @@ def uncached(outputs: Any) -> Any:
     if any(getattr(mode, "_mode_key", None) in _TRACING for mode in modes):
         return outputs
     with _C._DisableTorchDispatch():  # no mode sees the copies
-        return _copied(outputs)
+        return _copy_tensors(outputs)
 
 
-def _copied(outputs: Tensor | Sequence) -> Any:
+def _copy_tensors(outputs: Tensor | Sequence) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.clone() if type(outputs) is Tensor else outputs
-    return tuple(_copied(x) for x in outputs)
+    return tuple(_copy_tensors(x) for x in outputs)

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 _TRACED = ("ops/**/*.py", "families/**/*.py", "core/arguments.py", "core/segments.py")
 
 
-def digest() -> str:
+def hash_sources() -> str:
     """Of the version and of every source that tracers may have looked into; of the version where none can be read."""
     found = hashlib.sha256(__version__.encode())
     for pattern in _TRACED:
@@ -28,9 +28,9 @@ def digest() -> str:
     return found.hexdigest()[:16]
 
 
-def tag() -> None:
+def tag_cache_key() -> None:
     """Add the digest to the key of torch's compile caches, beside what is there."""
-    own = f"lik_ops={digest()}"
+    own = f"lik_ops={hash_sources()}"
     before = torch.compiler.config.cache_key_tag
     if own not in before:
         torch.compiler.config.cache_key_tag = f"{before};{own}" if before else own

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..._ops import ops as lik
-from ..registration.family import no_double_backward
-from ..registration.gradients import gradient
+from ..registration.family import make_raising_double_backward
+from ..registration.gradients import choose_backward
 
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -30,36 +30,36 @@ def is_transforming() -> bool:
 
 def is_differentiating() -> bool:
     """Whether one of the transforms going on takes gradients."""
-    return _has(_GRAD)
+    return _has_transform(_GRAD)
 
 
-def is_deriving() -> bool:
+def is_taking_derivatives() -> bool:
     """Whether one of the transforms going on takes gradients or tangents."""
-    return _has(_GRAD) or _has(_JVP)
+    return _has_transform(_GRAD) or _has_transform(_JVP)
 
 
-def takes_tangents() -> bool:
+def is_taking_tangents() -> bool:
     """Whether one of the transforms going on takes tangents."""
-    return _has(_JVP)
+    return _has_transform(_JVP)
 
 
 def is_functionalizing() -> bool:
     """Return whether `torch.func.functionalize` is active."""
-    return _has(_FUNCTIONALIZE)
+    return _has_transform(_FUNCTIONALIZE)
 
 
 # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: see `sharding`.
-for _asked in (is_transforming, is_deriving, takes_tangents, is_functionalizing):
+for _asked in (is_transforming, is_taking_derivatives, is_taking_tangents, is_functionalizing):
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def reject_transforms(op: str, asked: Callable[[], bool] = is_deriving) -> None:
+def reject_transforms(op: str, asked: Callable[[], bool] = is_taking_derivatives) -> None:
     """Raise NotImplementedError inside transforms that take gradients or tangents, or what is `asked`."""
     if not torch.compiler.is_dynamo_compiling() and asked():
         raise NotImplementedError(f"torch.func cannot differentiate {op}: use torch.autograd")
 
 
-def records_gradients(*tensors: Tensor | None) -> bool:
+def is_recording_gradients(*tensors: Tensor | None) -> bool:
     """Whether gradients of any of `tensors` are recorded: by a transform, or by autograd outside of one."""
     if not torch.is_grad_enabled():
         return False
@@ -68,7 +68,7 @@ def records_gradients(*tensors: Tensor | None) -> bool:
     return is_differentiating() or any(t is not None and _requires_grad(t, True) for t in tensors)
 
 
-def are_differentiated(*tensors: Tensor | None) -> bool:
+def is_any_differentiated(*tensors: Tensor | None) -> bool:
     """Whether one of the transforms going on takes gradients of any of `tensors`: none of what was detached."""
     return is_transforming() and any(t is not None and _requires_grad(t) for t in tensors)
 
@@ -82,28 +82,28 @@ def _requires_grad(t: Tensor, outside: bool = False) -> bool:
     return outside and t.requires_grad
 
 
-def carry_tangents(*tensors: Tensor | None) -> bool:
+def has_tangents(*tensors: Tensor | None) -> bool:
     """Whether any of `tensors` has a tangent of forward-mode AD; inside a `jvp` what is part of a transform may."""
     if forward_ad._current_level < 0:
         return False
     given = [t for t in tensors if t is not None]
     if any(forward_ad.unpack_dual(t).tangent is not None for t in given if not is_wrapped(t)):
         return True
-    return _has(_JVP) and any(map(is_wrapped, given))
+    return _has_transform(_JVP) and any(map(is_wrapped, given))
 
 
 def reject_forward_ad(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent. Compiled code, whose
     tensors cannot be asked, raises inside a `jvp`."""
-    if takes_tangents() if torch.compiler.is_dynamo_compiling() else carry_tangents(*tensors):
+    if is_taking_tangents() if torch.compiler.is_dynamo_compiling() else has_tangents(*tensors):
         raise NotImplementedError("lik_ops has no forward-mode AD: compute forward derivatives with lik_ops.reference")
 
 
-def _has(kind: Any) -> bool:
+def _has_transform(kind: Any) -> bool:
     return is_transforming() and any(level.key() == kind for level in _stack() or ())
 
 
-class _Forward(torch.autograd.Function):
+class _TransformForward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -113,19 +113,19 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         Q, D, q_mask, d_mask, q_weight, ctx.normalize, _, backward = inputs
-        ctx.op = gradient(backward)
+        ctx.op = choose_backward(backward)
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(Q, D, output[1], q_mask, d_mask, q_weight)
 
     @staticmethod
     def backward(ctx, grad_scores, grad_argmax):
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 4)]
-        grads = _Backward.apply(ctx.op, grad_scores, *ctx.saved_tensors, ctx.normalize, needs)
+        grads = _TransformBackward.apply(ctx.op, grad_scores, *ctx.saved_tensors, ctx.normalize, needs)
         grad_Q, grad_D, grad_q_weight = (g if need else None for g, need in zip(grads, needs, strict=True))
         return grad_Q, grad_D, None, None, grad_q_weight, None, None, None
 
 
-class _Backward(torch.autograd.Function):
+class _TransformBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -136,10 +136,10 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None:
         pass
 
-    backward = staticmethod(no_double_backward("maxsim"))
+    backward = staticmethod(make_raising_double_backward("maxsim"))
 
 
-def forward(*args: Any) -> tuple[Tensor, Tensor]:
+def forward_in_transform(*args: Any) -> tuple[Tensor, Tensor]:
     """`lik::maxsim_fwd`, inside a transform in a way that it can differentiate and batch.
 
     Not for the bodies of operators: the dispatcher has left the transform there.
@@ -147,4 +147,4 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
     if is_functionalizing():  # torch has no rule for an autograd.Function there
         reject_transforms("MaxSim inside functionalize", is_differentiating)
         return lik.maxsim_fwd(*args)
-    return _Forward.apply(*args) if is_transforming() else lik.maxsim_fwd(*args)
+    return _TransformForward.apply(*args) if is_transforming() else lik.maxsim_fwd(*args)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...core.segments import Ragged
+from ...core.segments import RaggedArgs
 
 _registered = False
 _DTensor: Any = None  # the class, and a placement, once it is registered
@@ -39,7 +39,7 @@ def register_if_needed() -> None:
 register_if_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def whole_like(x: Tensor, like: Tensor) -> Tensor:
+def replicate_like(x: Tensor, like: Tensor) -> Tensor:
     """Return `x` as a DTensor that is whole on every process if `like` is a DTensor, else `x`.
 
     torch does not mix plain tensors with DTensors, so the tensors that a function of lik_ops makes follow those that
@@ -51,26 +51,26 @@ def whole_like(x: Tensor, like: Tensor) -> Tensor:
     return _DTensor.from_local(x, mesh, [_replicate] * mesh.ndim, run_check=False)
 
 
-def ragged_of(*tensors: Tensor | None) -> Ragged:
+def make_ragged_args(*tensors: Tensor | None) -> RaggedArgs:
     """Return `Ragged.of` these tensors, which may be DTensors."""
     if _DTensor is None or not isinstance(tensors[0], _DTensor):
-        return Ragged.of(*tensors)  # type: ignore[arg-type]
+        return RaggedArgs.of(*tensors)  # type: ignore[arg-type]
     # torch flattens no axis that is sharded unevenly, and packed tokens are whole on every process.
     Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
-    Q, D, *per_token = (_gathered(x) for x in (Q, D, *per_token))
-    r = Ragged.of(Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token)
+    Q, D, *per_token = (_gather_shards(x) for x in (Q, D, *per_token))
+    r = RaggedArgs.of(Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token)
     if cu_seqlens_q is None:
-        r = r._replace(cu_seqlens_q=whole_like(r.cu_seqlens_q, r.Q))
+        r = r._replace(cu_seqlens_q=replicate_like(r.cu_seqlens_q, r.Q))
     if offsets is None:
-        r = r._replace(d_offsets=whole_like(r.d_offsets, r.Q), d_lengths=whole_like(r.d_lengths, r.Q))
+        r = r._replace(d_offsets=replicate_like(r.d_offsets, r.Q), d_lengths=replicate_like(r.d_lengths, r.Q))
     return r
 
 
-def _gathered(x: Any) -> Any:
+def _gather_shards(x: Any) -> Any:
     return x.redistribute(placements=[_replicate] * x.device_mesh.ndim) if isinstance(x, _DTensor) else x
 
 
-def _placed(tensors: Sequence, placements: Sequence) -> list:
+def _list_placements(tensors: Sequence, placements: Sequence) -> list:
     """Placements of arguments, None for those that are None, and for all behind the last that has one."""
     return [None if x is None else placement for x, placement in zip_longest(tensors, placements)]
 
@@ -85,7 +85,7 @@ def _register() -> None:
     for ops, rule in _RULES.items():
         for op in ops.split():
             overload = getattr(lik, op).default
-            register_sharding(overload)(partial(_ways, rule, at))
+            register_sharding(overload)(partial(_list_strategies, rule, at))
             _compare_flags(overload, DTensor)
 
 
@@ -100,9 +100,9 @@ def _compare_flags(op: Any, DTensor: Any) -> None:
     known[op] = replace(known[op], static_argnum=min(known[op].static_argnum, *flags, len(op._schema.arguments)))
 
 
-def _ways(rule: Callable, at: _Placements, *args: Any) -> list:
+def _list_strategies(rule: Callable, at: _Placements, *args: Any) -> list:
     """The ways to place results and arguments that `rule` knows."""
-    return [(list(results), _placed(args, given)) for results, given in rule(at, args)]
+    return [(list(results), _list_placements(args, given)) for results, given in rule(at, args)]
 
 
 class _Placements(NamedTuple):
@@ -132,10 +132,10 @@ class _Placements(NamedTuple):
         whole, first = self[:2]
         return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, self.partial)
 
-    def ragged(self, r: Ragged) -> tuple:
+    def ragged(self, r: RaggedArgs) -> tuple:
         """Of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
         whole, first, second, _, partial = self
-        everything: Any = Ragged(*_placed(r, (whole,) * len(r)))
+        everything: Any = RaggedArgs(*_list_placements(r, (whole,) * len(r)))
         if r.pairs is not None:
             scores, lists = first, everything._replace(pairs=first)
         else:
@@ -148,124 +148,124 @@ class _Placements(NamedTuple):
         return [x if need else self.whole for x, need in zip(placements, needs, strict=True)]
 
 
-def _fwd(at: _Placements, a: tuple) -> list:
+def _shard_fwd(at: _Placements, a: tuple) -> list:
     return [(at.wanted((s, w), (True, a[6] is not None)), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])]
 
 
-def _bwd(at: _Placements, a: tuple) -> list:
-    has_winners = len(a[3].shape) == 3
+def _shard_bwd(at: _Placements, a: tuple) -> list:
+    has_argmax = len(a[3].shape) == 3
     return [
-        (at.wanted((of_q, of_d, of_q), a[8]), (s, q, d, w if has_winners else at.whole, q, d, q))
+        (at.wanted((of_q, of_d, of_q), a[8]), (s, q, d, w if has_argmax else at.whole, q, d, q))
         for s, w, q, d, of_q, of_d in at.dense(a[2])
     ]
 
 
-def _fwd_int8(at: _Placements, a: tuple) -> list:
+def _shard_fwd_int8(at: _Placements, a: tuple) -> list:
     return [((s, w, d, d), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])]
 
 
-def _bwd_int8(at: _Placements, a: tuple) -> list:
+def _shard_bwd_int8(at: _Placements, a: tuple) -> list:
     found = at.dense(a[2])
     return [(at.wanted((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in found]
 
 
-def _xtr(at: _Placements, a: tuple) -> list:
+def _shard_xtr(at: _Placements, a: tuple) -> list:
     whole, first, second = at[:3]
     return [((q, w, q), (q, whole, q, whole, q)) for q, w in ((whole, whole), (first, second))]
 
 
-def _token_topk(at: _Placements, a: tuple) -> list:
+def _shard_token_topk(at: _Placements, a: tuple) -> list:
     after = {at.whole: at.whole, at.first: at.second, at.second: at.third}  # of winners, whose first axis is the rank
     found = at.dense(a[1])
     return [(at.wanted((s, after[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in found]
 
 
-def _loss(at: _Placements, a: tuple) -> list:
+def _shard_loss(at: _Placements, a: tuple) -> list:
     return [((q, q), (q, d, q, d, q, q)) for q, d, _ in at.losses(a[1])]
 
 
-def _loss_bwd(at: _Placements, a: tuple) -> list:
+def _shard_loss_bwd(at: _Placements, a: tuple) -> list:
     return [(at.wanted((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])]
 
 
-def _soft(at: _Placements, a: tuple) -> list:
+def _shard_soft(at: _Placements, a: tuple) -> list:
     return [(at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.whole)) for s, w, q, d, _, _ in at.dense(a[1])]
 
 
-def _soft_bwd(at: _Placements, a: tuple) -> list:
+def _shard_soft_bwd(at: _Placements, a: tuple) -> list:
     return [
         (at.wanted((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.whole))
         for s, w, q, d, of_q, of_d, of_tau in at.heads(a[2])
     ]
 
 
-def _head(at: _Placements, a: tuple) -> list:
+def _shard_head(at: _Placements, a: tuple) -> list:
     whole, keeps = at.whole, a[8] is not None
     return [(at.wanted((s, w), (True, keeps)), (q, h, whole, whole, q, h, q)) for s, w, q, h, *_ in at.heads(a[1])]
 
 
-def _head_bwd(at: _Placements, a: tuple) -> list:
-    whole, has_winners = at.whole, len(a[5].shape) == 3
+def _shard_head_bwd(at: _Placements, a: tuple) -> list:
+    whole, has_argmax = at.whole, len(a[5].shape) == 3
     return [
         (
             at.wanted((of_q, of_h, of_head, of_head, of_q), a[10]),
-            (s, q, h, whole, whole, w if has_winners else whole, q, h, q),
+            (s, q, h, whole, whole, w if has_argmax else whole, q, h, q),
         )
         for s, w, q, h, of_q, of_h, of_head in at.heads(a[2])
     ]
 
 
-def _chamfer(at: _Placements, a: tuple) -> list:
+def _shard_chamfer(at: _Placements, a: tuple) -> list:
     return [((of,) * 4, (of,) * 4) for of in at[:2]]
 
 
-def _chamfer_bwd(at: _Placements, a: tuple) -> list:
+def _shard_chamfer_bwd(at: _Placements, a: tuple) -> list:
     return [(at.wanted((of, of), a[7]), (of,) * 6) for of in at[:2]]
 
 
-def _search(at: _Placements, a: tuple) -> list:
+def _shard_search(at: _Placements, a: tuple) -> list:
     whole = at.whole
     return [((q, q), (q, whole, q, whole, whole, q)) for q in at[:2]]
 
 
-def _search_codes(at: _Placements, a: tuple) -> list:
+def _shard_search_codes(at: _Placements, a: tuple) -> list:
     whole = at.whole
     return [((q, q), (q, whole, whole, q, whole, whole, q)) for q in at[:2]]
 
 
-def _ragged(at: _Placements, a: tuple) -> list:
-    found = at.ragged(Ragged(*a[:9]))
+def _shard_ragged(at: _Placements, a: tuple) -> list:
+    found = at.ragged(RaggedArgs(*a[:9]))
     return [(at.wanted((s, w), (True, a[10] is not None)), tensors) for s, w, tensors, _ in found]
 
 
-def _quantized(at: _Placements, a: tuple) -> list:
+def _shard_quantized(at: _Placements, a: tuple) -> list:
     stored = *(at.whole,) * 3, None, *(at.whole,) * 3  # the format is no tensor
-    found = at.ragged(Ragged(*a[:2], *a[8:15]))
+    found = at.ragged(RaggedArgs(*a[:2], *a[8:15]))
     return [(at.wanted((s, w), (True, a[16] is not None)), (x.Q, *stored, *x[2:])) for s, w, x, _ in found]
 
 
-def _ragged_bwd(at: _Placements, a: tuple) -> list:
-    return [(at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(Ragged(*a[1:10]))]
+def _shard_ragged_bwd(at: _Placements, a: tuple) -> list:
+    return [(at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(RaggedArgs(*a[1:10]))]
 
 
 _RULES = {
-    "maxsim_fwd": _fwd,
-    "maxsim_bwd_lowmem maxsim_bwd_unified": _bwd,
-    "maxsim_fwd_int8": _fwd_int8,
-    "maxsim_bwd_int8": _bwd_int8,
-    "maxsim_xtr_fwd": _xtr,
-    "maxsim_token_topk_fwd": _token_topk,
-    "maxsim_cross_entropy_fwd": _loss,
-    "maxsim_cross_entropy_bwd": _loss_bwd,
-    "maxsim_soft_fwd": _soft,
-    "maxsim_soft_bwd": _soft_bwd,
-    "maxsim_from_hidden_fwd": _head,
-    "maxsim_from_hidden_bwd": _head_bwd,
-    "chamfer_fwd": _chamfer,
-    "chamfer_bwd": _chamfer_bwd,
-    "maxsim_topk": _search,
-    "maxsim_topk_codes": _search_codes,
-    "maxsim_ragged_fwd": _ragged,
-    "maxsim_quantized_fwd": _quantized,
-    "maxsim_ragged_bwd": _ragged_bwd,
+    "maxsim_fwd": _shard_fwd,
+    "maxsim_bwd_lowmem maxsim_bwd_unified": _shard_bwd,
+    "maxsim_fwd_int8": _shard_fwd_int8,
+    "maxsim_bwd_int8": _shard_bwd_int8,
+    "maxsim_xtr_fwd": _shard_xtr,
+    "maxsim_token_topk_fwd": _shard_token_topk,
+    "maxsim_cross_entropy_fwd": _shard_loss,
+    "maxsim_cross_entropy_bwd": _shard_loss_bwd,
+    "maxsim_soft_fwd": _shard_soft,
+    "maxsim_soft_bwd": _shard_soft_bwd,
+    "maxsim_from_hidden_fwd": _shard_head,
+    "maxsim_from_hidden_bwd": _shard_head_bwd,
+    "chamfer_fwd": _shard_chamfer,
+    "chamfer_bwd": _shard_chamfer_bwd,
+    "maxsim_topk": _shard_search,
+    "maxsim_topk_codes": _shard_search_codes,
+    "maxsim_ragged_fwd": _shard_ragged,
+    "maxsim_quantized_fwd": _shard_quantized,
+    "maxsim_ragged_bwd": _shard_ragged_bwd,
 }

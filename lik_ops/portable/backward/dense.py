@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.arguments import argmax_dtype_for, score_dtype
-from ..blocks import NORM_EPS, MiB, Piece, may_look, pieces_of, row_norms, slices_of
+from ...core.arguments import choose_argmax_dtype, score_dtype
+from ..blocks import NORM_EPS, MiB, Piece, compute_row_norms, cut_pieces, is_host_readable, split_range
 from ..forward.dense import forward
-from ..layout import Layout, unified_layout
+from ..layout import BatchedArgs, make_batched_args
 
-DOCUMENT_BYTES = 6 * MiB  # of documents that are read many times
-PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
-ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
-GROUP = 32  # documents whose winners are summed before they are added to those of others
+MAX_TABLE_BYTES = 6 * MiB  # of documents that are read many times
+MAX_PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
+MAX_ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
+GROUP_DOCUMENTS = 32  # documents whose winners are summed before they are added to those of others
 
 
 def backward_lowmem(
@@ -43,21 +43,21 @@ def backward_lowmem(
     Documents may be int8 of a `scale` ``[..., Ld]``, with winners; their gradient has the dtype of Q.
     """
     if argmax is None:
-        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype_for(D.shape[-2]))[1]
-    layout = unified_layout(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
+        argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, choose_argmax_dtype(D.shape[-2]))[1]
+    layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, grad_scores, argmax)
     scale = scale.unsqueeze(0) if scale is not None and D.dim() == 3 else scale
-    return Backward(layout, Q.shape, D.shape, normalize, needs, scale).gradients()
+    return DenseBackward(layout, Q.shape, D.shape, normalize, needs, scale).gradients()
 
 
 backward_unified = backward_lowmem
 
 
-def bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
+def sum_bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
     """Weighted sums of rows of `table`: of each row of a 2-D `index`, or from each of `offsets` to the next."""
     return F.embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weight)
 
 
-def through_norm(grad: Tensor, rows: Tensor) -> Tensor:
+def backpropagate_norm(grad: Tensor, rows: Tensor) -> Tensor:
     """The gradient of rows from that of ``rows / max(||rows||, eps)``."""
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     clamped = norms.clamp_min(NORM_EPS)
@@ -66,12 +66,12 @@ def through_norm(grad: Tensor, rows: Tensor) -> Tensor:
     return unit.mul_(along).sub_(grad).div_(-clamped)
 
 
-class Backward:
+class DenseBackward:
     """One call: the arguments in one layout, the gradients, and the passes that fill them."""
 
     def __init__(
         self,
-        layout: Layout,
+        layout: BatchedArgs,
         shape_Q: torch.Size,
         shape_D: torch.Size,
         normalize: bool,
@@ -81,21 +81,21 @@ class Backward:
         self.layout, self.normalize, self.needs = layout, normalize, needs
         self.scale = scale  # [B, X, Ld] of int8 documents
         Q, D = layout.Q, layout.D
-        self.dtype, self.may_look = score_dtype(Q.dtype), may_look(Q)
+        self.dtype, self.may_look = score_dtype(Q.dtype), is_host_readable(Q)
         (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = Q.shape, D.shape[1:3]
         self.token_bytes = self.d * self.dtype.itemsize
-        self.piece_tokens = max(1, PIECE_BYTES // self.token_bytes)
+        self.piece_tokens = max(1, MAX_PIECE_BYTES // self.token_bytes)
         self.grad_Q = Q.new_empty(shape_Q if needs[0] else (0,))
         self.grad_D = Q.new_empty(shape_D if needs[1] else (0,))
         self.grad_q_weight = Q.new_empty(shape_Q[:-1] if needs[2] else (0,), dtype=self.dtype)
 
-    def anything(self) -> bool:
+    def has_upstream(self) -> bool:
         """Whether anything can be sent."""
         return self.layout.argmax is not None and self.layout.argmax.numel() > 0 and self.Ld > 0
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         found = self.grad_Q, self.grad_D, self.grad_q_weight
-        if not self.anything():
+        if not self.has_upstream():
             for grad in found:
                 grad.zero_()
         else:
@@ -105,7 +105,7 @@ class Backward:
                 self.gather_into_documents()
         return found
 
-    def _winners(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _argmax(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Winners int64, which of them exist, and the gradients of their maxima before the weight: ``[b, x, y, s]``."""
         assert self.layout.argmax is not None
         winner = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
@@ -113,7 +113,7 @@ class Backward:
         g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
         return winner, exists, torch.where(exists, g, 0)
 
-    def _weighted(self, g: Tensor, query: Piece) -> Tensor:
+    def _apply_weights(self, g: Tensor, query: Piece) -> Tensor:
         """The gradients of the similarities that won; NaN where there is no winner and the weight is NaN."""
         if self.layout.q_weight is None:
             return g
@@ -122,7 +122,7 @@ class Backward:
     def _query_rows(self, query: Piece) -> Tensor:
         """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
         rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
-        return rows / row_norms(rows) if self.normalize else rows
+        return rows / compute_row_norms(rows) if self.normalize else rows
 
     def _tokens(self, part: Any) -> Tensor:
         """Document tokens ``[n, d]`` in the computing dtype."""
@@ -133,7 +133,7 @@ class Backward:
         """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
         rows = gathered.flatten(0, -2).to(self.dtype)
         rows.masked_fill_(~exists.reshape(-1, 1), 0)
-        return rows.div_(row_norms(rows)) if self.normalize else rows
+        return rows.div_(compute_row_norms(rows)) if self.normalize else rows
 
     def gather_into_queries(self) -> None:
         """grad_Q and grad_q_weight: a piece of query tokens at a time sums its winners over the documents.
@@ -141,34 +141,34 @@ class Backward:
         Documents are summed in groups that no number of queries changes: a query's gradient has the same bits alone
         and among others.
         """
-        group = max(1, min(GROUP, self.piece_tokens, DOCUMENT_BYTES // (self.Ld * self.token_bytes)))
-        for query in pieces_of((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, ENTRIES // group))):
+        group = max(1, min(GROUP_DOCUMENTS, self.piece_tokens, MAX_TABLE_BYTES // (self.Ld * self.token_bytes)))
+        for query in cut_pieces((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, MAX_ENTRIES // group))):
             batches, items, tokens = query.counts()
             limit = batches * items * tokens
-            groups = max(1, min(ENTRIES // (limit * group), self.piece_tokens // limit))
+            groups = max(1, min(MAX_ENTRIES // (limit * group), self.piece_tokens // limit))
             if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
-                groups = max(1, min(groups, DOCUMENT_BYTES // (self.Ld * self.token_bytes * group)))
+                groups = max(1, min(groups, MAX_TABLE_BYTES // (self.Ld * self.token_bytes * group)))
             sums = (
-                self._sums_of_winners(query, documents, group) for documents in slices_of(0, self.X, groups * group)
+                self._sum_argmax_tokens(query, documents, group) for documents in split_range(0, self.X, groups * group)
             )
             self._finish(query, sum_tensors(itertools.chain.from_iterable(sums)), of_queries=True)
 
-    def _sums_of_winners(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
+    def _sum_argmax_tokens(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
         """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
-        winner, exists, g = self._winners(query, documents)
+        winner, exists, g = self._argmax(query, documents)
         batches, count = winner.shape[:2]
         table = self._direct_table(query, documents, exists)
         if table is None:
-            for part in slices_of(0, count, group):
-                yield self._sum_of_gathered(query, documents, part, winner, exists, g)
+            for part in split_range(0, count, group):
+                yield self._sum_gathered(query, documents, part, winner, exists, g)
             return
         first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
         index, weight = (t.movedim(1, -1).reshape(-1) for t in (winner.clamp_min_(0).add_(first), g))
         starts = torch.arange(0, index.numel(), count, device=g.device).unsqueeze(1)
         offsets = (starts + torch.arange(0, count, group, device=g.device)).view(-1)
-        yield from bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
+        yield from sum_bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
 
-    def _sum_of_gathered(
+    def _sum_gathered(
         self, query: Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
     ) -> Tensor:
         """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
@@ -179,10 +179,10 @@ class Backward:
         batch = torch.arange(batches, device=g.device).repeat_interleave(tokens // batches) + query.batches.start
         place = torch.arange(count, device=g.device).unsqueeze(1) + (documents.start + part.start)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
-        for some in slices_of(0, tokens, max(1, self.piece_tokens // count)):
+        for some in split_range(0, tokens, max(1, self.piece_tokens // count)):
             rows = self._rows(self._tokens((batch[some], place, winner[:, some].clamp_min(0))), exists[:, some])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
-            total[some] = bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
+            total[some] = sum_bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
         return total
 
     def _direct_table(self, query: Piece, documents: slice, exists: Tensor) -> Tensor | None:
@@ -197,20 +197,20 @@ class Backward:
         """grad_D: a piece of document tokens at a time sums the query tokens that it won."""
         # Several queries' candidates only where none of their rows are cut: else how would depend on the others.
         rows = self.Y * self.Lq
-        max_batches = max(1, min(self.piece_tokens // rows, ENTRIES // (self.X * rows)))
-        for document in pieces_of((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
+        max_batches = max(1, min(self.piece_tokens // rows, MAX_ENTRIES // (self.X * rows)))
+        for document in cut_pieces((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
             batches, items, _ = document.counts()
-            limit = max(1, min(self.piece_tokens // batches, ENTRIES // (batches * items)))
+            limit = max(1, min(self.piece_tokens // batches, MAX_ENTRIES // (batches * items)))
             total = sum_tensors(
-                self._sum_of_queries(Piece(document.batches, query.items, query.tokens), document)
-                for query in pieces_of((1, self.Y, self.Lq), limit)
+                self._sum_queries(Piece(document.batches, query.items, query.tokens), document)
+                for query in cut_pieces((1, self.Y, self.Lq), limit)
             )
             self._finish(document, total, of_queries=False)
 
-    def _sum_of_queries(self, query: Piece, document: Piece) -> Tensor:
+    def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
         """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
-        winner, exists, g = self._winners(query, document.items)
-        weight = self._weighted(g, query).flatten()
+        winner, exists, g = self._argmax(query, document.items)
+        weight = self._apply_weights(g, query).flatten()
         batches, items, tokens = document.counts()
         if tokens < self.Ld:
             exists &= (winner >= document.tokens.start) & (winner < document.tokens.stop)
@@ -226,7 +226,7 @@ class Backward:
         source = order.remainder(sources)
         if batches > 1:
             source += order.div(items * sources, rounding_mode="floor").mul_(sources)
-        return bags(self._query_rows(query), source, weight[order], bounds)[:rows]
+        return sum_bags(self._query_rows(query), source, weight[order], bounds)[:rows]
 
     def _finish(self, piece: Piece, total: Tensor, of_queries: bool) -> None:
         """Write the gradients of a piece of tokens, given what they receive before their weights and norms."""
@@ -239,13 +239,13 @@ class Backward:
             rows = tokens[part].reshape(-1, self.d).contiguous().to(self.dtype) if of_queries else self._tokens(part)
             rows = torch.where(live, rows, 0)
             if needs_weight:
-                unit = rows / row_norms(rows) if self.normalize else rows
+                unit = rows / compute_row_norms(rows) if self.normalize else rows
                 target = self.grad_q_weight.view(tokens.shape[:-1])[part]
                 target.copy_((unit * total).sum(-1).view(target.shape))
             if q_weight is not None:
                 total = torch.where(live, total * q_weight[part].reshape(-1, 1), 0)
             if self.normalize:
-                total = through_norm(total, rows)
+                total = backpropagate_norm(total, rows)
         if self.needs[0 if of_queries else 1]:
             target = gradient.view(tokens.shape)[part]
             if total.data_ptr() != target.data_ptr():  # unless the sums were made in it

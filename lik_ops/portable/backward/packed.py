@@ -11,41 +11,41 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...core.segments import Ragged
-from ..blocks import MiB, Piece, row_norms, slices_of
-from ..layout import Cells, Layout
-from .dense import ENTRIES, Backward, bags
+from ...core.segments import RaggedArgs
+from ..blocks import MiB, Piece, compute_row_norms, split_range
+from ..layout import BatchedArgs, PairSegments
+from .dense import MAX_ENTRIES, DenseBackward, sum_bags
 
-TABLE_BYTES = 6 * MiB  # of the other side's tokens, converted or normalised once
+MAX_TABLE_BYTES = 6 * MiB  # of the other side's tokens, converted or normalised once
 
 
 def backward_ragged(
-    grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+    grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
     return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients()
 
 
-class _PackedBackward(Backward):
+class _PackedBackward(DenseBackward):
     """The gradients as of one long query and one long document, which is how packed tokens lie."""
 
-    def __init__(self, grad_scores: Tensor, r: Ragged, argmax: Tensor, normalize: bool, needs: list[bool]) -> None:
+    def __init__(self, grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool]) -> None:
         weight = None if r.q_weight is None else r.q_weight[None, None]
-        layout = Layout(r.Q[None, None], r.D[None, None], None, None, weight, grad_scores, argmax)
+        layout = BatchedArgs(r.Q[None, None], r.D[None, None], None, None, weight, grad_scores, argmax)
         super().__init__(layout, r.Q.shape, r.D.shape, normalize, needs)
-        self.ragged, self.winners, self.grad_scores = r, argmax, grad_scores.reshape(-1)
-        self.cells = Cells(r, argmax.shape[1] if r.pairs is not None and argmax.dim() == 2 else r.Q.shape[0])
+        self.ragged, self.argmax, self.grad_scores = r, argmax, grad_scores.reshape(-1)
+        self.cells = PairSegments(r, argmax.shape[1] if r.pairs is not None and argmax.dim() == 2 else r.Q.shape[0])
 
-    def anything(self) -> bool:
-        return super().anything() and self.ragged.queries > 0 and self.Lq > 0
+    def has_upstream(self) -> bool:
+        return super().has_upstream() and self.ragged.queries > 0 and self.Lq > 0
 
     def gather_into_queries(self) -> None:
         for window, chosen in self._windows(self.cells.q_start, self.cells.q_length, self.Lq):
-            self._gather(window, self._cells_of(chosen, None), into_queries=True)
+            self._gather(window, self._list_pairs(chosen, None), into_queries=True)
 
     def gather_into_documents(self) -> None:
         for window, chosen in self._windows(self.cells.start, self.cells.length, self.Ld):
-            self._gather(window, self._cells_of(None, chosen), into_queries=False)
+            self._gather(window, self._list_pairs(None, chosen), into_queries=False)
 
     def _windows(self, start: Tensor, length: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Rows whose gradients are summed together, and the segments that have some of them.
@@ -55,17 +55,17 @@ class _PackedBackward(Backward):
         if not self.may_look:
             yield slice(0, rows), torch.arange(start.shape[0], device=start.device)
             return
-        for window in slices_of(0, rows, self.piece_tokens):
+        for window in split_range(0, rows, self.piece_tokens):
             meets = (start < window.stop) & (start + length > window.start) & (length > 0)
             yield window, meets.nonzero().squeeze(-1)
 
-    def _cells_of(self, queries: Tensor | None, items: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def _list_pairs(self, queries: Tensor | None, items: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Query and item of the cells of some queries or of some items.
 
         Their order depends on nothing else, and a bounded number comes at a time.
         """
         cells, device = self.cells, self.grad_scores.device
-        most = ENTRIES if self.may_look else max(1, ENTRIES // self.winners.shape[1])
+        most = MAX_ENTRIES if self.may_look else max(1, MAX_ENTRIES // self.argmax.shape[1])
         if items is None:
             items = torch.arange(cells.start.shape[0], device=device)
             if cells.query is not None and self.may_look and queries is not None:
@@ -88,9 +88,9 @@ class _PackedBackward(Backward):
 
         Where nobody may look, every query counts as of all the tokens that one can have.
         """
-        width = self.winners.shape[1]
+        width = self.argmax.shape[1]
         if not self.may_look:
-            for part in slices_of(0, query.numel(), max(1, most // width)):
+            for part in split_range(0, query.numel(), max(1, most // width)):
                 s = torch.arange(width, device=query.device).repeat(part.stop - part.start)
                 yield query[part].repeat_interleave(width), item[part].repeat_interleave(width), s
             return
@@ -112,22 +112,22 @@ class _PackedBackward(Backward):
         source = self.ragged.D if into_queries else self.ragged.Q
         table = self._table(source)
         for chunk in chunks:
-            for entries in self._entries(*chunk, ENTRIES if table is not None else self.piece_tokens):
-                self._add(total, source, table, *self._sent(*entries, window, into_queries))
+            for entries in self._entries(*chunk, MAX_ENTRIES if table is not None else self.piece_tokens):
+                self._add(total, source, table, *self._select_contributions(*entries, window, into_queries))
         self._finish(Piece(slice(0, 1), slice(0, 1), window), total, into_queries)
 
-    def _sent(
+    def _select_contributions(
         self, query: Tensor, item: Tensor, s: Tensor, window: slice, into_queries: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What winners send: from which row, into which of `window`, times what; and whether they do."""
         cells = self.cells
-        winner = self.winners[cells.winners_at(query, item, s, self.winners.shape[1])].long()
+        winner = self.argmax[cells.locate_argmax(query, item, s, self.argmax.shape[1])].long()
         # Winners beyond their document are of no forward of these arguments; they must not be read.
         exists = (winner >= 0) & (winner < cells.length[item])
         if not self.may_look:
             exists &= s < cells.q_length[query]
         q_row, d_row = cells.q_start[query] + s, cells.start[item] + winner
-        g = self.grad_scores[cells.scores_at(query, item)]
+        g = self.grad_scores[cells.locate_scores(query, item)]
         if not into_queries and self.ragged.q_weight is not None:
             g = g * self.ragged.q_weight[q_row.clamp_max(self.Lq - 1)]
         source, destination = (d_row, q_row) if into_queries else (q_row, d_row)
@@ -139,10 +139,10 @@ class _PackedBackward(Backward):
         """The source's rows in the computing dtype, normalised if asked; None if they take too much memory."""
         if source.dtype == self.dtype and not self.normalize and source.is_contiguous():
             return source
-        if source.numel() * self.dtype.itemsize > TABLE_BYTES:
+        if source.numel() * self.dtype.itemsize > MAX_TABLE_BYTES:
             return None
         rows = source.to(self.dtype).contiguous()
-        return rows / row_norms(rows) if self.normalize else rows
+        return rows / compute_row_norms(rows) if self.normalize else rows
 
     def _add(
         self,
@@ -171,4 +171,4 @@ class _PackedBackward(Backward):
         if table is None:
             table = self._rows(source[origin], torch.ones_like(origin, dtype=torch.bool))
             origin = torch.arange(origin.numel())
-        total[found.long()] += bags(table, origin, weight, counts.cumsum(0) - counts)
+        total[found.long()] += sum_bags(table, origin, weight, counts.cumsum(0) - counts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.segments import rows_of
-from ..blocks import fold_sum
+from ...core.segments import make_segment_rows
+from ..blocks import sum_pairwise
 
-_BYTES = 32 << 20  # of what is gathered from the table at a time
+_MAX_GATHERED_BYTES = 32 << 20  # of what is gathered from the table at a time
 
 
 def code_scores(
@@ -33,22 +33,22 @@ def code_scores(
     hits = table.new_zeros((count + 1, Nq))
     hits[:count] = 1 if probed is None else probed.t().float()
     ends = lengths.cumsum(0)
-    begin, most = 0, max(1, _BYTES // max(4 * Nq * Lq, 1))
+    begin, most = 0, max(1, _MAX_GATHERED_BYTES // max(4 * Nq * Lq, 1))
     while begin < len(chosen):
         before = ends[begin] - lengths[begin]
         end = max(begin + 1, int(torch.searchsorted(ends, before + most, right=True)))
-        at, _ = rows_of(offsets[begin:end], lengths[begin:end])
+        at, _ = make_segment_rows(offsets[begin:end], lengths[begin:end])
         found, each = codes[at].long(), lengths[begin:end]
         ok = (found >= 0) & (found < count)
-        odd = _most((~ok & (found != -1)).float().unsqueeze(1), each)[:, 0] > 0
+        odd = _max_by_segment((~ok & (found != -1)).float().unsqueeze(1), each)[:, 0] > 0
         found = torch.where(ok, found, count)
-        best, hit = _most(rows[found], each).view(end - begin, Nq, Lq), _most(hits[found], each) > 0
-        some = torch.where(hit, fold_sum(weight * best), -torch.inf)
+        best, hit = _max_by_segment(rows[found], each).view(end - begin, Nq, Lq), _max_by_segment(hits[found], each) > 0
+        some = torch.where(hit, sum_pairwise(weight * best), -torch.inf)
         scores[:, chosen[begin:end]] = some.masked_fill(odd.unsqueeze(1), torch.inf).t()
         begin = end
     return scores
 
 
-def _most(x: Tensor, lengths: Tensor) -> Tensor:
+def _max_by_segment(x: Tensor, lengths: Tensor) -> Tensor:
     """The maxima of the rows of each segment, -inf of one without."""
     return torch.segment_reduce(x, "max", lengths=lengths, axis=0, unsafe=True, initial=-torch.inf)

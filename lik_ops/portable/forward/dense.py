@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ..blocks import MIN_ROWS, MiB, ceil_div, lies_ready, slice_shape, slices_of
-from ..layout import Layout, unified_layout
-from ..pace import look
-from .narrow import FewDocuments, FewQueries
-from .scores import NEG_INF, Forward
-from .slices import Panel, Slices, tiling_of
-from .wide import Wide
+from ..blocks import MIN_ROWS, MiB, ceil_div, choose_slice_shape, is_product_ready, split_range
+from ..layout import BatchedArgs, make_batched_args
+from ..pace import adjust_threads
+from .narrow import FewDocumentsForward, FewQueriesForward
+from .scores import NEG_INF, PortableForward
+from .slices import QueryPanel, SliceForward, choose_tiling
+from .wide import WideForward
 
-DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
-TILE_BYTES = MiB  # of similarities
+MIN_BLOCK_DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
+MAX_TILE_BYTES = MiB  # of similarities
 
 
 def forward(
@@ -33,14 +33,14 @@ def forward(
     and ``[0]`` where it is None.
     """
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
-    scores, argmax, is_trivial = outputs(Q, D, q_mask, dtype, argmax_dtype is not None, -1)
+    scores, argmax, is_trivial = allocate_outputs(Q, D, q_mask, dtype, argmax_dtype is not None, -1)
     if is_trivial:
         return scores, argmax
-    run(unified_layout(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize)
+    run_forward(make_batched_args(Q, D, q_mask, d_mask, q_weight, scores, argmax), normalize)
     return scores, argmax
 
 
-def outputs(
+def allocate_outputs(
     Q: Tensor, D: Tensor, q_mask: Tensor | None, dtype: torch.dtype, keep: bool, nothing: float
 ) -> tuple[Tensor, Tensor, bool]:
     """Scores, and what is kept of each query token and document (``[0]`` unless `keep`), of a dtype; and whether both
@@ -60,24 +60,27 @@ def outputs(
     return scores, kept.fill_(nothing), True
 
 
-def run(layout: Layout, normalize: bool) -> None:
+def run_forward(layout: BatchedArgs, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors have elements."""
-    kind: type[Forward] = Across if Across.takes(layout, normalize) else Slices
-    kind = next((special for special in (Wide, FewQueries, FewDocuments) if special.takes(layout)), kind)
+    kind: type[PortableForward] = InPlaceForward if InPlaceForward.takes(layout, normalize) else SliceForward
+    kind = next(
+        (special for special in (WideForward, FewQueriesForward, FewDocumentsForward) if special.takes(layout)), kind
+    )
     kind(layout, normalize).run()
 
 
-class Across(Slices):
+class InPlaceForward(SliceForward):
     """Documents are read where they lie, many at once: slices are token by token, a row of a slice for each document.
 
     A processor fetches ahead within pages of memory, and only few lines of each. Products of whole documents wait for
-    the memory and then multiply; here every slice takes the next token of `DOCUMENTS` pages or more, and both overlap.
+    the memory and then multiply; here every slice takes the next token of `MIN_BLOCK_DOCUMENTS` pages or more, and
+    both overlap.
     """
 
     least = MIN_ROWS
 
     @staticmethod
-    def takes(layout: Layout, normalize: bool) -> bool:
+    def takes(layout: BatchedArgs, normalize: bool) -> bool:
         """Whether documents need no conversion and are enough for a slice.
 
         Winners are found faster in whole documents, and queries of several panels read them from the cache.
@@ -85,31 +88,31 @@ class Across(Slices):
         dtype, (X, Ld, d) = layout.pairs.dtype, layout.D.shape[1:]
         if normalize or layout.argmax is not None or X < MIN_ROWS:
             return False
-        return slice_shape(layout.Q.shape[2], Ld, d, dtype).panels == 1 and lies_ready(layout.D, dtype)
+        return choose_slice_shape(layout.Q.shape[2], Ld, d, dtype).panels == 1 and is_product_ready(layout.D, dtype)
 
     def _plan_blocks(self) -> None:
         X, size = self.X, self.dtype.itemsize
         self.shape = self.shape._replace(rows=1, documents=1, starts=(0,))
-        most = max(DOCUMENTS, TILE_BYTES // (self.Ld * self.shape.columns * size))
-        self.tiling = tiling_of(self.shape, ceil_div(X, max(1, X // most)), 1, X, self.Y, self.d, self.dtype)
+        most = max(MIN_BLOCK_DOCUMENTS, MAX_TILE_BYTES // (self.Ld * self.shape.columns * size))
+        self.tiling = choose_tiling(self.shape, ceil_div(X, max(1, X // most)), 1, X, self.Y, self.d, self.dtype)
         row_bytes = self.tiling.block_slices * self.shape.columns * size
-        self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, TILE_BYTES // row_bytes)))  # as even as can be
+        self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, MAX_TILE_BYTES // row_bytes)))  # as even as can be
         self.similarities = self.layout.pairs.new_empty(self.slices * row_bytes // size)
 
     def _columns(self, loaded: Tensor) -> Tensor:
         # MKL is faster with columns that are contiguous in memory, and of fp32 the bits are the same.
         return super()._columns(loaded.mT.contiguous().mT)
 
-    def _compute(self, b: slice, x: slice, place: int, panels: list[Panel]) -> None:
+    def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
         layout, n, columns = self.layout, x.stop - x.start, self.shape.columns
         documents = layout.D[b.start, x].transpose(0, 1)
         masked = None if layout.d_mask is None else ~layout.d_mask[b.start, x].t()
-        for t in slices_of(0, self.Ld, self.slices):
+        for t in split_range(0, self.Ld, self.slices):
             part, tokens = documents[t], t.stop - t.start
             S = self.similarities[: tokens * n * columns].view(tokens, n, columns)
             rows = None if masked is None else masked[t].reshape(-1).nonzero().squeeze(-1)
             for panel in panels:
-                look()
+                adjust_threads()
                 torch.bmm(part, panel.columns[:tokens], out=S)
                 if rows is not None and rows.numel():
                     S.view(-1, columns).index_fill_(0, rows, NEG_INF)

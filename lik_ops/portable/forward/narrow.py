@@ -14,34 +14,34 @@ import torch
 from torch import Tensor
 
 from ..blocks import (
-    ALIGNMENT,
-    BEST_BYTES,
+    ALIGNMENT_BYTES,
+    MAX_MAXIMA_BYTES,
+    MAX_SIMILARITY_BYTES,
     MIN_ROWS,
     SHARED_ROWS,
-    SIMILARITY_BYTES,
     STEPS,
     MiB,
+    allocate_slices,
     ceil_div,
-    may_look,
-    pieces_of,
-    product,
+    compute_row_norms,
+    cut_pieces,
+    is_host_readable,
+    multiply_matrices,
     round_up,
-    row_norms,
-    slices_buffer,
 )
-from ..layout import Layout
-from .scores import NEG_INF, Forward, keep_first, winners
+from ..layout import BatchedArgs
+from .scores import NEG_INF, PortableForward, reduce_maxima, update_maxima
 
-SHARED_TOKENS = 512  # of the documents of a cross product, at most
-QUERY_TOKENS = 8  # of all queries that a document meets, at most
-LEAST_TOKENS = 16  # of the documents that these queries meet
-PART_BYTES = 3 * MiB  # of either side, in one product
-SMALL = {torch.float32: 16, torch.float64: 12}  # columns, where a machine allows so few
+MAX_SHARED_TOKENS = 512  # of the documents of a cross product, at most
+MAX_QUERY_TOKENS = 8  # of all queries that a document meets, at most
+MIN_DOCUMENT_TOKENS = 16  # of the documents that these queries meet
+MAX_SIDE_BYTES = 3 * MiB  # of either side, in one product
+FEW_COLUMNS_BY_DTYPE = {torch.float32: 16, torch.float64: 12}  # columns, where a machine allows so few
 
 
 @lru_cache(maxsize=4096)
-def has_bits_of_slices(rows: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> bool:
-    """Whether products of this shape have the bits of the slices that `slice_shape` makes, on this machine.
+def has_slice_bits(rows: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> bool:
+    """Whether products of this shape have the bits of the slices that `choose_slice_shape` makes, on this machine.
 
     Rows are document tokens, `turned` query tokens. Kernels that add in another order round most similarities of random
     tokens otherwise.
@@ -52,42 +52,42 @@ def has_bits_of_slices(rows: int, columns: int, d: int, dtype: torch.dtype, turn
     random = torch.Generator().manual_seed(0)
     size = round_up(max(rows, columns, MIN_ROWS), step)
     D, Q = (torch.rand((2, size, d), generator=random, dtype=dtype, device="cpu").sub_(0.5) for _ in range(2))
-    expected, across = product(D, Q.mT), (Q, D) if turned else (D, Q)
-    actual = product(across[0][:, :rows].contiguous(), across[1][:, :columns].contiguous().mT)
+    expected, across = multiply_matrices(D, Q.mT), (Q, D) if turned else (D, Q)
+    actual = multiply_matrices(across[0][:, :rows].contiguous(), across[1][:, :columns].contiguous().mT)
     return torch.equal(actual, (expected.mT if turned else expected)[:, :rows, :columns])
 
 
 @lru_cache(maxsize=1024)
-def few_rows_for(tokens: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> int | None:
+def choose_few_rows(tokens: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> int | None:
     """Rows below `MIN_ROWS` for so many tokens, None where this machine allows none."""
     possible = range(round_up(tokens, 4), MIN_ROWS, 4)
-    return next((rows for rows in possible if has_bits_of_slices(rows, columns, d, dtype, turned)), None)
+    return next((rows for rows in possible if has_slice_bits(rows, columns, d, dtype, turned)), None)
 
 
-def rows_for(tokens: int, columns: int, d: int, dtype: torch.dtype) -> int:
+def choose_rows(tokens: int, columns: int, d: int, dtype: torch.dtype) -> int:
     """Rows of a slice that holds so many document tokens."""
-    few = few_rows_for(tokens, columns, d, dtype)
+    few = choose_few_rows(tokens, columns, d, dtype)
     return few or max(round_up(tokens, STEPS[dtype][0]), MIN_ROWS)
 
 
-def columns_for(tokens: int, dtype: torch.dtype) -> int:
+def choose_columns(tokens: int, dtype: torch.dtype) -> int:
     """Columns of slices that so many tokens of the other side fill: two slices where they can."""
     _, step, most = STEPS[dtype]
     return max(step, min(most, tokens // 2 // step * step))
 
 
 @lru_cache(maxsize=1024)
-def shared_by(tokens: int, Lq: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
+def choose_sharing(tokens: int, Lq: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
     """How many queries of `Lq` tokens, each with `tokens` of its own, share a slice; and its columns."""
     _, step, most = STEPS[dtype]
-    for columns in (SMALL[dtype], step):
+    for columns in (FEW_COLUMNS_BY_DTYPE[dtype], step):
         group = min(columns // Lq, max(columns, MIN_ROWS) // tokens)
-        if group > 1 and has_bits_of_slices(rows_for(group * tokens, columns, d, dtype), columns, d, dtype):
+        if group > 1 and has_slice_bits(choose_rows(group * tokens, columns, d, dtype), columns, d, dtype):
             return group, columns
     return 1, min(most, round_up(Lq, step))
 
 
-class _Narrow(Forward):
+class _NarrowForward(PortableForward):
     """Products of one side's `tokens` of a batch with pieces of the other side."""
 
     group = 1  # batches that share a slice
@@ -97,7 +97,7 @@ class _Narrow(Forward):
         """Sets the shape of slices, how many are multiplied at a time, and their buffer."""
         self.columns, self.rows = columns, rows
         size = self.dtype.itemsize
-        fit = SIMILARITY_BYTES // (rows * columns * size), PART_BYTES // (widest * self.d * size)
+        fit = MAX_SIMILARITY_BYTES // (rows * columns * size), MAX_SIDE_BYTES // (widest * self.d * size)
         self.slices = max(2, min(fit))
         self.similarities = self.layout.pairs.new_empty(self.slices * rows * columns)
         self.buffers: dict[bool, Tensor] = {}  # of the slices of each side, the last ones
@@ -141,11 +141,15 @@ class _Narrow(Forward):
         n = max(least, ceil_div(count, each))
         ready = rows.is_contiguous() and rows.dtype == self.dtype and not self.normalize
         itemsize = self.dtype.itemsize
-        if ready and count == n * size and not (rows.data_ptr() % ALIGNMENT or size * d * itemsize % ALIGNMENT):
+        if (
+            ready
+            and count == n * size
+            and not (rows.data_ptr() % ALIGNMENT_BYTES or size * d * itemsize % ALIGNMENT_BYTES)
+        ):
             return rows.view(n, size, d)
         slices = self.buffers.pop(narrow, None)
         if slices is None or slices.shape[:2] != (n, size):
-            slices = slices_buffer(rows, n, size, d, self.dtype)
+            slices = allocate_slices(rows, n, size, d, self.dtype)
         self.buffers[narrow] = slices
         full, rest = divmod(count, each)
         slices[:full, :each] = rows[: full * each].unflatten(0, (full, each))
@@ -155,11 +159,11 @@ class _Narrow(Forward):
             slices[full:] = 0
             slices[full, :rest] = rows[full * each :]
         if self.normalize:
-            slices /= row_norms(slices)
+            slices /= compute_row_norms(slices)
         return slices
 
 
-class FewDocuments(_Narrow):
+class FewDocumentsForward(_NarrowForward):
     """Forward of calls where the documents that a query meets fit one slice.
 
     Queries of a cross product (`crossed`) meet the same documents: their tokens follow one another in the columns.
@@ -167,23 +171,23 @@ class FewDocuments(_Narrow):
     """
 
     @staticmethod
-    def takes(layout: Layout) -> bool:
+    def takes(layout: BatchedArgs) -> bool:
         B, X, Ld, d = layout.D.shape
         tokens = X * Ld
-        fits = max(tokens, STEPS[layout.pairs.dtype][2]) * d * layout.pairs.dtype.itemsize <= PART_BYTES
-        return fits and tokens <= (SHARED_TOKENS if B == 1 else SHARED_ROWS) and may_look(layout.pairs)
+        fits = max(tokens, STEPS[layout.pairs.dtype][2]) * d * layout.pairs.dtype.itemsize <= MAX_SIDE_BYTES
+        return fits and tokens <= (MAX_SHARED_TOKENS if B == 1 else SHARED_ROWS) and is_host_readable(layout.pairs)
 
     def _plan(self) -> None:
         self.tokens, self.crossed = self.X * self.Ld, self.B == 1
         if self.crossed:
-            columns = columns_for(self.Y * self.Lq, self.dtype)
+            columns = choose_columns(self.Y * self.Lq, self.dtype)
         else:
-            self.group, columns = shared_by(self.tokens, self.Lq, self.d, self.dtype)
-        rows = rows_for(self.group * self.tokens, columns, self.d, self.dtype)
+            self.group, columns = choose_sharing(self.tokens, self.Lq, self.d, self.dtype)
+        rows = choose_rows(self.group * self.tokens, columns, self.d, self.dtype)
         self._plan_products(columns, rows, columns if self.crossed else max(columns, rows))
         # Pieces of the queries begin, where they can, at whole slices.
-        self.whole = columns // gcd(columns, self.Lq) if self.crossed else self.group * ALIGNMENT
-        items = max(1, BEST_BYTES // (self.X * self.Lq * self.dtype.itemsize))
+        self.whole = columns // gcd(columns, self.Lq) if self.crossed else self.group * ALIGNMENT_BYTES
+        items = max(1, MAX_MAXIMA_BYTES // (self.X * self.Lq * self.dtype.itemsize))
         items = min(items // self.whole * self.whole or items, max(self.B, self.Y))
         self.slab = (1, self.X, items) if self.crossed else (items, self.X, 1)
         self.limit = self.slices * columns  # query tokens of a piece
@@ -193,7 +197,7 @@ class FewDocuments(_Narrow):
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         layout, of = self.layout, u if self.crossed else b
-        for _, i, s in pieces_of((1, of.stop - of.start, self.Lq), self.limit, whole=self.whole):
+        for _, i, s in cut_pieces((1, of.stop - of.start, self.Lq), self.limit, whole=self.whole):
             some = slice(of.start + i.start, of.start + i.stop)
             part = (b, some, s) if self.crossed else (some, u, s)
             best = self.best[:, :, i, s] if self.crossed else self.best[i, :, :, s]
@@ -202,7 +206,7 @@ class FewDocuments(_Narrow):
                 whole = S[:, : S.shape[1] // self.Ld * self.Ld]
                 self._place(whole.unflatten(1, (-1, self.Ld)).amax(2), best)
                 continue
-            value, index = winners(S, self.Ld)
+            value, index = reduce_maxima(S, self.Ld)
             self._place(value, best)
             self._place(index, layout.argmax[part[0], :, part[1], s])
 
@@ -236,42 +240,42 @@ class FewDocuments(_Narrow):
         target.copy_(values.unflatten(-1, (queries, count)))
 
 
-class FewQueries(_Narrow):
+class FewQueriesForward(_NarrowForward):
     """Forward of calls whose query tokens are few."""
 
     @staticmethod
-    def takes(layout: Layout) -> bool:
+    def takes(layout: BatchedArgs) -> bool:
         _, Y, Lq, d = layout.Q.shape
         X, Ld = layout.D.shape[1:3]
-        if Y * Lq > QUERY_TOKENS or X * Ld < LEAST_TOKENS or not may_look(layout.pairs):
+        if Y * Lq > MAX_QUERY_TOKENS or X * Ld < MIN_DOCUMENT_TOKENS or not is_host_readable(layout.pairs):
             return False
         dtype = layout.pairs.dtype
-        columns = columns_for(X * Ld, dtype)
-        fits = columns * d * dtype.itemsize <= PART_BYTES
-        return fits and few_rows_for(Y * Lq, columns, d, dtype, turned=True) is not None
+        columns = choose_columns(X * Ld, dtype)
+        fits = columns * d * dtype.itemsize <= MAX_SIDE_BYTES
+        return fits and choose_few_rows(Y * Lq, columns, d, dtype, turned=True) is not None
 
     def _plan(self) -> None:
         self.tokens = self.Y * self.Lq
-        columns = columns_for(self.X * self.Ld, self.dtype)
-        rows = few_rows_for(self.tokens, columns, self.d, self.dtype, turned=True)
+        columns = choose_columns(self.X * self.Ld, self.dtype)
+        rows = choose_few_rows(self.tokens, columns, self.d, self.dtype, turned=True)
         assert rows is not None
         self._plan_products(columns, rows, columns)
-        entries = max(1, BEST_BYTES // (self.tokens * self.dtype.itemsize))
+        entries = max(1, MAX_MAXIMA_BYTES // (self.tokens * self.dtype.itemsize))
         self.slab = min(self.B, max(1, entries // self.X)), min(self.X, entries), self.Y
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         argmax, sizes = self.layout.argmax, (b.stop - b.start, x.stop - x.start, self.Ld)
         whole = self.columns // gcd(self.columns, self.Ld)
-        for piece in pieces_of(sizes, self.slices * self.columns, whole=whole, pad=self.columns):
+        for piece in cut_pieces(sizes, self.slices * self.columns, whole=whole, pad=self.columns):
             part = piece.within(b, x)
             S, best, start = self._similarities(*part), self.best[piece.batches, piece.items], piece.tokens.start
             if argmax is not None:
-                value, index = (self._ordered(found) for found in S.max(-1))
-                keep_first(best, argmax[part.batches, part.items], value, index, start)
+                value, index = (self._reorder_axes(found) for found in S.max(-1))
+                update_maxima(best, argmax[part.batches, part.items], value, index, start)
             elif start == 0:
-                best.copy_(self._ordered(S.amax(-1)))
+                best.copy_(self._reorder_axes(S.amax(-1)))
             else:
-                torch.maximum(best, self._ordered(S.amax(-1)), out=best)
+                torch.maximum(best, self._reorder_axes(S.amax(-1)), out=best)
 
     def _narrow_side(self, b: slice) -> Tensor:
         return self.layout.Q[b, : self.Y, : self.Lq]
@@ -283,6 +287,6 @@ class FewQueries(_Narrow):
         S = self._joined(S[:, : self.tokens], batches, X * Ld).unflatten(2, (X, Ld))
         return S if layout.d_mask is None else S.masked_fill(~layout.d_mask[b, x, t].unsqueeze(1), NEG_INF)
 
-    def _ordered(self, values: Tensor) -> Tensor:
+    def _reorder_axes(self, values: Tensor) -> Tensor:
         """``[batches, query tokens, documents]`` as ``[batches, documents, queries, tokens]``."""
         return values.unflatten(1, (-1, self.Lq)).permute(0, 3, 1, 2)

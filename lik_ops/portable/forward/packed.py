@@ -15,29 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ...core.segments import Ragged
-from ...formats.table import Stored
-from ..layout import Cells, Decoded, Layout, Padded
-from .dense import run
+from ...core.segments import RaggedArgs
+from ...formats.table import EncodedTokens
+from ..layout import BatchedArgs, DecodedRows, PaddedRows, PairSegments
+from .dense import run_forward
 from .scores import NEG_INF
 
-DOCUMENT_TOKENS = 1 << 18  # of a block, padding included: they are gathered in small parts
-QUERY_TOKENS = 1 << 14
-ENTRIES = 1 << 19  # winners of a block; each takes up to 20 bytes
-ITEMS = 1 << 16  # sorted at a time
-MANY = 512  # items of a query from which on it has blocks of its own
-BLOCK_COST = 1 << 24  # multiplications that take as long as one more block
-WASTE = 8  # one token in so many of a block may be padding
+MAX_DOCUMENT_TOKENS = 1 << 18  # of a block, padding included: they are gathered in small parts
+MAX_QUERY_TOKENS = 1 << 14
+MAX_ENTRIES = 1 << 19  # winners of a block; each takes up to 20 bytes
+MAX_SORTED_ITEMS = 1 << 16  # sorted at a time
+MIN_OWN_BLOCK_ITEMS = 512  # items of a query from which on it has blocks of its own
+BLOCK_COST_MULTIPLICATIONS = 1 << 24  # multiplications that take as long as one more block
+TOKENS_PER_PADDING = 8  # one token in so many of a block may be padding
 
 
 def forward_ragged(
-    r: Ragged, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int, stored: Stored | None = None
+    r: RaggedArgs,
+    normalize: bool,
+    argmax_dtype: torch.dtype | None,
+    max_seqlen_q: int,
+    stored: EncodedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `Ragged` says; winners are ``[0]`` where `argmax_dtype` is None.
+    """Scores and winners as `RaggedArgs` says; winners are ``[0]`` where `argmax_dtype` is None.
 
     Given `stored`, these are the documents: then D says nothing but how many tokens there are.
     """
-    cells = Cells(r, max_seqlen_q)
+    cells = PairSegments(r, max_seqlen_q)
     scores = r.Q.new_zeros(r.scores_shape(), dtype=score_dtype(r.Q.dtype))
     if argmax_dtype is None:
         argmax = r.Q.new_empty((0,), dtype=torch.int32)
@@ -46,12 +50,12 @@ def forward_ragged(
     if scores.numel() == 0:
         return scores, argmax
     if r.Q.shape[0] and r.D.shape[0]:
-        _Blocks(cells, normalize, scores, argmax, max_seqlen_q, stored).run()
-    _settle(cells, scores)
+        _PackedForward(cells, normalize, scores, argmax, max_seqlen_q, stored).run()
+    _fill_empty_scores(cells, scores)
     return scores, argmax
 
 
-def _settle(cells: Cells, scores: Tensor) -> None:
+def _fill_empty_scores(cells: PairSegments, scores: Tensor) -> None:
     """The scores of documents and queries without tokens, and of what is not valid."""
     valid, keeps, q_valid = cells.valid, cells.keeps(), cells.q_valid
     if cells.query is None:
@@ -63,11 +67,17 @@ def _settle(cells: Cells, scores: Tensor) -> None:
     scores.masked_fill_(cells.length == 0, NEG_INF).masked_fill_(~keeps, 0).masked_fill_(~valid, float("nan"))
 
 
-class _Blocks:
+class _PackedForward:
     """One call: how it is cut into blocks, queries ``[B, Y]`` against items ``[B, X]``, and what becomes of each."""
 
     def __init__(
-        self, cells: Cells, normalize: bool, scores: Tensor, argmax: Tensor, max_seqlen_q: int, stored: Stored | None
+        self,
+        cells: PairSegments,
+        normalize: bool,
+        scores: Tensor,
+        argmax: Tensor,
+        max_seqlen_q: int,
+        stored: EncodedTokens | None,
     ) -> None:
         self.cells, self.normalize, self.scores, self.stored = cells, normalize, scores, stored
         self.argmax = argmax if argmax.dim() == 2 else None
@@ -76,10 +86,10 @@ class _Blocks:
         self.most_q = min(max_seqlen_q, self.ragged.Q.shape[0])
 
     def run(self) -> None:
-        for queries, items in self._by_length() if self.cells.may_look else self._by_bounds():
+        for queries, items in self._split_by_length() if self.cells.may_look else self._split_by_bounds():
             self._compute(queries, items)
 
-    def _by_length(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _split_by_length(self) -> Iterator[tuple[Tensor, Tensor]]:
         cells = self.cells
         live = (cells.length > 0).nonzero().squeeze(-1)
         if not live.numel():
@@ -89,27 +99,32 @@ class _Blocks:
             return
         live = live[cells.q_length[cells.query[live]] > 0]
         queries = cells.query[live]
-        if live.numel() >= MANY * max(1, int(torch.bincount(queries).count_nonzero())):
+        if live.numel() >= MIN_OWN_BLOCK_ITEMS * max(1, int(torch.bincount(queries).count_nonzero())):
             order = queries.argsort(stable=True)
             found, counts = torch.unique_consecutive(queries[order], return_counts=True)
             for query, chosen in zip(found.view(-1, 1), live[order].split(counts.tolist()), strict=True):
                 yield from self._product(query, chosen)
             return
-        for some in live.split(ITEMS):
-            yield from self._aligned(some, cells.query)
+        for some in live.split(MAX_SORTED_ITEMS):
+            yield from self._split_aligned(some, cells.query)
 
     def _product(self, queries: Tensor, live: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Every query against every item."""
         q_length, length = self.cells.q_length, self.cells.length
-        for group in _alike(queries, q_length, BLOCK_COST // (self.d * max(1, int(length[live].sum()))), QUERY_TOKENS):
+        for group in _group_by_length(
+            queries,
+            q_length,
+            BLOCK_COST_MULTIPLICATIONS // (self.d * max(1, int(length[live].sum()))),
+            MAX_QUERY_TOKENS,
+        ):
             Lq, rows = int(q_length[group].max()), int(q_length[group].sum())
-            for part in live.split(ITEMS):
+            for part in live.split(MAX_SORTED_ITEMS):
                 # Winners are kept for a block at a time.
-                most = min(DOCUMENT_TOKENS, max(1, ENTRIES // (group.numel() * Lq)) * int(length[part].max()))
-                for chosen in _alike(part, length, BLOCK_COST // (self.d * rows), most):
+                most = min(MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // (group.numel() * Lq)) * int(length[part].max()))
+                for chosen in _group_by_length(part, length, BLOCK_COST_MULTIPLICATIONS // (self.d * rows), most):
                     yield group[None], chosen[None]
 
-    def _aligned(self, live: Tensor, query: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _split_aligned(self, live: Tensor, query: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Every item against its own query."""
         q_length, length = self.cells.q_length[query], self.cells.length
         # A slice holds up to 32 query tokens at one cost; longer ones go by powers of two.
@@ -117,62 +132,62 @@ class _Blocks:
         for of_kind in kind.unique():
             chosen = live[kind == of_kind]
             Lq = int(q_length[chosen].max())
-            most = min(DOCUMENT_TOKENS, max(1, ENTRIES // Lq) * int(length[chosen].max()))
-            for part in _alike(chosen, length, BLOCK_COST // (self.d * Lq), most):
+            most = min(MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // Lq) * int(length[chosen].max()))
+            for part in _group_by_length(chosen, length, BLOCK_COST_MULTIPLICATIONS // (self.d * Lq), most):
                 yield query[part, None], part[:, None]
 
-    def _by_bounds(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _split_by_bounds(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Blocks that depend on no value."""
         cells, device = self.cells, self.scores.device
         if self.most_q == 0 or self.ragged.queries == 0:
             return
-        most = max(1, min(DOCUMENT_TOKENS // self.ragged.D.shape[0], ENTRIES // self.most_q))
+        most = max(1, min(MAX_DOCUMENT_TOKENS // self.ragged.D.shape[0], MAX_ENTRIES // self.most_q))
         for items in torch.arange(cells.start.shape[0], device=device).split(most):
             if cells.query is not None:
                 yield cells.query[items, None], items[:, None]
                 continue
             queries = torch.arange(self.ragged.queries, device=device)
-            for group in queries.split(max(1, ENTRIES // (self.most_q * items.numel()))):
+            for group in queries.split(max(1, MAX_ENTRIES // (self.most_q * items.numel()))):
                 yield group[None], items[None]
 
     def _compute(self, queries: Tensor, items: Tensor) -> None:
         cells, r, (B, Y), X = self.cells, self.ragged, queries.shape, items.shape[1]
         q_length, length = cells.q_length[queries], cells.length[items]
         Lq, Ld = (int(q_length.max()), int(length.max())) if cells.may_look else (self.most_q, r.D.shape[0])
-        Q, start = Padded(r.Q, cells.q_start[queries], q_length, Lq), cells.start[items]
+        Q, start = PaddedRows(r.Q, cells.q_start[queries], q_length, Lq), cells.start[items]
         if self.stored is None:
-            D = Padded(r.D, start, length, Ld)
+            D = PaddedRows(r.D, start, length, Ld)
         else:
-            D = Decoded(self.stored, self.scores.dtype, start, length, Ld, self.d)
+            D = DecodedRows(self.stored, self.scores.dtype, start, length, Ld, self.d)
         everything = slice(None), slice(None), slice(None)
         rows, token = Q.rows(*everything), torch.arange(Lq, device=queries.device)
         q_mask = None if r.q_mask is None else r.q_mask[rows]
         if not cells.may_look or not bool((q_length == Lq).all()):
             real = token < q_length.unsqueeze(-1)
             q_mask = real if q_mask is None else q_mask & real
-        layout = Layout(
-            Q=Q.simplest(),
-            D=D.simplest(),
+        layout = BatchedArgs(
+            Q=Q.simplify(),
+            D=D.simplify(),
             q_mask=q_mask,
             d_mask=None if r.d_mask is None else r.d_mask[D.rows(*everything)],
             q_weight=None if r.q_weight is None else r.q_weight[rows],
             pairs=self.scores.new_empty((B, X, Y)),
             argmax=None if self.argmax is None else self.argmax.new_empty((B, X, Y, Lq)),
         )
-        run(layout, self.normalize)
-        cell = cells.scores_at(queries[:, None], items[:, :, None]).expand(B, X, Y)
+        run_forward(layout, self.normalize)
+        cell = cells.locate_scores(queries[:, None], items[:, :, None]).expand(B, X, Y)
         self.scores.view(-1)[cell.reshape(-1)] = layout.pairs.view(-1)
         if self.argmax is not None and layout.argmax is not None:
             if not cells.may_look:
                 layout.argmax.masked_fill_(length[:, :, None, None] == 0, -1)
             # Winners of padding are -1, as are all before, so that none covers another.
             width = self.argmax.shape[1]
-            row, column = cells.winners_at(queries[:, None, :, None], items[:, :, None, None], token, width)
+            row, column = cells.locate_argmax(queries[:, None, :, None], items[:, :, None, None], token, width)
             at = (row * width + column).expand(layout.argmax.shape).reshape(-1)
             self.argmax.view(-1).scatter_reduce_(0, at, layout.argmax.view(-1), "amax")
 
 
-def _alike(ids: Tensor, length: Tensor, allowance: int, most: int) -> Iterator[Tensor]:
+def _group_by_length(ids: Tensor, length: Tensor, allowance: int, most: int) -> Iterator[Tensor]:
     """Cut `ids` into groups of similar length, padding of which is a fraction of them or at most `allowance` tokens.
 
     A group has at most `most` tokens, or one element. Longest first; of equal lengths in the order given.
@@ -185,7 +200,7 @@ def _alike(ids: Tensor, length: Tensor, allowance: int, most: int) -> Iterator[T
         step = max(1, most // longest)
         tokens = before[first + 1 : first + step + 1] - before[first]
         padded = longest * torch.arange(1, tokens.numel() + 1)
-        too_much = (padded - tokens > torch.clamp(tokens // WASTE, min=allowance)).nonzero()
+        too_much = (padded - tokens > torch.clamp(tokens // TOKENS_PER_PADDING, min=allowance)).nonzero()
         taken = int(too_much[0]) if too_much.numel() else tokens.numel()
         yield ids[first : first + taken]
         first += taken

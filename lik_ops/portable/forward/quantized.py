@@ -8,32 +8,32 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ...core.segments import Dense, Ragged
-from ...formats.table import Stored, encoded, extremes, scales_of
-from ..blocks import MiB, may_look, pieces_of
+from ...core.segments import DenseArgs, RaggedArgs
+from ...formats.table import EncodedTokens, compute_extremes, compute_scales, encode_tokens
+from ..blocks import MiB, cut_pieces, is_host_readable
 from .dense import forward
 from .packed import forward_ragged
 
-_KEPT_BYTES = 4 * MiB  # of tokens in fp32 that are quantised, or decoded, at a time
+_MAX_DECODED_BYTES = 4 * MiB  # of tokens in fp32 that are quantised, or decoded, at a time
 
 
 def forward_quantized(
-    r: Ragged, stored: Stored, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    r: RaggedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `Ragged` says, whose D says nothing but how many tokens there are."""
+    """Scores and winners as `RaggedArgs` says, whose D says nothing but how many tokens there are."""
     r = r._replace(Q=r.Q.to(score_dtype(r.Q.dtype)))
-    dense = _dense(r, stored)
+    dense = _try_dense(r, stored)
     if dense is None:
         return forward_ragged(r, normalize, argmax_dtype, max_seqlen_q, stored)
     scores, argmax = forward(*dense, normalize, argmax_dtype)
     return scores, argmax if argmax_dtype is None else argmax.flatten(1)
 
 
-def _dense(r: Ragged, stored: Stored) -> Dense | None:
+def _try_dense(r: RaggedArgs, stored: EncodedTokens) -> DenseArgs | None:
     """A small cross product of queries, and documents, of one length each that fill their tensors: `forward_ragged`
     takes longer to find that out than to multiply."""
     (Tq, d), Td, queries, columns = r.Q.shape, r.D.shape[0], r.queries, r.columns
-    if r.pairs is not None or r.candidates or not may_look(r.Q) or not 0 < Td * d * 4 <= _KEPT_BYTES:
+    if r.pairs is not None or r.candidates or not is_host_readable(r.Q) or not 0 < Td * d * 4 <= _MAX_DECODED_BYTES:
         return None
     if not queries or not columns or Tq % queries or Td % columns or not Tq:
         return None
@@ -47,7 +47,7 @@ def _dense(r: Ragged, stored: Stored) -> Dense | None:
     def cut(x: Tensor | None, L: int) -> Any:
         return None if x is None else x.unflatten(0, (-1, L))
 
-    return Dense(cut(r.Q, Lq), cut(D, Ld), cut(r.q_mask, Lq), cut(r.d_mask, Ld), cut(r.q_weight, Lq))
+    return DenseArgs(cut(r.Q, Lq), cut(D, Ld), cut(r.q_mask, Lq), cut(r.d_mask, Ld), cut(r.q_weight, Lq))
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,11 +56,11 @@ def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
     tokens = D if owner else D.unsqueeze(0)
     data = torch.empty(tokens.shape, dtype=torch.int8, device=D.device)
     scale = torch.empty(tokens.shape[:-1], dtype=torch.float32, device=D.device)
-    for piece in pieces_of((tokens.shape[0], K, Ld), max(1, _KEPT_BYTES // (4 * d))):
+    for piece in cut_pieces((tokens.shape[0], K, Ld), max(1, _MAX_DECODED_BYTES // (4 * d))):
         part = tuple(piece)
         x = tokens[part].to(score_dtype(D.dtype)).flatten(0, -2)
-        s = scales_of(*extremes(x, "int8"), "int8")
+        s = compute_scales(*compute_extremes(x, "int8"), "int8")
         data[part], scale[part] = (
-            y.view(*data[part].shape[:3], *y.shape[1:]) for y in (encoded(x, s, None, "int8"), s)
+            y.view(*data[part].shape[:3], *y.shape[1:]) for y in (encode_tokens(x, s, None, "int8"), s)
         )
     return data.view(D.shape), scale.view(D.shape[:-1])

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks import first_true, fold_sum, may_look, slices_of
-from ..layout import Layout
+from ..blocks import find_first_true, is_host_readable, split_range, sum_pairwise
+from ..layout import BatchedArgs
 
 NEG_INF = float("-inf")
 
 
-class Forward:
+class PortableForward:
     """One call. A subclass plans in `_plan` how large slabs are and finds the maxima of each in `_fill`.
 
     A *unit* is one query, or several that a subclass computes together. A *slab* is ``[batches, documents, units]``.
@@ -26,9 +26,9 @@ class Forward:
     width: int  # elements of `best` for each unit, at least its query tokens
     slab: tuple[int, int, int]  # batches, documents and units that `best` has room for
 
-    def __init__(self, layout: Layout, normalize: bool) -> None:
+    def __init__(self, layout: BatchedArgs, normalize: bool) -> None:
         self.layout, self.normalize, self.dtype = layout, normalize, layout.pairs.dtype
-        self.may_look = may_look(layout.pairs)
+        self.may_look = is_host_readable(layout.pairs)
         (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = layout.Q.shape, layout.D.shape[1:3]
         self.width, self.units = self.Lq, self.Y
         self._plan()
@@ -43,15 +43,15 @@ class Forward:
         raise NotImplementedError
 
     def run(self) -> None:
-        for b in slices_of(0, self.B, self.slab[0]):
-            for u in slices_of(0, self.units, self.slab[2]):
+        for b in split_range(0, self.B, self.slab[0]):
+            for u in split_range(0, self.units, self.slab[2]):
                 for x in self._steps(0, self.X, self.slab[1]):
                     self._fill(b, x, u)
                     self._finish(b, x, u)
 
     def _steps(self, first: int, last: int, step: int) -> Iterator[slice]:
         """``[first, last)`` by `step` documents; the last step takes documents once more to have `least`."""
-        for x in slices_of(first, last, step):
+        for x in split_range(first, last, step):
             yield slice(max(first, min(x.start, x.stop - self.least)), x.stop)
 
     def _finish(self, b: slice, x: slice, u: slice) -> None:
@@ -66,22 +66,22 @@ class Forward:
             argmax = layout.argmax[b, x, y]
             if d_mask is not None:
                 lost = (best == NEG_INF).flatten(2, 3)[:, :, :count]
-                first = first_true(d_mask).to(argmax.dtype)[:, :, None, None]
+                first = find_first_true(d_mask).to(argmax.dtype)[:, :, None, None]
                 argmax.copy_(torch.where(lost, first, argmax))
                 argmax.masked_fill_(~d_mask.any(-1)[:, :, None, None], -1)
             if q_mask is not None:
                 argmax.masked_fill_(~q_mask[:, None], -1)
         if layout.q_weight is not None:
-            best *= self._by_unit(layout.q_weight[b, y], units)
+            best *= self._group_by_unit(layout.q_weight[b, y], units)
         if q_mask is not None:
-            best.masked_fill_(self._by_unit(~q_mask, units), 0)
+            best.masked_fill_(self._group_by_unit(~q_mask, units), 0)
         scores = layout.pairs[b, x, y]
-        scores.copy_(fold_sum(best).flatten(2)[:, :, :count])
+        scores.copy_(sum_pairwise(best).flatten(2)[:, :, :count])
         if d_mask is not None:
             empty = ~d_mask.any(-1)[:, :, None]
             scores.masked_fill_(empty if q_mask is None else empty & q_mask.any(-1)[:, None], NEG_INF)
 
-    def _by_unit(self, of_queries: Tensor, units: int) -> Tensor:
+    def _group_by_unit(self, of_queries: Tensor, units: int) -> Tensor:
         """``[batches, queries, Lq]`` as ``[batches, 1, units, queries of a unit, Lq]``, zeros where there is none."""
         missing = units * self.queries - of_queries.shape[1]
         if missing:
@@ -89,13 +89,13 @@ class Forward:
         return of_queries.unflatten(1, (units, self.queries)).unsqueeze(1)
 
 
-def winners(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def reduce_maxima(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Maxima of each `tokens` rows of ``S [n, rows, columns]`` and their first indices; NaN counts as the maximum.
 
     Both are ``[n, rows // tokens, columns]``.
     """
     n, rows, columns = S.shape
-    if may_look(S):
+    if is_host_readable(S):
         # torch.max finds indices one element at a time; pooling over an image of `columns` channels, channels last,
         # a vector at a time. Of several NaN it takes the last.
         image = S.unsqueeze(-2).permute(0, 3, 1, 2)
@@ -108,7 +108,7 @@ def winners(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return S[:, : rows // tokens * tokens].unflatten(1, (-1, tokens)).max(2)
 
 
-def keep_first(best: Tensor, argmax: Tensor, value: Tensor, index: Tensor, start: int) -> None:
+def update_maxima(best: Tensor, argmax: Tensor, value: Tensor, index: Tensor, start: int) -> None:
     """Keep maxima and winners of the tokens from `start` on, where no earlier token has as much; all have one shape."""
     if start == 0:
         best.copy_(value)

@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from ..blocks import (
-    BEST_BYTES,
-    DOCUMENT_BYTES,
+    MAX_DOCUMENT_BYTES,
+    MAX_MAXIMA_BYTES,
+    MAX_PANEL_BYTES,
+    MAX_SIMILARITY_BYTES,
     MIN_ROWS,
-    PANEL_BYTES,
-    SIMILARITY_BYTES,
     SliceShape,
+    allocate_slices,
     ceil_div,
+    choose_slice_shape,
+    compute_row_norms,
     copy_grouped,
-    lies_ready,
-    row_norms,
-    slice_shape,
-    slices_buffer,
-    slices_of,
+    is_product_ready,
+    split_range,
 )
-from ..layout import Padded
-from ..pace import look
-from .scores import NEG_INF, Forward, keep_first, winners
+from ..layout import PaddedRows
+from ..pace import adjust_threads
+from .scores import NEG_INF, PortableForward, reduce_maxima, update_maxima
 
 
-class Tiling(NamedTuple):
+class SliceTiling(NamedTuple):
     """How much is done at a time."""
 
     block_batches: int  # batches in one bmm; above 1 only where a block holds all documents of its batches
@@ -42,22 +42,22 @@ class Tiling(NamedTuple):
     span: int  # panels of each unit that are kept
 
 
-def most_slices(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
+def count_slices_within_budget(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
     """Slices that the budgets of a block allow."""
     documents, similarities = (shape.rows * n * dtype.itemsize for n in (d, shape.columns))
-    return max(2, min(DOCUMENT_BYTES // documents, SIMILARITY_BYTES // similarities))
+    return max(2, min(MAX_DOCUMENT_BYTES // documents, MAX_SIMILARITY_BYTES // similarities))
 
 
 @lru_cache(maxsize=1024)
-def tiling_of(shape: SliceShape, most: int, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> Tiling:
+def choose_tiling(shape: SliceShape, most: int, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> SliceTiling:
     """The tiling of a call whose blocks have at most `most` slices."""
     unit_width = shape.panels * shape.columns
     panel_bytes = shape.columns * d * dtype.itemsize
-    entries = BEST_BYTES // dtype.itemsize
+    entries = MAX_MAXIMA_BYTES // dtype.itemsize
     most = min(most, entries // (unit_width * shape.documents))
     per_batch, units = ceil_div(X, shape.documents), ceil_div(Y, shape.queries)
     # Batches of few documents go several at a time, and then each slice has panels of its own.
-    batches = max(1, min(B, min(most, PANEL_BYTES // panel_bytes) // per_batch)) if B > 1 else 1
+    batches = max(1, min(B, min(most, MAX_PANEL_BYTES // panel_bytes) // per_batch)) if B > 1 else 1
     block_slices = per_batch if batches > 1 else max(1, min(most, per_batch))
     block_documents = block_slices * shape.documents
     if batches > 1:
@@ -66,18 +66,18 @@ def tiling_of(shape: SliceShape, most: int, B: int, X: int, Y: int, d: int, dtyp
     def steps(budget: int, total: int) -> int:
         return max(1, min(budget, total))
 
-    span = steps(PANEL_BYTES // panel_bytes, shape.panels)
+    span = steps(MAX_PANEL_BYTES // panel_bytes, shape.panels)
     block_width = unit_width * block_documents * batches
-    kept = min(entries // block_width, (1 << 14) // unit_width, PANEL_BYTES // (panel_bytes * shape.panels))
+    kept = min(entries // block_width, (1 << 14) // unit_width, MAX_PANEL_BYTES // (panel_bytes * shape.panels))
     slab_units = steps(kept, units)
     blocks = steps(entries // (slab_units * block_width), ceil_div(X, block_documents))
     slab_batches = batches
     if batches > 1:
         slab_batches *= steps(entries // (slab_units * block_width), ceil_div(B, batches))
-    return Tiling(batches, block_slices, (slab_batches, blocks * block_documents, slab_units), span)
+    return SliceTiling(batches, block_slices, (slab_batches, blocks * block_documents, slab_units), span)
 
 
-class Panel(NamedTuple):
+class QueryPanel(NamedTuple):
     """The query side of one bmm."""
 
     unit: int
@@ -86,7 +86,7 @@ class Panel(NamedTuple):
     best: Tensor  # its part of the slab, [batches * documents of the slab, columns]
 
 
-class _Views(NamedTuple):
+class _BlockViews(NamedTuple):
     """The buffers as a block of some size uses them."""
 
     used: int  # slices that hold something
@@ -97,17 +97,17 @@ class _Views(NamedTuple):
     masked_target: Tensor | None  # as `target` with d = 1
 
 
-class Slices(Forward):
+class SliceForward(PortableForward):
     """The forward by slices: the loops over panels and blocks, and the buffers of these."""
 
     def _plan(self) -> None:
         dtype = self.dtype
-        self.shape = shape = slice_shape(self.Lq, self.Ld, self.d, dtype)
+        self.shape = shape = choose_slice_shape(self.Lq, self.Ld, self.d, dtype)
         self._plan_blocks()
         self.slab, self.queries = self.tiling.slab, shape.queries
         self.units, self.width = ceil_div(self.Y, shape.queries), shape.panels * shape.columns
         each = self.slices if self.tiling.block_batches > 1 else 1
-        # Columns that no token fills have to be numbers: NaN among the maxima is costly, see `winners`.
+        # Columns that no token fills have to be numbers: NaN among the maxima is costly, see `reduce_maxima`.
         full = shape.queries * self.Lq == self.width and self.Y % shape.queries == 0
         new = self.layout.pairs.new_empty if full else self.layout.pairs.new_zeros
         self.panels = new((each, self.slab[2], self.tiling.span * shape.columns, self.d), dtype=dtype)
@@ -117,39 +117,39 @@ class Slices(Forward):
         layout, shape, d, dtype = self.layout, self.shape, self.d, self.dtype
         self.tokens = self.Ld if len(shape.starts) == 1 else shape.rows  # of one document in a slice
         # One slice alone would go to another kernel of MKL than several. Other libraries may choose by their number.
-        most = most_slices(shape, d, dtype)
-        self.tiling = tiling = tiling_of(shape, most, self.B, self.X, self.Y, d, dtype)
+        most = count_slices_within_budget(shape, d, dtype)
+        self.tiling = tiling = choose_tiling(shape, most, self.B, self.X, self.Y, d, dtype)
         self.slices = max(2, tiling.block_batches * tiling.block_slices) if self.may_look else most
         new = layout.pairs.new_empty
-        self.documents = slices_buffer(layout.pairs, self.slices, shape.rows, d, dtype)
+        self.documents = allocate_slices(layout.pairs, self.slices, shape.rows, d, dtype)
         self.similarities = new((self.slices, shape.rows, shape.columns), dtype=dtype)
         self.masked = None if layout.d_mask is None else new((self.slices, shape.rows), dtype=torch.bool).zero_()
-        self.views: dict[tuple[int, int], _Views] = {}
+        self.views: dict[tuple[int, int], _BlockViews] = {}
         whole = shape.documents == 1 and self.tokens == shape.rows >= MIN_ROWS
-        self.in_place = whole and self.may_look and not self.normalize and lies_ready(layout.D, dtype)
+        self.in_place = whole and self.may_look and not self.normalize and is_product_ready(layout.D, dtype)
         if self.in_place and tiling.block_batches > 1:  # slices of one bmm have one distance
             self.in_place = layout.D.stride(0) == self.X * layout.D.stride(1)
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         tiling = self.tiling
-        for some in slices_of(b.start, b.stop, tiling.block_batches):
+        for some in split_range(b.start, b.stop, tiling.block_batches):
             best = self.best[some.start - b.start : some.stop - b.start].flatten(0, 1)
-            for p in slices_of(0, self.shape.panels, tiling.span):
+            for p in split_range(0, self.shape.panels, tiling.span):
                 panels = list(self._panels(some, u, p, best))
                 for documents in self._steps(x.start, x.stop, tiling.block_slices * self.shape.documents):
                     self._compute(some, documents, documents.start - x.start, panels)
 
-    def _compute(self, b: slice, x: slice, place: int, panels: list[Panel]) -> None:
+    def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
         """The maxima of a block, whose documents begin at `place` of the slab."""
         views = self._views(b.stop - b.start, x.stop - x.start)
         for start in self.shape.starts:
             documents = self._load_documents(b, x, start, views)
             for panel in panels:
-                look()
+                adjust_threads()
                 best = panel.best.narrow(0, place, views.used * self.shape.documents)
                 self._score(b, x, start, documents, views, panel, best)
 
-    def _panels(self, b: slice, u: slice, p: slice, best: Tensor) -> Iterator[Panel]:
+    def _panels(self, b: slice, u: slice, p: slice, best: Tensor) -> Iterator[QueryPanel]:
         """Load the panels `p` of some units for some batches."""
         width = self.shape.columns
         loaded = self._load_panels(b, u, p)
@@ -157,7 +157,7 @@ class Slices(Forward):
             columns = self._columns(loaded[:, :, (tile - p.start) * width : (tile - p.start + 1) * width])
             parts = columns.unbind(1), best[:, : u.stop - u.start, tile * width : (tile + 1) * width].unbind(1)
             for unit, of_unit, best_of_unit in zip(range(u.start, u.stop), *parts, strict=True):
-                yield Panel(unit, tile, of_unit, best_of_unit)
+                yield QueryPanel(unit, tile, of_unit, best_of_unit)
 
     def _columns(self, loaded: Tensor) -> Tensor:
         """``[slices | 1, units, columns, d]`` as ``[slices, units, d, columns]``."""
@@ -175,10 +175,10 @@ class Slices(Forward):
         target = target.unflatten(-2, (shape.queries, tokens))
         copy_grouped(target, queries.expand(-1, target.shape[1], -1, -1, -1))
         if self.normalize:
-            loaded /= row_norms(loaded)
+            loaded /= compute_row_norms(loaded)
         return loaded
 
-    def _views(self, batches: int, count: int) -> _Views:
+    def _views(self, batches: int, count: int) -> _BlockViews:
         """The buffers for a block of `count` documents of each of `batches`."""
         if (batches, count) not in self.views:
             shape = self.shape
@@ -192,24 +192,24 @@ class Slices(Forward):
             masked = None if self.masked is None else self.masked[:used]
             masked_target = None if self.masked is None else target(self.masked.unsqueeze(-1))
             documents, similarities = self.documents[:n], self.similarities[:n]
-            views = _Views(used, documents, similarities, target(self.documents), masked, masked_target)
+            views = _BlockViews(used, documents, similarities, target(self.documents), masked, masked_target)
             self.views[batches, count] = views
         return self.views[batches, count]
 
-    def _load_documents(self, b: slice, x: slice, start: int, views: _Views) -> Tensor:
+    def _load_documents(self, b: slice, x: slice, start: int, views: _BlockViews) -> Tensor:
         """Slices of the tokens from `start` of some documents; notes which of them are masked."""
         part = b, x, slice(start, start + self.tokens)
         documents = views.documents
         if self.in_place and views.used > 1:
             documents = self.layout.D[part].flatten(0, 1)
         else:
-            if isinstance(self.layout.D, Padded):
+            if isinstance(self.layout.D, PaddedRows):
                 self.layout.D.copy_into(views.target, part)
             else:
                 copy_grouped(views.target, self.layout.D[part])
             if self.normalize:
                 used = documents[: views.used]
-                used /= row_norms(used)
+                used /= compute_row_norms(used)
         if self.layout.d_mask is not None:
             assert views.masked is not None and views.masked_target is not None
             copy_grouped(views.masked_target, ~self.layout.d_mask[part].unsqueeze(-1))
@@ -219,13 +219,13 @@ class Slices(Forward):
         return documents
 
     def _score(
-        self, b: slice, x: slice, start: int, documents: Tensor, views: _Views, panel: Panel, best: Tensor
+        self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
         """One bmm: update `best`, ``[documents, columns]``, and the winners."""
         shape, tokens = self.shape, self.tokens
         S = self._products(documents, views, panel)
         if self.layout.argmax is not None:
-            self._keep_winners(b, x, start, panel, best, *winners(S, tokens))
+            self._keep_argmax(b, x, start, panel, best, *reduce_maxima(S, tokens))
             return
         if shape.documents * tokens < shape.rows:
             S = S[:, : shape.documents * tokens]
@@ -236,7 +236,7 @@ class Slices(Forward):
         else:
             torch.maximum(best, S.amax(-2), out=best)
 
-    def _products(self, documents: Tensor, views: _Views, panel: Panel) -> Tensor:
+    def _products(self, documents: Tensor, views: _BlockViews, panel: QueryPanel) -> Tensor:
         """Similarities ``[used, rows, columns]``, -inf where masked."""
         S, n = views.similarities, views.similarities.shape[0]
         torch.bmm(documents, panel.columns if n == self.slices else panel.columns[:n], out=S)
@@ -249,7 +249,7 @@ class Slices(Forward):
                 S.view(-1, self.shape.columns).index_fill_(0, self.masked_rows, NEG_INF)
         return S
 
-    def _new_products(self, start: int, documents: Tensor, views: _Views, panel: Panel) -> Tensor:
+    def _mask_overlaps(self, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel) -> Tensor:
         """`_products` for what counts a token more than once: -inf where the last slice overlaps the one before."""
         S = self._products(documents, views, panel)
         repeated = self.shape.starts.index(start) * self.tokens - start
@@ -257,8 +257,8 @@ class Slices(Forward):
             S[:, :repeated] = NEG_INF
         return S
 
-    def _keep_winners(
-        self, b: slice, x: slice, start: int, panel: Panel, best: Tensor, value: Tensor, index: Tensor
+    def _keep_argmax(
+        self, b: slice, x: slice, start: int, panel: QueryPanel, best: Tensor, value: Tensor, index: Tensor
     ) -> None:
         """Put the maxima of a tile into `best` and its winners into the output where no earlier tile has as much."""
         assert self.layout.argmax is not None
@@ -275,4 +275,4 @@ class Slices(Forward):
             of_batches = columns.view(batches, -1, self.shape.columns)
             return of_batches[:, :count, : queries * tokens].unflatten(-1, (queries, tokens))
 
-        keep_first(of_tokens(best), target, of_tokens(value), of_tokens(index), start)
+        update_maxima(of_tokens(best), target, of_tokens(value), of_tokens(index), start)

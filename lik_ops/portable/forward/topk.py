@@ -8,13 +8,13 @@ import sys
 import torch
 from torch import Tensor
 
-_LOW = 0 if sys.byteorder == "little" else 1  # which of the halves of a 64-bit integer is the lower
-BLOCK = 64  # columns of which `best` looks at the maximum alone
-_MOST_BLOCKS = 4  # for each score that is kept, or looking at maxima first is no less work
+_LOW_HALF = 0 if sys.byteorder == "little" else 1  # which of the halves of a 64-bit integer is the lower
+BLOCK_COLUMNS = 64  # columns of which `best` looks at the maximum alone
+_MAX_BLOCKS_PER_SCORE = 4  # for each score that is kept, or looking at maxima first is no less work
 BYTES_PER_SCORE = {4: 32, 8: 48}  # of what is put in order, by the size of a score
 
 
-def _ordered(scores: Tensor) -> Tensor:
+def _to_sortable_integers(scores: Tensor) -> Tensor:
     """Integers in the order of `scores`: NaN above all, -0.0 equal to 0.0."""
     as_integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
     sizes = torch.iinfo(as_integer)
@@ -24,8 +24,8 @@ def _ordered(scores: Tensor) -> Tensor:
     return bits.bitwise_xor_((bits >> (sizes.bits - 1)).bitwise_and_(sizes.max))
 
 
-def looks_at_blocks(columns: int, top_k: int) -> bool:
-    return columns // BLOCK > _MOST_BLOCKS * top_k
+def needs_blocks(columns: int, top_k: int) -> bool:
+    return columns // BLOCK_COLUMNS > _MAX_BLOCKS_PER_SCORE * top_k
 
 
 def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -33,34 +33,37 @@ def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Ten
 
     Those of `indices` ``[Nq, n]`` in place of columns where they are given.
     """
-    looks = looks_at_blocks(scores.shape[1], top_k)
-    columns = best_columns_by_blocks(scores, top_k) if looks else best_columns(scores, top_k)
+    looks = needs_blocks(scores.shape[1], top_k)
+    columns = select_columns_by_blocks(scores, top_k) if looks else select_columns(scores, top_k)
     return scores.gather(1, columns), columns if indices is None else indices.gather(1, columns)
 
 
-def best_columns_by_blocks(scores: Tensor, top_k: int) -> Tensor:
-    """`best_columns` of many.
+def select_columns_by_blocks(scores: Tensor, top_k: int) -> Tensor:
+    """`select_columns` of many.
 
     Of many columns only those are ordered that can be among the best: the k best scores lie in the k blocks with the
     best maxima (of equal ones, the first), as each of k such blocks has a score that comes before all of another.
     """
-    count = scores.shape[1] // BLOCK
-    whole, rest = scores[:, : count * BLOCK].unflatten(1, (count, BLOCK)), scores[:, count * BLOCK :]
-    blocks = best_columns(whole.amax(dim=2), top_k)
+    count = scores.shape[1] // BLOCK_COLUMNS
+    whole, rest = (
+        scores[:, : count * BLOCK_COLUMNS].unflatten(1, (count, BLOCK_COLUMNS)),
+        scores[:, count * BLOCK_COLUMNS :],
+    )
+    blocks = select_columns(whole.amax(dim=2), top_k)
     if scores.dtype == torch.float64:
         blocks = blocks.sort(dim=1).values
-    candidates = whole.gather(1, blocks[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
-    columns = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
+    candidates = whole.gather(1, blocks[:, :, None].expand(-1, -1, BLOCK_COLUMNS)).flatten(1)
+    columns = (blocks[:, :, None] * BLOCK_COLUMNS + torch.arange(BLOCK_COLUMNS, device=scores.device)).flatten(1)
     if rest.shape[1]:
-        last = torch.arange(count * BLOCK, scores.shape[1], device=scores.device)
+        last = torch.arange(count * BLOCK_COLUMNS, scores.shape[1], device=scores.device)
         candidates, columns = torch.cat([candidates, rest], 1), torch.cat([columns, last.expand(len(rest), -1)], 1)
-    return best_columns(candidates, top_k, columns)
+    return select_columns(candidates, top_k, columns)
 
 
-def best_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> Tensor:
+def select_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> Tensor:
     """Columns ``[Nq, k]`` of the best scores, which are those of `columns` ``[Nq, n]`` (ascending, if fp64)."""
     k, n, device = min(top_k, scores.shape[1]), scores.shape[1], scores.device
-    ordered = _ordered(scores)
+    ordered = _to_sortable_integers(scores)
     if ordered.dtype == torch.int64:
         at = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
         # A copy, not a view of all of them.
@@ -68,9 +71,9 @@ def best_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> T
     # Keys of 64 bits, of which no two are equal: the score, and below it the column, with its bits inverted.
     low = torch.arange(-1, -n - 1, -1, dtype=torch.int32, device=device) if columns is None else ~columns.int()
     halves = [ordered, ordered]
-    halves[_LOW] = low.expand_as(ordered)
+    halves[_LOW_HALF] = low.expand_as(ordered)
     best = torch.stack(halves, dim=2).view(torch.int64).squeeze(2).topk(k, dim=1).values
-    return ~best.view(torch.int32)[:, _LOW::2].long()
+    return ~best.view(torch.int32)[:, _LOW_HALF::2].long()
 
 
 def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -79,8 +82,10 @@ def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return best(scores.int().view(torch.float32), top_k, indices)
 
 
-def bytes_of(documents: int, top_k: int, itemsize: int) -> int:
+def estimate_bytes(documents: int, top_k: int, itemsize: int) -> int:
     """What `best` and the scores of a query with so many documents take."""
-    if not looks_at_blocks(documents, top_k):
+    if not needs_blocks(documents, top_k):
         return documents * BYTES_PER_SCORE[itemsize]
-    return documents * (itemsize + 1) + BLOCK * (top_k + 1) * BYTES_PER_SCORE[itemsize]  # 1: the maxima of blocks
+    return (
+        documents * (itemsize + 1) + BLOCK_COLUMNS * (top_k + 1) * BYTES_PER_SCORE[itemsize]
+    )  # 1: the maxima of blocks

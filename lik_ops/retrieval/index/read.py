@@ -61,15 +61,15 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         >>> lik_ops.maxsim(torch.randn(2, 32, 64), index).shape
         torch.Size([2, 100])
     """
-    files, device = _Files(Path(path)), as_device(_OP, device)
+    files, device = _IndexFiles(Path(path)), as_device(_OP, device)
     with torch.device("cpu"):  # whatever the default device is
-        found = _of_centroids(files) if (files.root / _REPACKED).exists() else _of_documents(files)
+        found = _read_by_centroid(files) if (files.root / _REPACKED).exists() else _read_by_document(files)
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)
     documents = Quantized.of_codes(found.codes.to(device), found.residuals.to(device), found.codec.to(device))
     return Index(documents, bounds.to(device))
 
 
-class _Found(NamedTuple):
+class _IndexDocuments(NamedTuple):
     """Packed documents on the CPU."""
 
     codec: ResidualCodec
@@ -78,7 +78,7 @@ class _Found(NamedTuple):
     lengths: Tensor
 
 
-def _of_documents(files: _Files) -> _Found:
+def _read_by_document(files: _IndexFiles) -> _IndexDocuments:
     """An index whose tokens come document by document."""
     nbits, lengths = files.about()
     codec, total, kind = files.codec(nbits), [int(x.sum()) for x in lengths], files.suffix
@@ -92,15 +92,15 @@ def _of_documents(files: _Files) -> _Found:
         parts = [files.tokens(x, codec.width, n, below) for x, n in zip(names_of, total, strict=True)]
     none = torch.empty(0, dtype=torch.int32), torch.empty((0, codec.width), dtype=torch.uint8)
     codes, residuals = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*(parts or [none]), strict=True))
-    return _Found(codec, codes, residuals, _joined(lengths))
+    return _IndexDocuments(codec, codes, residuals, _join_chunks(lengths))
 
 
-def _of_centroids(files: _Files) -> _Found:
+def _read_by_centroid(files: _IndexFiles) -> _IndexDocuments:
     """An index of WARP, whose tokens come centroid by centroid; beside the one that it was made of, or alone."""
     known = None
     if files.metadata.exists():
         nbits, chunks = files.about()
-        known = _joined(chunks)
+        known = _join_chunks(chunks)
     else:
         nbits = files.nbits()
     codec = files.codec(nbits, "big", normalize=False)
@@ -111,17 +111,17 @@ def _of_centroids(files: _Files) -> _Found:
     numbers, residuals = files.tokens(("codes.compacted.pt", _REPACKED), codec.width, total, below)
     lengths = torch.bincount(numbers, minlength=0 if known is None else len(known))
     if known is not None and not torch.equal(lengths, known):
-        raise _wrong(files.root / "codes.compacted.pt", "tokens of each document as doclens say", "others")
+        raise _make_error(files.root / "codes.compacted.pt", "tokens of each document as doclens say", "others")
     order = numbers.argsort(stable=True)
     codes = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(sizes)
-    return _Found(codec, codes[order], residuals[order], lengths)
+    return _IndexDocuments(codec, codes[order], residuals[order], lengths)
 
 
-def _joined(chunks: list[Tensor]) -> Tensor:
+def _join_chunks(chunks: list[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *chunks])
 
 
-class _Files:
+class _IndexFiles:
     """The files of an index, and of which kind they are."""
 
     def __init__(self, root: Path) -> None:
@@ -132,18 +132,18 @@ class _Files:
 
     def about(self) -> tuple[int, list[Tensor]]:
         """Bits of a bucket, and the lengths of documents, by chunk."""
-        about = _json(self.metadata)
+        about = _read_json(self.metadata)
         if not isinstance(about, dict):
-            raise _wrong(self.metadata, "an object", type(about).__name__)
+            raise _make_error(self.metadata, "an object", type(about).__name__)
         of = about.get("config", about)  # ColBERT's has its settings apart
-        nbits = _count(self.metadata, of if isinstance(of, dict) else {}, "nbits")
+        nbits = _read_count(self.metadata, of if isinstance(of, dict) else {}, "nbits")
         if nbits not in _NBITS:
-            raise _wrong(self.metadata, "nbits of 1, 2, 4 or 8", nbits)
-        lengths = [self.lengths(n) for n in range(_count(self.metadata, about, "num_chunks"))]
+            raise _make_error(self.metadata, "nbits of 1, 2, 4 or 8", nbits)
+        lengths = [self.lengths(n) for n in range(_read_count(self.metadata, about, "num_chunks"))]
         total = sum(int(x.sum()) for x in lengths)
         for name, found in (("num_embeddings", total), ("num_documents", sum(map(len, lengths)))):
             if name in about and about[name] != found:
-                raise _wrong(self.metadata, f"{name} {found}, as doclens say", about[name])
+                raise _make_error(self.metadata, f"{name} {found}, as doclens say", about[name])
         return nbits, lengths
 
     def nbits(self) -> int:
@@ -151,41 +151,41 @@ class _Files:
         file, weights = self._tensor(f"bucket_weights{self.suffix}", _FLOATS)
         nbits = weights.numel().bit_length() - 1
         if nbits not in _NBITS or weights.shape != (2**nbits,):
-            raise _wrong(file, "2, 4, 16 or 256 weights", list(weights.shape))
+            raise _make_error(file, "2, 4, 16 or 256 weights", list(weights.shape))
         return nbits
 
     def lengths(self, chunk: int) -> Tensor:
         """Of the documents of a chunk."""
         file = self.root / f"doclens.{chunk}.json"
-        found = _json(file)
+        found = _read_json(file)
         if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**31 for n in found):
-            raise _wrong(file, "a list of lengths", "something else")
+            raise _make_error(file, "a list of lengths", "something else")
         return torch.tensor(found, dtype=torch.int64)
 
     def sizes(self, count: int) -> Tensor:
         """Tokens of each of so many centroids, whose sum fits 64 bits."""
         file, sizes = self._tensor("sizes.compacted.pt", _CODES)
         if sizes.shape != (count,):
-            raise _wrong(file, f"[{count}], as centroids say", list(sizes.shape))
+            raise _make_error(file, f"[{count}], as centroids say", list(sizes.shape))
         if count and not 0 <= int(sizes.min()) <= int(sizes.max()) < 2**31:
-            raise _wrong(file, "sizes from 0 on", f"{int(sizes.min())} to {int(sizes.max())}")
+            raise _make_error(file, "sizes from 0 on", f"{int(sizes.min())} to {int(sizes.max())}")
         return sizes.long()
 
     def codec(self, nbits: int, bit_order: BitOrder = "plaid", normalize: bool = True) -> ResidualCodec:
         file, centroids = self._tensor(f"centroids{self.suffix}", _FLOATS)
         if centroids.dim() != 2 or centroids.shape[1] < 1:
-            raise _wrong(file, "[C, d]", list(centroids.shape))
+            raise _make_error(file, "[C, d]", list(centroids.shape))
         pair: list[Tensor] = []
         if self.suffix == ".pt":
             file = self.root / "buckets.pt"
-            found = _load(file)
+            found = _read_torch(file)
             pair = list(found) if isinstance(found, (tuple, list)) else []
         else:
             pair = [self._tensor(f"bucket_{name}.npy", _FLOATS)[1] for name in ("cutoffs", "weights")]
             file = self.root / "bucket_weights.npy"
         expected = [(2**nbits - 1,), (2**nbits,)]
         if [tuple(x.shape) if _has_rows(x, DTYPES) else None for x in pair] != expected:
-            raise _wrong(file, f"{2**nbits - 1} cutoffs and {2**nbits} weights for {nbits} bits", "others")
+            raise _make_error(file, f"{2**nbits - 1} cutoffs and {2**nbits} weights for {nbits} bits", "others")
         cutoffs, weights = (x.detach().float() for x in pair)
         return ResidualCodec(centroids, weights, cutoffs, bit_order, normalize)
 
@@ -201,22 +201,22 @@ class _Files:
             file, x = self._tensor(name, dtypes, count)
             if tuple(x.shape[1:]) != row or not count <= self.rows <= count + padding:
                 expected = f"[{count}{f' to {count + padding}' if padding else ''}{''.join(f', {n}' for n in row)}]"
-                raise _wrong(file, f"{expected}, as the other files say", [self.rows, *x.shape[1:]])
+                raise _make_error(file, f"{expected}, as the other files say", [self.rows, *x.shape[1:]])
             found.append((file, x, self.rows))
         (file, codes, rows), (other, residuals, others) = found
         if rows != others:
-            raise _wrong(other, f"{rows} rows as {file.name}", others)
+            raise _make_error(other, f"{rows} rows as {file.name}", others)
         if count and not 0 <= int(codes.min()) <= int(codes.max()) < below[0]:
-            raise _wrong(file, f"codes of {below[0]} {below[1]}", f"{int(codes.min())} to {int(codes.max())}")
+            raise _make_error(file, f"codes of {below[0]} {below[1]}", f"{int(codes.min())} to {int(codes.max())}")
         return codes.to(torch.int32), residuals
 
     def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], most: int | None = None) -> tuple[Path, Tensor]:
         """A tensor, of which the first `most` rows are read; `rows` says how many there are."""
         file = self.root / name
-        x, rows = (_load(file), None) if file.suffix == ".pt" else _numpy(file, most)
+        x, rows = (_read_torch(file), None) if file.suffix == ".pt" else _read_numpy(file, most)
         if not _has_rows(x, dtypes):
             kind = f"{x.dtype}, {x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
-            raise _wrong(file, " or ".join(map(str, dtypes)), kind)
+            raise _make_error(file, " or ".join(map(str, dtypes)), kind)
         self.rows = len(x) if rows is None else rows
         return file, x.detach()[:most]
 
@@ -228,7 +228,7 @@ def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     return x.dtype in dtypes and x.device.type == "cpu" and x.dim() > 0
 
 
-def _numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
+def _read_numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
     """The first rows of an array, and how many it has. No more memory is taken than the file is long."""
     np = import_extra(_OP, "retrieval", "numpy")
     if not file.exists():
@@ -242,7 +242,7 @@ def _numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
         raise ValueError(f"{_OP}: {file}: not a whole .npy file: {error}") from error
 
 
-def _load(file: Path) -> Any:
+def _read_torch(file: Path) -> Any:
     """What `torch.save` wrote, if it is of tensors."""
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
@@ -252,7 +252,7 @@ def _load(file: Path) -> Any:
         raise ValueError(f"{_OP}: {file}: not a whole file of tensors: {error}") from error
 
 
-def _json(file: Path) -> Any:
+def _read_json(file: Path) -> Any:
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
     try:
@@ -261,12 +261,12 @@ def _json(file: Path) -> Any:
         raise ValueError(f"{_OP}: {file}: not JSON: {error}") from error
 
 
-def _count(file: Path, content: dict[str, Any], name: str) -> int:
+def _read_count(file: Path, content: dict[str, Any], name: str) -> int:
     value = content.get(name)
     if type(value) is not int or not 0 <= value < 2**31:
-        raise _wrong(file, f"{name}, a count", value)
+        raise _make_error(file, f"{name}, a count", value)
     return value
 
 
-def _wrong(file: Path, expected: str, found: Any) -> ValueError:
+def _make_error(file: Path, expected: str, found: Any) -> ValueError:
     return ValueError(f"{_OP}: {file}: expected {expected}, got {found}")

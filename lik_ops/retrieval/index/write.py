@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...core.arguments import kind_of, shape_of
-from ...core.disk import naming
+from ...core.arguments import describe_type, format_shape
+from ...core.disk import add_path_to_errors
 from ...core.extras import import_extra
 from ...formats.index import Index
-from ...formats.residual import ResidualCodec, reversed_bits
-from ...formats.table import bucket_weights, slots
+from ...formats.residual import ResidualCodec, reverse_bits
+from ...formats.table import lookup_bucket_weights, unpack_slots
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
 _OP = "write_index"
-_SOME = 50_000  # tokens that averages are of, about
-_HEADER = 192  # bytes of the headers of merged files, whatever the rows
+_MAX_SAMPLED_TOKENS = 50_000  # tokens that averages are of, about
+_HEADER_BYTES = 192  # bytes of the headers of merged files, whatever the rows
 
 
 def write_index(path: str | os.PathLike[str], index: Index) -> None:
@@ -48,26 +48,26 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
         >>> with tempfile.TemporaryDirectory() as path:
         ...     lik_ops.write_index(path, lik_ops.Index(codes, torch.tensor([0, 60, 100])))
     """
-    codec, lengths, codes = _checked(index)
+    codec, lengths, codes = _check_index(index)
     import_extra(_OP, "retrieval", "numpy")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
         raise ValueError(f"{_OP}: path: expected an empty directory, got {root}")
-    bits = _plaid_bytes(codec, index.documents.data.cpu())
+    bits = _convert_to_plaid(codec, index.documents.data.cpu())
     total, padding = len(codes), int(lengths.max() - lengths[-1]) if len(lengths) else 0
     _save(root / "centroids.npy", codec.centroids.half())
     assert codec.cutoffs is not None
     _save(root / "bucket_cutoffs.npy", codec.cutoffs)
     _save(root / "bucket_weights.npy", codec.weights)
-    sizes, far = _residuals(codec, index.documents.data)
+    sizes, far = _measure_residuals(codec, index.documents.data)
     _save(root / "avg_residual.npy", sizes)
     _save(root / "cluster_threshold.npy", far)
     for name, kind, x in (("codes", "<i8", codes.long()), ("residuals", "|u1", bits)):
         _save_merged(root / f"merged_{name}.npy", kind, x, padding)
         manifest = {f"0.{name}.npy": {"rows": total, "merged": True, "mtime": None}}
         _write(root / f"merged_{name}.manifest.json", manifest)
-    documents, counts = _inverted(codes, lengths, len(codec.centroids))
+    documents, counts = _invert_codes(codes, lengths, len(codec.centroids))
     _save(root / "ivf.npy", documents)
     _save(root / "ivf_lengths.npy", counts)
     _write(root / "doclens.0.json", lengths.tolist())
@@ -79,10 +79,10 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
     _write(root / "metadata.json", about | {"num_partitions": len(codec.centroids), "frozen": True, "mutable": True})
 
 
-def _checked(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
+def _check_index(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
     """The codec, lengths and codes, on the CPU."""
     if not isinstance(index, Index):
-        raise TypeError(f"{_OP}: index: expected an Index, got {kind_of(index)}")
+        raise TypeError(f"{_OP}: index: expected an Index, got {describe_type(index)}")
     documents = index.documents
     if documents.codec is None or documents.codes is None:
         raise TypeError(f"{_OP}: index: expected documents of residual codes, got {documents.format}")
@@ -92,7 +92,7 @@ def _checked(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
     if bool((lengths < 0).any()) or int(index.cu_seqlens[0]) != 0 or int(lengths.sum()) != len(documents):
         raise ValueError(
             f"{_OP}: index: expected ascending cu_seqlens from 0 to {len(documents)}, got"
-            f" {shape_of(index.cu_seqlens)} from {int(index.cu_seqlens[0])} to {int(index.cu_seqlens[-1])}"
+            f" {format_shape(index.cu_seqlens)} from {int(index.cu_seqlens[0])} to {int(index.cu_seqlens[-1])}"
         )
     codes = documents.codes.cpu()
     if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(codec.centroids):
@@ -100,25 +100,25 @@ def _checked(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
     return codec, lengths, codes
 
 
-def _plaid_bytes(codec: ResidualCodec, data: Tensor) -> Tensor:
+def _convert_to_plaid(codec: ResidualCodec, data: Tensor) -> Tensor:
     """Residuals in the bit order of fast-plaid, in which only those of ``"big"`` are not kept."""
     if codec.bit_order != "big":
         return data
-    reverse = reversed_bits(slots(torch.arange(256, device="cpu"), codec.nbits), codec.nbits)
+    reverse = reverse_bits(unpack_slots(torch.arange(256, device="cpu"), codec.nbits), codec.nbits)
     table = (reverse << torch.arange(8 - codec.nbits, -1, -codec.nbits, device="cpu")).sum(-1).to(torch.uint8)
     return table[data.int()]
 
 
-def _residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tensor]:
+def _measure_residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tensor]:
     """The mean size of residuals, by feature, and a norm that a quarter of them exceed, of some tokens."""
-    some = data[:: max(1, len(data) // _SOME)].cpu()
+    some = data[:: max(1, len(data) // _MAX_SAMPLED_TOKENS)].cpu()
     if not len(some):
         return some.new_zeros(codec.d, dtype=torch.float32), some.new_zeros(1, dtype=torch.float32)
-    x = bucket_weights(some, codec.table, codec.nbits)[:, : codec.d]
+    x = lookup_bucket_weights(some, codec.table, codec.nbits)[:, : codec.d]
     return x.abs().mean(0), torch.linalg.vector_norm(x, dim=1).quantile(0.75).view(1)
 
 
-def _inverted(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _invert_codes(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each centroid the documents that have it, ascending, one centroid's after the other's; and how many."""
     documents = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     pairs = (codes.long() * max(len(lengths), 1) + documents).unique()
@@ -130,7 +130,7 @@ def _save(file: Path, x: Tensor) -> None:
     npy = import_extra(_OP, "retrieval", "numpy.lib.format")
 
     def write(out: BinaryIO) -> None:
-        array = _plain(x)
+        array = _as_contiguous(x)
         npy.write_array_header_1_0(out, npy.header_data_from_array_1_0(array))
         out.write(array.data)
 
@@ -141,11 +141,11 @@ def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
     """An array whose header does not hang on the rows, with so many rows of zeros at its end."""
     rows = len(x) + padding
     shape = f"({rows},)" if x.dim() == 1 else f"({rows}, {x.shape[1]})"
-    about = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER - 11) + "\n"
+    about = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER_BYTES - 11) + "\n"
 
     def write(out: BinaryIO) -> None:
         out.write(b"\x93NUMPY\x01\x00" + len(about).to_bytes(2, "little") + about.encode("latin1"))
-        out.write(_plain(x).data)
+        out.write(_as_contiguous(x).data)
         out.write(bytes(padding * x[:1].nbytes if len(x) else 0))
 
     _create(file, write)
@@ -155,12 +155,12 @@ def _write(file: Path, content: Any) -> None:
     _create(file, lambda out: out.write(json.dumps(content).encode()))
 
 
-def _plain(x: Tensor) -> Any:
+def _as_contiguous(x: Tensor) -> Any:
     """Return a contiguous array of the numbers in `x`. An array cannot have the negative bit."""
     return x.detach().resolve_neg().contiguous().numpy()
 
 
 def _create(file: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a new file. A link of that name, dangling or not, is an error. Errors of the disk name the file."""
-    with naming(file), open(file, "xb") as out:
+    with add_path_to_errors(file), open(file, "xb") as out:
         write(out)

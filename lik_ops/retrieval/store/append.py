@@ -15,15 +15,15 @@ from ...core.arguments import check_strided, describe_non_tensor, short_repr
 from ...formats.quantized import Quantized
 from .. import arguments
 from . import files
-from .codecs import same
-from .layout import Layout
+from .codecs import is_same_codec
+from .layout import StorageLayout
 from .manifest import Manifest
-from .snapshot import are_ids
+from .snapshot import is_id_list
 
 Ids: TypeAlias = Sequence[str] | Sequence[int]
 
 
-def committed(
+def commit_shard(
     op: str, writer: files.Writer, manifest: Manifest, tensors: dict[str, Tensor], counts: Tensor, ids: bytes | None
 ) -> Manifest:
     """The manifest with one shard more, once both are on the disk."""
@@ -40,11 +40,11 @@ def committed(
     return manifest
 
 
-def packed(op: str, layout: Layout, documents: Any, lengths: Any) -> tuple[Tensor | Quantized, Tensor]:
+def pack_documents(op: str, layout: StorageLayout, documents: Any, lengths: Any) -> tuple[Tensor | Quantized, Tensor]:
     """The documents packed on the CPU, and the length of each."""
     if isinstance(documents, Quantized):
         _check_quantized(op, layout, documents)
-        counts = _lengths(op, lengths, len(documents))
+        counts = _check_lengths(op, lengths, len(documents))
         for name in ("error", "norm"):
             x = getattr(documents, name)
             if x is None or x.shape != counts.shape:
@@ -58,12 +58,12 @@ def packed(op: str, layout: Layout, documents: Any, lengths: Any) -> tuple[Tenso
         return replace(documents, **tensors), counts
     if isinstance(documents, Tensor) and not documents.is_nested:
         _check_tokens(op, layout, "documents", documents)
-        return documents.detach().cpu().resolve_neg().contiguous(), _lengths(op, lengths, documents.shape[0])
+        return documents.detach().cpu().resolve_neg().contiguous(), _check_lengths(op, lengths, documents.shape[0])
     if lengths is not None:
         raise ValueError(f"{op}: lengths: expected None beside a list of documents")
     if isinstance(documents, Tensor):
         documents = documents.unbind()
-    documents = _listed(op, "documents", "tensors", documents)
+    documents = _as_list(op, "documents", "tensors", documents)
     for i, document in enumerate(documents):
         _check_tokens(op, layout, f"documents[{i}]", document)
     empty = torch.empty(0, layout.d, dtype=layout.dtype, device="cpu")
@@ -71,12 +71,12 @@ def packed(op: str, layout: Layout, documents: Any, lengths: Any) -> tuple[Tenso
     return torch.cat([empty, *(document.detach().cpu() for document in documents)]), counts
 
 
-def _lengths(op: str, lengths: Any, tokens: int) -> Tensor:
+def _check_lengths(op: str, lengths: Any, tokens: int) -> Tensor:
     """Those of packed documents."""
     if lengths is None:
         raise ValueError(f"{op}: lengths: expected the length of each document in the packed tensor, got None")
-    counts = arguments.integers(op, "lengths", lengths)
-    if counts.dim() != 1 or not files.add_up_to(counts, tokens):
+    counts = arguments.as_integers(op, "lengths", lengths)
+    if counts.dim() != 1 or not files.has_total(counts, tokens):
         raise ValueError(
             f"{op}: lengths: expected [n], not negative, that add up to {tokens} tokens,"
             f" got {list(counts.shape)} that add up to {sum(counts.flatten().tolist())}"
@@ -84,7 +84,7 @@ def _lengths(op: str, lengths: Any, tokens: int) -> Tensor:
     return counts
 
 
-def _check_tokens(op: str, layout: Layout, name: str, x: Any) -> None:
+def _check_tokens(op: str, layout: StorageLayout, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name}: expected a Tensor, got {describe_non_tensor(x)}")
     check_strided(op, name, x)
@@ -96,13 +96,13 @@ def _check_tokens(op: str, layout: Layout, name: str, x: Any) -> None:
         raise ValueError(f"{op}: {name}: expected embeddings, got a meta tensor")
 
 
-def _check_quantized(op: str, layout: Layout, x: Quantized) -> None:
+def _check_quantized(op: str, layout: StorageLayout, x: Quantized) -> None:
     if layout.format is None:
         raise TypeError(f"{op}: documents: expected tensors of {layout.dtype}, as in the corpus, got a Quantized")
     if (x.format, x.dtype) != (layout.format, layout.dtype):
         expected = f"{layout.format} of {layout.dtype}"
         raise TypeError(f"{op}: documents: expected {expected}, as in the corpus, got {x.format} of {x.dtype}")
-    if layout.codec is not None and not (x.codec is not None and same(x.codec, layout.codec.codec)):
+    if layout.codec is not None and not (x.codec is not None and is_same_codec(x.codec, layout.codec.codec)):
         raise ValueError(f"{op}: documents: expected codes of the codec of the corpus, got those of another")
     if x.dim() != 2 or x.d != layout.d:
         raise ValueError(f"{op}: documents: expected packed ones [T, {layout.d}], got {list(x.shape)}")
@@ -110,7 +110,7 @@ def _check_quantized(op: str, layout: Layout, x: Quantized) -> None:
         raise ValueError(f"{op}: documents: expected embeddings, got meta tensors")
 
 
-def _listed(op: str, name: str, of: str, x: Any) -> list:
+def _as_list(op: str, name: str, of: str, x: Any) -> list:
     """What an iterable gives, but for strings, which are one thing and not many, and what has no order."""
     try:
         if not isinstance(x, (str, bytes, Set, Mapping)):
@@ -122,14 +122,14 @@ def _listed(op: str, name: str, of: str, x: Any) -> list:
     return list(x)
 
 
-def encoded_ids(op: str, ids: Any, count: int) -> bytes | None:
+def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
     """As shards keep them."""
     if ids is None:
         return None
-    ids = _listed(op, "ids", "str or int", ids)
+    ids = _as_list(op, "ids", "str or int", ids)
     if len(ids) != count:
         raise ValueError(f"{op}: ids: expected {count}, one for each document, got {len(ids)}")
-    if not are_ids(ids):
+    if not is_id_list(ids):
         kinds = sorted({type(x).__name__ for x in ids})
         raise TypeError(f"{op}: ids: expected str or int, all alike, got {', '.join(kinds)}")
     try:

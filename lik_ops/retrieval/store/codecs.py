@@ -29,7 +29,7 @@ class CodecFile:
     def of(cls, codec: ResidualCodec) -> CodecFile:
         """A codec that is not written yet."""
         codec = codec.to("cpu")
-        text = serialized(codec)
+        text = serialize_codec(codec)
         found = cls(hashlib.sha256(text).hexdigest(), len(text))
         found.__dict__["codec"] = codec
         return found
@@ -58,19 +58,19 @@ class CodecFile:
             raise ValueError(f"{at}: the codec is missing") from None
         if (len(text), hashlib.sha256(text).hexdigest()) != (self.bytes, self.sha256):
             raise ValueError(f"{at}: the codec is truncated or corrupt: expected {self.bytes} bytes, got {len(text)}")
-        return _deserialized(text)
+        return _deserialize_codec(text)
 
     @cached_property
-    def _elsewhere(self) -> dict[torch.device, ResidualCodec]:
+    def _device_copies(self) -> dict[torch.device, ResidualCodec]:
         return {}
 
     def on(self, device: torch.device) -> ResidualCodec:
         """The codec on a device, where it stays."""
         if device.type == "cpu":
             return self.codec
-        found = self._elsewhere.get(device)
+        found = self._device_copies.get(device)
         if found is None:
-            found = self._elsewhere[device] = self.codec.to(device)
+            found = self._device_copies[device] = self.codec.to(device)
         return found
 
     def check(self, format: str, d: int) -> None:
@@ -81,7 +81,7 @@ class CodecFile:
             raise ValueError(f"{self.path / self.file}: expected a codec for {format} of d={d}, got {found}")
 
 
-def serialized(codec: ResidualCodec) -> bytes:
+def serialize_codec(codec: ResidualCodec) -> bytes:
     """The file."""
     save = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").save
     tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in codec.tensors().items()}
@@ -90,14 +90,14 @@ def serialized(codec: ResidualCodec) -> bytes:
     return save(tensors | {name: torch.frombuffer(bytearray(x), dtype=torch.uint8) for name, x in options.items()})
 
 
-def _deserialized(text: bytes) -> ResidualCodec:
+def _deserialize_codec(text: bytes) -> ResidualCodec:
     found: dict[str, Any] = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").load(text)
     bit_order, normalize = (bytes(found[name].tolist()).decode() for name in ("bit_order", "normalize"))
     tensors = {name: found[name] for name in _TENSORS if name in found}
     return ResidualCodec(**tensors, bit_order=bit_order, normalize=normalize == "True")  # type: ignore[arg-type]
 
 
-def same(a: ResidualCodec, b: ResidualCodec) -> bool:
+def is_same_codec(a: ResidualCodec, b: ResidualCodec) -> bool:
     """Whether codes count as the same tokens with either, wherever it is."""
     if a is b:
         return True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import files
-from .append import committed, encoded_ids
+from .append import commit_shard, encode_ids
 from .manifest import Manifest
 from .snapshot import Snapshot
 
@@ -21,14 +21,14 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
         ValueError: the corpus at `path` does not begin as `source` does, in that format.
     """
     made = Snapshot(path, Manifest.read(path))
-    _check_begins(op, source, made, target)
+    _check_prefix(op, source, made, target)
     if len(made) == len(source):
         return made
-    with files.locked(path) as writer:
+    with files.lock_corpus(path) as writer:
         manifest = Manifest.read(path, made.manifest)
         if manifest != made.manifest:  # another process may have written meanwhile
             made = Snapshot(path, manifest)
-            _check_begins(op, source, made, target)
+            _check_prefix(op, source, made, target)
         begin, ids = len(made), source.ids
         for end in source.starts:
             if end <= begin:
@@ -36,12 +36,12 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
             lengths, (tokens, *_) = source.lengths[begin:end], source.pieces(begin, end)[0]
             assert isinstance(tokens, Tensor)  # one shard, which is not quantised
             tensors = manifest.layout.encoded(op, tokens, lengths)
-            encoded = encoded_ids(op, None if ids is None else ids[begin:end], end - begin)
-            manifest, begin = committed(op, writer, manifest, tensors, lengths, encoded), end
+            encoded = encode_ids(op, None if ids is None else ids[begin:end], end - begin)
+            manifest, begin = commit_shard(op, writer, manifest, tensors, lengths, encoded), end
     return Snapshot(path, manifest, made)
 
 
-def _check_begins(op: str, source: Snapshot, made: Snapshot, target: Manifest) -> None:
+def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest) -> None:
     """Raise unless what there is of a conversion is one of the first documents of `source`."""
     if made.manifest.layout != target.layout:
         found = made.manifest.layout
@@ -56,12 +56,12 @@ def _check_begins(op: str, source: Snapshot, made: Snapshot, target: Manifest) -
     if same and made.lengths.any():
         # Documents of the same lengths may be others: the first tokens and the last ones are looked at.
         ends = made.lengths.nonzero().flatten()[[0, -1]]
-        same = all(_same_numbers(source, made, at) for at in ends.tolist())
+        same = all(_has_same_codes(source, made, at) for at in ends.tolist())
     if not same:
         raise ValueError(f"{op}: path: expected the first documents of {source.path}, got others in {made.path}")
 
 
-def _same_numbers(source: Snapshot, made: Snapshot, index: int) -> bool:
+def _has_same_codes(source: Snapshot, made: Snapshot, index: int) -> bool:
     """Whether a document is what it is quantised to."""
     layout = made.manifest.layout
     (tokens,), cu_seqlens = source.pieces(index, index + 1)

@@ -94,18 +94,18 @@ class Corpus:
             ValueError: `d` is below 1 or not that of the codec, or `format` or `scale` is not one of these.
         """
         op = "Corpus.create"
-        path, d = _path(op, path), arguments.index(op, "d", d)
+        path, d = _as_path(op, path), arguments.as_index(op, "d", d)
         if not 1 <= d < _LARGEST_D:
             raise ValueError(f"{op}: d: expected 1 or more, below 2^31, got {short_repr(d)}")
         check_dtype(op, "dtype", dtype)
         check_format(op, format, scale, or_none=True)
-        files.safetensors(op)
+        files.import_safetensors(op)
         manifest = Manifest.new(op, d, dtype, format, scale)
         path.mkdir(parents=True, exist_ok=True)
-        lock = path / files.LOCK
+        lock = path / files.LOCK_FILE
         if lock.is_symlink() or not lock.exists():
             files.check_empty(path)
-        with files.locked(path) as writer:
+        with files.lock_corpus(path) as writer:
             writer.remove_leftovers()  # of a call that was killed
             files.check_empty(path, writer)
             with writer.writing(0 if manifest.codec is None else None) as (directory, name):
@@ -127,9 +127,9 @@ class Corpus:
             TypeError: an argument is of another type.
             ValueError: the manifest or a shard is truncated, corrupt or missing; the message has its path.
         """
-        path = _path("Corpus.open", path)
+        path = _as_path("Corpus.open", path)
         check_flag("Corpus.open", "verify", verify)
-        files.safetensors("Corpus.open")
+        files.import_safetensors("Corpus.open")
         return cls(path, Snapshot(path, Manifest.read(path), verify=verify))
 
     @property
@@ -180,16 +180,16 @@ class Corpus:
 
         Returns:
             ``(packed, cu_seqlens)``: their tokens ``[T, d]`` on the CPU, a `Quantized` if the corpus has a format, and
-            int64 ``[end - begin + 1]``, where each of them begins in `packed`. A range within one shard is a view of
-            memory mapped for the caller alone, of which pages are read when they are used.
+            int64 ``[end - begin + 1]``, where each of them begins in `pack_documents`. A range within one shard is a
+            view of memory mapped for the caller alone, of which pages are read when they are used.
 
         Raises:
             TypeError: `begin` or `end` is no integer.
             ValueError: not ``0 <= begin <= end <= len(corpus)``; or the shard was damaged since it was opened.
         """
         op, snapshot = "Corpus.documents", self._snapshot
-        begin = arguments.index(op, "begin", begin)
-        end = len(snapshot) if end is None else arguments.index(op, "end", end)
+        begin = arguments.as_index(op, "begin", begin)
+        end = len(snapshot) if end is None else arguments.as_index(op, "end", end)
         if not 0 <= begin <= end <= len(snapshot):
             found = f"{short_repr(begin)}, {short_repr(end)}"
             raise ValueError(f"{op}: begin, end: expected 0 <= begin <= end <= {len(snapshot)}, got {found}")
@@ -212,7 +212,7 @@ class Corpus:
 
         Raises:
             IndexError: an index is not that of a document.
-            TypeError: `index` is something else.
+            TypeError: `as_index` is something else.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
@@ -224,18 +224,18 @@ class Corpus:
         if isinstance(index, slice):
             chosen: Sequence[int] = range(len(snapshot))[index]
         elif hasattr(index, "__len__") and not (isinstance(index, Tensor) and index.dim() == 0):
-            found = arguments.integers("Corpus", "index", index)
+            found = arguments.as_integers("Corpus", "index", index)
             if found.dim() != 1:
                 raise TypeError(f"Corpus: index: expected an int, a slice or [n] integers, got {list(found.shape)}")
             chosen = found.tolist()
         else:
-            return snapshot.copy_of(arguments.index("Corpus", "index", index))
-        return [snapshot.copy_of(i) for i in chosen]
+            return snapshot.copy_document(arguments.as_index("Corpus", "index", index))
+        return [snapshot.copy_document(i) for i in chosen]
 
     def __iter__(self) -> Iterator[Tensor]:
         """What ``corpus[i]`` gives, of each document; no more than one of them is in memory."""
         snapshot = self._snapshot
-        return (snapshot.copy_of(i) for i in range(len(snapshot)))
+        return (snapshot.copy_document(i) for i in range(len(snapshot)))
 
     def score(
         self,
@@ -273,7 +273,7 @@ class Corpus:
             >>> student = corpus.score(Q, candidates).log_softmax(1)
             >>> torch.nn.functional.kl_div(student, teacher, reduction="batchmean").backward()
         """
-        return _rerank.score("Corpus.score", self._snapshot, Q, indices, q_mask, q_weight, normalize)
+        return _rerank.score_indices("Corpus.score", self._snapshot, Q, indices, q_mask, q_weight, normalize)
 
     def rerank(
         self,
@@ -287,10 +287,10 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         """The `top_k` best of the documents that a first stage found, by `lik_ops.maxsim`, in the order of `retrieve`.
 
-        For inference: nothing requires gradients. `score` gives the scores in the order of `indices`.
+        For inference: nothing requires gradients. `score_indices` gives the scores in the order of `indices`.
 
         Args:
-            Q, q_mask, q_weight, normalize: as in `score`.
+            Q, q_mask, q_weight, normalize: as in `score_indices`.
             indices: integers ``[Nq, K]``, the candidates of each query; or ``[K]``, those of all. -1 is no document.
             top_k: how many to return of each query; None, or more than K, is all of them.
 
@@ -299,7 +299,7 @@ class Corpus:
             where the index is -1, ``-inf``, at the end.
 
         Raises:
-            TypeError, ValueError: as `score`.
+            TypeError, ValueError: as `score_indices`.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
@@ -309,7 +309,7 @@ class Corpus:
             >>> scores.shape, indices.shape
             (torch.Size([2, 10]), torch.Size([2, 10]))
         """
-        return _rerank.rerank("Corpus.rerank", self._snapshot, Q, indices, top_k, q_mask, q_weight, normalize)
+        return _rerank.rerank_indices("Corpus.rerank", self._snapshot, Q, indices, top_k, q_mask, q_weight, normalize)
 
     def append(
         self,
@@ -336,15 +336,15 @@ class Corpus:
         """
         op, before = "Corpus.append", self._snapshot
         layout = before.manifest.layout
-        packed, counts = appending.packed(op, layout, documents, lengths)
-        encoded = appending.encoded_ids(op, ids, len(counts))
+        packed, counts = appending.pack_documents(op, layout, documents, lengths)
+        encoded = appending.encode_ids(op, ids, len(counts))
         tensors = layout.encoded(op, packed, counts)
-        with files.locked(self.path) as writer:
+        with files.lock_corpus(self.path) as writer:
             manifest = Manifest.read(self.path, before.manifest)  # another process may have appended since
             if manifest.layout != layout:
                 raise ValueError(f"{self.path}: expected a corpus of {layout}: it was made anew")
             if len(counts):
-                manifest = appending.committed(op, writer, manifest, tensors, counts, encoded)
+                manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, before)
 
     def quantize(
@@ -378,7 +378,7 @@ class Corpus:
             ('int8', ['a', 'b', 'c'], Quantized([10, 128], format='int8', device='cpu'))
         """
         op, source = "Corpus.quantize", self._snapshot
-        path = _path(op, path)
+        path = _as_path(op, path)
         check_format(op, format, scale)
         if self.format is not None:
             raise ValueError(f"{op}: expected a corpus of tokens as they were, got one in {self.format}: {self.path}")
@@ -395,7 +395,7 @@ class Corpus:
         self._snapshot = Snapshot(self.path, state["manifest"])
 
 
-def _path(op: str, path: Any) -> Path:
+def _as_path(op: str, path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{op}: path: expected a str or os.PathLike, got {type(path).__name__}")
     return Path(path).absolute()  # the working directory may change

@@ -15,7 +15,7 @@ from ...core.arguments import check_choice
 from ...formats.quantize import quantize
 from ...formats.quantized import Quantized
 from ...formats.residual import ResidualCodec
-from ...formats.table import ALL, FORMATS, FormatName, Residual
+from ...formats.table import ALL_FORMATS, FORMATS, FormatName, Residual
 from .codecs import CodecFile
 
 Scale: TypeAlias = Literal["token", "document"]
@@ -23,7 +23,7 @@ TOKENS = "tokens"
 _SCALES = ("scale", "minimum")
 
 
-class Kept(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of a shard, with a row for each token or for each document."""
 
     of_tokens: bool
@@ -36,10 +36,10 @@ class Kept(NamedTuple):
         return prod(self.sizes) * self.dtype.itemsize
 
 
-class Numbers(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """Packed documents in a format, as shards keep them."""
 
-    layout: Layout
+    layout: StorageLayout
     tensors: dict[str, Tensor]  # some of those of the layout
 
     def quantized(self, cu_seqlens: Tensor) -> Quantized:
@@ -52,25 +52,25 @@ class Numbers(NamedTuple):
             for name in _SCALES:
                 if name in found:
                     found[name] = found[name].repeat_interleave(lengths, output_size=len(data))
-        found["data"] = data.view(ALL[layout.format].dtype)
+        found["data"] = data.view(ALL_FORMATS[layout.format].dtype)
         if layout.codec is not None:
             found["codec"] = layout.codec.on(data.device)
         return Quantized(**found, format=layout.format, d=layout.d, dtype=layout.dtype)
 
 
-Tokens: TypeAlias = Tensor | Numbers
+Tokens: TypeAlias = Tensor | EncodedDocuments
 
 
-def joined(pieces: Sequence[Tokens], join: Callable[[list[Tensor]], Tensor]) -> Tokens:
+def join_pieces(pieces: Sequence[Tokens], join: Callable[[list[Tensor]], Tensor]) -> Tokens:
     """Tokens that come in pieces: `join` makes one tensor of those of all pieces."""
     first = pieces[0]
     if isinstance(first, Tensor):
         return join([x for x in pieces if isinstance(x, Tensor)])
-    numbers = [x for x in pieces if isinstance(x, Numbers)]
+    numbers = [x for x in pieces if isinstance(x, EncodedDocuments)]
     return first._replace(tensors={name: join([x.tensors[name] for x in numbers]) for name in first.tensors})
 
 
-def scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -> Tensor | Quantized:
+def as_scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -> Tensor | Quantized:
     """What scoring functions take as D beside queries of `dtype`."""
     if isinstance(tokens, Tensor):
         return tokens.to(dtype)
@@ -79,7 +79,7 @@ def scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -> T
 
 
 @dataclass(frozen=True)
-class Layout:
+class StorageLayout:
     """What is kept of tokens ``[T, d]`` of `dtype`: all of it, or numbers in a format, with scales."""
 
     d: int
@@ -95,20 +95,20 @@ class Layout:
         return f"d={self.d}, {self.dtype}{kept}"
 
     @cached_property
-    def scored(self) -> dict[str, Kept]:
+    def scored(self) -> dict[str, TensorSpec]:
         """The tensors that scores follow from."""
         if self.format is None:
-            return {TOKENS: Kept(True, (self.d,), self.dtype)}
-        kept, scale = ALL[self.format], Kept(self.scale == "token", (), torch.float32)
-        found = {"data": Kept(True, (-(-self.d // kept.each),), kept.bytes), "scale": scale}
+            return {TOKENS: TensorSpec(True, (self.d,), self.dtype)}
+        kept, scale = ALL_FORMATS[self.format], TensorSpec(self.scale == "token", (), torch.float32)
+        found = {"data": TensorSpec(True, (-(-self.d // kept.each),), kept.bytes), "scale": scale}
         if self.codec is not None:
-            found["codes"] = Kept(True, (), torch.int32)
+            found["codes"] = TensorSpec(True, (), torch.int32)
         return found | ({"minimum": scale} if kept.affine else {})
 
     @cached_property
-    def tensors(self) -> dict[str, Kept]:
+    def tensors(self) -> dict[str, TensorSpec]:
         """All tensors of a shard but its lengths and ids."""
-        each = Kept(False, (), torch.float32)
+        each = TensorSpec(False, (), torch.float32)
         return self.scored | ({} if self.format is None else {"error": each, "norm": each})
 
     def nbytes(self, of_tokens: bool) -> int:
@@ -117,7 +117,7 @@ class Layout:
 
     def tokens(self, tensors: dict[str, Tensor]) -> Tokens:
         """The tokens that lie in these tensors."""
-        return tensors[TOKENS] if self.format is None else Numbers(self, tensors)
+        return tensors[TOKENS] if self.format is None else EncodedDocuments(self, tensors)
 
     def encoded(self, op: str, packed: Tensor | Quantized, lengths: Tensor) -> dict[str, Tensor]:
         """The tensors of a shard, of packed documents on the CPU: tokens, or in the format of this layout.
@@ -144,13 +144,13 @@ class Layout:
         """Packed tokens on the CPU in the format of this layout."""
         assert self.format is not None and self.scale is not None
         format: Any = self.format if self.codec is None else self.codec.codec
-        return quantize(tokens, format, self.scale, cu_seqlens_d=offsets(lengths))
+        return quantize(tokens, format, self.scale, cu_seqlens_d=compute_offsets(lengths))
 
     def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
         """Of scales of all tokens those that are kept: all, or that of each document, any where it has no tokens."""
         if self.scale == "token":
             return x
-        first = torch.cat([x, x.new_zeros(1)])[offsets(lengths)[:-1]]
+        first = torch.cat([x, x.new_zeros(1)])[compute_offsets(lengths)[:-1]]
         if not torch.equal(first.repeat_interleave(lengths).view(torch.int32), x.contiguous().view(torch.int32)):
             raise ValueError(f"{op}: documents: expected one scale for each document, got others within one")
         return first
@@ -169,6 +169,6 @@ def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> Non
         raise ValueError(f"{op}: scale: expected 'token' without a format, got {scale!r}")
 
 
-def offsets(lengths: Tensor) -> Tensor:
+def compute_offsets(lengths: Tensor) -> Tensor:
     """Where each of packed documents begins and the last one ends, of their int64 lengths."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

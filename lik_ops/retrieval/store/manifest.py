@@ -16,9 +16,9 @@ import torch
 
 from ...core.arguments import DTYPES
 from ...formats.residual import ResidualCodec
-from ...formats.table import FORMATS, RESIDUAL
+from ...formats.table import FORMATS, RESIDUAL_FORMATS
 from .codecs import CodecFile
-from .layout import Layout, Scale
+from .layout import Scale, StorageLayout
 
 FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # the latter of quantised corpora alone
 CODED_VERSION = 3  # of residual codes
@@ -29,7 +29,7 @@ _LARGEST = (1 << 63) - 1  # what a size of a tensor can be
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardEntry:
     """What the manifest says of a shard."""
 
     file: str
@@ -46,8 +46,8 @@ class Manifest:
     d: int
     dtype: torch.dtype
     has_ids: bool = False
-    shards: tuple[Shard, ...] = ()
-    format: Any = None  # the last three of `Layout`
+    shards: tuple[ShardEntry, ...] = ()
+    format: Any = None  # the last three of `StorageLayout`
     scale: Any = None
     codec: CodecFile | None = None
 
@@ -61,8 +61,8 @@ class Manifest:
         return cls(d, dtype, format=format.format, scale=scale, codec=CodecFile.of(format))
 
     @cached_property
-    def layout(self) -> Layout:
-        return Layout(self.d, self.dtype, self.format, self.scale, self.codec)
+    def layout(self) -> StorageLayout:
+        return StorageLayout(self.d, self.dtype, self.format, self.scale, self.codec)
 
     @cached_property
     def text(self) -> bytes:
@@ -84,8 +84,8 @@ class Manifest:
             "has_ids": self.has_ids,
             "shards": [vars(shard) for shard in self.shards],
         }
-        body = _canonical(content)
-        return f'{body[:-1]}, "sha256": "{_digest(body)}"}}\n'.encode()
+        body = _format_canonical(content)
+        return f'{body[:-1]}, "sha256": "{_hash_body(body)}"}}\n'.encode()
 
     @classmethod
     def read(cls, path: Path, known: Manifest | None = None) -> Manifest:
@@ -103,77 +103,81 @@ class Manifest:
         if known is not None and text == known.text:
             return known
         try:
-            return _parsed(json.loads(text), path)
+            return _parse_manifest(json.loads(text), path)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
 
 
-def _canonical(content: dict[str, Any]) -> str:
+def _format_canonical(content: dict[str, Any]) -> str:
     return json.dumps(content, sort_keys=True)
 
 
-def _digest(body: str) -> str:
+def _hash_body(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def _parsed(content: Any, path: Path) -> Manifest:
+def _parse_manifest(content: Any, path: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"format: expected {FORMAT}")
-    if (version := _field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION, CODED_VERSION):
+    if (version := _parse_field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION, CODED_VERSION):
         expected = f"{VERSION}, {QUANTIZED_VERSION} or {CODED_VERSION}"
         raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
-    if content.pop("sha256", None) != _digest(_canonical(content)):
+    if content.pop("sha256", None) != _hash_body(_format_canonical(content)):
         raise ValueError("sha256: its checksum is not that of its content")
-    name = _choice(content, "dtype", _DTYPES)
-    format, scale, codec = (None, None, None) if version == VERSION else _quantized(content, version, path)
-    shards = tuple(_shard(x, f"shards[{i}]") for i, x in enumerate(_field(content, "shards", list)))
+    name = _parse_choice(content, "dtype", _DTYPES)
+    format, scale, codec = (None, None, None) if version == VERSION else _parse_format(content, version, path)
+    shards = tuple(_parse_shard(x, f"shards[{i}]") for i, x in enumerate(_parse_field(content, "shards", list)))
     if len({shard.file for shard in shards}) != len(shards):
         raise ValueError("shards: expected files of different names")
     documents, tokens = (sum(getattr(shard, each) for shard in shards) for each in ("documents", "tokens"))
-    if _count(content, "documents") != documents:
+    if _parse_count(content, "documents") != documents:
         raise ValueError(f"documents: expected those of all shards, {documents}, got {content['documents']}")
     if tokens > _LARGEST:
         raise ValueError("shards: expected fewer than 2^63 tokens")
-    d, has_ids = _count(content, "d", least=1), _field(content, "has_ids", bool)
+    d, has_ids = _parse_count(content, "d", least=1), _parse_field(content, "has_ids", bool)
     return Manifest(d, _DTYPES[name], has_ids, shards, format, scale, codec)
 
 
-def _quantized(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
+def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
     """The format, the kind of scale, and the codec of residual codes."""
-    found, at = _field(content, "quantized", dict), "quantized"
-    format = _choice(found, "format", RESIDUAL if version == CODED_VERSION else FORMATS, at)
-    scale = _choice(found, "scale", get_args(Scale) if version == QUANTIZED_VERSION else ("token",), at)
+    found, at = _parse_field(content, "quantized", dict), "quantized"
+    format = _parse_choice(found, "format", RESIDUAL_FORMATS if version == CODED_VERSION else FORMATS, at)
+    scale = _parse_choice(found, "scale", get_args(Scale) if version == QUANTIZED_VERSION else ("token",), at)
     if version == QUANTIZED_VERSION:
         return format, scale, None
-    codec, at = _field(found, "codec", dict, at), f"{at}.codec"
-    file = _file(codec, at)
-    return format, scale, CodecFile(_field(codec, "sha256", str, at), _count(codec, "bytes", at), file, path)
+    codec, at = _parse_field(found, "codec", dict, at), f"{at}.codec"
+    file = _parse_file(codec, at)
+    return (
+        format,
+        scale,
+        CodecFile(_parse_field(codec, "sha256", str, at), _parse_count(codec, "bytes", at), file, path),
+    )
 
 
-def _shard(content: Any, at: str) -> Shard:
-    if not isinstance(content, dict) or set(content) != set(Shard.__annotations__):
-        raise ValueError(f"{at}: expected an object of {', '.join(Shard.__annotations__)}")
-    file = _file(content, at)
-    size, documents, tokens = (_count(content, name, at) for name in ("bytes", "documents", "tokens"))
-    return Shard(file, size, _field(content, "sha256", str, at), documents, tokens)
+def _parse_shard(content: Any, at: str) -> ShardEntry:
+    if not isinstance(content, dict) or set(content) != set(ShardEntry.__annotations__):
+        raise ValueError(f"{at}: expected an object of {', '.join(ShardEntry.__annotations__)}")
+    file = _parse_file(content, at)
+    size, documents, tokens = (_parse_count(content, name, at) for name in ("bytes", "documents", "tokens"))
+    return ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
 
 
-def _file(content: Mapping[str, Any], at: str) -> str:
-    file = _field(content, "file", str, at)
+def _parse_file(content: Mapping[str, Any], at: str) -> str:
+    file = _parse_field(content, "file", str, at)
     if not re.fullmatch(r"[\w.-]+\.safetensors", file, re.ASCII):
         raise ValueError(f"{at}.file: expected a .safetensors file in the corpus's directory, got {reprlib.repr(file)}")
     return file
 
 
-def _choice(content: Mapping[str, Any], name: str, choices: Iterable[str], at: str = "") -> str:
-    value = _field(content, name, str, at)
+def _parse_choice(content: Mapping[str, Any], name: str, choices: Iterable[str], at: str = "") -> str:
+    value = _parse_field(content, name, str, at)
     if value not in choices:
         expected = f"expected one of {', '.join(choices)}"
         raise ValueError(f"{at}{at and '.'}{name}: {expected}, got {reprlib.repr(value)}")
     return value
 
 
-def _field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> Any:
+def _parse_field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> Any:
     value = content.get(name)
     if type(value) is not kind:
         found = "nothing" if name not in content else type(value).__name__
@@ -181,8 +185,8 @@ def _field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> A
     return value
 
 
-def _count(content: Mapping[str, Any], name: str, at: str = "", least: int = 0) -> int:
-    value = _field(content, name, int, at)
+def _parse_count(content: Mapping[str, Any], name: str, at: str = "", least: int = 0) -> int:
+    value = _parse_field(content, name, int, at)
     if not least <= value <= _LARGEST:
         raise ValueError(f"{at}{at and '.'}{name}: expected {least} or more, below 2^63, got {reprlib.repr(value)}")
     return value

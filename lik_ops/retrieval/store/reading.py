@@ -18,12 +18,12 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.disk import path_of
-from .files import IDS, LENGTHS, add_up_to, sha256_of
-from .layout import Kept
-from .manifest import Manifest, Shard
+from ...core.disk import get_path
+from .files import IDS, LENGTHS, compute_sha256, has_total
+from .layout import TensorSpec
+from .manifest import Manifest, ShardEntry
 
-MOST_MAPPED = 16_384  # shards of all corpora of a process that stay mapped, a quarter of what Linux allows
+MAX_MAPPED_SHARDS = 16_384  # shards of all corpora of a process that stay mapped, a quarter of what Linux allows
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,7 +41,7 @@ _HEADER_BYTES = 8  # that hold the size of the header
 _mapped_shards: weakref.WeakKeyDictionary[ShardFile, None] = weakref.WeakKeyDictionary()
 
 
-class Mapped(NamedTuple):
+class MappedShard(NamedTuple):
     """The tensors of a shard in mapped memory. Pages are read when they are used. Writes stay in memory."""
 
     tensors: dict[str, Tensor]  # of the layout
@@ -49,7 +49,7 @@ class Mapped(NamedTuple):
     inode: int
 
 
-class _Region(NamedTuple):
+class _TensorRegion(NamedTuple):
     """The place of a tensor in a file."""
 
     begin: int
@@ -64,16 +64,16 @@ class ShardFile:
     Every method raises ValueError, with the path, if the file is missing, truncated or corrupt.
     """
 
-    def __init__(self, path: Path, shard: Shard, manifest: Manifest) -> None:
+    def __init__(self, path: Path, shard: ShardEntry, manifest: Manifest) -> None:
         self.at = os.path.join(path, shard.file)
         self.shard, self.layout, self.has_ids = shard, manifest.layout, manifest.has_ids
-        self.mapped: Mapped | None = None
+        self.mapped: MappedShard | None = None
 
     def check(self, verify: bool = False) -> None:
         """Compare the size of the file with the manifest; with `verify`, read the file and check everything."""
-        with self._naming():
+        with self._add_path_to_errors():
             self._check_size(os.stat(self.at))
-            if verify and sha256_of(Path(self.at)) != self.shard.sha256:
+            if verify and compute_sha256(Path(self.at)) != self.shard.sha256:
                 raise ValueError("its checksum is not that of the manifest")
         if verify:
             _ = self.lengths
@@ -81,16 +81,16 @@ class ShardFile:
     @cached_property
     def lengths(self) -> Tensor:
         """int64 ``[n]``, in memory."""
-        with torch.inference_mode(False), self._opened() as (file, _, regions):
-            lengths = _read(file, regions[LENGTHS])
-            if not add_up_to(lengths, self.shard.tokens):
+        with torch.inference_mode(False), self._open_checked() as (file, _, regions):
+            lengths = _read_tensor(file, regions[LENGTHS])
+            if not has_total(lengths, self.shard.tokens):
                 raise ValueError(f"expected {LENGTHS} that add up to {self.shard.tokens} tokens")
         return lengths
 
     def read_ids(self) -> bytes:
         """JSON, in memory."""
-        with self._opened() as (file, _, regions):
-            return _read(file, regions[IDS]).numpy().tobytes()
+        with self._open_checked() as (file, _, regions):
+            return _read_tensor(file, regions[IDS]).numpy().tobytes()
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the layout, mapped. The size of the file is compared with the manifest each time.
@@ -104,18 +104,18 @@ class ShardFile:
             _drop_oldest(self)
         return found.tensors
 
-    def map(self) -> Mapped:
+    def map(self) -> MappedShard:
         """Map the tensors once more, in memory that only the caller has."""
         # A tensor of `torch.inference_mode` would stay one after the block of the caller.
-        with torch.inference_mode(False), self._opened() as (file, about, regions):
+        with torch.inference_mode(False), self._open_checked() as (file, about, regions):
             try:
-                storage: Any = torch.UntypedStorage.from_file(path_of(file, self.at), False, self.shard.bytes)
+                storage: Any = torch.UntypedStorage.from_file(get_path(file, self.at), False, self.shard.bytes)
             except RuntimeError as error:
                 raise OSError(f"{self.at}: {error}") from error
-            tensors = {name: _mapped(storage, regions[name]) for name in self.layout.tensors}
-        return Mapped(tensors, about.st_dev, about.st_ino)
+            tensors = {name: _map_tensor(storage, regions[name]) for name in self.layout.tensors}
+        return MappedShard(tensors, about.st_dev, about.st_ino)
 
-    def _is_unchanged(self, mapped: Mapped) -> bool:
+    def _is_unchanged(self, mapped: MappedShard) -> bool:
         """Whether the mapped file is still there and whole; False if its name belongs to another file now."""
         try:
             about = os.stat(self.at)
@@ -123,7 +123,7 @@ class ShardFile:
             return True  # removed, and its memory is still there
         if (about.st_dev, about.st_ino) != (mapped.device, mapped.inode):
             return False
-        with self._naming():
+        with self._add_path_to_errors():
             self._check_size(about)
         return True
 
@@ -132,15 +132,15 @@ class ShardFile:
             raise ValueError(f"expected {self.shard.bytes} bytes, got {about.st_size}")
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[BinaryIO, os.stat_result, dict[str, _Region]]]:
+    def _open_checked(self) -> Iterator[tuple[BinaryIO, os.stat_result, dict[str, _TensorRegion]]]:
         """The file, what the system says about it, and where its tensors are, all of which are checked."""
-        with self._naming(), open(self.at, "rb") as file:
+        with self._add_path_to_errors(), open(self.at, "rb") as file:
             about = os.fstat(file.fileno())
             self._check_size(about)
             yield file, about, self._regions(file)
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _add_path_to_errors(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:
@@ -148,7 +148,7 @@ class ShardFile:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.at}: the shard is truncated or corrupt: {error}") from error
 
-    def _regions(self, file: BinaryIO) -> dict[str, _Region]:
+    def _regions(self, file: BinaryIO) -> dict[str, _TensorRegion]:
         """Return the places of the tensors, by the header of a safetensors file."""
         size = int.from_bytes(file.read(_HEADER_BYTES), "little")
         first = _HEADER_BYTES + size
@@ -157,7 +157,7 @@ class ShardFile:
         header = json.loads(file.read(size))
         if not isinstance(header, dict):
             raise ValueError("expected a header that is an object")
-        expected = {**self.layout.tensors, LENGTHS: Kept(False, (), torch.int64)}
+        expected = {**self.layout.tensors, LENGTHS: TensorSpec(False, (), torch.int64)}
         found = {}
         for name, kept in expected.items():
             shape = (self.shard.tokens if kept.of_tokens else self.shard.documents, *kept.sizes)
@@ -172,7 +172,7 @@ class ShardFile:
 
     def _region(
         self, header: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
-    ) -> _Region:
+    ) -> _TensorRegion:
         """Return the place of a tensor, if the header says what is expected. The data begin at byte `first`."""
         entry, nbytes = header.get(name), dtype.itemsize
         for n in shape:
@@ -185,13 +185,13 @@ class ShardFile:
         begin, end = (first + x for x in bounds)
         if not first <= begin <= end <= self.shard.bytes or end - begin != nbytes:
             raise ValueError(f"expected {nbytes} bytes of {name} within the file")
-        return _Region(begin, end, shape, dtype)
+        return _TensorRegion(begin, end, shape, dtype)
 
 
 def _drop_oldest(added: ShardFile) -> None:
     """Note that a shard is mapped, and drop the oldest maps if there are too many. Tensors keep a map that they use."""
     _mapped_shards[added] = None
-    while len(_mapped_shards) > MOST_MAPPED:
+    while len(_mapped_shards) > MAX_MAPPED_SHARDS:
         try:
             oldest = next(iter(_mapped_shards))
             del _mapped_shards[oldest]
@@ -200,7 +200,7 @@ def _drop_oldest(added: ShardFile) -> None:
         oldest.mapped = None
 
 
-def _read(file: BinaryIO, region: _Region) -> Tensor:
+def _read_tensor(file: BinaryIO, region: _TensorRegion) -> Tensor:
     """Return a tensor in memory."""
     file.seek(region.begin)
     content = bytearray(file.read(region.end - region.begin))
@@ -211,7 +211,7 @@ def _read(file: BinaryIO, region: _Region) -> Tensor:
     return torch.frombuffer(content, dtype=region.dtype).view(region.shape)
 
 
-def _mapped(storage: torch.UntypedStorage, region: _Region) -> Tensor:
+def _map_tensor(storage: torch.UntypedStorage, region: _TensorRegion) -> Tensor:
     """Return a tensor in the memory of a file. It has a storage of its own, so its pickle has nothing else."""
     empty = torch.empty(0, dtype=region.dtype, device="cpu")
     if region.begin == region.end:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import short_repr
-from ...core.segments import rows_of
+from ...core.segments import make_segment_rows
 from ...formats.quantized import Quantized
-from .layout import Kept, Tokens, offsets, scorable
+from .layout import TensorSpec, Tokens, as_scorable, compute_offsets
 from .manifest import Manifest
 from .reading import ShardFile
 
-_MOST_PIECES = 1024  # shards of a range that are read where they are mapped; the rows of more shards are copied
+_MAX_PIECES = 1024  # shards of a range that are read where they are mapped; the rows of more shards are copied
 
 
 class Snapshot:
@@ -56,7 +56,7 @@ class Snapshot:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int64 ``[N + 1]``."""
-        return offsets(self.lengths)
+        return compute_offsets(self.lengths)
 
     @cached_property
     def ids(self) -> list[str] | list[int] | None:
@@ -65,7 +65,7 @@ class Snapshot:
             return None
         found: list = []
         for shard in self.shards:
-            found += _decoded(shard)
+            found += _decode_ids(shard)
         return found
 
     def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
@@ -76,12 +76,15 @@ class Snapshot:
             of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
             yield i, {True: of_tokens, False: slice(a - first, b - first)}
 
-    def _copied(self, places: list[tuple[int, dict[bool, slice]]], of: dict[str, Kept]) -> dict[str, Tensor]:
+    def _copy_rows(self, places: list[tuple[int, dict[bool, slice]]], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
         """Rows of some tensors of several shards, one shard after the other, in memory. One shard at a time is read."""
         rows = {which: sum(at[which].stop - at[which].start for _, at in places) for which in (True, False)}
-        found, done = {name: _empty(kept, rows[kept.of_tokens]) for name, kept in of.items()}, {True: 0, False: 0}
+        found, done = (
+            {name: _allocate_empty(kept, rows[kept.of_tokens]) for name, kept in of.items()},
+            {True: 0, False: 0},
+        )
         for i, at in places:
-            for name, x in _cut(self.shards[i].tensors(), at, of).items():
+            for name, x in _slice_tensors(self.shards[i].tensors(), at, of).items():
                 begin = done[of[name].of_tokens]
                 found[name][begin : begin + len(x)] = x
             done = {which: done[which] + at[which].stop - at[which].start for which in done}
@@ -91,10 +94,10 @@ class Snapshot:
         """The tokens of the documents ``[begin, end)``, where shards have them mapped, and their offsets."""
         layout = self.manifest.layout
         places = list(self._places(begin, end))
-        if 0 < len(places) <= _MOST_PIECES:
-            parts = [_cut(self.shards[i].tensors(), rows, layout.scored) for i, rows in places]
+        if 0 < len(places) <= _MAX_PIECES:
+            parts = [_slice_tensors(self.shards[i].tensors(), rows, layout.scored) for i, rows in places]
         else:
-            parts = [self._copied(places, layout.scored)]
+            parts = [self._copy_rows(places, layout.scored)]
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
     def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
@@ -102,16 +105,16 @@ class Snapshot:
         places, layout = list(self._places(begin, end)), self.manifest.layout
         if len(places) == 1:
             ((i, rows),) = places
-            found = _cut(self.shards[i].map().tensors, rows, layout.tensors)
+            found = _slice_tensors(self.shards[i].map().tensors, rows, layout.tensors)
         else:
-            found = self._copied(places, layout.tensors)
+            found = self._copy_rows(places, layout.tensors)
         cu_seqlens = self._offsets(begin, end)
-        tokens = scorable(layout.tokens(found), layout.dtype, cu_seqlens)
+        tokens = as_scorable(layout.tokens(found), layout.dtype, cu_seqlens)
         if isinstance(tokens, Quantized):  # the codec is read for all
             tokens = replace(tokens, codec=deepcopy(tokens.codec))
         return tokens, cu_seqlens
 
-    def copy_of(self, index: int) -> Tensor:
+    def copy_document(self, index: int) -> Tensor:
         """The tokens ``[L, d]`` of one document as they count, counted from the end if below 0."""
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
@@ -119,15 +122,15 @@ class Snapshot:
         (tokens,), cu_seqlens = self.pieces(at, at + 1)
         return tokens.clone() if isinstance(tokens, Tensor) else tokens.quantized(cu_seqlens).dequantize()
 
-    def gathered(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
+    def gather_documents(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
         """The tokens of the documents ``chosen [n]``, ascending, behind one another; where each begins ``[n + 1]``."""
-        rows, cu_seqlens = rows_of(self.cu_seqlens[chosen], self.lengths[chosen])
+        rows, cu_seqlens = make_segment_rows(self.cu_seqlens[chosen], self.lengths[chosen])
         starts = torch.tensor(self.starts, device="cpu")
         first = torch.searchsorted(chosen, starts)
         # For tokens and for documents: the chosen rows, where those of each shard begin among them, and in the corpus.
         wanted = {True: (rows, cu_seqlens[first], self.cu_seqlens[starts]), False: (chosen, first, starts)}
         scored = self.manifest.layout.scored
-        found = {name: _empty(kept, len(wanted[kept.of_tokens][0]), pinned) for name, kept in scored.items()}
+        found = {name: _allocate_empty(kept, len(wanted[kept.of_tokens][0]), pinned) for name, kept in scored.items()}
         for i in first.diff().nonzero().flatten().tolist():
             tensors = self.shards[i].tensors()
             for name, kept in scored.items():
@@ -141,26 +144,26 @@ class Snapshot:
         return self.cu_seqlens[begin : end + 1] - self.cu_seqlens[begin]
 
 
-def _empty(kept: Kept, rows: int, pinned: bool = False) -> Tensor:
+def _allocate_empty(kept: TensorSpec, rows: int, pinned: bool = False) -> Tensor:
     return torch.empty((rows, *kept.sizes), dtype=kept.dtype, device="cpu", pin_memory=pinned)
 
 
-def _cut(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, Kept]) -> dict[str, Tensor]:
+def _slice_tensors(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
     """Rows of some tensors of a shard, as views."""
     return {name: tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
 
 
-def _decoded(shard: ShardFile) -> list:
+def _decode_ids(shard: ShardFile) -> list:
     count, text = shard.shard.documents, shard.read_ids()
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{shard.at}: the shard is corrupt: ids: {error}") from error
-    if not isinstance(found, list) or len(found) != count or not are_ids(found):
+    if not isinstance(found, list) or len(found) != count or not is_id_list(found):
         raise ValueError(f"{shard.at}: the shard is corrupt: ids: expected a list of {count} strings or integers")
     return found
 
 
-def are_ids(x: list) -> bool:
+def is_id_list(x: list) -> bool:
     """Whether they are all strings, or all integers."""
     return all(type(each) is str for each in x) or all(type(each) is int for each in x)

@@ -6,14 +6,14 @@ from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.chamfer import exact as chamfer_exact
 from lik_ops.csrc_triton.chamfer import products as chamfer_products
-from lik_ops.csrc_triton.common.arguments import Points, PointTerms
+from lik_ops.csrc_triton.common.arguments import PointArgs, PointTermArgs
 from lik_ops.families.chamfer import gpu as launches
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
 from ...support.machine_code import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-_OF_P, _OF_R = launches.Side(4096, 128, 1), launches.Side(32, 1, 1)
+_OF_P, _OF_R = launches.KeyLayout(4096, 128, 1), launches.KeyLayout(32, 1, 1)
 CASES = [
     ("nearest", torch.float32, 3, "sqeuclidean", False),
     ("nearest", torch.float16, 2, "l1", True),
@@ -35,37 +35,37 @@ CASES = [
 
 def _arguments(kernel, dtype, d, metric, arch, points):
     """What is launched, its tile, and its arguments; a descriptor is None where there is none."""
-    launch = launches.products_launch(arch, dtype, d, 1)
+    launch = launches.configure_products(arch, dtype, d, 1)
     rows = "*fp16" if dtype == torch.float32 else _POINTER[dtype]
-    terms = PointTerms(rows, "*fp32", "*fp32", *["i32"] * 5)
+    terms = PointTermArgs(rows, "*fp32", "*fp32", *["i32"] * 5)
     if kernel == "nearest":
         arguments = {"P": points, "R": points, "of_P": "*i64", "of_R": "*i64", "part": "i32", "d": "i32"}
-        return chamfer_exact.chamfer_nearest, launches.nearest_launch(arch, d, metric, 1), arguments
+        return chamfer_exact.chamfer_nearest, launches.configure_nearest(arch, d, metric, 1), arguments
     if kernel == "slopes":
         arguments = {"X": points, "Y": points, "grad": "*fp32", "grad_stride_batch": "i32", "grad_stride_n": "i32"}
         arguments |= {"nearest": "*i32", "slopes": "*fp32", "points": "i32", "d": "i32"}
-        return chamfer_exact.chamfer_slopes, launches.slopes_launch(arch, d, metric), arguments
+        return chamfer_exact.chamfer_slopes, launches.configure_slopes(arch, d, metric), arguments
     if kernel == "terms":
         arguments = {"X": points, "terms": terms, "rows": "i32", "d": "i32"}
-        return chamfer_products.chamfer_terms, launches.terms_launch(arch, launch), arguments
+        return chamfer_products.chamfer_terms, launches.configure_terms(arch, launch), arguments
     if kernel == "products":
         C = launch.config
         tiles = [f"tensordesc<{rows[1:]}[{n}, {C.BD}]>" if arch.has_descriptors else None for n in (C.BM, C.BN)]
         arguments = {"P": points, "R": points, "p": terms, "r": terms, "p_tiles": tiles[0], "r_tiles": tiles[1]}
         return chamfer_products.chamfer_products, launch, arguments | {"of_P": "*i64", "of_R": "*i64", "steps": "i32"}
-    launch = launches.winners_launch(arch, d, metric, 1, _OF_P if kernel.endswith("classes") else _OF_R)
+    launch = launches.configure_selection(arch, d, metric, 1, _OF_P if kernel.endswith("classes") else _OF_R)
     arguments = {"X": points, "Y": points, "keys": "*i64", "distances": "*fp32", "nearest": "*i32"}
-    return chamfer_exact.chamfer_winners, launch, arguments | {"points": "i32", "size": "i32", "d": "i32"}
+    return chamfer_exact.chamfer_select, launch, arguments | {"points": "i32", "size": "i32", "d": "i32"}
 
 
 def _known(arguments, d, lengths):
     """Constants, and what is known to be a multiple of 16, by their places."""
     constants, aligned = {}, []
     for n, (name, x) in enumerate(arguments.items()):
-        if isinstance(x, Points):
+        if isinstance(x, PointArgs):
             constants |= {(n, 3): 1} | ({} if lengths else {(n, 5): None})
             aligned += [(n, k) for k in ((0, 1, 2) if d % 16 == 0 else (0,))]
-        elif isinstance(x, PointTerms):
+        elif isinstance(x, PointTermArgs):
             aligned += [(n, k) for k in range(6)]
         elif x is None:
             constants[n,] = None
@@ -76,7 +76,7 @@ def _known(arguments, d, lengths):
 
 def compiled(kernel, dtype, d, metric, lengths, name):
     arch = ARCHITECTURES[name]
-    points = Points(_POINTER[dtype], "i32", "i32", "constexpr", "i32", "*i64" if lengths else "constexpr")
+    points = PointArgs(_POINTER[dtype], "i32", "i32", "constexpr", "i32", "*i64" if lengths else "constexpr")
     function, launch, arguments = _arguments(kernel, dtype, d, metric, arch, points)
     constants, aligned = _known(arguments, d, lengths)
     constants[len(arguments),] = launch.config
@@ -90,7 +90,7 @@ def _compiles(case, name):
     if not ARCHITECTURES[name].is_amd:
         registers, spills = cuda_resources(found.asm["cubin"])
         assert spills == 0, (case, name, registers)
-        assert found.metadata.shared <= ARCHITECTURES[name].shared_memory
+        assert found.metadata.shared <= ARCHITECTURES[name].shared_memory_bytes
     if case[0] == "products" and not name.startswith("gfx"):
         unit = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(name, "mma.sync")
         assert unit in found.asm["ptx"]

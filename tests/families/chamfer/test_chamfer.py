@@ -150,7 +150,7 @@ def test_terms_in_chunks_have_the_same_bits(device, d, monkeypatch):
     n = torch.tensor([300, 7, 260], device=device)
     expected = nearest(P, R, p_lengths=n)
     for rows in (256, 768, 1024):  # a cloud in parts; one at a time; the small one of several
-        monkeypatch.setattr(launches, "_TERM_BYTES", rows * 4 * 64)
+        monkeypatch.setattr(launches, "_MAX_TERM_BYTES", rows * 4 * 64)
         assert all(torch.equal(a, b) for a, b in zip(nearest(P, R, p_lengths=n), expected, strict=True))
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from lik_ops.csrc_triton.common.arguments import Documents, HeadConfig, Queries, Sizes, Weights
+from lik_ops.csrc_triton.common.arguments import DocumentArgs, HeadConfig, LinearArgs, QueryArgs, SizeArgs
 from lik_ops.csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from lik_ops.families.head import configs as head_configs
-from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture, loads_vectors
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture, supports_vector_loads
 
 from ...csrc_triton.test_aot import MATRIX_UNIT
 from ...support.machine_code import compile_as_launched, cuda_resources, disassembled, target
@@ -39,11 +39,11 @@ class Case:
         return f"{_NAMES[self.dtype]}-{self.width}to{self.d}-{self.Nq}x{self.Lq}-" + "-".join([*flags, str(self.wide)])
 
 
-def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLaunch:
+def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLaunchConfig:
     same = case.normalize, case.wide
     if fused:
-        return head_configs.scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
-    return head_configs.tokens(arch, case.dtype, case.d, case.width, *same, False)
+        return head_configs.configure_scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
+    return head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False)
 
 
 def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
@@ -51,14 +51,14 @@ def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
     pointer = "*" + _NAMES[case.dtype]
     none = dict.fromkeys
     mask = ("*i1", "constexpr", "i32", "constexpr") if case.masks else ("constexpr",) * 4
-    H = Documents(pointer, "constexpr", "i32", "i32", "constexpr", *mask)
+    H = DocumentArgs(pointer, "constexpr", "i32", "i32", "constexpr", *mask)
     bias = pointer if case.bias else "constexpr"
     per_row = ("*i1", "i32", "constexpr", "*fp32", "i32", "constexpr") if case.masks else ("constexpr",) * 6
-    Q = Queries(pointer, "i32", "i32", "constexpr", *per_row)
+    Q = QueryArgs(pointer, "i32", "i32", "constexpr", *per_row)
     return {
         "Q": (Q, {3: 1} | ({6: 1, 9: 1} if case.masks else none(range(4, 10)))),
         "H": (H, {1: 0, 4: 1} | ({6: 0, 8: 1} if case.masks else none(range(5, 9)))),
-        "W": (Weights(pointer, "i32", "constexpr", bias), {2: 1} | ({} if case.bias else {3: None})),
+        "W": (LinearArgs(pointer, "i32", "constexpr", bias), {2: 1} | ({} if case.bias else {3: None})),
     }
 
 
@@ -74,7 +74,7 @@ def _compiled(case: Case, arch: Architecture, fused: bool):
     arguments: dict[str, object] = {name: groups[name][0] for name in (("Q", "H", "W") if fused else ("H", "W"))}
     arguments |= _tiles(case, arch, launch.config)
     if fused:
-        arguments |= {"scores": "*fp32", "sizes": Sizes(*["i32"] * 4), "width": "i32", "d": "i32"}
+        arguments |= {"scores": "*fp32", "sizes": SizeArgs(*["i32"] * 4), "width": "i32", "d": "i32"}
     else:
         norms = "*fp32" if case.normalize else "constexpr"
         arguments |= {"out": "*" + _NAMES[case.dtype], "norms": norms} | dict.fromkeys(
@@ -104,7 +104,7 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
     """The layouts of its products."""
     arch = ARCHITECTURES[name]
     compiled = _compiled(case, arch, fused)
-    assert compiled.metadata.shared <= arch.shared_memory, f"{compiled.metadata.shared} bytes of shared memory"
+    assert compiled.metadata.shared <= arch.shared_memory_bytes, f"{compiled.metadata.shared} bytes of shared memory"
     text = compiled.asm["amdgcn" if arch.is_amd else "ptx"]
     if arch.is_amd:
         spills = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1))  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
     assert spills == 0, f"{spills} spill instructions"
     if name != "sm_100" or case.dtype != _FP32:  # which Triton 3.6 multiplies by mma.sync in small steps
         assert MATRIX_UNIT.get(name, "mma.sync") in text, "not on the matrix unit"
-    if name == "sm_90" and loads_vectors(case.width, case.wide):
+    if name == "sm_90" and supports_vector_loads(case.width, case.wide):
         assert "cp.async.bulk.tensor" in text
         code = [text for _, text in disassembled(compiled.asm["cubin"])[1]]
         products, waits = (sum(word in text for text in code) for word in ("GMMA", "WARPGROUP.DEPBAR"))
@@ -170,7 +170,7 @@ def test_slopes(dtype, d, more, name):
     """Gradients of tokens become those of sums, in vectors."""
     arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
     G, members = _groups(Case(dtype, masks=more))["H"]
-    BN, BD, _, options = head_configs.slopes(arch, d, 10**6)
+    BN, BD, _, options = head_configs.configure_slopes(arch, d, 10**6)
     given = {"G": G, "D": pointer} | dict.fromkeys(("norms", "sums"), "*fp32" if more else "constexpr")
     given |= dict.fromkeys(("d", "rows", "Ld"), "i32") | {"BN": "constexpr", "BD": "constexpr"}
     constants = {(0, n): value for n, value in members.items()} | {(7,): BN, (8,): BD}
@@ -188,5 +188,5 @@ def test_slopes(dtype, d, more, name):
 @pytest.mark.parametrize("case", FEW + TOKENS + MORE, ids=str)
 def test_every_configuration(case, name):
     _check(case, name, fused=False)
-    if name in head_configs._FUSED and case.dtype != _FP32:
+    if name in head_configs._FUSED_ARCHITECTURES and case.dtype != _FP32:
         _check(case, name, fused=True)

@@ -264,13 +264,13 @@ def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
 
     def apart(*args):
         found = made(*args)
-        return replace(found, config=found.config._replace(ONE_LOOP=False))
+        return replace(found, config=found.config._replace(FUSED_LOOP=False))
 
-    made, (place,) = head_configs.scores, PLACES
+    made, (place,) = head_configs.configure_scores, PLACES
     x, W, b = draw(Hidden(Nq=3, Ld=75, d=20, dtype=torch.float16, **EVERYTHING), place.device)
     with place.use():
         expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
-        monkeypatch.setattr(head_configs, "scores", apart)
+        monkeypatch.setattr(head_configs, "configure_scores", apart)
         assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
 
 
@@ -280,11 +280,11 @@ def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, progra
     """Programs whose shares differ by a document, which a tile's end cuts."""
     from lik_ops.families.head import configs as head_configs
 
-    made, (place,) = head_configs.scores, PLACES
+    made, (place,) = head_configs.configure_scores, PLACES
     x, W, b = draw(Hidden(Nq=1, Nd=7, Ld=70, d=16, width=48, dtype=torch.float16, d_mask="holes"), place.device)
     with place.use():
         expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
-        monkeypatch.setattr(head_configs, "scores", lambda *args: replace(made(*args), walkers=programs))
+        monkeypatch.setattr(head_configs, "configure_scores", lambda *args: replace(made(*args), walkers=programs))
         assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
 
 
@@ -300,8 +300,8 @@ def test_few_queries_have_the_bits_of_many(dtype, Nq, Lq, Ld, width, d):
     from lik_ops.gpu.runtime.arguments import architecture
 
     arch = architecture(torch.device("cuda"))
-    Nd = 2 * head_configs.programs(arch) + 3
-    assert head_configs.is_fused(arch, dtype, Nq, Nd, Lq, Ld, d) or arch.name not in head_configs._FUSED
+    Nd = 2 * head_configs.count_programs(arch) + 3
+    assert head_configs.is_fused(arch, dtype, Nq, Nd, Lq, Ld, d) or arch.name not in head_configs._FUSED_ARCHITECTURES
     Q = torch.nn.functional.normalize(torch.randn(Nq, Lq, d, device="cuda"), dim=-1).to(dtype)
     H = torch.randn(Nd, Ld, width, device="cuda", dtype=dtype)
     W, b = torch.randn(d, width, device="cuda", dtype=dtype) / width**0.5, torch.randn(d, device="cuda", dtype=dtype)
@@ -330,7 +330,7 @@ def test_slices_of_documents_are_scored_as_all(place, monkeypatch):
         upstream = torch.randn(p.Nq, p.Nd, device=place.device)
         with place.use():
             expected = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
-            monkeypatch.setattr(head_portable, "GRADIENT_BYTES", 1)
+            monkeypatch.setattr(head_portable, "MAX_GRADIENT_BYTES", 1)
             smaller(monkeypatch)
             found = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
             monkeypatch.undo()
@@ -341,11 +341,11 @@ def smaller(monkeypatch):
     """Slices of one document, in both backends."""
     from lik_ops.families.head import portable as head_portable
 
-    monkeypatch.setattr(head_portable, "PORTABLE", head_portable.PORTABLE._replace(token_bytes=1))
+    monkeypatch.setattr(head_portable, "PORTABLE_FUNCTIONS", head_portable.PORTABLE_FUNCTIONS._replace(token_bytes=1))
     if INTERPRETING or torch.cuda.is_available():
         from lik_ops.families.head import gpu as gpu_head
 
-        monkeypatch.setattr(gpu_head, "_PARTS", gpu_head._PARTS._replace(token_bytes=1))
+        monkeypatch.setattr(gpu_head, "_HEAD_PARTS", gpu_head._HEAD_PARTS._replace(token_bytes=1))
 
 
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")

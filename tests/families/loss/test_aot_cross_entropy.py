@@ -6,7 +6,7 @@ import pytest
 from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.loss import kernels as loss_kernels
-from lik_ops.families.loss.gpu import BLOCK, OPTIONS
+from lik_ops.families.loss.gpu import BLOCK_SCORES, LAUNCH_OPTIONS
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
 from ...support.machine_code import compile_as_launched, cuda_resources, target
@@ -50,10 +50,10 @@ def test_kernels_compile_to_one_order_of_sums(kernel, name):
         }
         arguments = {name: given[name] for name in function.arg_names}
         names = list(arguments)
-        constants = {(names.index("IGNORED"),): -100, (names.index("BLOCK"),): BLOCK}
+        constants = {(names.index("IGNORED"),): -100, (names.index("BLOCK"),): BLOCK_SCORES}
         aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(arguments.values()) if kind[0] == "*"}
         source = ASTSource(function, arguments, constants, aligned if is_aligned else {})
-        found = compile_as_launched(source, target(arch), OPTIONS)
+        found = compile_as_launched(source, target(arch), LAUNCH_OPTIONS)
         layouts.add(tuple(re.findall(r"#blocked.* = .*", found.asm["ttgir"])))
         if not arch.is_amd:
             registers, spills = cuda_resources(found.asm["cubin"])

@@ -217,9 +217,9 @@ def test_parts_change_nothing(place, layout, monkeypatch):
     with place.use():
         expected, expected_grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
         for size in (1, 150, 400):
-            monkeypatch.setattr(loss_ops, "_SCORE_BYTES", size)
-            monkeypatch.setattr(loss_ops, "_PART_BYTES", size)
-            eager.forget()
+            monkeypatch.setattr(loss_ops, "_MAX_SCORE_BYTES", size)
+            monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", size)
+            eager.clear_call_caches()
             loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
             assert torch.equal(loss, expected)
             for g, e in zip(grads, expected_grads, strict=True):
@@ -259,8 +259,8 @@ def test_one_query_may_be_more_than_a_part(place, monkeypatch):
     x, labels = build(replace(SMALL, Nq=1), place.device), torch.tensor([2], device=place.device)
     with place.use():
         _, expected = step(lik_ops.maxsim_cross_entropy, x, labels)
-        monkeypatch.setattr(loss_ops, "_PART_BYTES", 1)
-        eager.forget()
+        monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 1)
+        eager.clear_call_caches()
         _, grads = step(lik_ops.maxsim_cross_entropy, x, labels)
     assert all(torch.equal(g, e) and g.any() for g, e in zip(grads, expected, strict=True))
 
@@ -376,8 +376,8 @@ def test_a_step_of_many_pairs_keeps_two_numbers_a_query(few, monkeypatch):
     """One of few keeps their scores and winners; both have the same gradients."""
     Q, D = torch.randn(8, 4, 16, requires_grad=True), torch.randn(300, 10, 16, requires_grad=True)
     if not few:
-        monkeypatch.setattr(loss_ops, "_PART_BYTES", 8 * 300 * 8)
-    eager.forget()
+        monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 8 * 300 * 8)
+    eager.clear_call_caches()
     loss, kept = kept_for_backward(lik_ops.maxsim_cross_entropy, Q, D)
     others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
     # With the labels, and what the mean divides by.

@@ -116,8 +116,8 @@ def test_flops_are_those_of_its_products(device, candidates):
 def test_training_goes_as_with_the_formula(device, learned, cut, monkeypatch):
     """200 steps, of one part or of many, with a learned temperature or not, beside the same of all similarities."""
     if cut:
-        monkeypatch.setattr(loss_ops, "_PART_BYTES", 3 * 9 * 16)  # of three queries
-        eager.forget()
+        monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 3 * 9 * 16)  # of three queries
+        eager.clear_call_caches()
 
     def fused(Q, D, tau, labels):
         return lik_ops.maxsim_cross_entropy(Q, D, labels, temperature=tau, normalize=True)

@@ -7,9 +7,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lik_ops.csrc_triton.backward.arguments import SoftUpstream
-from lik_ops.csrc_triton.common.arguments import Queries
-from lik_ops.csrc_triton.forward.sm90.pipeline import tile_layout
+from lik_ops.csrc_triton.backward.arguments import SoftUpstreamArgs
+from lik_ops.csrc_triton.common.arguments import QueryArgs
+from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
 from lik_ops.csrc_triton.soft.backward_sm90 import maxsim_soft_rows, maxsim_soft_tokens
 from lik_ops.families.soft import configs as soft_configs
 from lik_ops.gpu.tuning import architectures
@@ -21,7 +21,7 @@ SM_90 = architectures.ARCHITECTURES["sm_90"]
 
 
 def described(dtype: torch.dtype, *block: int) -> str:
-    layout = tile_layout(list(block), str(dtype).removeprefix("torch."))
+    layout = make_tile_layout(list(block), str(dtype).removeprefix("torch."))
     return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
 
 
@@ -51,15 +51,15 @@ def compiled(kernel, signature: dict, constants: dict, options: bool, config):
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_a_backward_compiles_as_meant(d, Ld, options, of_rows, tmp_path):
     dtype = torch.bfloat16
-    C = soft_configs.specialized_backward(SM_90, dtype, d, Ld if of_rows else None)
+    C = soft_configs.configure_soft_sm90_backward(SM_90, dtype, d, Ld if of_rows else None)
     assert C is not None
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     documents, more = _documents(Case("maxsim_forward", dtype, d))
     signature = {
-        "Q": Queries(*queries),
+        "Q": QueryArgs(*queries),
         "D": documents,
         "tiles": described(dtype, *[1] * of_rows, C.BN, C.BD),
-        "up": SoftUpstream("*fp32", "i32", "i32", "*fp32", *["i32"] * 6),
+        "up": SoftUpstreamArgs("*fp32", "i32", "i32", "*fp32", *["i32"] * 6),
         **{"sums": "*fp32", "grad": "*bf16", "each": "i32", "d": "i32"},
     }
     kernel = maxsim_soft_rows if of_rows else maxsim_soft_tokens
@@ -69,8 +69,13 @@ def test_a_backward_compiles_as_meant(d, Ld, options, of_rows, tmp_path):
 
 
 def test_when_they_are_chosen():
-    tokens = [soft_configs.specialized_backward(SM_90, torch.bfloat16, 128, Ld).BN for Ld in (5, 180, 300, 1024)]
+    tokens = [
+        soft_configs.configure_soft_sm90_backward(SM_90, torch.bfloat16, 128, Ld).BN for Ld in (5, 180, 300, 1024)
+    ]
     assert tokens == [64, 64, 64, 128]
-    assert soft_configs.specialized_backward(SM_90, torch.float16, 128, 300) is None
-    assert soft_configs.specialized_backward(architectures.ARCHITECTURES["sm_80"], torch.bfloat16, 128, 300) is None
-    assert soft_configs.specialized_backward(SM_90, torch.bfloat16, 160, 300) is None
+    assert soft_configs.configure_soft_sm90_backward(SM_90, torch.float16, 128, 300) is None
+    assert (
+        soft_configs.configure_soft_sm90_backward(architectures.ARCHITECTURES["sm_80"], torch.bfloat16, 128, 300)
+        is None
+    )
+    assert soft_configs.configure_soft_sm90_backward(SM_90, torch.bfloat16, 160, 300) is None

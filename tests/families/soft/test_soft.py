@@ -350,9 +350,9 @@ def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, frozen,
 
     with place.use():
         expected = gradients()
-        monkeypatch.setattr(soft, "_LEAST_SUM_BYTES", 1)
-        monkeypatch.setattr(soft, "_MOST_SUM_BYTES", 1)
-        monkeypatch.setattr(soft, "_PART_TOKENS", 9)
+        monkeypatch.setattr(soft, "_MIN_SUM_BYTES", 1)
+        monkeypatch.setattr(soft, "_MAX_SUM_BYTES", 1)
+        monkeypatch.setattr(soft, "_MIN_PART_TOKENS", 9)
         found = gradients()
     for g, e in zip(found, expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
@@ -384,7 +384,7 @@ def test_sums_take_a_twentieth_of_what_a_step_keeps(sizes, frozen):
     of_both, of_D, lse = _bytes_of_a_step(*sizes)
     own = of_both - frozen * of_D + lse
     unwritten = None if frozen else torch.empty(of_D // 2, dtype=torch.bfloat16, device="meta")
-    room = soft.room_for_sums(Nq, 4 * Lq * d * soft._parts(K, Ld), own, unwritten)
+    room = soft.allocate_sum_workspace(Nq, 4 * Lq * d * soft._parts(K, Ld), own, unwritten)
     assert frozen == (room.taken is None)
     assert room.taken is not None or room.size <= max(own / 20, 8 * MiB)
 
@@ -437,7 +437,7 @@ def test_kernels_multiply_where_they_are_tested():
     from lik_ops import backends
 
     with lik_ops.use_backend("triton"):
-        assert backends.select(torch.device("cpu"), torch.float32).__name__ == "lik_ops.gpu.backend"
+        assert backends.select_backend(torch.device("cpu"), torch.float32).__name__ == "lik_ops.gpu.backend"
 
 
 WRONG = [

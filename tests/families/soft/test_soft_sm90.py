@@ -34,7 +34,7 @@ at_sizes = pytest.mark.parametrize("sizes", SIZES, ids=str)
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if torch.cuda.get_device_capability() != (9, 0) or gluon.kernels() is None:
+    if torch.cuda.get_device_capability() != (9, 0) or gluon.load_kernels() is None:
         pytest.skip("of sm_90, with a Triton that has the Gluon they are written in")
 
 
@@ -44,7 +44,7 @@ def tokens(sizes, dtype=torch.bfloat16):
 
 
 def without(monkeypatch):
-    monkeypatch.setattr(soft_configs, "specialized_backward", lambda *_: None)
+    monkeypatch.setattr(soft_configs, "configure_soft_sm90_backward", lambda *_: None)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_of_equal_tokens_the_first_are_the_best(count):
     S = torch.randint(0, 3, (4, 20, 5)).float()
     S[2, 7] = torch.nan
     expected = S.sort(dim=-2, descending=True, stable=True)
-    values, indices = token_topk_portable.best_of(S.clone(), count)
+    values, indices = token_topk_portable.extract_best(S.clone(), count)
     torch.testing.assert_close(values, expected.values[:, :count], equal_nan=True, rtol=0, atol=0)
     assert torch.equal(indices, expected.indices[:, :count])
 
@@ -188,8 +188,8 @@ def test_workspace_does_not_grow_with_the_call():
     for top_k, shape in ((3, (200, 32, 100, 20)), (12, (1, 32, 5000, 3)), (40, (300, 3, 300, 7))):
         Nq, Lq, Nd, Ld = shape
         Q, D = torch.randn(Nq, Lq, 4), torch.randn(Nd, Ld, 4)
-        layout = token_topk_portable.unified_layout(Q, D, None, None, None, torch.empty(Nq, Nd), None)
-        sums = token_topk_portable.TokenSums(layout, False, min(top_k, Ld), [])
+        layout = token_topk_portable.make_batched_args(Q, D, None, None, None, torch.empty(Nq, Nd), None)
+        sums = token_topk_portable.TokenTopkForward(layout, False, min(top_k, Ld), [])
         assert sums.values.nbytes + sums.indices.nbytes <= 6 * 2**20, (shape, sums.slab)
 
 

@@ -91,7 +91,7 @@ def test_blocks_of_any_size_retrieve_the_same(normalizer, monkeypatch):
     x = drawn(dtype=torch.float64)
     whole = scored(lik_ops.maxsim_xtr, x, 7, normalizer)
     for size in (1, 300, 2000):
-        monkeypatch.setattr(xtr_portable, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(xtr_portable, "_MAX_BLOCK_BYTES", size)
         torch.testing.assert_close(scored(lik_ops.maxsim_xtr, x, 7, normalizer), whole)
 
 

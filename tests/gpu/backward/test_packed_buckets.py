@@ -8,8 +8,8 @@ import torch
 from ...support.common import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.core.segments import Cut
-from lik_ops.csrc_triton.backward.documents.packed_buckets import BUCKETS, OFFSETS
+from lik_ops.core.segments import PackedArgs
+from lik_ops.csrc_triton.backward.documents.packed_buckets import BUCKET_ROW_LIMIT, MAX_BUCKETS
 from lik_ops.gpu.backward import packed as cuda_ragged_backward
 from lik_ops.gpu.tuning import backward_configs
 
@@ -58,11 +58,11 @@ OVERLAPPING = [(0, 90), (3, 20), (3, 7), (40, 50), (89, 1), (5, 0), (60, 20), (3
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("queries", [ONE_BLOCK, BLOCKS], ids=["one block", "blocks"])
 def test_documents_may_overlap_and_be_met_many_times(place, queries, path, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", PATHS[path])
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
     launched = kernels_launched(monkeypatch)
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING and queries is BLOCKS else half_or_fp32(place):
         check(cross(place, dtype, queries, OVERLAPPING, 90), dtype)
-    assert (cuda_ragged_backward.maxsim_list_packed_winners in launched) == (path == "listed")
+    assert (cuda_ragged_backward.maxsim_list_packed_argmax in launched) == (path == "listed")
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_documents_may_overlap_and_be_met_many_times(place, queries, path, monke
 )
 def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap, pieces, monkeypatch):
     """The rest, tiles that meet too many documents, is walked over."""
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", 4 * 5 * (sum(ONE_BLOCK) + BUCKETS.value + 1))
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_OVERLAP", overlap)
-    monkeypatch.setattr(cuda_ragged_backward._PackedGradients, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", 4 * 5 * (sum(ONE_BLOCK) + MAX_BUCKETS.value + 1))
+    monkeypatch.setattr(cuda_ragged_backward, "_BUCKET_OVERLAP_DOCUMENTS", overlap)
+    monkeypatch.setattr(cuda_ragged_backward._PackedGradientCall, "_pieces", lambda *_: pieces)
     documents = [*OVERLAPPING, *((n, 9) for n in range(90, 180, 15)), (186, 13), (199, 1)]
     launched = kernels_launched(monkeypatch)
     check(cross(place, torch.float32, ONE_BLOCK, documents, 210), torch.float32)
-    chunks = launched.count(cuda_ragged_backward.maxsim_list_packed_winners)
+    chunks = launched.count(cuda_ragged_backward.maxsim_list_packed_argmax)
     assert chunks == -(-len(documents) // 4)
     assert launched.count(cuda_ragged_backward.maxsim_grad_packed_documents) == chunks + 1
 
@@ -84,22 +84,22 @@ def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap
 def test_few_query_rows_are_walked_over(place, monkeypatch):
     p = cross(place, torch.float32, ONE_BLOCK, [(0, 9)], 9)
     for rows, listed in ((sum(ONE_BLOCK), True), (sum(ONE_BLOCK) + 1, False)):
-        monkeypatch.setattr(cuda_ragged_backward, "_LIST_ROWS", rows)
+        monkeypatch.setattr(cuda_ragged_backward, "_MIN_BUCKETED_ROWS", rows)
         launched = kernels_launched(monkeypatch)
         check(p, torch.float32)
-        assert (cuda_ragged_backward.maxsim_list_packed_winners in launched) == listed
+        assert (cuda_ragged_backward.maxsim_list_packed_argmax in launched) == listed
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_normalized_rows_of_many_features(place, path, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", PATHS[path])
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
     check(cross(place, torch.float16, (3, 0, 9), [(0, 40), (3, 20), (5, 0)], 40, d=200), torch.float16, True)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scale", [1e-3, 1e2])
 def test_gradients_of_fp16_keep_their_precision_at_any_scale(place, scale, path, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", PATHS[path])
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
     p = cross(place, torch.float16, ONE_BLOCK, OVERLAPPING[:4], 90, options=False)
     scores, argmax = won(p, False)
     upstream = scale * torch.randn(scores.shape, device=scores.device)
@@ -121,8 +121,8 @@ def test_documents_longer_than_buckets_of_one_tile(place, length):
 @pytest.mark.parametrize("path", PATHS)
 def test_winners_that_no_forward_wrote_are_not_followed(place, path, pieces, monkeypatch):
     """Behind their document, in the next one, negative; and rows of no query."""
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", PATHS[path])
-    monkeypatch.setattr(cuda_ragged_backward._PackedGradients, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
+    monkeypatch.setattr(cuda_ragged_backward._PackedGradientCall, "_pieces", lambda *_: pieces)
     p = cross(place, torch.float32, BLOCKS, [(0, 20), (20, 30), (47, 3), (4, 0)], 60, options=False)
     cu = p.r.cu_seqlens_q.clone()
     cu[0] = 2  # two rows of no query
@@ -154,28 +154,28 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     Tq = p.r.Q.shape[0]
     argmax = torch.stack([torch.randint(-1, max(n, 1), (Tq,), device=place.device) for _, n in documents]).int()
     grad_scores = torch.zeros(p.r.scores_shape(), device=place.device)
-    packed = cuda_ragged_backward._PackedGradients(grad_scores, Cut.of(p.r, Tq), argmax, False)
+    packed = cuda_ragged_backward._PackedGradientCall(grad_scores, PackedArgs.of(p.r, Tq), argmax, False)
     call, lookup = packed.call, packed.lookup
-    launch = backward_configs.grad_packed_documents(call.kind, rows=None, flat=True, shared=False, listed=True)
-    listing = packed._listing(launch)
+    launch = backward_configs.configure_packed_documents(call.kind, rows=None, flat=True, shared=False, listed=True)
+    listing = packed._configure_buckets(launch)
     blocks, rows = listing.blocks, listing.rows
     assert blocks > 1 and rows <= BLOCK
     up = call.up._replace(query=lookup.query, items=lookup.items, count=len(documents))
     lists = listing.lists(place.device)
     grid = (len(documents) * blocks,)
-    call.run(cuda_ragged_backward.maxsim_list_packed_winners, grid, (up, lists), listing.launch)
+    call.run(cuda_ragged_backward.maxsim_list_packed_argmax, grid, (up, lists), listing.launch)
     entries = lists.entries.view(-1, blocks, rows).tolist()
-    starts, tile = lists.starts.view(-1, blocks, BUCKETS.value + 1).tolist(), launch.config.BN
+    starts, tile = lists.starts.view(-1, blocks, MAX_BUCKETS.value + 1).tolist(), launch.config.BN
     for n, (first, length) in enumerate(documents):
         width = tile
-        while width * (BUCKETS.value - 1) < length:
+        while width * (MAX_BUCKETS.value - 1) < length:
             width *= 2
         used = -(-(first % width + length) // width) if length else 0
         for block in range(blocks):
             won_at = argmax[n, block * rows : (block + 1) * rows]
             of = torch.where(won_at < 0, -1, won_at + first).tolist() if length else []
             expected = [
-                [r * OFFSETS.value + at % width for r, at in enumerate(of) if at >= first and at // width == b]
+                [r * BUCKET_ROW_LIMIT.value + at % width for r, at in enumerate(of) if at >= first and at // width == b]
                 for b in range(first // width, first // width + used)
             ]
             bounds = starts[n][block][: used + 1]

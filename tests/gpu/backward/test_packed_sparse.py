@@ -7,7 +7,7 @@ from ...support.common import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.csrc_triton.backward.documents.packed_sparse import (
-    MOST_ITEMS,
+    MAX_PAIRS_PER_DOCUMENT,
     maxsim_grad_disjoint_documents,
     maxsim_grad_shared_tiles,
 )
@@ -68,7 +68,7 @@ WHICH = [(case, normalize) for case in CASES for normalize in (False, True) if c
 
 @pytest.mark.parametrize("case, normalize", WHICH)
 def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     launched = kernels_launched(monkeypatch)
     rows, met, options = CASES[case]
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
@@ -102,7 +102,7 @@ def listed(marks, tiles):
     return set(found)
 
 
-MANY = [(0, 0)] * (MOST_ITEMS.value + 1)
+MANY = [(0, 0)] * (MAX_PAIRS_PER_DOCUMENT.value + 1)
 # Documents in tiles, who meets them, and the tiles that are shared.
 SHARED = {
     "disjoint": ([(0, 1), (1, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2), (1, 0)], set()),
@@ -118,7 +118,7 @@ SHARED = {
 
 @pytest.mark.parametrize("case", SHARED)
 def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
     documents, met, together = SHARED[case]
     p = lookups(place, torch.float16, (3, 7, 14, 2), met, documents)
@@ -134,9 +134,9 @@ def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch)
 
 @pytest.mark.parametrize("too_many", [False, True])
 def test_documents_of_long_queries_are_not_summed_as_disjoint(place, too_many, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
-    rows = backward_configs.MOST_DISJOINT_ROWS + too_many, 3
+    rows = backward_configs.MAX_DISJOINT_ROWS + too_many, 3
     p = lookups(place, torch.float16, rows, [(0, 0), (1, 1)], [(0, 2), (3, 1)])
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)
@@ -146,19 +146,19 @@ def test_documents_of_long_queries_are_not_summed_as_disjoint(place, too_many, m
 
 
 def test_items_that_torch_sorts(place, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     p = lookups(place, torch.float16, (14, 9, 16, 3), SOME_OFTEN)
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)
     expected = gradients(p, upstream, argmax)[1]
-    monkeypatch.setattr(cuda_ragged_backward, "_MOST_RANKED", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_RANKED_PAIRS", 0)
     assert torch.equal(gradients(p, upstream, argmax)[1], expected)
 
 
 @pytest.mark.parametrize("where", ["Q", "upstream"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     p = lookups(place, dtype, (14, 9, 16, 3), [(0, 0), (1, 0), (2, 2), (3, 4)], options=False)
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)
@@ -179,7 +179,7 @@ def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeyp
 
 def test_an_infinite_weight_reaches_only_the_token_that_its_row_won(place, monkeypatch):
     """Of two items that share their other tokens."""
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     rows, d = 14, 500
     p = lookups(place, torch.float16, (rows, rows), [(0, 0), (1, 0)], [(0, 1)], d=d)
     weight = torch.rand(2 * rows, device=place.device) + 1

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lik_ops.formats.table import RESIDUAL
+from lik_ops.formats.table import RESIDUAL_FORMATS
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
 
@@ -25,7 +25,7 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
-@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize("format", RESIDUAL_FORMATS)
 @pytest.mark.parametrize("codes", [torch.int32, torch.int64])
 def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, codes):
     for dtype, centroids in zip(dtypes(place), itertools.cycle((torch.float16, torch.float32))):
@@ -53,7 +53,7 @@ def in_words(monkeypatch):
     """Residuals are read as words, in the interpreter too."""
     with monkeypatch.context() as patch:
         if INTERPRETING:
-            patch.setattr(quantized_calls, "_permutes", lambda device: True)
+            patch.setattr(quantized_calls, "_supports_prmt", lambda device: True)
             patch.setattr(triton.language, "inline_asm_elementwise", ptx.inline_asm_elementwise)
         yield
 
@@ -71,7 +71,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize("format", RESIDUAL_FORMATS)
 @pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
 def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, normalize, monkeypatch):
     """Residuals that are read as words, where they can be, have the bits of those that are read as bytes."""
@@ -84,12 +84,12 @@ def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, n
             scores, argmax = p.forward(**asked)
         assert_right(p, scores, argmax if winners else None, normalize)
         with monkeypatch.context() as patch:
-            patch.setattr(quantized_calls, "_WORDS", {})
+            patch.setattr(quantized_calls, "_WORD_DTYPES", {})
             again = p.forward(**asked)
         assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
 
 
-@pytest.mark.parametrize("format", RESIDUAL)
+@pytest.mark.parametrize("format", RESIDUAL_FORMATS)
 def test_bits_beside_fp16_centroids_hang_on_nothing_else(place, format, monkeypatch):
     with in_words(monkeypatch):
         _bits_hang_on_nothing_else(place, format)
@@ -124,7 +124,7 @@ def test_programs_of_codes_in_words_walk_from_document_to_document(place, format
         return launch(kernel, grid, *rest)
 
     with in_words(monkeypatch):
-        cuda_ragged.forget()
+        cuda_ragged.clear_plans()
         monkeypatch.setattr(launcher, "launch", noted)
         scores, _ = p.forward(argmax_dtype=None)
         assert 0 < grids[-1] < len(lengths) * len(queries) // 2

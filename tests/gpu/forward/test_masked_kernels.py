@@ -60,6 +60,6 @@ def test_tokens_that_count_are_copied_in_their_order(place, d):
     argmax = torch.stack([torch.arange(rows) % max(int(n), 1) for n in lengths]).short().to(place.device)
     argmax[1] = -1
     winners = argmax.clone()
-    launcher.launch(row_sums.maxsim_winners_in_place, (K * 2,), (winners, places, Ld, rows, 4), {"num_warps": 4})
+    launcher.launch(row_sums.maxsim_argmax_in_place, (K * 2,), (winners, places, Ld, rows, 4), {"num_warps": 4})
     for k in range(K):
         assert winners[k].tolist() == ([-1] * rows if k == 1 else places[k][argmax[k].long()].tolist())

@@ -9,7 +9,7 @@ import torch
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.core.segments import Cut, Ragged
+from lik_ops.core.segments import PackedArgs, RaggedArgs
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
 
@@ -38,7 +38,7 @@ def bounds(lengths, device):
 class Problem:
     """Packed tensors, and the (query, document, place among the scores) that meet."""
 
-    r: Ragged
+    r: RaggedArgs
     meetings: list
 
     def cut(self, i, j):
@@ -77,7 +77,7 @@ def problem(place, mode, dtype, d=16, options=True, queries=QUERIES, documents=D
     else:
         pairs = torch.stack([torch.randint(len(n), (17,)) for n in (queries, documents)], 1).to(device)
         meetings = [(i, j, n) for n, (i, j) in enumerate(pairs.tolist())]
-    return Problem(Ragged(Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, weight), meetings)
+    return Problem(RaggedArgs(Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, weight), meetings)
 
 
 def forward(p, normalize=False, argmax_dtype=torch.int32):
@@ -144,7 +144,7 @@ def test_they_do_with_other_features(place, d, normalize):
 @pytest.mark.parametrize("slot", [4, *(pytest.param(slot, marks=slow_in_interpreter) for slot in (2, 8))])
 def test_sums_are_those_of_dense_calls_however_a_query_is_cut(place, slot, monkeypatch):
     """The mean length decides how many rows of a query are taken at a time; lengths differ from it."""
-    monkeypatch.setattr(forward_configs, "LEAST_SLOT", slot)
+    monkeypatch.setattr(forward_configs, "MIN_ROWS_PER_QUERY", slot)
     queries = (1, 2, 3, 5, 7, 12, 17, 31, 33, 41, *[0] * 70)
     assert sum(queries) / len(queries) < slot + 1
     assert_dense_bits(place, problem(place, "cross", torch.float16, queries=queries, documents=(7,)))
@@ -202,7 +202,7 @@ def test_nothing_to_score(place):
 
 @pytest.fixture(autouse=True)
 def list_few_winners_too(monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_LIST_ROWS", 0)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_BUCKETED_ROWS", 0)
 
 
 def kernels_launched(monkeypatch):
@@ -310,7 +310,7 @@ def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
     scores, argmax = won(p, True)
     upstream = torch.randn(scores.shape, device=scores.device)
     expected = gradients(p, upstream, argmax, True, unified=unified)
-    whole = Cut.of(p.r, 5)
+    whole = PackedArgs.of(p.r, 5)
     Q, D = whole.Q.view(4, 5, -1), whole.D.view(3, 9, -1)
     cuts = [whole._replace(Q=Q, cu_seqlens_q=None)]
     if mode != "candidates":  # which name documents
@@ -372,8 +372,8 @@ def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if 0 <= begin < end <= 7:
             expected[begin:end] = [i] * (end - begin)
-    cut = Cut.of(Ragged(Q, Q, cu, none, none, None, None, None, None), 7)
-    assert cuda_ragged_backward.Lookup(cut, 7, (1, 1)).query.tolist() == expected
+    cut = PackedArgs.of(RaggedArgs(Q, Q, cu, none, none, None, None, None, None), 7)
+    assert cuda_ragged_backward.PairLookup(cut, 7, (1, 1)).query.tolist() == expected
 
 
 HALF_ULP = 2**-8  # of bf16: a token that wins most is most of the norm, and its rounding does not average out
@@ -391,7 +391,7 @@ def gradient_error(p, found, upstream, normalize):
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypatch):
     """One that covers all others, some inside it, some with equal beginnings, one that most meet."""
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
         p = problem(place, "pairs", dtype, documents=(90,))
         at = torch.tensor([[0, 90], [3, 20], [3, 7], [40, 50], [89, 1], [5, 0], [60, 20]], device=place.device)
@@ -412,8 +412,8 @@ def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypat
 @pytest.mark.parametrize("mode", MODES)
 def test_sums_in_pieces(place, mode, monkeypatch):
     """Few rows of D must not leave a GPU to few programs."""
-    monkeypatch.setattr(cuda_ragged_backward, "_PIECE_ROWS", 8)
-    monkeypatch.setattr(cuda_ragged_backward, "_PIECE_ITEMS", 2)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPLIT_ROWS", 8)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPLIT_PAIRS", 2)
     launched = kernels_launched(monkeypatch)
     for d, normalize in ((16, False), (200, True)):
         p = problem(place, mode, torch.float32, d=d)
@@ -425,7 +425,7 @@ def test_sums_in_pieces(place, mode, monkeypatch):
 
 @pytest.mark.parametrize("few", FEW.values(), ids=FEW)
 def test_gradients_keep_their_precision_at_any_scale(place, few, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
     for dtype in half_or_fp32(place):
         p = problem(place, "candidates", dtype, options=False)
         scores, argmax = won(p, False)
@@ -441,9 +441,9 @@ def test_gradients_keep_their_precision_at_any_scale(place, few, monkeypatch):
 @pytest.mark.parametrize("few", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_that_is_not_finite_reaches_the_tokens_that_it_won_only(place, mode, few, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_FEW", few)
+    monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
     if mode == "cross":  # there the other way is a walk over all winners, where lists take too many bytes
-        monkeypatch.setattr(cuda_ragged_backward, "_LIST_BYTES", few)
+        monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", few)
     p = problem(place, mode, torch.float16, options=False, queries=(3, 0, 5), documents=(5, 0, 20))
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)
@@ -462,19 +462,19 @@ def test_a_row_that_is_not_finite_reaches_the_tokens_that_it_won_only(place, mod
 
 @pytest.mark.parametrize("most", [0, 8192], ids=["sorted by torch", "compared with each other"])
 def test_items_are_sorted_and_found_by_tile(place, most, monkeypatch):
-    monkeypatch.setattr(cuda_ragged_backward, "_MOST_RANKED", most)
+    monkeypatch.setattr(cuda_ragged_backward, "_MAX_RANKED_PAIRS", most)
     count, rows, tile = 300, 500, 64
     first = torch.randint(0, rows // 8, (count,), device=place.device) * 8
     first[::7] = rows  # nothing can win there
     length = torch.randint(0, 40, (count,), device=place.device).minimum(rows - first)
     length[5] = rows - first[5]
     items = torch.stack([first, length, *(torch.arange(count, device=place.device) + n for n in range(5))])
-    found, reach = cuda_ragged_backward.sorted_items(items, 0, True)
+    found, reach = cuda_ragged_backward.sort_pairs(items, 0, True)
     expected = items[:, torch.sort(first, stable=True).indices]
     assert torch.equal(found, expected)
     assert torch.equal(reach, (expected[0] + expected[1]).cummax(0).values)
     tiles = -(-rows // tile)
-    starts = cuda_ragged_backward.found_starts(found[0], reach, tiles + 1, tile, rows).view(2, -1)
+    starts = cuda_ragged_backward.compute_starts(found[0], reach, tiles + 1, tile, rows).view(2, -1)
     for t in range(tiles):
         met = (found[0] < min((t + 1) * tile, rows)) & (found[0] + found[1] > t * tile)
         lo, hi = int(starts[1, t]), int(starts[0, t + 1])

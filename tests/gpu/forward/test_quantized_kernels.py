@@ -8,9 +8,9 @@ import torch
 
 import lik_ops
 from lik_ops import Quantized
-from lik_ops.formats.table import ALL, FORMATS, INT8_QUERIES, Stored
+from lik_ops.formats.table import ALL_FORMATS, FORMATS, INT8_QUERIES, EncodedTokens
 from lik_ops.ops.fast_path import eager
-from lik_ops.ops.topk import Search
+from lik_ops.ops.topk import SearchArgs
 from lik_ops.portable import backend as portable
 from lik_ops.retrieval import two_stage
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu import backend
 from lik_ops.gpu.forward import packed as cuda_ragged
 from lik_ops.gpu.tuning import forward_configs
-from lik_ops.gpu.tuning.architectures import Kind
+from lik_ops.gpu.tuning.architectures import KernelKey
 
 from ...support.quantized import ONE_TERM, QUERIES, TERMS, Problem, assert_near_portable, assert_right, dtypes, problem
 from ...support.residual import quantize
@@ -28,7 +28,7 @@ from ...support.residual import quantize
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 every_format = pytest.mark.parametrize("format", FORMATS)
-every_format_and_codes = pytest.mark.parametrize("format", ALL)
+every_format_and_codes = pytest.mark.parametrize("format", ALL_FORMATS)
 
 MODES = ("cross", "candidates", "pairs")
 SCALES = ("token", "document", "tensor")
@@ -37,7 +37,7 @@ FEATURES = (20, 96, 128, 160, 300)
 
 CASES = [
     (format, mode, FEATURES[n % 5], SCALES[n // 2 % 3], n % 2 == 0, n % 3 > 0, n % 4 == 1)
-    for n, (format, mode) in enumerate(itertools.product(ALL, MODES))
+    for n, (format, mode) in enumerate(itertools.product(ALL_FORMATS, MODES))
 ]
 CASES += [("int8", "cross", d, "token", False, True, d == 128) for d in FEATURES]
 
@@ -92,9 +92,9 @@ def test_int8_is_multiplied_by_terms_up_to_256_features(place):
     for d, terms in ((1, 2), (20, 2), (256, 2), (257, 0)):
         for stored, expected in (("int8", terms), (INT8_QUERIES, min(terms, 1)), ("number", 0)):
             for candidates, dtype in itertools.product((False, True), (torch.float16, torch.float32)):
-                kind = Kind(arch, dtype, d, candidates, False, 0)
-                launch, _ = forward_configs.forward_ragged(kind, 3, 32, stored=stored, **shared)
-                found = launch.config.TERMS, launch.config.ONE_CHUNK
+                kind = KernelKey(arch, dtype, d, candidates, False, 0)
+                launch, _ = forward_configs.configure_packed_forward(kind, 3, 32, stored=stored, **shared)
+                found = launch.config.INT8_TERMS, launch.config.SINGLE_STEP
                 assert found == (expected, bool(expected) or d <= launch.config.BD)
                 least = 32 if expected else 16  # features of one instruction
                 assert least <= launch.config.BD
@@ -194,14 +194,14 @@ def test_the_short_way_has_the_scores_of_the_operator(place, name, monkeypatch):
     given = {key: made.get(key, value) for key, value in options.items()}
     packed, cu = lik_ops.pack(list(D))
     documents, ragged = quantize(D, format, scale), quantize(packed, format, cu_seqlens_d=cu)
-    seen, real = [], eager.maxsim_quantized
-    eager.forget()  # a call of another test may be of the same description
-    monkeypatch.setattr(eager, "maxsim_quantized", lambda *x, **y: seen.append(real(*x, **y)) or seen[-1])
+    seen, real = [], eager.try_maxsim_quantized
+    eager.clear_call_caches()  # a call of another test may be of the same description
+    monkeypatch.setattr(eager, "try_maxsim_quantized", lambda *x, **y: seen.append(real(*x, **y)) or seen[-1])
     with lik_ops.use_backend("triton"):
         short = [lik_ops.maxsim(Q, documents, **given), lik_ops.maxsim_varlen(Q, ragged, None, cu)]
         again = [lik_ops.maxsim(Q, documents, **given), lik_ops.maxsim_varlen(Q, ragged, None, cu)]
         assert len(seen) == 2 and None not in seen
-        for name in ("maxsim_quantized", "quantized_again"):
+        for name in ("try_maxsim_quantized", "repeat_maxsim_quantized"):
             monkeypatch.setattr(eager, name, lambda *x, **y: None)
         long = [lik_ops.maxsim(Q, documents, **given), lik_ops.maxsim_varlen(Q, ragged, None, cu)]
     for a, b, c in zip(short, again, long, strict=True):
@@ -254,7 +254,7 @@ def test_the_first_of_equal_tokens_wins(place, format):
         else:
             stored = data.to(p.stored.data.dtype)
         minimum = None if p.stored.minimum is None else torch.tensor([-1.0])
-        p.stored = Stored(stored, torch.tensor([0.5]), minimum, format)
+        p.stored = EncodedTokens(stored, torch.tensor([0.5]), minimum, format)
         p.r = p.r._replace(Q=torch.randint(-2, 3, p.r.Q.shape).to(dtype))
         tokens = p.tokens()
         p = p.to(place.device)
@@ -286,7 +286,7 @@ def test_data_that_begins_anywhere(place, format):
 
 def test_calls_of_other_scales_by_turns(place):
     """Scales for each token or one for all, that begin anywhere or lie apart, of formats whose data look alike."""
-    p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in ALL}
+    p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in ALL_FORMATS}
     calls = []
     for (format, x), kind in itertools.product(p.items(), ("each", "one", "moved", "apart", "both moved")):
         s = x.stored
@@ -313,16 +313,16 @@ def test_calls_of_other_scales_by_turns(place):
 
 def test_plans_tell_tensors_apart(place):
     """What decides which kernel is compiled is in the key of a plan."""
-    cuda_ragged.forget()
-    for format in ALL:
+    cuda_ragged.clear_plans()
+    for format in ALL_FORMATS:
         problem("cross", torch.float16, 96, format, queries=(3,), documents=(5,)).to(place.device).forward()
-    assert len(cuda_ragged._plans) == len(ALL)
-    assert len({(key[1][0], key[-2], key[-1]) for key in cuda_ragged._plans}) == len(ALL)
+    assert len(cuda_ragged._plans) == len(ALL_FORMATS)
+    assert len({(key[1][0], key[-2], key[-1]) for key in cuda_ragged._plans}) == len(ALL_FORMATS)
     p = problem("cross", torch.float16, 96, "residual2", queries=(3,), documents=(5,))
     for codes, centroids in itertools.product((torch.int32, torch.int64), (torch.float16, torch.float32)):
         coded = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
         dataclasses.replace(p, stored=coded).to(place.device).forward()
-    assert len(cuda_ragged._plans) == len(ALL) + 3  # one of these was there
+    assert len(cuda_ragged._plans) == len(ALL_FORMATS) + 3  # one of these was there
 
 
 @every_format_and_codes
@@ -362,9 +362,9 @@ def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, query, s
     Q[0, 0, 5] = 1
     made = lik_ops.quantize(D.to(place.device), query=query)
     assert not made.error.any()
-    s = Search(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
+    s = SearchArgs(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
     with place.use():
-        rough = two_stage._intervals(s, made, two_stage._scores(s.Q, made, 0, 2, s))
+        rough = two_stage._compute_intervals(s, made, two_stage._score_coarse(s.Q, made, 0, 2, s))
     full = Q.double().sum()
     assert ((rough.lower <= full) & (full <= rough.upper)).all()
     assert ((rough.scores.double() - full).abs() > 120 * step).all()  # else this shows nothing

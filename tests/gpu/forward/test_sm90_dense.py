@@ -14,7 +14,7 @@ from ...support.common import INTERPRETING, Problem, assert_scores, assert_winne
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.core.segments import Cut
+from lik_ops.core.segments import PackedArgs
 from lik_ops.gpu import choose
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.tuning import architectures, sm90_configs
@@ -25,22 +25,22 @@ HALF = (torch.float16, torch.bfloat16)
 
 def choice(dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, argmax=False, normalize=False):
     options = {"normalize": normalize, "argmax": argmax}
-    return sm90_configs.specialized(arch, dtype, Nq, K, Lq, Ld, d, **options)
+    return sm90_configs.configure_sm90(arch, dtype, Nq, K, Lq, Ld, d, **options)
 
 
 def few_split(Nq=1, K=1000, Lq=32, Ld=180, d=128):
-    return sm90_configs.few_split(SM_90, Nq, K, Lq, Ld, d)
+    return sm90_configs.configure_small_m_split(SM_90, Nq, K, Lq, Ld, d)
 
 
 def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(monkeypatch):
     Q, D = (torch.empty(*shape, 128, device="meta") for shape in ((1, 32), (1000, 180)))
 
     def kernel(Q=Q, D=D, normalize=False, argmax=None):
-        return choose.dense(Q, D, None, normalize, argmax, SM_90).kernel
+        return choose.choose_dense(Q, D, None, normalize, argmax, SM_90).kernel
 
     assert kernel() == "maxsim_forward_specialized"
     assert {kernel(normalize=True), kernel(argmax=torch.int16), kernel(Q=Q[:, :1])} == {"maxsim_forward"}
-    monkeypatch.setattr(choose, "allow_tf32", lambda dtype: True)
+    monkeypatch.setattr(choose, "is_tf32_allowed", lambda dtype: True)
     assert kernel() == "maxsim_forward"
 
 
@@ -56,19 +56,19 @@ def test_when_it_is_chosen():
     assert choice(Nq=3, normalize=True, argmax=True) is not None and choice(Nq=3, argmax=True) is None
     assert choice(Nq=4) is None
     assert choice(d=72, normalize=True) is None
-    assert choice(Nq=5, d=320, normalize=True).is_wide and choice(d=320, normalize=True, argmax=True) is None
+    assert choice(Nq=5, d=320, normalize=True).has_large_d and choice(d=320, normalize=True, argmax=True) is None
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
 
 
 def test_few_rows_are_one_product_if_normalising_or_with_winners():
     for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (2, 32, 64), (3, 32, 128), (1, 128, 128)):
         found = choice(Nq=Nq, Lq=Lq, normalize=True)
-        assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
+        assert found.config.SMALL_M and (found.config.MMA_ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
         for normalize in (False, True):
             with_winners = choice(Nq=Nq, Lq=Lq, normalize=normalize, argmax=True)
-            assert (with_winners is not None and with_winners.config.FEW) is (rows == 32)
-    assert not choice(Nq=5, normalize=True).config.FEW and not choice(Nq=1, Lq=129, normalize=True).config.FEW
-    assert not choice(Nq=4, normalize=True, argmax=True).config.FEW and not choice(Nq=5).config.FEW
+            assert (with_winners is not None and with_winners.config.SMALL_M) is (rows == 32)
+    assert not choice(Nq=5, normalize=True).config.SMALL_M and not choice(Nq=1, Lq=129, normalize=True).config.SMALL_M
+    assert not choice(Nq=4, normalize=True, argmax=True).config.SMALL_M and not choice(Nq=5).config.SMALL_M
 
 
 def test_which_tiles_are_large():
@@ -76,7 +76,7 @@ def test_which_tiles_are_large():
 
     def tokens(Ld, **options):
         found = choice(Ld=Ld, **options).config
-        assert found.RESIDENT is (found.BN == 64)
+        assert found.OPERAND_IN_REGISTERS is (found.BN == 64)
         return found.BN
 
     winners, norms = {"argmax": True}, {"normalize": True}
@@ -93,11 +93,11 @@ def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
     Q = torch.empty_strided((64, 32, 128), (32, 1, step), dtype=torch.bfloat16, device="meta")
     D = torch.empty(1000, 180, 128, dtype=torch.bfloat16, device="meta")
     mask, scale = (torch.empty(1000, 180, dtype=x, device="meta") for x in (torch.bool, torch.float32))
-    found = [choose.dense(Q, D, m, False, None, SM_90).kernel for m in (None, mask)]
-    served = choose.int8(Q, torch.empty(D.shape, dtype=torch.int8, device="meta"), scale, 2, SM_90) is not None
+    found = [choose.choose_dense(Q, D, m, False, None, SM_90).kernel for m in (None, mask)]
+    served = choose.choose_int8(Q, torch.empty(D.shape, dtype=torch.int8, device="meta"), scale, 2, SM_90) is not None
     monkeypatch.setattr(packed_forward, "architecture", lambda device: SM_90)
     bounds = torch.empty(1001, dtype=torch.int64, device="meta")
-    c = Cut(Q, D.flatten(0, 1), None, bounds, *[None] * 6, 64, 1000, False, 64 * 32, 180_000, 32)
+    c = PackedArgs(Q, D.flatten(0, 1), None, bounds, *[None] * 6, 64, 1000, False, 64 * 32, 180_000, 32)
     by_rows = packed_forward.PackedPlan(c, False, None, "").by_rows
     near = step * 128 < 2**31
     assert (served, by_rows) == (near, near)
@@ -105,8 +105,10 @@ def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
 
 
 def test_many_row_tiles_pay_for_a_launch_that_finds_norms():
-    assert [choice(Nq=Nq, normalize=True).config.GIVEN for Nq in (4, 16, 40, 41, 64)] == [False] * 3 + [True] * 2
-    assert not choice(Nq=64).config.GIVEN
+    assert [choice(Nq=Nq, normalize=True).config.PRECOMPUTED_SCALES for Nq in (4, 16, 40, 41, 64)] == [False] * 3 + [
+        True
+    ] * 2
+    assert not choice(Nq=64).config.PRECOMPUTED_SCALES
 
 
 @pytest.fixture(params=[0, 2**31], ids=["norms given", "norms found"])
@@ -115,7 +117,7 @@ def norms(request, monkeypatch):
     from lik_ops.gpu import backend
 
     backend.forget()
-    monkeypatch.setattr(sm90_configs, "_LEAST_GIVEN", request.param)
+    monkeypatch.setattr(sm90_configs, "_MIN_PRECOMPUTED_ROW_TILES", request.param)
     yield
     backend.forget()
 
@@ -126,16 +128,16 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
     found = choice(Nq=Nq, Lq=Lq)
     if found is None:
         return
-    assert found.parts * found.config.SLOT >= Lq
-    assert found.row_tiles * sm90_configs.SPECIALIZED_ROWS >= Nq * found.parts * found.config.SLOT
+    assert found.parts * found.config.ROWS_PER_QUERY >= Lq
+    assert found.row_tiles * sm90_configs.SM90_TILE_ROWS >= Nq * found.parts * found.config.ROWS_PER_QUERY
     assert 0.95 * min(132, found.row_tiles * 1000) <= found.programs <= 132
 
 
 def test_wide_features_take_tiles_by_length():
     assert [choice(d=768, Ld=Ld).config.BN for Ld in (64, 130, 180, 256, 300, 1024)] == [64, 64, 64, 256, 128, 256]
     shorter = [choice(d=768, Ld=Ld).config for Ld in (1, 20, 63, 100, 127)]
-    assert [(C.BN, C.PACKED) for C in shorter] == [(64, True)] * 3 + [(128, True)] * 2
-    assert choice(d=768, Lq=300).parts == 5 and choice(d=768, Lq=300).config.SLOT == 64
+    assert [(C.BN, C.SHORT_DOCUMENTS) for C in shorter] == [(64, True)] * 3 + [(128, True)] * 2
+    assert choice(d=768, Lq=300).parts == 5 and choice(d=768, Lq=300).config.ROWS_PER_QUERY == 64
     assert choice(d=768, argmax=True) is None and choice(d=200) is None
 
 
@@ -168,21 +170,21 @@ def cases(normalize=False):
 
 def plain(x, argmax_dtype, normalize=False):
     """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
-    from lik_ops.gpu.forward.generic import plain_plan
+    from lik_ops.gpu.forward.generic import make_generic_plan
 
-    plan = plain_plan(x.Q, x.D, normalize, argmax_dtype)
-    argmax = None if argmax_dtype is None else plan.new_argmax()
+    plan = make_generic_plan(x.Q, x.D, normalize, argmax_dtype)
+    argmax = None if argmax_dtype is None else plan.allocate_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
 
 def specialized(x, argmax_dtype, normalize=False):
     """The same of the specialised kernel, which is an error to be without."""
-    from lik_ops.gpu.forward.dense import new_plan
-    from lik_ops.gpu.forward.sm90_dense import SpecializedPlan
+    from lik_ops.gpu.forward.dense import make_plan
+    from lik_ops.gpu.forward.sm90_dense import Sm90Plan
 
-    plan = new_plan(x.Q, x.D, None, normalize, argmax_dtype)
-    assert isinstance(plan, SpecializedPlan)
-    argmax = None if argmax_dtype is None else plan.new_argmax()
+    plan = make_plan(x.Q, x.D, None, normalize, argmax_dtype)
+    assert isinstance(plan, Sm90Plan)
+    argmax = None if argmax_dtype is None else plan.allocate_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, argmax), argmax
 
 
@@ -315,15 +317,15 @@ def wide_cases():
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("p", list(wide_cases()), ids=str)
 def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, normalize):
-    from lik_ops.gpu.forward.dense import new_plan
-    from lik_ops.gpu.forward.sm90_dense import WidePlan
+    from lik_ops.gpu.forward.dense import make_plan
+    from lik_ops.gpu.forward.sm90_dense import Sm90LargeDPlan
 
     p = dataclasses.replace(p, normalize=normalize)
     x = build(p, "cuda")
     if normalize:
         x.D[2, -1] = 0
-    plan = new_plan(x.Q, x.D, None, normalize, None)
-    assert isinstance(plan, WidePlan)
+    plan = make_plan(x.Q, x.D, None, normalize, None)
+    assert isinstance(plan, Sm90LargeDPlan)
     scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
     assert torch.equal(scores, plain(x, None, normalize)[0])
     assert_scores(p, x, scores)
@@ -438,17 +440,17 @@ def test_bits_do_not_depend_on_the_batch(normalize):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_rows_that_are_summed_otherwise_are_left_to_the_plain_kernel(normalize, monkeypatch):
-    from lik_ops.gpu.forward.sm90_dense import SpecializedPlan
+    from lik_ops.gpu.forward.sm90_dense import Sm90Plan
     from lik_ops.gpu.runtime import gluon
 
     monkeypatch.setattr(
-        gluon, "found", lambda: SimpleNamespace(specialized=SimpleNamespace(maxsim_forward_specialized=0))
+        gluon, "require_kernels", lambda: SimpleNamespace(specialized=SimpleNamespace(maxsim_forward_specialized=0))
     )
-    monkeypatch.setattr(gluon, "tiles", lambda *_: None)
+    monkeypatch.setattr(gluon, "make_tile_descriptor", lambda *_: None)
     Q, D = torch.zeros(8, 32, 128, dtype=torch.bfloat16), torch.zeros(100, 64, 128, dtype=torch.bfloat16)
-    plan = SpecializedPlan(choice(Nq=8, K=100, Ld=64, normalize=normalize), Q, D, None)
+    plan = Sm90Plan(choice(Nq=8, K=100, Ld=64, normalize=normalize), Q, D, None)
     odd = torch.zeros(Q.numel() + 1, dtype=Q.dtype)[1:].view_as(Q)
-    assert plan._readable(Q, D) and plan._readable(odd, D) == (not normalize)
+    assert plan._supports_tensors(Q, D) and plan._supports_tensors(odd, D) == (not normalize)
 
 
 @pytest.mark.gpu
@@ -456,17 +458,17 @@ def test_rows_that_are_summed_otherwise_are_left_to_the_plain_kernel(normalize, 
 def test_chunks_of_documents(Lq, normalize, monkeypatch):
     from lik_ops.gpu import backend as cuda
     from lik_ops.gpu.forward import sm90_dense as cuda_specialized
-    from lik_ops.gpu.forward.dense import new_plan
+    from lik_ops.gpu.forward.dense import make_plan
 
     p = Problem(Nq=9, Nd=200, Lq=Lq, Ld=150, d=128, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
     expected, winners = specialized(x, torch.int16, normalize)
     cuda.forget()
-    monkeypatch.setattr(sm90_configs, "_LEAST_GIVEN", 0)
+    monkeypatch.setattr(sm90_configs, "_MIN_PRECOMPUTED_ROW_TILES", 0)
     monkeypatch.setattr(
-        cuda_specialized, "_WORKSPACE", 4 * (9 * architectures.cdiv(Lq, 128) + (192 if normalize else 0)) * 90
+        cuda_specialized, "_MAX_WORKSPACE_BYTES", 4 * (9 * architectures.cdiv(Lq, 128) + (192 if normalize else 0)) * 90
     )
-    assert new_plan(x.Q, x.D, None, normalize, None).chunk == 90
+    assert make_plan(x.Q, x.D, None, normalize, None).chunk == 90
     scores, argmax = specialized(x, torch.int16, normalize)
     assert torch.equal(scores, expected) and torch.equal(argmax, winners)
     cuda.forget()
@@ -504,4 +506,4 @@ def test_documents_beyond_2_31_elements_and_off_alignment():
 def test_few_programs_take_the_kernel_that_was_measured_to_be_fastest(Nq, Nd, Lq, Ld, d, kernel):
     """See `benchmarks/results/sweep_pairs.json`."""
     Q, D = (torch.empty(*n, d, dtype=torch.bfloat16, device="meta") for n in ((Nq, Lq), (Nd, Ld)))
-    assert choose.dense(Q, D, None, False, None, SM_90).kernel == kernel
+    assert choose.choose_dense(Q, D, None, False, None, SM_90).kernel == kernel

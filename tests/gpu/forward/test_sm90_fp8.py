@@ -24,7 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90):
-    return sm90_configs.fp8(arch, dtype, Nq, K, Lq, Ld, d, kept="e4m3")
+    return sm90_configs.configure_fp8(arch, dtype, Nq, K, Lq, Ld, d, kept="e4m3")
 
 
 def test_when_it_is_chosen():
@@ -38,9 +38,9 @@ def test_when_it_is_chosen():
 def test_few_rows_are_one_product():
     for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (3, 9, 64), (1, 33, 64), (2, 32, 64), (1, 64, 64)):
         found = choice(Nq=Nq, Lq=Lq)
-        assert found.config.FEW and (found.config.ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
+        assert found.config.SMALL_M and (found.config.MMA_ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
         assert str(rows) in found.tile()
-    assert choice(Nq=4).config.FEW and not choice(Nq=5).config.FEW and not choice(Nq=1, Lq=129).config.FEW
+    assert choice(Nq=4).config.SMALL_M and not choice(Nq=5).config.SMALL_M and not choice(Nq=1, Lq=129).config.SMALL_M
 
 
 @pytest.mark.parametrize("Lq", [2, 31, 33, 64, 65, 129, 1024])
@@ -49,22 +49,22 @@ def test_few_rows_are_one_product():
 def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, dtype):
     found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
     kind, options = (
-        architectures.Kind(SM_90, dtype, 128, False, False, 0),
+        architectures.KernelKey(SM_90, dtype, 128, False, False, 0),
         {"tf32": False, "argmax": False, "stored": "fp8"},
     )
     for few in (False, True):
-        launch, levels = forward_configs.forward_ragged(kind, Nq, Lq, few=few, **options)
-        assert found.parts == 1 or found.config.SLOT * found.tree == launch.config.SLOT << levels
-    rows = found.config.ROWS if found.config.FEW else sm90_configs.SPECIALIZED_ROWS
-    assert found.row_tiles * rows >= Nq * found.parts * found.config.SLOT
+        launch, levels = forward_configs.configure_packed_forward(kind, Nq, Lq, few=few, **options)
+        assert found.parts == 1 or found.config.ROWS_PER_QUERY * found.tree == launch.config.ROWS_PER_QUERY << levels
+    rows = found.config.MMA_ROWS if found.config.SMALL_M else sm90_configs.SM90_TILE_ROWS
+    assert found.row_tiles * rows >= Nq * found.parts * found.config.ROWS_PER_QUERY
 
 
 def test_scales_may_lie_anyhow():
     Q, data = torch.empty(9, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
-    found = choose.fp8(Q.half(), data, "e5m2", SM_90)
-    assert found.config.GIVEN and found.config.STORED == "e5m2" and not found.reads_norms
-    assert choose.fp8(Q, data, "e5m2", SM_90) is None
-    assert choose.fp8(Q.half(), data[:, :, :40], "e5m2", SM_90) is None
+    found = choose.choose_fp8(Q.half(), data, "e5m2", SM_90)
+    assert found.config.PRECOMPUTED_SCALES and found.config.ENCODING == "e5m2" and not found.reads_norms
+    assert choose.choose_fp8(Q, data, "e5m2", SM_90) is None
+    assert choose.choose_fp8(Q.half(), data[:, :, :40], "e5m2", SM_90) is None
 
 
 def documents(Nd, Ld, d, format, scale, seed=0):
@@ -141,7 +141,7 @@ def test_documents_in_chunks(monkeypatch):
         expected = fast(Q, D)
         backend.forget()
         with monkeypatch.context() as patch:
-            patch.setattr(sm90_dense, "_WORKSPACE", 4 * 10 * 100)
+            patch.setattr(sm90_dense, "_MAX_WORKSPACE_BYTES", 4 * 10 * 100)
             assert all(torch.equal(fast(Q, D), expected) for _ in range(3))
         backend.forget()
 

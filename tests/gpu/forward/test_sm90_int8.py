@@ -8,7 +8,7 @@ import torch
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.core.segments import Cut, Ragged
+from lik_ops.core.segments import PackedArgs, RaggedArgs
 
 from ...support.common import INTERPRETING
 from ...support.quantized import ONE_TERM, ROUNDING, TERMS
@@ -18,7 +18,7 @@ if INTERPRETING:
 
 from lik_ops.gpu import choose
 from lik_ops.gpu.tuning import architectures, forward_configs, sm90_configs
-from lik_ops.gpu.tuning.forward_configs import TERMS as TERMS_OF
+from lik_ops.gpu.tuning.forward_configs import INT8_TERMS_BY_ENCODING as TERMS_OF
 
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 SCALES = ("token", "document", "tensor")
@@ -26,7 +26,7 @@ QUERIES = ("half", "int8")
 
 
 def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, each_token=False, terms=2):
-    return sm90_configs.int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, terms=terms)
+    return sm90_configs.configure_int8(arch, dtype, Nq, K, Lq, Ld, d, each_token=each_token, terms=terms)
 
 
 def test_when_it_is_chosen():
@@ -36,15 +36,18 @@ def test_when_it_is_chosen():
     assert choice(Ld=63) is None and choice(Lq=1) is None and choice(K=10, Nq=1) is None
     assert choice(Ld=181) is not None and choice(Ld=181, each_token=True) is None
     assert choice(K=2**24, Ld=128) is None
-    assert choice(Nq=1).config.FEW and choice(Nq=2).config.FEW and not choice(Nq=3).config.FEW
+    assert choice(Nq=1).config.SMALL_M and choice(Nq=2).config.SMALL_M and not choice(Nq=3).config.SMALL_M
     assert choice(Nq=4).row_tiles == 1 and choice(Nq=8).row_tiles == 2 and choice(Nq=1, Lq=33).row_tiles == 1
-    assert choice(Nq=4, terms=1).config.FEW and choice(Nq=8, terms=1).row_tiles == 1
-    assert choice(Nq=1, Lq=65, terms=1).config.FEW and not choice(Nq=1, Lq=65, terms=1, dtype=torch.float32).config.FEW
+    assert choice(Nq=4, terms=1).config.SMALL_M and choice(Nq=8, terms=1).row_tiles == 1
+    assert (
+        choice(Nq=1, Lq=65, terms=1).config.SMALL_M
+        and not choice(Nq=1, Lq=65, terms=1, dtype=torch.float32).config.SMALL_M
+    )
 
 
 def test_tiles_of_the_length_that_wastes_least():
     assert [choice(Ld=Ld).config.BN for Ld in (127, 128, 180, 192, 193, 300, 1024)] == [64, 128, 64, 64, 128, 64, 128]
-    assert not choice(Ld=1024).config.RESIDENT and choice(Ld=180).config.RESIDENT
+    assert not choice(Ld=1024).config.OPERAND_IN_REGISTERS and choice(Ld=180).config.OPERAND_IN_REGISTERS
     assert choice(Ld=1024, each_token=True).config.BN == 64 and choice(Ld=1024, terms=1).config.BN == 64
     assert [choice(Nq=1, Ld=Ld).config.BN for Ld in (127, 128, 180, 300)] == [64] * 4
 
@@ -57,9 +60,13 @@ def test_row_tiles_hold_every_query_token(Nq, Lq, dtype, terms):
     found = choice(Nq=Nq, Lq=Lq, dtype=dtype, terms=terms)
     C = found.config
     longest = 64 if dtype == torch.float32 else 128 // terms
-    assert found.parts * C.SLOT >= Lq and (found.parts == 1 or longest == C.SLOT) and not (C.FEW and found.parts > 1)
-    assert found.row_tiles * C.ROWS * (1 if C.FEW else 4) >= Nq * found.parts * C.SLOT
-    assert str(C.ROWS * (1 if C.FEW else 4)) in found.tile()
+    assert (
+        found.parts * C.ROWS_PER_QUERY >= Lq
+        and (found.parts == 1 or longest == C.ROWS_PER_QUERY)
+        and not (C.SMALL_M and found.parts > 1)
+    )
+    assert found.row_tiles * C.MMA_ROWS * (1 if C.SMALL_M else 4) >= Nq * found.parts * C.ROWS_PER_QUERY
+    assert str(C.MMA_ROWS * (1 if C.SMALL_M else 4)) in found.tile()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -71,10 +78,10 @@ def test_sums_are_the_trees_of_the_kernel_of_packed_documents(stored, Nq, Lq, d,
     found = choice(Nq=Nq, Lq=Lq, d=d, dtype=dtype, terms=TERMS_OF[stored])
     options = {"tf32": False, "argmax": False, "stored": stored}
     for wide, few in itertools.product(range(3), (False, True)):
-        kind = architectures.Kind(SM_90, dtype, d, False, False, wide)
-        packed, levels = forward_configs.forward_ragged(kind, Nq, Lq, few=few, **options)
-        assert found.config.SLOT * found.tree == packed.config.SLOT << levels
-        assert TERMS_OF[stored] == packed.config.TERMS
+        kind = architectures.KernelKey(SM_90, dtype, d, False, False, wide)
+        packed, levels = forward_configs.configure_packed_forward(kind, Nq, Lq, few=few, **options)
+        assert found.config.ROWS_PER_QUERY * found.tree == packed.config.ROWS_PER_QUERY << levels
+        assert TERMS_OF[stored] == packed.config.INT8_TERMS
 
 
 def test_scales_that_documents_share_are_no_row_of_scales_for_all():
@@ -82,10 +89,10 @@ def test_scales_that_documents_share_are_no_row_of_scales_for_all():
     Q, data = torch.empty(3, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
 
     def chosen(*shape):
-        return choose.int8(Q, data, torch.empty(shape, device="meta"), 2, SM_90)
+        return choose.choose_int8(Q, data, torch.empty(shape, device="meta"), 2, SM_90)
 
-    assert chosen(140, 132).config.GIVEN
-    assert not chosen(140, 1).config.GIVEN and not chosen(1, 1).config.GIVEN
+    assert chosen(140, 132).config.PRECOMPUTED_SCALES
+    assert not chosen(140, 1).config.PRECOMPUTED_SCALES and not chosen(1, 1).config.PRECOMPUTED_SCALES
     assert chosen(1, 132) is None
 
 
@@ -98,7 +105,7 @@ def test_plans_that_another_thread_drops(monkeypatch):
 
     monkeypatch.setattr(sm90_quantized, "_plans", Dropping())
     D = lik_ops.quantize(torch.randn(3, 70, 32), "int8")
-    c = Cut(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
+    c = PackedArgs(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
     assert sm90_quantized.forward(c, D.kept()) is None  # a CPU has no plan
 
 
@@ -113,7 +120,7 @@ def fast(Q, D, q_mask=None, q_weight=None):
     from lik_ops.gpu.forward import sm90_quantized
 
     (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
-    c = Cut(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
+    c = PackedArgs(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
     found = sm90_quantized.forward(c, D.kept())
     assert found is not None
     return found
@@ -124,7 +131,7 @@ def packed(Q, D, q_mask=None, q_weight=None):
     from lik_ops.gpu.forward import quantized
 
     stand_in = torch.empty((), dtype=Q.dtype, device=Q.device).expand(D.shape)
-    r = Ragged.of(Q, stand_in, None, None, None, None, q_mask, None, q_weight)
+    r = RaggedArgs.of(Q, stand_in, None, None, None, None, q_mask, None, q_weight)
     return quantized.forward_quantized(r, D.stored(), False, None, 0)[0]
 
 
@@ -298,7 +305,7 @@ def test_documents_in_chunks(scale, query, monkeypatch):
     D.scale[::7] *= -1
     expected = fast(Q, D)
     backend.forget()
-    monkeypatch.setattr(sm90_dense, "_WORKSPACE", 4 * 10 * 100)
+    monkeypatch.setattr(sm90_dense, "_MAX_WORKSPACE_BYTES", 4 * 10 * 100)
     assert all(torch.equal(fast(Q, D), expected) for _ in range(3))
     backend.forget()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.core.segments import Cut, Ragged
+from lik_ops.core.segments import PackedArgs, RaggedArgs
 
 from ...support.common import INTERPRETING, Problem, assert_scores, assert_winners, build
 from ...support.ragged import same_bits
@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90, dense=False):
-    return sm90_configs.row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, dense=dense)
+    return sm90_configs.configure_row_maxima(arch, dtype, rows, K, Lq, d, argmax=False, dense=dense)
 
 
 def test_when_it_is_chosen():
@@ -39,15 +39,15 @@ def test_when_it_is_chosen():
 )
 def test_dense_queries_that_fill_their_slots_are_summed_by_the_kernel(Lq, sums):
     found = choice(rows=256 * Lq, Lq=Lq, K=4096, dense=True)
-    assert sums == found.config.SUMS
-    assert not sums or found.config.SLOT >= Lq > found.config.SLOT // 2
-    assert not choice(rows=256 * Lq, Lq=Lq, K=4096).config.SUMS
+    assert sums == found.config.SUM_ROWS
+    assert not sums or found.config.ROWS_PER_QUERY >= Lq > found.config.ROWS_PER_QUERY // 2
+    assert not choice(rows=256 * Lq, Lq=Lq, K=4096).config.SUM_ROWS
 
 
 @pytest.mark.parametrize("Lq", [1, 2, 16, 19, 32, 100, 256, 1000])
 def test_sums_are_trees_of_the_rows_that_other_kernels_sum_at_once(Lq):
     slot, queries, documents, levels = choice(Lq=Lq).sums
-    assert slot * 2**levels == forward_configs.forward_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
+    assert slot * 2**levels == forward_configs.select_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
     assert queries * documents * slot == 1024 and (slot >= min(Lq, 256) or levels == 0)
 
 
@@ -59,8 +59,8 @@ def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch)
     found = []
     monkeypatch.setattr(cuda_rows.launcher, "launch", lambda kernel, grid, args, options: found.append((grid, args)))
     tokens, bounds = torch.randn(40, 16), torch.tensor([0, 12, 40])
-    r = Ragged(tokens, tokens, bounds, bounds[:-1], bounds.diff(), None, mask, None, None)
-    cuda_rows._covered(Cut.of(r, 0), cuda_ragged.packed_queries(r))
+    r = RaggedArgs(tokens, tokens, bounds, bounds[:-1], bounds.diff(), None, mask, None, None)
+    cuda_rows._mask_gaps(PackedArgs.of(r, 0), cuda_ragged.make_packed_query_args(r))
     [(grid, (_, given, covered, rows, stride, _))] = found
     assert grid == (2,) and rows == covered.numel() == 40 and given is mask
     assert stride == (1 if mask is None else mask.stride(0))
@@ -76,7 +76,7 @@ def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs
     found = choice(rows=256 * Lq, K=Nd, Lq=Lq, dense=True)
     Q, D = (torch.empty(n, L, 128, dtype=torch.bfloat16) for n, L in ((256, Lq), (Nd, Ld)))
     plan = cuda_rows.MaskedPlan(found, Q, D, None)
-    assert plan.score_part == (plan._by_copies if copies else plan._by_patches) and plan.chunk >= 1
+    assert plan.score_part == (plan._score_by_copies if copies else plan._score_by_patches) and plan.chunk >= 1
     space = plan.chunk * Ld * 256 if copies else plan.chunk * plan.tiles * 8
     assert space <= (20 if copies else 8) * 2**20
 
@@ -88,7 +88,9 @@ def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them
         found = choice(rows=20 * Nq, K=70, Lq=20, dense=True)
         Q, D = (torch.empty(n, L, 8, dtype=torch.bfloat16) for n, L in ((Nq, 20), (70, 30)))
         plan = cuda_rows.MaskedPlan(found, Q, D, None)
-        assert not found.config.SUMS and plan.score_part == (plan._by_copies if copies else plan._by_patches)
+        assert not found.config.SUM_ROWS and plan.score_part == (
+            plan._score_by_copies if copies else plan._score_by_patches
+        )
 
 
 def masked_cases():
@@ -128,10 +130,10 @@ def masked_cases():
 
 def plain(x, argmax_dtype):
     """Scores and winners of `maxsim_forward`."""
-    from lik_ops.gpu.forward.generic import plain_plan
+    from lik_ops.gpu.forward.generic import make_generic_plan
 
-    plan = plain_plan(x.Q, x.D, False, argmax_dtype)
-    argmax = None if argmax_dtype is None else plan.new_argmax()
+    plan = make_generic_plan(x.Q, x.D, False, argmax_dtype)
+    argmax = None if argmax_dtype is None else plan.allocate_argmax()
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
 
@@ -140,19 +142,19 @@ def way(request, monkeypatch):
     """How masks are dealt with, whatever the sizes."""
     from lik_ops.gpu.forward import sm90_packed as cuda_rows
 
-    monkeypatch.setattr(cuda_rows, "_KEPT_ROWS", 0 if request.param == "copies" else 2**31)
-    monkeypatch.setattr(cuda_rows, "_KEPT_PAIRS", 0)
+    monkeypatch.setattr(cuda_rows, "_MIN_COPY_ROWS", 0 if request.param == "copies" else 2**31)
+    monkeypatch.setattr(cuda_rows, "_MIN_COPY_PAIRS", 0)
     return request.param
 
 
 def by_rows(x, argmax_dtype, way):
     """The same by way of row maxima, which is an error to be without."""
-    from lik_ops.gpu.forward.dense import new_plan
+    from lik_ops.gpu.forward.dense import make_plan
     from lik_ops.gpu.forward.sm90_packed import MaskedPlan
 
-    plan = new_plan(x.Q, x.D, x.d_mask, False, argmax_dtype)
+    plan = make_plan(x.Q, x.D, x.d_mask, False, argmax_dtype)
     assert isinstance(plan, MaskedPlan) and plan.score_part.__name__ == f"_by_{way}"
-    argmax = None if argmax_dtype is None else plan.new_argmax().fill_(-7)
+    argmax = None if argmax_dtype is None else plan.allocate_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 
 
@@ -198,7 +200,7 @@ def packed(Nq, Nd, Lq, Ld, d, seed, dtype=torch.bfloat16, values="normal"):
     Q, D = ((draw(n) if draw else torch.randn(n, d, generator=g)).to("cuda", dtype) for n in (Tq, Td))
     q_mask, weight = (torch.rand(Tq, generator=g) > 0.2).cuda(), torch.randn(Tq, generator=g).cuda()
     cu_q, cu_d = cu_q.cuda(), cu_d.cuda()
-    return Ragged(Q, D, cu_q, cu_d[:-1], cu_d.diff(), None, q_mask, None, weight)
+    return RaggedArgs(Q, D, cu_q, cu_d[:-1], cu_d.diff(), None, q_mask, None, weight)
 
 
 @pytest.mark.gpu
@@ -213,11 +215,11 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
 
     r = packed(*sizes, seed=sum(sizes), values=values)
     r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
-    c = Cut.of(r, 0)
-    assert isinstance(cuda_ragged.PackedPlan(c, False, None, "")._choice(c), sm90_configs.RowMaxima)
+    c = PackedArgs.of(r, 0)
+    assert isinstance(cuda_ragged.PackedPlan(c, False, None, "")._choose_fast(c), sm90_configs.RowMaximaChoice)
     scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     assert torch.equal(cuda_ragged.forward_ragged(r, False, None, 0)[0].nan_to_num(7), scores.nan_to_num(7))
-    monkeypatch.setattr(cuda_ragged.PackedPlan, "_choice", lambda *_: None)
+    monkeypatch.setattr(cuda_ragged.PackedPlan, "_choose_fast", lambda *_: None)
     expected, winners = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     same_bits(scores, expected)
     assert scores[:, 3].isnan().all() and scores[:, 5].isnan().all()
@@ -250,11 +252,11 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
     q_mask[1] = False
     per = (q_mask, None, weight) if per_token else (None,) * 3
     sizes = Nq, Nd, False, Nq * Lq, r.D.shape[0], Lq
-    c = Cut(Q, r.D, None, bounds, None, None, None, *per, *sizes)
-    assert cuda_ragged.PackedPlan(c, False, None, "")._choice(c).config.SUMS
+    c = PackedArgs(Q, r.D, None, bounds, None, None, None, *per, *sizes)
+    assert cuda_ragged.PackedPlan(c, False, None, "")._choose_fast(c).config.SUM_ROWS
     scores, argmax = cuda_ragged.PackedPlan(c, False, torch.int32, "").forward(c)
     same_bits(cuda_ragged.PackedPlan(c, False, None, "").forward(c)[0], scores)
-    monkeypatch.setattr(cuda_ragged.PackedPlan, "_choice", lambda *_: None)
+    monkeypatch.setattr(cuda_ragged.PackedPlan, "_choose_fast", lambda *_: None)
     expected, winners = cuda_ragged.PackedPlan(c, False, torch.int32, "").forward(c)
     same_bits(scores, expected)
     assert scores[0].isnan().any() and scores[0].isneginf().any()
@@ -275,9 +277,9 @@ def test_chunks_of_documents_do_not_show(way, monkeypatch):
         return (*cuda_ragged.forward_ragged(r, False, torch.int16, 0), *by_rows(x, torch.int16, way), scores)
 
     whole = found()
-    monkeypatch.setattr(cuda_rows, "_MAXIMA_BYTES", 33 * 4 * r.Q.shape[0])
-    monkeypatch.setattr(cuda_rows, "_OTHER_MAXIMA_BYTES", 13 * 4 * 40 * 16)
-    monkeypatch.setattr(cuda_rows, "_TOKEN_BYTES", 40 * 70 * 64 * 2)
-    monkeypatch.setattr(cuda_rows, "_BITS_BYTES", 40 * 8 * 2)
+    monkeypatch.setattr(cuda_rows, "_MAX_MAXIMA_BYTES", 33 * 4 * r.Q.shape[0])
+    monkeypatch.setattr(cuda_rows, "_MAX_COPY_MAXIMA_BYTES", 13 * 4 * 40 * 16)
+    monkeypatch.setattr(cuda_rows, "_MAX_TOKEN_BYTES", 40 * 70 * 64 * 2)
+    monkeypatch.setattr(cuda_rows, "_MAX_MASK_BYTES", 40 * 8 * 2)
     for part, expected in zip(found(), whole, strict=True):
         assert torch.equal(part, expected)

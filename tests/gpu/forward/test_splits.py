@@ -7,7 +7,7 @@ import torch
 
 import lik_ops
 from lik_ops import info
-from lik_ops.core.segments import Cut
+from lik_ops.core.segments import PackedArgs
 from lik_ops.ops.fast_path import eager
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
@@ -31,17 +31,17 @@ LONG, LEAST = (150, 32) if INTERPRETING else (1500, 128)
 def cuts(monkeypatch):
     """Whether documents of these sizes are cut, as calls were told last."""
     found = []
-    by_choice = choose.sectioned
+    by_choice = choose.choose_document_splits
 
     def sectioned(c, normalize, argmax, arch):
         found.append(by_choice(c, normalize, argmax, replace(arch, processors=64)) if found[0] else None)
         return found[-1]
 
-    monkeypatch.setattr(choose, "sectioned", sectioned)
-    monkeypatch.setattr(choose, "_LONG", LEAST // 2)
-    monkeypatch.setattr(choose, "_LEAST_SECTION", LEAST // 2)
+    monkeypatch.setattr(choose, "choose_document_splits", sectioned)
+    monkeypatch.setattr(choose, "_MIN_LONG_DOCUMENT_TOKENS", LEAST // 2)
+    monkeypatch.setattr(choose, "_MIN_SPLIT_TOKENS", LEAST // 2)
     yield found
-    eager.forget()
+    eager.clear_call_caches()
     gpu.forget()
 
 
@@ -50,7 +50,7 @@ def both(cuts, place, call):
     results = []
     for wanted in (True, False):
         cuts[:] = [wanted]
-        eager.forget()
+        eager.clear_call_caches()
         gpu.forget()
         with place.use():
             results.append(call())
@@ -121,7 +121,7 @@ def test_packed_documents(place, cuts, normalize, everything):
             Q[~q_mask], D[~d_mask], weight = NAN, INF, torch.randn(len(Q)).to(place.device)
             cu_d = torch.cat([cu_d, cu_d.new_tensor([cu_d[-1] + 1, 5, LONG, 2 * LONG])])  # outside, then before, again
         sizes = len(queries), len(cu_d) - 1, False, len(Q), len(D), max(queries)
-        c = Cut(Q, D, cu_q, cu_d, None, None, None, q_mask, d_mask, weight, *sizes)
+        c = PackedArgs(Q, D, cu_q, cu_d, None, None, None, q_mask, d_mask, weight, *sizes)
 
         def forward(c=c, argmax_dtype=torch.int32):
             return packed_forward.PackedPlan(c, normalize, argmax_dtype, "").forward(c)
@@ -138,7 +138,7 @@ def test_padded_documents(place, cuts):
     Q, D = drawn(place, torch.float16, 2, 7, 16), drawn(place, torch.float16, 2, 3, LONG, 16)[0]
     lengths = torch.tensor([LONG, 0, LONG // 3], device=place.device)
     sizes = 2, 3, False, 14, 3 * LONG, 7
-    c = Cut(Q, D, None, None, lengths, None, torch.tensor([7, 4], device=place.device), None, None, None, *sizes)
+    c = PackedArgs(Q, D, None, None, lengths, None, torch.tensor([7, 4], device=place.device), None, None, None, *sizes)
     scores, argmax = assert_same(cuts, place, lambda: packed_forward.PackedPlan(c, False, torch.int32, "").forward(c))
     assert (scores[:, 1] == -INF).all() and (argmax.view(3, 2, 7)[:, 1, 4:] == -1).all()
 
@@ -202,12 +202,12 @@ SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 
 def chosen(Nq, Nd, Lq, Ld, d=128, dtype=torch.bfloat16, argmax=False, normalize=False, arch=SM_90):
     Q, D = (torch.empty(n, length, d, dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
-    return choose.dense(Q, D, None, normalize, torch.int32 if argmax else None, arch)
+    return choose.choose_dense(Q, D, None, normalize, torch.int32 if argmax else None, arch)
 
 
 def test_when_documents_are_cut():
     def cut(*call, **options):
-        return isinstance(chosen(*call, **options), choose.Sectioned)
+        return isinstance(chosen(*call, **options), choose.SplitChoice)
 
     assert all(cut(1, n, 32, length) for n in (1, 4, 16, 64) for length in (8192, 65536))
     assert all(cut(1, n, 128, length) for n in (1, 16) for length in (2048, 16384))
@@ -215,7 +215,7 @@ def test_when_documents_are_cut():
     assert not cut(1, 1000, 32, 300) and not cut(1, 10, 32, 300) and not cut(1, 1000, 32, 65536)
     assert not cut(2, 200, 128, 65536)
     several = torch.empty(4, 2, 65536, 128, device="meta")
-    assert not isinstance(choose.dense(several[:, 0], several, None, False, None, SM_90), choose.Sectioned)
+    assert not isinstance(choose.choose_dense(several[:, 0], several, None, False, None, SM_90), choose.SplitChoice)
 
 
 @pytest.mark.parametrize(
@@ -226,22 +226,22 @@ def test_the_workspace_is_bounded(arch):
     for Nq, Nd, Lq, Ld in ((1, 1, 1, 2**24), (1, 64, 32, 65536), (4, 60, 1000, 8192), (1, 2, 60000, 65536)):
         for argmax in (False, True):
             found = chosen(Nq, Nd, Lq, Ld, d=96, argmax=argmax, normalize=True, arch=arch)
-            if isinstance(found, choose.Sectioned):
+            if isinstance(found, choose.SplitChoice):
                 rows = Nq * Lq
                 assert found.most * (rows * (8 if argmax else 4) + 4) + 4 * rows <= 32 * 2**20
                 assert 2 * Nd <= found.most
 
 
 def test_info_says_so():
-    said = info.kernel(SM_90, torch.bfloat16, 1, 1, 32, 65536, 128)
+    said = info.describe_kernel(SM_90, torch.bfloat16, 1, 1, 32, 65536, 128)
     assert said.startswith("maxsim_forward_ragged on sm_90") and "sections" in said
 
 
 def test_an_architecture_without_early_launches_has_none():
-    assert chosen(1, 1, 32, 65536).launch.config.EARLY
+    assert chosen(1, 1, 32, 65536).launch.config.PDL
     for name in ("sm_80", "gfx942"):
         arch = replace(architectures.ARCHITECTURES[name], processors=100)
-        assert not chosen(1, 1, 32, 65536, arch=arch).launch.config.EARLY
+        assert not chosen(1, 1, 32, 65536, arch=arch).launch.config.PDL
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from ...support.common import CUDA, INTERPRETER, INTERPRETING
 pytest.importorskip("triton", reason="this is a kernel in Triton")
 from lik_ops.csrc_triton.forward.generic import row_sums
 from lik_ops.gpu.runtime import launcher
-from lik_ops.gpu.runtime.arguments import on_device
+from lik_ops.gpu.runtime.arguments import use_device
 from lik_ops.gpu.tuning import architectures
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -19,7 +19,7 @@ def found(partial, parts, tree, stride):
     """Scores [Nq, K], which lie `stride` apart."""
     Nq, K = len(partial) // parts, partial.shape[1]
     scores = torch.full((Nq, stride), float("nan"), device=partial.device)
-    with on_device(partial.device):
+    with use_device(partial.device):
         args = partial, scores, stride, K, parts, tree, BLOCK
         launcher.launch(row_sums.maxsim_sum_parts, (Nq * architectures.cdiv(K, BLOCK),), args, {"num_warps": 4})
     assert scores[:, K:].isnan().all()

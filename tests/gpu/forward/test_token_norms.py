@@ -8,7 +8,7 @@ from ...support.common import CUDA, INTERPRETER, INTERPRETING
 pytest.importorskip("triton", reason="this is a kernel in Triton")
 from lik_ops.csrc_triton.common import token_norms
 from lik_ops.gpu.runtime import launcher
-from lik_ops.gpu.runtime.arguments import documents_of, on_device, queries_of, sizes
+from lik_ops.gpu.runtime.arguments import make_document_args, make_query_args, make_size_args, use_device
 from lik_ops.gpu.tuning import architectures
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -20,9 +20,18 @@ def found(Q, D, BD):
     tiles = architectures.cdiv(D.shape[1], BN)
     documents = torch.full((len(D), tiles, BN), float("nan"), device=D.device)
     queries = torch.full(Q.shape[:2], float("nan"), device=D.device)
-    args = queries_of(Q, None, None), documents_of(D, None), queries, documents, sizes(Q, D), D.shape[-1], BN, BD
+    args = (
+        make_query_args(Q, None, None),
+        make_document_args(D, None),
+        queries,
+        documents,
+        make_size_args(Q, D),
+        D.shape[-1],
+        BN,
+        BD,
+    )
     args = *args, D.shape[1] < BN
-    with on_device(D.device):
+    with use_device(D.device):
         grid = (len(D) * tiles + len(Q) * architectures.cdiv(Q.shape[1], BN),)
         launcher.launch(token_norms.maxsim_tile_norms, grid, args, {"num_warps": 4})
     return documents, queries

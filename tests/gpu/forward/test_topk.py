@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops.gpu.forward import topk as cuda_topk
-from lik_ops.ops.topk import WARMED, of_parts
+from lik_ops.ops.topk import WARMUP_COLUMNS, merge_messages
 from lik_ops.portable.forward import topk as portable_topk
 
 from ...support.common import INTERPRETING
@@ -92,8 +92,8 @@ def check_parts(kind: str, parts: int, rows: int, width: int, k: int, device: st
 class TestInterpreted:
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
-        monkeypatch.setattr(cuda_topk, "BLOCK", 256)
-        monkeypatch.setattr(cuda_topk, "SMALL_BLOCK", 64)
+        monkeypatch.setattr(cuda_topk, "BLOCK_SCORES", 256)
+        monkeypatch.setattr(cuda_topk, "SMALL_BLOCK_SCORES", 64)
         monkeypatch.setattr(cuda_topk, "_WARPS", {256: 4, 64: 4})
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +122,7 @@ class TestInterpreted:
         for backend, count in (("triton", 2), ("portable", 0)):
             launches.clear()
             with lik_ops.use_backend(backend):
-                assert_same(lik_ops.ops.topk.first(scores, 5), portable_topk.best(scores, 5))
+                assert_same(lik_ops.ops.topk.select_first(scores, 5), portable_topk.best(scores, 5))
             assert len(launches) == count
         launches.clear()
         for few, k in ((scores.double(), 5), (scores, 257), (scores[:0], 5), (scores[:, :0], 5), (scores, 0)):
@@ -147,7 +147,7 @@ def kernels(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
 @pytest.mark.parametrize("k", [1, 10, 100, 129, 256])
 def test_warmup_takes_every_kernel_that_a_search_may_take(k, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    warmed = set().union(*(kernels(n, k, monkeypatch) for n in WARMED))
+    warmed = set().union(*(kernels(n, k, monkeypatch) for n in WARMUP_COLUMNS))
     for n in (1, 1023, 1024, 1025, 8191, 8192, 8193, 16_385, 90_000, 700_000, 2_500_000, 3_999_999):
         assert kernels(n, k, monkeypatch) <= warmed
     assert len(warmed) > 3
@@ -159,12 +159,12 @@ def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeyp
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(cuda_topk.launcher, "launch", lambda kernel, grid, args, options: launches.append(args[4:]))
     monkeypatch.setattr(lik_ops.ops.topk.backends, "select", lambda *_: cuda_topk)
-    lik_ops.ops.topk.warm(torch.device("cpu"), torch.float32, k)
+    lik_ops.ops.topk.warm_up(torch.device("cpu"), torch.float32, k)
     warmed = set(launches)
     for processes, rows in ((2, 1), (2, 3), (4, 1), (8, 2)):
         launches.clear()
         received = torch.zeros(processes, 2, rows, k, dtype=torch.int64)
-        lik_ops.ops.topk.of_parts(received, [k] * processes, k, torch.float32)
+        lik_ops.ops.topk.merge_messages(received, [k] * processes, k, torch.float32)
         merging += launches
     assert len(merging) == 4 and set(merging) <= warmed
 
@@ -182,6 +182,6 @@ def test_parts_of_any_length(counts, dtype):
         received[part, 1, :, :count] = torch.arange(first, first + count)
         each.append(scores)
         first += count
-    found, expected = of_parts(received, counts, 4, dtype), portable_topk.best(torch.cat(each, 1), 4)
+    found, expected = merge_messages(received, counts, 4, dtype), portable_topk.best(torch.cat(each, 1), 4)
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[0].view(integers), expected[0].view(integers))

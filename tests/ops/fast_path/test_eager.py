@@ -46,7 +46,7 @@ def inputs():
 
 
 def short(*args, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
-    return eager.maxsim(*args, q_mask, d_mask, q_weight, normalize, backward, recompute)
+    return eager.try_maxsim(*args, q_mask, d_mask, q_weight, normalize, backward, recompute)
 
 
 def test_ordinary_calls_are_short():
@@ -203,7 +203,7 @@ def test_tensors_that_are_not_plain_memory_take_the_long_way():
 def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
     """What ordinary tensors look like is learned once a process, of a new one, which modes and transforms wrap."""
     monkeypatch.setattr(watchers, "_usual_keys", set())
-    monkeypatch.setattr(watchers, "_devices_known", set())
+    monkeypatch.setattr(watchers, "_known_devices", set())
     Q, D = inputs()
     lengths = torch.tensor([2, 3]), torch.full((2, 5), 4)
 
@@ -216,9 +216,9 @@ def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
     else:
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
             call(Q)
-    assert watchers.is_memory(Q) and short(Q, D) is not None
+    assert watchers.is_ordinary_tensor(Q) and short(Q, D) is not None
     seen = []
-    torch.func.grad(lambda q: seen.append(watchers.is_memory(q)) or q.sum())(Q)
+    torch.func.grad(lambda q: seen.append(watchers.is_ordinary_tensor(q)) or q.sum())(Q)
     assert seen == [False]
 
 
@@ -259,7 +259,7 @@ def test_compiled_callers_keep_the_operator():
 
 def test_recompute_leaves_finding_the_winners_to_the_backend(monkeypatch):
     """It finds them in parts that need no more memory than a constant."""
-    backend = backends.select(torch.device("cpu"), torch.float32)
+    backend = backends.select_backend(torch.device("cpu"), torch.float32)
     run, given = backend.backward_lowmem, []
 
     def spy(grad_scores, Q, D, argmax, *rest):
@@ -310,8 +310,8 @@ def test_saved_tensors_are_guarded_against_later_writes():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(eager, "_MOST_CALLS", 3)
-    eager.forget()
+    monkeypatch.setattr(eager, "_MAX_CALLS", 3)
+    eager.clear_call_caches()
     for Ld in range(1, 9):
         lik_ops.maxsim(torch.ones(1, 2, 4), torch.ones(1, Ld, 4))
         assert len(eager._calls) <= 3

@@ -233,7 +233,7 @@ class Launches:
         self.arguments = {}
 
     def bind(self, kernel, args, options):
-        return Bound(self, (kernel.__name__, sorted(options.items()))), launcher.describe(kernel, args)[1]
+        return Bound(self, (kernel.__name__, sorted(options.items()))), launcher.describe_args(kernel, args)[1]
 
     def named(self, x):
         """A pointer into an argument by its name, another one as new; what is absent is 0."""
@@ -282,17 +282,17 @@ def compare(name, bare, ways, is_short, called, stride=1):
         assert any(ways) == is_short, f"{name}: the short way is{' not' * is_short} taken"
         return found
 
-    eager.forget()
+    eager.clear_call_caches()
     expected = is_as_ever()
     assert isinstance(expected, list), expected
     every = [(key, *change) for key, value in valid.items() for change in changes_of(value, given.get(key))]
     for argument, change, other in every[len(name) % stride :: stride]:
         call, what = {**valid, argument: other}, f"{name}: {argument}: {change}"
-        for _ in range(recent._RUNNING):
+        for _ in range(recent._MIN_REPEATS):
             called(function, valid)
         warm = [called(function, call), called(function, call)]
         assert is_as_ever() == expected, what
-        eager.forget()
+        eager.clear_call_caches()
         cold = called(function, call)
         assert warm == [cold, cold], what
         assert is_as_ever() == expected, f"{what}, first of all"
@@ -323,9 +323,11 @@ def test_pairs_of_another_shape_are_refused_after_valid_ones():
 def test_nor_is_another_launched(name, bare, ways, monkeypatch):
     """The plans of the Triton backend, and the direct launches that they know: none was made for other arguments."""
     launches = Launches()
-    monkeypatch.setattr(launcher, "bind", launches.bind)
-    monkeypatch.setattr(backends, "select", lambda device, dtype: backends.portable if dtype.itemsize == 8 else cuda)
-    monkeypatch.setattr(memory, "empty_cuda", None)
+    monkeypatch.setattr(launcher, "get_compiled_kernel", launches.bind)
+    monkeypatch.setattr(
+        backends, "select_backend", lambda device, dtype: backends.portable if dtype.itemsize == 8 else cuda
+    )
+    monkeypatch.setattr(memory, "allocate_cuda", None)
     for module in (capture, cuda_ragged):
         monkeypatch.setattr(module, "current_device", lambda: None)
         monkeypatch.setattr(module, "raw_stream", lambda index: 0)
@@ -343,4 +345,4 @@ def test_nor_is_another_launched(name, bare, ways, monkeypatch):
 
     is_short = name in DENSE_WAY | RAGGED_WAY or (name == "maxsim_padded" and not bare) or (bare and name in BARE_WAY)
     compare(name, bare, ways, is_short, launched)
-    eager.forget()
+    eager.clear_call_caches()

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import lik_ops
 from lik_ops import backends
-from lik_ops.core.segments import Cut
+from lik_ops.core.segments import PackedArgs
 from lik_ops.ops.fast_path import eager
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
@@ -95,14 +95,14 @@ def assert_same(a, b):
 @pytest.fixture
 def taken(monkeypatch):
     """Of each call that may take the short way, whether it did."""
-    ways, real = [], eager.maxsim_ragged
+    ways, real = [], eager.try_maxsim_ragged
 
     def spy(*args, **options):
         found = real(*args, **options)
         ways.append(found is not None)
         return found
 
-    monkeypatch.setattr(eager, "maxsim_ragged", spy)
+    monkeypatch.setattr(eager, "try_maxsim_ragged", spy)
     return ways
 
 
@@ -202,17 +202,17 @@ def launches(monkeypatch):
     found = []
 
     def launch(kernel, grid, args, options):
-        found.append(((*grid, 1, 1), launcher.describe(kernel, args)[1], Bound()))
+        found.append(((*grid, 1, 1), launcher.describe_args(kernel, args)[1], Bound()))
         return found[-1][2]
 
     monkeypatch.setattr(launcher, "launch", launch)
-    monkeypatch.setattr(backends, "select", lambda device, dtype: cuda)
+    monkeypatch.setattr(backends, "select_backend", lambda device, dtype: cuda)
     monkeypatch.setattr(cuda_ragged, "current_device", lambda: None)
     monkeypatch.setattr(cuda_ragged, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(memory, "empty_cuda", None)
-    eager.forget()
+    monkeypatch.setattr(memory, "allocate_cuda", None)
+    eager.clear_call_caches()
     yield found
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def flat(values):
@@ -255,7 +255,7 @@ def test_nothing_runs_before_the_launch(name, launches, monkeypatch):
     """One operation, which allocates the scores: every other one would take as long as the launch."""
     x = inputs(dtype=torch.bfloat16)
     CALLS[name](x)
-    monkeypatch.setattr(eager, "nobody_watches", lambda: True)
+    monkeypatch.setattr(eager, "is_dispatch_idle", lambda: True)
     with Seen() as seen:
         CALLS[name](x)
     assert seen.names == ["aten.empty_strided.default"]
@@ -328,9 +328,9 @@ def test_nothing_to_score_launches_nothing(launches):
 @without_kernels
 @torch.no_grad()
 def test_what_is_kept_is_bounded(launches, monkeypatch):
-    monkeypatch.setattr(cuda_ragged, "_MOST_PLANS", 3)
-    monkeypatch.setattr(cuda_ragged, "_MOST_TILES", 3)
-    monkeypatch.setattr(cuda_ragged, "_MOST_DESCRIPTORS", 3)
+    monkeypatch.setattr(cuda_ragged, "_MAX_PLANS", 3)
+    monkeypatch.setattr(cuda_ragged, "_MAX_TILES", 3)
+    monkeypatch.setattr(cuda_ragged, "_MAX_DESCRIPTORS", 3)
     kept = []
     for d in (16, 32, 48, 64, 80):
         D, cu_d = torch.randn(9, d), torch.tensor([0, 9])
@@ -344,7 +344,7 @@ def test_what_is_kept_is_bounded(launches, monkeypatch):
 
 def short(x, **changes):
     y = SimpleNamespace(**{**vars(x), **changes})
-    return eager.maxsim_ragged(y.Q, y.D, y.cu_q, y.cu_d, q_weight=y.w)
+    return eager.try_maxsim_ragged(y.Q, y.D, y.cu_q, y.cu_d, q_weight=y.w)
 
 
 @without_kernels
@@ -401,18 +401,18 @@ def test_what_does_not_fit_takes_the_long_way(launches):
             assert short(x, **change) is None, change
     dense = x.dense_q, x.D, None
     for options in ({"normalize": 1}, {"backward": "fast"}, {"pairs": x.pairs[:, :1], "offsets": x.cu_d}):
-        assert eager.maxsim_ragged(*dense, **{"offsets": x.cu_d, **options}) is None
-    assert eager.maxsim_ragged(*dense, x.offsets[:4], x.lengths) is None
-    assert eager.maxsim_ragged(*dense, x.offsets[:, :2], x.lengths) is None
-    assert eager.maxsim_ragged(*dense, x.cu_d, pairs=x.pairs, max_seqlen_q=-1) is None
+        assert eager.try_maxsim_ragged(*dense, **{"offsets": x.cu_d, **options}) is None
+    assert eager.try_maxsim_ragged(*dense, x.offsets[:4], x.lengths) is None
+    assert eager.try_maxsim_ragged(*dense, x.offsets[:, :2], x.lengths) is None
+    assert eager.try_maxsim_ragged(*dense, x.cu_d, pairs=x.pairs, max_seqlen_q=-1) is None
     even = {"lengths": x.d_lengths, "q_lengths": x.q_lengths}
-    assert eager.maxsim_ragged(x.dense_q, x.padded, **even) is not None
-    assert eager.maxsim_ragged(x.dense_q, x.padded[:, :2], **even) is None
-    assert eager.maxsim_ragged(x.dense_q, x.padded[:, :, ::2], **even) is not None
-    assert eager.maxsim_ragged(x.dense_q[:, :5], x.padded, **even) is None  # rows that do not lie evenly
-    assert eager.maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths, q_lengths=x.q_lengths[:3]) is None
-    assert eager.maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths) is None
-    assert eager.maxsim_ragged(x.dense_q, x.dense_d, q_lengths=x.q_lengths) is None
+    assert eager.try_maxsim_ragged(x.dense_q, x.padded, **even) is not None
+    assert eager.try_maxsim_ragged(x.dense_q, x.padded[:, :2], **even) is None
+    assert eager.try_maxsim_ragged(x.dense_q, x.padded[:, :, ::2], **even) is not None
+    assert eager.try_maxsim_ragged(x.dense_q[:, :5], x.padded, **even) is None  # rows that do not lie evenly
+    assert eager.try_maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths, q_lengths=x.q_lengths[:3]) is None
+    assert eager.try_maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths) is None
+    assert eager.try_maxsim_ragged(x.dense_q, x.dense_d, q_lengths=x.q_lengths) is None
 
 
 BAD = {
@@ -463,12 +463,14 @@ def test_compiled_callers_keep_the_operator():
 
 def test_what_is_cut_as_callers_have_it_is_spelled_out():
     x = inputs()
-    spelled = Cut(x.dense_q, x.dense_d, *[None] * 5, x.dense_m, x.dense_n, x.dense_w, 5, 6, False, 45, 72, 9).ragged()
+    spelled = PackedArgs(
+        x.dense_q, x.dense_d, *[None] * 5, x.dense_m, x.dense_n, x.dense_w, 5, 6, False, 45, 72, 9
+    ).ragged()
     assert spelled.Q.shape == (45, 16) and spelled.D.shape == (72, 16)
     assert spelled.cu_seqlens_q.tolist() == list(range(0, 46, 9))
     assert spelled.d_offsets.tolist() == list(range(0, 72, 12)) and spelled.d_lengths.tolist() == [12] * 6
     assert spelled.q_mask.shape == spelled.q_weight.shape == (45,) and spelled.d_mask.shape == (72,)
-    packed = Cut(
+    packed = PackedArgs(
         x.Q, x.D, x.cu_q, x.cu_d, *[None] * 6, 5, 6, False, *(sum(n) for n in (QUERIES, DOCUMENTS)), 31
     ).ragged()
     assert packed.cu_seqlens_q is x.cu_q and packed.d_lengths.tolist() == list(DOCUMENTS)

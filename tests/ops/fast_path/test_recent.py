@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 import lik_ops
 from lik_ops import backends
 from lik_ops.api import inputs, ragged, score
-from lik_ops.core.settings import requested_backend
+from lik_ops.core.settings import get_requested_backend
 from lik_ops.ops.fast_path import cuts, eager, recent
 
 from .test_eager import FunctionSeen, Seen, Wrapped
@@ -29,7 +29,7 @@ class Dense:
     def call(self, n=None, other=None, **options):
         x = [other if n == m else t for m, t in enumerate(self.x)]
         options = {"normalize": False, "backward": "auto", "recompute": False, **options}
-        return eager.maxsim(*x, None, None, None, **options)
+        return eager.try_maxsim(*x, None, None, None, **options)
 
 
 class WithWinners(Dense):
@@ -37,7 +37,7 @@ class WithWinners(Dense):
 
     def call(self, n=None, other=None, *, normalize=False, backward="auto", recompute=False):
         x = [other if n == m else t for m, t in enumerate(self.x)]
-        return eager.maxsim_with_argmax((*x, None, None, None), (normalize, backward, recompute))
+        return eager.try_maxsim_with_argmax((*x, None, None, None), (normalize, backward, recompute))
 
 
 class Ragged(Dense):
@@ -48,18 +48,18 @@ class Ragged(Dense):
 
     def call(self, n=None, other=None, **options):
         x = [other if n == m else t for m, t in enumerate(self.x)]
-        return eager.maxsim_ragged(*x, **options)
+        return eager.try_maxsim_ragged(*x, **options)
 
 
 @pytest.fixture(params=[Dense, WithWinners, Ragged], ids=lambda layout: layout.name)
 def layout(request, monkeypatch):
     """A call that is recognised."""
     made = request.param()
-    eager.forget()
+    eager.clear_call_caches()
     if made.name == "ragged":  # whose short way leads to the Triton backend alone
-        monkeypatch.setattr(eager, "_new_cut_call", lambda c, *_: Found(c))
+        monkeypatch.setattr(eager, "_make_packed_call", lambda c, *_: Found(c))
     yield made
-    eager.forget()
+    eager.clear_call_caches()
 
 
 class Found:
@@ -68,7 +68,7 @@ class Found:
     argmax_dtype, differentiable = None, False
 
     def __init__(self, c):
-        self.differentiable = eager.wants_gradients(c.Q)
+        self.differentiable = eager.needs_gradients(c.Q)
         self.plan, self.tensors, self.with_argmax = self, 10, False
 
     def forward(self, c):
@@ -76,16 +76,16 @@ class Found:
 
 
 def recognise(layout):
-    for _ in range(recent._RUNNING + 1):
+    for _ in range(recent._MIN_REPEATS + 1):
         assert layout.call() is not None
-    assert eager._recent[layout.name]._known is not None
+    assert eager._recent_calls[layout.name]._known is not None
 
 
 def is_recognised(layout, *args, **options):
     """Whether this call is found without a description of it."""
     described = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("described", "described_but_rows"):
+        for name in ("make_call_key", "make_rowless_key"):
             real = getattr(eager, name)
             patch.setattr(eager, name, lambda *given, real=real: described.append(True) or real(*given))
         with contextlib.suppress(TypeError, ValueError):
@@ -152,10 +152,10 @@ def test_nor_other_masks(layout):
     if layout.name == "maxsim":
         x, mask = [torch.randn(5, 6, 4), torch.randn(5, 6, 4)], torch.ones(5, 6, dtype=torch.bool)
         options = {"normalize": False, "backward": "auto", "recompute": False}
-        for _ in range(recent._RUNNING + 1):
-            eager.maxsim(*x, mask, None, None, **options)
-        known = eager._recent["maxsim"]._known
-        rest = (*options.values(), requested_backend())
+        for _ in range(recent._MIN_REPEATS + 1):
+            eager.try_maxsim(*x, mask, None, None, **options)
+        known = eager._recent_calls["maxsim"]._known
+        rest = (*options.values(), get_requested_backend())
         assert known.fits((*x, mask, None, None), rest)
         assert not known.fits((*x, None, mask, None), rest)
         assert not known.fits((*x, mask, mask, None), rest)
@@ -212,19 +212,23 @@ def test_what_differs_from_call_to_call_is_never_recognised(layout):
         x, layout.x[:2] = layout.x[:2], others
         assert not is_recognised(layout)
         layout.x[:2] = x
-    assert eager._recent[layout.name]._known is None
+    assert eager._recent_calls[layout.name]._known is None
 
 
 def test_indices_of_more_rows_are_contiguous_or_not_recognised():
     """One row of any stride is contiguous; more rows are not."""
     with PLACE.use():
         layout = Ragged()
-        eager.forget()
+        eager.clear_call_caches()
         odd = torch.tensor([[0, 9], [9, 9], [9, 9]])[:, 0]
         assert odd[:1].is_contiguous() and not odd.is_contiguous()
-        assert cuts.is_packed(layout.x[2]) and not cuts.is_packed(odd[:1])
+        assert cuts.is_contiguous_index(layout.x[2]) and not cuts.is_contiguous_index(odd[:1])
         pairs = torch.zeros(4, 3, dtype=torch.int64)
-        assert cuts.is_packed(pairs) and not cuts.is_packed(pairs[:1, :2]) and pairs[:1, :2].is_contiguous()
+        assert (
+            cuts.is_contiguous_index(pairs)
+            and not cuts.is_contiguous_index(pairs[:1, :2])
+            and pairs[:1, :2].is_contiguous()
+        )
 
 
 def test_without_torchs_guards_calls_are_described_each_time(layout, monkeypatch):
@@ -232,9 +236,9 @@ def test_without_torchs_guards_calls_are_described_each_time(layout, monkeypatch
         raise TypeError
 
     for guards in (None, others_arguments):
-        eager.forget()
+        eager.clear_call_caches()
         monkeypatch.setattr(recent, "_Guards", guards)
-        for _ in range(recent._RUNNING + 2):
+        for _ in range(recent._MIN_REPEATS + 2):
             assert not is_recognised(layout)
 
 
@@ -245,19 +249,20 @@ def test_this_version_of_torch_has_guards():
 @pytest.fixture
 def checked(monkeypatch):
     """Calls whose arguments were checked, of quantised documents that a stand-in for the Triton backend scores."""
-    seen, real = [], inputs.given
+    seen, real = [], inputs.prepare_args
     by_kernels = {"forward_quantized_cut": lambda c, *_: (c.Q.new_zeros(c.queries, c.columns), None)}
     backend = SimpleNamespace(**{**vars(backends.portable), **by_kernels})
-    monkeypatch.setattr(backends, "select", lambda device, dtype: backend)
+    monkeypatch.setattr(backends, "select_backend", lambda device, dtype: backend)
     for module in (score, ragged):
-        monkeypatch.setattr(module, "given", lambda *args, **options: seen.append(args) or real(*args, **options))
-    eager.forget()
+        stand_in = lambda *args, **options: seen.append(args) or real(*args, **options)  # noqa: E731
+        monkeypatch.setattr(module, "prepare_args", stand_in)
+    eager.clear_call_caches()
     yield seen
-    eager.forget()
+    eager.clear_call_caches()
 
 
 def recognise_quantized(checked, call):
-    for _ in range(recent._RUNNING + 1):
+    for _ in range(recent._MIN_REPEATS + 1):
         call()
     checked.clear()
     call()

@@ -118,9 +118,9 @@ def test_vmapped_gradients(layout, recompute):
 def test_a_batch_that_copies_too_much_is_computed_one_by_one(monkeypatch):
     """With the same bits, from the tensors as they are."""
     calls = []
-    real = batching._Batch.one_by_one
-    monkeypatch.setattr(batching._Batch, "one_by_one", lambda *a: calls.append(1) or real(*a))
-    monkeypatch.setattr(batching, "MOST_COPIED", 100)
+    real = batching._VmapBatch.one_by_one
+    monkeypatch.setattr(batching._VmapBatch, "one_by_one", lambda *a: calls.append(1) or real(*a))
+    monkeypatch.setattr(batching, "MAX_COPIED_BYTES", 100)
     for layout, batched in (("cross", (0, 1)), ("cross", (3,)), ("candidates", (0,))):
         args, in_dims = arguments(layout, batched)
         assert torch.equal(vmap(scores, in_dims)(*args), one_by_one(scores, args, in_dims))

@@ -169,7 +169,7 @@ def test_a_second_writer_is_refused(tmp_path):
     held, release = threading.Event(), threading.Event()
 
     def hold():
-        with files.locked(tmp_path):
+        with files.lock_corpus(tmp_path):
             held.set()
             release.wait(30)
 
@@ -350,7 +350,7 @@ def test_killed_at_any_moment_nothing_committed_is_lost(tmp_path):
 @pytest.mark.parametrize("chunk", [None, 1, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_retrieving_from_a_corpus(device, chunk, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "part_bytes", lambda device: 3000)
+    monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 3000)
     documents = draw([i % 9 for i in range(60)], 16, dtype)
     corpus = Corpus.create(tmp_path, 16, dtype)
     for first in (0, 7, 40):
@@ -370,13 +370,13 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     """To a device, with a CPU in its place: from the mapped files into the staging buffer, and never joined before."""
 
     def on_device(parts, device, nbytes):
-        return copying.DoubleBuffer(device, nbytes, copying.Lanes()).copied(parts)
+        return copying.DoubleBuffer(device, nbytes, copying.CopyLanes()).copied(parts)
 
     def joined(part):
         raise AssertionError("joined in memory")
 
     monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
-    monkeypatch.setattr(sources.Part, "whole", joined)
+    monkeypatch.setattr(sources.DocumentPart, "whole", joined)
     documents = draw([i % 9 for i in range(60)], 16)
     corpus = Corpus.create(tmp_path, 16, torch.float32)
     for first in range(0, 60, 7):

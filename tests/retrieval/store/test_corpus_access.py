@@ -117,7 +117,7 @@ def test_walking_gives_copies_of_one_document_each(tmp_path):
 @pytest.mark.parametrize("budget", [1, 300, 1 << 20])
 def test_scores_of_chosen_documents(device, dtype, budget, tmp_path, monkeypatch):
     """Those of the reference, and to the bit those of `retrieve`, whatever the parts that documents come in."""
-    monkeypatch.setattr(sources, "part_bytes", lambda device: budget)
+    monkeypatch.setattr(sources, "choose_part_bytes", lambda device: budget)
     corpus, documents = written(tmp_path, dtype, 16)
     Q = torch.randn(3, 5, 16).to(device, dtype)
     q_mask = torch.tensor([[1, 0, 1, 1, 0], [1] * 5, [0] * 5], dtype=torch.bool, device=device)
@@ -165,7 +165,7 @@ def test_any_choice(tmp_path_factory, lengths, Nq, K, shared, budget, data):
     indices = torch.tensor(chosen, dtype=torch.int64).reshape((K,) if shared else (Nq, K))
     Q = torch.randint(-2, 3, (Nq, 4, 8)).float()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "part_bytes", lambda device: budget)
+        patch.setattr(sources, "choose_part_bytes", lambda device: budget)
         found, (scores, where) = corpus.score(Q, indices), corpus.rerank(Q, indices)
     of_all = lik_ops.maxsim(Q, documents)
     rows = indices.expand(Nq, K)
@@ -209,7 +209,7 @@ def test_nan_comes_first_and_no_document_last(tmp_path):
 
 @pytest.mark.parametrize("budget", [1, 1 << 20])
 def test_gradients_of_queries_and_weights(budget, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "part_bytes", lambda device: budget)
+    monkeypatch.setattr(sources, "choose_part_bytes", lambda device: budget)
     corpus, documents = written(tmp_path, torch.float64)
     indices = torch.tensor([[0, 7, -1, 2], [1, 6, 6, 4]])
     Q, weight, upstream = torch.randn(2, 3, 8).double(), torch.rand(2, 3).double(), torch.randn(2, 4).double()
@@ -226,12 +226,14 @@ def test_gradients_of_queries_and_weights(budget, tmp_path, monkeypatch):
 
 def test_only_what_is_chosen_is_read_and_each_once(tmp_path, monkeypatch):
     corpus, _ = written(tmp_path)
-    read, inner = [], type(corpus._snapshot).gathered
+    read, inner = [], type(corpus._snapshot).gather_documents
     monkeypatch.setattr(
-        type(corpus._snapshot), "gathered", lambda self, x, pinned: read.extend(x.tolist()) or inner(self, x, pinned)
+        type(corpus._snapshot),
+        "gather_documents",
+        lambda self, x, pinned: read.extend(x.tolist()) or inner(self, x, pinned),
     )
     for budget in (1, 100, 1 << 20):
-        monkeypatch.setattr(sources, "part_bytes", lambda device, budget=budget: budget)
+        monkeypatch.setattr(sources, "choose_part_bytes", lambda device, budget=budget: budget)
         corpus.score(torch.randn(2, 3, 8), [[7, 2, 2], [0, -1, 7]])
         assert read == [0, 2, 7]
         read.clear()

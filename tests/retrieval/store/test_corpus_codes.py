@@ -98,7 +98,7 @@ def test_searches_have_the_bits_of_documents_in_memory(device, nbits, tmp_path, 
     for each in ({}, {**options, "normalize": True}):
         expected = lik_ops.retrieve(Q, made, 12, cu_seqlens_d=cu_seqlens, **each)
         for budget, chunk in ((1, None), (300, None), (1 << 20, None), (1, 13)):
-            monkeypatch.setattr(sources, "part_bytes", lambda device, budget=budget: budget)
+            monkeypatch.setattr(sources, "choose_part_bytes", lambda device, budget=budget: budget)
             assert_same(lik_ops.retrieve(Q, corpus, 12, chunk=chunk, **each), expected)
     best, where = lik_ops.retrieve(Q, made, 10, cu_seqlens_d=cu_seqlens)
     of_all = torch.empty_like(best).scatter_(1, where, best)

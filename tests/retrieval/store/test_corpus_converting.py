@@ -40,7 +40,7 @@ def test_what_is_complete_is_opened_and_what_is_new_is_added(tmp_path):
     corpus, documents = plain(tmp_path / "corpus")
     small = corpus.quantize(tmp_path / "small", "int8")
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()}
-    with files.locked(small.path):  # whoever only opens it needs no lock
+    with files.lock_corpus(small.path):  # whoever only opens it needs no lock
         assert len(corpus.quantize(tmp_path / "small", "int8")) == 10
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()} == before
     more = draw([2, 3], 20)
@@ -53,7 +53,7 @@ def test_what_is_complete_is_opened_and_what_is_new_is_added(tmp_path):
 def test_a_second_conversion_at_a_time_is_refused(tmp_path):
     corpus, _ = plain(tmp_path / "corpus")
     target = Corpus.create(tmp_path / "small", 20, torch.float32, "int8")
-    with files.locked(target.path), pytest.raises(RuntimeError, match="another writer is appending"):
+    with files.lock_corpus(target.path), pytest.raises(RuntimeError, match="another writer is appending"):
         corpus.quantize(target.path)
     assert len(Corpus.open(target.path)) == 0
 
@@ -95,7 +95,7 @@ def test_a_conversion_that_fails_goes_on_where_it_ended(committed, tmp_path, mon
 
 def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, monkeypatch):
     corpus, documents = plain(tmp_path / "corpus")
-    inner, waiting = files.locked, []
+    inner, waiting = files.lock_corpus, []
 
     @contextlib.contextmanager
     def late(path):
@@ -106,7 +106,7 @@ def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, mon
         with inner(path) as writer:
             yield writer
 
-    monkeypatch.setattr(files, "locked", late)
+    monkeypatch.setattr(files, "lock_corpus", late)
     small = corpus.quantize(tmp_path / "small")
     assert waiting == [small.path]
     assert_same_documents(small.documents()[0], in_memory(documents, "int8")[0])

@@ -203,7 +203,7 @@ def test_a_forked_child_that_ends_removes_nothing_of_its_parent(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32)
     parent = os.getpid()
     try:
-        with files.locked(tmp_path) as writer, writer.writing(0) as (directory, name):
+        with files.lock_corpus(tmp_path) as writer, writer.writing(0) as (directory, name):
             if (child := os.fork()) == 0:
                 raise SystemExit
             os.waitpid(child, 0)
@@ -235,7 +235,7 @@ def test_a_shard_that_is_corrupt_raises_nothing_else(tmp_path_factory, where, bi
 
 @pytest.mark.parametrize("ids", ["[1, 2", '["a"]', '["a", 1]', '{"a": 1}', "[[1], [2]]", "[" * 100_000])
 def test_ids_that_are_corrupt_are_named_with_their_path(ids, tmp_path, monkeypatch):
-    monkeypatch.setattr(append, "encoded_ids", lambda *_: ids.encode())
+    monkeypatch.setattr(append, "encode_ids", lambda *_: ids.encode())
     Corpus.create(tmp_path, 8, torch.float32).append(draw([3, 4]))
     with pytest.raises(ValueError, match=r"shard-000000-\w+.safetensors: the shard is corrupt: ids: "):
         _ = Corpus.open(tmp_path).ids
@@ -270,7 +270,7 @@ def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
     other = Corpus.open(tmp_path)
     opened, inner = [], reading.ShardFile.check
     monkeypatch.setattr(reading.ShardFile, "check", lambda self, *args: opened.append(self.shard) or inner(self, *args))
-    monkeypatch.setattr(reading.ShardFile, "_opened", lambda self: pytest.fail("an append opens no shard"))
+    monkeypatch.setattr(reading.ShardFile, "_open_checked", lambda self: pytest.fail("an append opens no shard"))
     parsed, read = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or read(text))
     documents = draw([1, 2, 3, 4])

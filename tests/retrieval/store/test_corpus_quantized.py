@@ -11,8 +11,8 @@ import torch
 import lik_ops
 from lik_ops import Corpus, Quantized, quantize
 from lik_ops.formats.table import FORMATS
-from lik_ops.retrieval.store.layout import Layout
-from lik_ops.retrieval.store.manifest import Manifest, Shard
+from lik_ops.retrieval.store.layout import StorageLayout
+from lik_ops.retrieval.store.manifest import Manifest, ShardEntry
 
 from ..test_retrieve import assert_same
 from .test_corpus import DTYPES, draw
@@ -180,7 +180,7 @@ def test_a_pickled_handle_and_one_of_a_plain_corpus_of_before(tmp_path):
 
 
 def test_a_corpus_without_a_format_has_the_files_that_it_had(tmp_path):
-    shard = Shard("shard-000000-0123456789abcdef.safetensors", 464, "ab", 2, 7)
+    shard = ShardEntry("shard-000000-0123456789abcdef.safetensors", 464, "ab", 2, 7)
     body = (
         '{"d": 8, "documents": 2, "dtype": "float32", "format": "lik_ops.corpus", "has_ids": true, "shards": [{"bytes":'
         ' 464, "documents": 2, "file": "shard-000000-0123456789abcdef.safetensors", "sha256": "ab", "tokens": 7}],'
@@ -191,7 +191,7 @@ def test_a_corpus_without_a_format_has_the_files_that_it_had(tmp_path):
     assert Manifest(8, torch.float32, True, (shard,)).text == text.encode()
     (tmp_path / "manifest.json").write_text(text)
     found = Manifest.read(tmp_path)
-    assert found == Manifest(8, torch.float32, True, (shard,)) and found.layout == Layout(8, torch.float32)
+    assert found == Manifest(8, torch.float32, True, (shard,)) and found.layout == StorageLayout(8, torch.float32)
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     corpus.append(draw([3, 4]), ids=["a", "b"])
     (at,) = corpus.path.glob("shard-*")

@@ -12,7 +12,7 @@ from lik_ops import Corpus
 from lik_ops.formats.table import FORMATS
 from lik_ops.ops.fast_path import eager
 from lik_ops.retrieval import copying, sources
-from lik_ops.retrieval.store.layout import Layout
+from lik_ops.retrieval.store.layout import StorageLayout
 
 from ..test_retrieve import assert_same
 from .test_corpus import DEVICES, DTYPES, draw
@@ -41,7 +41,7 @@ def test_searches_have_the_bits_of_documents_in_memory(device, format, scale, tm
         expected = lik_ops.retrieve(Q, on_device, 12, **resident, **options)
         scores = lik_ops.maxsim_varlen(Q.flatten(0, 1), on_device, torch.arange(4, device=device) * 5, **resident)
         for budget, chunk in ((1, None), (300, None), (1 << 20, None), (1, 13)):
-            monkeypatch.setattr(sources, "part_bytes", lambda device, budget=budget: budget)
+            monkeypatch.setattr(sources, "choose_part_bytes", lambda device, budget=budget: budget)
             assert_same(lik_ops.retrieve(Q, corpus, 12, chunk=chunk, **options), expected)
             if not options:
                 assert torch.equal(lik_ops.maxsim_streamed(Q, corpus, chunk=chunk), scores)
@@ -63,7 +63,7 @@ def test_documents_by_their_index_have_the_bits_of_searches(device, format, scal
     indices = torch.tensor([[0, 7, -1, 2, 2], [1, 1, 6, 5, 4], [3, 9, -1, 0, 8]])
     expected = of_all.gather(1, indices.clamp(min=0).to(device)).masked_fill(indices.to(device) < 0, -torch.inf)
     for budget in (1, 60, 1 << 20):
-        monkeypatch.setattr(sources, "part_bytes", lambda device, budget=budget: budget)
+        monkeypatch.setattr(sources, "choose_part_bytes", lambda device, budget=budget: budget)
         assert torch.equal(corpus.score(Q, indices, q_weight=w), expected)
         assert_same(corpus.rerank(Q, list(range(9, -1, -1)), 4, q_weight=w), (best[:, :4], where[:, :4]))
         assert torch.equal(corpus.score(Q[1], indices[1], q_weight=w[1]), expected[1])
@@ -73,7 +73,7 @@ def test_the_short_way_of_full_documents_is_not_taken(tmp_path, monkeypatch):
     """It would read the stand-in for their tokens."""
     corpus, _ = written(tmp_path, "int8")
     taken = []
-    monkeypatch.setattr(eager, "maxsim_ragged", lambda *args, **kwargs: taken.append(args))
+    monkeypatch.setattr(eager, "try_maxsim_ragged", lambda *args, **kwargs: taken.append(args))
     Q = torch.randn(2, 3, 20)
     for call in (lambda: lik_ops.retrieve(Q, corpus, 3), lambda: corpus.score(Q, [1]), lambda: corpus.rerank(Q, [1])):
         call()
@@ -84,7 +84,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     """To a device, with a CPU in its place: never joined before, and scales of documents as they are kept."""
     copied = []
 
-    class Counting(copying.Lanes):
+    class Counting(copying.CopyLanes):
         def copy(self, slot, pairs):
             copied.append(sum(x.nbytes for x, _ in pairs))
             super().copy(slot, pairs)
@@ -93,7 +93,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
         return copying.DoubleBuffer(device, nbytes, Counting()).copied(parts)
 
     monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
-    monkeypatch.setattr(sources.Part, "whole", joined)
+    monkeypatch.setattr(sources.DocumentPart, "whole", joined)
     lengths = [i % 9 for i in range(60)]
     Q = torch.randn(3, 5, 20)
     for format, scale in itertools.product(FORMATS, SCALES):
@@ -116,7 +116,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     scale=st.sampled_from(SCALES),
 )
 def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget, format, scale):
-    source = sources.Ragged(bounds(lengths), sum(lengths), Layout(20, torch.float16, format, scale))
+    source = sources.PackedSource(bounds(lengths), sum(lengths), StorageLayout(20, torch.float16, format, scale))
     ranges = source.ranges(0, len(lengths), None, budget)
     assert [i for a, b in ranges for i in range(a, b)] == list(range(len(lengths)))
     assert all(source.nbytes(a, b) <= budget or b - a == 1 for a, b in ranges)

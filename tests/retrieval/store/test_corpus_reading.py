@@ -45,7 +45,7 @@ def test_opening_a_corpus_opens_no_shard(tmp_path, monkeypatch):
     documents = draw((3, 0, 4))
     for document in documents:
         corpus.append([document])
-    monkeypatch.setattr(reading.ShardFile, "_opened", lambda self: pytest.fail("opened"))
+    monkeypatch.setattr(reading.ShardFile, "_open_checked", lambda self: pytest.fail("opened"))
     found = Corpus.open(tmp_path)
     pickle.loads(pickle.dumps(found))
     assert len(found) == 3 and "7 tokens" in repr(found) and not mapped_shards()
@@ -73,8 +73,8 @@ def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
         return [*found, lik_ops.maxsim_streamed(Q, corpus)]
 
     expected = read(Corpus.open(tmp_path / "corpus"))
-    monkeypatch.setattr(reading, "MOST_MAPPED", 3)
-    monkeypatch.setattr(snapshot, "_MOST_PIECES", 2)
+    monkeypatch.setattr(reading, "MAX_MAPPED_SHARDS", 3)
+    monkeypatch.setattr(snapshot, "_MAX_PIECES", 2)
     most, inner = [0], reading.ShardFile.map
 
     def counted(self):

@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself. PYTHON is the interpreter it is made from.
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
-BENCH ?= benchmarks/cpu.py
+BENCH ?= benchmarks.calls.cpu
 
 # Each Triton that is supported, from the oldest to the newest.
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
@@ -39,7 +39,7 @@ help:
 	@echo "make lint      ruff, mypy, import-linter, and make docs"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
-	@echo "make bench     the CPU benchmark (BENCH=benchmarks/... picks another)"
+	@echo "make bench     the CPU benchmark (BENCH=benchmarks.operators.forward picks another)"
 	@echo "make figures   the tables and pictures of the documentation, from benchmarks/results"
 	@echo "make clean     remove .venv, caches and build outputs"
 
@@ -137,11 +137,11 @@ docs: $(VENV)/.stamp-docs
 
 bench: $(VENV)/.stamp-bench
 	@test -n "$(BENCH)" || { echo "no benchmark found: BENCH is empty" >&2; exit 1; }
-	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for module in $(BENCH); do echo "== $$module"; $(BIN)/python -m $$module || exit 1; done
 
 figures: $(VENV)/.stamp
-	@$(BIN)/python benchmarks/tables.py
-	@$(BIN)/python benchmarks/plot.py
+	@$(BIN)/python -m benchmarks.report.tables
+	@$(BIN)/python -m benchmarks.report.plot
 
 clean:
 	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton .hosts build dist site *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

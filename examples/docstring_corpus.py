@@ -41,6 +41,7 @@ class Docstring:
 
     @property
     def text(self) -> str:
+        """Return the whole text of the docstring."""
         return f"{self.summary} {self.body}"
 
 
@@ -50,14 +51,14 @@ def installed(packages: Iterable[str] = PACKAGES) -> list[str]:
 
 
 def collect_docstrings(packages: Iterable[str] = (), *, progress: bool = False) -> list[Docstring]:
-    """Docstrings of the standard library and of `packages`, in a fixed order, duplicates dropped.
+    """Return the docstrings of the standard library and of `packages`, in a fixed order and without duplicates.
 
     Args:
-        packages: names of installed packages; see `installed`.
-        progress: show a progress bar.
+        packages: Names of installed packages. See `installed`.
+        progress: Show a progress bar.
 
     Raises:
-        ValueError: one of `packages` is not installed.
+        ValueError: One of `packages` is not installed.
     """
     sources = [source for root, prefix in _roots(packages) for source in _source_files(root, prefix)]
     found: list[Docstring] = []
@@ -75,12 +76,13 @@ def collect_docstrings(packages: Iterable[str] = (), *, progress: bool = False) 
 
 
 def shuffled(docstrings: Sequence[Docstring], seed: int) -> list[Docstring]:
+    """Return the docstrings in a random order that depends only on the seed."""
     return [docstrings[i] for i in np.random.default_rng(seed).permutation(len(docstrings))]
 
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """Syntax trees are millions of objects without cycles: looking for cycles doubles the time to parse."""
+    """Pause the garbage collector, because scanning millions of objects without cycles doubles the parse time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +93,7 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 
 def _roots(packages: Iterable[str]) -> list[tuple[Path, str]]:
-    """Folder and import name of the standard library (whose name is empty) and of each package."""
+    """Return the folder and import name of the standard library (whose name is empty) and of each package."""
     roots = [(Path(sysconfig.get_paths()["stdlib"]), "")]
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -102,7 +104,7 @@ def _roots(packages: Iterable[str]) -> list[tuple[Path, str]]:
 
 
 def _source_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
-    """Every source file under `root` with its module name, tests and third-party folders left out."""
+    """Yield every source file under `root` with its module name, without tests and third-party folders."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if any(part.startswith("test") or part in ("site-packages", "dist-packages") for part in parts):
@@ -113,7 +115,7 @@ def _source_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
 
 
 def _docstrings(path: Path, module: str) -> Iterator[Docstring]:
-    """The usable docstrings of one file; none if Python cannot parse it."""
+    """Yield the usable docstrings of one file, or none if Python cannot parse it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -129,7 +131,7 @@ def _docstrings(path: Path, module: str) -> Iterator[Docstring]:
 def _definitions(
     node: ast.AST, prefix: str
 ) -> Iterator[tuple[str, ast.AsyncFunctionDef | ast.FunctionDef | ast.ClassDef]]:
-    """Functions and classes at any depth with their qualified names. Only statements can hold one."""
+    """Yield functions and classes at any depth with their qualified names. Only statements can hold one."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, DEFINITIONS):
             name = f"{prefix}.{child.name}"
@@ -140,7 +142,7 @@ def _definitions(
 
 
 def _split_docstring(name: str, text: str) -> Docstring | None:
-    """Split at the first blank line; None if either part is too short or the summary too long."""
+    """Split at the first blank line. Return None if either part is too short or the summary too long."""
     summary, _, body = text.partition("\n\n")
     summary_words = summary.translate(SUMMARY_MARKUP).split()
     body_words = body.translate(BODY_MARKUP).split()

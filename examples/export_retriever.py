@@ -35,7 +35,7 @@ torch.save(tuple(retriever(*each) for each in torch.load(inputs)), outputs)
 
 
 class Encoder(nn.Module):
-    """Token ids to one embedding a token: what a transformer with a projection does."""
+    """Stand-in for a transformer with a projection: token ids to one embedding per token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,13 @@ class Encoder(nn.Module):
         self.project = nn.Linear(WIDTH, FEATURES, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of the token ids."""
         x = self.tokens(ids)
         return self.project(x + self.mix(x))
 
 
 class Retriever(nn.Module):
-    """Query tokens and document embeddings to the best documents and their scores."""
+    """Retriever from query tokens and document embeddings to the best documents and their scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,13 +59,14 @@ class Retriever(nn.Module):
     def forward(
         self, query_ids: Tensor, query_mask: Tensor, documents: Tensor, document_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Return the best scores and documents of each query."""
         scores = lik_ops.maxsim(self.encoder(query_ids), documents, query_mask, document_mask, normalize=True)
         best_scores, best = scores.topk(TOP_K, dim=1)
         return best_scores, best
 
 
 def inputs(Nq: int = 3, Lq: int = 8, Nd: int = 50, Ld: int = 40) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random queries and an index of documents of different lengths."""
+    """Return random queries and an index of documents of different lengths."""
     lengths = torch.randint(1, Ld + 1, (Nd, 1))
     return (
         torch.randint(0, VOCABULARY, (Nq, Lq)),
@@ -75,13 +77,13 @@ def inputs(Nq: int = 3, Lq: int = 8, Nd: int = 50, Ld: int = 40) -> tuple[Tensor
 
 
 def dynamic_shapes() -> dict[str, dict[int, Dim]]:
-    """Every number of queries, documents and tokens."""
+    """Return dynamic shapes for every number of queries, documents, and tokens."""
     queries, documents = {0: Dim("Nq"), 1: Dim("Lq")}, {0: Dim("Nd", min=TOP_K), 1: Dim("Ld")}
     return {"query_ids": queries, "query_mask": queries, "documents": documents, "document_mask": documents}
 
 
 def build_runner(directory: Path) -> Path:
-    """Build the C++ program: a compiler, CMake, and the torch of this process."""
+    """Build the C++ program with a compiler, CMake, and the torch of this process."""
     source, build = Path(__file__).with_name("run_retriever"), directory / "build"
     torch_prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     configure = ["cmake", "-S", str(source), "-B", str(build), torch_prefix, "-DCMAKE_BUILD_TYPE=Release"]
@@ -101,6 +103,7 @@ def score_elsewhere(
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Export, compile, and run the retriever, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="?", help="where the package goes; left out, it is not kept")
     parser.add_argument("--cpp", action="store_true", help="load it in a C++ program (needs CMake and a compiler)")

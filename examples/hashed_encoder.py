@@ -25,19 +25,19 @@ WORD = re.compile(r"[a-z]+|\d+")
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-cased runs of letters and runs of digits."""
+    """Return lower-case runs of letters and runs of digits."""
     return WORD.findall(text.lower())
 
 
 @cache
 def gram_vector(gram: str) -> np.ndarray:
-    """A Gaussian vector, fp32 ``[DIM]``, that depends on nothing but the characters of `gram`."""
+    """Return a Gaussian vector, fp32 ``[DIM]``, that depends only on the characters of `gram`."""
     return np.random.default_rng(zlib.crc32(gram.encode())).standard_normal(DIM).astype(np.float32)
 
 
 @cache
 def word_vector(word: str) -> np.ndarray:
-    """The unit vector of a word, fp32 ``[DIM]``."""
+    """Return the unit vector of a word, fp32 ``[DIM]``."""
     marked = f"<{word}>"
     grams = [marked[i : i + size] for size in NGRAM_SIZES for i in range(len(marked) - size + 1)]
     grams.append(marked)
@@ -47,14 +47,14 @@ def word_vector(word: str) -> np.ndarray:
 
 
 def inverse_document_frequency(documents: list[list[str]]) -> dict[str, float]:
-    """``ln(1 + (N - df + 0.5) / (df + 0.5))`` of every word in `documents`."""
+    """Return ``ln(1 + (N - df + 0.5) / (df + 0.5))`` of every word in `documents`."""
     document_frequency = Counter(word for words in documents for word in set(words))
     total = len(documents)
     return {word: math.log1p((total - df + 0.5) / (df + 0.5)) for word, df in document_frequency.items()}
 
 
 class HashedEncoder:
-    """Encodes words by their spelling and weighs query words by how rare they are.
+    """Encoder that represents words by their spelling and weights query words by their rarity.
 
     Example:
         >>> encoder = HashedEncoder()
@@ -75,6 +75,7 @@ class HashedEncoder:
         self.unseen_idf = math.log1p(len(documents))
 
     def encode_queries(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings and weights of the queries."""
         batch = self._encode([split_words(text)[:QUERY_TOKENS] for text in texts])
         weight = torch.zeros(batch.mask.shape)
         for row, words in enumerate(batch.tokens):
@@ -82,6 +83,7 @@ class HashedEncoder:
         return TokenBatch(batch.tokens, batch.embeddings, batch.mask, weight.to(self.device))
 
     def encode_documents(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings of the documents."""
         return self._encode([split_words(text)[:DOCUMENT_TOKENS] for text in texts])
 
     def _encode(self, tokens: list[list[str]]) -> TokenBatch:

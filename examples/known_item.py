@@ -18,12 +18,12 @@ import lik_ops
 
 BATCH_SIZE = 100
 CUTOFF = 10
-EVALUATION_POOL = 1000  # documents, of which the first few hundred are also asked for
+EVALUATION_POOL = 1000  # documents; the first few hundred also supply the queries
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well one method ranks, and how long it took to index and to score."""
+    """Ranking quality of one method, and its time to index and score."""
 
     method: str
     mrr: float
@@ -34,7 +34,7 @@ class Evaluation:
 def score_documents(
     encoder: TokenEncoder, queries: TokenBatch, documents: Sequence[str], *, progress: bool = False
 ) -> Tensor:
-    """MaxSim of every query against every document, ``[Nq, Nd]``, a batch of documents of similar length at a time."""
+    """Return MaxSim of every query and document, ``[Nq, Nd]``, in batches of documents of similar length."""
     by_length = sorted(range(len(documents)), key=lambda i: len(documents[i]))
     scores = queries.embeddings.new_empty(len(queries.tokens), len(documents))
     starts = range(0, len(documents), BATCH_SIZE)
@@ -50,13 +50,13 @@ def score_documents(
 def maxsim_scores(
     encoder: TokenEncoder, queries: Sequence[str], documents: Sequence[str], *, progress: bool = False
 ) -> Tensor:
-    """Scores ``[Nq, Nd]`` of an encoder that learns its weights from these very documents."""
+    """Return the scores ``[Nq, Nd]`` of an encoder that is fitted to these documents."""
     encoder.fit(list(documents))
     return score_documents(encoder, encoder.encode_queries(list(queries)), documents, progress=progress)
 
 
 def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> Tensor:
-    """BM25 scores ``[Nq, Nd]`` of the same words that the hashed encoder sees."""
+    """Return BM25 scores ``[Nq, Nd]`` of the same words that the hashed encoder sees."""
     index = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
     index.index([split_words(text)[:DOCUMENT_TOKENS] for text in documents], show_progress=False)
     rows = [index.get_scores(split_words(text)[:QUERY_TOKENS]) for text in queries]
@@ -64,13 +64,13 @@ def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> Tensor:
 
 
 def known_item_ranks(scores: Tensor) -> Tensor:
-    """Rank of document i for query i, ties counted against it: 1 + the number of others that score as much or more.
+    """Return the rank of document i for query i, which is 1 + the number of others that score as much or more.
 
     Args:
         scores: ``[Nq, Nd]`` with Nq <= Nd.
 
     Raises:
-        ValueError: a score is not finite: ranks of NaN or infinities would mean nothing.
+        ValueError: A score is not finite, so ranks would be meaningless.
     """
     if not scores.isfinite().all():
         raise ValueError("scores: expected finite numbers, found NaN or infinities")
@@ -79,7 +79,7 @@ def known_item_ranks(scores: Tensor) -> Tensor:
 
 
 def evaluate(method: str, score: Callable[[], Tensor]) -> Evaluation:
-    """MRR@10 and hit@10 of the scores that `score` computes, and the time it takes."""
+    """Return MRR@10 and hit@10 of the scores that `score` computes, and its time."""
     start = time.perf_counter()
     scores = score()
     seconds = time.perf_counter() - start
@@ -101,14 +101,14 @@ def evaluate_known_items(
     *,
     progress: bool = False,
 ) -> list[Evaluation]:
-    """Ask with the summaries of the first `num_queries` of `pool`, search the bodies of all of it.
+    """Search the bodies of `pool` with the summaries of its first `num_queries` docstrings.
 
     Args:
-        encoder: encodes the tokens that MaxSim scores.
-        pool: the docstrings to search.
-        num_queries: how many of them also ask.
-        method: the name of MaxSim with this encoder.
-        progress: show a progress bar.
+        encoder: Encodes the tokens that MaxSim scores.
+        pool: The docstrings to search.
+        num_queries: The number of docstrings whose summaries are queries.
+        method: The name of MaxSim with this encoder.
+        progress: Show a progress bar.
 
     Returns:
         The evaluations of MaxSim and of BM25.

@@ -11,7 +11,7 @@ def explain_missing(packages: str) -> Iterator[None]:
     """End the program with a hint if an import in this context fails.
 
     Args:
-        packages: what pip has to install, in a checkout of lik_ops.
+        packages: The argument of pip install, in a checkout of lik_ops.
     """
     try:
         yield

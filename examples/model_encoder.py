@@ -11,17 +11,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class ModelEncoder:
-    """Encodes with a trained model.
+    """Encoder with a trained model.
 
-    Its document masks have holes: models leave punctuation out of the scoring.
+    Its document masks have holes, because models exclude punctuation from the scoring.
 
     Args:
-        path: a folder saved by sentence-transformers (6 or newer) or PyLate.
-        device: where the model runs and the embeddings stay.
+        path: A folder saved by sentence-transformers (6 or newer) or PyLate.
+        device: The device of the model and the embeddings.
 
     Raises:
         FileNotFoundError: `path` is not a folder.
-        ImportError: neither library is installed.
+        ImportError: Neither library is installed.
     """
 
     def __init__(self, path: str, device: str = "cpu") -> None:
@@ -30,12 +30,14 @@ class ModelEncoder:
         self.model, self.is_pylate = _load(path, device)
 
     def fit(self, documents: list[str]) -> None:
-        """Nothing to learn: the model is trained."""
+        """Do nothing, because the model is already trained."""
 
     def encode_queries(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings of the queries."""
         return self._encode(texts, is_query=True)
 
     def encode_documents(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings of the documents."""
         return self._encode(texts, is_query=False)
 
     def _encode(self, texts: list[str], *, is_query: bool) -> TokenBatch:
@@ -47,7 +49,7 @@ class ModelEncoder:
         )
 
     def _outputs(self, texts: list[str], *, is_query: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Embeddings, scoring mask and token ids of each text, before the libraries cut the masked tokens out."""
+        """Return embeddings, scoring mask, and token ids of each text, before the libraries remove masked tokens."""
         if self.is_pylate:
             output = self.model.encode(texts, is_query=is_query, convert_to_tensor=True, output_value=None)
             return output["token_embeddings"], output["masks"], output["input_ids"]
@@ -61,7 +63,7 @@ class ModelEncoder:
 
 
 def _load(path: str, device: str) -> tuple[Any, bool]:
-    """The model, and whether PyLate loaded it."""
+    """Return the model, and whether PyLate loaded it."""
     try:
         from sentence_transformers import MultiVectorEncoder
     except ImportError:

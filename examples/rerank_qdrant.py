@@ -19,7 +19,7 @@ DOCUMENTS, CANDIDATES, BEST, D = 200, 30, 5, 64
 
 
 def collection(client: QdrantClient, documents: list[torch.Tensor]) -> None:
-    """Each document by the mean of its tokens, which is searched, and by all of them, which are only kept."""
+    """Create a collection that searches the mean of each document's tokens and only stores the tokens."""
     tokens = models.VectorParams(
         size=D,
         distance=models.Distance.DOT,
@@ -36,6 +36,7 @@ def collection(client: QdrantClient, documents: list[torch.Tensor]) -> None:
 
 
 def main() -> None:
+    """Search random documents and print both rankings."""
     generator = torch.Generator().manual_seed(0)
     unit = torch.nn.functional.normalize
     documents = [

@@ -40,9 +40,9 @@ with explain_missing('".[demo]"'):
 DEFAULT_QUESTION = "run a command in a subprocess and capture its output"
 SHARD_SIZE = 20 * BATCH_SIZE  # documents
 SNIPPET_WORDS = 40
-MIN_SIMILARITY = 0.4  # below it, a hashed match is the luck of the maximum over many unrelated words
-MIN_SHARE = 0.2  # of the largest contribution: leaves out words like "the"
-PIECE_MARKERS = "#▁Ġ"  # what tokenisers put before a piece
+MIN_SIMILARITY = 0.4  # a hashed match below it is chance, because the maximum is over many unrelated words
+MIN_SHARE = 0.2  # of the largest contribution, to exclude words like "the"
+PIECE_MARKERS = "#▁Ġ"  # prefixes of pieces in tokenizers
 MATCHES_SHOWN = 8
 HASHED_NOTE = (
     "The hashed encoder is not trained. The vector of a word is random and depends on its spelling alone, so it matches"
@@ -53,12 +53,12 @@ INDENT = " " * 4
 
 
 class EmptyQuestionError(ValueError):
-    """The question holds nothing to search for."""
+    """The question contains no word to search for."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A query token and the document word that won its maximum."""
+    """A query token and the document word with its maximum similarity."""
 
     query_token: str
     word: str
@@ -68,7 +68,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Hit:
-    """A document found, with the matches worth showing, the largest contribution first."""
+    """A retrieved document with its informative matches, the largest contribution first."""
 
     docstring: Docstring
     score: float
@@ -78,7 +78,7 @@ class Hit:
 def write_corpus(
     encoder: TokenEncoder, docstrings: Sequence[Docstring], path: Path, *, progress: bool = False
 ) -> lik_ops.Corpus:
-    """Write the tokens of `docstrings` to a corpus on disk, in half precision, without those that are masked."""
+    """Write the unmasked tokens of `docstrings` to a corpus on disk, in half precision."""
     corpus = None
     bar = tqdm(total=len(docstrings), desc="indexing", unit="doc", leave=False, disable=not progress)
     for start in range(0, len(docstrings), SHARD_SIZE):
@@ -100,10 +100,10 @@ def write_corpus(
 def search(
     encoder: TokenEncoder, question: str, pool: Sequence[Docstring], top: int, *, progress: bool = False
 ) -> list[Hit]:
-    """The `top` docstrings of `pool` by MaxSim, each with the words that won.
+    """Return the `top` docstrings of `pool` by MaxSim, each with the words that matched.
 
     Raises:
-        EmptyQuestionError: `question` holds no word.
+        EmptyQuestionError: `question` contains no word.
     """
     encoder.fit([docstring.text for docstring in pool])
     query = encoder.encode_queries([question])
@@ -114,13 +114,13 @@ def search(
         _, indices = lik_ops.retrieve(
             query.embeddings.half(), corpus, top, q_mask=query.mask, q_weight=query.weight, progress=progress
         )
-        del corpus  # before its directory: it holds the shards open
+        del corpus  # before its directory, because it keeps the shards open
     best = [pool[i] for i in indices[0].tolist()]
     return explain(query, encoder.encode_documents([docstring.text for docstring in best]), best)
 
 
 def explain(query: TokenBatch, documents: TokenBatch, docstrings: Sequence[Docstring]) -> list[Hit]:
-    """Scores of one query against its hits, split into what each query token contributed."""
+    """Return the scores of one query and its hits, split into the contribution of each query token."""
     scores, argmax = lik_ops.maxsim_with_argmax(
         query.embeddings, documents.embeddings, query.mask, documents.mask, q_weight=query.weight
     )
@@ -144,7 +144,7 @@ def explain(query: TokenBatch, documents: TokenBatch, docstrings: Sequence[Docst
 
 
 def worth_showing(matches: Sequence[Match]) -> list[Match]:
-    """The matches that explain a score, the largest contribution first: no chance ones, no [CLS] and its like."""
+    """Return the matches that explain a score, the largest contribution first, without chance matches and [CLS]."""
     least = MIN_SHARE * max((match.contribution for match in matches), default=0.0)
     kept = [
         match
@@ -158,7 +158,7 @@ def worth_showing(matches: Sequence[Match]) -> list[Match]:
 
 
 def snippet(text: str, matches: Sequence[Match]) -> str:
-    """The stretch of `text` where the matched words weigh most."""
+    """Return the part of `text` with the largest total weight of matched words."""
     weights = {match.word: match.contribution for match in reversed(matches)}
     words = list(WORD.finditer(text.lower()))
     totals = np.cumsum([0.0] + [weights.get(word[0], 0.0) for word in words])
@@ -170,7 +170,7 @@ def snippet(text: str, matches: Sequence[Match]) -> str:
 
 
 def highlight(text: str, matches: Sequence[Match], *, styled: bool) -> Text:
-    """Mark the matched words in bold colour on a terminal, between asterisks elsewhere."""
+    """Mark the matched words in bold color on a terminal, and between asterisks elsewhere."""
     matched = {match.word for match in matches}
     marked, last = Text(), 0
     for word in WORD.finditer(text.lower()):
@@ -183,6 +183,8 @@ def highlight(text: str, matches: Sequence[Match], *, styled: bool) -> Text:
 
 
 def print_hits(console: Console, question: str, hits: Sequence[Hit]) -> None:
+    """Print the hits of a question with their matched words marked."""
+
     def print_marked(text: str, matches: Sequence[Match]) -> None:
         wrapped = textwrap.fill(text, console.width, initial_indent=INDENT, subsequent_indent=INDENT)
         console.print(highlight(wrapped, matches, styled=console.is_terminal), soft_wrap=True)
@@ -197,6 +199,7 @@ def print_hits(console: Console, question: str, hits: Sequence[Hit]) -> None:
 
 
 def print_evaluations(console: Console, evaluations: Sequence[Evaluation], num_queries: int, pool_size: int) -> None:
+    """Print a table of the evaluations."""
     console.print(f"\nKnown items: {num_queries} queries over {pool_size} documents, ties counted against the method")
     table = Table("method")
     for column in ("MRR@10", "hit@10", "seconds"):
@@ -207,6 +210,7 @@ def print_evaluations(console: Console, evaluations: Sequence[Evaluation], num_q
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line options."""
     parser = argparse.ArgumentParser(description="Search the docstrings of the installed Python packages with MaxSim.")
     parser.add_argument("question", nargs="*", default=DEFAULT_QUESTION.split(), help="words to search for")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="hits to print (default: 5)")
@@ -226,11 +230,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_encoder(options: argparse.Namespace) -> TokenEncoder:
+    """Return the encoder that the options select."""
     return ModelEncoder(options.model, options.device) if options.model else HashedEncoder(options.device)
 
 
 @torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the search and the evaluation."""
     options = parse_arguments(arguments)
     console = Console(highlight=False)
     start = time.perf_counter()

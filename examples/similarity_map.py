@@ -34,13 +34,13 @@ INCHES_PER_WORD = 0.26
 
 
 def best_docstring(question: Tensor, weight: Tensor, documents: Sequence[Tensor]) -> tuple[int, float]:
-    """The document with the highest score, and that score: ``[Lq, d]`` against a list of ``[L_i, d]``."""
+    """Return the document with the highest score, and that score, for ``[Lq, d]`` and a list of ``[L_i, d]``."""
     score, index = lik_ops.maxsim(question, documents, q_weight=weight).max(0)
     return int(index), float(score)
 
 
 def draw(similarities: Tensor, winners: Tensor, question: Sequence[str], document: Sequence[str], title: str) -> Figure:
-    """The picture of a map ``[Lq, Ld]``, in panels below one another; `winners` ``[Lq]`` index its columns."""
+    """Draw a map ``[Lq, Ld]`` in panels below one another. `winners` ``[Lq]`` index its columns."""
     Ld = len(document)
     panels = math.ceil(Ld / COLUMNS)
     columns = math.ceil(Ld / panels)
@@ -51,7 +51,7 @@ def draw(similarities: Tensor, winners: Tensor, question: Sequence[str], documen
         first = panel * columns
         part = similarities[:, first : first + columns]
         image = axes.imshow(part.numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axes.set_xlim(-0.5, columns - 0.5)  # a last panel that is shorter has the same scale
+        axes.set_xlim(-0.5, columns - 0.5)  # keeps the scale in a shorter last panel
         axes.set_yticks(range(len(question)), question)
         axes.set_xticks(range(part.shape[1]), document[first : first + columns], rotation=90)
         rows = ((winners >= first) & (winners < first + columns)).nonzero().squeeze(1)
@@ -61,6 +61,7 @@ def draw(similarities: Tensor, winners: Tensor, question: Sequence[str], documen
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line options."""
     parser = argparse.ArgumentParser(description="Draw which words of a question match which words of a docstring.")
     parser.add_argument("question", nargs="*", default=DEFAULT_QUESTION.split(), help="words to look for")
     parser.add_argument("--name", help="the docstring to draw (default: the best one)")
@@ -69,10 +70,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(docstrings: Sequence[Docstring], name: str | None) -> list[Docstring]:
-    """All of them, or the one called `name`.
+    """Return all docstrings, or the one called `name`.
 
     Raises:
-        ValueError: none is.
+        ValueError: No docstring has this name.
     """
     found = [docstring for docstring in docstrings if name in (None, docstring.name)]
     if not found:
@@ -82,6 +83,7 @@ def chosen(docstrings: Sequence[Docstring], name: str | None) -> list[Docstring]
 
 @torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the similarity map and save it."""
     options = parse_arguments(arguments)
     docstrings = collect_docstrings()
     encoder = HashedEncoder()

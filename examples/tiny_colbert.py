@@ -21,15 +21,15 @@ import lik_ops
 
 PADDING = 0
 TRAINING_DOCUMENT_TOKENS = 96
-CONTEXT = 3  # words that the convolution sees
+CONTEXT = 3  # words in the window of the convolution
 
 
 class TinyColBERT(nn.Module):
-    """Words to token embeddings, queries and documents alike, and a weight for each token of a query.
+    """Model from words to token embeddings, shared by queries and documents, with a weight for each query token.
 
     Args:
-        rows: of the table of words; two words with the same hash share one.
-        dim: d, of a token embedding.
+        rows: Rows of the table of words. Two words with the same hash share a row.
+        dim: Features d of a token embedding.
     """
 
     def __init__(self, rows: int = 16384, dim: int = 128) -> None:
@@ -41,48 +41,50 @@ class TinyColBERT(nn.Module):
         self.importance = nn.Linear(dim, 1)
         self.log_scale = nn.Parameter(torch.zeros(()))
         nn.init.normal_(self.words.weight, std=1 / math.sqrt(dim))
-        # Words alone at first: a random embedding finds the equal words, which a random mixture would only disturb.
+        # Use only the words at first. Random embeddings match equal words, which a random mixture would disturb.
         nn.init.zeros_(self.mixed.weight)
         nn.init.zeros_(self.mixed.bias)
 
     def ids(self, texts: Sequence[str], length: int) -> Tensor:
-        """Table rows of the first `length` words of each text, int64 ``[N, L]``, 0 = padding."""
+        """Return table rows of the first `length` words of each text, int64 ``[N, L]``, 0 = padding."""
         rows = self.words.num_embeddings - 1
         hashed = [[1 + zlib.crc32(word.encode()) % rows for word in split_words(text)[:length]] for text in texts]
         ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in hashed], batch_first=True)
         return ids.to(self.words.weight.device)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings ``[N, L, d]`` of any norm, the mask ``[N, L]`` of real tokens, and the weights ``[N, L]``."""
+        """Return embeddings ``[N, L, d]`` of any norm, the mask ``[N, L]`` of real tokens, and weights ``[N, L]``."""
         mask = ids != PADDING
         words = self.words(ids)
         normed = self.norm(words)
-        seen = torch.where(mask[..., None], normed, 0)  # a text embeds alike whatever it is padded to
+        seen = torch.where(mask[..., None], normed, 0)  # padding does not change an embedding
         mixed = F.gelu(self.neighbours(seen.transpose(1, 2)).transpose(1, 2))
         weight = F.softplus(self.importance(normed).squeeze(-1))
         return words + self.mixed(mixed), mask, weight
 
     def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Tensor:
-        """Scaled MaxSim of every query against every document, ``[Nq, Nd]``."""
+        """Return scaled MaxSim of every query against every document, ``[Nq, Nd]``."""
         Q, q_mask, weight = self(self.ids(queries, QUERY_TOKENS))
         D, d_mask, _ = self(self.ids(documents, TRAINING_DOCUMENT_TOKENS))
         return lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=weight, normalize=True) * self.log_scale.exp()
 
 
 class TinyColBERTEncoder:
-    """`TinyColBERT` as the `TokenEncoder` that the evaluation asks for: embeddings normalised once, for an index."""
+    """Adapter from `TinyColBERT` to `TokenEncoder`. It normalizes embeddings once, for an index."""
 
     def __init__(self, model: TinyColBERT, document_tokens: int = TRAINING_DOCUMENT_TOKENS) -> None:
         self.model = model
         self.document_tokens = document_tokens
 
     def fit(self, documents: list[str]) -> None:
-        """Nothing to learn of the documents: training did."""
+        """Do nothing, because training is complete."""
 
     def encode_queries(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings and weights of the queries."""
         return self._encode(texts, QUERY_TOKENS, weighted=True)
 
     def encode_documents(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings of the documents."""
         return self._encode(texts, self.document_tokens, weighted=False)
 
     @torch.no_grad()

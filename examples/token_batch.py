@@ -13,10 +13,10 @@ class TokenBatch:
     """N texts padded to L tokens.
 
     Attributes:
-        tokens: the tokens of each text, aligned with its embeddings.
-        embeddings: ``[N, L, d]``; what padding holds never matters.
-        mask: bool ``[N, L]``, True = a token that takes part in the scoring.
-        weight: fp32 ``[N, L]``, the weight of each query token; None weighs all alike.
+        tokens: The tokens of each text, aligned with its embeddings.
+        embeddings: ``[N, L, d]``. Values in padding never matter.
+        mask: bool ``[N, L]``, True for a token that is scored.
+        weight: fp32 ``[N, L]``, the weight of each query token. None weights all tokens equally.
     """
 
     tokens: list[list[str]]
@@ -26,11 +26,15 @@ class TokenBatch:
 
 
 class TokenEncoder(Protocol):
-    """The interface that `search_docstrings` needs of an encoder."""
+    """Interface of the encoders that `search_docstrings` accepts."""
 
     def fit(self, documents: list[str]) -> None:
-        """Learn what must be known of the documents as a whole before one is encoded."""
+        """Learn global statistics of the documents before one is encoded."""
 
-    def encode_queries(self, texts: list[str]) -> TokenBatch: ...
+    def encode_queries(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings of the queries."""
+        ...
 
-    def encode_documents(self, texts: list[str]) -> TokenBatch: ...
+    def encode_documents(self, texts: list[str]) -> TokenBatch:
+        """Return the token embeddings of the documents."""
+        ...

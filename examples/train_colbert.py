@@ -59,20 +59,20 @@ class Settings:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Linear warm-up, then linear decay to a tenth over all steps."""
+        """Return the rate of a linear warm-up, then a linear decay to a tenth over all steps."""
         return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps) * (1 - 0.9 * step / self.steps)
 
 
 @dataclass
 class Task:
-    """Pairs to train on, and a held-out pool of which the first `num_queries` ask."""
+    """Training pairs, and a held-out pool whose first `num_queries` summaries are queries."""
 
     training: Sequence[Docstring]
     pool: Sequence[Docstring]
     num_queries: int
 
     def fingerprint(self) -> int:
-        """Tells corpora apart: batches of another one would not continue a run."""
+        """Return a number that identifies the corpus, because a run cannot continue on another one."""
         return zlib.crc32("\n".join(docstring.text for docstring in (*self.training, *self.pool)).encode())
 
 
@@ -85,7 +85,7 @@ class Curves:
 
 
 class Trainer:
-    """A run that can be saved after any step and goes on from there with the same losses."""
+    """Training run that can be saved after any step and continues from there with the same losses."""
 
     def __init__(self, settings: Settings, task: Task, device: str = "cpu") -> None:
         if len(task.training) < settings.batch_size:
@@ -100,17 +100,18 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
+        """Return the number of completed steps."""
         return len(self.curves.losses)
 
     def batch(self, step: int) -> list[Docstring]:
-        """The pairs of a step: every epoch an order of its own, which depends on nothing but the seed."""
+        """Return the pairs of a step. Each epoch has its own order, which depends only on the seed."""
         size = self.settings.batch_size
         epoch, position = divmod(step, len(self.task.training) // size)
         order = np.random.default_rng((self.settings.seed, epoch)).permutation(len(self.task.training))
         return [self.task.training[i] for i in order[position * size : (position + 1) * size]]
 
     def step(self) -> float:
-        """One step of AdamW on the cross-entropy of in-batch negatives; returns its loss."""
+        """Run one step of AdamW on the cross-entropy of in-batch negatives, and return its loss."""
         pairs = self.batch(self.steps_done)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rate_at(self.steps_done)
@@ -124,7 +125,7 @@ class Trainer:
         return loss.item()
 
     def evaluate(self) -> Evaluation:
-        """Known items of the held-out pool, noted in the curves."""
+        """Evaluate known items of the held-out pool, and record the result in the curves."""
         encoder = TinyColBERTEncoder(self.model)
         queries = encoder.encode_queries([docstring.summary for docstring in self.task.pool[: self.task.num_queries]])
         documents = [docstring.body for docstring in self.task.pool]
@@ -133,7 +134,7 @@ class Trainer:
         return result
 
     def run(self, until: int | None = None, *, progress: bool = False, save: Callable[[], None] = lambda: None) -> None:
-        """Train up to step `until` (all of them by default); evaluate and `save` on the way."""
+        """Train up to step `until` (by default all of them). Evaluate and `save` regularly."""
         until = self.settings.steps if until is None else min(until, self.settings.steps)
         if not self.curves.evaluations:
             self.evaluate()
@@ -150,6 +151,7 @@ class Trainer:
                 bar.set_postfix({"loss": f"{loss:.3f}", "MRR@10": f"{self.curves.evaluations[-1][1]:.3f}"})
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run."""
         return {
             "settings": asdict(self.settings),
             "corpus": self.task.fingerprint(),
@@ -159,10 +161,10 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Raises:
-            ValueError: it was saved with other settings or another corpus.
+            ValueError: The state was saved with other settings or another corpus.
         """
         ours = {**asdict(self.settings), "corpus": self.task.fingerprint()}
         theirs = {**state["settings"], "corpus": state["corpus"]}
@@ -175,7 +177,7 @@ class Trainer:
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write all or nothing: an interrupted write leaves the previous checkpoint."""
+    """Write the checkpoint atomically, so that an interrupted write leaves the previous checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partly = path.with_name(path.name + ".part")
     torch.save(trainer.state_dict(), partly)
@@ -183,11 +185,12 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
 
 
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Load the state of a run from a file."""
     trainer.load_state_dict(torch.load(path, map_location=trainer.device, weights_only=True))
 
 
 def plot(curves: Curves, path: Path, references: dict[str, float]) -> None:
-    """Draw loss and MRR@10 over the steps; `references` are MRRs to compare with, as horizontal lines."""
+    """Draw loss and MRR@10 over the steps. `references` are MRRs to compare with, as horizontal lines."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     loss, mrr = figure.subplots(1, 2)
     steps = np.arange(1, len(curves.losses) + 1)
@@ -210,10 +213,10 @@ def plot(curves: Curves, path: Path, references: dict[str, float]) -> None:
 
 
 def make_task(docstrings: Sequence[Docstring], num_queries: int, seed: int = 0) -> Task:
-    """Hold the first rows of the shuffled corpus out; the rows behind them are for training.
+    """Hold out the first rows of the shuffled corpus, and train on the remaining rows.
 
     Raises:
-        ValueError: too few docstrings are left for training.
+        ValueError: Too few docstrings are left for training.
     """
     rows = shuffled(docstrings, seed)
     training = [row for row in rows[HELD_OUT:] if split_words(row.summary) and split_words(row.body)]
@@ -226,6 +229,7 @@ def make_task(docstrings: Sequence[Docstring], num_queries: int, seed: int = 0) 
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line options."""
     parser = argparse.ArgumentParser(description="Train a tiny ColBERT on the docstrings of installed packages.")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=Settings.batch_size, help="(default: %(default)s)")
@@ -245,6 +249,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and evaluate the model, and return the exit status."""
     options = parse_arguments(arguments)
     start = time.perf_counter()
     progress = sys.stderr.isatty()

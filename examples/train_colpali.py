@@ -24,25 +24,26 @@ from lik_ops.integrations import colpali as lik
 
 with explain_missing('".[colpali]"'):
     from colpali_engine.loss.late_interaction_losses import ColbertLoss
-    from side_by_side import Run, report
+    from train_common import Run, report
 
 FEATURES, QUERY_TOKENS, NOISE = 256, 24, 2.0
-SPREAD = torch.arange(FEATURES) % 2  # every other feature is noise alone, which the projection has to learn
+SPREAD = torch.arange(FEATURES) % 2  # every second feature is pure noise, which the projection must learn
 
 
 class Head(torch.nn.Module):
-    """Tokens of either side to 128 features of length 1, by one projection as in ColPali."""
+    """Projection of query and document tokens to 128 features of length 1, as in ColPali."""
 
     def __init__(self) -> None:
         super().__init__()
         self.projection = torch.nn.Linear(FEATURES, 128, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return normalized projections of the tokens."""
         return torch.nn.functional.normalize(self.projection(tokens), dim=-1)
 
 
 def batch(options: argparse.Namespace, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Queries ``[pages, Lq, features]`` and pages ``[pages, tokens, features]``."""
+    """Return queries ``[pages, Lq, features]`` and pages ``[pages, tokens, features]``."""
     pages = torch.randn(options.pages, options.tokens, FEATURES, generator=generator) * SPREAD
     chosen = torch.randint(0, options.tokens, (options.pages, QUERY_TOKENS, 1), generator=generator)
     queries = pages.gather(1, chosen.expand(-1, -1, FEATURES))
@@ -50,6 +51,7 @@ def batch(options: argparse.Namespace, generator: torch.Generator) -> tuple[Tens
 
 
 def train(options: argparse.Namespace, with_lik_ops: bool) -> Run:
+    """Train a head and return its losses, time, and peak memory."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator, head, loss = torch.Generator().manual_seed(1), Head().to(device), ColbertLoss(temperature=0.05)
@@ -57,7 +59,7 @@ def train(options: argparse.Namespace, with_lik_ops: bool) -> Run:
     history, seconds = [], 0.0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    # Or it would take late-interaction-kernels, where it is installed, which multiplies fp32 as fp16 (0.4.5).
+    # Without this setting it would use an installed late-interaction-kernels, which multiplies fp32 as fp16 (0.4.5).
     own = patch.dict(os.environ, COLPALI_SCORES_BACKEND="torch")
     with lik.enable() if with_lik_ops else own as routing:
         for _ in range(options.steps):
@@ -75,7 +77,7 @@ def train(options: argparse.Namespace, with_lik_ops: bool) -> Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train twice; 1 if the losses differ."""
+    """Train twice, and return 1 if the losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pages", type=int, default=16, help="of a batch")

@@ -26,15 +26,15 @@ from lik_ops.integrations import pylate as lik
 with explain_missing('".[pylate]"'):
     from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
     from pylate import losses, models, scores
-    from side_by_side import Run, chosen, report
-    from small_bert import base_model
+    from train_common import Run, base_model, chosen, report
 
 
 def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespace, with_lik_ops: bool) -> Run:
+    """Train a model and return its losses, time, and peak memory."""
     torch.manual_seed(0)
     model = models.ColBERT(str(base), query_length=32, document_length=128, embedding_size=64, do_query_expansion=False)
     model.to(model.device)  # PyLate leaves its projection on the CPU
-    # PyLate would take late-interaction-kernels, where it is installed, which multiplies fp32 as fp16 (0.4.5).
+    # PyLate would use an installed late-interaction-kernels, which multiplies fp32 as fp16 (0.4.5).
     score = lik.ColBERTScores() if with_lik_ops else partial(scores.ColBERTScores(), backend="torch")
     loss_type = losses.CachedContrastive if options.cached else losses.Contrastive
     loss = loss_type(model, temperature=0.5, score_metric=score)
@@ -62,7 +62,7 @@ def train(base: Path, docstrings: Sequence[Docstring], options: argparse.Namespa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train twice; 1 if the losses differ."""
+    """Train twice, and return 1 if the losses differ."""
     options = chosen(__doc__, arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     docstrings = shuffled(collect_docstrings(installed()), seed=0)

@@ -27,12 +27,12 @@ with explain_missing('".[sentence-transformers]" datasets accelerate'):
     from docstring_corpus import collect_docstrings, installed, shuffled
     from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
     from sentence_transformers.multi_vector_encoder import losses
-    from side_by_side import Run, chosen, report
-    from small_bert import base_model
+    from train_common import Run, base_model, chosen, report
     from transformers import PrinterCallback
 
 
 def train(base: Path, pairs: Dataset, options: argparse.Namespace, with_lik_ops: bool) -> Run:
+    """Train a model and return its losses, time, and peak memory."""
     torch.manual_seed(0)
     model = MultiVectorEncoder(str(base))
     scored = {"similarity_fct": lik.colbert_scores} if with_lik_ops else {}
@@ -65,7 +65,7 @@ def train(base: Path, pairs: Dataset, options: argparse.Namespace, with_lik_ops:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train twice; 1 if the losses differ."""
+    """Train twice, and return 1 if the losses differ."""
     options = chosen(__doc__, arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     docstrings = shuffled(collect_docstrings(installed()), seed=0)

@@ -1,16 +1,17 @@
-"""Record which kernels lik_ops launches and what they compile to, and compare two records: the proof of a refactoring.
+"""Record which kernels lik_ops launches and what they compile to, and compare two records to verify a refactoring.
 
     python -m tests.record_kernels launches before.json
     python -m tests.record_kernels launches --compare before.json
-    python -m pytest -p tests.record_kernels --record-kernels before.jsonl -n 2 tests/test_aot*.py
+    python -m pytest -p tests.record_kernels --record-kernels before.jsonl -n 2 \\
+        tests/*/test_aot*.py tests/*/*/test_aot*.py
     python -m tests.record_kernels compiled before.jsonl after.jsonl
 
-``launches``: random calls of every layout on 8 architectures, on CPU tensors, up to the launches, which do nothing. A
-record of a launch has the grid, the options and all arguments: configurations as plain values, and the shape, strides
-and dtype of each tensor. Names of classes, fields, modules and kernels do not count, so a rename leaves no difference.
+``launches`` runs random calls of every layout for 8 architectures on CPU tensors. Launches do nothing. The record of a
+launch has the grid, the options, and all arguments: configurations as plain values, and shape, strides, and dtype of
+each tensor. Names of classes, fields, modules, and kernels are omitted, so a rename leaves no difference.
 
-``compiled``: hashes of the assembly of every kernel that the ahead-of-time tests compile, without names of symbols,
-comments and line tables. The hashes are compared as a multiset, so tests may move or change their names.
+``compiled`` hashes the assembly of every kernel that the ahead-of-time tests compile, without symbol names, comments,
+and line tables. The hashes are compared as a multiset, so tests may move or change their names.
 
 `tests.record_bits` records results.
 """
@@ -33,13 +34,13 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_BYTES = 32 * 2**20  # of the tokens of a call
+_MOST_BYTES = 32 * 2**20  # limit for the tokens of a call
 _SM_COUNTS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304}
 _SMALL_SM_90 = 78  # a second sm_90 device, with fewer SMs
 
 
 def plain(x: Any) -> Any:
-    """Return a value without names and addresses: only numbers, strings and lists of them."""
+    """Return a value without names and addresses, as numbers, strings, and lists."""
     if isinstance(x, Tensor):
         return ["tensor", list(x.shape), list(x.stride()), str(x.dtype)]
     if hasattr(x, "base") and hasattr(x, "block_shape"):
@@ -54,23 +55,21 @@ def plain(x: Any) -> Any:
 
 
 class Launches:
-    """Stands for the compiled kernels of a device, and keeps what is launched."""
+    """Stand-in for the compiled kernels of a device that records launches."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
 
     def install(self) -> Callable[[Any], None]:
-        """Let CPU tensors take the host code of a GPU. Return a function that chooses its architecture."""
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-        import without_gpu
-
+        """Route CPU tensors to the host code of a GPU, and return a function that selects its architecture."""
+        from benchmarks.calls import without_gpu
         from lik_ops.gpu.runtime import launcher
         from lik_ops.ops.fast_path import eager
 
         found, chosen = self.found, [None]
 
         class Recorded(without_gpu.Bound):
-            """A kernel that is never compiled, and has no direct launch, so that no call is replayed."""
+            """Kernel that is never compiled. It has no direct launch, so no call is replayed."""
 
             def __init__(self, options: dict[str, Any]) -> None:
                 super().__init__()
@@ -99,7 +98,7 @@ def architectures() -> Iterator[tuple[str, Any]]:
 
 
 def random_calls(seed: int, count: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names and calls: every layout, option and gradient, of sizes that are often special and often not."""
+    """Yield names and calls of every layout, option, and gradient, with both special and ordinary sizes."""
     import lik_ops
 
     draw = random.Random(seed)
@@ -183,14 +182,14 @@ def record_launches(count: int, seed: int) -> dict[str, str]:
     return records
 
 
-# Comments, line tables, debug information and names in PTX and AMD's assembly, which depend on names in the sources.
+# Comments, line tables, debug information, and names in PTX and AMD's assembly, which depend on names in the sources.
 _DROPPED = re.compile(r"//.*|^\s*[#;].*|^\s*\.(loc|file|cfi\w*|ident|asciz|string|byte|b8|b32|b64)\b.*", re.MULTILINE)
 _DEBUG = re.compile(r"\.section\s+\"?\.debug_.*?(?=^\s*\.section|\Z)", re.MULTILINE | re.DOTALL)
 _SYMBOL = re.compile(r"\b[A-Za-z_.$][\w.$]*(?:maxsim|chamfer|global_smem|_param_)[\w.$]*|\bmaxsim\w*|\$L__\w+|\.L\w+")
 
 
 def stripped(assembly: str) -> str:
-    """Return assembly without what depends on names and lines of the sources. Symbols are numbered as they appear."""
+    """Return assembly without names and lines of the sources. Symbols are numbered in order of appearance."""
     text = _DROPPED.sub("", _DEBUG.sub("", assembly))
     numbers: dict[str, str] = {}
     text = _SYMBOL.sub(lambda found: numbers.setdefault(found[0], f"@{len(numbers)}"), text)

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic and records. What they time needs a GPU and is not run here."""
+"""Test the arithmetic and the records of the benchmarks. The timed code needs a GPU and is not run here."""
 
 from __future__ import annotations
 
@@ -20,23 +20,30 @@ import lik_ops
 
 pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import before  # noqa: E402
-import common  # noqa: E402
-import contenders  # noqa: E402
-import cpu  # noqa: E402
-import cross_entropy  # noqa: E402
-import fidelity  # noqa: E402
-import forward  # noqa: E402
-import gpu  # noqa: E402
-import hosts  # noqa: E402
-import quantized  # noqa: E402
-import ragged_cases  # noqa: E402
-import retrieve  # noqa: E402
-import retrieve_gpus  # noqa: E402
-import runs  # noqa: E402
-import training  # noqa: E402
+from benchmarks.calls import (  # noqa: E402
+    cpu,
+    hosts,
+)
+from benchmarks.operators import (  # noqa: E402
+    cross_entropy,
+    forward,
+    quantized,
+    training,
+)
+from benchmarks.report import before  # noqa: E402
+from benchmarks.retrieval import (  # noqa: E402
+    fidelity,
+    retrieve,
+    retrieve_gpus,
+)
+from benchmarks.support import (  # noqa: E402
+    common,
+    contenders,
+    gpu,
+    ragged_cases,
+    runs,
+)
 
 VARIANTS = list(itertools.product(("", "prefix", "holes"), (False, True), (False, True), (False, True)))
 
@@ -47,7 +54,7 @@ def small(mask="", normalize=False, weighted=False, candidates=False, **more) ->
 
 
 class Clock:
-    """In place of `gpu.Timer`: the first function takes a millisecond, each of the others one more."""
+    """Replacement for `gpu.Timer`: the first function costs one millisecond, and each later function one more."""
 
     def compare(self, functions):
         return {name: (function(), float(i))[1] for i, (name, function) in enumerate(functions.items(), 1)}
@@ -173,7 +180,7 @@ def test_a_corpus_does_not_depend_on_its_size(monkeypatch):
 
 
 def test_records_of_searches(monkeypatch):
-    """What is found is checked; a contender that fails leaves its reason, and one that is wrong is not timed."""
+    """Results are checked. A failing contender records its reason, and a contender with a wrong result is not timed."""
     for name, size in (("PEER_CHUNK", 7), ("TOP_K", 5), ("LQ", 4), ("LD", 12), ("DIMENSION", 16)):
         monkeypatch.setattr(retrieve, name, size)
     monkeypatch.setattr(retrieve, "_late", lambda Q, D, k: lambda: 1 / 0)
@@ -233,9 +240,9 @@ def test_efficiency():
 
 
 def test_records_of_several_gpus(monkeypatch, tmp_path):
-    """Every figure of a case is there, and that of a queue of calls is the time of one of them.
+    """Every figure of a case is recorded, and the time of a queue of calls is divided by the number of calls.
 
-    Of two clocks the one that the record divides counts searches, three milliseconds each.
+    Of the two clocks, the record divides the one that counts searches, at three milliseconds each.
     """
     searches = 0
 
@@ -278,10 +285,10 @@ def test_records_of_several_gpus(monkeypatch, tmp_path):
 
 
 def test_host_time_without_a_gpu(tmp_path):
-    """In a process of its own: launches do nothing in it from then on."""
+    """Run in a separate process, because launches stay disabled in it afterwards."""
     out = tmp_path / "found.json"
     options = ["--without-gpu", "--only", "no grad", "--rounds", "60", "--out", str(out)]
-    command = [sys.executable, str(BENCHMARKS / "host.py"), *options]
+    command = [sys.executable, "-m", "benchmarks.calls.host", *options]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and "failed" not in run.stdout, run.stdout + run.stderr[-2000:]
@@ -293,7 +300,7 @@ def test_host_time_without_a_gpu(tmp_path):
 
 
 class PlainLoss(torch.nn.Module):
-    """What the losses of hosts have in common."""
+    """Common part of the losses of all hosts."""
 
     def __init__(self, model, score, chunk):
         super().__init__()
@@ -337,14 +344,14 @@ def test_a_host_that_cannot_be_measured(monkeypatch):
 
 @pytest.mark.parametrize("case", hosts.CASES, ids=lambda case: case.name)
 def test_losses_of_the_hosts(case):
-    """In fp64 the host's scoring gives the gradients that lik_ops gives, in the dtype of the tokens."""
+    """In fp64, the host's scoring gives the same gradients as lik_ops, in the dtype of the tokens."""
     if why := hosts.why_not(case.host):
         pytest.skip(why)
     ours = measured(case)["contenders"]["lik_ops"]
     assert max(ours[f"error_{key}"] for key in ("loss", "Q", "D")) < 1e-5
 
 
-# quantised documents
+# quantized documents
 
 
 def test_fidelity_of_scores():
@@ -357,7 +364,7 @@ def test_fidelity_of_scores():
 
 
 def test_a_record_of_fidelity(monkeypatch):
-    """Formats are told apart, and one query finds what it asks for."""
+    """The record distinguishes formats, and a known query finds its document."""
     for name, size in (("LQ", 4), ("LD", 6), ("DIMENSION", 16), ("RANDOM_DOCUMENTS", 30), ("RANDOM_QUERIES", 5)):
         monkeypatch.setattr(fidelity, name, size)
     tokens = fidelity.random_tokens()
@@ -396,7 +403,7 @@ def test_formats_without_a_gpu_or_time_still_write(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [*command, "--only", "quantized", "--out", str(out)])
         quantized.main()
         records = json.loads(out.read_text())["records"]
-        assert [r["case"]["name"] for r in records] == [row.case.name for row in quantized.MMA_ROWS]
+        assert [r["case"]["name"] for r in records] == [row.case.name for row in quantized.ROWS]
         assert all(r["failed"].startswith("TimeoutError") for r in records)
 
 
@@ -440,7 +447,7 @@ def test_rows_that_seem_slower_are_measured_again(monkeypatch, tmp_path):
 
 
 def test_the_tiny_rows_are_those_whose_host_counts():
-    small = {case.name for _, case in before.MMA_ROWS if before.is_small(case)}
+    small = {case.name for _, case in before.ROWS if before.is_small(case)}
     assert {case.name for _, case in before.TINY} <= small and not small & {"pages 64x64", "pairs 4096", "in-batch 64"}
 
 
@@ -466,7 +473,7 @@ def test_rows_compile_side_by_side_and_a_slow_one_is_given_up(tmp_path, monkeypa
         "pathlib.Path(sys.argv[1], at['--only']).write_text(at['--first'])\n"
         "time.sleep(60 if at['--only'] == 'slow' else 0)\n"
     )
-    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), "--first", "9"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, str(script), str(tmp_path), "--first", "9"])
     start = time.monotonic()
     runs.compile_first(("one", "two", "slow"), 5)
     assert time.monotonic() - start < 30

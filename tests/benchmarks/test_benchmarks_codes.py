@@ -1,9 +1,8 @@
-"""Benchmarks of residual codes that run on a CPU too, to see that they work."""
+"""Test on a CPU that the residual code benchmarks run."""
 
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +11,14 @@ import lik_ops
 
 pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 pytest.importorskip("safetensors", reason='pip install ".[retrieval]"')
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import billion
-import common
-import gpu
-import staged
+from benchmarks.retrieval import billion, staged
+from benchmarks.support import common, gpu
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Few topics of short documents."""
+    """Shrink the benchmark to few topics of short documents."""
     for name, value in {"LENGTH": 12, "D": 16, "LQ": 4, "TOPICS": 60, "TOPICS_EACH": 3, "PART": 90}.items():
         monkeypatch.setattr(staged, name, value)
     monkeypatch.setattr(staged, "STAGES", ((1, 20), (4, 4096), (None, 300)))
@@ -35,7 +31,7 @@ def test_recall_is_of_what_was_expected():
 
 
 def test_documents_are_those_that_were_drawn(small):
-    """Codes of all parts, and the best of them in full precision."""
+    """Codes of all parts and the best documents in full precision match."""
     row = staged.Row(200, 8)
     Q = staged._queries(3, row.documents, "cpu")
     documents, truth = staged.made(row, 60, Q, "cpu")
@@ -68,16 +64,16 @@ def test_a_record_of_searches_by_stages(small, monkeypatch, tmp_path):
 
 def test_a_peer_that_fails_leaves_the_rest(small, monkeypatch, tmp_path):
     monkeypatch.setattr(common, "_version", lambda name: "1.7.0")
-    monkeypatch.setattr(staged, "__file__", str(tmp_path / "missing.py"))
+    monkeypatch.setattr(staged, "PEER_MODULE", "benchmarks.missing")
     path = staged.run(arguments(tmp_path / "found.json"), [staged.Row(50, 2)])
     (record,) = json.loads(path.read_text())["records"]
-    assert record["peer_failed"].startswith("RuntimeError: status 2") and len(record["searches"]) == 4
+    assert record["peer_failed"].startswith("RuntimeError: status 1") and len(record["searches"]) == 4
 
 
 def test_without_time_rows_say_so(tmp_path):
-    path = staged.run(arguments(tmp_path / "found.json", seconds=-1), list(staged.MMA_ROWS))
+    path = staged.run(arguments(tmp_path / "found.json", seconds=-1), list(staged.ROWS))
     records = json.loads(path.read_text())["records"]
-    assert [r["case"]["name"] for r in records] == [row.name for row in staged.MMA_ROWS]
+    assert [r["case"]["name"] for r in records] == [row.name for row in staged.ROWS]
     assert all(r["failed"] == "TimeoutError: no time left" for r in records)
 
 

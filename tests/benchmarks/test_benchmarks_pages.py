@@ -1,4 +1,4 @@
-"""The benchmarks' tables and pictures: of results that a test writes, and of those that are committed."""
+"""Test the benchmark tables and plots, both for results that a test writes and for the committed results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import pytest
 
 pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import add  # noqa: E402
-import hosts  # noqa: E402
-import quantized  # noqa: E402
-import ragged  # noqa: E402
-import retrieve  # noqa: E402
-import tables  # noqa: E402
+from benchmarks.calls import hosts  # noqa: E402
+from benchmarks.operators import (  # noqa: E402
+    quantized,
+    ragged,
+)
+from benchmarks.report import (  # noqa: E402
+    add,
+    tables,
+)
+from benchmarks.retrieval import retrieve  # noqa: E402
 
 # add
 
@@ -220,9 +223,9 @@ def written(directory: Path, name: str, records: list[dict], **settings) -> None
 
 
 def test_tables_of_what_is_not_measured(tmp_path):
-    assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/ragged.py`)."
-    assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieve.py`)."
-    assert tables.hosts(tmp_path) == "Not measured yet (`benchmarks/hosts.py`)."
+    assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/operators/ragged.py`)."
+    assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieval/retrieve.py`)."
+    assert tables.hosts(tmp_path) == "Not measured yet (`benchmarks/calls/hosts.py`)."
 
 
 def test_table_of_ragged_results(tmp_path):
@@ -303,11 +306,11 @@ def test_table_of_losses(tmp_path):
 
 
 def test_tables_of_formats(tmp_path):
-    assert tables.formats(tmp_path) == "Not measured yet (`benchmarks/quantized.py`)."
-    assert tables.fidelity(tmp_path) == "Not measured yet (`benchmarks/fidelity.py`)."
+    assert tables.formats(tmp_path) == "Not measured yet (`benchmarks/operators/quantized.py`)."
+    assert tables.fidelity(tmp_path) == "Not measured yet (`benchmarks/retrieval/fidelity.py`)."
     each = {"error": 1e-3, "spearman": 0.99986, "recall10": 1.0, "recall100": 0.99}
     ms = {"full": 0.5, "int8": 0.25, "flash-maxsim int8 x int8": 0.75, "flash-maxsim int8 x half": 1.0}
-    whole = {"case": dataclasses.asdict(quantized.MMA_ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
+    whole = {"case": dataclasses.asdict(quantized.ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
     found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
     found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
     written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
@@ -333,7 +336,7 @@ def test_tables_of_formats(tmp_path):
 @pytest.fixture(scope="module")
 def plot():
     pytest.importorskip("matplotlib", reason='pictures: pip install ".[docs]"')
-    import plot
+    from benchmarks.report import plot
 
     return plot
 
@@ -373,7 +376,7 @@ def test_no_text_of_a_picture_is_cut(plot, monkeypatch, tmp_path, name):
 
 
 def test_no_case_is_faster_than_the_peak_of_the_gpu(plot):
-    """The rate of cuBLAS is no such limit, and no page calls it a ceiling."""
+    """The cuBLAS rate is not a limit, and no page may call it a ceiling."""
     document = tables.load("forward")
     peak = plot.PEAK_TFLOPS[document["environment"]["gpus"][0]]
     rates = [c["tflops"] for r in document["records"] for c in r["contenders"].values() if "tflops" in c]

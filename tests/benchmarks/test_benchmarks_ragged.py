@@ -1,9 +1,8 @@
-"""The benchmark of ragged lengths: what its cases are, and that a wrong result is seen."""
+"""Test the cases of the ragged length benchmark, and that it detects a wrong result."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from pathlib import Path
 
@@ -12,12 +11,13 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import ragged  # noqa: E402
-import ragged_cases  # noqa: E402
-import ragged_contenders  # noqa: E402
-import retrieve  # noqa: E402
+from benchmarks.operators import ragged  # noqa: E402
+from benchmarks.retrieval import retrieve  # noqa: E402
+from benchmarks.support import (  # noqa: E402
+    ragged_cases,
+    ragged_contenders,
+)
 
 from .test_benchmarks import Clock, small  # noqa: E402
 
@@ -65,7 +65,7 @@ def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
     for what in ("scores", "step"):
         x = ragged_cases.Inputs(ragged_case(layout, mean_q, what))
         found = {n: c for n, c in ragged_contenders.contenders(x).items() if not isinstance(c, str)}
-        for name in (ragged_contenders.SHORT_DOCUMENTS, ragged_contenders.PADDED, ragged_contenders.EAGER):
+        for name in (ragged_contenders.PACKED, ragged_contenders.PADDED, ragged_contenders.EAGER):
             score, tokens = found[name]
             assert ragged_cases.error_of(x, score(*tokens)) < 1e-6
             assert max(ragged_cases.errors_of(x, score, tokens).values()) < 1e-5
@@ -74,7 +74,7 @@ def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
 @pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
 def test_wrong_ragged_results_are_seen(layout, mean_q):
     x = ragged_cases.Inputs(ragged_case(layout, mean_q, "step"))
-    score, tokens = ragged_contenders.contenders(x)[ragged_contenders.SHORT_DOCUMENTS]
+    score, tokens = ragged_contenders.contenders(x)[ragged_contenders.PACKED]
     scores = score(*tokens)
     scores.view(-1)[-1] *= 1.1
     assert ragged_cases.error_of(x, scores) > 1e-4

@@ -1,4 +1,4 @@
-"""What a process that compiles nothing does not wait for: `torch._dynamo`, which takes seconds to import."""
+"""Test that a process without compilation does not import `torch._dynamo`, which costs seconds."""
 
 import subprocess
 import sys
@@ -122,11 +122,10 @@ import torch
 
 HEAVY, CALLS_OF_EACH, DEVICE = {"torch._dynamo", "sympy", "torch.distributed.fsdp"}, 4, "cpu"
 """
-# The host code of sm_90 without launches: what a GPU call runs, and records, on the host. Results are arbitrary, so
-# calls that read results on the host are left out.
+# Host code of sm_90 without launches, for the host part of a GPU call. Results are arbitrary, so calls that read
+# results on the host are excluded.
 STUBBED = """
-sys.path.insert(0, "benchmarks")
-import without_gpu
+from benchmarks.calls import without_gpu
 
 without_gpu.install()
 """
@@ -151,7 +150,7 @@ def test_no_call_imports_dynamo_and_later_calls_import_nothing():
 
 
 def test_no_call_of_the_triton_backend_imports_dynamo():
-    """The second call of a description is recorded and the third is replayed."""
+    """The second call of a dispatch key is captured, and the third is replayed."""
     pytest.importorskip("triton", reason="only the Triton backend records calls")
     run_calls(PREAMBLE + STUBBED, KEPT)
 
@@ -162,7 +161,7 @@ def test_no_call_on_a_gpu_imports_dynamo():
 
 
 def test_a_dynamo_that_comes_later_does_not_look_into_operators():
-    """Called where Dynamo looks at every frame: it must find nothing of the body to compile."""
+    """The call runs while Dynamo inspects every frame, and Dynamo must find no operator body to compile."""
     script = """
 import torch, lik_ops
 

@@ -1,0 +1,182 @@
+"""Measure the scoring of documents from hidden states on this GPU.
+
+    python -m benchmarks.operators.head [--only "1 x 1000"] [--rounds 30] [--out FILE]
+
+Times are median device times, each call on a flushed L2 cache. Each contender is checked against fp64 first.
+
+- ``by hand``: a linear layer, `normalize` and `lik_ops.maxsim`
+- ``linear``: the layer alone
+- ``read``: a kernel that only reads the hidden states, a lower bound
+- ``unfused``: lik_ops with tokens computed first, as for many queries; it must have the bits of the fused call
+
+``peak_mb`` is the memory of a call beyond its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lik_ops
+from lik_ops import reference
+
+from ..support import common, gpu
+from ..support.common import (
+    Case,
+)
+from ..support.runs import (
+    Run,
+)
+
+TOLERANCE = 1e-2
+PEER_SECONDS = 60
+SHAPE = {"Lq": 32, "Ld": 300}
+
+
+@dataclass(frozen=True)
+class Head(Case):
+    """A case with hidden states of `width` features."""
+
+    width: int = 768
+
+
+CASES = (
+    Head("1 x 1000", 1, 1000, **SHAPE, goal_ms=0.125),
+    Head("4 x 1000", 4, 1000, **SHAPE),
+    Head("16 x 1000", 16, 1000, **SHAPE),
+    Head("holes 1 x 1000", 1, 1000, **SHAPE, mask="holes"),
+    Head("1 x 100", 1, 100, **SHAPE),
+    Head("384 to 128, 1 x 1000", 1, 1000, **SHAPE, width=384),
+    Head("768 to 64, 1 x 1000", 1, 1000, **SHAPE, d=64),
+    Head("1024 to 128, 1 x 1000, Ld 180", 1, 1000, 32, 180, width=1024),
+    Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
+    Head("step 128 x 128", 128, 128, **SHAPE, what="step"),
+)
+Scorer = Callable[..., Tensor]  # f(Q, H, W, b)
+
+
+class Inputs:
+    """Query tokens of unit norm, hidden states, a head, and a document mask or None."""
+
+    def __init__(self, case: Head) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, case.dtype))
+
+        self.Q = F.normalize(draw(case.Nq, case.Lq, case.d), dim=-1)
+        self.H = draw(case.Nd, case.Ld, case.width)
+        self.W, self.b = draw(case.d, case.width) / case.width**0.5, draw(case.d) / 4
+        self.upstream = torch.rand((case.Nq, case.Nd), generator=generator, device="cuda") - 0.5
+        self.d_mask = None
+        if case.mask:
+            self.d_mask = torch.rand((case.Nd, case.Ld), generator=generator, device="cuda") > 0.25
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.Q, self.H, self.W, self.b
+
+
+def by_hand(Q: Tensor, H: Tensor, W: Tensor, b: Tensor, d_mask: Tensor | None = None) -> Tensor:
+    return lik_ops.maxsim(Q, F.normalize(F.linear(H, W, b), dim=-1), None, d_mask)
+
+
+def _peer(x: Inputs) -> Scorer | str:
+    try:
+        from late_interaction_kernels.fused_head import maxsim_from_hidden
+    except ImportError:
+        return "not installed"
+    return lambda *given: maxsim_from_hidden(*given, d_mask=x.d_mask, normalize=True)
+
+
+def scorers(x: Inputs) -> dict[str, Scorer | str]:
+    return {
+        "lik_ops": lambda *given: lik_ops.maxsim_from_hidden(*given, d_mask=x.d_mask),
+        "by hand": lambda *given: by_hand(*given, x.d_mask),
+        "late-interaction-kernels": _peer(x),
+    }
+
+
+def unfused(x: Inputs) -> Tensor:
+    """Return scores of the unfused path, which computes tokens first, without its winners."""
+    from lik_ops.families.head import gpu as head_gpu
+    from lik_ops.families.head.portable import HiddenArgs, score_by_slices
+
+    return score_by_slices(head_gpu._HEAD_PARTS, HiddenArgs(*x.tensors, None, x.d_mask, None), True, None)[0]
+
+
+def step(score: Scorer, x: Inputs) -> tuple[Tensor, ...]:
+    """Return scores and the gradients of all four inputs."""
+    leaves = [t.detach().requires_grad_() for t in x.tensors]
+    scores = score(*leaves)
+    return scores.detach(), *torch.autograd.grad(scores, leaves, x.upstream.to(scores.dtype))
+
+
+def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
+    """Return relative errors against fp64: scores of the last documents, or all results of a step."""
+    if case.what == "scores":
+        last, mask = x.H[-64:], None if x.d_mask is None else x.d_mask[-64:]
+        given = [t.double() for t in (x.Q, last, x.W, x.b)]
+        return [common.relative_error(score(*x.tensors)[:, -64:], reference.maxsim_from_hidden(*given, None, mask))]
+    found = step(score, x)
+    leaves = [t.detach().double().requires_grad_() for t in x.tensors]
+    grads, scores = [torch.zeros_like(t) for t in leaves], []
+    for part in torch.arange(case.Nd).split(8):  # keep all similarities of one part in memory
+        n = slice(int(part[0]), int(part[-1]) + 1)
+        of_part = reference.maxsim_from_hidden(leaves[0], leaves[1][n], *leaves[2:])
+        for total, g in zip(grads, torch.autograd.grad(of_part, leaves, x.upstream[:, n].double()), strict=True):
+            total += g
+        scores.append(of_part.detach())
+    expected = torch.cat(scores, 1), *grads
+    return [common.relative_error(a, e) for a, e in zip(found, expected, strict=True)]
+
+
+def measure(case: Head, timer: gpu.Timer) -> dict:
+    x, functions, results = Inputs(case), {}, {}
+    trains = case.what == "step"
+    with torch.set_grad_enabled(trains):
+        for name, score in scorers(x).items():
+            if isinstance(score, str):
+                results[name] = {"skipped": score}
+                continue
+            call = (lambda score=score: step(score, x)) if trains else (lambda score=score: score(*x.tensors))
+            try:
+                gpu.first_call(call, PEER_SECONDS)
+                results[name] = {"errors": errors_of(case, x, score), "peak_mb": gpu.peak_bytes(call) / 2**20}
+                functions[name] = call
+            except (gpu.TooSlowError, RuntimeError, TypeError, ValueError) as failure:
+                results[name] = {"failed": gpu.reason(failure)}
+        # Rounding may move winners and change gradients. The error of `by hand` shows by how much.
+        allowed = max(TOLERANCE, *(2 * e for e in results["by hand"].get("errors", [0.0])))
+        if "failed" in results["lik_ops"] or not max(results["lik_ops"]["errors"]) < allowed:
+            raise AssertionError(f"{case.name}: {results['lik_ops']}, allowed {allowed}")
+        if not trains:
+            if not torch.equal(unfused(x), functions["lik_ops"]()):
+                raise AssertionError(f"{case.name}: tokens made first have other scores")
+            functions["unfused"] = lambda: unfused(x)
+        functions["linear"] = lambda: F.linear(x.H, x.W, x.b)
+        bits = x.H.view(torch.int32)
+        functions["read"] = lambda: timer.read(bits)
+        for name, ms in timer.compare(functions).items():
+            results.setdefault(name, {})["ms"] = ms
+    return {"case": asdict(case), "goal_ms": case.goal_ms, "results": results}
+
+
+def main() -> None:
+    run = Run("head", __doc__, "late-interaction-kernels")
+    args = run.parser.parse_args()
+    timer = gpu.Timer(args.rounds)
+    ceilings = gpu.ceilings(timer)
+    for case in run.asked(((case.name, case) for case in CASES), args):
+        found = run.keep(measure(case, timer), args, ceilings=ceilings)["results"]
+        times = ", ".join(f"{name} {r['ms']:.4f}" for name, r in found.items() if "ms" in r)
+        goal = "" if case.goal_ms is None else f", goal {case.goal_ms}"
+        print(f"{case.name:30} {times} ms{goal}; {found['lik_ops']['peak_mb']:.0f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

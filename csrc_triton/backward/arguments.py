@@ -1,17 +1,18 @@
-"""What kernels of the backward are passed besides `arguments`, and what their functions pass to each other."""
+"""Argument groups of the backward kernels, and tuples that their functions pass to each other."""
 
 from typing import Any, NamedTuple
 
 
 class UpstreamArgs(NamedTuple):
-    """What the backward starts from: the gradient of the scores ``[Nq, K]`` (any strides), the contiguous winners, and
-    the sizes of the call. `norms` are ``1 / ||q||`` of all query rows, or None.
+    """Inputs of the backward: score gradients `[Nq, K]` with any strides, the contiguous argmax, and the sizes.
 
-    Packed layouts are one query of Lq rows, K documents (or candidates of each query) and Ld rows of D. They also have
-    the query of each packed row (-1: none), `count` items as `maxsim_ragged_items` writes them, sorted as a kernel
-    needs them, and for pairs, sorted by query, where each query's items begin.
+    `norms` holds the inverse norms ``1 / ||q||`` of all query rows, or is None.
 
-    `scale` ``[Ld]`` for each document, contiguous, is what the numbers of its tokens are multiplied by, or None.
+    Packed layouts have one query of Lq rows, K documents (or candidates of each query), and Ld rows of D. `query` holds
+    the query of each packed row, or -1. `items` holds `count` pairs as `maxsim_ragged_items` writes them, sorted as the
+    kernel needs them. For pair lists, `items` is sorted by query, and `starts` holds the first pair of each query.
+
+    `scale` `[Ld]` for each document, contiguous, holds the dequantization scales of the tokens, or is None.
     """
 
     grad_scores: Any
@@ -31,7 +32,7 @@ class UpstreamArgs(NamedTuple):
 
 
 class TileSum(NamedTuple):
-    """What of a `GradientTile` or a `PairRange` is summed: some features of the query rows, times `scale`."""
+    """Inputs of a sum over a `GradientTile` or a `PairRange`: some features of the query rows, times `scale`."""
 
     tile: Any
     up: Any
@@ -42,8 +43,11 @@ class TileSum(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """Query rows of a step: where they begin, whether they won a token of the tile, which one (-1: none), and what each
-    counts for, ``g * w / ||q||``."""
+    """Query rows of a step.
+
+    `hit` says whether the argmax of a row is in the tile. `token` is that token, or -1. `coefficient` is ``grad_score *
+    q_weight / ||q||``.
+    """
 
     pointers: Any
     hit: Any
@@ -52,8 +56,11 @@ class StepRows(NamedTuple):
 
 
 class GradientTile(NamedTuple):
-    """Tokens of document k of `owner` from `t0` on, and the rows that may have won them: entries `begin` to `end` of
-    the document's list, or, where `entries` is None, all rows that the document meets."""
+    """Tokens of document k of `owner` from `t0` on, and the rows that may have their argmax there.
+
+    The rows are entries `begin` to `end` of the document's list. If `entries` is None, they are all rows that the
+    document is scored against.
+    """
 
     owner: Any
     k: Any
@@ -64,9 +71,12 @@ class GradientTile(NamedTuple):
 
 
 class GradientTarget(NamedTuple):
-    """Where the gradient of document tokens goes: token t of the document at `base`, where `ok`, to row ``rows`` of
-    `choose_backward`. Of a sum in pieces, those `left` are kept in rows `slots` of `partial`, in fp32. Either may be
-    None. `scale` is that of `UpstreamArgs`, at the same rows."""
+    """Destination of a document gradient.
+
+    Token t of the document at `base`, if `ok`, is written to row `rows` of `gradient`. Sums of pieces with `left` set
+    are stored in rows `slots` of `partial`, in fp32. `gradient` or `partial` may be None. `scale` is the `scale` of
+    `UpstreamArgs`, indexed by `rows`.
+    """
 
     base: Any
     t: Any
@@ -80,12 +90,14 @@ class GradientTarget(NamedTuple):
 
 
 class PairRange(NamedTuple):
-    """What the gradient of a tile of packed document tokens is summed over: items `lo` to `hi` of those sorted by their
-    first rows, and of each the query rows from `r0` to `r1`.
+    """Pairs and query rows that the gradient of a tile of packed document tokens is summed over.
 
-    `t0` is the tile's first row of D. Where `slots` is not None, the tile has more tokens than are summed at a time:
-    BN slots from `u0` on are summed, and token t of the tile has slot ``slots[t]``. Where `lists` is not None, `lo` to
-    `hi` are blocks of items, and of each only the rows count that won in the tile's bucket of the document.
+    The range covers pairs `lo` to `hi`, sorted by their first rows, and query rows `r0` to `r1` of each. `t0` is the
+    first row of D of the tile.
+
+    If `slots` is not None, the tile has more tokens than one sum holds. Token t of the tile has slot ``slots[t]``, and
+    BN slots from `u0` on are summed. If `lists` is not None, `lo` and `hi` count blocks of pairs. Only rows whose
+    argmax is in the tile's bucket of the document contribute.
     """
 
     lo: Any
@@ -99,8 +111,11 @@ class PairRange(NamedTuple):
 
 
 class TileBucketArgs(NamedTuple):
-    """The winners of documents from `first` on, as `maxsim_list_winners` lists them: of `blocks` blocks of query rows,
-    for each of `tiles` tiles. `entries` and `starts` are None where all rows are read instead."""
+    """Argmax lists of documents from `first` on, as `maxsim_list_argmax` writes them.
+
+    Each document has `blocks` blocks of query rows and `tiles` tiles. `entries` and `starts` are None if the kernel
+    reads all rows instead.
+    """
 
     entries: Any
     starts: Any
@@ -110,18 +125,21 @@ class TileBucketArgs(NamedTuple):
 
 
 class PartialSumArgs(NamedTuple):
-    """fp32 sums of pieces of tiles, None where each tile is summed at once; a piece is `rows` entries of a document's
-    list."""
+    """fp32 partial sums of tiles, or None if each tile is summed at once.
+
+    A piece covers `rows` entries of a document's list.
+    """
 
     partial: Any
     rows: Any
 
 
 class PackedBucketArgs(NamedTuple):
-    """The winners of packed documents, as `maxsim_list_packed_winners` lists them.
+    """Argmax lists of packed documents, as `maxsim_list_packed_argmax` writes them.
 
-    Each item has `blocks` blocks of `rows` query rows. Entries ``[items, blocks, rows]`` are int32, those of a bucket
-    together; `starts` ``[items, blocks, BUCKETS + 1]``, int32, is where buckets begin in their block.
+    Each pair has `blocks` blocks of `rows` query rows. `entries` `[pairs, blocks, rows]`, int32, holds the entries of a
+    bucket together. `starts` `[pairs, blocks, MAX_BUCKETS + 1]`, int32, holds the first entry of each bucket in its
+    block.
     """
 
     entries: Any
@@ -131,12 +149,12 @@ class PackedBucketArgs(NamedTuple):
 
 
 class TilePairArgs(NamedTuple):
-    """Which of the sorted items may touch each tile of packed document tokens, as `maxsim_find_starts` finds it.
+    """Ranges of sorted pairs that may touch each tile of packed document tokens, as `maxsim_find_starts` computes them.
 
-    Lists of all items may not fit the workspace. Then chunks of `own` items are listed one after the other, each with
-    those up to `room` items from its `first` on. A launch with lists sums the tiles that its chunk serves: those whose
-    items begin among its own and end before what is listed ends. A launch without lists sums the tiles that no chunk
-    serves. `own` is None where one launch sums all tiles.
+    The lists of all pairs may exceed the workspace. Then chunks of `own` pairs are listed one after the other, each
+    with the pairs up to `room` pairs from its `first` on. A launch with lists sums the tiles of its chunk. Their pairs
+    begin among the pairs that the chunk owns and end within the listed pairs. A launch without lists sums the tiles
+    that no chunk covers. `own` is None if one launch sums all tiles.
     """
 
     starts: Any
@@ -146,9 +164,11 @@ class TilePairArgs(NamedTuple):
 
 
 class SharedTileArgs(NamedTuple):
-    """Tiles of rows of D that several documents, or many items, touch: `marks` says how many there are, for each tile
-    whether it is one, and lists them. `starts` are those of `TilePairArgs`. `reach` is, for each sorted item, the row
-    of D behind its document and all before it."""
+    """Tiles of rows of D that several documents, or many pairs, touch.
+
+    `marks` holds the number of these tiles, one flag for each tile, and the list of these tiles. `starts` is described
+    in `TilePairArgs`. `reach` holds for each sorted pair the row of D after its document and all earlier documents.
+    """
 
     marks: Any
     starts: Any
@@ -156,11 +176,14 @@ class SharedTileArgs(NamedTuple):
 
 
 class StepPairs(NamedTuple):
-    """A step of a walk, lane by lane: where the item's document begins in the tile and how many tokens it has, its
-    query rows from `begin` to `stop`, and what a row's number is added to for its winner and its score's gradient.
+    """Pairs of a step, lane by lane.
 
-    With lists all lanes have one bucket of a document in its place: where the bucket begins in the tile and how many
-    tokens it has, its entries from `begin` to `stop`, and in `winners` the row that they count from.
+    `first` is the begin of the pair's document relative to the tile, and `length` its number of tokens. `begin` and
+    `stop` bound its query rows. `argmax` and `score` are added to a row number to locate its argmax and the gradient of
+    its score.
+
+    With lists all lanes have one bucket of a document. `first` and `length` describe the bucket, `begin` and `stop`
+    bound its entries, and `argmax` is the row that the entries are relative to.
     """
 
     first: Any
@@ -172,10 +195,10 @@ class StepPairs(NamedTuple):
 
 
 class RowSumArgs(NamedTuple):
-    """fp32 sums over the rows of a tensor ``[N, K, Lq, d]``, which their gradient is made of; `scale` is that of the
-    rows, as in `UpstreamArgs`.
+    """fp32 sums over the rows of a tensor `[N, K, Lq, d]`, from which their gradient is computed.
 
-    Where they come in `parts`, else None, each begins `step` numbers behind the one before.
+    `scale` holds the dequantization scales of the rows, as in `UpstreamArgs`. If the sums come in `parts`, each part
+    begins `step` elements after the previous part. Otherwise `parts` is None.
     """
 
     ptr: Any
@@ -187,8 +210,10 @@ class RowSumArgs(NamedTuple):
 
 
 class ZeroFillArgs(NamedTuple):
-    """What is filled with zeros beside other work: `elements` of a gradient, and the first `locate_hit_tokens` of
-    `marks`."""
+    """Memory that a launch fills with zeros in addition to its other work.
+
+    It has `elements` elements of a gradient and the first `marks_count` elements of `marks`.
+    """
 
     ptr: Any
     elements: Any
@@ -197,8 +222,11 @@ class ZeroFillArgs(NamedTuple):
 
 
 class SoftUpstreamArgs(NamedTuple):
-    """What the backward of soft MaxSim starts from: the gradient of the scores ``[Nq, K]`` (any strides), the soft
-    maxima of query rows, those of a query or, in the cross product, of all queries behind one another; and sizes."""
+    """Inputs of the backward of soft MaxSim.
+
+    These are the score gradients `[Nq, K]` with any strides, the soft maxima of query rows, and the sizes. The soft
+    maxima of a query are contiguous. In the cross product the soft maxima of all queries are contiguous.
+    """
 
     grad_scores: Any
     stride_q: Any
@@ -213,8 +241,11 @@ class SoftUpstreamArgs(NamedTuple):
 
 
 class SoftOperand(NamedTuple):
-    """Rows of a product: where they begin, which count, the distance of their features; and, of those that a program
-    owns, their features where one step covers them, and their inverse norms."""
+    """Rows of one side of a product.
+
+    These are pointers, which rows are kept, and the feature stride. Rows that a program owns also have their features,
+    if one step covers them, and their inverse norms.
+    """
 
     ptr: Any
     ok: Any
@@ -224,9 +255,9 @@ class SoftOperand(NamedTuple):
 
 
 class Sm90SoftConfig(NamedTuple):
-    """Compile-time choices of `maxsim_soft_rows` and `maxsim_soft_tokens`, each correct for every shape."""
+    """Compile-time choices of `maxsim_soft_rows` and `maxsim_soft_tokens`, correct for every shape."""
 
-    BN: int  # others of a tile
+    BN: int  # rows of a streamed tile
     BD: int  # features, all of them: a power of two >= d
-    STAGES: int  # tiles of the ring, at least 2
-    OPERAND_IN_REGISTERS: bool  # what is owned in registers, else in shared memory
+    STAGES: int  # pipeline stages, at least 2
+    OPERAND_IN_REGISTERS: bool  # owned rows are kept in registers, else in shared memory

@@ -1,4 +1,24 @@
-"""Pieces of both backwards: the winners of query rows, the gathered gradient of rows, and what ends a gradient."""
+"""Parts of both backwards: the argmax of query rows, the gathered gradient, and the Jacobian of the norm.
+
+```text
+gather_gradients, BM tokens s of query i:
+    acc = 0                                          # [BM, BD], fp32
+    for k0 in range(k_begin, k_end, BN):
+        t, hit, g = argmax, argmax >= 0, grad_scores # of (document k0 + n, token s), BN * BM lanes
+        x = D[k0 + n, t]                             # [BN * BM, BD], zeros without a hit
+        g = g * inverse_norm(x)                      # NORMALIZE
+        acc += sum over n of g * x
+    return acc, whether any document has a hit
+
+Jacobian of u = x / max(||x||, eps) applied to G:
+    (G - u <u, G>) / max(||x||, eps), without the second term if ||x|| < eps
+```
+
+Invariants:
+
+- Documents are added in ascending order, BN at a time. Each step is summed inside a thread.
+- The document token of an absent argmax is not read, because it may hold NaN. Its gradient is zero.
+"""
 
 import triton
 import triton.language as tl
@@ -9,9 +29,9 @@ from .pairs import find_query_pairs, load_packed_argmax
 
 @triton.jit
 def locate_query_tile(up, C: tl.constexpr):
-    """The query whose tokens this program owns, those tokens (BM of them), and which exist.
+    """Return the query whose tokens this program owns, BM of its tokens, and which of them exist.
 
-    In packed layouts all query rows are the tokens of one query.
+    In packed layouts all query rows are tokens of one query.
     """
     tiles = tl.cdiv(up.Lq, C.BM)
     pid = tl.program_id(0)
@@ -21,7 +41,7 @@ def locate_query_tile(up, C: tl.constexpr):
 
 @triton.jit
 def load_argmax(up, owner, k, i, s, ok, C: tl.constexpr):
-    """Of query tokens (i, s) in document k: the winning token, whether there is one, and the score's gradient there."""
+    """Return the argmax of query tokens (i, s) in document k, whether there is one, and the gradient of its score."""
     k = k.to(tl.int64)
     if C.CANDIDATES:
         offsets = (owner.to(tl.int64) * up.K + k) * up.Lq + s
@@ -29,14 +49,15 @@ def load_argmax(up, owner, k, i, s, ok, C: tl.constexpr):
         offsets = (k * up.Nq + i) * up.Lq + s
     token = tl.load(up.argmax + offsets, mask=ok, other=-1).to(tl.int32)
     won = ok & (token >= 0)
-    pair = i.to(tl.int64) * up.stride_q + k * up.stride_k + 0 * s  # one for each row, also where i is a scalar
+    # One offset for each row, even if i is a scalar.
+    pair = i.to(tl.int64) * up.stride_q + k * up.stride_k + 0 * s
     g = tl.load(up.grad_scores + pair, mask=won, other=0.0)
     return token, won, g
 
 
 @triton.jit
 def dequantize_rows(x, scale, rows, ok):
-    """Tokens in fp32, numbers that have a `scale` times that of their rows."""
+    """Return tokens in fp32, multiplied by the scales of their rows if `scale` is not None."""
     x = x.to(tl.float32)
     if scale is not None:
         x *= tl.load(scale + rows, mask=ok, other=0.0)[:, None]
@@ -45,7 +66,7 @@ def dequantize_rows(x, scale, rows, ok):
 
 @triton.jit
 def _sum_row_squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
-    """``sum_k x[k]^2`` of `dequantize_rows`."""
+    """Return the sums of squares of dequantized rows. See `dequantize_rows`."""
     squares = sum_row_squares(pointers, ok, d, stride_d, C.BD, C.WIDE_OFFSETS)
     if scale is not None:
         s = tl.load(scale + rows, mask=ok, other=0.0)
@@ -55,23 +76,26 @@ def _sum_row_squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
 
 @triton.jit
 def _scatter_rows(targets, values, won, columns, d):
+    """Add rows to fp32 sums with atomics, if they have an argmax."""
     mask = won[:, None] & (columns < d)[None, :]
     tl.atomic_add(targets[:, None] + columns[None, :], values, mask=mask, sem="relaxed")
 
 
 @triton.jit
 def gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.constexpr):
-    """``sum_k g[i, k] * D[k, winner]`` of BM tokens of query i over some documents; and which of them win anything.
+    """Sum ``g[i, k] * D[k, argmax]`` for BM tokens of query i over documents `k_begin` to `k_end`.
 
-    BN documents a step, so that BM * BN rows are on their way from memory at once. The sum runs over the documents in
-    ascending order, in steps of BN from `k_begin`, each step summed inside a thread.
+    A step covers BN documents, so the loads of BM * BN rows are in flight at once. The sum visits documents in
+    ascending order. With C.NORMALIZE the document tokens are normalized first. Rows of an absent argmax are not read,
+    because they may hold NaN.
 
-    Unless `sum_D` is None, also adds ``g * rows`` to it atomically at each winning token. Winning tokens are normalised
-    first if asked. Rows of an absent winner are not read: they may hold NaN.
+    If `sum_D` is not None, ``g * rows`` is also added atomically to `sum_D` at each argmax.
+
+    Returns the sums `[BM, BD]` and whether each token has an argmax in any document.
     """
     acc = tl.full((C.BM, C.BD), 0, tl.float32)
     live = tl.full((C.BM,), 0, tl.int32)
-    # Winner number BM * n + m of a step is that of token m in document n.
+    # Lane BM * n + m of a step holds the argmax of token m in document n.
     n = tl.arange(0, C.BN * C.BM) // C.BM
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
@@ -103,7 +127,7 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C
                 g = tl.where(
                     won, g * compute_inverse_norm(_sum_row_squares(pointers, up.scale, at, won, d, D.stride_d, C)), 0.0
                 )
-        # Both factors are zero where nothing won; a selection would keep products and sums from being fused.
+        # Both factors are zero without an argmax. A select would prevent fused multiply-adds.
         acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
         live = live | tl.max(tl.reshape(won.to(tl.int32), (C.BN, C.BM)), axis=0)
     return acc, live > 0
@@ -111,7 +135,10 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C
 
 @triton.jit
 def backprop_normalize(G, x, squares, dot):
-    """The gradient of ``x / max(||x||, eps)`` given `G` and ``dot = <x / max(||x||, eps), G>``; F.normalize's clamp."""
+    """Return the gradient of ``x / max(||x||, eps)``, given `G` and ``dot = <x / max(||x||, eps), G>``.
+
+    The clamp is the clamp of `F.normalize`.
+    """
     scale = compute_inverse_norm(squares)
     dot = tl.where(tl.sqrt(squares) >= NORM_EPS, dot, 0.0)
     return (G - (x * scale[:, None]) * dot[:, None]) * scale[:, None]
@@ -119,7 +146,7 @@ def backprop_normalize(G, x, squares, dot):
 
 @triton.jit
 def sum_norm_terms(G, to, columns, D, d, C: tl.constexpr):
-    """The target's tokens x, ``<x, G>``, ``<x, x>``, and which tokens have a gradient here, over some features."""
+    """Return the target's tokens x, ``<x, G>``, ``<x, x>``, and which tokens have a gradient, over some features."""
     x = dequantize_rows(load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE_OFFSETS), to.scale, to.rows, to.ok)
     live = tl.max((G != 0.0).to(tl.int32), axis=1)
     return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
@@ -127,9 +154,10 @@ def sum_norm_terms(G, to, columns, D, d, C: tl.constexpr):
 
 @triton.jit
 def backprop_token_norm(G, sums, to, columns, D, d, C: tl.constexpr):
-    """`G` through the norm of its tokens. Tokens that receive nothing get zero: they may hold NaN.
+    """Return `G` through the Jacobian of the norm of its tokens.
 
-    `sums` are those of `sum_norm_terms` over all features, where these are not all.
+    Tokens without a gradient get zero, because they may hold NaN. `sums` are the results of `sum_norm_terms` over all
+    features, used unless C.SINGLE_STEP.
     """
     x, dot, squares, live = sum_norm_terms(G, to, columns, D, d, C)
     if not C.SINGLE_STEP:
@@ -139,14 +167,16 @@ def backprop_token_norm(G, sums, to, columns, D, d, C: tl.constexpr):
 
 @triton.jit
 def locate_partial_rows(partial, slots, columns, d):
+    """Return pointers to rows of the partial sums."""
     return partial + (slots * d)[:, None] + columns[None, :]
 
 
 @triton.jit
 def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
-    """Write ``sum_of(of, ..)`` of all features, BD at a time, to a `Target`, through the norm of its tokens if asked.
+    """Write ``sum_of(of, columns, d, C)`` of all features to a `GradientTarget`, BD features at a time.
 
-    The Jacobian of the norm needs sums over all features first. Where these are several steps, each is summed twice.
+    With C.NORMALIZE the gradient passes through the Jacobian of the norm of its tokens. The Jacobian needs sums over
+    all features first, so with several feature steps each step is computed twice.
     """
     TOKENS: tl.constexpr = to.t.shape[0]
     dot = tl.full((TOKENS,), 0, tl.float32)
@@ -160,7 +190,7 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
             dot += more_dot
             squares += more_squares
             live = live | more_live
-    # Of pieces Triton 3.6 spills what it hoists out of this loop, which is mostly one step.
+    # With pieces, Triton 3.6 would spill the values that it hoists out of this loop, which usually has one step.
     for c0 in tl.range(0, features, C.BD, disable_licm=to.partial is not None):
         columns = c0 + tl.arange(0, C.BD)
         G = sum_of(of, columns, d, C)

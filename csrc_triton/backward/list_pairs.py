@@ -1,6 +1,28 @@
-"""What the backward of packed layouts looks up is written here: the query of each packed row, and the `items`, sorted.
+"""Lookup tables of the packed backward: the query of each packed row, and the (query, document) pairs, sorted.
 
-Zeros of a gradient are written beside.
+`maxsim_ragged_items` writes the pairs (`items` in the code, see `pairs`). `maxsim_sort_items` sorts them by a field,
+and `maxsim_find_starts` locates the pairs of each tile or query.
+
+```text
+maxsim_sort_items, program = RANKED_PAIRS pairs n:
+    rank[n], end[n] = 0
+    for m0 in range(0, count, COMPARED_PAIRS):
+        for pairs m of the block with (key[m], m) < (key[n], n):
+            rank[n] += 1
+            end[n] = max(end[n], row of D after the document of m)
+    out[rank[n]] = pair n
+    reach[rank[n]] = max(end[n], row of D after the document of n)
+    # every second program writes zeros instead, see `ZeroFillArgs`
+maxsim_find_starts, program = PAIRS_PER_PROGRAM tiles t, binary search:
+    starts[0, t] = number of pairs whose key is below min(t * step, most)
+    starts[1, t] = number of pairs whose reach is at most t * step
+```
+
+The pairs that may touch tile t of rows of D are then ``starts[1, t]`` to ``starts[0, t + 1]``.
+
+Invariants:
+
+- The sort is stable. Its result does not depend on the order of the programs.
 """
 
 import triton
@@ -19,18 +41,21 @@ from .pairs import (
     FIELD_STOP,
 )
 
-PAIRS_PER_PROGRAM = tl.constexpr(128)  # items, or bounds, of a program
-QUERIES_PER_PROGRAM = tl.constexpr(16)  # of a program that writes which rows they have
+PAIRS_PER_PROGRAM = tl.constexpr(128)  # pairs, or starts, of a program
+QUERIES_PER_PROGRAM = tl.constexpr(16)  # queries of a program that writes the query of each row
 RANKED_PAIRS, COMPARED_PAIRS = (
     tl.constexpr(4),
     tl.constexpr(512),
-)  # items that a program ranks, and those they are compared with
+)  # pairs that a program ranks, and pairs of a comparison step
 FILL_ELEMENTS = tl.constexpr(8192)  # elements set to zero at a time
 
 
 @triton.jit
 def _describe_pair(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
-    """Query (-1: none), document and query rows of items n, and what finds their winners and score's gradients."""
+    """Return query (-1: none), document, first query row, and number of query rows of pairs `n`.
+
+    Also returns the offsets of their argmax and of the gradient of their score.
+    """
     if segments.pairs is not None:
         i, document, exists = load_pair(segments, n, ok, Nq, K)
         i = tl.where(exists, i, -1)
@@ -55,6 +80,7 @@ def _describe_pair(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDA
 
 @triton.jit
 def _write_pairs(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
+    """Write the fields of a block of pairs."""
     n = to_int64(block) * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
     ok = n < count
     i, document, begin, rows, argmax, score = _describe_pair(
@@ -73,6 +99,7 @@ def _write_pairs(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, s
 
 @triton.jit
 def _write_queries(segments, query, block, Nq, Tq):
+    """Write the query of each row of a block of queries."""
     i = block * QUERIES_PER_PROGRAM + tl.arange(0, QUERIES_PER_PROGRAM)
     begin, rows, _ = locate_query_segment(segments, i.to(tl.int64), i < Nq, Tq)
     s = tl.arange(0, PAIRS_PER_PROGRAM)
@@ -85,10 +112,23 @@ def _write_queries(segments, query, block, Nq, Tq):
 def maxsim_ragged_items(
     segments, items, query, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr
 ):  # fmt: skip
-    """Write `items` [FIELDS, count] and the query of each row into `query` [Tq], which is filled with -1.
+    """Write the pairs of a packed call and the query of each packed row.
 
-    Bounds of queries may leave gaps and come in any order. K documents are there, or candidates of each query; `most`
-    columns of winners with pairs.
+    Bounds of queries may leave gaps and come in any order.
+
+    Args:
+        segments: `SegmentArgs`.
+        items: Output int64 `[FIELD_COUNT, count]`.
+        query: Output `[Tq]`, filled with -1 by the caller.
+        Nq: Number of queries.
+        K: Number of documents, or of candidates of each query.
+        Tq: Packed query rows.
+        Td: Packed document rows.
+        count: Number of pairs.
+        most: Columns of the argmax of a pair list.
+        stride_q: Stride of the score gradients between queries, or between pairs of a pair list.
+        stride_k: Stride of the score gradients between documents.
+        CANDIDATES: Whether each query has its own documents.
     """
     blocks = tl.cdiv(count, PAIRS_PER_PROGRAM)
     block = tl.program_id(0)
@@ -100,11 +140,13 @@ def maxsim_ragged_items(
 
 @triton.jit
 def _load_field(items, count, n, ok, FIELD: tl.constexpr):
+    """Load a field of pairs `n`."""
     return tl.load(items + FIELD * to_int64(count) + n, mask=ok, other=0)
 
 
 @triton.jit
 def _sort_pairs(items, out, reach, count, block, KEY: tl.constexpr):
+    """Rank RANKED_PAIRS pairs and write them, and their reach, in sorted order."""
     n = to_int64(block) * RANKED_PAIRS + tl.arange(0, RANKED_PAIRS)
     ok = n < count
     key = _load_field(items, count, n, ok, KEY)
@@ -128,6 +170,7 @@ def _sort_pairs(items, out, reach, count, block, KEY: tl.constexpr):
 
 @triton.jit
 def fill_with_zeros(begin, elements, CACHE: tl.constexpr):
+    """Fill `elements` elements from `begin` on with zeros."""
     zeros = tl.zeros((FILL_ELEMENTS,), begin.dtype.element_ty)
     for first in tl.range(0, elements, FILL_ELEMENTS, num_stages=1):
         offsets = first + tl.arange(0, FILL_ELEMENTS)
@@ -136,7 +179,10 @@ def fill_with_zeros(begin, elements, CACHE: tl.constexpr):
 
 @triton.jit
 def _fill_share(ptr, elements, n, programs, CACHE: tl.constexpr):
-    """The n-th of `programs` parts of as many zeros; stores of whole vectors, but for the last few elements."""
+    """Fill the n-th of `programs` parts of an array with zeros.
+
+    All stores write whole vectors, except for the last few elements.
+    """
     elements = to_int64(elements)
     part = tl.cdiv(tl.cdiv(elements, FILL_ELEMENTS), programs) * FILL_ELEMENTS
     begin = n * part
@@ -148,14 +194,22 @@ def _fill_share(ptr, elements, n, programs, CACHE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def maxsim_sort_items(items, out, reach, zeros, count, KEY: tl.constexpr):
-    """Write the items sorted by field KEY, equal ones in their order; and unless `reach` is None, for each of them the
-    row of D behind its document and all documents before.
+    """Write the pairs sorted by field KEY. The sort is stable.
 
-    Every item is compared with every other: for the few thousand items of a batch, that is quicker than to sort. Which
-    leaves the memory idle: unless `zeros` is None, every second program, of at least as many, writes a part of
-    them; not to stay in the L2 cache, which others need more.
+    Every pair is compared with every other pair. For the few thousand pairs of a batch this is faster than a sort. The
+    comparisons leave the memory idle, so every second program fills a part of `zeros` if `zeros` is not None. The zeros
+    of the gradient are stored with the streaming hint ``.cs``, because other data needs the L2 cache more.
+
+    Args:
+        items: Pairs `[FIELD_COUNT, count]`.
+        out: Output of the same shape.
+        reach: Output `[count]`, for each sorted pair the row of D after its document and all earlier documents, or
+            None.
+        zeros: `ZeroFillArgs` or None. With it there are at least as many additional programs.
+        count: Number of pairs.
+        KEY: Field to sort by.
     """
-    programs = tl.cdiv(count, RANKED_PAIRS)  # that sort
+    programs = tl.cdiv(count, RANKED_PAIRS)  # sorting programs
     if zeros is None:
         _sort_pairs(items, out, reach, count, tl.program_id(0), KEY)
     else:
@@ -171,7 +225,7 @@ def maxsim_sort_items(items, out, reach, zeros, count, KEY: tl.constexpr):
 
 @triton.jit
 def _count_smaller(keys, x, count, rounds):
-    """How many of `count` ascending keys are smaller than x: a binary search of `rounds` rounds."""
+    """Return how many of `count` ascending keys are smaller than x, by a binary search of `rounds` rounds."""
     begin = tl.zeros(x.shape, tl.int32)
     end = begin + count
     for _ in range(rounds):
@@ -184,7 +238,7 @@ def _count_smaller(keys, x, count, rounds):
 
 @triton.jit
 def find_starts(keys, reach, starts, count, places, step, most, rounds, block):
-    """What block number `block` of `maxsim_find_starts` does."""
+    """Run block number `block` of `maxsim_find_starts`."""
     t = block * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
     bound = t.to(tl.int64) * step
     tl.store(starts + t, _count_smaller(keys, tl.minimum(bound, most), count, rounds), mask=t < places)
@@ -194,6 +248,9 @@ def find_starts(keys, reach, starts, count, places, step, most, rounds, block):
 
 @triton.jit(do_not_specialize=["count", "places", "step", "most", "rounds"])
 def maxsim_find_starts(keys, reach, starts, count, places, step, most, rounds):
-    """``starts[t]``: how many keys are smaller than ``min(t * step, most)``, of `locate_hit_tokens` of t; and behind
-    them, unless `reach` is None, how many of `reach` are no larger than ``t * step``."""
+    """Find the range of sorted pairs of each tile or query.
+
+    ``starts[t]``, for t < `places`, is the number of keys smaller than ``min(t * step, most)``. If `reach` is not None,
+    ``starts[places + t]`` is the number of elements of `reach` that are at most ``t * step``.
+    """
     find_starts(keys, reach, starts, count, places, step, most, rounds, tl.program_id(0))

@@ -1,6 +1,7 @@
-"""Items, which are documents as queries meet them: what is known of each, and what packed query rows won in them.
+"""Pairs of a query and a document in packed layouts: their fields, and the argmax of packed query rows in them.
 
-An item is a document of the cross product, a candidate of a query, or one of a pair list. `list_items` writes them.
+A pair (`items` in the code) is a document of the cross product, a candidate of a query, or an entry of a pair list.
+`list_pairs` writes pairs.
 """
 
 import triton
@@ -8,9 +9,10 @@ import triton.language as tl
 
 from ..common.primitives import to_int64
 
-# Fields of an item, int64. FIRST and LENGTH: its document's first row of D (behind all rows where nothing can win) and
-# number of tokens. BEGIN to STOP: its query's rows. WINNERS and SCORE: what a row's number is added to for its winner,
-# and where the score's gradient lies (in the cross product, that of query 0). QUERY: behind all where there is none.
+# Fields of a pair, int64. FIRST and LENGTH: first row of D and number of tokens of its document. FIRST is Td if the
+# pair has no document token or no query row. BEGIN to STOP: rows of its query. ARGMAX: offset that is added to a row
+# number to locate its argmax. SCORE: offset of the gradient of its score, of query 0 in the cross product. QUERY: its
+# query, or Nq if there is none.
 FIELD_FIRST, FIELD_LENGTH, FIELD_BEGIN, FIELD_STOP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FIELD_ARGMAX, FIELD_SCORE, FIELD_QUERY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 FIELD_COUNT = tl.constexpr(7)
@@ -18,13 +20,13 @@ FIELD_COUNT = tl.constexpr(7)
 
 @triton.jit
 def load_pair_field(up, n, ok, FIELD: tl.constexpr):
-    """A field of items n, 0 where not `ok`."""
+    """Load a field of pairs `n`, or 0 where not `ok`."""
     return tl.load(up.items + FIELD * to_int64(up.count) + n, mask=ok, other=0)
 
 
 @triton.jit
 def find_query_pairs(up, row, ok, C: tl.constexpr):
-    """Of packed query rows: their query (0 where none), and the first and the number of the items that it meets."""
+    """Return the query of packed query rows (0: none), the first pair of that query, and its number of pairs."""
     i = tl.load(up.query + row, mask=ok, other=-1).to(tl.int64)
     ok = ok & (i >= 0)
     i = tl.where(ok, i, 0)
@@ -41,17 +43,17 @@ def find_query_pairs(up, row, ok, C: tl.constexpr):
 
 @triton.jit
 def count_max_pairs(up, row, ok, C: tl.constexpr):
-    """The most items that any of the rows' queries meets."""
+    """Return the largest number of pairs of any query of these rows."""
     _, _, met = find_query_pairs(up, row, ok, C)
     return tl.max(met, axis=0).to(tl.int32)
 
 
 @triton.jit
 def load_packed_argmax(up, of, row, n, ok):
-    """Of packed query rows in the n-th item that their query meets, `of` being their `find_query_pairs`: the row of D
-    that won, whether one did, and the score's gradient.
+    """Return the argmax of packed query rows in the n-th pair of their query, as rows of D.
 
-    Nothing that is read decides whether something else is: the loads are on their way together.
+    Also returns whether there is an argmax, and the gradient of the score. `of` is the result of `find_query_pairs`. No
+    loaded value decides whether another value is loaded, so the loads are in flight together.
     """
     i, first, met = of
     n = n.to(tl.int64)
@@ -68,6 +70,7 @@ def load_packed_argmax(up, of, row, n, ok):
     length = load_pair_field(up, m, ok, FIELD_LENGTH)
     begin = load_pair_field(up, m, ok, FIELD_FIRST)
     g = tl.load(up.grad_scores + score_at, mask=ok, other=0.0)
-    won = ok & (token >= 0) & (token < length)  # no forward writes another
-    # Row 0 where none won, though it is not read: without that selection Triton 3.6 does not compile the other.
+    # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
+    won = ok & (token >= 0) & (token < length)
+    # Row 0 is not read. Without this select Triton 3.6 does not compile the select of the gradient.
     return tl.where(won, begin + token, 0), won, tl.where(won, g, 0.0)

@@ -1,4 +1,24 @@
-"""The destination-owned gradient of the queries: each element is summed by one program in a fixed order."""
+"""Query gradient: each element is summed by one program in a fixed order.
+
+```text
+acc[s] = sum_k grad_scores[i, k] * normalized(D[k, argmax[k, i, s]])
+grad_q_weight[i, s] = <normalized(q), acc[s]>
+grad_Q[i, s] = q_weight * acc[s], through the Jacobian of the norm
+
+program = BM tokens s of query i
+for c0 in range(0, d, BD):                          # only if NORMALIZE needs several feature steps
+    acc = gather_gradients(features c0 to c0 + BD)
+    dot += <q, acc>
+for c0 in range(0, d, BD):
+    acc = gather_gradients(features c0 to c0 + BD)  # [BM, BD], documents in ascending order
+    dot += <q, acc>                                 # unless the first loop computed it
+    grad_Q[i, s, c0 : c0 + BD] = q_weight * acc, through the Jacobian of the norm
+grad_q_weight[i, s] = dot * inverse_norm(q)
+```
+
+If only the gradient of the weight is needed, the first loop runs alone. No atomics. A token without an argmax gets a
+zero gradient and is not read.
+"""
 
 import triton
 import triton.language as tl
@@ -17,7 +37,10 @@ from .pairs import count_max_pairs
 
 @triton.jit
 def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C: tl.constexpr):
-    """For one feature step: the query rows (zero where they win nothing) and their gathered gradient before weights."""
+    """Compute the gathered gradient of one feature step, without weights.
+
+    Also returns the query rows, which are zero without an argmax, which rows have one, and the features.
+    """
     columns = c0 + tl.arange(0, C.BD)
     count = up.K
     if up.query is not None:
@@ -29,9 +52,16 @@ def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C: tl.constexpr):
 
 @triton.jit
 def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, d, C: tl.constexpr):
-    """grad_Q [Nq, Lq, d] and grad_weight [Nq, Lq] (None: not wanted), BM tokens of a query a program.
+    """Compute the query gradient of BM tokens of a query for each program.
 
-    Packed layouts are one query of Lq tokens.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        up: `UpstreamArgs`. Packed layouts are one query of Lq tokens.
+        grad_Q: Output `[Nq, Lq, d]`, contiguous, or None.
+        grad_weight: Output `[Nq, Lq]`, contiguous, or None.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     # The Jacobian of the norm needs <q, gathered> over all features before any of grad_Q can be written.
     TWICE: tl.constexpr = C.NORMALIZE and not C.SINGLE_STEP

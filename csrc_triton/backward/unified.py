@@ -1,4 +1,24 @@
-"""The source-owned backward: one pass over the winners adds to both gradients with fp32 atomics."""
+"""Unified backward: one pass over the argmax adds to both gradients with fp32 atomics.
+
+```text
+maxsim_scatter, program = (BM tokens s of query i, K_per_program documents):
+    for c0 in range(0, d, BD):
+        rows = q_weight * normalized(Q[i, s])
+        acc = 0
+        for k in documents of the program, BN at a time:
+            t, g = argmax[k, i, s], grad_scores[i, k]
+            acc += g * normalized(D[k, t])
+            atomic_add(sum_D[k, t], g * rows)
+        atomic_add(sum_Q[i, s], acc)
+maxsim_finish, program = BM rows x:
+    G = sum of the parts of sums[x], in order
+    grad_weight[x] = <normalized(x), G>
+    grad[x] = q_weight * G, through the Jacobian of the norm
+```
+
+The order of atomic additions varies, so the result is not reproducible. Rows whose sums are zero are not read, because
+they may hold NaN. Their gradient is zero. `maxsim_finish` also serves other backwards that leave fp32 sums.
+"""
 
 import triton
 import triton.language as tl
@@ -19,10 +39,20 @@ from .pairs import count_max_pairs
 
 @triton.jit(do_not_specialize=["K_per_program"])
 def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
-    """Add into zeroed fp32 sums (None: not wanted) what BM tokens of a query get from and give to some documents.
+    """Add the contributions of BM tokens of a query and some documents to both sums.
 
-    ``sum_Q[i, s] += g * D[winner]`` (before the weight) and ``sum_D[winner] += g * w * Q[i, s]``, normalised tokens
-    if asked; `maxsim_finish` turns the sums into gradients.
+    ``sum_Q[i, s] += g * D[argmax]`` excludes the weight, and ``sum_D[argmax] += g * q_weight * Q[i, s]``. Tokens are
+    normalized with C.NORMALIZE. `maxsim_finish` turns the sums into gradients.
+
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        up: `UpstreamArgs`.
+        sum_Q: fp32 sums `[Nq, Lq, d]`, filled with zeros, or None.
+        sum_D: fp32 sums `[documents, Ld, d]`, filled with zeros, or None.
+        d: Number of features.
+        K_per_program: Documents of a program.
+        C: Compile-time choices, a `KernelConfig`.
     """
     i, s, row_ok = locate_query_tile(up, C)
     row = i.to(tl.int64) * up.Lq + s
@@ -47,7 +77,7 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
 
 @triton.jit
 def _load_sums(sums, row, ok, columns, d, C: tl.constexpr):
-    """Features `columns` of the sums of rows, of their parts in order."""
+    """Load features `columns` of the sums of rows, adding their parts in order."""
     pointers = sums.ptr + row * d
     G = load_rows(pointers, ok, columns, d, 1, C.WIDE_OFFSETS)
     if sums.parts is not None:
@@ -58,10 +88,16 @@ def _load_sums(sums, row, ok, columns, d, C: tl.constexpr):
 
 @triton.jit
 def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
-    """Turn `sums` over the rows of X into their gradient, through the norm and times the weight; and the weight's own.
+    """Turn `sums` over the rows of X into their gradient, and compute the gradient of the weight.
 
-    X is ``[N, K, Lq, d]``, passed as Documents: the document tokens, or the query tokens with K = 1,
-    whose weights come from Q (documents pass it with none). `grad` or `grad_weight` is None where not wanted.
+    Args:
+        X: `DocumentArgs` of rows `[N, K, Lq, d]`: document tokens, or query tokens with K = 1.
+        Q: `QueryArgs` with the weights, or without weights for documents.
+        sums: `RowSumArgs`.
+        grad: Output in the shape of X, contiguous, or None.
+        grad_weight: Output `[N, Lq]`, contiguous, or None. It requires K = 1.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     n, s, ok = locate_query_tile(sums, C)
     row = n.to(tl.int64) * sums.Lq + s

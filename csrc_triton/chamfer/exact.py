@@ -1,9 +1,35 @@
-"""Nearest points of two clouds, both ways in one pass over their distances.
+"""Nearest points of two clouds in both directions, in one pass over the distances.
 
-A program has BM points of P and one part of R. It keeps no index: the least distance of each point goes, above a code
-of the few points that it may be of, into a 64-bit key, and an atomic minimum keeps the least key: the result does not
-hang on the order. `chamfer_winners` then looks at these few again, distance by distance. `chamfer_products` has squared
-distances of many coordinates.
+```text
+distance(p, r) = sum_c (p_c - r_c)^2, or sum_c |p_c - r_c|
+```
+
+A 64-bit key holds the bits of a distance above a code that names a few candidate points. An atomic minimum keeps the
+smallest key, so the result does not depend on the order of programs.
+
+```text
+chamfer_nearest, program = (cloud, BM points of P, part of R):
+    best = no point                                  # [BM, BN], one value for each class of R points
+    for first in range(begin, end, 2 * BN):          # two steps of BN points of R
+        S = distances of BM points to BN points, as ordered integers
+        best = min(best, S)
+        atomic_min(of_R[points of the step], (min of S over BM, row tile of P))
+    atomic_min(of_P[BM points], (min of best, part and class of the minimum))
+chamfer_select, program = BM points:
+    for the candidates that the key of a point names, BN at a time:
+        S = distances of the point to these candidates
+        best, index = minimum and its candidate
+    distances, nearest = minimum over BN, lowest index that attains it
+```
+
+`chamfer_products` in `products` fills the keys of squared distances of many coordinates.
+
+Invariants:
+
+- `chamfer_nearest` adds the coordinates of a distance in ascending order, with an fma for squares.
+- NaN has the smallest key. With few coordinates a fast pass ignores NaN, and a second pass runs if a point is not
+  finite.
+- A key never increases, so a program skips the atomic minimum if its value is not below an old value.
 """
 
 import triton
@@ -11,14 +37,14 @@ import triton.language as tl
 
 from ..common.primitives import to_int64, to_mask
 
-NAN_ORDER = tl.constexpr(-(2**31))  # in a key, of a NaN
+NAN_ORDER = tl.constexpr(-(2**31))  # the ordered integer of a NaN
 _NO_POINT = tl.constexpr(2**31 - 1)
-_COUNT_UNIT = tl.constexpr(1 << 16)  # beside a class
+_COUNT_UNIT = tl.constexpr(1 << 16)  # one hit, counted above the bits of a class
 
 
 @triton.jit
 def load_cloud_length(X, batch):
-    """How many points a cloud has, and whether that number can be."""
+    """Return the number of points of a cloud, and whether the given length is valid."""
     count = batch * 0 + X.count
     ok = batch >= 0
     if X.lengths is not None:
@@ -30,18 +56,19 @@ def load_cloud_length(X, batch):
 
 @triton.jit
 def _locate_points(X, batch, n):
+    """Return pointers to points of a cloud."""
     return X.ptr + batch.to(tl.int64) * X.stride_batch + n.to(tl.int64) * X.stride_n
 
 
 @triton.jit
 def nan_min(a, b):
-    """NaN if either is."""
+    """Return the minimum, or NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _add_coordinate(S, x, y, C: tl.constexpr):
-    """Distances with those of one more coordinate; sums of squares are rounded in one way, however compiled."""
+    """Add one coordinate to distances. Squares use an explicit fma, so the rounding does not depend on the compiler."""
     if C.METRIC == "l1":
         S += tl.abs(x - y)
     else:
@@ -51,12 +78,13 @@ def _add_coordinate(S, x, y, C: tl.constexpr):
 
 @triton.jit
 def _load_coordinate(pointers, stride_d, k):
+    """Load one coordinate of points in fp32."""
     return tl.load(pointers + to_int64(k) * stride_d).to(tl.float32)
 
 
 @triton.jit
 def _load_few_coordinates(pointers, stride_d, C: tl.constexpr):
-    """The C.BD <= 4 coordinates of points; what is beyond them repeats the first, and is not looked at."""
+    """Load the C.BD <= 4 coordinates of points. Missing coordinates repeat the first and are not used."""
     x = _load_coordinate(pointers, stride_d, 0)
     y, z, w = x, x, x
     if C.BD > 1:
@@ -70,7 +98,7 @@ def _load_few_coordinates(pointers, stride_d, C: tl.constexpr):
 
 @triton.jit
 def _compute_unrolled_distances(p, r, C: tl.constexpr):
-    """Distances ``[BM, BN]`` of points with few coordinates."""
+    """Return the distances `[BM, BN]` of points with at most 4 coordinates."""
     S = _add_coordinate(tl.full((C.BM, C.BN), 0, tl.float32), p[0][:, None], r[0][None, :], C)
     if C.BD > 1:
         S = _add_coordinate(S, p[1][:, None], r[1][None, :], C)
@@ -83,7 +111,7 @@ def _compute_unrolled_distances(p, r, C: tl.constexpr):
 
 @triton.jit
 def _compute_looped_distances(at_p, at_r, P, R, d, C: tl.constexpr):
-    """The same of any number of coordinates, read one by one."""
+    """Return the distances `[BM, BN]` of points with any number of coordinates, loaded one by one."""
     S = tl.full((C.BM, C.BN), 0, tl.float32)
     for k in range(0, d):
         x = _load_coordinate(at_p, P.stride_d, k)
@@ -94,14 +122,14 @@ def _compute_looped_distances(at_p, at_r, P, R, d, C: tl.constexpr):
 
 @triton.jit
 def _load_own_coordinates(P, at_p, C: tl.constexpr):
-    """Coordinates that a program keeps of its points, and NaN unless all of these are finite."""
+    """Return the coordinates of the program's points, and a flag that is NaN unless all are finite."""
     p = _load_few_coordinates(at_p, P.stride_d, C)
     return p, _flag_non_finite(p, tl.full((C.BM,), 0, tl.float32), C)
 
 
 @triton.jit
 def _flag_non_finite(x, odd, C: tl.constexpr):
-    """`odd`, or NaN where a coordinate is not finite."""
+    """Return `odd`, or NaN where a coordinate is not finite."""
     odd = tl.fma(x[0], 0.0, odd)
     if C.BD > 1:
         odd = tl.fma(x[1], 0.0, odd)
@@ -114,13 +142,14 @@ def _flag_non_finite(x, odd, C: tl.constexpr):
 
 @triton.jit
 def _compute_step(P, R, of_R, at_p, p, batch, first, end, odd, d, C: tl.constexpr, CAREFUL: tl.constexpr):
-    """Distances to BN points from `first` on as integers in their order, and what there is of these points' keys.
+    """Return distances to BN points from `first` on as ordered integers, and the present keys of these points.
 
-    That of a NaN is the least with CAREFUL, else the largest, as of its bits.
+    With CAREFUL a NaN becomes the smallest integer. Otherwise it is the largest, because of its bits.
     """
     j = first + tl.arange(0, C.BN)
     keys = tl.load(of_R + batch.to(tl.int64) * R.count + j, mask=j < end, other=0)
-    at_r = _locate_points(R, batch, tl.minimum(j, end - 1))  # the last again: that changes no minimum
+    # Repeat the last point after the end, which changes no minimum.
+    at_r = _locate_points(R, batch, tl.minimum(j, end - 1))
     if C.BD <= 4:
         r = _load_few_coordinates(at_r, R.stride_d, C)
         odd = _flag_non_finite(r, odd, C)
@@ -135,21 +164,21 @@ def _compute_step(P, R, of_R, at_p, p, batch, first, end, odd, d, C: tl.constexp
 
 @triton.jit
 def make_keys(distances, codes):
-    """Keys of distances as integers in their order."""
+    """Return keys of distances, given as ordered integers, and codes."""
     return (distances.to(tl.int64) << 32) | codes.to(tl.int64)
 
 
 @triton.jit
 def lower_keys(keys, key, old, ok):
-    """Lower `keys` to these. They never rise: what is no less than an old value need not be tried."""
+    """Lower `keys` to `key`. The atomic is skipped if `key` is not below an old value, because keys never increase."""
     tl.atomic_min(keys, key, mask=ok & (key < old), sem="relaxed")
 
 
 @triton.jit
 def _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C: tl.constexpr, CAREFUL: tl.constexpr):
-    """The least distance of each of BM points in each of BN classes of the others; theirs go to their keys.
+    """Return the smallest distance of each of BM points in each of BN classes, and lower the keys of the other points.
 
-    Two steps at a time: of three numbers one instruction finds the least.
+    Two steps are combined, because one instruction computes the minimum of three numbers.
     """
     best = tl.full((C.BM, C.BN), _NO_POINT, tl.int32)
     keys = of_R + batch.to(tl.int64) * R.count + tl.arange(0, C.BN)
@@ -165,10 +194,17 @@ def _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C: tl.const
 
 @triton.jit(do_not_specialize=["part"])
 def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
-    """Lower the keys ``of_P [B, N]`` and ``of_R [B, M]`` to those of BM points and `part` others, a multiple of 2 BN.
+    """Lower the keys of BM points of P and of `part` points of R to the keys of their distances.
 
-    Programs ``B * row tiles * parts``. A key of `of_R` tells a row tile of P; one of `of_P` a part of R and the class
-    of the nearest, its number in the part modulo BN, or BN if several classes have one.
+    Args:
+        P: `PointArgs` of the first clouds.
+        R: `PointArgs` of the second clouds.
+        of_P: Keys int64 `[B, N]`. A code names a part of R and a class. The class is the number of the nearest point in
+            the part modulo BN, or BN if several classes are equally near.
+        of_R: Keys int64 `[B, M]`. A code names a row tile of P.
+        part: Points of a part, a multiple of `2 * BN`. The grid is `B * row tiles * parts`.
+        d: Number of coordinates.
+        C: Compile-time choices, a `ChamferConfig`.
     """
     tiles, parts = tl.cdiv(P.count, C.BM), tl.cdiv(R.count, part)
     batch = tl.program_id(0) // (tiles * parts)
@@ -178,7 +214,7 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
     M, _ = load_cloud_length(R, batch)
     begin = which * part
     end = tl.minimum(begin + part, M)
-    end = tl.where(tile * C.BM < N, end, begin)  # else nobody is here
+    end = tl.where(tile * C.BM < N, end, begin)  # an empty range if the tile has no point
 
     i = tile * C.BM + tl.arange(0, C.BM)
     at_p = _locate_points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))
@@ -186,7 +222,8 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
     if C.BD <= 4:
         p, odd_p = _load_own_coordinates(P, at_p, C)
         best, odd = _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, False)
-        if tl.sum(odd, axis=0) + tl.sum(odd_p, axis=0) != 0.0:  # rare
+        # NaN differs from 0. This is rare.
+        if tl.sum(odd, axis=0) + tl.sum(odd_p, axis=0) != 0.0:
             best, odd = _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, True)
     else:
         best, odd = _scan_part(P, R, of_R, at_p, 0, batch, tile, begin, end, odd, d, C, True)
@@ -200,7 +237,7 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
 
 @triton.jit
 def _compute_pair_distances(own, others, there, X, Y, d, C: tl.constexpr):
-    """Distances ``[BM, BN]`` of points to others of their own; what is not `there` is not read."""
+    """Return distances `[BM, BN]` of points to their own candidates. Candidates not in `there` are not read."""
     S = tl.full((C.BM, C.BN), 0, tl.float32)
     FEW: tl.constexpr = C.BD
     if FEW <= 4:
@@ -222,10 +259,10 @@ def _compute_pair_distances(own, others, there, X, Y, d, C: tl.constexpr):
 
 @triton.jit
 def _decode_key(code, length, size, C: tl.constexpr):
-    """Whom a key's code names: where they begin and end, how many there are, and whether they are a whole part.
+    """Return the candidates that the code of a key names: begin, end, number, and whether they are a whole part.
 
-    A part of `size` points has KINDS classes of runs of RUN points, by turns; a code above these is the whole part.
-    With one class all codes are.
+    A part of `size` points is divided into runs of C.CLASS_RUN points, which are assigned to C.KEY_CLASSES classes in
+    rotation. A code above the classes names the whole part. With one class every code does.
     """
     part = code // (C.KEY_CLASSES + 1) if C.KEY_CLASSES > 1 else code
     kind = code % (C.KEY_CLASSES + 1) if C.KEY_CLASSES > 1 else code * 0 + C.KEY_CLASSES
@@ -237,9 +274,21 @@ def _decode_key(code, length, size, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["points", "size"])
 def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.constexpr):
-    """Of BM of all `points` of X, the distance to the nearest of Y and which that is, of those that their keys tell.
+    """Find the distance and index of the nearest point among the candidates that the keys name.
 
-    Beyond the end of a cloud 0 and -1; inf and -1 where there is nobody, NaN and -1 where a length cannot be.
+    Points beyond the end of a cloud get 0 and -1. If the other cloud is empty, a point gets inf and -1. With an invalid
+    length a point gets NaN and -1.
+
+    Args:
+        X: `PointArgs` of the points.
+        Y: `PointArgs` of the other clouds.
+        keys: Keys of the points of X.
+        distances: Output fp32, in the shape of `keys`.
+        nearest: Output, in the shape of `keys`.
+        points: Points of all clouds of X. A program handles BM of them.
+        size: Points of a part of Y.
+        d: Number of coordinates.
+        C: Compile-time choices, a `ChamferConfig`.
     """
     at = tl.program_id(0).to(tl.int64) * C.BM + tl.arange(0, C.BM)
     inside = at < points
@@ -260,7 +309,8 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
         if C.KEY_CLASSES > 1:
             k = tl.where(whole[:, None], k, k // C.CLASS_RUN * (C.KEY_CLASSES * C.CLASS_RUN) + k % C.CLASS_RUN)
         j = begin[:, None] + k
-        j = tl.where((j < end[:, None]) & (k < size), j, begin[:, None])  # the first again: that changes nothing
+        # Repeat the first candidate after the end, which changes nothing.
+        j = tl.where((j < end[:, None]) & (k < size), j, begin[:, None])
         others = _locate_points(Y, batch[:, None], j)
         S = _compute_pair_distances(own, others, there[:, None] & (j >= 0), X, Y, d, C)
         better = (S < best) | ((S != S) & (best == best)) | (first == 0)
@@ -269,7 +319,7 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
     least = tl.reduce(best, 1, nan_min)
     hit = (best == least[:, None]) | (best != best)
     index = tl.min(tl.where(hit, where, 2147483647), axis=1)
-    # Who is NaN by products alone is too far off for them.
+    # A NaN key gives NaN, even if only the products of distant points overflowed.
     distance = tl.where((key >> 32).to(tl.int32) == NAN_ORDER, float("nan"), least)
     distance = tl.where(there, distance, tl.where(n < N, float("inf"), 0.0))
     tl.store(distances + at, tl.where(ok, distance, float("nan")), mask=inside)
@@ -278,9 +328,21 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
 
 @triton.jit(do_not_specialize=["points"])
 def chamfer_slopes(X, Y, grad, grad_stride_batch, grad_stride_n, nearest, slopes, points, d, C: tl.constexpr):
-    """What the gradients of the distances of X give its `points` points, of all clouds: ``slopes [points, d]``.
+    """Compute the gradient that the distances of X give to their points: ``slopes [points, d]``.
 
-    0 where there is no nearest of Y, whatever lies there.
+    It is 0 for a point without a nearest point, whatever its coordinates.
+
+    Args:
+        X: `PointArgs` of the points.
+        Y: `PointArgs` of the other clouds.
+        grad: Gradients of the distances.
+        grad_stride_batch: Stride of `grad` between clouds.
+        grad_stride_n: Stride of `grad` between points.
+        nearest: Index of the nearest point of Y for each point, or -1.
+        slopes: Output `[points, d]`, contiguous.
+        points: Points of all clouds of X. A program handles BM of them.
+        d: Number of coordinates.
+        C: Compile-time choices, a `ChamferConfig`.
     """
     row = tl.program_id(0).to(tl.int64) * C.BM + tl.arange(0, C.BM)
     ok = row < points

@@ -1,15 +1,32 @@
-"""Nearest points by the matrix unit: squared distances as ``|p|^2 + |r|^2 - 2 <p, r>``, near enough to say who is near.
+"""Nearest points with tensor cores: squared distances as ``|p|^2 + |r|^2 - 2 <p, r>``.
 
-Points become terms first, once: rows of half-precision numbers, whose products run at the full rate, and norms. An fp32
-row x is held as ``2^e (hi + lo)``, hi and lo in fp16, e chosen so that its largest feature is just below 2^15: hi + lo
-is x but for 2^-22 of each feature and 2^-39 of the largest. So
+These distances only select candidates. `chamfer_select` computes the winning distance again from differences. Points
+are first converted to terms: rows of half-precision features and their norms. An fp32 row x is split as
 
-    p . r = 2^(e_p + e_r) (hi hi' + hi lo' + lo hi')
+```text
+x = 2^e (hi + lo),    hi, lo in fp16, e such that the largest feature is just below 2^15
+<p, r> = 2^(e_p + e_r) (hi hi' + hi lo' + lo hi')
+```
 
-to 2^-21 of ``|p| |r|`` besides the rounding of the sums: as near as |p|^2 + |r|^2 in fp32 deserve. `fp32` holds
-features of any size as well, which scales its small products apart.
+hi + lo equals x up to 2^-22 of each feature and 2^-39 of the largest. The product is accurate to 2^-21 of ``|p| |r|``,
+besides the rounding of the sums. This matches the accuracy of ``|p|^2 + |r|^2`` in fp32. `common.fp32` also represents
+features of any size, because it scales its small products separately.
 
-A row whose norm is not finite has zeros for terms; one that is not there an infinite norm.
+```text
+chamfer_products, program = (cloud, BM points of P, part of R of `steps` tiles):
+    best = inf                                       # [BM, 4], one value for each lane
+    for first in range(begin, end, BN):
+        S = terms of P @ terms of R.T                # [BM, BN]
+        S = norms of P + norms of R - 2 * scales * S
+        best, where = minimum over the lane's columns, number of the step
+        atomic_min(of_R[points of the step], (min of S over 16 rows, these 16 points of P))
+    atomic_min(of_P[BM points], (min of best, step and lane of the minimum))
+```
+
+Invariants:
+
+- A row with a non-finite norm has zeros as terms. A row that does not exist has an infinite norm.
+- Rows of a cloud are padded to a multiple of every tile, so tiles need no masks.
 """
 
 import triton
@@ -20,15 +37,15 @@ from .exact import NAN_ORDER, load_cloud_length, lower_keys, make_keys, nan_min
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
-_MIN_EXPONENT_BITS = tl.constexpr(15 << 23)  # what is smaller has no square in fp32
-_SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)  # less an exponent: what takes it to 2^14
+_MIN_EXPONENT_BITS = tl.constexpr(15 << 23)  # the square of a smaller value underflows in fp32
+_SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)  # minus an exponent: the factor that brings it to 2^14
 _SCALE_EXPONENT_BITS = tl.constexpr(14 << 23)
-_CODES_PER_STEP = tl.constexpr(5)  # of a step: four lanes, or several of them
+_CODES_PER_STEP = tl.constexpr(5)  # four lanes, or all of them
 
 
 @triton.jit
 def _measure_rows(pointers, ok, X, d, C: tl.constexpr):
-    """Each row's sum of squares, and its largest magnitude as the bits of a float."""
+    """Return the sum of squares of each row, and its largest magnitude as the bits of a float."""
     squares = tl.full((C.BM,), 0, tl.float32)
     most = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
@@ -40,7 +57,15 @@ def _measure_rows(pointers, ok, X, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
-    """Write BM of the first `rows` rows of `terms`, with their norms and scales."""
+    """Write BM rows of terms, with their norms and scales.
+
+    Args:
+        X: `PointArgs` of the points.
+        terms: `PointTermArgs` to fill.
+        rows: Number of rows of `terms`.
+        d: Number of coordinates.
+        C: Compile-time choices, a `ChamferConfig`.
+    """
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     batch = terms.batch + row // terms.each
     n = terms.first + row % terms.each
@@ -73,7 +98,7 @@ def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
 
 @triton.jit
 def _load_tile(tiles, terms, row, c0, lo, BM: tl.constexpr, C: tl.constexpr):
-    """BM rows from `row` on, BD features from c0 on; their low parts where `lo` is 1."""
+    """Load BM rows from `row` on, BD features from `c0` on, or their low parts if `lo` is 1."""
     row += lo * terms.room
     if tiles is not None:
         x = tiles.load([row, c0])
@@ -85,7 +110,7 @@ def _load_tile(tiles, terms, row, c0, lo, BM: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _load_split_tile(tiles, terms, row, c0, BM: tl.constexpr, C: tl.constexpr):
-    """The high and low parts of a tile; of terms that are not split the same twice."""
+    """Return the high and low parts of a tile, or the same tile twice without C.SPLIT_FP32."""
     hi = _load_tile(tiles, terms, row, c0, 0, BM, C)
     lo = hi
     if C.SPLIT_FP32:
@@ -95,7 +120,7 @@ def _load_split_tile(tiles, terms, row, c0, BM: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _add_products(S, x, y, C: tl.constexpr):
-    """S with the products of terms; the small ones first."""
+    """Return S plus the products of terms. The small products are added first."""
     if C.SPLIT_FP32:
         S = tl.dot(x[1], tl.trans(y[0]), S)
         S = tl.dot(x[0], tl.trans(y[1]), S)
@@ -104,20 +129,26 @@ def _add_products(S, x, y, C: tl.constexpr):
 
 @triton.jit
 def _order_distances(distances):
-    """As integers in their order, NaN below all."""
+    """Return distances as ordered integers, NaN below all."""
     bits = distances.to(tl.int32, bitcast=True)
     return tl.where(distances == distances, bits ^ ((bits >> 31) & _MAGNITUDE_MASK), NAN_ORDER)
 
 
 @triton.jit
 def _reduce_lane_minima(S, C: tl.constexpr):
-    """Of each row in each lane: [BM, BN] is [BM, BN // 8, 4, 2] there, and axes 1 and 3 stay in a thread."""
+    """Return the minimum of each row in each lane.
+
+    [BM, BN] is viewed as [BM, BN // 8, 4, 2]. Axes 1 and 3 are within a thread.
+    """
     return tl.reduce(tl.reduce(tl.reshape(S, (C.BM, C.BN // 8, 4, 2)), 3, nan_min), 1, nan_min)
 
 
 @triton.jit
 def _make_column_keys(S, group, C: tl.constexpr):
-    """The least of each column, over the number of the 16 rows, from `group` on, that it is in; a warp has these."""
+    """Return keys of the minimum of each column, with the number of the group of 16 rows that attains it.
+
+    A warp holds these 16 rows. `group` is the number of the first group.
+    """
     least = tl.reduce(tl.reduce(tl.reshape(S, (C.BM // 16, 2, 8, C.BN)), 1, nan_min), 1, nan_min)
     groups = group + tl.arange(0, C.BM // 16)
     return tl.min(make_keys(_order_distances(least), tl.broadcast_to(groups[:, None], least.shape)), axis=0)
@@ -125,7 +156,10 @@ def _make_column_keys(S, group, C: tl.constexpr):
 
 @triton.jit
 def _make_row_keys(best, where):
-    """The least of each row over the code of its lane, or that of all if several lanes of a step have it."""
+    """Return keys of the minimum of each row, with the code of its lane.
+
+    If several lanes of a step are equal, the code names all lanes of the step.
+    """
     lane = tl.arange(0, 4)[None, :]
     keys = make_keys(_order_distances(best), where * _CODES_PER_STEP + lane)
     key = tl.min(keys, axis=1)
@@ -136,10 +170,20 @@ def _make_row_keys(best, where):
 
 @triton.jit(do_not_specialize=["steps"])
 def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.constexpr):
-    """As `chamfer_nearest`, of the clouds and points that terms p and r are of; a part of R has `steps` of BN.
+    """Lower the keys of `chamfer_nearest` for the clouds and points of terms p and r.
 
-    A key of `of_R` tells 16 points of P; one of `of_P` a step of BN points of R and the lane of the nearest, of those
-    over which the matrix unit spreads a row, by turns two points to each; or 4 if several lanes have one.
+    Args:
+        P: `PointArgs` of the first clouds.
+        R: `PointArgs` of the second clouds.
+        p: `PointTermArgs` of points of P.
+        r: `PointTermArgs` of points of R.
+        p_tiles: Tensor descriptor of the rows of p in blocks `[BM, BD]`, or None.
+        r_tiles: Tensor descriptor of the rows of r in blocks `[BN, BD]`, or None.
+        of_P: Keys int64 `[B, N]`. A code names a step of BN points of R and a lane of the tensor core layout. Lanes
+            receive two neighboring points each, in rotation. Lane 4 stands for all lanes, if several are equally near.
+        of_R: Keys int64 `[B, M]`. A code names 16 points of P.
+        steps: Tiles of BN points in a part of R.
+        C: Compile-time choices, a `ChamferConfig`.
     """
     part = steps * C.BN
     tiles, parts = p.each // C.BM, tl.cdiv(r.each, part)
@@ -151,7 +195,7 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     begin = tl.program_id(0) % parts * part
     end = tl.minimum(tl.minimum(begin + part, r.each), M - r.first)
     i = p.first + tile * C.BM + tl.arange(0, C.BM)
-    end = tl.where(p.first + tile * C.BM < N, end, begin)  # else nobody is here
+    end = tl.where(p.first + tile * C.BM < N, end, begin)  # an empty range if the tile has no point
 
     row = local * p.each + tile * C.BM
     norms = tl.load(p.norms + row + tl.arange(0, C.BM))
@@ -165,7 +209,7 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     group = (p.first + tile * C.BM) // 16
     for first in range(begin, end, C.BN):
         other = local * r.each + first
-        # Asked for before the products, not after.
+        # Load these before the products, to overlap the latency.
         r_norms = tl.load(r.norms + other + tl.arange(0, C.BN))
         r_scales = r_norms
         if C.SPLIT_FP32:

@@ -1,16 +1,16 @@
-"""Arguments of kernels: tensors with their strides and masks, grouped so that a launch reads like a call.
+"""Kernel arguments: tensors with their strides and masks, in named tuples, and the configuration tuples of the kernels.
 
-`backward_arguments` has the arguments of the backward. Two layouts share every kernel. Cross product: D is
-``[Nd, Ld, d]`` and every document is scored against every query. Candidates: D is ``[Nq, K, Ld, d]`` and a document is
-scored against the one query that owns it. A document is found at ``owner * stride_owner + k * stride_doc``, with
-``stride_owner = 0`` and ``owner = 0`` for the cross product.
+`backward/arguments.py` has the arguments of the backward. Two layouts share every kernel. In the cross product, D is
+`[Nd, Ld, d]`, and every document is scored against every query. With candidates, D is `[Nq, K, Ld, d]`, and a document
+is scored against the one query that owns it. A document begins at `owner * stride_owner + k * stride_doc`. In the cross
+product `stride_owner` and `owner` are 0.
 """
 
 from typing import Any, NamedTuple
 
 
 class QueryArgs(NamedTuple):
-    """Query tokens ``[Nq, Lq, d]`` with optional mask and weight ``[Nq, Lq]`` (None where absent)."""
+    """Query tokens `[Nq, Lq, d]` with an optional mask and weight `[Nq, Lq]`, None if absent."""
 
     ptr: Any
     stride_n: Any
@@ -25,7 +25,7 @@ class QueryArgs(NamedTuple):
 
 
 class DocumentArgs(NamedTuple):
-    """Document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` with an optional mask (None where absent)."""
+    """Document tokens `[Nd, Ld, d]` or `[Nq, K, Ld, d]` with an optional mask, None if absent."""
 
     ptr: Any
     stride_owner: Any
@@ -39,9 +39,10 @@ class DocumentArgs(NamedTuple):
 
 
 class DequantArgs(NamedTuple):
-    """What the numbers of quantised documents count as: times `scale`, and `minimum` added where it is not None; fp32.
+    """Dequantization of encoded documents: `value = code * scale + minimum`, in fp32.
 
-    `scale_each` and `minimum_each` are 1 where each token has its own, 0 where there is one for all.
+    There is no addition if `minimum` is None. `scale_each` and `minimum_each` are the strides from token to token. They
+    are 1 if each token has its own value, and 0 if one value serves all tokens.
     """
 
     scale: Any
@@ -51,9 +52,10 @@ class DequantArgs(NamedTuple):
 
 
 class CodecDequantArgs(NamedTuple):
-    """`DequantArgs` of residual codes, and what they are decoded with: see `residual`.
+    """`DequantArgs` of residual codes with the tables that decode them, see `formats/residual.py`.
 
-    Codes of all tokens, int32 or int64; centroids ``[centroids_count, d]``, contiguous; weights of buckets, fp32.
+    `codes` holds the codes of all tokens, int32 or int64. `centroids` is `[centroids_count, d]` and contiguous.
+    `weights` holds the weights of the buckets in fp32.
     """
 
     scale: Any
@@ -67,9 +69,10 @@ class CodecDequantArgs(NamedTuple):
 
 
 class EncodedDocumentArgs(NamedTuple):
-    """Documents ``[K, Ld, d]``, contiguous, beside the descriptor that a kernel reads them by.
+    """Contiguous documents `[K, Ld, d]`, for kernels that also read them through a tensor descriptor.
 
-    Of int8 and FP8 ``scale[k * stride_doc + t * stride_l]`` is what token t of document k is times; None of fp32.
+    For int8 and FP8, `scale[k * stride_doc + t * stride_l]` is the scale of token t of document k. For fp32, `scale` is
+    None.
     """
 
     ptr: Any
@@ -79,10 +82,10 @@ class EncodedDocumentArgs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads tokens from: Q and D; of D a tensor descriptor and `DequantArgs`, of either `TermArgs`, or
-    None.
+    """Sources of the tokens that a program reads.
 
-    `tau` is the temperature of `Config.SOFT`, None without.
+    `tiles` is a tensor descriptor of D. `terms` is the `TermArgs` of both operands. `counts` is the `DequantArgs` of D.
+    `tau` is the temperature with KernelConfig.SOFT. Each of these is None if it is not used.
     """
 
     Q: Any
@@ -95,11 +98,12 @@ class Operands(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Query rows of a tile: where each begins, its number in the terms of Q, whether it counts, and the sum of its
-    features, where `DequantArgs` have a minimum, else None.
+    """Query rows of a tile.
 
-    With `Config.SOFT` what similarities are multiplied by, and what exponents are; the former also where rows are held
-    over powers of two, as `stored` has them. None without.
+    `ptr` points to each row, `number` is its row in the terms of Q, and `ok` says whether it exists and is not masked.
+    `sums` is the sum of its features, or None unless `DequantArgs` have a minimum. With KernelConfig.SOFT, similarities
+    are multiplied by `scale` and exponents by `rate`. `scale` is also the power of two that a row is divided by for FP8
+    (`formats/encoded.py`). Both are None otherwise.
     """
 
     ptr: Any
@@ -111,7 +115,11 @@ class QueryRows(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document: where its tokens and their mask begin, if there is one; its first row in a descriptor; its length."""
+    """One document.
+
+    `ptr` points to its first token and `mask` to its first mask element. Without a mask, `mask` is not used. `row` is
+    its first row in a tensor descriptor, and `length` is its number of tokens.
+    """
 
     ptr: Any
     mask: Any
@@ -120,14 +128,14 @@ class Document(NamedTuple):
 
 
 class OutputArgs(NamedTuple):
-    """Scores, and winners or None; with `Config.SOFT` soft maxima, in the place of winners."""
+    """Scores, and the argmax or None. With KernelConfig.SOFT soft maxima replace the argmax."""
 
     scores: Any
     argmax: Any
 
 
 class SizeArgs(NamedTuple):
-    """Queries, documents (of each query, for candidates), query tokens, document tokens."""
+    """Numbers of queries, documents (per query for candidates), tokens per query, and tokens per document."""
 
     Nq: Any
     K: Any
@@ -136,7 +144,11 @@ class SizeArgs(NamedTuple):
 
 
 class PackedSizeArgs(NamedTuple):
-    """Queries, documents (of each query, for candidates), packed query and document tokens, the most of a query."""
+    """Sizes of a packed call.
+
+    Nq and K are the numbers of queries and documents (per query for candidates). Tq and Td are the numbers of packed
+    query tokens and document tokens. `most` is the length of the longest query.
+    """
 
     Nq: Any
     K: Any
@@ -146,9 +158,10 @@ class PackedSizeArgs(NamedTuple):
 
 
 class TermArgs(NamedTuple):
-    """fp32 rows as `split_tokens` leaves them: hi [room, BD], below it lo [room, BD], and the scales [room].
+    """fp32 rows as `split_tokens` stores them.
 
-    Those of documents are read through a descriptor.
+    `hi [capacity_rows, BD]` is followed by `lo [capacity_rows, BD]`, with scales `[capacity_rows]`. The terms of
+    documents are read through a tensor descriptor.
     """
 
     queries: Any
@@ -159,15 +172,15 @@ class TermArgs(NamedTuple):
 
 
 class SegmentArgs(NamedTuple):
-    """How packed rows are cut, for ragged layouts: int32 or int64, contiguous.
+    """Segments of packed rows, int32 or int64 and contiguous.
 
-    Query i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of Q, a document `lengths` rows of D from
-    `offsets` on: both ``[Nd]``, or ``[Nq, K]`` for candidates. `pairs` ``[P, 2]`` says which (query, document) meet, or
-    is None: all, or a query and its candidates.
+    Query i has rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of Q. A document has `lengths` rows of D from `offsets`
+    on, both `[Nd]`, or `[Nq, K]` for candidates. `pairs [P, 2]` lists the (query, document) pairs to score. If it is
+    None, all pairs are scored, or each query and its candidates.
 
-    Where `lengths` is None, `offsets` are ``[Nd + 1]`` and a document ends where the next begins. Where `cu_seqlens_q`
-    or `offsets` is None, rows are cut evenly, into `q_each` or `d_each`; of which the first `q_lengths` ``[Nq]`` or
-    `lengths` count, all if that is None too.
+    If `lengths` is None, `offsets` is `[Nd + 1]` and a document ends where the next document begins. If `cu_seqlens_q`
+    or `offsets` is None, every query has `q_each` rows or every document has `d_each` rows. Only the first `q_lengths
+    [Nq]` or `lengths` rows of each are valid, or all rows if that is None, too.
     """
 
     cu_seqlens_q: Any
@@ -180,13 +193,14 @@ class SegmentArgs(NamedTuple):
 
 
 class SplitArgs(NamedTuple):
-    """What the sections that documents are cut into leave behind: the rows' maxima ``[most, rows]`` in fp32; their
-    winners, int32, tokens of the document, NO_TOKEN where none is; and with a mask of documents whether the section
-    keeps a token, ``[most]``, int32; inverse norms of the rows, which maxima are multiplied by at last. And winners of
-    whole documents, ``[K, rows]``. None where nobody asks for them.
+    """Workspace of documents that are cut into splits, and the argmax of whole documents. An absent tensor is None.
 
-    There are at most `most` sections, those of each document behind those of the one before, of `each` tokens; where
-    that is None, the device finds it.
+    `maxima [most, rows]` holds the row maxima of each split in fp32. `split_argmax` holds their int32 argmax, a token
+    of the document or NO_TOKEN. With a document mask, `kept [most]` in int32 says whether a split keeps a token.
+    `norms` holds inverse norms of the rows, which multiply the maxima last. `argmax [K, rows]` is the result for whole
+    documents.
+
+    There are at most `most` splits of `each` tokens, ordered by document. If `each` is None, the device computes it.
     """
 
     maxima: Any
@@ -199,11 +213,11 @@ class SplitArgs(NamedTuple):
 
 
 class MaskPatchArgs(NamedTuple):
-    """What document tokens that do not count are overwritten with in shared memory: the first one that does.
+    """Masked document tokens to overwrite in shared memory, as `maxsim_patches` computes them.
 
-    Made by `maxsim_patches`, of documents ``tokens [K, d_each, d]``: which is the first that does, ``sources
-    [K]``, int32; and of each tile, the first of which begins with it, which do not, as bits of int32 ``[K, 2, tiles]``,
-    32 tokens each.
+    `tokens` is D `[K, d_each, d]`. `sources [K]` in int32 is the first kept token of each document, which overwrites
+    the masked tokens. `bits [K, 2, tiles]` in int32 has a set bit for each masked token, 32 tokens per word. The first
+    tile of a document begins with its first kept token.
     """
 
     tokens: Any
@@ -212,38 +226,42 @@ class MaskPatchArgs(NamedTuple):
 
 
 class KernelConfig(NamedTuple):
-    """Compile-time choices. Every value is correct for every shape; a table picks the fast ones."""
+    """Compile-time choices of the generic kernels.
+
+    Every value is correct for every shape, and a table selects fast values.
+    """
 
     BM: int  # query rows of a tile
     BN: int  # document tokens of a tile
     BD: int  # features of a step
-    ROWS_PER_QUERY: int  # forward: rows that one query takes in a tile, a power of two <= BM
-    LANES: int  # forward: threads that share a row, 4 if the matrix unit leaves rows in quads as wgmma does, else 1
+    ROWS_PER_QUERY: int  # forward: rows of each query in a tile, a power of two <= BM
+    LANES: int  # forward: threads that share a row, 4 if tensor cores leave rows in quads as WGMMA does, else 1
     CANDIDATES: bool
     SINGLE_STEP: bool  # BD covers d
     NORMALIZE: bool
-    WIDE_OFFSETS: int  # what needs 64-bit offsets: 0 whole documents and queries, 1 also tokens, 2 also features
+    WIDE_OFFSETS: int  # 64-bit offsets of: 0 whole documents and queries, 1 also tokens, 2 also features
     PRECISION: str  # of tl.dot on fp32 operands
-    EVEN_ROW_STRIDE: bool = (
-        False  # backward: query rows are evenly spaced, and, but for SOFT, 32 bits find an element of Q
-    )
+    # Backward: query rows are evenly spaced. Unless SOFT, offsets of elements of Q also fit 32 bits.
+    EVEN_ROW_STRIDE: bool = False
     TOKENS_FIRST: bool = False  # forward: a tile is [BN, BM], not [BM, BN]
-    PERSISTENT: bool = (
-        False  # forward: a program scores many documents: with a descriptor, ONE_CHUNK, no winners, no LONG
-    )
-    LONG_QUERIES: bool = False  # forward: a query may have more than ROWS_PER_QUERY tokens; then BM is ROWS_PER_QUERY
-    SPLIT_FP32: bool = False  # forward: fp32 rows as sums of two fp16 terms: with ONE_CHUNK, no NORMALIZE, no WALK
-    SHORT_DOCUMENTS: bool = (
-        False  # forward: a document may have fewer tokens than a tile, which then reads on into the next
-    )
-    ENCODING: Any = ""  # ragged forward: how documents are kept, see `stored` and `residual`; "" as queries are
-    SOFT: bool = False  # forward: soft maxima; with SHORT_DOCUMENTS, no TOKENS_FIRST, no SPLIT_FP32, not PERSISTENT
-    INT8_TERMS: int = 0  # of "int8": the int8 terms of a query row, with ONE_CHUNK; 0: multiplied as it is
-    EVEN_D: bool = False  # of residual codes that come as words: BD divides d
-    SPLIT_DOCUMENTS: bool = (
-        False  # ragged forward: a program scores a section of a document; no SOFT, no CANDIDATES, no WALK
-    )
-    PDL: bool = False  # with SECTIONS: the launch after it begins before it has ended, and waits then; from sm_90 on
+    # Forward: a program scores many documents. With a tensor descriptor, SINGLE_STEP, no argmax, no LONG_QUERIES.
+    PERSISTENT: bool = False
+    # Forward: a query may have more than ROWS_PER_QUERY tokens. Then BM is ROWS_PER_QUERY.
+    LONG_QUERIES: bool = False
+    # Forward: fp32 rows are sums of two fp16 terms. With SINGLE_STEP, no NORMALIZE, not PERSISTENT.
+    SPLIT_FP32: bool = False
+    # Forward: a document may have fewer tokens than a tile, which then reads on into the next document.
+    SHORT_DOCUMENTS: bool = False
+    # Packed forward: the format of documents, see `formats/encoded.py` and `formats/residual.py`. "": the query dtype.
+    ENCODING: Any = ""
+    # Forward: soft maxima. With SHORT_DOCUMENTS, no TOKENS_FIRST, no SPLIT_FP32, not PERSISTENT.
+    SOFT: bool = False
+    INT8_TERMS: int = 0  # with "int8" and SINGLE_STEP: int8 terms of a query row. 0: rows stay whole
+    EVEN_D: bool = False  # residual codes that are read as words: BD divides d
+    # Packed forward: a program scores a split of a document. No SOFT, no CANDIDATES, not PERSISTENT.
+    SPLIT_DOCUMENTS: bool = False
+    # With SPLIT_DOCUMENTS: programmatic dependent launch. The next launch starts early and waits. From sm_90 on.
+    PDL: bool = False
 
 
 class Sm90Config(NamedTuple):
@@ -251,23 +269,27 @@ class Sm90Config(NamedTuple):
 
     BN: int  # document tokens of a tile
     BD: int  # features, all of them: a power of two >= d
-    ROWS_PER_QUERY: int  # rows that one query takes, a power of two: 2 to 128
-    STAGES: int  # tiles of the ring
-    OPERAND_IN_REGISTERS: bool  # queries in registers, else in shared memory
+    ROWS_PER_QUERY: int  # rows of each query, a power of two from 2 to 128
+    STAGES: int  # pipeline stages, one tile each
+    OPERAND_IN_REGISTERS: bool  # query rows in registers, else in shared memory
     ARGMAX: bool
-    SUM_ROWS: bool = False  # `maxsim_row_maxima`: scores, not maxima
+    SUM_ROWS: bool = False  # `maxsim_row_maxima`: stores scores, not maxima
     NORMALIZE: bool = False
-    PRECOMPUTED_SCALES: bool = False  # scales of document tokens, or inverse norms, are read beside each tile
+    PRECOMPUTED_SCALES: bool = False  # scales or inverse norms of document tokens are read with each tile
     MMA_ROWS: int = 64  # query rows of a product
-    SMALL_M: bool = False  # at most ROWS query rows, not RESIDENT: each warp group has documents of its own
-    INT8_TERMS: int = 0  # of int8 documents: the int8 terms of a query row; unless FEW a product has 64 of them
-    SPLIT_FP32: bool = False  # fp32 tokens as sums of two fp16 terms: with FEW, no NORMALIZE, no ARGMAX
-    ENCODING: str = ""  # with GIVEN: FP8 documents, as `Config.STORED` names them as bytes, which warps convert to fp16
+    # At most MMA_ROWS query rows, no OPERAND_IN_REGISTERS. Each warp group has its own documents.
+    SMALL_M: bool = False
+    INT8_TERMS: int = 0  # int8 documents: int8 terms of a query row. A product has 64 of them unless SMALL_M
+    SPLIT_FP32: bool = False  # fp32 tokens are sums of two fp16 terms. With SMALL_M, no NORMALIZE, no ARGMAX
+    # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16.
+    ENCODING: str = ""
 
 
 class RowMaximaOutputArgs(NamedTuple):
-    """Where `maxsim_row_maxima` stores what it finds: the rows' maxima ``[K, rows]``, or scores ``[Nq, stride]``; and
-    winners ``[K, rows]``, None where nobody asks for them."""
+    """Outputs of `maxsim_row_maxima`, None if not asked for.
+
+    `maxima` is `[K, rows]`. `scores` is `[Nq, stride]`. `argmax` is `[K, rows]`.
+    """
 
     maxima: Any
     scores: Any
@@ -276,20 +298,23 @@ class RowMaximaOutputArgs(NamedTuple):
 
 
 class Sm90LargeDConfig(NamedTuple):
-    """Compile-time choices of `maxsim_forward_wide`, correct for every shape with Ld >= BN, or Ld < BN if
-    SHORT_DOCUMENTS."""
+    """Compile-time choices of `maxsim_forward_wide`.
+
+    They are correct for every shape with Ld >= BN, or with Ld < BN if SHORT_DOCUMENTS.
+    """
 
     BN: int  # document tokens of a tile
-    ROWS_PER_QUERY: int  # rows that one query takes, a power of two: 2 to 64
-    STAGES: int  # steps of the ring
-    NORMALIZE: bool = False  # over norms that are read
+    ROWS_PER_QUERY: int  # rows of each query, a power of two from 2 to 64
+    STAGES: int  # pipeline stages, one step each
+    NORMALIZE: bool = False  # with precomputed norms
     SHORT_DOCUMENTS: bool = False  # a document is shorter than its tile, which also holds tokens of the next documents
 
 
 class TopKInputArgs(NamedTuple):
-    """Scores ``[Nq, n]`` in fp32 and their int64 `indices`, the columns where that is None.
+    """Candidates of a top-k, as scores `[Nq, n]` in fp32 with int64 `indices`. The indices are the columns if None.
 
-    Or, of int64 words, parts ``[parts, Nq, width]`` that follow each other: the scores' bits, and indices.
+    Alternatively the candidates are consecutive parts `[parts, Nq, width]` of int64 words, which hold the bits of the
+    scores, and indices.
     """
 
     scores: Any
@@ -300,7 +325,7 @@ class TopKInputArgs(NamedTuple):
 
 
 class TopKOutputArgs(NamedTuple):
-    """fp32 scores and int64 indices of each row, `stride` from row to row."""
+    """fp32 scores and int64 indices of each row, with `stride` elements from row to row."""
 
     scores: Any
     indices: Any
@@ -308,7 +333,10 @@ class TopKOutputArgs(NamedTuple):
 
 
 class PointArgs(NamedTuple):
-    """Clouds ``[B, count, d]``, of which the first `lengths` ``[B]`` points count; all where that is None."""
+    """Point clouds `[B, count, d]`.
+
+    The first `lengths [B]` points of each cloud are valid, or all points if `lengths` is None.
+    """
 
     ptr: Any
     stride_batch: Any
@@ -319,10 +347,10 @@ class PointArgs(NamedTuple):
 
 
 class PointTermArgs(NamedTuple):
-    """Some points of some clouds as `chamfer_terms` leaves them: rows of `width` features, a multiple of BD.
+    """Points of some clouds as `chamfer_terms` stores them, in rows of `width` features, a multiple of BD.
 
-    Split fp32: hi ``[room, width]``, below it lo. `each` rows are one cloud's, a multiple of every tile: the first of
-    them is its point `first`, those of batch `batch` come first.
+    With split fp32, `hi [room, width]` is followed by `lo`. Each cloud has `each` rows, a multiple of every tile. The
+    first row of a cloud is its point `first`, and the first rows belong to cloud `batch`.
     """
 
     rows: Any
@@ -336,7 +364,7 @@ class PointTermArgs(NamedTuple):
 
 
 class LinearArgs(NamedTuple):
-    """Those of a linear layer ``[d, width]``, and its bias ``[d]``, contiguous, None where absent."""
+    """Weight `[d, width]` of a linear layer, and its bias `[d]`, contiguous, or None if absent."""
 
     ptr: Any
     stride_n: Any
@@ -345,11 +373,11 @@ class LinearArgs(NamedTuple):
 
 
 class HeadOperands(NamedTuple):
-    """What document tokens are made of: hidden states ``[K, Ld, width]``, a layer to d features, both perhaps as
-    tensor descriptors too.
+    """Sources of projected document tokens: hidden states `[K, Ld, width]` and a linear layer with d outputs.
 
-    `tiles`: all rows of some documents that follow one another, for each that may be their first: ``[n, rows, width]``
-    in blocks ``[1, BN, BK]``. `steps`: blocks ``[BD, BK]`` of the layer.
+    `tiles` and `steps` are tensor descriptors or None. `tiles` has shape `[n, rows, width]`, blocks `[1, BN, BK]`, and
+    all rows of some consecutive documents for each document that may be their first. `steps` has blocks `[BD, BK]` of
+    the layer.
     """
 
     H: Any
@@ -361,40 +389,42 @@ class HeadOperands(NamedTuple):
 
 
 class HeadConfig(NamedTuple):
-    """Compile-time choices of the kernels of `head`, each correct for every shape with d <= BD and
-    Nq * ROWS_PER_QUERY <= PARTS * BM."""
+    """Compile-time choices of the kernels in `head/kernels.py`.
 
-    BN: int  # document tokens of a tile, those of several documents if they are short
+    Each is correct for every shape with d <= BD and Nq * ROWS_PER_QUERY <= ROW_TILES * BM.
+    """
+
+    BN: int  # document tokens of a tile, from several documents if they are short
     BD: int  # their features: a power of two
     BK: int  # features of hidden states in a step
-    BM: int  # query rows that meet a tile of tokens at a time
-    ROW_TILES: int  # so many times, a power of two
-    ROWS_PER_QUERY: int  # rows that one query takes, a power of two <= BM
+    BM: int  # query rows that a tile of tokens is scored against at a time
+    ROW_TILES: int  # number of such row tiles, a power of two
+    ROWS_PER_QUERY: int  # rows of each query, a power of two <= BM
     NORMALIZE: bool
     WIDE_OFFSETS: int  # 2: offsets of features may exceed 32 bits
     PRECISION: str
-    FUSED_LOOP: bool  # over the steps of all tiles: the next tile is asked for while one is scored
+    FUSED_LOOP: bool  # one loop over the steps of all tiles, which loads the next tile while one is scored
     EVEN_D: bool  # BD is d
-    WAIT_EACH_STEP: bool  # then the sums of a step are waited for: of wgmma
+    WAIT_EACH_STEP: bool  # WGMMA: the loop waits for the sums of each step
 
 
 class ChamferConfig(NamedTuple):
-    """Compile-time choices of the kernels of nearest points, each correct for every shape."""
+    """Compile-time choices of the nearest-point kernels. Every value is correct for every shape."""
 
     BM: int  # points of P
     BN: int  # points of the other cloud in a step
-    BD: int  # coordinates of a step; up to 4 are d, held in registers
+    BD: int  # coordinates of a step. If BD <= 4, BD is d and registers hold all coordinates
     METRIC: str  # "sqeuclidean" or "l1"
     WIDE_OFFSETS: int = 1  # 2: offsets of coordinates may exceed 32 bits
-    KEY_CLASSES: int = 1  # classes of a part that codes tell apart, for `chamfer_winners`
-    CLASS_RUN: int = 1  # neighbours of a class
-    SPLIT_FP32: bool = False  # terms are those of fp32
-    SINGLE_STEP: bool = False  # BD covers their rows
+    KEY_CLASSES: int = 1  # classes of points in a part that codes distinguish, for `chamfer_select`
+    CLASS_RUN: int = 1  # consecutive points of a class
+    SPLIT_FP32: bool = False  # terms are split fp32
+    SINGLE_STEP: bool = False  # BD covers the rows of terms
 
 
-# The integers of a group are arguments at run time that compiled code knows nothing of, so that no size compiles it
-# anew, but for two kinds. VECTOR: strides of which it knows whether all are multiples of 16, so that it can load
-# vectors; where tensors are contiguous that follows from d. UNIT: strides that become constants where they are 1.
+# Integers of a named tuple are run-time arguments, and compiled code assumes nothing about them. No size thus causes
+# another compilation. There are two exceptions. Compiled code knows whether all VECTOR_STRIDES are multiples of 16,
+# which allows vector loads. For contiguous tensors this follows from d. UNIT_STRIDES become constants if they are 1.
 VECTOR_STRIDES: dict[type, tuple[str, ...]] = {
     QueryArgs: ("stride_n", "stride_l"),
     DocumentArgs: ("stride_owner", "stride_doc", "stride_l"),

@@ -1,16 +1,20 @@
-"""fp32 products on the half-precision matrix unit, and the tokens it cannot take, multiplied by fp32 instructions.
+"""fp32 products on half-precision tensor cores, and an fp32 fallback for rows that fp16 terms cannot represent.
 
-A row x is held as ``2^e (hi + lo / 2^11)``, hi and lo in fp16, e chosen for the row so that its largest feature uses
-the upper end of fp16's range. hi keeps 11 bits of a feature and lo 12 more (fp16's 11 and its sign), so
+A row x is represented as ``2^e (hi + lo / 2^11)``. hi and lo are fp16. e is chosen for each row, such that its largest
+feature uses the upper end of the range of fp16. hi keeps 11 bits of a feature, and lo keeps 12 more (11 bits of fp16
+and its sign). Then
 
-    q . x = 2^(e_q + e_x) (hi hi' + (hi lo' + lo hi') / 2^11)
+```text
+q . x = 2^(e_q + e_x) (hi hi' + (hi lo' + lo hi') / 2^11)
+```
 
-to 2^-21 of ``sum |q_k x_k|`` besides the rounding of the sums: as with three TF32 products, at twice their rate. The
-sums of the small products are scaled between the matrix instructions, which gives lo the same range as hi.
+The error is at most 2^-21 of ``sum |q_k x_k|``, apart from the rounding of the sums. That is the accuracy of three TF32
+products, at twice their rate. The sum of the small products is scaled between the tensor core instructions, which gives
+lo the same range as hi.
 
-That holds for "plain" rows: features that are zero or within 2^28 of the row's largest, and this within 2^40 of 1. The
-others, NaN and inf included, are multiplied feature by feature. Plain or not is a property of the row alone: no score
-depends on its batch.
+This holds for exact rows. Their features are zero or within 2^28 of the row's largest feature, which is within 2^40 of
+1. Other rows, including rows with NaN or inf, are fallback rows and are multiplied feature by feature. Whether a row is
+exact depends on that row alone, so no score depends on its batch.
 """
 
 import triton
@@ -24,37 +28,36 @@ _EXPONENT_MASK = tl.constexpr(0x7F800000)
 _MIN_EXPONENT_BITS = tl.constexpr((127 - 40) << 23)
 _MAX_EXPONENT_BITS = tl.constexpr((127 + 40) << 23)
 _NARROW_RANGE_BITS = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
-_SCALE_UP_BITS = tl.constexpr(
-    ((254 + 14) << 23) - 2**32
-)  # less an exponent: what takes it to 2^14; fp16 ends below 2^16
+# Minus the bits of an exponent, these are the bits of the factor that scales it to 2^14. fp16 ends below 2^16.
+_SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)
 _SCALE_EXPONENT_BITS = tl.constexpr(14 << 23)
 FP16_LOW_SCALE = tl.constexpr(2048.0)
 _TF32_ROUND_BIT, _TF32_MASK = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
-_FALLBACK_STEP_TOKENS = tl.constexpr(
-    16
-)  # tokens at a time that are not plain: rare, so few registers matter more than speed
+# Tokens of a step of the fallback. Fallback rows are rare, so few registers matter more than speed.
+_FALLBACK_STEP_TOKENS = tl.constexpr(16)
 
 
 @triton.jit
 def _classify_rows(x):
-    """Which rows are plain, which of them are zero, and the largest feature's exponent, as the bits of a float.
+    """Return which rows are exact, which rows are zero, and the exponent of the largest feature as the bits of a float.
 
-    In bits: magnitudes order as integers, and few instructions a row matter as much as few a feature.
+    The code works on bits because magnitudes order like integers. Few instructions per row matter as much as few
+    instructions per feature.
     """
     bits = x.to(tl.int32, bitcast=True)
     most = tl.max(bits & _MAGNITUDE_MASK, axis=1)
-    complement = tl.max(-bits & _MAGNITUDE_MASK, axis=1)  # 2^31 less the smallest magnitude that is not zero
+    complement = tl.max(-bits & _MAGNITUDE_MASK, axis=1)  # 2^31 minus the smallest nonzero magnitude
     exponent = most & _EXPONENT_MASK
-    narrow = complement <= exponent * -1 + _NARROW_RANGE_BITS  # no tl.full: Gluon's would ask for a layout
+    narrow = complement <= exponent * -1 + _NARROW_RANGE_BITS  # no tl.full, because in Gluon it needs a layout
     near = (exponent >= _MIN_EXPONENT_BITS) & (exponent <= _MAX_EXPONENT_BITS)
     return (narrow & near) | (most == 0), most == 0, exponent
 
 
 @triton.jit
 def round_to_tf32(x):
-    """`x` rounded to the 10 bits of TF32, halves away from zero: the matrix unit would cut the others off.
+    """Round `x` to the 10 mantissa bits of TF32, halves away from zero, because tensor cores would truncate.
 
-    NaN stays NaN, whatever bits it has, and inf stays inf.
+    NaN stays NaN for every bit pattern, and inf stays inf.
     """
     bits = (x.to(tl.int32, bitcast=True) + _TF32_ROUND_BIT) & _TF32_MASK
     return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x + x)
@@ -62,16 +65,18 @@ def round_to_tf32(x):
 
 @triton.jit
 def find_exact_rows(x):
-    """Which rows `split_rows` can hold."""
+    """Return which rows `split_rows` can represent."""
     plain, _, _ = _classify_rows(x)
     return plain
 
 
 @triton.jit
 def split_rows(x):
-    """Rows as (hi, lo), ``2^e`` (of any finite value for zeros), which are plain, and which are zero.
+    """Split rows into fp16 terms.
 
-    What is not plain gives values of no use.
+    Returns:
+        The terms (hi, lo), the scale ``2^e`` of each row, which rows are exact, and which rows are zero. The terms of
+        fallback rows are meaningless, and the scale of a zero row is any finite value.
     """
     plain, zero, exponent = _classify_rows(x)
     y = x * (exponent * -1 + _SCALE_UP_BITS).to(tl.float32, bitcast=True)[:, None]
@@ -82,7 +87,7 @@ def split_rows(x):
 
 @triton.jit
 def multiply_split_rows(q, x, C: tl.constexpr):
-    """``q . x^T`` of split rows but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
+    """Return the unscaled ``q . x^T`` of split rows, or its transpose with C.TOKENS_FIRST."""
     q_hi, q_lo = q
     x_hi, x_lo = x
     if C.TOKENS_FIRST:
@@ -98,7 +103,7 @@ def multiply_split_rows(q, x, C: tl.constexpr):
 
 @triton.jit
 def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
-    """Similarities of a tile as fp32 instructions give them, feature after feature."""
+    """Compute similarities of a tile with fp32 instructions, feature by feature."""
     S = tl.full((C.BM, _FALLBACK_STEP_TOKENS), 0, tl.float32)
     tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
     if C.INT8_TERMS > 0:
@@ -107,7 +112,7 @@ def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
         q = tl.load(rows.ptr + to_int64(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
         y = tl.load(tokens + to_int64(k) * x.D.stride_d)
         if C.INT8_TERMS > 0:
-            # Scales first: numbers alone, times queries near the largest fp32 number, would be infinite.
+            # Scale first. Unscaled codes times queries near the largest fp32 number would be infinite.
             q = q.to(tl.float32)
             y = y.to(tl.float32) * scale
         S += q[:, None] * y[None, :]
@@ -116,8 +121,11 @@ def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
 
 @triton.jit
 def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
-    """Maxima and winners with what `multiply_split_rows` leaves out: rows that are not `plain`, and such tokens; or
-    with what `multiply_terms` does: such rows."""
+    """Return maxima and argmax extended by the products that split terms leave out.
+
+    With split fp32 these are the products of fallback rows and of fallback tokens. With int8 terms they are the
+    products of fallback rows only. `plain` is 0 for fallback rows.
+    """
     odd_rows = rows.ok & (plain == 0)
     best = tl.where(odd_rows, float("-inf"), best)
     where = tl.where(odd_rows, NO_TOKEN, where)
@@ -146,7 +154,7 @@ def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
 
 @triton.jit
 def load_terms(terms, row, ok, BD: tl.constexpr):
-    """The query rows hi and lo that `split_tokens` wrote, and their scales: negative if not plain."""
+    """Load the terms hi and lo of query rows and their scales, which are negative for fallback rows."""
     pointers = terms.queries + row.to(tl.int64)[:, None] * BD + tl.arange(0, BD)[None, :]
     hi = tl.load(pointers, mask=ok[:, None], other=0.0)
     lo = tl.load(pointers + to_int64(terms.query_capacity_rows) * BD, mask=ok[:, None], other=0.0)
@@ -155,7 +163,18 @@ def load_terms(terms, row, ok, BD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "L", "room"])
 def split_tokens(X, out, scales, rows, L, room, d, C: tl.constexpr):
-    """Split the tokens of X, documents or queries [.., L, d], one after the other, into rows of BD features."""
+    """Split the tokens of X into fp16 terms with rows of BD features.
+
+    Args:
+        X: `DocumentArgs` of documents or queries `[.., L, d]`, whose tokens are numbered consecutively.
+        out: fp16 terms `[2, room, BD]`, hi first.
+        scales: fp32 scales `[room]`, negative for fallback rows and 1 for zero rows.
+        rows: Number of tokens.
+        L: Tokens of each document or query.
+        room: Rows that `out` has for each term.
+        d: Number of features.
+        C: `KernelConfig`.
+    """
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = row < rows
     columns = tl.arange(0, C.BD)

@@ -1,4 +1,8 @@
-"""Maxima over tiles of similarities and their winners: per lane while a document lasts, merged at its end."""
+"""Maxima over tiles of similarities and their argmax, kept per lane and merged once at the end of a document.
+
+A lane is a share of the tokens of a row. On GPUs whose tensor cores spread a row over 4 threads, each of these threads
+is a lane. A reduction over a tile then exchanges no data between threads.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +12,7 @@ from .primitives import NO_TOKEN, nan_max
 
 @triton.jit
 def expand_rows(x, C: tl.constexpr):
-    """Values of query rows, shaped to stand beside a tile."""
+    """Return values of query rows in a shape that broadcasts against a tile."""
     if C.TOKENS_FIRST:
         y = x[None, :]
     else:
@@ -18,7 +22,7 @@ def expand_rows(x, C: tl.constexpr):
 
 @triton.jit
 def expand_tokens(x, C: tl.constexpr):
-    """Values of document tokens, shaped to stand beside a tile."""
+    """Return values of document tokens in a shape that broadcasts against a tile."""
     if C.TOKENS_FIRST:
         y = x[:, None]
     else:
@@ -28,15 +32,18 @@ def expand_tokens(x, C: tl.constexpr):
 
 @triton.jit
 def select_first_larger(v0, c0, v1, c1):
-    """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
+    """Return the larger of two values with its column, or the first column if they are equal.
+
+    NaN wins, but its column may be lost.
+    """
     return nan_max(v0, v1), tl.where(v1 > v0, c1, c0)
 
 
 @triton.jit
 def fill_lanes(value, dtype: tl.constexpr, C: tl.constexpr):
-    """A value for each lane of each row. Maxima are kept per lane, a share of the tokens, and merged once a document.
+    """Return a tensor with `value` for each lane of each row.
 
-    A row has C.LANES lanes; with tokens first each of the BN tokens of a tile is one.
+    A row has C.LANES lanes. With C.TOKENS_FIRST each of the BN tokens of a tile is a lane.
     """
     if C.TOKENS_FIRST:
         x = tl.full((C.BN, C.BM), value, dtype)
@@ -47,7 +54,7 @@ def fill_lanes(value, dtype: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def init_lane_state(C: tl.constexpr):
-    """What goes with the maximum of each lane before the first tile: no token, or a sum of nothing."""
+    """Return the state of each lane before the first tile: no token, or with C.SOFT an empty sum."""
     if C.SOFT:
         x = fill_lanes(0, tl.float32, C)
     else:
@@ -57,14 +64,16 @@ def init_lane_state(C: tl.constexpr):
 
 @triton.jit
 def split_lanes(S, C: tl.constexpr):
-    """[BM, BN] as [BM, BN // 8, 4, 2]: how wgmma spreads a row over the 4 lanes of a quad, so axes 1 and 3 stay in a
-    thread."""
+    """Return S `[BM, BN]` as `[BM, BN // 8, 4, 2]`, whose axis 2 is the lane of a quad.
+
+    WGMMA spreads a row over the 4 lanes of a quad. Axes 1 and 3 therefore stay within a thread.
+    """
     return tl.reshape(S, (C.BM, C.BN // 8, 4, 2))
 
 
 @triton.jit
 def reduce_lane_maxima(S, C: tl.constexpr):
-    """The lanes' maxima over a tile, with no exchange between threads unless LANES is 1."""
+    """Return the maximum of each lane over a tile, with no exchange between threads unless LANES is 1."""
     if C.TOKENS_FIRST:
         m = S
     elif C.LANES == 1:
@@ -76,10 +85,10 @@ def reduce_lane_maxima(S, C: tl.constexpr):
 
 @triton.jit
 def reduce_lane_argmax(S, t, keep, t0, C: tl.constexpr):
-    """The lanes' maxima over a tile and the first tokens that attain them.
+    """Return the maximum of each lane over a tile, and the first token that attains it.
 
-    With several lanes the tokens are relative to their lane (`merge_lanes` adds it). With 4 the columns are constants
-    of the compiled code: 2.5 instructions an element.
+    With several lanes the tokens are relative to their lane, whose offset `merge_lanes` adds. With 4 lanes the columns
+    are constants of the compiled code, at 2.5 instructions per element.
     """
     if C.TOKENS_FIRST:
         m = S
@@ -98,6 +107,7 @@ def reduce_lane_argmax(S, t, keep, t0, C: tl.constexpr):
 
 @triton.jit
 def merge_lane_maxima(best, C: tl.constexpr):
+    """Return the maximum of each row over its lanes."""
     if C.TOKENS_FIRST:
         row_best = tl.reduce(best, 0, nan_max)
     else:
@@ -107,7 +117,7 @@ def merge_lane_maxima(best, C: tl.constexpr):
 
 @triton.jit
 def find_first_token(hit, tokens, C: tl.constexpr):
-    """Each row's lowest token of those that are `hit`, else NO_TOKEN."""
+    """Return the lowest token of each row for which `hit` is set, else NO_TOKEN."""
     if C.TOKENS_FIRST:
         first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=0)
     else:
@@ -117,15 +127,18 @@ def find_first_token(hit, tokens, C: tl.constexpr):
 
 @triton.jit
 def select_lowest_largest(v0, t0, v1, t1):
-    """The larger value with its token, the lower token where both are equal. NaN wins, but may lose its token."""
+    """Return the larger of two values with its token, or the lower token if they are equal.
+
+    NaN wins, but its token may be lost.
+    """
     return nan_max(v0, v1), tl.where((v1 > v0) | ((v1 == v0) & (t1 < t0)), t1, t0)
 
 
 @triton.jit
 def merge_lanes(best, where, Ld, C: tl.constexpr):
-    """Each row's maximum and winner from those of its lanes, the lowest token where they are equal; NO_TOKEN for NaN.
+    """Return the maximum of each row over its lanes, and the lowest token that attains it, or NO_TOKEN for NaN.
 
-    In one reduction: values alone, then the tokens that attain them, are exchanged between warps twice.
+    A single reduction computes both. Reducing values and then tokens would exchange data between warps twice.
     """
     if C.TOKENS_FIRST:
         tokens = where + tl.arange(0, C.BN)[:, None]

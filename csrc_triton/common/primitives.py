@@ -1,4 +1,4 @@
-"""Pieces that the kernels share: NaN-keeping maxima, ordered sums, finding and loading rows, normalisation."""
+"""Primitives of all kernels: maxima that keep NaN, ordered sums, row location and loading, normalization."""
 
 import triton
 import triton.language as tl
@@ -10,11 +10,10 @@ NO_TOKEN = tl.constexpr(2147483647)
 PACKAGE = __package__.rpartition(".")[0]
 
 
-# Compilers that put a kernel into a package copy its source with the functions it calls and the strings they read, but
-# not the classes.
+# Compilers that package a kernel copy its source, the functions it calls, and the strings they read, but no classes.
 @triton.constexpr_function
 def import_args_class(name, module="common.arguments"):
-    """A class of `common.arguments` or another module, fetched while a kernel is compiled."""
+    """Return a class of `common.arguments` or of another module, imported while a kernel is compiled."""
     from importlib import import_module
 
     return getattr(import_module(f"{PACKAGE}.{module}"), name)
@@ -22,6 +21,7 @@ def import_args_class(name, module="common.arguments"):
 
 @triton.jit
 def nan_max(a, b):
+    """Return the elementwise maximum, NaN if either value is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -34,10 +34,10 @@ def log1p(x):
 
 @triton.jit
 def sum_in_order(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum each of GROUPS aligned groups of WIDTH (a power of two) neighbours, always as the same binary tree.
+    """Sum each of GROUPS aligned groups of WIDTH (a power of two) neighbors, always as the same binary tree.
 
-    Pairs are added one level at a time, so the bits do not depend on how the compiler lays `x` out over threads, and a
-    query gets the same sum whatever tile it is scored in.
+    Pairs are added one level at a time, so the bits do not depend on how the compiler distributes `x` over threads. A
+    query gets the same sum in every tile.
     """
     HALF: tl.constexpr = WIDTH // 2
     if HALF >= 1:
@@ -48,7 +48,10 @@ def sum_in_order(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_in_order_across_warps(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """The sums of `sum_in_order`, also where several warps share a group: Triton 3.6 reduces their pairs wrongly."""
+    """Return the sums of `sum_in_order`, also if several warps share a group.
+
+    Triton 3.6 reduces the pairs of `sum_in_order` incorrectly in that case.
+    """
     if WIDTH > 1:
         HALF: tl.constexpr = WIDTH // 2
         a, b = tl.split(tl.reshape(x, (GROUPS, HALF, 2)))
@@ -58,41 +61,42 @@ def sum_in_order_across_warps(x, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def compute_inverse_norm(squares):
-    """``1 / max(||x||, 1e-12)`` of sums of squares, as torch.nn.functional.normalize."""
+    """Return ``1 / max(||x||, 1e-12)`` of sums of squares, like torch.nn.functional.normalize."""
     return 1.0 / tl.maximum(tl.sqrt(squares), NORM_EPS)
 
 
 @triton.jit
 def compiler_barrier_dtype(x):
-    """`x`, where the compiler looks no further back.
+    """Return `x` such that the compiler's dtype analysis of products stops here.
 
-    It orders the terms of a product (mma.sync) by the narrowest type that anything in a factor was loaded as, the
-    condition of a load included: a byte of a mask, or winners of two bytes, must not decide the bits of a score. A
-    reduction is where it stops.
+    The compiler orders the terms of a product (mma.sync) by the narrowest type that any part of a factor was loaded as.
+    The condition of a load is such a part. A byte of a mask or a two-byte argmax must not decide the bits of a score.
+    The analysis stops at a reduction.
     """
     return tl.max(tl.expand_dims(x, 1), axis=1)
 
 
 @triton.jit
 def to_int64(k):
-    """A loop counter as int64 (the interpreter counts in Python integers, which have no `.to`)."""
+    """Return a loop counter as int64. The interpreter counts in Python integers, which have no `.to`."""
     return tl.full((), k, tl.int64)
 
 
 @triton.jit
 def to_mask(x):
-    """`x`, a condition on one number, as a mask's part: the interpreter of Triton 3.9 takes it for such a number."""
+    """Return the scalar condition `x` as an operand of a mask, which Triton 3.9's interpreter needs."""
     return tl.full((), 1, tl.int1) & x
 
 
 @triton.jit
 def locate_document(D, owner, k):
+    """Return a pointer to document k of an owner."""
     return D.ptr + owner.to(tl.int64) * D.stride_owner + k.to(tl.int64) * D.stride_doc
 
 
 @triton.jit
 def load_tokens(base, t, ok, columns, d, D, WIDE_OFFSETS: tl.constexpr):
-    """Document tokens `t` of one document, features `columns`; zeros where not `ok` or beyond d."""
+    """Load features `columns` of tokens `t` of one document, zeros if not `ok` or beyond d."""
     if WIDE_OFFSETS == 0:
         offsets = (t * D.stride_l)[:, None] + (columns * D.stride_d)[None, :]
         x = tl.load(base + offsets, mask=ok[:, None] & (columns < d)[None, :], other=0.0)
@@ -103,13 +107,13 @@ def load_tokens(base, t, ok, columns, d, D, WIDE_OFFSETS: tl.constexpr):
 
 @triton.jit
 def locate_rows(Q, i, s):
-    """Where query token ``Q[i, s]`` begins."""
+    """Return pointers to query tokens ``Q[i, s]``."""
     return Q.ptr + i.to(tl.int64) * Q.stride_n + s.to(tl.int64) * Q.stride_l
 
 
 @triton.jit
 def load_rows(pointers, ok, columns, d, stride_d, WIDE_OFFSETS: tl.constexpr):
-    """Rows at `pointers`, features `columns`; zeros where not `ok` or beyond d."""
+    """Load features `columns` of the rows at `pointers`, zeros if not `ok` or beyond d."""
     mask = ok[:, None] & (columns < d)[None, :]
     if WIDE_OFFSETS == 2:
         columns = columns.to(tl.int64)
@@ -118,7 +122,7 @@ def load_rows(pointers, ok, columns, d, stride_d, WIDE_OFFSETS: tl.constexpr):
 
 @triton.jit
 def sum_row_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE_OFFSETS: tl.constexpr):
-    """``sum_k x[k]^2`` of each row in fp32, read in chunks of BD features."""
+    """Return ``sum_k x[k]^2`` of each row in fp32, read in chunks of BD features."""
     total = tl.zeros(ok.shape, tl.float32)
     for c0 in range(0, d, BD):
         x = load_rows(pointers, ok, c0 + tl.arange(0, BD), d, stride_d, WIDE_OFFSETS).to(tl.float32)
@@ -128,14 +132,20 @@ def sum_row_squares(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE_OFFSETS: t
 
 @triton.jit
 def square(x):
-    """In fp32, rounded: a product that the compiler fused with some of the additions would hang on the layout."""
+    """Return the rounded square of `x` in fp32.
+
+    A product that the compiler fuses with some of the additions would depend on the layout.
+    """
     x = x.to(tl.float32)
     return tl.fma(x, x, tl.zeros_like(x))
 
 
 @triton.jit
 def sum_chunk_squares(pointers, ok, c0, d, stride_d, WIDTH: tl.constexpr, WIDE_OFFSETS: tl.constexpr):
-    """Of rows, sums of WIDTH squares from feature c0 on, as one tree whatever the layout; 16 are read at a time."""
+    """Return sums of WIDTH squares of each row from feature c0 on, as one tree for every layout.
+
+    At most 16 features are read at a time.
+    """
     if WIDTH > 16:
         HALF: tl.constexpr = WIDTH // 2
         left = sum_chunk_squares(pointers, ok, c0, d, stride_d, HALF, WIDE_OFFSETS)
@@ -151,7 +161,7 @@ def sum_chunk_squares(pointers, ok, c0, d, stride_d, WIDTH: tl.constexpr, WIDE_O
 
 @triton.jit
 def sum_row_squares_in_order(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE_OFFSETS: tl.constexpr):
-    """`sum_row_squares`, but each chunk is summed as one tree."""
+    """Return `sum_row_squares`, with each chunk summed as one tree."""
     total = tl.zeros(ok.shape, tl.float32)
     for c0 in range(0, d, BD):
         total += sum_chunk_squares(pointers, ok, c0, d, stride_d, BD, WIDE_OFFSETS)
@@ -160,7 +170,7 @@ def sum_row_squares_in_order(pointers, ok, d, stride_d, BD: tl.constexpr, WIDE_O
 
 @triton.jit
 def load_query_mask(Q, i, s, ok):
-    """`ok` without the masked query tokens."""
+    """Return `ok` without the masked query tokens."""
     if Q.mask is not None:
         offsets = i.to(tl.int64) * Q.mask_stride_n + s.to(tl.int64) * Q.mask_stride_l
         ok = compiler_barrier_dtype((ok & (tl.load(Q.mask + offsets, mask=ok, other=0) != 0)).to(tl.int32)) > 0
@@ -169,7 +179,7 @@ def load_query_mask(Q, i, s, ok):
 
 @triton.jit
 def load_query_weight(Q, i, s, ok):
-    """The weight of each kept query token, 1 where there are no weights, 0 where not `ok`."""
+    """Return the weight of each query token, 1 without weights and 0 if not `ok`."""
     if Q.weight is not None:
         offsets = i.to(tl.int64) * Q.weight_stride_n + s.to(tl.int64) * Q.weight_stride_l
         w = tl.load(Q.weight + offsets, mask=ok, other=0.0)

@@ -1,4 +1,4 @@
-"""Where the queries and documents of ragged layouts lie, and whether they lie inside their tensors."""
+"""Location of the queries and documents of packed layouts, with checks that they are inside their tensors."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,10 @@ from .primitives import to_mask
 
 @triton.jit
 def locate_query_segment(segments, i, ok, Tq):
-    """First row and length of query i, and whether it is inside Q; 0 and 0 rows where it is not, or not `ok`."""
+    """Return the first row and the length of query i, and whether it is inside Q.
+
+    Both are 0 if the query is not inside Q or not `ok`.
+    """
     if segments.cu_seqlens_q is None:
         begin = i.to(tl.int64) * segments.q_each
         length = begin * 0 + segments.q_each
@@ -18,19 +21,19 @@ def locate_query_segment(segments, i, ok, Tq):
     else:
         begin = tl.load(segments.cu_seqlens_q + i, mask=ok, other=0).to(tl.int64)
         end = tl.load(segments.cu_seqlens_q + i + 1, mask=ok, other=0).to(tl.int64)
-        length = end - begin  # wraps where they are far apart: it does not tell which is first
+        length = end - begin  # may overflow, so its sign does not say which is first
         valid = (begin >= 0) & (begin <= end) & (end <= Tq)
     ok = ok & valid
-    # Q has fewer than 2^31 rows, and one number takes one register.
+    # Q has fewer than 2^31 rows, and an int32 needs a single register.
     return tl.where(ok, begin, 0).to(tl.int32), tl.where(ok, length, 0).to(tl.int32), valid
 
 
 @triton.jit
 def load_document_bounds(segments, document, ok):
-    """What is stored of where a document lies: its first row, then its length or else the first row of the next; 0 of
-    what is not stored.
+    """Load a document's stored bounds, the first row and either the length or the first row of the next document.
 
-    Nothing is made of it yet: who asks long before needing it does not wait for it.
+    A bound that is not stored is 0. No arithmetic follows here, so a caller that loads early does not wait for the
+    load.
     """
     first = 0
     other = 0
@@ -45,7 +48,7 @@ def load_document_bounds(segments, document, ok):
 
 @triton.jit
 def clamp_document_segment(segments, bounds, document, ok, Td):
-    """`locate_document_segment` of a document whose `load_document_bounds` are known."""
+    """Return `locate_document_segment` of a document whose bounds are already loaded."""
     if segments.offsets is None:
         begin = tl.where(ok, document, 0).to(tl.int64) * segments.d_each
         length = begin * 0 + segments.d_each
@@ -63,13 +66,16 @@ def clamp_document_segment(segments, bounds, document, ok, Td):
 
 @triton.jit
 def locate_document_segment(segments, document, ok, Td):
-    """First row and length of a document, numbered as in `Segments.offsets`; 0 rows where it is not inside D."""
+    """Return the first row and the length of a document, and whether it is inside D.
+
+    Documents are numbered as in `SegmentArgs.offsets`. The length is 0 if the document is not inside D or not `ok`.
+    """
     return clamp_document_segment(segments, load_document_bounds(segments, document, ok), document, ok, Td)
 
 
 @triton.jit
 def load_pair(segments, p, ok, Nq, Nd):
-    """Query and document of pair p, and whether there are such."""
+    """Return the query and the document of pair p, and whether both exist."""
     i = tl.load(segments.pairs + 2 * p, mask=ok, other=-1).to(tl.int64)
     k = tl.load(segments.pairs + 2 * p + 1, mask=ok, other=-1).to(tl.int64)
     return i, k, to_mask((i >= 0) & (i < Nq) & (k >= 0) & (k < Nd))

@@ -1,4 +1,4 @@
-"""Tiles of tokens, and their similarities to query rows: where tokens come from, and what they are multiplied as."""
+"""Tiles of document tokens and their similarities to query rows: loading, products, norms, and masks."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,10 @@ from .primitives import compute_inverse_norm, load_rows, square, sum_chunk_squar
 
 @triton.jit
 def load_document_tile(x, document, row, t, c0, C: tl.constexpr):
-    """Features from c0 on of tokens `t`, which are `row` of a descriptor and those after it if there is one."""
+    """Load features from c0 on of tokens `t`.
+
+    With a tensor descriptor, the tokens are the rows from `row` on.
+    """
     if x.tiles is not None:
         tile = x.tiles.load([row.to(tl.int32) if C.ENCODING != "" else row, c0])
     else:
@@ -31,7 +34,7 @@ def load_document_tile(x, document, row, t, c0, C: tl.constexpr):
 
 @triton.jit
 def load_query_tile(x, rows, columns, C: tl.constexpr):
-    """Features `columns` of query rows."""
+    """Load features `columns` of query rows."""
     q = load_rows(rows.ptr, rows.ok, columns, x.d, x.Q.stride_d, C.WIDE_OFFSETS)
     if needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
         q = divide_by_powers(q, rows.scale)
@@ -40,6 +43,7 @@ def load_query_tile(x, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def add_product(S, q, x, C: tl.constexpr):
+    """Return S plus the product of query rows and document tokens, in the orientation of the tile."""
     if C.PRECISION == "tf32":
         q = round_to_tf32(q)
         x = round_to_tf32(x)
@@ -52,10 +56,10 @@ def add_product(S, q, x, C: tl.constexpr):
 
 @triton.jit
 def sum_tile_squares(x, document, tile, t, c0, C: tl.constexpr):
-    """Of features from c0 on of tokens `t`, which are `tile`, in fp32.
+    """Return the sums of squares of the features from c0 on of the tokens in `tile`, in fp32.
 
-    On sm_90 as one tree, however they lie: `forward_specialized` has the same. No two warps share a token that a
-    descriptor reads. Elsewhere all tiles have one layout.
+    On sm_90 the sum is one tree for every layout, as in the sm_90 kernels. No two warps share a token that a tensor
+    descriptor reads. Elsewhere all tiles have the same layout.
     """
     if x.tiles is not None:
         squares = sum_in_order(square(tile), tile.shape[0], tile.shape[1])
@@ -70,6 +74,7 @@ def sum_tile_squares(x, document, tile, t, c0, C: tl.constexpr):
 
 @triton.jit
 def init_similarities(C: tl.constexpr):
+    """Return a tile of zeros in the orientation of C."""
     if C.TOKENS_FIRST:
         S = tl.full((C.BN, C.BM), 0, tl.float32)
     else:
@@ -79,10 +84,13 @@ def init_similarities(C: tl.constexpr):
 
 @triton.jit
 def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
-    """``<q[s], D[t]>`` of a tile in fp32, over the norms of the document tokens if normalising.
+    """Compute ``<q[s], D[t]>`` of a tile in fp32, times the inverse norms or scales of the document tokens.
 
-    `q` holds the rows where one step covers d; else they are read again step by step. Last, which tokens have their
-    similarities: all, or with C.SPLIT_FP32 those that are plain, to the scale of the rows.
+    `q` holds the query rows if one step covers d. Otherwise they are read again in each step.
+
+    Returns:
+        The similarities, and which tokens have one. With C.SPLIT_FP32 these are the exact tokens, and the similarities
+        are still to be scaled by the query rows. Otherwise all tokens have one.
     """
     plain = t >= 0
     S = init_similarities(C)
@@ -119,11 +127,11 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
 
 @triton.jit
 def locate_tile_tokens(x, document, t0, C: tl.constexpr):
-    """The tile of tokens from t0 on: where it begins, and its tokens.
+    """Return the first token of the tile that covers the tokens from t0 on, and all its tokens.
 
-    The last tile is shifted back (descriptor) or repeats the last token (pointers). Either only reads tokens again:
-    that changes no maximum, and a repeat loses every tie. With C.SHORT_DOCUMENTS, which Ld < BN needs, a descriptor
-    reads on into what follows the document: `is_kept` leaves it out.
+    The last tile shifts back (tensor descriptor) or repeats the last token (pointers). Both only read tokens again,
+    which changes no maximum, and a repeated token loses every tie. With C.SHORT_DOCUMENTS, which Ld < BN needs, a
+    descriptor reads on into the rows after the document, and `is_kept` excludes them.
     """
     if x.tiles is None:
         t = tl.minimum(t0 + tl.arange(0, C.BN), document.length - 1)
@@ -136,11 +144,11 @@ def locate_tile_tokens(x, document, t0, C: tl.constexpr):
 
 @triton.jit
 def load_tile_mask(x, document, t0, C: tl.constexpr):
-    """The mask of the tokens of a tile from t0 on, which may lie behind the document; zeros where there is none."""
+    """Load the mask of a tile's tokens from t0 on, which may be past the document, or zeros without a mask."""
     mask = tl.full((C.BN,), 0, tl.int8)
     if x.D.mask is not None:
         _, t = locate_tile_tokens(x, document, t0, C)
-        # As bytes: a bool would be compared, and waited for, where it is loaded.
+        # Bytes, because a bool would be compared, and waited for, immediately after its load.
         pointers = (document.mask + t.to(tl.int64) * x.D.mask_stride_l).to(tl.pointer_type(tl.int8), bitcast=True)
         if C.SHORT_DOCUMENTS and x.tiles is not None:
             mask = tl.load(pointers, mask=t < document.length, other=0)
@@ -153,16 +161,18 @@ def load_tile_mask(x, document, t0, C: tl.constexpr):
 
 @triton.constexpr_function
 def _has_mask_prefetch(BM, stored, splits):
-    """Whether registers hold a mask beside a tile that a descriptor reads: not beside 256 rows, numbers as they are
-    kept, or split fp32."""
+    """Return whether registers can hold a mask while a tensor descriptor's tile is multiplied.
+
+    They cannot for 256 query rows, encoded documents, and split fp32.
+    """
     return BM < 256 and stored == "" and not splits
 
 
 @triton.jit
 def prefetch_tile_mask(x, document, t0, C: tl.constexpr):
-    """`load_tile_mask` of the next tile, before a tile is multiplied: no product hides what a load from memory takes.
+    """Return `load_tile_mask` of the next tile, for use before a tile is multiplied.
 
-    Zeros where `compute_tile` loads.
+    No product hides the latency of a load that follows it. The result is zeros if `compute_tile` loads the mask.
     """
     if x.tiles is not None and _has_mask_prefetch(C.BM, C.ENCODING, C.SPLIT_FP32):
         mask = load_tile_mask(x, document, t0, C)
@@ -173,25 +183,34 @@ def prefetch_tile_mask(x, document, t0, C: tl.constexpr):
 
 @triton.jit
 def is_kept(x, document, t0, t, mask, C: tl.constexpr):
-    """Which tokens t of the tile from t0 on are there and not masked, by what `load_tile_mask` found."""
+    """Return which tokens t of the tile from t0 on exist and are not masked, given the mask bytes."""
     if C.SHORT_DOCUMENTS and x.tiles is not None:
         keep = t < document.length
     else:
         keep = t >= 0
     if x.D.mask is not None:
         keep = keep & (mask != 0)
-    if C.SOFT:  # the last token counts once
+    if C.SOFT:  # a repeated last token must be added once only
         keep = keep & (t0 + tl.arange(0, C.BN) < document.length)
     return keep
 
 
 @triton.jit
 def compute_tile(q, x, rows, document, t0, mask, C: tl.constexpr):
-    """Similarities of a tile of tokens from t0 on, ``-inf`` where masked; the tokens, and which of them are kept.
+    """Compute the similarities of the tile of tokens from t0 on, ``-inf`` for masked tokens.
 
-    `mask` is what `prefetch_tile_mask` found.
+    Args:
+        q: Query rows as `load_query_rows` returns them.
+        x: `Operands`.
+        rows: `QueryRows`.
+        document: `Document`.
+        t0: First token of the tile.
+        mask: Result of `prefetch_tile_mask`.
+        C: `KernelConfig`.
 
-    With C.SPLIT_FP32 also ``-inf`` of tokens that are kept but not plain; last, which those are.
+    Returns:
+        The similarities, the tokens, which tokens are kept, the first token, and which kept tokens are fallback tokens.
+        Fallback tokens exist with C.SPLIT_FP32 only, and their similarities are ``-inf``.
     """
     t0, t = locate_tile_tokens(x, document, t0, C)
     S, plain = _compute_similarities(q, x, rows, document, document.row + t0, t, C)
@@ -202,7 +221,7 @@ def compute_tile(q, x, rows, document, t0, mask, C: tl.constexpr):
     if C.SPLIT_FP32:
         taken = keep & plain
     if x.D.mask is None and C.SOFT:
-        if t0 + C.BN > document.length:  # a selection takes as long as an exponential needs for half
+        if t0 + C.BN > document.length:  # a selection costs as much as the exponentials of half the elements
             S = tl.where(expand_tokens(taken, C), S, float("-inf"))
     elif x.D.mask is not None or C.SPLIT_FP32 or (C.SHORT_DOCUMENTS and x.tiles is not None):
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.

@@ -1,6 +1,7 @@
-"""Inverse norms of tokens, found by a launch of their own for kernels that read them.
+"""Inverse norms of tokens, computed by a separate launch for kernels that read them.
 
-Of a forward each is summed as one tree, as the kernels that find norms themselves do; of a backward as its kernels do.
+Norms for a forward are summed as one tree, as in kernels that compute norms themselves. Norms for a backward are summed
+as in the backward kernels.
 """
 
 import triton
@@ -20,7 +21,7 @@ from .primitives import (
 
 @triton.jit
 def _compute_inverse_norms(pointers, ok, d, BN: tl.constexpr, BD: tl.constexpr):
-    """Of contiguous rows, summed as `similarities.sum_tile_squares` sums them, BD features at a time."""
+    """Return the inverse norms of contiguous rows, with the sums of `similarities.sum_tile_squares`."""
     squares = tl.zeros((BN,), tl.float32)
     for c0 in range(0, d, BD):
         squares += sum_in_order(square(load_rows(pointers, ok, c0 + tl.arange(0, BD), d, 1, 1)), BN, BD)
@@ -29,7 +30,7 @@ def _compute_inverse_norms(pointers, ok, d, BN: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _locate_tile_tokens(tile, Lq, TOKENS: tl.constexpr):
-    """The query that a tile of tokens is of, these, and which exist."""
+    """Return the query of a tile of tokens, its tokens, and which of them exist."""
     tiles = tl.cdiv(Lq, TOKENS)
     s = tile % tiles * TOKENS + tl.arange(0, TOKENS)
     return tile // tiles, s, s < Lq
@@ -39,10 +40,20 @@ def _locate_tile_tokens(tile, Lq, TOKENS: tl.constexpr):
 def maxsim_tile_norms(
     Q, D, queries, documents, sizes, d, BN: tl.constexpr, BD: tl.constexpr, SHORT_DOCUMENTS: tl.constexpr
 ):
-    """Of document tokens, ``documents [K, tiles, BN]``, and, unless `queries` is None, of query tokens ``[Nq, Lq]``.
+    """Store the inverse norms of document tokens, and of query tokens unless `queries` is None.
 
-    The last tile of a document is shifted back to end where it ends. With SHORT_DOCUMENTS, Ld < BN and a document has
-    one tile, whose other norms are arbitrary but finite. Features are contiguous.
+    The last tile of a document shifts back to the end of the document.
+
+    Args:
+        Q: `QueryArgs` with contiguous features.
+        D: `DocumentArgs` with contiguous features.
+        queries: Output `[Nq, Lq]` in fp32, or None.
+        documents: Output `[K, tiles, BN]` in fp32.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        BN: Tokens of a tile.
+        BD: Features of a step.
+        SHORT_DOCUMENTS: Ld < BN. A document has one tile, whose norms past the document are arbitrary but finite.
     """
     tiles = tl.cdiv(sizes.Ld, BN)
     tile = tl.program_id(0).to(tl.int64)
@@ -59,7 +70,7 @@ def maxsim_tile_norms(
 
 @triton.jit(do_not_specialize=["Lq"])
 def maxsim_row_norms(Q, norms, Lq, d, C: tl.constexpr):
-    """1 / ||q|| of every query row, BM tokens of a query a program."""
+    """Store ``1 / ||q||`` of every query row, for BM tokens of a query in each program."""
     i, s, ok = _locate_tile_tokens(tl.program_id(0), Lq, C.BM)
     keep = load_query_mask(Q, i, s, ok)
     squares = sum_row_squares(locate_rows(Q, i, s), keep, d, Q.stride_d, C.BD, C.WIDE_OFFSETS)

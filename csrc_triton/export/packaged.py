@@ -1,4 +1,15 @@
-"""The forward with plain arguments: what a compiler that only knows tensors and numbers can put into a package."""
+"""Forward kernel with plain arguments, for compilers that package a kernel and know only tensors and numbers.
+
+It builds the argument groups of `maxsim_forward` and runs its `score_tile_pair` with a fixed configuration:
+
+```text
+program = (query i, document k)
+for s0 in range(0, Lq, BM): total += tree_sum(q_weight * compute_row_maxima(query tokens s0 to s0 + BM - 1))
+scores[i, k] = total
+```
+
+The configuration reads through pointers with 64-bit offsets and is correct for every shape.
+"""
 
 import triton
 import triton.language as tl
@@ -18,7 +29,7 @@ def maxsim_packaged(
     CANDIDATES: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Scores [Nq, K], one (query, document) pair a program, BM query tokens at a time: right for every shape."""
+    """Compute scores `[Nq, K]`, one (query, document) pair for each program, BM query tokens at a time."""
     Config: tl.constexpr = import_args_class("KernelConfig")
     Queries: tl.constexpr = import_args_class("QueryArgs")
     Documents: tl.constexpr = import_args_class("DocumentArgs")

@@ -1,4 +1,21 @@
-"""Scores of documents by the centroids of their tokens alone: the first stages of a search of residual codes."""
+"""Scores of documents from the centroids of their tokens alone: the first stage of a search of residual codes.
+
+```text
+score[i, k] = sum_s weight[i, s] * max_t table[i, code[k, t], s]
+
+program = (query i, document k)
+for t0 in range(0, length[k], BN):
+    code = codes[document k, t0 : t0 + BN]          # [BN]
+    x = table[i, code]                              # [BN, ROWS], -inf for codes that are no centroid
+    best = max(best, x)
+    hits |= probed[i, code]                         # without `probed`: any centroid
+score = tree_sum(weight[i] * max over BN of best)
+if nothing was hit: score = -inf
+if a code other than -1 is no centroid, or the document is outside `codes`: score = inf
+```
+
+The score +inf keeps a malformed document among the candidates. A later stage that reads the tokens decides its score.
+"""
 
 import triton
 import triton.language as tl
@@ -11,12 +28,21 @@ from ..common.segments import locate_document_segment
 def maxsim_code_scores(
     table, weight, probed, codes, segments, scores, Nq, K, Td, count, ROWS: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Of queries and K documents ``sum_s weight[query, s] max_t table[query, code_t, s]``, fp32 ``[Nq, K]``; a pair a
-    program.
+    """Compute the score of one query and one document for each program.
 
-    `table` is fp32 ``[Nq, count, ROWS]``, `weight` ``[Nq, ROWS]``. Of documents without a code that `probed`
-    ``[Nq, count]`` has the score is -inf, if it is not None. Codes of -1 are passed over; others that are no centroid's
-    make the score infinite, and so do documents outside `codes`: what they score is told by who looks closer.
+    Args:
+        table: Similarities of centroids and query tokens, fp32 `[Nq, count, ROWS]`.
+        weight: Query weights, fp32 `[Nq, ROWS]`.
+        probed: Which centroids a query probes, `[Nq, count]`, or None. A document without a probed code scores -inf.
+        codes: Codes of all tokens. -1 is skipped.
+        segments: `SegmentArgs` of the documents.
+        scores: Output fp32 `[Nq, K]`.
+        Nq: Number of queries.
+        K: Number of documents.
+        Td: Number of packed document tokens.
+        count: Number of centroids.
+        ROWS: Query tokens, padded to a power of two.
+        BN: Document tokens of a step.
     """
     pid = tl.program_id(0).to(tl.int64)
     query, k = pid % Nq, pid // Nq

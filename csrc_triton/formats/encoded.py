@@ -1,22 +1,37 @@
-"""Features of quantised documents: the numbers that a product takes, and what they count as.
+"""Encoded document tokens: loading, conversion for the tensor cores, and dequantization of similarities.
 
-`Config.STORED` says how a feature is kept: "int8"; "fp8", or "e4m3" and "e5m2" as bytes, for units that know no FP8;
-"number", of another type that Triton converts; "bits", eight to a byte, 1 where set and -1 else. Every number is exact
-in fp16 and bf16. Of residual codes, which `residual` decodes, numbers are the tokens as they count. Formats of others
-bring a function in place of a name, which loads a tile of numbers as `load_bits` does.
+`KernelConfig.ENCODING` names the encoding of a feature:
 
-Converting takes longer than multiplying. So where documents are int8, query rows become sums of int8 terms, hi and lo:
+- "int8".
+- "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion.
+- "number": another type that Triton converts.
+- "bits": eight features in a byte, a set bit is 1 and a cleared bit is -1.
+- "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
+- A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
-    q = scale (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
+Every encoded value is exact in fp16 and bf16. Similarities are dequantized after the product:
 
-to ``scale / 2``, a 64,000th of the largest feature. Integers are summed exactly, in 32 bits for d <= 256. One term, hi
-times ``254 scale``, keeps q to ``127 scale``, a 254th. What is so held is "plain": zeros, and rows whose largest
-feature is between 1e-30 and 1e30; other rows, those with NaN or an infinity included, are multiplied feature by
-feature, as in `fp32`.
+```text
+S[s, t] = <q[s], x[t]> * scale[t] + minimum[t] * sum(q[s])
+```
 
-FP8 is multiplied in fp16, to which one instruction converts two numbers; to bf16 it takes five. A bf16 row is then held
-over a power of two that brings its largest feature to the upper end of fp16: features of at least 2^-32 of it are held
-exactly, others to 2^-40 of it. Rows with an infinity take the largest power, so that nothing else becomes infinite.
+**int8 terms.** A conversion costs more than a product. For int8 documents, query rows are split into int8 terms
+instead:
+
+```text
+q = scale * (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
+S = (254 * dot_int32(hi, x) + dot_int32(lo, x)) * scale[t] * scale[s]
+```
+
+The error is at most ``scale / 2``, a 64,000th of the largest feature. Integer sums are exact, in 32 bits for d <= 256.
+With one term, q is ``254 scale * hi``, accurate to ``127 scale``, a 254th of the largest feature. Rows are exact
+(representable) if they are zero or their largest feature is between 1e-30 and 1e30. Other rows, including rows with NaN
+or infinity, are multiplied feature by feature, as in `common.fp32`.
+
+**FP8.** FP8 is multiplied in fp16, because one instruction converts two values to fp16, and bf16 needs five. A bf16
+query row is divided by a power of two that brings its largest feature to the upper end of fp16. Features of at least
+2^-32 of the largest are exact, and others are accurate to 2^-40 of it. Rows with an infinity use the largest power, so
+that no other feature becomes infinite.
 """
 
 import triton
@@ -35,17 +50,18 @@ from .residual import get_bucket_bits, load_decoded_tokens
 
 INT8_LOW_SCALE = tl.constexpr(254)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
+# Exponent limits of a row's largest feature. Below the minimum, the power of two is not a normal number.
 _MIN_EXPONENT_BITS, _MAX_EXPONENT_BITS = (
     tl.constexpr(16 << 23),
     tl.constexpr(254 << 23),
-)  # exponents: below, an inverse is no normal number
+)
 _TARGET_EXPONENT_BITS = tl.constexpr(15 << 23)  # fp16 ends below 2^16
-_INVERSE_EXPONENT_BITS = tl.constexpr(254 << 23)  # less the bits of a power of two: those of its inverse
+_INVERSE_EXPONENT_BITS = tl.constexpr(254 << 23)  # minus the bits of a power of two: the bits of its inverse
 
 
 @triton.jit
 def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
-    """Features from c0 on of tokens `t`, kept as bits."""
+    """Load features from `c0` on of tokens `t` that are stored as bits, as -1 and 1 in int8."""
     columns = c0 // 8 + tl.arange(0, C.BD // 8)
     x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, 8), D, C.WIDE_OFFSETS)
     x = (x[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)) & 1
@@ -54,7 +70,7 @@ def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
 
 @triton.jit
 def convert_encoded(tile, dtype: tl.constexpr, C: tl.constexpr):
-    """What features are kept as, in a dtype."""
+    """Convert encoded features to `dtype`."""
     if C.ENCODING == "e4m3":
         magnitude = tile & 0x7F
         bits = (magnitude.to(tl.uint16) << 7) | ((tile & 0x80).to(tl.uint16) << 8)
@@ -67,24 +83,25 @@ def convert_encoded(tile, dtype: tl.constexpr, C: tl.constexpr):
 
 @triton.constexpr_function
 def is_fp8(stored):
+    """Return whether an encoding is FP8."""
     return stored in ("fp8", "e4m3", "e5m2")
 
 
 @triton.constexpr_function
 def needs_power_scaling(query, stored):
-    """Whether query rows of a dtype are held in fp16, over powers of two."""
+    """Return whether query rows of a dtype are converted to fp16 and divided by powers of two."""
     return is_fp8(stored) and query == tl.bfloat16
 
 
 @triton.constexpr_function
 def choose_factor_dtype(query, stored):
-    """What numbers are multiplied in beside query rows of a dtype."""
+    """Return the dtype in which encoded features are multiplied with query rows of a dtype."""
     return tl.float16 if needs_power_scaling(query, stored) else query
 
 
 @triton.jit
 def compute_row_powers(x, pointers, ok, C: tl.constexpr):
-    """What rows that are held in fp16 are over."""
+    """Return the powers of two by which query rows are divided."""
     most = tl.zeros(ok.shape, tl.float32)
     if C.SINGLE_STEP:
         most = find_largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS))
@@ -97,13 +114,13 @@ def compute_row_powers(x, pointers, ok, C: tl.constexpr):
 
 @triton.jit
 def find_largest(q):
-    """The largest magnitude of each row, but for NaN."""
+    """Return the largest magnitude of each row, ignoring NaN."""
     return tl.max(tl.abs(q.to(tl.float32)), axis=1)
 
 
 @triton.jit
 def choose_powers(most):
-    """What rows with these largest features are over."""
+    """Return the powers of two for rows with these largest magnitudes."""
     exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
     exponent = tl.where(
         exponent > _MAX_EXPONENT_BITS,
@@ -115,7 +132,7 @@ def choose_powers(most):
 
 @triton.jit
 def divide_by_powers(q, powers):
-    """Rows of bf16 in fp16."""
+    """Divide bf16 rows by powers of two and convert them to fp16."""
     bits = powers.to(tl.int32, bitcast=True)
     inverse = (bits * -1 + _INVERSE_EXPONENT_BITS).to(tl.float32, bitcast=True)
     return (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
@@ -123,14 +140,16 @@ def divide_by_powers(q, powers):
 
 @triton.constexpr_function
 def is_loader(stored):
-    """Whether `Config.STORED` is a function, ``load(ptr, t, c0, d, D, C)``, of a format that this package has not."""
+    """Return whether `KernelConfig.ENCODING` is a loader function of a format outside this package."""
     return not isinstance(stored, str)
 
 
 @triton.jit
 def load_encoded_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
-    """Features from c0 on of tokens `t` from `ptr` on, the first of which is `row` among all, as they are kept; of
-    residual codes tokens as they count, beside queries of `dtype`."""
+    """Load features from `c0` on of tokens `t` from `ptr` on, in their encoding.
+
+    Token 0 from `ptr` on is row `row` of all tokens. Residual codes are returned dequantized, for queries of `dtype`.
+    """
     if C.ENCODING == "bits":
         tile = load_bits(ptr, t, c0, d, D, C)
     elif get_bucket_bits(C.ENCODING) > 0:
@@ -144,22 +163,23 @@ def load_encoded_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.
 
 @triton.jit
 def _round_to_integer(x):
-    """`x` rounded to an integer, halves to even, where it is below 2^22."""
+    """Round `x` to the nearest integer, ties to even, for magnitudes below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def split_int8_terms(q):
-    """The terms hi and lo of fp32 rows, and their scales, negative if not plain.
+    """Return the terms hi and lo of fp32 rows, and their scales, which are negative for rows that are not exact.
 
-    Products are rounded before anything is added to them: fused, terms would hang on the kernel that makes them.
+    Products are rounded separately from additions. Fused operations would make the terms depend on the compiled kernel.
     """
     most = tl.max(tl.abs(q), axis=1)
     finite = tl.min((tl.abs(q) < 1e30).to(tl.int32), axis=1) > 0
     plain = finite & ((most > 1e-30) | (most == 0))
     inverse = (127.0 / tl.where(plain & (most > 0), most, 1.0))[:, None]
     x = tl.where(plain[:, None], q, 0.0)
-    zero = tl.where(x == x, 0.0, 0.0)  # in the layout of x, which Gluon's functions would ask for
+    # Zeros in the layout of x. Gluon's functions would need that layout as an argument.
+    zero = tl.where(x == x, 0.0, 0.0)
     x = tl.fma(x, zero + inverse, zero)
     hi = _round_to_integer(x)
     lo = _round_to_integer(tl.fma(x - hi, zero + INT8_LOW_SCALE, zero))
@@ -169,13 +189,22 @@ def split_int8_terms(q):
 
 @triton.jit
 def scale_single_term(scale):
-    """The scales of rows of which hi alone is kept."""
+    """Return the scales of rows of which only hi is used."""
     return tl.where(scale > 0, scale * INT8_LOW_SCALE, scale)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
-    """Query rows as int8, hi ``[rows, BD]`` with lo below it; and their scales, negative if not plain."""
+    """Write query rows as int8 terms.
+
+    Args:
+        Q: `QueryArgs` of rows.
+        out: Output int8 `[2 * rows, BD]`, hi in the first half and lo in the second half.
+        scales: Output fp32 `[rows]`, negative for rows that are not exact.
+        rows: Number of query rows.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`. A program handles `BM` rows.
+    """
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = row < rows
     columns = tl.arange(0, C.BD)
@@ -189,7 +218,7 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
 
 @triton.jit
 def multiply_terms(q, x, C: tl.constexpr):
-    """``q . x^T`` of terms but for their scales; as `Config.TOKENS_FIRST` says, its transpose."""
+    """Return ``q . x^T`` of int8 terms without their scales, transposed with C.TOKENS_FIRST."""
     hi, lo = q
     if C.TOKENS_FIRST:
         S = tl.dot(x, tl.trans(hi), out_dtype=tl.int32)
@@ -204,7 +233,10 @@ def multiply_terms(q, x, C: tl.constexpr):
 
 @triton.jit
 def sum_query_rows(pointers, ok, x, C: tl.constexpr):
-    """Sums of query rows, in one order whatever the tile, which the minimum of a token is multiplied by; or None."""
+    """Return the sums of query rows, which the minimum of a token is multiplied by, or None without a minimum.
+
+    The order of the sum does not depend on the tile.
+    """
     if x.counts.minimum is not None:
         total = tl.zeros(ok.shape, tl.float32)
         for c0 in range(0, x.d, 16):
@@ -217,23 +249,27 @@ def sum_query_rows(pointers, ok, x, C: tl.constexpr):
 
 @triton.jit
 def _load_values(ptr, each, t):
+    """Load the values of tokens `t`, or one value for all tokens if `each` is 0."""
     return tl.load(ptr + t.to(tl.int64) * each)
 
 
 @triton.jit
 def load_token_scales(counts, t):
-    """Of tokens t of all documents."""
+    """Load the scales of tokens `t` of all documents."""
     return _load_values(counts.scale, counts.scale_each, t)
 
 
 @triton.jit
 def dequantize_similarities(S, rows, counts, document, t, C: tl.constexpr):
-    """Similarities to the numbers of tokens t, as those to what they count as; those of residual codes do already."""
+    """Convert similarities to encoded values into similarities to dequantized tokens.
+
+    Residual codes need no conversion.
+    """
     if get_bucket_bits(C.ENCODING) == 0:
         t = document.row + tl.minimum(t, document.length - 1)
         S = S * expand_tokens(load_token_scales(counts, t), C)
         if counts.minimum is not None:
-            # Which of two products is fused with a sum is not left to the compiler: it would hang on the tile.
+            # An explicit fma: a fusion that the compiler chooses would depend on the tile.
             sums = tl.broadcast_to(expand_rows(rows.sums, C), S.shape)
             minimum = expand_tokens(_load_values(counts.minimum, counts.minimum_each, t), C)
             S = tl.fma(sums, tl.broadcast_to(minimum, S.shape), S)
@@ -242,7 +278,17 @@ def dequantize_similarities(S, rows, counts, document, t, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Td"])
 def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
-    """Over the norms of what tokens count as: `scale` and, where there is one, `minimum`, fp32 ``[Td]``."""
+    """Divide the scales and minimums of tokens by the norms of the dequantized tokens.
+
+    Args:
+        D: `DocumentArgs` of packed encoded tokens.
+        counts: `DequantArgs` of these tokens.
+        scale: Output fp32 `[Td]`.
+        minimum: Output fp32 `[Td]`, used if `counts` has a minimum.
+        Td: Number of tokens.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`. A program handles `BN` tokens.
+    """
     t = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
     ok = t < Td
     t = tl.minimum(t, Td - 1)
@@ -265,7 +311,22 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["documents", "K", "Ld"])
 def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
-    """Document tokens as int8 `data` and their `scale`, contiguous, as `lik_ops.quantize` has them: BN a program."""
+    """Quantize document tokens to int8, with the result of `lik_ops.quantize`, BN tokens for each program.
+
+        scale[t] = max |x[t]| / 127,    data[t] = clamp(round(x[t] / scale[t]), -127, 127)
+
+    A token with NaN or infinity has the scale NaN.
+
+    Args:
+        D: `DocumentArgs`.
+        data: Output int8 `[documents, Ld, d]`, contiguous.
+        scale: Output fp32 `[documents, Ld]`, contiguous.
+        documents: Number of documents.
+        K: Documents of each owner in D.
+        Ld: Tokens of a document.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
+    """
     row = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
     document = row // Ld
     ok = document < documents
@@ -278,13 +339,13 @@ def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
         most = nan_max(most, tl.reduce(tl.abs(x), 1, nan_max))
     finite = most < float("inf")
     s = tl.div_rn(tl.where(finite, most, 0.0), 127.0)
-    s = tl.where(s < 1.1754943508222875e-38, 0.0, s)  # too small for its inverse to be a number
+    s = tl.where(s < 1.1754943508222875e-38, 0.0, s)  # subnormal scales, whose inverse may overflow
     inverse = tl.where(s > 0, tl.div_rn(1.0, tl.where(s > 0, s, 1.0)), 0.0)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         x = load_rows(pointers, ok & finite, columns, d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)
-        # Rounded before `_round_to_integer` adds to it: fused with that sum it would be rounded once, and halves
-        # otherwise.
+        # Round the product separately. Fused with the addition of `_round_to_integer`, it would be rounded once, and
+        # ties would round differently.
         x = tl.fma(x, tl.broadcast_to(inverse[:, None], x.shape), tl.zeros_like(x))
         q = tl.minimum(tl.maximum(_round_to_integer(x), -127.0), 127.0)
         mask = ok[:, None] & (columns < d)[None, :]

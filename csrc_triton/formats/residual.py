@@ -1,12 +1,26 @@
-"""Tokens of residual codes, decoded where a tile of them is read: a centroid, and a weight of each feature's bucket.
+"""Residual codes, decoded while a tile of tokens is loaded.
 
-`Config.STORED` is "codes1", "codes2", "codes4" or "codes8", by the bits of a bucket. The first feature of a byte is in
-its highest bits, and weights are in the order of what bits say: how a codec orders the bits of a bucket is in its
-table. Inverse norms are scales of `DequantArgs`, which sums are multiplied by in fp32. Beside half-precision queries
-and fp16 centroids weights and sums are rounded to fp16 before.
+```text
+token[t] = (centroid[code[t]] + weight[bucket[t, :]]) * scale[t]
+```
 
-There residuals come as words of eight features, "words1" to "words4": a thread looks the weights of one up in
-registers, by byte permutation (`prmt`). The numbers are those of bytes.
+`KernelConfig.ENCODING` is "codes1", "codes2", "codes4", or "codes8", by the number of bits of a bucket. The first
+feature of a byte is in its highest bits, and weights are ordered by the value of the bits. The codec's own bit order is
+part of its table of weights. Inverse norms are passed as the scales of `CodecDequantArgs`. The multiplication by the
+scale is in fp32. With half-precision queries and fp16 centroids, weights and sums are rounded to fp16 first.
+
+For these dtypes residuals may also be stored as words of eight features, "words1" to "words4". A thread looks up the
+weights of a word in registers, by byte permutation (`prmt`). The decoded values are equal to the values of bytes:
+
+```text
+load:    code[t], scale[t]                           # `load_codes`
+         word[t, :], centroid pairs of code[t]       # `load_words`
+decode:  weights = table[buckets of the word]        # `prmt`, eight fp16 weights of a word as four pairs
+         x = fp16(centroid + weight)                 # pairs of fp16
+         token = dtype(fp32(x) * scale)              # zeros beyond d
+```
+
+A code that is no centroid decodes to NaN, and no memory outside the centroids is read.
 """
 
 import triton
@@ -17,29 +31,30 @@ from ..common.primitives import load_rows, load_tokens
 
 @triton.constexpr_function
 def get_bucket_bits(stored):
-    """Of `Config.STORED`: bits of a bucket, 0 of another format."""
+    """Return the bits of a bucket of an encoding, or 0 for other formats."""
     return int(stored[5:]) if isinstance(stored, str) and stored.startswith(("codes", "words")) else 0
 
 
 @triton.constexpr_function
 def has_words(stored):
-    """Whether residuals come as words of eight features."""
+    """Return whether residuals are stored as words of eight features."""
     return isinstance(stored, str) and stored.startswith("words")
 
 
 @triton.constexpr_function
 def _is_fp16_sum(centroids, query):
-    """Whether weights and sums are rounded to fp16."""
+    """Return whether weights and sums are rounded to fp16."""
     return centroids.is_fp16() and query.primitive_bitwidth == 16
 
 
 @triton.constexpr_function
 def _make_lookup_ptx(nbits):
-    """PTX: eight weights, as four pairs of fp16 $0 to $3, of the buckets in the word $4, first feature first.
+    """Return PTX that looks up eight weights, as four fp16 pairs $0 to $3, for the buckets in the word $4.
 
-    Tables are the bytes of the weights, as low ones ($5 and on) and high ones of four weights each. The selector of
-    `prmt` has a nibble for each byte that it picks. Here it picks the bytes of four weights, those of the last feature
-    lowest ("down") or of pairs so ("pairs"), which are joined to two pairs.
+    The first feature is in $0. The tables hold the low bytes ($5 and on) and then the high bytes of the weights, four
+    weights in a register. The selector of `prmt` has one nibble for each byte that it picks. A `prmt` picks the bytes
+    of four weights. For fewer than 4 bits the last feature is in the lowest byte. For 4 bits the two features of each
+    byte are swapped. The final `prmt` instructions join low and high bytes into two pairs in feature order.
     """
     spread = {
         1: "shl.b32 t, $4, 12; or.b32 s, $4, t; and.b32 s, s, 0x000f000f; shl.b32 t, s, 6; or.b32 s, s, t;"
@@ -55,7 +70,7 @@ def _make_lookup_ptx(nbits):
         pick = "prmt.b32 k, 0xff00, 0, m;"
         for found, a, b, c, d in (("l", 5, 6, 7, 8), ("h", 9, 10, 11, 12)):
             pick += f"prmt.b32 t, ${a}, ${b}, s; prmt.b32 {found}, ${c}, ${d}, s;"
-            pick += f"lop3.b32 {found}, k, {found}, t, 0xca;"  # bits of k choose
+            pick += f"lop3.b32 {found}, k, {found}, t, 0xca;"  # select by the bits of k
         join = ("0x4051", "0x6273")
     both = []
     for outputs in ((2, 3), (0, 1)) if nbits == 1 else ((0, 1), (2, 3)):
@@ -66,12 +81,13 @@ def _make_lookup_ptx(nbits):
 
 @triton.constexpr_function
 def _make_ptx_constraints(nbits):
+    """Return the register constraints of `_make_lookup_ptx`."""
     return "=&r,=&r,=&r,=&r,r" + ",r" * (8 if nbits == 4 else 2)
 
 
 @triton.constexpr_function
 def _make_token_ptx(dtype):
-    """PTX: pairs of fp16, ($1 + $2) times $3 in fp32, as a pair of `dtype`."""
+    """Return PTX that computes fp16 pairs ($1 + $2) times $3 in fp32, rounded to a pair of `dtype`."""
     return (
         "{ .reg .b32 t; .reg .b16 a, b; .reg .f32 x, y; add.rn.f16x2 t, $1, $2; mov.b32 {a, b}, t;"
         "cvt.f32.f16 x, a; cvt.f32.f16 y, b; mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3;"
@@ -81,14 +97,14 @@ def _make_token_ptx(dtype):
 
 @triton.jit
 def _load_weight_byte(weights, at, high):
-    """The low or high byte of a weight as fp16."""
+    """Load the low or high byte of a weight as fp16."""
     bits = tl.load(weights + at).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     return (bits >> (8 * high)) & 255
 
 
 @triton.jit
 def _load_weight_bytes(weights, at, high, COUNT: tl.constexpr):
-    """Those of four weights."""
+    """Load the low or high bytes of COUNT weights, 2 or 4, into one register."""
     word = _load_weight_byte(weights, at, high) | (_load_weight_byte(weights, at + 1, high) << 8)
     if COUNT > 2:
         word |= (_load_weight_byte(weights, at + 2, high) << 16) | (_load_weight_byte(weights, at + 3, high) << 24)
@@ -97,7 +113,7 @@ def _load_weight_bytes(weights, at, high, COUNT: tl.constexpr):
 
 @triton.jit
 def load_lookup_tables(counts, C: tl.constexpr):
-    """The weights as `_make_lookup_ptx` takes them, made once a program."""
+    """Load the weights in the form that `_make_lookup_ptx` reads, once for each program."""
     w = counts.weights
     if get_bucket_bits(C.ENCODING) == 4:
         tables = (
@@ -113,7 +129,10 @@ def load_lookup_tables(counts, C: tl.constexpr):
 
 @triton.jit
 def load_codes(counts, row, t):
-    """Of tokens t, the first of which is `row` of all: codes, 0 where they are no centroid's; and scales, NaN there."""
+    """Load the codes and scales of tokens `row + t`.
+
+    A code that is no centroid loads as 0 with a NaN scale.
+    """
     code = tl.load(counts.codes + row + t)
     scale = tl.load(counts.scale + row * counts.scale_each + t * counts.scale_each)
     unsigned: tl.constexpr = tl.uint32 if code.dtype.primitive_bitwidth == 32 else tl.uint64
@@ -123,14 +142,14 @@ def load_codes(counts, row, t):
 
 @triton.jit
 def load_words(base, t, code, c0, d, D, counts, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Of tokens, WIDTH features from c0 on: words, and pairs of features of their centroids."""
+    """Load WIDTH features of tokens from `c0` on: words, and feature pairs of their centroids."""
     row = code.to(tl.uint32).to(tl.uint64) * (d // 2).to(tl.uint32).to(tl.uint64)
     centroids = counts.centroids.to(tl.pointer_type(tl.int32), bitcast=True) + row
     offsets = t * D.stride_l
     if C.WIDE_OFFSETS > 0:
         offsets = t.to(tl.int64) * D.stride_l
-    # From what the compiler does not know is 0: a thread takes one word, and not as many as lie side by side. Their
-    # features are those of a centroid that it loads at once.
+    # Add a zero that the compiler cannot see. A thread then loads one word instead of several neighboring words. The
+    # features of one word match one vector load of the centroid.
     columns = c0 // 8 + tl.arange(0, WIDTH // 8) + (tl.minimum(d, 1) - 1)
     pairs = c0 // 2 + tl.arange(0, WIDTH // 2)
     if C.EVEN_D:
@@ -144,7 +163,7 @@ def load_words(base, t, code, c0, d, D, counts, WIDTH: tl.constexpr, C: tl.const
 
 @triton.jit
 def decode_tokens(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C: tl.constexpr):
-    """What `load_words` found as features of tokens, in `dtype`, fp16 or bf16; zeros beyond d."""
+    """Decode the results of `load_words` to features in `dtype`, fp16 or bf16, with zeros beyond d."""
     NBITS: tl.constexpr = get_bucket_bits(C.ENCODING)
     unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
     word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
@@ -166,19 +185,21 @@ def decode_tokens(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C
 
 @triton.jit
 def join_columns(a, b):
-    """``[n, m]`` and ``[n, m]`` as ``[n, 2 m]``, with no exchange between threads."""
+    """Join two tensors `[n, m]` into `[n, 2 m]` without exchanges between threads."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
 def load_decoded_tokens(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.constexpr):
-    """Features from c0 on of tokens `t` from `base` on, the first of which is `row` of all; zeros beyond d.
+    """Load and decode features from `c0` on of tokens `row + t`, with zeros beyond d.
 
-    They are multiplied by their scales, in fp32 or in `dtype`, that of the queries; NaN where a code is no centroid's.
+    The features are multiplied by their scales, in fp32 or in the query dtype `dtype`. A code that is no centroid
+    decodes to NaN.
     """
     code, scale = load_codes(counts, row, t)
     if has_words(C.ENCODING):
-        HALF: tl.constexpr = C.BD // 2  # a thread takes a word of each, and pays for a row once
+        # Two halves: a thread loads a word of each half and computes the address of a row once.
+        HALF: tl.constexpr = C.BD // 2
         words, x = load_words(base, t, code, c0, d, D, counts, HALF, C)
         more, y = load_words(base, t, code, c0 + HALF, d, D, counts, HALF, C)
         x = decode_tokens(words, x, scale, c0, d, counts.weights, dtype, C)
@@ -194,7 +215,7 @@ def load_decoded_tokens(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: 
             buckets = (buckets[:, :, None] >> shifts[None, None, :]) & ((1 << NBITS) - 1)
             buckets = tl.reshape(buckets, (C.BN, C.BD))
         weights = tl.load(counts.weights + buckets.to(tl.int32), mask=(columns < d)[None, :], other=0.0)
-        ok = code < counts.centroids_count  # unless there are none
+        ok = code < counts.centroids_count  # false if there are no centroids
         x = load_rows(counts.centroids + code.to(tl.int64) * d, ok, columns, d, 1, C.WIDE_OFFSETS)
         if _is_fp16_sum(counts.centroids.dtype.element_ty, dtype):
             x = (x.to(tl.float32) + weights.to(tl.float16).to(tl.float32)).to(tl.float16).to(tl.float32)

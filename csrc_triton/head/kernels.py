@@ -1,8 +1,39 @@
-"""Document tokens of hidden states: ``H W^T + b`` over its norm, rounded. A kernel that leaves them in memory, one that
-scores them where they are made, and one for the gradient of what is normalised.
+"""Head kernels: document tokens computed from hidden states by a linear layer, and their scores or gradients.
 
-Documents follow one another as rows; a tile of BN rows has tokens of one document or of several. The tokens of both
-kernels have the same bits, and so do their similarities to those that `maxsim_forward` finds.
+```text
+u = H W^T + b,    token = round(u / max(||u||, eps))    # without NORMALIZE: round(u)
+```
+
+Documents follow each other as rows of hidden states. A tile of BN rows has tokens of one document or of several.
+
+- `maxsim_head_tokens` stores the tokens.
+- `maxsim_forward_head` scores the tokens from registers, for at most `ROW_TILES * BM` query rows.
+- `maxsim_head_slopes` computes the gradient of u from the gradient of the tokens.
+
+Main loop of `maxsim_forward_head`, program = consecutive documents:
+
+```text
+best = -inf                                          # [ROW_TILES, BM], of the current document
+for row in range(begin, end, BN):
+    u = bias                                         # [BN, BD], fp32
+    for c0 in range(0, width, BK):
+        u += H[row : row + BN, c0 : c0 + BK] @ W[:, c0 : c0 + BK].T
+    tokens = round(u * inverse_norm(u))
+    for p in range(ROW_TILES):
+        S = tokens @ Q[rows of p].T                  # [BN, BM]
+        for k in documents of the tile:
+            best[p] = max(best[p], max of S over kept tokens of document k)
+            if document k ends in this tile:
+                scores[:, k] = tree_sum(q_weight * best[p]); best[p] = -inf
+```
+
+With FUSED_LOOP the two outer loops are one, so the loads of the next tile overlap the scoring of the current tile.
+
+Invariants:
+
+- Both kernels compute tokens with the same bits. Similarities have the bits of `maxsim_forward` for these tokens.
+- A program scores whole documents, so no scores are merged between programs.
+- Registers hold the similarities to one row tile at a time. ROW_TILES is therefore a loop.
 """
 
 import triton
@@ -26,7 +57,10 @@ from ..forward.generic.dense import has_kept_row, store_scores
 
 @triton.jit
 def _accumulate_step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
-    """`u` with the products of hidden features from c0 on, of rows from `row` on of documents from `first` on."""
+    """Add the product of hidden features from `c0` on to `u`.
+
+    The hidden rows begin at row `row` of documents from `first` on.
+    """
     columns = c0 + tl.arange(0, C.BK)
     if x.tiles is not None:
         h = tl.reshape(x.tiles.load([first, row, c0]), (C.BN, C.BK))
@@ -45,7 +79,10 @@ def _accumulate_step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
 
 @triton.jit
 def _load_bias(x, C: tl.constexpr):
-    """What the sums of a tile begin with: added at their end, a bias would take registers beside them."""
+    """Return the initial sums of a tile: the bias or zeros.
+
+    A bias that is added after the loop would need registers in addition to the sums.
+    """
     u = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.W.bias is not None:
         n = tl.arange(0, C.BD)
@@ -55,7 +92,7 @@ def _load_bias(x, C: tl.constexpr):
 
 @triton.jit
 def _finish_tokens(u, x, C: tl.constexpr):
-    """The tokens of sums of products, rounded to the type of H, and their norms if normalising."""
+    """Return tokens from sums of products, rounded to the dtype of H, and their norms with C.NORMALIZE, else 1."""
     norm = tl.full((C.BN,), 1, tl.float32)
     if C.NORMALIZE:
         norm = tl.maximum(tl.sqrt(tl.sum(square(u), axis=1)), NORM_EPS)
@@ -65,8 +102,10 @@ def _finish_tokens(u, x, C: tl.constexpr):
 
 @triton.jit
 def _compiler_barrier_sums(u, C: tl.constexpr):
-    """`u`, known before a loop goes on: where sums are in flight from step to step, and a branch reads them, ptxas
-    waits for each of their products."""
+    """Return `u`, complete before the loop continues.
+
+    If the sums stay in flight from step to step and a branch reads them, ptxas waits for each of their products.
+    """
     if C.WAIT_EACH_STEP:
         u = tl.inline_asm_elementwise("", "=f,0", [u], dtype=tl.float32, is_pure=False, pack=1)
     return u
@@ -74,13 +113,27 @@ def _compiler_barrier_sums(u, C: tl.constexpr):
 
 @triton.jit
 def _locate_hidden_rows(x, r, Ld):
-    """Where rows r of hidden states begin."""
+    """Return pointers to rows r of the hidden states."""
     return x.H.ptr + (r // Ld).to(tl.int64) * x.H.stride_doc + (r % Ld).to(tl.int64) * x.H.stride_l
 
 
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
 def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl.constexpr):
-    """Tokens ``[rows, d]``, contiguous, and their norms ``[rows]``, None where nobody asks for them."""
+    """Store document tokens and their norms, BN rows for each program.
+
+    Args:
+        H: `DocumentArgs` of hidden states.
+        W: `LinearArgs`.
+        tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
+        steps: Tensor descriptor of W, see `HeadOperands`, or None.
+        out: Output `[rows, d]`, contiguous.
+        norms: Output fp32 `[rows]`, or None.
+        width: Hidden features.
+        d: Features of a token.
+        rows: Number of tokens.
+        Ld: Tokens of a document.
+        C: Compile-time choices, a `HeadConfig`.
+    """
     x = HeadOperands(H, W, tiles, steps, width, d)
     row = tl.program_id(0) * C.BN
     r = row + tl.arange(0, C.BN)
@@ -89,7 +142,8 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
     u = _load_bias(x, C)
     for c0 in range(0, width, C.BK):
         u = _accumulate_step(u, x, 0, row, pointers, ok, c0, C)
-        if C.BD > 128:  # as in the loop over all tiles; narrower ones stay in flight
+        # Wait as in the fused loop. Products of narrower tiles stay in flight.
+        if C.BD > 128:
             u = _compiler_barrier_sums(u, C)
     tokens, norm = _finish_tokens(u, x, C)
     n = tl.arange(0, C.BD)
@@ -105,7 +159,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
 
 @triton.jit
 def _load_row_mask(H, r, end, Ld):
-    """Which rows r < end count."""
+    """Return which rows r < end are kept."""
     keep = r < end
     if H.mask is not None:
         at = (r // Ld).to(tl.int64) * H.mask_stride_doc + (r % Ld).to(tl.int64) * H.mask_stride_l
@@ -115,10 +169,20 @@ def _load_row_mask(H, r, end, Ld):
 
 @triton.jit(do_not_specialize=["rows", "Ld"])
 def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.constexpr):
-    """Put the gradients of ``u = H W^T + b`` where those of tokens are, ``G [rows, d]``: ``(G - D <D, G>) / n``.
+    """Replace token gradients by gradients of ``u = H W^T + b``: ``(G - D <D, G>) / norm``.
 
-    Masked tokens have zeros. `norms`: None where tokens are u. `sums [programs, d]`, or None: of what each program
-    found, before it is rounded.
+    Masked tokens get zeros. Programs process every n-th tile of BN rows.
+
+    Args:
+        G: `DocumentArgs` of token gradients `[rows, d]`, contiguous, overwritten.
+        D: Tokens `[rows, d]`, contiguous.
+        norms: Norms of u `[rows]`, or None if tokens are not normalized.
+        sums: Output `[programs, d]`, the sum of each program's gradients before rounding, or None.
+        d: Features of a token.
+        rows: Number of tokens.
+        Ld: Tokens of a document.
+        BN: Rows of a tile.
+        BD: Power of two that covers d.
     """
     n = tl.arange(0, BD)
     total = tl.zeros((BN, BD), tl.float32)
@@ -143,7 +207,7 @@ def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.
 
 @triton.jit
 def _locate_query_rows(Q, p, sizes, C: tl.constexpr):
-    """Query rows of part p: queries and tokens, and which count."""
+    """Return queries and tokens of the query rows of row tile p, and which rows are kept."""
     row = p * C.BM + tl.arange(0, C.BM)
     i = row // C.ROWS_PER_QUERY
     s = row % C.ROWS_PER_QUERY
@@ -152,7 +216,7 @@ def _locate_query_rows(Q, p, sizes, C: tl.constexpr):
 
 @triton.jit
 def _store_scores(scores, best, any_kept, Q, p, k, sizes, C: tl.constexpr):
-    """The scores of the queries of part p and document k, of their rows' maxima."""
+    """Store the scores of the queries of row tile p and document k from their row maxima."""
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     i, s, keep = _locate_query_rows(Q, p, sizes, C)
     sums = sum_in_order(tl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
@@ -162,11 +226,11 @@ def _store_scores(scores, best, any_kept, Q, p, k, sizes, C: tl.constexpr):
 
 @triton.jit
 def _score_tile(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
-    """What is found of the document that goes on behind a tile, after that tile; scores of all that end in it are
-    stored.
+    """Score a tile of tokens and store the scores of all documents that end in the tile.
 
-    `found`: its maxima [PARTS, BM], and whether a token counts. A part of the rows at a time meets the tile: registers
-    hold no more similarities beside it.
+    `found` holds the maxima `[ROW_TILES, BM]` of the document that continues in the tile, and whether a token is kept.
+    Returns the same for the document that continues after the tile. Only one row tile is scored at a time, because
+    registers hold no more similarities.
     """
     maxima, any_before = found
     tokens, _ = _finish_tokens(u, x, C)
@@ -195,16 +259,28 @@ def _score_tile(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
 
 @triton.jit
 def _count_documents_before(p, programs, K):
-    """How many of K documents programs before p take."""
+    """Return how many of K documents belong to programs before p."""
     return ((p.to(tl.int64) * K + programs - 1) // programs).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["width", "d"])
 def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.constexpr):
-    """Scores [Nq, K] of at most PARTS * BM query rows and documents that are hidden states.
+    """Compute scores of at most `ROW_TILES * BM` query rows and documents given as hidden states.
 
-    Each program takes some documents, one behind the other: `most` or one fewer, the first of them `most`. So `most`
-    documents end where its own do: as rows of these they end for `tiles`, too, and what follows them is not read.
+    Each program scores `most` or `most - 1` consecutive documents, where ``most = ceil(K / programs)``. Descriptor
+    loads address the `most` documents that end with the program's last document. Nothing after that document is read.
+
+    Args:
+        Q: `QueryArgs`.
+        H: `DocumentArgs` of hidden states.
+        W: `LinearArgs`.
+        tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
+        steps: Tensor descriptor of W, see `HeadOperands`, or None.
+        scores: Output `[Nq, K]`.
+        sizes: `SizeArgs`.
+        width: Hidden features.
+        d: Features of a token.
+        C: Compile-time choices, a `HeadConfig`.
     """
     x = HeadOperands(H, W, tiles, steps, width, d)
     programs = tl.num_programs(0)

@@ -1,7 +1,22 @@
-"""The cross-entropy of rows of scores at their labels, and the gradient of the scores.
+"""Cross-entropy of rows of scores at their labels, and the gradient of the scores.
 
-A program owns a row, or of a gradient a block of one: what it writes does not hang on how many rows there are. The
-largest score counts as 1 beside the sum of the others, so that small losses, and their gradients, keep their digits.
+```text
+x = scores / temperature
+most = max(x)
+log_sum = log1p(sum over x != most of exp(x - most) + (number of x == most) - 1)
+loss = log_sum - (x[label] - most)
+gradient[c] = (exp(x[c] - most - log_sum) - [c == label]) * upstream / temperature
+
+maxsim_label_losses, program = row:
+    pass 1 over BLOCK columns at a time: most
+    pass 2 over BLOCK columns at a time: the sum of the others and the number of equal columns
+    losses[row], lse[row] = loss, (most, log_sum)
+maxsim_label_gradients, program = BLOCK columns of a row
+```
+
+The largest score is separate from the sum of the others, so small losses and their gradients keep their digits. The
+gradient at the label uses expm1. A program owns a row or a block of a row, so its result does not depend on the number
+of rows.
 """
 
 import triton
@@ -12,14 +27,14 @@ from ..common.primitives import log1p, nan_max
 
 @triton.jit
 def _load_scaled_scores(pointers, inside, temperature):
-    """Scores divided by the temperature; -inf where none are `inside`."""
+    """Load scores divided by the temperature, and -inf where not `inside`."""
     x = tl.load(pointers, mask=inside, other=float("-inf"))
     return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
 
 
 @triton.jit
 def _expm1(x, power):
-    """``exp(x) - 1`` for x <= 0, of ``power = exp(x)``."""
+    """Return ``exp(x) - 1`` for x <= 0, given ``power = exp(x)``."""
     near = tl.where(power == 1.0, x, (power - 1.0) * (x / tl.log(power)))
     return tl.where(x < -1.0, power - 1.0, near)
 
@@ -28,10 +43,18 @@ def _expm1(x, power):
 def maxsim_label_losses(
     scores, labels, label_stride, losses, lse, columns, temperature, IGNORED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Fill ``losses [rows]`` and ``lse [rows, 2]`` of ``scores [rows, columns]``.
+    """Compute the loss of one row of scores for each program.
 
-    The latter are the largest scaled score and the logarithm of the sum beside it. Both are 0 where the label is
-    IGNORED, else NaN where it is no column.
+    Args:
+        scores: fp32 `[rows, columns]`, contiguous.
+        labels: Labels `[rows]`.
+        label_stride: Stride of `labels`.
+        losses: Output fp32 `[rows]`.
+        lse: Output fp32 `[rows, 2]`: the largest scaled score, and the log-sum-exp relative to it.
+        columns: Number of columns.
+        temperature: Divisor of the scores.
+        IGNORED: Label whose rows have zero losses and zero lse. Other labels outside the columns give NaN.
+        BLOCK: Columns of a step.
     """
     row = tl.program_id(0).to(tl.int64)
     scores += row * columns
@@ -48,9 +71,9 @@ def maxsim_label_losses(
         x = _load_scaled_scores(scores + first + lanes, inside, temperature)
         others += tl.where(inside & (x != most), tl.exp(x - most), 0.0)
         equal += (inside & (x == most)).to(tl.int32)
-    # In one order: that of a layout which follows from BLOCK alone, as rows begin anywhere.
+    # The order of this sum depends on the layout, which follows from BLOCK alone, and not on where a row begins.
     total = tl.sum(others, axis=0) + (tl.sum(equal, axis=0) - 1).to(tl.float32)
-    log_sum = log1p(total) + (most - most)  # NaN beside an infinite one
+    log_sum = log1p(total) + (most - most)  # NaN if the largest score is infinite
     right = (label >= 0) & (label < columns)
     at_label = _load_scaled_scores(scores + tl.where(right, label, 0), right, temperature)
     wrong = tl.where(right, 0.0, float("nan"))
@@ -62,7 +85,7 @@ def maxsim_label_losses(
 
 @triton.jit(do_not_specialize=["label_stride", "rows"])
 def maxsim_count_labels(labels, label_stride, count, rows, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
-    """Store in ``count`` how many of ``labels [rows]`` are not IGNORED: one program."""
+    """Store the number of ``labels [rows]`` that are not IGNORED in ``count``. The grid has one program."""
     total = tl.zeros((BLOCK,), tl.int64)
     for first in range(0, rows, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -87,10 +110,22 @@ def maxsim_label_gradients(
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill the gradients of ``scores [rows, columns]``, whose first column has the label `begin`.
+    """Compute the gradient of BLOCK columns of a row of scores for each program.
 
-    Programs ``rows * blocks of columns``. `upstream`: gradients of the losses, to be divided by what lies in `count`
-    unless that is None; `lse` as `maxsim_label_losses` keeps it.
+    Args:
+        scores: fp32 `[rows, columns]`, contiguous.
+        gradients: Output of the same shape.
+        labels: Labels `[rows]`.
+        label_stride: Stride of `labels`.
+        upstream: Gradients of the losses.
+        upstream_stride: Stride of `upstream`.
+        count: Pointer to a divisor of the upstream gradients, or None.
+        lse: Output of `maxsim_label_losses`.
+        columns: Number of columns.
+        begin: Label of the first column.
+        temperature: Divisor of the scores.
+        IGNORED: Label whose rows have zero gradients.
+        BLOCK: Columns of a program.
     """
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,7 +1,16 @@
-"""The best of many scores, in one total order: NaN first, then from the largest to the smallest, equal ones in order.
+"""Top-k of rows of scores, in a total order: NaN first, then scores in descending order, equal scores by column.
 
-Nothing is sorted but what is kept: a program finds the score of the last that it keeps by bisection, counting in
-registers how many are no worse.
+```text
+program = (row, block of BLOCK columns)
+key = order-preserving int32 of the score
+bisect: find a key that exactly k columns reach, or the k-th largest key if some are equal
+selected = columns with larger keys, and the first of the equal columns, k in all
+store the selected columns in ascending order
+with SORTED: sort them by (key, column)
+```
+
+Only the selected elements are sorted. The bisection counts in registers how many keys reach a threshold. If a row has
+several blocks, the host merges their results with another launch.
 """
 
 import triton
@@ -9,23 +18,23 @@ import triton.language as tl
 
 _MIN_KEY = tl.constexpr(-(2**31))  # below the key of every score; the bits of -0.0
 _LINE = tl.constexpr(32)
-_NAN_KEY = tl.constexpr(0x7FC00000)  # above that of infinity
+_NAN_KEY = tl.constexpr(0x7FC00000)  # above the key of infinity
 
 
 @triton.jit
 def make_order_keys(x):
-    """Integers in the order of fp32 `x`: NaN above all, -0.0 equal to 0.0."""
+    """Return int32 keys in the order of fp32 `x`. NaN is above all numbers, and -0.0 equals 0.0."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == _MIN_KEY, 0, bits)
-    # Where the sign is set, the other bits rise as scores fall.
+    # For negative scores the magnitude bits increase as scores decrease, so invert them.
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def find_kth_key(keys, inside, k, reached):
-    """A key that just `k` of those `inside` reach, or, where some are equal, the k-th largest.
+    """Return a key that exactly k of the columns `inside` reach, or the k-th largest key if some are equal.
 
-    `reached`: how many are inside, or more than k.
+    `reached` is the number of columns inside, or any number above k.
     """
     low = tl.min(tl.where(inside, keys, 2147483647))
     high = tl.max(tl.where(inside, keys, _MIN_KEY)) + 1
@@ -41,7 +50,7 @@ def find_kth_key(keys, inside, k, reached):
 
 @triton.jit
 def locate_columns(X, columns, PARTS: tl.constexpr):
-    """Where the candidates in `columns` of a row are, from where the row begins."""
+    """Return the offsets of candidate columns from the start of a row."""
     if PARTS:
         return (columns // X.width).to(tl.int64) * X.stride_part + columns % X.width
     else:
@@ -50,7 +59,7 @@ def locate_columns(X, columns, PARTS: tl.constexpr):
 
 @triton.jit
 def load_scores(X, row, columns, inside, PARTS: tl.constexpr):
-    """fp32 scores of `columns`; of parts, which are messages of int64 words, from their bits."""
+    """Load fp32 scores of `columns`. With PARTS they are the bits of int64 words."""
     x = tl.load(X.scores + row * X.stride_row + locate_columns(X, columns, PARTS), mask=inside, other=0)
     if PARTS:
         return x.to(tl.int32).to(tl.float32, bitcast=True)
@@ -60,6 +69,7 @@ def load_scores(X, row, columns, inside, PARTS: tl.constexpr):
 
 @triton.jit
 def load_indices(X, row, columns, inside, PARTS: tl.constexpr):
+    """Load the indices of `columns`, or the columns themselves without an index tensor."""
     if X.indices is None:
         return columns.to(tl.int64)
     else:
@@ -68,26 +78,30 @@ def load_indices(X, row, columns, inside, PARTS: tl.constexpr):
 
 @triton.jit
 def argsort_keys(keys, count):
-    """Which of the first `count` keys comes at each place where they are in order, equal ones as they are."""
+    """Return the order of the first `count` keys, descending and stable."""
     i = tl.arange(0, keys.shape[0])
-    # No two are equal: below the key its place, inverted.
+    # The low half is the inverted position, so no two elements are equal.
     ordered = (tl.where(i < count, keys, _MIN_KEY).to(tl.int64) << 32) | (keys.shape[0] - 1 - i)
     return keys.shape[0] - 1 - (tl.sort(ordered, descending=True) & 65535).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
 def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr):
-    """Of each row's `n` scores the `k` best of each block of columns, or all that it has, in the order of the columns.
+    """Select the k best of the scores of each block of columns of a row, or all if there are fewer.
 
     Args:
-        X: `TopKInputArgs`; PARTS: those of parts.
-        out: `Best`, where the blocks of a row follow each other.
-        SORTED: put them in order: of one block.
-        KEPT: k or more.
+        X: `TopKInputArgs`.
+        out: `TopKOutputArgs`. The results of the blocks of a row follow each other.
+        n: Scores of a row.
+        k: Results of a block.
+        PARTS: X consists of parts.
+        SORTED: Sort the results. It requires a single block. Otherwise results are in column order.
+        BLOCK: Columns of a block.
+        KEPT: Power of two that is at least k.
     """
     blocks = tl.cdiv(n, BLOCK)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    # In rows, because a running sum over all of them at once takes twice the registers.
+    # In lines of _LINE columns, because a running sum over a flat block needs twice the registers.
     columns = block * BLOCK + tl.arange(0, BLOCK // _LINE)[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
     inside = columns < n
     keys = tl.where(inside, make_order_keys(load_scores(X, row, columns, inside, PARTS)), _MIN_KEY)
@@ -96,7 +110,7 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     least = find_kth_key(keys, inside, count, here)
     above, equal = keys > least, keys == least
     wanted = count - tl.sum(above.to(tl.int32))
-    # How many before it are above and how many are equal, in the halves of an integer.
+    # For each column, the earlier columns that are above and that are equal, in the halves of an integer.
     each = above.to(tl.int32) * 65536 + equal.to(tl.int32)
     lines = tl.sum(each, axis=1)
     before = tl.cumsum(each, 1) - each + (tl.cumsum(lines, 0) - lines)[:, None]
@@ -104,7 +118,7 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     begin = row * out.stride + block * k
     place = (before >> 16) + tl.minimum(before & 65535, wanted)
     tl.store(out.indices + begin + place, columns.to(tl.int64), mask=selected)
-    tl.debug_barrier()  # they are read by other threads
+    tl.debug_barrier()  # other threads read the stored columns
     i = tl.arange(0, KEPT)
     kept = i < count
     at = i
@@ -114,6 +128,6 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     columns = tl.load(out.indices + begin + at, mask=kept, other=0).to(tl.int32)
     scores = load_scores(X, row, columns, kept, PARTS)
     indices = load_indices(X, row, columns, kept, PARTS)
-    tl.debug_barrier()  # all are read before others are written there
+    tl.debug_barrier()  # all columns are read before indices overwrite them
     tl.store(out.scores + begin + i, scores, mask=kept)
     tl.store(out.indices + begin + i, indices, mask=kept)

@@ -1,10 +1,39 @@
-"""The backward of soft MaxSim: probabilities are recomputed by who owns a gradient, and multiplied with the other side.
+"""Backward of soft MaxSim: the owner of a gradient recomputes probabilities and multiplies them with the other side.
 
-    P[r, t] = 2^(rate (<q_r, d_t> - lse_r)),   grad q_r = w sum_t g P d_t,   grad d_t = sum_r g w P q_r
+```text
+P[r, t] = 2^(rate (<q_r, d_t> - lse_r))
+grad q_r = q_weight[r] * sum_k g[k] sum_t P[r, t] d_t
+grad d_t = sum_r g q_weight[r] P[r, t] q_r
+grad tau = sum over rows and documents of g q_weight H(P),    H(P) = -sum_t P log P
+```
 
-A program owns query rows and meets document tokens, or owns tokens of a document and meets query rows; a step is one
-product for the similarities and one for the sum. Scores are linear in lse: nothing is taken from P, as attention does.
-What is masked is loaded as zeros, and adds nothing whatever its P.
+Scores are linear in lse, so no delta term is subtracted from P, unlike in attention.
+
+```text
+maxsim_soft_queries, program = (BM query rows, part of `each` documents, BD features):
+    own = query rows                                # [BM, BD]
+    for tiles of the documents of the part, BN tokens at a time:
+        y = document tokens                         # [BN, BD]
+        S = own @ y.T                               # [BM, BN], over all features
+        P = 2^(rate (S - lse))
+        entropy += sum(P * (lse - S)), without the peak    # for `spreads`
+        acc += (P * g) @ y                          # [BM, BD], for `sums`
+    sums[part], spreads[part], weights[part] = acc, sum of g H tau, sum of g lse
+maxsim_soft_documents, program = (BM tokens of a document, BD features):
+    own = document tokens
+    for r0 in range(0, query rows, BN):
+        q = query rows r0 to r0 + BN - 1
+        S = own @ q.T
+        acc += (2^(rate (S - lse)) * g * q_weight) @ q
+    grad = acc, through the Jacobian of the norm if BD covers d
+```
+
+Invariants:
+
+- Masked tokens and rows are loaded as zeros. They add nothing, whatever their P.
+- Each sum is computed by one program in ascending order. There are no atomics.
+- For fp16, weights are divided by the largest coefficient of the row or program, so that they fit the range.
+- With d > BD, similarities use all features in steps. A program then sums BD of the features.
 """
 
 import triton
@@ -28,12 +57,15 @@ from ..common.primitives import (
 from ..common.similarities import add_product
 from .maximum import compute_peak_entropy, compute_probabilities, compute_rate, load_temperature, remove_peak
 
-_UPSTREAM_BLOCK_ROWS = tl.constexpr(128)  # whose upstream gradients are looked at together
+_UPSTREAM_BLOCK_ROWS = tl.constexpr(128)  # query rows of a step of the search for the largest coefficient
 
 
 @triton.jit
 def _compute_similarities(own, other, columns, d, C: tl.constexpr):
-    """``[BM, BN]`` similarities of what is owned to others, and of these the features `columns` and inverse norms."""
+    """Return similarities `[BM, BN]` of owned rows to other rows.
+
+    Also returns features `columns` of the other rows, normalized with C.NORMALIZE.
+    """
     S = tl.full((C.BM, C.BN), 0, tl.float32)
     squares = tl.full((C.BN,), 0, tl.float32)
     if C.SINGLE_STEP:
@@ -63,7 +95,7 @@ def _compute_similarities(own, other, columns, d, C: tl.constexpr):
 
 @triton.jit
 def _accumulate_weighted(acc, P, y, C: tl.constexpr):
-    """`acc` with the features `y` of others, times what they weigh."""
+    """Return `acc` plus the product of weights P and features `y` of the other side."""
     P = P.to(y.dtype)
     if C.PRECISION == "tf32":
         P = round_to_tf32(P)
@@ -73,11 +105,11 @@ def _accumulate_weighted(acc, P, y, C: tl.constexpr):
 
 @triton.jit
 def _load_owned_rows(pointers, ok, columns, stride_d, d, C: tl.constexpr):
-    """The features of rows, where one step covers them, and inverse norms, 1 unless normalising."""
+    """Load the features of rows, if one step covers them, and inverse norms, or 1 without C.NORMALIZE."""
     scale = tl.full((C.BM,), 1, tl.float32)
     if C.NORMALIZE:
         scale = compute_inverse_norm(sum_row_squares(pointers, ok, d, stride_d, C.BD, C.WIDE_OFFSETS))
-    tile = scale  # any: it is not read
+    tile = scale  # placeholder that is not read
     if C.SINGLE_STEP:
         tile = load_rows(pointers, ok, columns, d, stride_d, C.WIDE_OFFSETS)
     return tile, scale
@@ -85,7 +117,10 @@ def _load_owned_rows(pointers, ok, columns, stride_d, d, C: tl.constexpr):
 
 @triton.jit
 def load_upstream(up, owner, k, i, r, ok):
-    """Of query rows in document k: soft maxima and gradients of the scores; zeros where there is no maximum."""
+    """Load soft maxima and score gradients of query rows in document k.
+
+    Both are zero if no soft maximum exists.
+    """
     k = k.to(tl.int64)
     lse = tl.load(up.lse + owner.to(tl.int64) * up.lse_stride_owner + k * up.lse_stride_k + r, mask=ok, other=0.0)
     g = tl.load(up.grad_scores + i.to(tl.int64) * up.stride_q + k * up.stride_k, mask=ok, other=0.0)
@@ -95,14 +130,17 @@ def load_upstream(up, owner, k, i, r, ok):
 
 @triton.jit
 def _choose_weight_scale(most, like):
-    """What `most`, the largest coefficient, is divided by so that fp16 holds the others; 1 where that is no number."""
+    """Return the divisor of coefficients for fp16: `most`, the largest coefficient.
+
+    The divisor is 1 for other dtypes, and if `most` is zero, infinite, or NaN.
+    """
     usable = (most > 0) & (most < float("inf"))
     return tl.where(usable, most, 1.0) if like == tl.float16 else most * 0 + 1.0
 
 
 @triton.jit
 def _count_group_rows(up, C: tl.constexpr):
-    """Query rows that a document meets: all, or those of the query that owns it."""
+    """Return the number of query rows that a document is scored against."""
     count = up.Lq
     if not C.CANDIDATES:
         count = up.Nq * up.Lq
@@ -121,7 +159,7 @@ def _sum_maxima(up, owner, k0, k1, i, r, ok, C: tl.constexpr):
 
 @triton.jit
 def _find_weight_scale(Q, up, owner, k0, k1, i, r, ok, C: tl.constexpr):
-    """Return the scale that keeps the weights of documents `k0` to `k1` in the range of the dtype of `Q`."""
+    """Return the scale that keeps the weights of documents `k0` to `k1 - 1` in the range of the dtype of `Q`."""
     most = tl.full((C.BM,), 0, tl.float32)
     if Q.ptr.dtype.element_ty == tl.float16:
         for k in range(k0, k1):
@@ -132,13 +170,23 @@ def _find_weight_scale(Q, up, owner, k0, k1, i, r, ok, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["each"])
 def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C: tl.constexpr):
-    """Sum over `each` documents for BM query rows: ``sum_t g P d_t`` of BD features, ``g lse`` and ``g H tau``; fp32.
+    """Sum over `each` documents for BM query rows, in fp32.
 
-    The entropy ``H = -sum_t P log P`` is summed without the peak, see `compute_peak_entropy`: all its terms are
-    positive.
+    The sums are ``sum_t g P d_t`` of BD features, ``g lse``, and ``g H tau``. The entropy ``H = -sum_t P log P`` is
+    summed without the peak, see `compute_peak_entropy`. All its terms are positive.
 
-    Programs ``[row tiles, parts, steps of features]`` write `sums` ``[parts, Nq, Lq, d]``, and `weights` and `spreads`
-    ``[parts, Nq, Lq]``. Each of the three is None if it is not needed.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        tiles: Tensor descriptor of documents in blocks `[1, BN, BD]`, or None.
+        up: `SoftUpstreamArgs`.
+        tau: Temperature, a number or a pointer to one.
+        sums: Output `[parts, Nq, Lq, d]`, or None.
+        weights: Output `[parts, Nq, Lq]` for the gradient of query weights, or None.
+        spreads: Output `[parts, Nq, Lq]` for the gradient of the temperature, or None.
+        each: Documents of a part. The grid is `[row tiles, parts, feature steps]`.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     count = _count_group_rows(up, C)
     of_owner = tl.cdiv(count, C.BM)
@@ -166,7 +214,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
         acc = tl.full((C.BM, C.BD), 0, tl.float32)
         spread = tl.full((C.BM,), 0, tl.float32)
         rest = tl.full((C.BM,), 0, tl.float32)  # probabilities of the document so far, without the peak
-        entropy = tl.full((C.BM,), 0, tl.float32)  # times tau, of these
+        entropy = tl.full((C.BM,), 0, tl.float32)  # their entropy times tau
         tiles_each = tl.cdiv(up.Ld, C.BN)
         for n in range(0, (k1 - k0) * tiles_each):
             document = to_int64(k0 + n // tiles_each)
@@ -202,7 +250,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
 
 @triton.jit
 def _locate_tokens(D, up, owner, k, t):
-    """Where tokens t of document k begin, and which count."""
+    """Return pointers to tokens t of document k, and which tokens are kept."""
     ok = t < up.Ld
     if D.mask is not None:
         at = owner.to(tl.int64) * D.mask_stride_owner + k * D.mask_stride_doc + t.to(tl.int64) * D.mask_stride_l
@@ -212,10 +260,10 @@ def _locate_tokens(D, up, owner, k, t):
 
 @triton.jit
 def _load_coefficients(Q, up, owner, k, r, ok):
-    """Of query rows r in document k: which are kept, soft maxima, and ``g w``.
+    """Load values of query rows r in document k: which rows are kept, soft maxima, and ``g * q_weight``.
 
-    They stand beside the columns of a tile, of which a thread has many: `compiler_barrier_dtype` lets it find but its
-    own before.
+    The values belong to columns of a tile, of which a thread holds many. With `compiler_barrier_dtype` each thread
+    first computes only its own share.
     """
     i = owner + r // up.Lq
     s = r % up.Lq
@@ -226,7 +274,7 @@ def _load_coefficients(Q, up, owner, k, r, ok):
 
 @triton.jit
 def _locate_query_rows(Q, up, owner, r, C: tl.constexpr):
-    """Where query rows r begin."""
+    """Return pointers to query rows r."""
     if C.EVEN_ROW_STRIDE:
         pointers = locate_rows(Q, owner, 0 * r) + r.to(tl.int64) * Q.stride_l
     else:
@@ -236,7 +284,10 @@ def _locate_query_rows(Q, up, owner, r, C: tl.constexpr):
 
 @triton.jit
 def _backprop_norm(G, own, columns, d, C: tl.constexpr):
-    """`G`, all features of what is owned, through its norms; rows that receive nothing get zero: they may hold NaN."""
+    """Return `G`, with all features of the owned rows, through the Jacobian of their norms.
+
+    Rows without a gradient get zero, because they may hold NaN.
+    """
     x = load_rows(own.ptr, own.ok, columns, d, own.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     squares = tl.sum(x * x, axis=1)
     dot = tl.sum(x * G, axis=1) * compute_inverse_norm(squares)
@@ -246,11 +297,20 @@ def _backprop_norm(G, own, columns, d, C: tl.constexpr):
 
 @triton.jit
 def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
-    """``sum_r g w P q_r`` of BM tokens of a document and BD features into ``grad [documents, Ld, d]``, of its dtype.
+    """Compute ``sum_r g q_weight P q_r`` for BM tokens of a document and BD features.
 
-    Through the norms of the tokens where one step covers their features, else `grad` is of unit tokens.
+    If BD covers d and C.NORMALIZE is set, the sum passes through the Jacobian of the norm. Otherwise `grad` receives
+    the gradient of normalized tokens.
 
-    Programs ``[token tiles of documents, 1, steps of features]``.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        tiles: Tensor descriptor of query rows in blocks `[BN, BD]`, or None.
+        up: `SoftUpstreamArgs`.
+        tau: Temperature, a number or a pointer to one.
+        grad: Output `[documents, Ld, d]`, contiguous. The grid is `[token tiles, 1, feature steps]`.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     of_document = tl.cdiv(up.Ld, C.BM)
     document = tl.program_id(0) // of_document

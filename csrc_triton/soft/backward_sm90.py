@@ -1,8 +1,53 @@
-"""The backward of soft MaxSim on sm_90, of bf16 without masks of what streams: see `backward_soft`.
+"""Backward of soft MaxSim on sm_90, warp-specialized: bf16, cross product, no normalization, `d <= BD`.
 
-Two groups of warps own 64 rows each; one warp copies the other side, tile by tile, into a ring that both read. Of a
-tile a group has two products in turn, similarities and the sum: it issues the sum of one tile and the similarities of
-the next together, and while it makes probabilities the other group's two take the matrix unit.
+The math is in `backward`. Each program owns 128 rows and streams the rows of the other side. The other side has no
+mask.
+
+| kernel | owned rows | streamed tiles |
+| --- | --- | --- |
+| `maxsim_soft_rows` | 128 query rows, for `each` documents | BN document tokens |
+| `maxsim_soft_tokens` | twice 64 tokens of one document or two | BN query rows |
+
+Warp roles:
+
+| partition | warps | registers | work |
+| --- | --- | --- | --- |
+| consumer 0 (default) | 4 | the rest | owned rows 0 to 63 |
+| consumer 1 | 4 | 232 | owned rows 64 to 127 |
+| producer | 1 | 40 | TMA copies of tiles into the pipeline |
+
+Barriers of each pipeline stage:
+
+| barrier | arrivals | arriving | waiting |
+| --- | --- | --- | --- |
+| full | 1 and the bytes of the copy | producer and TMA | both consumers |
+| empty | 2 | each consumer once | producer |
+
+```text
+producer:
+    for tile in tiles of the other side, and the first tile again:
+        wait(empty[stage]); expect(full[stage]); copy the tile with TMA
+consumer g:
+    own = 64 owned rows                             # in registers or shared memory
+    wait(full[0])
+    S = wgmma(own, tile[0].T)                       # [64, BN]
+    acc = 0                                         # [64, BD]
+    for n in range(tiles):
+        load lse and g of the next document, or of tile n + 2 of query rows
+        P = 2^(rate (S - lse)) * g                  # rounded to bf16
+        acc = wgmma(P, tile[n], acc)                # asynchronous
+        wait(full[n + 1])
+        S = wgmma(own, tile[n + 1].T)               # asynchronous
+        wait(acc, S); arrive(empty[n])
+    store acc
+```
+
+Invariants:
+
+- Both products of a tile read its stage, and a consumer reads two stages at a time. STAGES is therefore at least 2.
+- The producer copies one tile more than the loop consumes. The similarities of that tile are not used.
+- TMA fills rows outside the tensor with zeros, which add nothing to acc.
+- No barrier orders the consumers. While one computes probabilities, the products of the other use the tensor cores.
 """
 
 from triton.experimental import gluon
@@ -24,7 +69,7 @@ from .maximum import check_temperature, compute_probabilities, compute_rate
 
 @gluon.jit
 def _make_pipeline(x, C: gl.constexpr):
-    """The ring of the other side's tiles, and room for what both groups own; `x` describes the tiles."""
+    """Allocate the pipeline of tiles that descriptor `x` reads, and shared memory for the owned rows of both groups."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
     OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ACCUMULATOR_ROWS, C.BD], x.dtype)
     ring = make_tile_pipeline(x, TILE, C.STAGES, 2, C)
@@ -33,7 +78,7 @@ def _make_pipeline(x, C: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(x, at, ring, stage, phase, C: gl.constexpr):
-    """Copy the tile that begins `at`; what is not there arrives as zeros."""
+    """Copy the tile that begins at `at` into a stage. Rows outside the tensor are zeros."""
     mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(ring.full.index(stage), x.block_type.nbytes)
     tile = reinterpret(ring.tiles.index(stage), x.dtype, x.block_type.shape, x.layout)
@@ -43,7 +88,7 @@ def _copy_tile(x, at, ring, stage, phase, C: gl.constexpr):
 
 @gluon.jit
 def _produce_tokens(D, ring, k0, k1, Ld, C: gl.constexpr):
-    """Copy the tiles of documents k0 to k1 - 1, and one more, whose similarities are not used."""
+    """Copy the tiles of documents k0 to k1 - 1, and one more tile, whose similarities are not used."""
     stage = 0
     phase = 1
     for k in range(k0, k1):
@@ -54,7 +99,7 @@ def _produce_tokens(D, ring, k0, k1, Ld, C: gl.constexpr):
 
 @gluon.jit
 def _produce_rows(Q, ring, count, C: gl.constexpr):
-    """The same of all query rows."""
+    """Copy the tiles of all query rows, and one more tile, whose similarities are not used."""
     stage = 0
     phase = 1
     for r0 in range(0, count, C.BN):
@@ -64,7 +109,7 @@ def _produce_rows(Q, ring, count, C: gl.constexpr):
 
 @gluon.jit
 def _make_load_indices(C: gl.constexpr):
-    """Rows 0 to 63 and all features, as they are loaded."""
+    """Return the indices of 64 rows and of all features, in the layout of their load."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     return rows, gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
@@ -72,7 +117,7 @@ def _make_load_indices(C: gl.constexpr):
 
 @gluon.jit
 def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
-    """Rows at `pointers`, zeros where not `ok`, as the operand of products."""
+    """Load rows at `pointers`, zeros where not `ok`, as the left operand of products."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     mask = ok[:, None] & (columns < d)[None, :]
     room.store(gl.load(pointers[:, None] + (columns * stride_d)[None, :], mask=mask, other=0.0))
@@ -86,7 +131,7 @@ def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
 
 @gluon.jit
 def _issue_first_product(own, ring, C: gl.constexpr):
-    """Similarities to the first tile, and sums of nothing."""
+    """Compute the similarities to the first tile, and return them with sums of zero."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BD, 16])
     none = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, S)
@@ -97,7 +142,7 @@ def _issue_first_product(own, ring, C: gl.constexpr):
 
 @gluon.jit
 def _issue_products(S, acc, own, ring, lse, coefficient, rate, stage, phase, C: gl.constexpr):
-    """In flight: the sum of a tile, and similarities to the next one; and where that is."""
+    """Issue the sum of a tile and the similarities to the next tile, and advance to the stage of the next tile."""
     P = compute_probabilities(S, lse, coefficient, rate).to(ring.tiles.dtype)
     P = gl.convert_layout(P, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(P, ring.tiles.index(stage), acc, is_async=True)
@@ -109,7 +154,7 @@ def _issue_products(S, acc, own, ring, lse, coefficient, rate, stage, phase, C: 
 
 @gluon.jit
 def _wait_for_products(S, acc, ring, stage):
-    """What `_issue_products` has in flight once it is there; the tile at `stage` may be overwritten."""
+    """Wait for the products of `_issue_products`, and release the tile at `stage`."""
     S, acc = warpgroup_mma_wait(0, [S, acc])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     return S, acc
@@ -117,7 +162,7 @@ def _wait_for_products(S, acc, ring, stage):
 
 @gluon.jit
 def _store_rows(out, acc, row, ok, d, C: gl.constexpr):
-    """Store sums as rows of `out`, of its dtype."""
+    """Store sums as rows of `out`, in its dtype."""
     column = gl.arange(0, C.BD, layout=gl.SliceLayout(0, acc.type.layout))
     at = row.to(gl.int64)[:, None] * d + column[None, :]
     gl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None] & (column < d)[None, :])
@@ -125,7 +170,7 @@ def _store_rows(out, acc, row, ok, d, C: gl.constexpr):
 
 @gluon.jit
 def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.constexpr, C: gl.constexpr):
-    """Group G of `maxsim_soft_rows`: query rows from `first` on, and documents k0 to k1 - 1."""
+    """Run consumer G of `maxsim_soft_rows`: query rows from `first` on, and documents k0 to k1 - 1."""
     count = up.Nq * up.Lq
     r, columns = _make_load_indices(C)
     r += first + G * ACCUMULATOR_ROWS
@@ -139,7 +184,7 @@ def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.const
     stage = 0
     phase = 0
     for k in range(k0, k1):
-        # Asked for a document ahead.
+        # Load one document ahead.
         next_lse, next_g = load_upstream(up, k0 * 0, gl.minimum(k + 1, up.K - 1), i, r, ok)
         for _ in range(0, up.Ld, C.BN):
             done = stage
@@ -153,10 +198,17 @@ def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.const
 
 @gluon.jit(do_not_specialize=["each"])
 def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
-    """As `maxsim_soft_queries`: ``sum_t g P d_t`` of 128 query rows and `each` documents, in fp32.
+    """Compute ``sum_t g P d_t`` of 128 query rows and `each` documents, in fp32, as `maxsim_soft_queries` does.
 
-    `tiles` describes documents in blocks ``[1, BN, BD]``. Programs ``[row tiles, parts]`` write ``sums [parts, Nq, Lq,
-    d]``.
+    Args:
+        Q: `QueryArgs` without weights.
+        tiles: Tensor descriptor of documents in blocks `[1, BN, BD]`.
+        up: `SoftUpstreamArgs`.
+        tau: Temperature, a number or a pointer to one.
+        sums: Output `[parts, Nq, Lq, d]`.
+        each: Documents of a part. The grid is `[row tiles, parts]`.
+        d: Number of features.
+        C: Compile-time choices, a `Sm90SoftConfig`.
     """
     if tau.dtype.is_ptr():
         tau = gl.load(tau)
@@ -178,7 +230,7 @@ def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
 
 @gluon.jit
 def _load_columns(Q, up, k, r0, C: gl.constexpr):
-    """Soft maxima and ``g w`` of the query rows of a tile, in document k: one for each thread, or two."""
+    """Load soft maxima and ``g * q_weight`` of the query rows of a tile, one or two in each thread."""
     r = r0 + gl.arange(0, C.BN, layout=gl.BlockedLayout([1], [32], [4], [0]))
     i = r // up.Lq
     ok = r < up.Nq * up.Lq
@@ -188,7 +240,7 @@ def _load_columns(Q, up, k, r0, C: gl.constexpr):
 
 @gluon.jit
 def _consume_rows(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.constexpr):
-    """Group G of `maxsim_soft_tokens`: 64 tokens of a document, and all query rows."""
+    """Run consumer G of `maxsim_soft_tokens`: 64 tokens of a document, and all query rows."""
     of_document = gl.cdiv(up.Ld, ACCUMULATOR_ROWS)
     number = gl.program_id(0) * 2 + G
     document = number // of_document
@@ -206,7 +258,7 @@ def _consume_rows(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.co
     stage = 0
     phase = 0
     for r0 in range(0, up.Nq * up.Lq, C.BN):
-        # Asked for two tiles ahead, shared among threads while products run.
+        # Load two tiles ahead. The layout conversion of the next tile runs while the products are in flight.
         later_lse, later_g = _load_columns(Q, up, k, r0 + 2 * C.BN, C)
         done = stage
         S, acc, stage, phase = _issue_products(S, acc, own, ring, lse[None, :], g[None, :], rate, stage, phase, C)
@@ -221,9 +273,17 @@ def _consume_rows(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.co
 
 @gluon.jit
 def maxsim_soft_tokens(Q, D, tiles, up, tau, grad, d, C: gl.constexpr):
-    """As `maxsim_soft_documents`: ``sum_r g w P q_r`` of twice 64 tokens, of one document or two.
+    """Compute ``sum_r g q_weight P q_r`` of twice 64 tokens, of one document or two, as `maxsim_soft_documents` does.
 
-    `tiles` describes all query tokens as rows in blocks ``[BN, BD]``. Programs ``[token tiles of documents / 2]``.
+    Args:
+        Q: `QueryArgs` without a mask.
+        D: `DocumentArgs`.
+        tiles: Tensor descriptor of all query rows in blocks `[BN, BD]`.
+        up: `SoftUpstreamArgs`.
+        tau: Temperature, a number or a pointer to one.
+        grad: Output `[K, Ld, d]`, contiguous. The grid is `[K * token tiles / 2]`, rounded up.
+        d: Number of features.
+        C: Compile-time choices, a `Sm90SoftConfig`.
     """
     if tau.dtype.is_ptr():
         tau = gl.load(tau)

@@ -1,4 +1,11 @@
-"""The forward of soft MaxSim: that of `forward`, with a log-sum-exp in the place of the maximum."""
+"""Forward of soft MaxSim: the generic forward kernel with a log-sum-exp instead of the maximum.
+
+```text
+score[i, k] = sum_s q_weight[i, s] * tau * log(sum_t exp(<Q[i, s], D[k, t]> / tau))
+```
+
+The loop is `compute_row_maxima` of `forward.generic.dense` with C.SOFT. The online sum is in `maximum`.
+"""
 
 import triton
 import triton.language as tl
@@ -10,8 +17,16 @@ from .maximum import load_temperature
 
 @triton.jit
 def maxsim_forward_soft(Q, D, tiles, out, tau, sizes, d, C: tl.constexpr):
-    """Scores [Nq, K] of (row tile, document) pairs, and the rows' soft maxima: `out`, an `OutputArgs`.
+    """Compute soft scores and soft maxima of dense or candidate documents.
 
-    As `maxsim_forward`, with C.SOFT; `tau` is a number or where one lies.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        tiles: Tensor descriptor of all document tokens, or None. See `maxsim_forward`.
+        out: `OutputArgs` with scores `[Nq, K]`. Its `argmax` receives the soft maxima of the rows, or is None.
+        tau: Temperature, a number or a pointer to one.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig` with SOFT.
     """
     score_tile_pair(Operands(Q, D, tiles, None, None, d, load_temperature(tau)), out, sizes, C)

@@ -1,8 +1,22 @@
-"""The soft maximum ``tau log sum_t exp(s_t / tau)``: per lane while a document lasts, merged at its end.
+"""Soft maximum ``tau * log(sum_t exp(s_t / tau))``: an online sum for each lane, merged at the end of a document.
 
-In base 2, of similarities as they are: a lane keeps its maximum m and the sum of ``2^(rate s - rate m)``, ``rate =
-log2(e) / tau``. The rounding of ``rate m`` is that of m times rate, so it moves no soft maximum by more than its own.
-Where ``rate m`` is beyond `_FAR` a sum is of no use, and the maximum is the soft maximum to the last bit.
+```text
+rate = log2(e) / tau * row_scale                    # row_scale: inverse norm of the query row, or 1
+m, total = -inf, 0                                  # [BM, LANES]
+for each tile S of similarities:
+    high = nan_max(m, lane_max(S))
+    total = total * 2^(rate (m - high)) + lane_sum(2^(rate S - rate high))
+    m = high
+merge the lanes in the same way
+soft maximum = m * row_scale + tau * ln(2) * log2(total)
+```
+
+Invariants:
+
+- Similarities are not scaled before the loop. The rounding error of ``rate m`` acts like a rounding error of m. It
+  changes a soft maximum by no more than the rounding of the soft maximum itself.
+- If ``|rate m|`` exceeds `_FAR`, the sum is not needed: the maximum is the soft maximum to the last bit.
+- Exponents are relative to 0 if the maximum is infinite, so no infinity is subtracted from an infinity.
 """
 
 import triton
@@ -20,27 +34,31 @@ _MIN_TEMPERATURE, _MAX_RATE = tl.constexpr(1.2e-38), tl.constexpr(3e38)
 
 @triton.jit
 def load_temperature(tau):
-    """`tau`, a number or where one lies; NaN unless it is above 0."""
-    if hasattr(tau, "dtype") and tau.dtype.is_ptr():  # in the interpreter a number is no tensor
+    """Return `tau`, a number or a pointer to one, as fp32. It is NaN unless it is above 0."""
+    # In the interpreter a number is not a tensor.
+    if hasattr(tau, "dtype") and tau.dtype.is_ptr():
         tau = tl.load(tau)
     return check_temperature(tl.full((), tau, tl.float32))
 
 
 @triton.jit
 def check_temperature(tau):
-    """`tau`, NaN unless it is above 0."""
+    """Return `tau`, or NaN unless it is above 0."""
     return tl.where(tau > 0, tl.maximum(tau, _MIN_TEMPERATURE), float("nan"))
 
 
 @triton.jit
 def compute_rate(tau, inverse):
-    """What differences of similarities are multiplied by, those times `inverse` being what counts."""
+    """Return the factor that turns differences of similarities into exponents of 2.
+
+    `inverse` is the scale of the similarities.
+    """
     return tl.minimum(_LOG2_E / tau * inverse, _MAX_RATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def compute_row_scales(x, pointers, ok, C: tl.constexpr):
-    """Of query rows: their inverse norms if normalising, else 1."""
+    """Return the inverse norms of query rows with C.NORMALIZE, else 1."""
     scale = tl.full((C.BM,), 1, tl.float32)
     if C.NORMALIZE:
         scale = compute_inverse_norm(sum_row_squares_in_order(pointers, ok, x.d, x.Q.stride_d, C.BD, C.WIDE_OFFSETS))
@@ -49,26 +67,29 @@ def compute_row_scales(x, pointers, ok, C: tl.constexpr):
 
 @triton.jit
 def _choose_reference(m):
-    """What exponents are taken relative to: `m`, or 0 where it is infinite."""
+    """Return the reference of exponents: `m`, or 0 if m is infinite."""
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
 def _rescale_sums(total, best, top, rate, more):
-    """Sums relative to `best` as ones relative to `top`, and `more`; of the former nothing where the factor is 0."""
+    """Return sums relative to `best` as sums relative to `top`, plus `more`.
+
+    A sum is dropped if its factor is 0, because it may be infinite or NaN.
+    """
     factor = tl.exp2((best - top) * rate)
     return tl.fma(tl.where(factor > 0, total, 0.0), factor, more)
 
 
 @triton.jit
 def _compute_exponentials(S, rate, top):
-    """Two of the shape of S, in one rounding."""
+    """Return ``2^(rate (S - top))``, with one rounding of the exponent."""
     return tl.exp2(tl.fma(S, rate, -top * rate))
 
 
 @triton.jit
 def update_soft_maxima(best, total, S, rate, C: tl.constexpr):
-    """The lanes' maxima and sums after a tile."""
+    """Return the lane maxima and sums after a tile."""
     high = nan_max(best, reduce_lane_maxima(S, C))
     top = _choose_reference(high)
     rate = rate[:, None]
@@ -82,7 +103,10 @@ def update_soft_maxima(best, total, S, rate, C: tl.constexpr):
 
 @triton.jit
 def compute_probabilities(S, lse, coefficient, rate):
-    """``2^(rate (S - lse))`` times coefficients; a similarity is above lse by its rounding alone."""
+    """Return ``2^(rate (S - lse))`` times coefficients.
+
+    A similarity exceeds lse only by rounding, so exponents are clamped at 0.
+    """
     exponents = (S - lse) * rate
     return tl.exp2(tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)) * coefficient
 
@@ -95,17 +119,17 @@ def remove_peak(P, ok):
 
 @triton.jit
 def compute_peak_entropy(rest):
-    """Return ``-P log P`` of the one probability P above `_PEAK_PROBABILITY`, 0 if there is none.
+    """Return ``-P log P`` of the one probability P above `_PEAK_PROBABILITY`, or 0 if there is none.
 
-    P is 1 minus `rest`, the sum of the other probabilities. ``log P`` from the similarity would be the difference of
-    two rounded numbers, and may have no correct digit.
+    P is 1 minus `rest`, the sum of the other probabilities. Computed from the similarity, ``log P`` would be the
+    difference of two rounded numbers and may have no correct digit.
     """
     return tl.where(rest < 0.5, (rest - 1.0) * log1p(-rest), 0.0)
 
 
 @triton.jit
 def merge_soft_maxima(best, total, x, rows, C: tl.constexpr):
-    """Each row's soft maximum from what its lanes have."""
+    """Return the soft maximum of each row from its lanes."""
     top = _choose_reference(merge_lane_maxima(best, C))
     total = _rescale_sums(total, best, top[:, None], rows.rate[:, None], 0.0)
     total = sum_in_order(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)

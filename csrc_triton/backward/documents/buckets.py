@@ -1,9 +1,26 @@
-"""Which query rows each tile of document tokens won: the winners of a document as lists, one for each tile.
+"""Bucketed argmax lists: for each tile of document tokens, the query rows whose argmax is in the tile.
 
-A stable counting sort of a document's winners by token tile, so that `maxsim_grad_documents` reads only the rows that
-its tile won, in ascending order: the same bits on every run, without atomics. Entry of row r = i * Lq + s that token t
-won: ``r * BN + t % BN``. ``starts[document, tile, block]`` is where the winners that block `block` of rows adds to a
-tile begin.
+A stable counting sort of the argmax of a document by token tile. `maxsim_grad_documents` then reads only the rows of
+its tile.
+
+```text
+count launch, program = (document, block of BM rows):
+    counts[document, tile, block] = rows of the block whose argmax is in the tile
+scan launch, program = document:
+    starts = exclusive prefix sum of counts over (tile, block)
+list launch, program = (document, block of BM rows):
+    tile[r] = argmax[r] // BN                       # -1 without an argmax
+    rank[r] = number of earlier rows of the block with the same tile
+    entries[starts[tile, block] + rank[r]] = r * BN + argmax[r] % BN
+```
+
+If one block holds all rows of a document, the list launch runs alone and also writes `starts`.
+
+Invariants:
+
+- A list is in ascending order of r = i * Lq + s. Sums over a list have the same bits on every run. No atomics.
+- A 64-bit integer holds eight 8-bit counters, one for each of eight tiles. They count along an axis of
+  `ROWS_PER_QUERY` rows, fewer than 256. Sums of these are kept in 16-bit counters.
 """
 
 import triton
@@ -14,10 +31,10 @@ from ...common.primitives import to_int64
 
 @triton.jit
 def _load_argmax_block(up, lists, rows, C: tl.constexpr):
-    """The document of this program (from `first` on), its block of BM rows, and the token that won each (-1: none).
+    """Return this program's document (relative to `lists.first`), its block, the rows, and their argmax (-1: none).
 
-    As [BM // ROWS_PER_QUERY, ROWS_PER_QUERY] rows of neighbours: a warp holds whole rows, and counts along them need
-    no barrier.
+    Rows have the shape `[BM // ROWS_PER_QUERY, ROWS_PER_QUERY]`. A warp holds whole lines of neighboring rows, so
+    counts along a line need no barrier.
     """
     document = tl.program_id(0) // lists.blocks
     block = tl.program_id(0) % lists.blocks
@@ -32,26 +49,30 @@ def _load_argmax_block(up, lists, rows, C: tl.constexpr):
 
 @triton.jit
 def _encode_tile_counters(tile, b):
-    """A one in byte ``tile - b`` of 64 bits for tiles b to b + 7, nothing for others: eight counters in one sum."""
+    """Return a 64-bit integer with a one in byte ``tile - b``, or 0 if the tile is not in ``[b, b + 8)``.
+
+    A sum of such integers holds eight counters.
+    """
     one = tl.full((1, 1), 1, tl.int64)
     return tl.where((tile >= b) & (tile < b + 8), one << ((tile - b) & 7).to(tl.int64) * 8, 0)
 
 
 @triton.jit
 def _split_counters(counts):
-    """Eight counters of 8 bits as the even and the odd ones, four counters of 16 bits each."""
+    """Split eight 8-bit counters into the even and the odd ones, four 16-bit counters each."""
     return counts & 0x00FF00FF00FF00FF, (counts >> 8) & 0x00FF00FF00FF00FF
 
 
 @triton.jit
 def _extract_counter(even, odd, n: tl.constexpr):
+    """Return counter `n` of the result of `_split_counters`."""
     half = odd if n % 2 == 1 else even
     return ((half >> (16 * (n // 2))) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def maxsim_count_argmax(up, lists, rows, C: tl.constexpr):
-    """How many winners each block of rows has in each tile; `maxsim_scan_counts` turns the counts into starts."""
+    """Count the argmax values of each block of rows in each tile. `maxsim_scan_counts` computes the starts."""
     document, block, _, token = _load_argmax_block(up, lists, rows, C)
     tile = tl.where(token >= 0, token // C.BN, -1)
     starts = lists.starts + (to_int64(document) * (lists.tiles * lists.blocks + 1) + block)
@@ -66,7 +87,7 @@ def maxsim_count_argmax(up, lists, rows, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def maxsim_scan_counts(starts, count, C: tl.constexpr):
-    """Replace `count` counts by the sums of those before them, and write the sum of all behind them."""
+    """Replace `count` counts of a document by their exclusive prefix sum, and store the total after them."""
     starts += to_int64(tl.program_id(0)) * (count + 1)
     total = 0
     for c0 in range(0, count, C.BM):
@@ -81,9 +102,10 @@ def maxsim_scan_counts(starts, count, C: tl.constexpr):
 
 @triton.jit
 def rank_rows(tile, starts, tiles, ONE_BLOCK: tl.constexpr):
-    """Of each row, how many before it in the block belong to the same tile.
+    """Return for each row how many earlier rows of the block belong to the same tile.
 
-    ONE_BLOCK: the block is the whole document, and `starts` is written here. Of several blocks it is there already.
+    With ONE_BLOCK the block holds the whole document, and this function writes `starts`. Otherwise `starts` already
+    exists.
     """
     rank = tl.zeros_like(tile)
     begin = 0
@@ -112,7 +134,15 @@ def rank_rows(tile, starts, tiles, ONE_BLOCK: tl.constexpr):
 
 @triton.jit
 def maxsim_list_argmax(up, lists, rows, ONE_BLOCK: tl.constexpr, C: tl.constexpr):
-    """Write the lists of one block of rows of one document; ONE_BLOCK: it holds all rows, and nothing was counted."""
+    """Write the lists of one block of rows of one document.
+
+    Args:
+        up: `UpstreamArgs`.
+        lists: `TileBucketArgs` with outputs `entries` and `starts`.
+        rows: Query rows that a document is scored against.
+        ONE_BLOCK: The block holds all rows, and `starts` was not computed.
+        C: Compile-time choices, a `KernelConfig`.
+    """
     document, block, r, token = _load_argmax_block(up, lists, rows, C)
     won = token >= 0
     tile = tl.where(won, token // C.BN, -1)

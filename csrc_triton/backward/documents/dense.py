@@ -1,8 +1,26 @@
-"""The destination-owned gradient of the documents: a program owns a tile of BN tokens of one document.
+"""Document gradient of dense and candidate layouts: a program owns a tile of BN tokens of one document.
 
-Or, where documents are few, a piece of the tile's rows. Which rows won a token of the tile is read from the lists of
-`backward_lists`. Where a document meets too many rows to list, all their winners are read; rows that won elsewhere are
-not.
+```text
+document k, t0 = tile of the program                # tokens t0 to t0 + BN - 1
+begin, end = list of the tile                       # from `buckets`, or all rows of the document without lists
+with pieces: keep only the entries of piece `program_id(1)`
+code = load_codes(begin)
+for e in range(begin, end, BM):
+    ahead = load_codes(e + BM)                      # list entries, or the argmax of all rows
+    r, token = decode(code)                         # token = argmax - t0, or -1 if it is outside the tile
+    c = grad_scores[i(r), k] * q_weight[r] * inverse_norm(Q[r])
+    G += onehot(token, c) @ Q[r]                    # `sum_rows`; only rows with a hit are loaded
+    code = ahead
+grad_D[k, t0 : t0 + BN] = G through the Jacobian of the norm, or G is a partial sum
+```
+
+With few documents, lists are cut into pieces of `pieces.rows` entries, and a program sums one piece of a tile. A tile
+that is complete in one piece is written directly. `maxsim_join_pieces` adds the partial sums of the other tiles.
+
+Invariants:
+
+- One program writes each element of the gradient. Rows and pieces are added in ascending order, without atomics.
+- List entries and argmax values are loaded one step ahead. The loop pipeline then prefetches the query rows.
 """
 
 import triton
@@ -23,7 +41,7 @@ from .sums import sum_rows
 
 @triton.jit
 def _load_codes(e, tile, up, C: tl.constexpr):
-    """What says which query row is number e of a tile: its list entry, or the token that row e won; -1: none."""
+    """Load the code of row number `e` of a tile: a list entry, or the argmax of row `e`. -1 means no row."""
     if tile.entries is not None:
         code = tl.load(tile.entries + e, mask=e < tile.end, other=-1)
     else:
@@ -37,12 +55,13 @@ def _load_codes(e, tile, up, C: tl.constexpr):
 
 @triton.jit
 def _locate_step_rows(code, e, s, C: tl.constexpr):
-    """The query rows that codes are of, the e-th of their tile."""
+    """Return the `StepRows` of codes, which are numbers `e` of their tile."""
     tile = s.tile
     up = s.up
     Q = s.Q
     if tile.entries is not None:
-        r = (code.to(tl.uint32) // C.BN).to(tl.int32)  # i * Lq + s, among those that the document meets
+        # i * Lq + s, among the rows that the document is scored against
+        r = (code.to(tl.uint32) // C.BN).to(tl.int32)
         hit = code >= 0
     else:
         r = e
@@ -72,7 +91,10 @@ def _locate_step_rows(code, e, s, C: tl.constexpr):
 def _fold_steps(
     visit: tl.constexpr, total, s, STEP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
 ):
-    """See `sum_rows`. Codes are read ahead: the rows that they name can then be on their way for several steps."""
+    """Fold a visitor over the rows of a tile. See `sum_rows`.
+
+    With AHEAD, codes are loaded one step ahead, so the loads of the rows that they name can span several steps.
+    """
     code = _load_codes(s.tile.begin + tl.arange(0, STEP), s.tile, s.up, C)
     for e0 in tl.range(s.tile.begin, s.tile.end, STEP, num_stages=STAGES):
         e = e0 + tl.arange(0, STEP)
@@ -87,14 +109,15 @@ def _fold_steps(
 
 @triton.jit
 def _sum_tile(of, columns, d, C: tl.constexpr):
+    """Adapter of `sum_rows` for `write_gradient`."""
     return sum_rows(_fold_steps, of[0], of[1], of[2], columns, d, C)
 
 
 @triton.jit
 def _locate_tile(pid, lists, rows, up, C: tl.constexpr):
-    """The document of tile number `pid`, its owner and number there, the tile's first token, and its part of the list.
+    """Return the document of tile `pid`, its owner, its number there, the tile's first token, and its list range.
 
-    No `GradientTile`: Triton 3.6 returns no groups that hold None.
+    These values are not a `GradientTile`, because Triton 3.6 cannot return a tuple that holds None.
     """
     document = pid // lists.tiles
     b = pid % lists.tiles
@@ -115,10 +138,10 @@ def _locate_tile(pid, lists, rows, up, C: tl.constexpr):
 
 @triton.jit
 def _index_partial_rows(pieces, rows, document, begin, p, C: tl.constexpr):
-    """Which rows of the partial sums piece p of a tile has, whose rows begin at `begin`.
+    """Return the rows of the partial sums that belong to piece `p` of a tile whose list begins at `begin`.
 
-    A piece has room for two tiles: one that the piece before has a part of, and one that goes on in the next. Tiles
-    that are whole in a piece need none.
+    A piece has room for two tiles: one that begins in an earlier piece, and one that continues in the next. Tiles that
+    are complete in one piece need no room.
     """
     slot = to_int64(document) * (2 * tl.cdiv(rows, pieces.rows)) + 2 * p + (p == begin // pieces.rows).to(tl.int32)
     return slot * C.BN + tl.arange(0, C.BN)
@@ -126,10 +149,18 @@ def _index_partial_rows(pieces, rows, document, begin, p, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
-    """grad_D of BN tokens of one document a program, documents from ``lists.first`` on: the sum over the rows that they
-    won, of `rows` that a document meets.
+    """Compute the gradient of BN tokens of one document for each program.
 
-    With pieces, program (.., n) sums the n-th piece of a tile's list; `maxsim_join_pieces` adds up what is left.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        up: `UpstreamArgs`.
+        lists: `TileBucketArgs`. The launch covers documents from `lists.first` on.
+        rows: Query rows that a document is scored against.
+        pieces: `PartialSumArgs`. With partial sums, program (.., n) sums the n-th piece of a tile's list.
+        grad_D: Output `[documents, Ld, d]`, contiguous.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     document, owner, k, t0, begin, end = _locate_tile(tl.program_id(0), lists, rows, up, C)
     entries = lists.entries
@@ -156,7 +187,7 @@ def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.conste
 
 @triton.jit
 def _sum_partials(of, columns, d, C: tl.constexpr):
-    """The sum of a tile's pieces in ascending order."""
+    """Sum the pieces of a tile in ascending order."""
     pieces, rows, document, begin, end = of
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for p in range(begin // pieces.rows, tl.cdiv(end, pieces.rows)):
@@ -169,7 +200,7 @@ def _sum_partials(of, columns, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def maxsim_join_pieces(D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
-    """grad_D of the tiles whose lists `maxsim_grad_documents` took in several pieces."""
+    """Compute the gradient of the tiles whose lists `maxsim_grad_documents` summed in several pieces."""
     document, owner, k, t0, begin, end = _locate_tile(tl.program_id(0), lists, rows, up, C)
     t = t0 + tl.arange(0, C.BN)
     at = document.to(tl.int64) * up.Ld + t

@@ -1,10 +1,29 @@
-"""The destination-owned gradient of packed documents: a program owns BN rows of D, whatever documents they are of.
+"""Document gradient of packed documents: a program owns a tile of BN rows of D, of any number of documents.
 
-Documents may overlap and be met many times. Of the items sorted by their documents' first rows, those that may touch
-the tile are neighbours. The program walks over them in order and over the winners of each, BM rows a step, or
-ROWS_PER_QUERY rows of BM // ROWS_PER_QUERY items where queries are short. `backward_packed_lists` lists which rows won
-in the tile. Where no lists are made, all winners are read; those elsewhere cost their part of the product, but their
-query rows are not read.
+Documents may overlap, and several queries may be scored against the same document. Pairs (`items` in the code) are
+sorted by the first row of their document, so the pairs that may touch a tile are consecutive.
+
+```text
+t0 = first row of D of the tile
+lo, hi = range of pairs that may touch the tile     # from `maxsim_find_starts`
+for n0 in range(lo, hi, pairs of a step):
+    pairs = document and query rows of pairs n0, ...      # loaded two steps ahead
+    for s0 in range(0, most rows of a pair, ROWS_PER_QUERY):
+        token = argmax[pair, row]                   # or a list entry; loaded one step ahead
+        place = first row of the document + token - t0    # -1 outside the tile
+        c = grad_scores[pair] * q_weight[row] * inverse_norm(Q[row])
+        G += onehot(place, c) @ Q[row]              # `sum_rows`; only rows with a hit are loaded
+grad_D[t0 : t0 + BN] = G through the Jacobian of the norm, or G is a partial sum
+```
+
+A step has BM rows of one pair, or ROWS_PER_QUERY rows of each of `BM // ROWS_PER_QUERY` pairs for short queries. With
+lists of `packed_buckets`, a step reads BM entries of one block of a pair. Without lists the program reads every argmax
+of the pairs. A row outside the tile still occupies the product, but its query row is not loaded.
+
+Invariants:
+
+- One program writes each element of the gradient. Pairs, rows, and pieces are added in ascending order.
+- With pieces, program (.., n) sums part n of the rows or pairs of a tile, and `maxsim_join_packed_pieces` adds them.
 """
 
 import triton
@@ -20,7 +39,10 @@ from .sums import sum_rows
 
 @triton.jit
 def load_step_pairs(walk, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
-    """Items of a step from item n0 on, ROWS_PER_QUERY lanes each; with no rows behind the last."""
+    """Load the pairs of a step from pair `n0` on, ROWS_PER_QUERY lanes each.
+
+    Pairs after the last have no rows.
+    """
     if walk.lists is not None:
         items = load_bucket_pair(walk, up, n0, C)
     else:
@@ -38,7 +60,7 @@ def load_step_pairs(walk, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constex
 
 @triton.jit
 def count_max_rows(walk, items):
-    """The most rows, or entries, of any item of a step."""
+    """Return the largest number of rows, or entries, of any pair of a step."""
     most = items.stop - items.begin
     if walk.lists is None:
         most = tl.max(most, axis=0)
@@ -47,8 +69,10 @@ def count_max_rows(walk, items):
 
 @triton.jit
 def load_step_argmax(walk, items, s0, up, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr):
-    """The winners, or entries, of the rows from number s0 of each item on, -1 where there is no row, and in the cross
-    product their queries."""
+    """Load the argmax, or list entry, of row `s0` and the following rows of each pair. -1 means no row.
+
+    Also returns the queries of the rows in the cross product.
+    """
     row = items.begin + s0 + tl.arange(0, STEP) % ROWS_PER_QUERY
     ok = row < items.stop
     if walk.lists is not None:
@@ -64,19 +88,21 @@ def load_step_argmax(walk, items, s0, up, STEP: tl.constexpr, ROWS_PER_QUERY: tl
 
 @triton.jit
 def _materialize_once(x):
-    """`x`, computed once and not in every layout that it is used in: Triton repeats what it finds cheap, loads too.
+    """Return `x` through a reduction, so that it is computed once.
 
-    A reduction it does not repeat.
+    Triton repeats computations that it considers cheap, including loads, in each layout that uses them. It does not
+    repeat a reduction.
     """
     return tl.max(tl.broadcast_to(x[:, None], (x.shape[0], 2)), axis=1)
 
 
 @triton.jit
 def locate_hit_tokens(items, token, query, up, TILE: tl.constexpr):
-    """The token of the tile that each lane's row won, -1: none."""
+    """Return the token of the tile that is the argmax of each lane's row, or -1."""
     token = token.to(tl.int64)
     local = token + items.first
-    hit = (token >= 0) & (token < items.length) & (local >= 0) & (local < TILE)  # no forward writes another
+    # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
+    hit = (token >= 0) & (token < items.length) & (local >= 0) & (local < TILE)
     if up.query is not None:
         hit = hit & (query >= 0)
     return tl.where(hit, local, -1).to(tl.int32)
@@ -84,6 +110,7 @@ def locate_hit_tokens(items, token, query, up, TILE: tl.constexpr):
 
 @triton.jit
 def locate_packed_rows(Q, row, C: tl.constexpr):
+    """Return pointers to packed query rows."""
     if C.EVEN_ROW_STRIDE:
         pointers = Q.ptr + row * Q.stride_l
     else:
@@ -93,7 +120,7 @@ def locate_packed_rows(Q, row, C: tl.constexpr):
 
 @triton.jit
 def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
-    """The query rows from number s0 of each item on, given their winners and their queries."""
+    """Return the `StepRows` of row `s0` and the following rows of each pair, given argmax and queries."""
     walk = s.tile
     up = s.up
     Q = s.Q
@@ -125,8 +152,11 @@ def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_Q
 def _fold_steps(
     visit: tl.constexpr, total, s, STEP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
 ):
-    """See `sum_rows`. Items are read two steps ahead and their winners one, so that nothing waits for what names
-    it."""
+    """Fold a visitor over the rows of a tile. See `sum_rows`.
+
+    With AHEAD, pairs are loaded two steps ahead and their argmax one step ahead. No load then waits for its own
+    address.
+    """
     ROWS_PER_QUERY: tl.constexpr = min(C.ROWS_PER_QUERY, STEP)
     walk = s.tile
     up = s.up
@@ -156,15 +186,16 @@ def _fold_steps(
 
 @triton.jit
 def sum_packed_tile(of, columns, d, C: tl.constexpr):
+    """Adapter of `sum_rows` for `write_gradient`."""
     return sum_rows(_fold_steps, of[0], of[1], of[2], columns, d, C)
 
 
 @triton.jit
 def _locate_pairs(starts, up, C: tl.constexpr):
-    """The items and the rows that piece ``program_id(1)`` of the tile ``program_id(0)`` is summed over: in the cross
-    product all items that may touch it, and a part of the rows; else a part of the items.
+    """Return the pairs and the rows that piece ``program_id(1)`` of tile ``program_id(0)`` is summed over.
 
-    No `PairRange`: Triton 3.6 returns no groups that hold None.
+    In the cross product a piece has all pairs that may touch the tile, and a part of the rows. Otherwise it has a part
+    of the pairs. The values are not a `PairRange`, because Triton 3.6 cannot return a tuple that holds None.
     """
     tile = tl.program_id(0)
     piece = tl.program_id(1)
@@ -186,17 +217,25 @@ def _locate_pairs(starts, up, C: tl.constexpr):
 
 @triton.jit
 def _index_partial_rows(tile, piece, pieces, C: tl.constexpr):
-    """Which rows of the partial sums a piece of a tile has."""
+    """Return the rows of the partial sums of a piece of a tile."""
     return (to_int64(tile) * pieces + piece) * C.BN + tl.arange(0, C.BN)
 
 
 @triton.jit
 def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C: tl.constexpr):
-    """grad_D [Td, d] of BN rows of D a program: the sum over the query rows that they won.
+    """Compute the gradient of BN rows of D for each program.
 
-    The items of `up` are sorted by their first rows, from the first that `lists` has on. Unless `partial` is None,
-    program (.., n) sums the n-th piece of a tile, and `maxsim_join_packed_pieces` adds them. `up.query` is None but in
-    the cross product; there `lists` may be None.
+    Args:
+        Q: `QueryArgs` of packed rows.
+        D: `DocumentArgs` of packed rows.
+        up: `UpstreamArgs`. Its pairs are sorted by the first row of their document, from the first pair of `lists` on.
+            `up.query` is None except in the cross product.
+        bounds: `TilePairArgs`.
+        lists: `PackedBucketArgs`, or None. Only the cross product has lists.
+        partial: Output for fp32 partial sums, or None. With it, program (.., n) sums the n-th piece of a tile.
+        grad_D: Output `[Td, d]`, contiguous.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     lo, hi, r0, r1 = _locate_pairs(bounds.starts, up, C)
     features = d
@@ -227,7 +266,7 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
 
 @triton.jit
 def _sum_partials(of, columns, d, C: tl.constexpr):
-    """The sum of a tile's pieces in ascending order."""
+    """Sum the pieces of a tile in ascending order."""
     partial, pieces = of
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for piece in range(0, pieces):
@@ -238,7 +277,7 @@ def _sum_partials(of, columns, d, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces", "Td"])
 def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr):
-    """grad_D of the tiles whose sums `maxsim_grad_packed_documents` took in several pieces."""
+    """Compute the gradient of tiles that `maxsim_grad_packed_documents` summed in several pieces."""
     t0 = to_int64(tl.program_id(0)) * C.BN
     tokens = tl.arange(0, C.BN)
     t = t0 + tokens

@@ -1,9 +1,22 @@
-"""Which query rows won in each part of a packed document: lists for `maxsim_grad_packed_documents`.
+"""Bucketed argmax lists of packed documents, for `maxsim_grad_packed_documents`.
 
-A document is cut into at most BUCKETS buckets at multiples of their width, which is BN rows of D or the power of two
-times as many that makes BUCKETS of them enough: each tile of BN rows of D lies in one bucket of every document that it
-touches. The winners of each block of query rows are sorted by bucket, stably and without atomics, and blocks apart, so
-that one launch lists them. Entry of row r of a block that won token t of a bucket: ``r * OFFSETS + t``.
+A document is cut into at most MAX_BUCKETS buckets. A bucket has `BN * 2^shift` rows of D and begins at a multiple of
+that width. `shift` is large enough for MAX_BUCKETS buckets to cover the document. A tile of BN rows of D is therefore
+in one bucket of every document that it touches.
+
+```text
+list launch, program = (pair, block of at most BM query rows):
+    token = argmax + position of the document in its first bucket
+    bucket = token // BN >> shift                   # -1 without an argmax
+    rank = number of earlier rows of the block with the same bucket
+    starts[pair, block, :] = exclusive prefix sum of the bucket sizes
+    entries[pair, block, starts[bucket] + rank] = row << OFFSET_BITS | token - first token of the bucket
+```
+
+Invariants:
+
+- Each block is sorted stably and separately, so one launch suffices. No atomics.
+- An entry has 12 bits for the row within its block, and OFFSET_BITS for the token within its bucket.
 """
 
 import triton
@@ -16,20 +29,22 @@ from .buckets import rank_rows
 
 MAX_BUCKETS = tl.constexpr(64)
 OFFSET_BITS = tl.constexpr(18)
-BUCKET_ROW_LIMIT = tl.constexpr(2**18)  # rows of D in a bucket, fewer than
-MAX_BLOCK_ROWS = tl.constexpr(2**12)  # query rows of a block, at most; 2**13 would still leave entries 31 bits
+BUCKET_ROW_LIMIT = tl.constexpr(2**18)  # a bucket has fewer rows of D
+MAX_BLOCK_ROWS = tl.constexpr(2**12)  # query rows of a block; 2**13 would still fit an entry in 31 bits
 
 
 @triton.jit
 def _count_bits(x):
-    """How many bits the number x has that is not negative, or one more."""
+    """Return the number of bits of a nonnegative number, or one more."""
     return tl.maximum((x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
 
 @triton.jit
 def _partition_document(first, length, C: tl.constexpr):
-    """Of a document: how many tiles a bucket has, as a power of two, where it begins in its first bucket, and how many
-    buckets it has."""
+    """Partition a document into buckets.
+
+    Returns log2 of the tiles of a bucket, the position of the document in its first bucket, and the number of buckets.
+    """
     shift = _count_bits((tl.maximum(length, 1) - 1) // ((MAX_BUCKETS - 1) * C.BN))
     begin = (first - ((first // C.BN) >> shift << shift) * C.BN).to(tl.int32)
     count = tl.where(length > 0, ((begin + length - 1) // C.BN >> shift) + 1, 0)
@@ -38,10 +53,10 @@ def _partition_document(first, length, C: tl.constexpr):
 
 @triton.jit
 def _load_vectorized(pointer, n, C: tl.constexpr):
-    """The first n of BM elements, -1 behind them, as [BM // ROWS_PER_QUERY, ROWS_PER_QUERY] with four neighbours in a
-    thread.
+    """Load the first n of BM elements, -1 after them, with four neighbors in each thread.
 
-    Their alignment, which is not known, would give a thread one, and scans along them four times as many exchanges.
+    Returns `[BM // ROWS_PER_QUERY, ROWS_PER_QUERY]`. The alignment is unknown, so a plain load would give a thread one
+    element. Scans along the elements would then need four times as many exchanges.
     """
     first = tl.arange(0, C.BM // 4) * 4
     a = tl.load(pointer + first, mask=first < n, other=-1).to(tl.int32)
@@ -53,7 +68,7 @@ def _load_vectorized(pointer, n, C: tl.constexpr):
 
 @triton.jit
 def maxsim_list_packed_argmax(up, lists, C: tl.constexpr):
-    """Write the lists of the items of the cross product, a block of at most BM query rows a program."""
+    """Write the lists of cross-product pairs, a block of at most BM query rows for each program."""
     n = tl.program_id(0) // lists.blocks
     block = tl.program_id(0) % lists.blocks
     first = load_pair_field(up, n, True, FIELD_FIRST)
@@ -65,12 +80,13 @@ def maxsim_list_packed_argmax(up, lists, C: tl.constexpr):
     here = tl.minimum(stop - row, lists.rows)
     token = _load_vectorized(up.argmax + (argmax + row), here, C)
     query = _load_vectorized(up.query + row, here, C)
-    won = (token >= 0) & (token < length) & (query >= 0)  # no forward writes another
+    # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
+    won = (token >= 0) & (token < length) & (query >= 0)
     token += begin
     bucket = tl.where(won, token // C.BN >> shift, -1)
     starts = lists.starts + to_int64(tl.program_id(0)) * (MAX_BUCKETS + 1)
     rank = tl.reshape(rank_rows(bucket, starts, count, True), (C.BM,))
-    # Neighbours go to neighbouring threads, whose stores meet.
+    # Neighboring entries are in neighboring threads, so that their stores coalesce.
     bucket = tl.reshape(bucket, (C.BM,))
     entry = tl.arange(0, C.BM) * BUCKET_ROW_LIMIT + tl.reshape(token, (C.BM,)) - (bucket << shift) * C.BN
     won = bucket >= 0
@@ -80,7 +96,7 @@ def maxsim_list_packed_argmax(up, lists, C: tl.constexpr):
 
 @triton.jit
 def load_bucket_pair(walk, up, m, C: tl.constexpr):
-    """The bucket of block m of all items that the tile lies in, and of its entries those of this piece."""
+    """Return the bucket of block `m` that holds the tile, with the entries of this piece, as `StepPairs`."""
     lists = walk.lists
     m = to_int64(m).to(tl.int32)
     n = m // lists.blocks

@@ -1,8 +1,31 @@
-"""The gradient of packed documents of which few rows win: zeros, and over them the sums of the few tokens that won.
+"""Document gradient of packed documents with few argmax values: write zeros, then sum the tokens that are an argmax.
 
-Most documents of a large store share no row with another and are met by few query rows, if any. After zeros for all of
-grad_D, `maxsim_grad_disjoint_documents` sums these, and lists the tiles of rows of D that others touch.
-`maxsim_grad_shared_tiles` sums those, all documents of a tile together.
+Most documents of a large store share no row of D with another document, and few query rows are scored against them.
+Such documents are disjoint. Two launches follow after the pairs are sorted and grad_D is filled with zeros.
+
+```text
+maxsim_grad_disjoint_documents, program = pair, one warp:
+    find the pairs of the same document and whether the document is disjoint
+    if it is disjoint:
+        for tokens that are the argmax of one row only, BN at a time: grad_D[t] = c * Q[row]
+        for tokens of several rows that this pair owns: grad_D[t] = sum of c * Q[row], rows ascending
+    elif this pair is the first of its document: add the document's tiles of TILE rows to shared.marks
+maxsim_grad_shared_tiles, persistent:
+    for tile in shared.marks, every n-th:
+        lo, hi = range of pairs that may touch the tile
+        slots = rank of each token of the tile that is an argmax
+        grad_D[tile] = 0
+        for u0 in range(0, number of slots, BN):
+            grad_D[tokens of slots u0, ...] = one-hot product over pairs lo to hi    # as in `packed`
+```
+
+Each gradient passes through the Jacobian of the norm.
+
+Invariants:
+
+- A disjoint document has at most MAX_PAIRS_PER_DOCUMENT pairs with at most BM rows each. It overlaps no other document.
+- A token shared by n pairs of a document is owned by the pair with index `token % n` among them.
+- Sums run in ascending order. Atomics only append tiles to a list, whose order does not change any sum.
 """
 
 import triton
@@ -22,16 +45,16 @@ from .packed import (
     sum_packed_tile,
 )
 
-MAX_PAIRS_PER_DOCUMENT = tl.constexpr(8)  # of a document that is summed on its own
-NEIGHBOR_PAIRS = tl.constexpr(16)  # items that a program looks at before and after its own: more than those
-COMPARE_BLOCK_ROWS = tl.constexpr(32)  # rows that are compared with those of a program's item at a time
-ADD_BLOCK_ROWS = tl.constexpr(2)  # of those that won a token
-SEARCH_BLOCK_ROWS = tl.constexpr(128)  # rows of several items, at least, that are searched for a token at a time
+MAX_PAIRS_PER_DOCUMENT = tl.constexpr(8)  # pairs of a disjoint document
+NEIGHBOR_PAIRS = tl.constexpr(16)  # pairs that a program inspects before and after its own, more than the above
+COMPARE_BLOCK_ROWS = tl.constexpr(32)  # rows of another pair in a step of `_count_shared_hits`
+ADD_BLOCK_ROWS = tl.constexpr(2)  # rows of a step of `_add_rows`
+SEARCH_BLOCK_ROWS = tl.constexpr(128)  # least number of lanes in which `_write_shared` searches for a token
 
 
 @triton.jit
 def _rank_hit_tokens(walk, up, TILE: tl.constexpr, C: tl.constexpr):
-    """Which tokens of a tile win anything, how many of them there are, and how many before each."""
+    """Return which tokens of a tile are an argmax, their number, and the exclusive prefix counts."""
     won = tl.zeros((TILE,), tl.int32)
     for n0 in range(walk.lo, walk.hi, C.BM // C.ROWS_PER_QUERY):
         items = load_step_pairs(walk, up, n0, C.BM, C.ROWS_PER_QUERY, C)
@@ -45,10 +68,14 @@ def _rank_hit_tokens(walk, up, TILE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _find_neighbor_pairs(up, reach, n, first, length, C: tl.constexpr):
-    """Of the items around item n: the first that is of its document, how many are, whether the document is disjoint,
-    and, where it is not, whether item n is the one that lists its tiles.
+    """Inspect the pairs around pair `n`.
 
-    Disjoint: it has at most MOST_ITEMS items, of at most BM rows each, and no other document shares a row of D with it.
+    A disjoint document has at most MAX_PAIRS_PER_DOCUMENT pairs of at most BM rows each. No other document shares a row
+    of D with it.
+
+    Returns:
+        The first pair of the document, the number of its pairs, and whether the document is disjoint. Then whether pair
+        `n` lists the tiles of a document that is not disjoint.
     """
     m = n - NEIGHBOR_PAIRS + tl.arange(0, 2 * NEIGHBOR_PAIRS)
     ok = (m >= 0) & (m < up.count)
@@ -68,8 +95,10 @@ def _find_neighbor_pairs(up, reach, n, first, length, C: tl.constexpr):
 
 @triton.jit
 def _load_hit_tokens(lo, hi, up, SLOTS: tl.constexpr, C: tl.constexpr):
-    """Which tokens the rows of the items from lo to hi won, as far as they fit, BM lanes an item; -1 where there is
-    none."""
+    """Load the argmax of the rows of pairs `lo` to `hi`, BM lanes for each pair, as far as they fit in SLOTS lanes.
+
+    -1 means no row.
+    """
     slot = tl.arange(0, SLOTS)
     m = lo + slot // C.BM
     ok = m < hi
@@ -81,8 +110,11 @@ def _load_hit_tokens(lo, hi, up, SLOTS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _count_shared_hits(won, walk, n, up, C: tl.constexpr):
-    """For each row of item n: how many items of its document before n won the same token, how many behind n, and how
-    many rows of n itself."""
+    """Count for each row of pair `n` where else its argmax token is hit.
+
+    Returns the number of pairs of the document before `n` that hit it, the number after `n`, and the number of rows of
+    `n`.
+    """
     before = tl.full((C.BM,), 0, tl.int32)
     behind = tl.full((C.BM,), 0, tl.int32)
     own = tl.full((C.BM,), 0, tl.int32)
@@ -103,7 +135,7 @@ def _count_shared_hits(won, walk, n, up, C: tl.constexpr):
 
 @triton.jit
 def _load_weighted_rows(row, ok, g, up, Q, columns, d, C: tl.constexpr):
-    """Rows of Q ``[.., BD]`` times what they count for, zeros where not `ok`."""
+    """Load rows of Q `[.., BD]` times their coefficients. Rows that are not `ok` are zeros."""
     coefficient = tl.where(ok, g, 0.0)
     if Q.weight is not None:
         coefficient *= tl.load(Q.weight + row.to(tl.int64) * Q.weight_stride_l, mask=ok, other=0.0)
@@ -115,8 +147,10 @@ def _load_weighted_rows(row, ok, g, up, Q, columns, d, C: tl.constexpr):
 
 @triton.jit
 def _add_rows(G, tokens, t, m0, up, Q, columns, d, C: tl.constexpr):
-    """G ``[1, BD]`` and the rows that won token t, in their order, times what they count for; `tokens` are those that
-    the items from m0 on won."""
+    """Add the rows whose argmax is token `t` to G `[1, BD]`, in order and times their coefficients.
+
+    `tokens` holds the argmax values of the pairs from `m0` on.
+    """
     SLOTS: tl.constexpr = tokens.shape[0]
     i = tl.arange(0, ADD_BLOCK_ROWS)
     places = tl.where(tokens == t, tl.arange(0, SLOTS), SLOTS)
@@ -136,7 +170,7 @@ def _add_rows(G, tokens, t, m0, up, Q, columns, d, C: tl.constexpr):
 
 @triton.jit
 def _sum_token(of, columns, d, C: tl.constexpr):
-    """What all rows of items add to token t ``[1, BD]``; `tokens` is what the first of them won."""
+    """Sum all rows of the pairs whose argmax is token t `[1, BD]`. `tokens` holds the first argmax values."""
     t, tokens, walk, up, Q = of
     SLOTS: tl.constexpr = tokens.shape[0]
     G = _add_rows(tl.full((1, C.BD), 0, tl.float32), tokens, t, walk.lo, up, Q, columns, d, C)
@@ -148,13 +182,14 @@ def _sum_token(of, columns, d, C: tl.constexpr):
 
 @triton.jit
 def _load_single_rows(of, columns, d, C: tl.constexpr):
+    """Adapter of `_load_weighted_rows` for `write_gradient`."""
     row, ok, g, up, Q = of
     return _load_weighted_rows(row, ok, g, up, Q, columns, d, C)
 
 
 @triton.jit
 def _write_unshared(won, begin, g, rows, base, gradient, up, Q, D, d, C: tl.constexpr):
-    """Write what rows of an item add to the tokens `won` (-1: none) that no other row won, BN rows at a time."""
+    """Write the gradients of tokens that are the argmax of one row only (-1: none), BN rows at a time."""
     for r0 in tl.range(0, rows, C.BN, num_stages=1):
         r = r0 + tl.arange(0, C.BN)
         t = tl.gather(won, r, axis=0)
@@ -165,7 +200,7 @@ def _write_unshared(won, begin, g, rows, base, gradient, up, Q, D, d, C: tl.cons
 
 @triton.jit
 def _write_shared(won, walk, base, gradient, up, Q, D, d, C: tl.constexpr):
-    """Write the sums of the tokens `won` (NO_TOKEN: none) that several rows won."""
+    """Write the gradients of tokens that are the argmax of several rows (NO_TOKEN: none)."""
     SLOTS: tl.constexpr = C.BM if C.BM > SEARCH_BLOCK_ROWS else SEARCH_BLOCK_ROWS
     one = tl.full((1,), 1, tl.int32)
     t = tl.min(won, axis=0)
@@ -180,11 +215,15 @@ def _write_shared(won, walk, base, gradient, up, Q, D, d, C: tl.constexpr):
 
 @triton.jit
 def _sum_pair(walk, n, disjoint, length, up, grad_D, Q, D, d, C: tl.constexpr):
-    """grad_D of the tokens that rows of item n won; those that other items won too are shared out among them."""
+    """Write the gradients of the tokens that rows of pair `n` have as their argmax.
+
+    A token that several pairs share is owned by one of them.
+    """
     begin = load_pair_field(up, n, True, FIELD_BEGIN).to(tl.int32)
     g = tl.load(up.grad_scores + load_pair_field(up, n, True, FIELD_SCORE))
     won = _load_hit_tokens(n, n + 1, up, C.BM, C)
-    mine = (won >= 0) & (won < length) & disjoint  # no forward writes another
+    # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
+    mine = (won >= 0) & (won < length) & disjoint
     won = tl.where(mine, won, NO_TOKEN)
     before, behind, own = _count_shared_hits(won, walk, n, up, C)
     base = D.ptr + walk.t0 * D.stride_l
@@ -198,7 +237,10 @@ def _sum_pair(walk, n, disjoint, length, up, grad_D, Q, D, d, C: tl.constexpr):
 
 @triton.jit
 def _mark_tiles(marks, first, length, tiles, TILE: tl.constexpr):
-    """List the tiles that a document touches, each once: the order decides which program takes it, nothing else."""
+    """Append the tiles that a document touches to the list, each tile once.
+
+    The order of the list only decides which program sums a tile.
+    """
     begin = (first // TILE).to(tl.int32)
     for t0 in tl.range(begin, ((first + length - 1) // TILE).to(tl.int32) + 1, NEIGHBOR_PAIRS, num_stages=1):
         t = t0 + tl.arange(0, NEIGHBOR_PAIRS)
@@ -211,10 +253,19 @@ def _mark_tiles(marks, first, length, tiles, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rounds"])
 def maxsim_grad_disjoint_documents(Q, D, up, shared, grad_D, d, rounds, TILE: tl.constexpr, C: tl.constexpr):
-    """grad_D of disjoint documents, over zeros: a program, of one warp, for the tokens that the rows of an item won.
+    """Compute the gradient of disjoint documents, over zeros, one pair and one warp for each program.
 
-    Tiles of TILE rows of D that other documents touch are listed in ``shared.marks``. The last programs do what
-    `maxsim_find_starts` does, for `maxsim_grad_shared_tiles`.
+    Args:
+        Q: `QueryArgs` of packed rows.
+        D: `DocumentArgs` of packed rows.
+        up: `UpstreamArgs` with pairs sorted by the first row of their document.
+        shared: `SharedTileArgs`. Tiles of other documents are appended to `shared.marks`.
+        grad_D: Gradient `[Td, d]`, filled with zeros.
+        d: Number of features.
+        rounds: Rounds of the binary searches of `find_starts`, which the last programs run for
+            `maxsim_grad_shared_tiles`.
+        TILE: Rows of D of a tile.
+        C: Compile-time choices, a `KernelConfig`.
     """
     n = tl.program_id(0)
     tiles = tl.cdiv(up.Ld, TILE)
@@ -222,7 +273,7 @@ def maxsim_grad_disjoint_documents(Q, D, up, shared, grad_D, d, rounds, TILE: tl
         first = load_pair_field(up, n, True, FIELD_FIRST)
         length = load_pair_field(up, n, True, FIELD_LENGTH)
         lo, met, disjoint, lists = _find_neighbor_pairs(up, shared.reach, n, first, length, C)
-        # No branch around it: the compiler would move what is read first into the branch.
+        # Not in a branch, because the compiler would move the first loads into the branch.
         walk = PairRange(lo, lo + tl.where(disjoint, met, 0), first, None, None)
         _sum_pair(walk, n, disjoint, length.to(tl.int32), up, grad_D, Q, D, d, C)
         if (disjoint == 0) & lists & (length > 0):
@@ -234,10 +285,10 @@ def maxsim_grad_disjoint_documents(Q, D, up, shared, grad_D, d, rounds, TILE: tl
 
 @triton.jit
 def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C: tl.constexpr):
-    """grad_D [Td, d] of the tiles of TILE rows of D that ``shared.marks`` lists: zeros, and over them the sums of the
-    rows that win, BN at a time.
+    """Compute the gradient of the tiles of TILE rows of D that ``shared.marks`` lists.
 
-    The rest is as in `maxsim_grad_packed_documents`.
+    A program writes zeros to a tile and overwrites the tokens that are an argmax, BN at a time. The arguments are
+    described in `maxsim_grad_disjoint_documents`.
     """
     tiles = tl.cdiv(up.Ld, TILE)
     for n in tl.range(tl.program_id(0), tl.load(shared.marks), tl.num_programs(0), num_stages=1):
@@ -248,7 +299,8 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         won, count, slots = _rank_hit_tokens(walk, up, TILE, C)
         rows = tl.minimum(up.Ld - walk.t0, TILE).to(tl.int32)
         fill_with_zeros(grad_D + walk.t0 * d, rows * d, "")
-        tl.debug_barrier()  # the zeros are written by other threads than the sums
+        # Other threads write the sums.
+        tl.debug_barrier()
         base = D.ptr + walk.t0 * D.stride_l
         for u0 in tl.range(0, count, C.BN, num_stages=1):
             part = PairRange(walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0, None)

@@ -1,4 +1,25 @@
-"""The gradient of documents that meet few query rows: zeros, and over them the sums of the few tokens that won."""
+"""Document gradient for few query rows: write zeros, then overwrite the tokens that are an argmax.
+
+A program owns `tokens` tokens of one document, which is scored against at most `BM` query rows.
+
+```text
+token, g = argmax and grad_scores of the rows       # [BM], token = -1 outside the program's tokens
+c = g * q_weight * inverse_norm(Q rows)
+grad_D[t_begin:t_end] = 0
+barrier
+x = Q rows with a hit                               # [BM, BD]
+for r0 in range(0, rows, BN):
+    t = token[r0 : r0 + BN]                         # [BN], one output token for each row
+    match[n, r] = token[r] == t[n]                  # [BN, BM]
+    G = (match * c) @ x                             # [BN, BD], half dtypes: c = hi + lo, two products
+    grad_D[t] = G through the Jacobian of the norm
+```
+
+Invariants:
+
+- Rows with the same token compute and write the same bits, so the order of the writes is irrelevant.
+- No atomics. If a product is not finite, the matching rows are added one by one in ascending order.
+"""
 
 import triton
 import triton.language as tl
@@ -19,7 +40,7 @@ from .sums import compute_scales, finite_abs
 
 @triton.jit
 def _load_hit_tokens(up, owner, k, e, rows, t_begin, t_end, C: tl.constexpr):
-    """The token from t_begin to t_end that each row e of a document won (-1: none), and the score's gradient there."""
+    """Return the argmax of each row e, or -1 outside `[t_begin, t_end)`, and the gradient of its score."""
     token, won, g = load_argmax(up, owner, k, owner + e // up.Lq, e % up.Lq, e < rows, C)
     return compiler_barrier_dtype(
         tl.where(won & (token >= t_begin) & (token < t_end), token, -1)
@@ -28,7 +49,7 @@ def _load_hit_tokens(up, owner, k, e, rows, t_begin, t_end, C: tl.constexpr):
 
 @triton.jit
 def _locate_document_rows(token, coefficient, owner, up, Q, d, C: tl.constexpr):
-    """Where the rows of a document begin in Q, and what each counts for."""
+    """Return the offsets in Q of the rows scored against a document, and their coefficients."""
     e = tl.arange(0, C.BM)
     i = owner + e // up.Lq
     s = e % up.Lq
@@ -43,10 +64,10 @@ def _locate_document_rows(token, coefficient, owner, up, Q, d, C: tl.constexpr):
 
 @triton.jit
 def _multiply_matches(match, x, coefficient, C: tl.constexpr):
-    """``[BN, BD]``: the sums of the rows x that match, times their coefficients.
+    """Return the sums `[BN, BD]` of the matching rows x times their coefficients.
 
-    For half types the coefficients are split in a high and a low part. Where a coefficient or an x is not finite, all
-    of G becomes NaN, which `_sum_match_rows` looks for.
+    For half dtypes the coefficients are split into a high and a low part. If a coefficient or an x is not finite, all
+    of G becomes NaN, and `_sum_match_rows` checks for it.
     """
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.dtype == tl.float32:
@@ -63,7 +84,10 @@ def _multiply_matches(match, x, coefficient, C: tl.constexpr):
 
 @triton.jit
 def _add_matches_in_order(match, coefficient, rows, columns, Q, d, C: tl.constexpr):
-    """`_multiply_matches` of rows that may hold NaN or inf: in a product they would spoil every token."""
+    """Compute `_multiply_matches` row by row, for rows that may hold NaN or inf.
+
+    In a product such a row would reach every token.
+    """
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for n in range(C.BM):
         this = tl.arange(0, C.BM) == n
@@ -77,13 +101,14 @@ def _add_matches_in_order(match, coefficient, rows, columns, Q, d, C: tl.constex
 
 @triton.jit
 def _sum_match_rows(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr):
-    """The sums of the rows x of Q, of which these are BD features, that match each of BN rows."""
+    """Sum the rows of Q that match each of BN output rows, for BD features. `x` holds these features."""
     scale = 1.0
     unscale = 1.0
-    if x.dtype == tl.float16:  # its range may not hold the coefficients
+    # The coefficients may exceed the range of fp16.
+    if x.dtype == tl.float16:
         scale, unscale = compute_scales(tl.max(finite_abs(coefficient), axis=0))
     G = _multiply_matches(match, x, coefficient * scale, C) * unscale
-    # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
+    # A zero of the one-hot matrix times NaN or inf is NaN. Only then does every row need a check.
     if tl.sum(G * 0.0) != 0.0:
         G = _add_matches_in_order(match, coefficient, rows, columns, Q, d, C)
     return G
@@ -91,6 +116,7 @@ def _sum_match_rows(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr)
 
 @triton.jit
 def _sum_matches(of, columns, d, C: tl.constexpr):
+    """Adapter of `_sum_match_rows` for `write_gradient`. It loads the rows unless C.SINGLE_STEP."""
     x, match, coefficient, rows, ok, Q = of
     if not C.SINGLE_STEP:
         x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE_OFFSETS)
@@ -99,9 +125,17 @@ def _sum_matches(of, columns, d, C: tl.constexpr):
 
 @triton.jit
 def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.constexpr):
-    """grad_D of `tokens` tokens of one document a program; the document meets `rows` <= BM query rows.
+    """Compute the gradient of `tokens` tokens of one document for each program.
 
-    Zeros first, then the tokens that won, BN at a time; rows of the same token write the same bits.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        up: `UpstreamArgs`.
+        grad_D: Output `[documents, Ld, d]`, contiguous.
+        rows: Query rows that a document is scored against, at most `BM`.
+        tokens: Tokens of a program.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
     """
     parts = tl.cdiv(up.Ld, tokens)
     document = tl.program_id(0) // parts
@@ -120,7 +154,8 @@ def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.conste
     token, g = _load_hit_tokens(up, owner, k, tl.arange(0, C.BM), rows, t_begin, t_end, C)
     begins, coefficient = _locate_document_rows(token, g, owner, up, Q, d, C)
     fill_with_zeros(gradient + t_begin.to(tl.int64) * d, (t_end - t_begin) * d, "")
-    tl.debug_barrier()  # the zeros are written by other threads than the sums
+    # Other threads write the sums.
+    tl.debug_barrier()
     x = load_rows(Q.ptr + begins, token >= 0, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE_OFFSETS)
     for r0 in tl.range(0, tl.minimum(rows, C.BM), C.BN, num_stages=1):
         this = tl.arange(0, C.BM)[None, :] == (r0 + tl.arange(0, C.BN))[:, None]

@@ -1,8 +1,32 @@
-"""The sums that gradients of documents are made of: a one-hot product over the query rows that each token won.
+"""Sum the query rows whose argmax is a given document token, as a one-hot product on tensor cores.
 
-A layout says which rows these are: its `each_step` calls a visitor of this file for the `StepRows` of each step. For
-half types the product runs on the matrix unit in their own type. Its coefficients are split in two, ``c = hi + lo`` (to
-2^-17 for bf16, 2^-22 for fp16).
+```text
+G[t] = sum over rows r with argmax t of c[r] * Q[r],    c[r] = grad_score * q_weight[r] * inverse_norm(Q[r])
+```
+
+A layout supplies the rows of a tile. Its `each_step` calls a visitor of this module with the `StepRows` of each step.
+`sum_rows` computes:
+
+```text
+scale = 1
+if fp16: scale = power of two that brings the largest finite |c| just below 2^15    # one pass over all rows
+G = 0                                            # [BN, BD] in fp32, transposed for half dtypes
+for rows r of the tile, ascending, BM at a time:
+    x = Q[r]                                     # [BM, BD], zeros for rows without a hit
+    fp32: G += onehot(token[r], c * scale) @ x
+    half: hi, lo = split(c * scale)              # c = hi + lo in the dtype of Q
+          G += x.T @ onehot(token[r], hi).T + x.T @ onehot(token[r], lo).T
+G = G / scale
+if G holds NaN or inf:                           # rare
+    G = the same product over the finite rows only
+    for rows r that hold NaN or inf, ascending: G[token[r]] += c[r] * Q[r]
+```
+
+Invariants:
+
+- Rows are added in ascending order, so the sum has the same bits on every run. There are no atomics.
+- The split `c = hi + lo` is accurate to 2^-17 for bf16 and to 2^-22 for fp16.
+- A NaN or infinity in one row reaches only the token of that row, because the fallback adds such rows one by one.
 """
 
 import triton
@@ -11,25 +35,27 @@ import triton.language as tl
 from ...common.primitives import load_rows
 from ..arguments import TileSum
 
-NON_FINITE_STEP_ROWS = tl.constexpr(16)  # of a step of the slow path
+NON_FINITE_STEP_ROWS = tl.constexpr(16)  # rows of a step of the fallback for non-finite rows
 
 
 @triton.jit
 def _make_power_of_two(biased_exponent):
+    """Return the power of two with this biased exponent."""
     return (biased_exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def finite_abs(coefficient):
+    """Return the magnitude of each coefficient, or 0 if it is not finite."""
     size = tl.abs(coefficient)
     return tl.where(size < float("inf"), size, 0.0)
 
 
 @triton.jit
 def compute_scales(largest):
-    """A power of two that brings the largest finite coefficient just below 2^15, and its inverse.
+    """Return a power of two that brings the largest finite coefficient just below 2^15, and its inverse.
 
-    For fp16 only, whose range the upstream gradients may leave at either end; bf16 has the range of fp32.
+    Only fp16 needs the scale, because upstream gradients may leave its range at either end. bf16 has the range of fp32.
     """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     return _make_power_of_two(268 - exponent), _make_power_of_two(exponent - 14)
@@ -37,9 +63,10 @@ def compute_scales(largest):
 
 @triton.jit
 def _add_one_hot_product(acc, x, rows, coefficient, C: tl.constexpr):
-    """acc + one-hot product: [BN, BD] for fp32; for half types transposed, x being the left operand.
+    """Add the one-hot product to `acc`: `[BN, BD]` for fp32, transposed with x as the left operand for half dtypes.
 
-    With LANES the high and low parts of a token are columns of one product, [BD, 2 * BN]; else there are two products.
+    With C.LANES > 1 the high and low parts of a token are two columns of one product `[BD, 2 * BN]`. Otherwise there
+    are two products.
     """
     if x.dtype == tl.float32:
         match = rows.token[None, :] == tl.arange(0, C.BN)[:, None]
@@ -62,26 +89,27 @@ def _add_one_hot_product(acc, x, rows, coefficient, C: tl.constexpr):
 
 @triton.jit
 def _is_finite(x, coefficient):
+    """Return whether each row and its coefficient are finite."""
     finite = tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), axis=1) > 0
     return finite & (tl.abs(coefficient) < float("inf"))
 
 
 @triton.jit
 def _update_largest(largest, rows, s, C: tl.constexpr):
-    """Visitor: the largest finite coefficient of each lane."""
+    """Visitor that keeps the largest finite coefficient at each position of a step."""
     return tl.maximum(largest, finite_abs(rows.coefficient))
 
 
 @triton.jit
 def _add_product(G, rows, s, C: tl.constexpr):
-    """Visitor: the product of all rows."""
+    """Visitor that adds the product of all rows."""
     x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS)
     return _add_one_hot_product(G, x, rows, rows.coefficient * s.scale, C)
 
 
 @triton.jit
 def _add_finite_product(G, rows, s, C: tl.constexpr):
-    """Visitor: the product of the rows that hold neither NaN nor inf."""
+    """Visitor that adds the product of the finite rows."""
     x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS)
     finite = _is_finite(x, rows.coefficient)
     x = tl.where(finite[:, None], x, tl.full((1, 1), 0, x.dtype))
@@ -90,9 +118,9 @@ def _add_finite_product(G, rows, s, C: tl.constexpr):
 
 @triton.jit
 def _add_non_finite(G, rows, s, C: tl.constexpr):
-    """Visitor: add the CAREFUL_ROWS rows that hold NaN or inf, one after the other.
+    """Visitor that adds the rows with a NaN or infinity of a step of NON_FINITE_STEP_ROWS rows, one by one.
 
-    In a product they would spoil every token of the tile.
+    In a product such a row would reach every token of the tile.
     """
     x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     chosen = rows.hit & (_is_finite(x, rows.coefficient) == 0)
@@ -107,7 +135,7 @@ def _add_non_finite(G, rows, s, C: tl.constexpr):
 
 @triton.jit
 def _sum_products(each_step: tl.constexpr, product: tl.constexpr, s, STEP: tl.constexpr, C: tl.constexpr):
-    """The sums [BN, BD] of a tile's rows times the scale, STEP rows at a time."""
+    """Return the sums `[BN, BD]` of a tile's rows, times the scale, STEP rows at a time."""
     HALF: tl.constexpr = s.Q.ptr.dtype.element_ty != tl.float32
     PAIRS: tl.constexpr = HALF and C.LANES > 1
     M: tl.constexpr = C.BD if HALF else C.BN
@@ -122,10 +150,20 @@ def _sum_products(each_step: tl.constexpr, product: tl.constexpr, s, STEP: tl.co
 
 @triton.jit
 def sum_rows(each_step: tl.constexpr, tile, up, Q, columns, d, C: tl.constexpr):
-    """``sum of coefficient * row`` of each token of a tile, some features of it.
+    """Sum ``coefficient * row`` for each token of a tile, for some features.
 
-    ``each_step(visit, total, s, STEP, AHEAD, STAGES, C)`` folds ``visit(total, rows, s, C)`` over the rows of the tile,
-    STEP at a time; with AHEAD it reads what names the rows a step ahead.
+    Args:
+        each_step: ``each_step(visit, total, s, STEP, AHEAD, STAGES, C)`` folds ``visit(total, rows, s, C)`` over the
+            rows of the tile, STEP at a time. With AHEAD it loads the indices of the rows one step ahead.
+        tile: `GradientTile` or `PairRange`.
+        up: `UpstreamArgs`.
+        Q: `QueryArgs`.
+        columns: Features to sum.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
+
+    Returns:
+        fp32 sums `[BN, BD]`.
     """
     scale = 1.0
     unscale = 1.0
@@ -135,7 +173,7 @@ def sum_rows(each_step: tl.constexpr, tile, up, Q, columns, d, C: tl.constexpr):
         scale, unscale = compute_scales(tl.max(largest, axis=0))
     s = TileSum(tile, up, Q, columns, scale, d)
     G = _sum_products(each_step, _add_product, s, C.BM, C) * unscale
-    # Zeros of the one-hot times NaN or inf are NaN: only then is it worth looking at every row.
+    # A zero of the one-hot matrix times NaN or inf is NaN. Only then does every row need a check.
     if tl.sum(G * 0.0) != 0.0:
         G = _sum_products(each_step, _add_finite_product, s, NON_FINITE_STEP_ROWS, C) * unscale
         G = each_step(_add_non_finite, G, s, NON_FINITE_STEP_ROWS, False, 1, C)

@@ -1,7 +1,45 @@
-"""The forward kernel: packed query rows against one document at a time, the row maxima summed per query.
+"""Generic forward kernel for dense layouts, for every shape, dtype, mask, and GPU.
 
-A tile of similarities is [BM query rows, BN tokens], or, for few rows, [BN, BM] (`Config.TOKENS_FIRST`): the matrix
-unit takes no fewer than 64 of what comes first, and any number of the other. The bits are the same.
+```text
+score[i, k] = sum_s q_weight[i, s] * max_t <Q[i, s], D[k, t]>
+```
+
+A row tile has `BM` rows and packs `BM // ROWS_PER_QUERY` queries. A program of `maxsim_forward` scores one row tile
+against one document. With `KernelConfig.PERSISTENT` it scores the row tile against every n-th document.
+
+```text
+program = (document k, row tile), row tile fastest    # neighboring programs share a document
+q = load_query_rows()                                 # [BM, BD]
+best, where = -inf, NO_TOKEN                          # one value for each lane: [BM, LANES] or [BN, BM]
+mask = prefetch_tile_mask(0)
+for t0 in range(0, length, BN):
+    ahead = prefetch_tile_mask(t0 + BN)
+    S = dot(q, D[k, t0 : t0 + BN].T)                  # [BM, BN], or [BN, BM] with TOKENS_FIRST
+    S = S * inverse_norm(document tokens)             # NORMALIZE
+    S = where(mask, S, -inf)
+    m, tokens = lane_max(S)
+    where = tokens where m > best                     # with argmax
+    best = nan_max(best, m)
+    mask = ahead
+row_best, row_where = merge_lanes(best, where)        # with 4 lanes, the only exchange between threads
+row_where = second pass for rows whose maximum is NaN or -inf
+row_best = row_best * inverse_norm(q)                 # NORMALIZE
+score = tree_sum(q_weight * row_best)                 # for each query of the tile
+if the document keeps no token: score = -inf, or 0 if the query keeps no token either
+```
+
+With LONG_QUERIES a tile has rows of one query. The program repeats this for each block of `ROWS_PER_QUERY` tokens and
+adds the sums in order.
+
+Invariants:
+
+- Features are added in ascending order, maxima are exact, and the sum over rows is a fixed binary tree. A score has
+  the same bits for every `BM`, `BN`, lane layout, and TOKENS_FIRST.
+- A masked similarity is replaced by -inf with a select. A masked token may hold NaN.
+- The argmax is the lowest token that attains the maximum, or the first NaN.
+
+With TOKENS_FIRST the document tokens are the left operand. A WGMMA tile has at least 64 rows on the left side and any
+number on the right side, so this order suits few query rows.
 """
 
 import triton
@@ -53,13 +91,13 @@ from ...formats.encoded import (
 )
 from ...soft.maximum import compute_rate, compute_row_scales, merge_soft_maxima, update_soft_maxima
 
-_MASK_STEP_TOKENS = tl.constexpr(512)  # tokens whose mask is read at once
+_MASK_STEP_TOKENS = tl.constexpr(512)  # mask bytes of a load in `_trim_padding`
 
 
 @triton.jit
 def _search_argmax(best, where, q, x, rows, document, C: tl.constexpr):
-    """Winners of the rows that have none yet though a token is kept: those whose maximum is NaN or -inf."""
-    # Few get here: what is hoisted out of the loop saves nothing, and fills registers that are spilled.
+    """Find the argmax of rows that have none although a token is kept: their maximum is NaN or -inf."""
+    # Few rows need this pass. Values hoisted out of the loop would save little time and spill registers.
     for t0 in tl.range(0, document.length, C.BN, num_stages=1, disable_licm=C.SINGLE_STEP):
         S, t, keep, _, _ = compute_tile(q, x, rows, document, t0, prefetch_tile_mask(x, document, t0, C), C)
         hit = (S == expand_rows(best, C)) | (S != S)
@@ -70,8 +108,12 @@ def _search_argmax(best, where, q, x, rows, document, C: tl.constexpr):
 
 @triton.jit
 def load_query_rows(x, rows, C: tl.constexpr):
-    """Query rows as the products take them; with C.SPLIT_FP32 or C.INT8_TERMS also their scales, which are plain, and
-    which are unscaled."""
+    """Load query rows as operands of the product, with scales and flags.
+
+    Returns:
+        The rows, their scales, whether each row is exact, and whether its maximum is used without the scale. The last
+        three matter only with C.SPLIT_FP32 or C.INT8_TERMS.
+    """
     plain = rows.ok
     unscaled = rows.ok
     scale = tl.full((C.BM,), 1, tl.float32)
@@ -90,7 +132,7 @@ def load_query_rows(x, rows, C: tl.constexpr):
 
 @triton.jit
 def _update_maxima(best, where, S, t, keep, t0, rows, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """The lanes' maxima, and their tokens or sums, after a tile that begins at t0."""
+    """Update the lane maxima, and their tokens or exponential sums, with a tile that begins at token `t0`."""
     if C.SOFT:
         best, where = update_soft_maxima(best, where, S, rows.rate, C)
     elif ARGMAX:
@@ -104,10 +146,10 @@ def _update_maxima(best, where, S, t, keep, t0, rows, ARGMAX: tl.constexpr, C: t
 
 @triton.jit
 def _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """The lanes' maxima over a document whose features take several steps, and which tokens are kept.
+    """Compute the lane maxima over a document whose features need several steps, and which tokens are kept.
 
-    One loop over the steps of all tiles, so that the next tile is asked for while the last steps of one are multiplied.
-    For wgmma, which it serves: Triton 3.7 cannot place the accumulators of sm_100 in it.
+    A single loop covers the steps of all tiles, so the load of the next tile overlaps the last steps of the current
+    tile. This loop is for WGMMA. Triton 3.7 cannot place the accumulators of sm_100 in such a loop.
     """
     steps = tl.cdiv(x.d, C.BD)
     S = init_similarities(C)
@@ -139,7 +181,7 @@ def _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX: tl.co
 
 @triton.jit
 def _has_kept_token(x, document, kept):
-    """Whether a document keeps a token, of which `kept` are those of a mask."""
+    """Return whether a document keeps a token. `kept` flags the tokens that its mask keeps."""
     if x.D.mask is not None:
         found = tl.max(kept, axis=0)
     else:
@@ -149,13 +191,13 @@ def _has_kept_token(x, document, kept):
 
 @triton.jit
 def compute_query_inverse_norms(x, rows, C: tl.constexpr):
-    """Of query rows."""
+    """Compute the inverse norms of query rows."""
     return compute_inverse_norm(sum_row_squares_in_order(rows.ptr, rows.ok, x.d, x.Q.stride_d, C.BD, C.WIDE_OFFSETS))
 
 
 @triton.jit
 def normalize_maxima(best, x, rows, C: tl.constexpr):
-    """Maxima over the norms of their rows if normalising."""
+    """Multiply maxima by the inverse norms of their query rows, if C.NORMALIZE and not C.SOFT."""
     if C.NORMALIZE and not C.SOFT:
         best = best * compute_query_inverse_norms(x, rows, C)
     return best
@@ -163,27 +205,44 @@ def normalize_maxima(best, x, rows, C: tl.constexpr):
 
 @triton.jit
 def _trim_padding(x, document, C: tl.constexpr):
-    """The document up to the tile of the last token that its mask keeps: behind it nothing is read or multiplied."""
+    """Shorten a document to the end of the tile that holds its last kept token.
+
+    The tokens after that tile are neither read nor multiplied.
+    """
     Document: tl.constexpr = import_args_class("Document")
     length = document.length
-    if x.D.mask is not None and C.TOKENS_FIRST and not C.SPLIT_DOCUMENTS:  # elsewhere registers spill
+    # Other configurations would spill registers.
+    if x.D.mask is not None and C.TOKENS_FIRST and not C.SPLIT_DOCUMENTS:
         end = length * 0
         t0 = (tl.cdiv(length, _MASK_STEP_TOKENS) - 1) * _MASK_STEP_TOKENS
-        while (t0 >= 0) & (end == 0):  # from behind: mostly one step
+        # Search backward from the end, which usually needs one step.
+        while (t0 >= 0) & (end == 0):
             t = t0 + tl.arange(0, _MASK_STEP_TOKENS)
             pointers = (document.mask + t.to(tl.int64) * x.D.mask_stride_l).to(tl.pointer_type(tl.int8), bitcast=True)
             keep = tl.load(pointers, mask=t < length, other=0) != 0
             end = tl.max(tl.where(keep, t + 1, 0), axis=0).to(end.dtype)
             t0 -= _MASK_STEP_TOKENS
-        # No less than a tile, which a descriptor that shifts the last one back asks for.
+        # Keep at least one tile, because a descriptor shifts the last tile back to start at `length - BN`.
         length = tl.minimum(length, tl.cdiv(tl.maximum(end, 1), C.BN) * C.BN)
     return Document(document.ptr, document.mask, document.row, length)
 
 
 @triton.jit
 def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
-    """Each row's maximum over a document's kept tokens, not `normalize_maxima`, the first token that attains it, and
-    whether any is kept; of rows that are `load_query_rows`."""
+    """Compute the maximum of each row over the kept tokens of a document.
+
+    Args:
+        query: The result of `load_query_rows`.
+        x: `Operands` of the kernel.
+        rows: `QueryRows` of the tile.
+        document: The `Document` to score.
+        ARGMAX: Whether to find the argmax.
+        C: Compile-time choices, a `KernelConfig`.
+
+    Returns:
+        The maxima, before `normalize_maxima`. The first token that attains each maximum, or NO_TOKEN. Whether any token
+        is kept. With C.SOFT, soft maxima and NO_TOKEN.
+    """
     q, scale, plain, unscaled = query
     document = _trim_padding(x, document, C)
     best = fill_lanes(float("-inf"), tl.float32, C)
@@ -230,21 +289,24 @@ def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.con
 
 @triton.jit
 def has_kept_row(keep, C: tl.constexpr):
-    """Per query of the tile: whether it keeps a token."""
+    """Return whether each query of the tile keeps a token."""
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     return tl.max(tl.reshape(keep.to(tl.int32), (GROUPS, C.ROWS_PER_QUERY)), axis=1)
 
 
 @triton.jit
 def store_scores(scores, sums, keeps, any_kept, query, queries, K, k):
-    """The sums as scores, or those of a document that keeps no token: -inf, 0 for queries that keep none either."""
+    """Store sums as scores, or the score of a document that keeps no token.
+
+    That score is -inf, or 0 for a query that keeps no token either.
+    """
     empty = tl.where(keeps > 0, float("-inf"), 0.0)
     tl.store(scores + query.to(tl.int64) * K + k, tl.where(any_kept > 0, sums, empty), mask=query < queries)
 
 
 @triton.jit
 def _locate_document_mask(D, base, owner, k):
-    """Where the mask of document k begins, `base` without one."""
+    """Return the start of the mask of document k, or `base` without a mask."""
     mask = base
     if D.mask is not None:
         mask = D.mask + owner.to(tl.int64) * D.mask_stride_owner + k.to(tl.int64) * D.mask_stride_doc
@@ -253,7 +315,23 @@ def _locate_document_mask(D, base, owner, k):
 
 @triton.jit
 def score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexpr):
-    """Per query of the tile: the weighted sum of its rows' maxima, whether it keeps a token; and the document's."""
+    """Score one block of query rows against a document and store the argmax or soft maxima.
+
+    Args:
+        x: `Operands` of the kernel.
+        i: Query of each row.
+        s: Token of each row within its query.
+        ok: Whether each row exists.
+        number: Number of each row in the split terms of Q.
+        document: The `Document` to score.
+        argmax: Output for argmax values, or for soft maxima with C.SOFT, or None.
+        argmax_row: Offset of token 0 of each row's query in `argmax`.
+        C: Compile-time choices, a `KernelConfig`.
+
+    Returns:
+        For each query of the tile, the weighted sum of its row maxima and whether it keeps a token. Then whether the
+        document keeps a token.
+    """
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     Rows: tl.constexpr = import_args_class("QueryRows")
     keep = load_query_mask(x.Q, i, s, ok)
@@ -282,7 +360,10 @@ def score_rows(x, i, s, ok, number, document, argmax, argmax_row, C: tl.constexp
 
 @triton.jit
 def score_tile_pair(x, out, sizes, C: tl.constexpr):
-    """One row tile against one document. Neighbouring programs share a document, which is read from memory once."""
+    """Score one row tile against one document.
+
+    Neighboring programs share a document, so it is read from memory once.
+    """
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     pid = tl.program_id(0)
     lane = tl.arange(0, C.BM)
@@ -322,7 +403,7 @@ def score_tile_pair(x, out, sizes, C: tl.constexpr):
 
 @triton.jit
 def _locate_walk_document(x, n, k0, step, tiles_each, sizes):
-    """The document of the n-th tile of a walk."""
+    """Return the document of tile `n` of a persistent program."""
     k = k0 + n // tiles_each * step
     base = locate_document(x.D, 0 * k, k)
     return Document(base, _locate_document_mask(x.D, base, 0 * k, k), k * sizes.Ld, sizes.Ld)
@@ -330,10 +411,10 @@ def _locate_walk_document(x, n, k0, step, tiles_each, sizes):
 
 @triton.jit
 def _score_persistent(x, scores, sizes, C: tl.constexpr):
-    """One row tile against every `step`-th document, without winners.
+    """Score one row tile against every `step`-th document, without argmax.
 
-    One loop over the tokens of all of them: the rows are read once, and the pipeline asks for the next document while
-    the last tiles of one are multiplied.
+    A single loop covers the tiles of all these documents. The query rows are loaded once, and the load of the next
+    document overlaps the last tiles of the current document.
     """
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     row_tiles = tl.cdiv(sizes.Nq, GROUPS)
@@ -377,14 +458,25 @@ def _score_persistent(x, scores, sizes, C: tl.constexpr):
 
 @triton.jit
 def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
-    """Scores [Nq, K] of (row tile, document) pairs, one or many (WALK) a program, and winners: `out`, an `OutputArgs`.
+    """Compute scores and argmax of dense or candidate documents.
 
-    A tile holds BM // ROWS_PER_QUERY queries of at most ROWS_PER_QUERY tokens each, or one query of more (LONG),
-    ROWS_PER_QUERY tokens at a time. `tiles` is a tensor descriptor of all document tokens as rows, in blocks [BN, BD],
-    for Ld >= BN or with SHORT_DOCUMENTS; or
-    None: then they are read through pointers. `terms` are the `Terms` of rows that are split already, else None.
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        tiles: Tensor descriptor of all document tokens as rows, in blocks `[BN, BD]`. It requires Ld >= BN or
+            C.SHORT_DOCUMENTS. None: tokens are read through pointers.
+        out: `OutputArgs` with scores `[Nq, K]`.
+        terms: `TermArgs` of fp32 rows that are already split, or None.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`. A tile holds `BM // ROWS_PER_QUERY` queries of at most
+            `ROWS_PER_QUERY` tokens, or with LONG_QUERIES one longer query.
     """
-    tl.static_assert(not (C.SPLIT_FP32 and (C.PERSISTENT or C.NORMALIZE)))
+    tl.static_assert(not C.SPLIT_FP32 or (C.SINGLE_STEP and not (C.PERSISTENT or C.NORMALIZE)))
+    tl.static_assert(not C.PERSISTENT or (C.SINGLE_STEP and not C.LONG_QUERIES and tiles is not None))
+    tl.static_assert(not C.PERSISTENT or out.argmax is None)
+    tl.static_assert(not C.LONG_QUERIES or C.BM == C.ROWS_PER_QUERY)
+    tl.static_assert(not C.SOFT or not (C.TOKENS_FIRST or C.SPLIT_FP32 or C.PERSISTENT))
     x = Operands(Q, D, tiles, terms, None, d, None)
     if C.PERSISTENT:
         _score_persistent(x, out.scores, sizes, C)

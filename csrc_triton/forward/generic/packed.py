@@ -1,7 +1,37 @@
-"""The forward of ragged layouts: packed queries of any length against packed documents of any length.
+"""Generic forward kernel for packed layouts: queries and documents of any length.
 
-The tile is that of `forward`: BM // ROWS_PER_QUERY queries side by side, ROWS_PER_QUERY rows of each at a time, or one
-query for candidates and pairs. Work stops at each length.
+The device reads segment arrays (`SegmentArgs`) to locate queries and documents. A row tile packs `BM // ROWS_PER_QUERY`
+queries, or one query for candidates and pairs. The loop over tokens is `compute_row_maxima` of `dense`. Work ends at
+the length of each document and of the longest query of the tile.
+
+```text
+query rows, document = segments of the program
+for s0 in range(0, longest query of the tile, ROWS_PER_QUERY):    # one step without LONG_QUERIES
+    row_max = compute_row_maxima(rows s0 to s0 + ROWS_PER_QUERY - 1, document)
+    carry = tree_sum(q_weight * row_max)            # [queries of the tile]
+    n = s0 // ROWS_PER_QUERY                        # leaf n of trees with 2^LEVELS leaves
+    for level in range(LEVELS):                     # binary counter
+        if bit `level` of n is 0:
+            pending[level] = carry
+            break
+        carry = pending[level] + carry
+    else:
+        total += carry                              # a complete tree
+total += unfinished tree, padded with zeros
+score = total, -inf, or 0 as in `dense`, or NaN if a segment is outside its tensor
+```
+
+Three modes of `maxsim_forward_ragged`:
+
+- default: a program scores one document and one row tile.
+- PERSISTENT: a program scores every n-th document, for residual codes in words. If all queries of the tile fit in
+  `ROWS_PER_QUERY` rows, one loop covers the tiles of all these documents.
+- SPLIT_DOCUMENTS: a program stores row maxima of one split of a document. `maxsim_row_sums` computes the scores.
+
+Invariants:
+
+- The sum over a query has the bits of the dense kernel, because the binary counter builds the same tree.
+- Nothing outside Q or D is read. A query or document outside its tensor has length 0, and its scores are NaN.
 """
 
 import triton
@@ -37,10 +67,11 @@ from .splits import locate_split
 
 @triton.jit
 def carry_block_sums(total, pending, sums, n, LEVELS: tl.constexpr):
-    """Add block n's sums as the next leaf of binary trees of 2^LEVELS blocks; `total` takes whole trees in order.
+    """Add the sums of block `n` as the next leaf of binary trees with 2^LEVELS leaves.
 
-    The order of a sum over a query that fills several slots is then that of a query summed 2^LEVELS slots at once, as
-    in the dense layouts. `pending` [groups, LEVELS or more] are the sums of the levels that wait for their right half.
+    `total` accumulates complete trees in order. `pending` `[groups, LEVELS or more]` holds the sums of the levels that
+    wait for their right half. A query of several blocks is then summed in the order of the dense kernel, which sums
+    2^LEVELS blocks at once.
     """
     if LEVELS == 0:
         total += sums
@@ -61,7 +92,7 @@ def carry_block_sums(total, pending, sums, n, LEVELS: tl.constexpr):
 
 @triton.jit
 def flush_block_sums(total, pending, blocks, LEVELS: tl.constexpr):
-    """`total` with the tree that `blocks` blocks left unfinished, what is missing counted as zeros."""
+    """Return `total` plus the tree that `blocks` blocks left unfinished. Missing leaves are zeros."""
     if LEVELS > 0:
         rest = tl.zeros_like(total)
         column = tl.arange(0, pending.shape[1])[None, :]
@@ -75,7 +106,11 @@ def flush_block_sums(total, pending, blocks, LEVELS: tl.constexpr):
 
 @triton.jit
 def _locate_program(segments, Nq, K, C: tl.constexpr):
-    """Of this program: its first query, how many there are, its document and its number, whether they exist."""
+    """Locate the work of this program.
+
+    Returns its first query, the end of its queries, its document, the document's column in the output, and whether they
+    exist. With pairs the column is the number of the pair.
+    """
     pid = tl.program_id(0).to(tl.int64)
     ok = to_mask(pid >= 0)
     if segments.pairs is not None:
@@ -98,7 +133,10 @@ def _locate_program(segments, Nq, K, C: tl.constexpr):
 
 @triton.jit
 def _locate_queries(segments, i, ok, Tq, most):
-    """As `locate_query_segment`; with pairs, queries of more than `most` tokens count as outside too."""
+    """Return first row, length, and validity of queries, as `locate_query_segment` does.
+
+    With pairs, a query of more than `most` tokens is also invalid.
+    """
     begin, length, fits = locate_query_segment(segments, i, ok, Tq)
     if segments.pairs is not None:
         fits = fits & (length <= most)
@@ -108,22 +146,26 @@ def _locate_queries(segments, i, ok, Tq, most):
 
 @triton.jit
 def locate_packed_document(D, segments, k, ok, Td, C: tl.constexpr):
-    """A document, and whether it is inside D."""
+    """Return a packed document as a `Document`, and whether it is inside D."""
     Document: tl.constexpr = import_args_class("Document")
     begin, length, valid = locate_document_segment(segments, k, ok, Td)
     base = D.ptr + begin * D.stride_l
     mask = base
     if D.mask is not None:
         mask = D.mask + begin * D.mask_stride_l
-    if C.ENCODING == "":  # a descriptor has no more rows than take 32 bits
+    # A descriptor has fewer than 2^31 rows.
+    if C.ENCODING == "":
         begin = begin.to(tl.int32)
     return Document(base, mask, begin, length), valid
 
 
 @triton.jit
 def _sum_all_rows(x, begin, length, document, out, argmax_row, LEVELS: tl.constexpr, C: tl.constexpr):
-    """Sums over all rows of queries, ROWS_PER_QUERY at a time; which queries keep a row, and whether the document
-    keeps a token, if there is a row."""
+    """Sum over all rows of the queries, ROWS_PER_QUERY rows at a time.
+
+    Returns the sums, whether each query keeps a row, and whether the document keeps a token. The last value is valid
+    only if a query has a row.
+    """
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     total = tl.full((GROUPS,), 0, tl.float32)
     pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
@@ -141,14 +183,18 @@ def _sum_all_rows(x, begin, length, document, out, argmax_row, LEVELS: tl.conste
 
 @triton.jit
 def _select_score(total, keeps, any_kept, fits):
+    """Select the sum, -inf, 0, or NaN as the score."""
     score = tl.where(any_kept > 0, total, tl.where(keeps > 0, float("-inf"), 0.0))
     return tl.where(fits, score, float("nan"))
 
 
 @triton.jit
 def _advance_tile(n, t0, length, segments, sizes, step, C: tl.constexpr):
-    """The document and first token of the tile after one, the first row and length of that document, whether it is
-    inside D. Of what is empty or not there the first row is 0."""
+    """Return the tile after tile `t0` of document `n`.
+
+    Returns the document, the tile's first token, the document's first row and length, and whether it is inside D. The
+    first row is 0 if the document is empty or missing.
+    """
     last = t0 + C.BN >= length
     n = tl.where(last, n + step, n)
     begin, length, inside = locate_document_segment(segments, to_int64(n), n < sizes.K, sizes.Td)
@@ -157,15 +203,17 @@ def _advance_tile(n, t0, length, segments, sizes, step, C: tl.constexpr):
 
 @triton.jit
 def _list_tile_tokens(t0, length, C: tl.constexpr):
+    """Return the tokens of the tile from `t0` on. Tokens after the end repeat the last token."""
     return tl.minimum(t0 + tl.arange(0, C.BN), tl.maximum(length - 1, 0))
 
 
 @triton.jit
 def _score_codes_persistent(x, q, rows, weight, keeps, first, fits, segments, out, sizes, step, C: tl.constexpr):
-    """Rows q of some queries against every `step`-th document of residual codes in words.
+    """Score query rows `q` against every `step`-th document of residual codes stored as words.
 
-    One loop over the tiles of all of them. What a tile is decoded from was asked for when the one before was decoded,
-    its codes one tile earlier: they say where centroids are.
+    A single loop covers the tiles of all these documents, with a software pipeline over three tiles. While tile n is
+    decoded and multiplied, words and centroids of tile n + 1 and codes of tile n + 2 are being loaded. The codes are
+    needed first, because they locate the centroids.
     """
     HALF: tl.constexpr = C.BD // 2
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
@@ -215,21 +263,24 @@ def _score_codes_persistent(x, q, rows, weight, keeps, first, fits, segments, ou
 
 @triton.jit
 def _locate_first_query(sizes, C: tl.constexpr):
+    """Return the first query of the row tile of this program."""
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     return (tl.program_id(0).to(tl.int64) % tl.cdiv(sizes.Nq, GROUPS)) * GROUPS
 
 
 @triton.jit
 def _store_scores(scores, total, keeps, any_kept, fits, n, sizes, C: tl.constexpr):
-    """Scores of the queries of a walking program and document n."""
+    """Store the scores of the queries of a persistent program for document `n`."""
     i = _locate_first_query(sizes, C) + tl.arange(0, C.BM // C.ROWS_PER_QUERY)
     tl.store(scores + i * sizes.K + n, _select_score(total, keeps, any_kept, fits), mask=i < sizes.Nq)
 
 
 @triton.jit
 def _score_persistent(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constexpr):
-    """The queries of a tile against every `step`-th document, without winners. Rows are read once where one step of the
-    slot holds all of each query."""
+    """Score the queries of a row tile against every `step`-th document, without argmax.
+
+    Query rows are loaded once if every query of the tile has at most ROWS_PER_QUERY rows.
+    """
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     Rows: tl.constexpr = import_args_class("QueryRows")
     row_tiles = tl.cdiv(sizes.Nq, GROUPS)
@@ -256,7 +307,7 @@ def _score_persistent(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.const
 
 @triton.jit
 def _score_document(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constexpr):
-    """One document and one query or BM // ROWS_PER_QUERY of them."""
+    """Score one document against one query or `BM // ROWS_PER_QUERY` queries."""
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     first, queries, document, k, ok = _locate_program(segments, sizes.Nq, sizes.K, C)
     lane = tl.arange(0, C.BM)
@@ -286,7 +337,7 @@ def _score_document(x, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constex
 
 @triton.jit
 def _store_maxima(x, s, begin, length, found, t0, n, out, rows, C: tl.constexpr):
-    """What rows s of queries leave of section n, which is `found` and begins with token t0 of its document."""
+    """Store the maxima of rows `s` over split `n`, which is `found` and begins at token `t0` of its document."""
     Rows: tl.constexpr = import_args_class("QueryRows")
     row = begin + s
     ok = s < length
@@ -308,8 +359,10 @@ def _store_maxima(x, s, begin, length, found, t0, n, out, rows, C: tl.constexpr)
 
 @triton.jit
 def _score_document_split(x, segments, out, sizes, C: tl.constexpr):
-    """The rows of BM // ROWS_PER_QUERY queries against a section, for `row_sums` to put together. Neighbours share a
-    section."""
+    """Score the rows of `BM // ROWS_PER_QUERY` queries against one split of a document.
+
+    Neighboring programs share a split. `maxsim_row_sums` merges the splits.
+    """
     if C.PDL:
         gdc_launch_dependents()
     row_tiles = tl.cdiv(sizes.Nq, C.BM // C.ROWS_PER_QUERY)
@@ -327,17 +380,21 @@ def _score_document_split(x, segments, out, sizes, C: tl.constexpr):
 
 @triton.jit
 def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
-    """Scores [Nq, K] or, with pairs, [P]; a program takes a document, or many (WALK), and one query or BM //
-    ROWS_PER_QUERY.
+    """Compute scores and argmax of packed queries and documents.
 
-    Q and D are the packed rows, with strides of 0 between queries and documents; `tiles` is a descriptor of the rows of
-    D in blocks [BN, BD], `terms` those of query rows, `counts` the `DequantArgs` of quantised tokens, or None. Winners
-    are [K, Tq], or [P, most] with pairs, or None; -1 already where no query has a row. K documents are there, or
-    candidates of each query. A query's rows are summed as trees of ``ROWS_PER_QUERY * 2^LEVELS`` rows, where LONG says
-    that it may have more than ROWS_PER_QUERY.
-
-    With C.SPLIT_DOCUMENTS `out` are the `Sections` of documents, a program takes one of them, and `row_sums` makes the
-    scores.
+    Args:
+        Q: `QueryArgs` of packed rows, with stride 0 between queries.
+        D: `DocumentArgs` of packed rows, with stride 0 between documents.
+        tiles: Tensor descriptor of the rows of D in blocks `[BN, BD]`, or None.
+        terms: `TermArgs` of query rows, or None.
+        counts: `DequantArgs` of quantized tokens, `CodecDequantArgs` of residual codes, or None.
+        segments: `SegmentArgs`.
+        out: `OutputArgs`, or `SplitArgs` with C.SPLIT_DOCUMENTS. Scores are `[Nq, K]`, or `[P]` with pairs. The argmax
+            is `[K, Tq]`, `[P, most]` with pairs, or None. The caller fills it with -1 where no query has a row.
+        sizes: `PackedSizeArgs`. K counts documents, or candidates of each query.
+        d: Number of features.
+        LEVELS: With C.LONG_QUERIES, rows are summed as trees of `ROWS_PER_QUERY * 2^LEVELS` rows.
+        C: Compile-time choices, a `KernelConfig`.
     """
     if has_words(C.ENCODING):
         c = counts

@@ -1,6 +1,26 @@
-"""Around `forward_rows`: which document tokens count, before it; the scores from the rows' maxima, after it.
+"""Kernels around the row maxima kernels: document masks before, and sums of row maxima after.
 
-The latter also of documents in sections.
+`forward/sm90/packed` and the split launch of `packed` store row maxima `[K, rows]` or `[splits, rows]` in fp32.
+`maxsim_row_sums` turns them into scores:
+
+```text
+score[i, k] = sum_s q_weight[i, s] * row_max[k, i, s]
+
+program = (DOCUMENTS documents, QUERIES queries)
+for s0 in range(0, longest query, ROWS_PER_QUERY):    # blocks of rows
+    row_max = maxima[k, rows of the block]            # or: merge_splits(k, rows) * inverse_norm(q)
+    sums = tree_sum(where(q_mask, q_weight * row_max, 0))
+    total, pending = carry_block_sums(total, pending, sums)
+score = flush_block_sums(total, pending)              # a query of one block skips the carry
+if document k keeps no token: score = -inf, or 0 if the query keeps no token either
+if the query or the document is outside its tensor: score = NaN
+```
+
+Invariants:
+
+- The sum over a query is the binary tree of the kernel that sums rows itself, so the bits are equal.
+- With splits, `maxsim_row_sums` may start early with PDL. It waits for the first launch and then reads row maxima.
+- `maxsim_patches` or `maxsim_kept_tokens` processes a document mask before the main loop, which then needs no mask.
 """
 
 import triton
@@ -21,19 +41,32 @@ from ...common.segments import locate_document_segment, locate_query_segment
 from .packed import carry_block_sums, flush_block_sums
 from .splits import has_kept_split, locate_document_splits, merge_splits
 
-_SPLITS_PER_STEP = tl.constexpr(4096)  # whose maxima of a row are read
+_SPLITS_PER_STEP = tl.constexpr(4096)  # row maxima of a load: splits times rows
 
 
 @triton.jit
 def _load_token_mask(mask, k, t, end, stride_k, stride_l):
-    """Whether tokens t < end of document k count."""
+    """Return whether tokens `t < end` of document k are kept."""
     return tl.load(mask + k * stride_k + t.to(tl.int64) * stride_l, mask=t < end, other=0) != 0
 
 
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l", "tiles"])
 def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, TILES: tl.constexpr, BN: tl.constexpr):
-    """Of each document, a program each: the first token that counts, 0 if none does; how many from there on hold all
-    that do; and of their tiles of BN, the last one shifted back to end with them, the tokens that do not."""
+    """Compute which tokens of a document the main loop must replace, one document for each program.
+
+    Args:
+        mask: Document mask, read with `stride_k` and `stride_l`.
+        bits: Output int32 `[K, BN // 32, tiles]`. Bit b of word w says that token `32 w + b` of the tile is masked.
+            Tiles begin at the first kept token. The last tile is shifted back to end with the last kept token.
+        sources: Output int32 `[K]`, the first kept token, or 0 if no token is kept.
+        lengths: Output int32 `[K]`, the number of tokens from the first to the last kept token.
+        Ld: Tokens of a document.
+        stride_k: Mask stride between documents.
+        stride_l: Mask stride between tokens.
+        tiles: Tiles of a document in `bits`.
+        TILES: Tiles of a loop step.
+        BN: Tokens of a tile.
+    """
     k = tl.program_id(0).to(tl.int64)
     end = tl.full((), 0, tl.int32)
     source = Ld
@@ -60,9 +93,21 @@ def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, 
 def maxsim_kept_tokens(
     mask, D, tokens, places, lengths, Ld, stride_k, stride_l, d, TOKENS: tl.constexpr, BD: tl.constexpr
 ):
-    """Of each document ``[Ld, d]`` the tokens that count, one after the other, in `tokens` from where it begins in D;
-    how many they are; and in `locate_hit_tokens`, unless it is None, which. A program for every TOKENS of a
-    document."""
+    """Copy the kept tokens of each document to the front of its place, TOKENS tokens for each program.
+
+    Args:
+        mask: Document mask, read with `stride_k` and `stride_l`.
+        D: Contiguous documents `[K, Ld, d]`.
+        tokens: Output `[K, Ld, d]`. Only the first `lengths[k]` tokens of a document are written.
+        places: Output `[K, Ld]`, the original token of each copied token, or None.
+        lengths: Output `[K]`, the number of kept tokens.
+        Ld: Tokens of a document.
+        stride_k: Mask stride between documents.
+        stride_l: Mask stride between tokens.
+        d: Number of features.
+        TOKENS: Tokens of a program.
+        BD: Power of two that covers d.
+    """
     blocks = tl.cdiv(Ld, TOKENS)
     k = (tl.program_id(0) // blocks).to(tl.int64)
     t0 = tl.program_id(0) % blocks * TOKENS
@@ -77,7 +122,7 @@ def maxsim_kept_tokens(
     place = before + tl.cumsum(counted, axis=0) - counted
     columns = tl.arange(0, BD)
     ok = (columns < d)[None, :]
-    # All of them: copies need not wait for the mask.
+    # Load all tokens, so that the loads need not wait for the mask.
     x = tl.load(D + (k * Ld + t)[:, None] * d + columns[None, :], mask=ok & (t < Ld)[:, None], other=0.0)
     tl.store(tokens + (k * Ld + place)[:, None] * d + columns[None, :], x, mask=ok & keep[:, None])
     if places is not None:
@@ -88,7 +133,7 @@ def maxsim_kept_tokens(
 
 @triton.jit(do_not_specialize=["Ld", "rows"])
 def maxsim_argmax_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
-    """Winners ``[K, rows]`` among the tokens that count, as tokens of their documents; -1 as it is."""
+    """Replace argmax values `[K, rows]` among kept tokens by the original tokens. -1 stays -1."""
     blocks = tl.cdiv(rows, BLOCK)
     k = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +144,10 @@ def maxsim_argmax_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Tq", "mask_stride"])
 def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.constexpr):
-    """Set those of the zeros `covered` [Tq] that are rows of a query, a program each, and not masked."""
+    """Set the elements of `covered` `[Tq]` whose rows belong to a query and are not masked.
+
+    Each program handles one query. The caller fills `covered` with zeros.
+    """
     begin = tl.load(cu_seqlens_q + tl.program_id(0)).to(tl.int64)
     end = tl.load(cu_seqlens_q + tl.program_id(0) + 1).to(tl.int64)
     end = tl.where((begin >= 0) & (end <= Tq), end, begin)
@@ -113,7 +161,7 @@ def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.
 
 @triton.jit
 def _merge_split_maxima(cut, place, row, there, keep, rows, C: tl.constexpr):
-    """Maxima of query rows over the sections of a document; winners are stored."""
+    """Compute the maxima of query rows over the splits of a document, and store the argmax if needed."""
     AT_ONCE: tl.constexpr = _SPLITS_PER_STEP // row.shape[0]
     k, first, count = place
     best, where = merge_splits(cut, first, count, row, keep, rows, AT_ONCE)
@@ -130,8 +178,10 @@ def _sum_block(
     maxima, cut, place, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY: tl.constexpr, QUERIES: tl.constexpr,
     DOCUMENTS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Sums over ROWS_PER_QUERY rows of each query from its row s0 on, as [DOCUMENTS * QUERIES]; and which queries keep
-    some."""
+    """Sum ROWS_PER_QUERY rows of each query from row `s0` on.
+
+    Returns the sums `[DOCUMENTS * QUERIES]` and whether each query keeps a row of the block.
+    """
     s = s0 + tl.arange(0, QUERIES * ROWS_PER_QUERY) % ROWS_PER_QUERY
     row = begin + s
     i = row // sizes.Lq
@@ -147,7 +197,8 @@ def _sum_block(
     if C is None:
         sums = sum_in_order(terms, DOCUMENTS * QUERIES, ROWS_PER_QUERY)
     else:
-        sums = sum_in_order_across_warps(terms, DOCUMENTS * QUERIES, ROWS_PER_QUERY)  # warps may share a query
+        # Several warps may share a query here.
+        sums = sum_in_order_across_warps(terms, DOCUMENTS * QUERIES, ROWS_PER_QUERY)
     return sums, tl.max(tl.reshape(keep.to(tl.int32), (QUERIES, ROWS_PER_QUERY)), axis=1)
 
 
@@ -157,12 +208,25 @@ def maxsim_row_sums(
     tl.constexpr,
     DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Scores ``[queries, stride]`` of K documents from their rows' maxima ``[K, Nq * Lq]``: weighted sums over the rows
-    of each query.
+    """Compute scores from row maxima: weighted sums over the rows of each query.
 
-    Or, in place of `maxima`, from `cut`, the `Sections` that the forward with configuration C left; then DOCUMENTS is
-    1. A program adds ROWS_PER_QUERY rows at a time of QUERIES queries for DOCUMENTS documents, as trees of
-    ``ROWS_PER_QUERY * 2^LEVELS`` rows.
+    Args:
+        maxima: Row maxima `[K, Nq * Lq]`, ignored if C is not None.
+        cut: `SplitArgs` that the split forward with configuration C filled.
+        scores: Output `[queries, stride]`.
+        Q: `QueryArgs` for masks and weights.
+        segments: `SegmentArgs`.
+        queries: Number of queries.
+        stride: Row stride of `scores`.
+        Nq: Queries of the row layout. Row r is token `r % Lq` of query `r // Lq` of Q.
+        K: Number of documents.
+        Lq: Tokens of a query in the row layout.
+        Td: Number of packed document tokens.
+        ROWS_PER_QUERY: Rows of a query that are summed at a time.
+        QUERIES: Queries of a program.
+        DOCUMENTS: Documents of a program, 1 with splits.
+        LEVELS: Rows are summed as trees of `ROWS_PER_QUERY * 2^LEVELS` rows.
+        C: `KernelConfig` of the split forward, or None without splits.
     """
     sizes = SizeArgs(Nq, K, Lq, 0)
     query_tiles = tl.cdiv(queries, QUERIES)
@@ -203,7 +267,7 @@ def maxsim_row_sums(
 
 @triton.jit
 def _sum_part_tree(at, p, parts, k, K, TREE: tl.constexpr):
-    """The sums of parts p to p + TREE - 1 in each document, zeros of those that there are not."""
+    """Return the tree sum of parts `p` to `p + TREE - 1` of each document. Missing parts are zeros."""
     if TREE == 1:
         sums = tl.load(at + to_int64(p) * K, mask=(k < K) & to_mask(p < parts), other=0.0)
     else:
@@ -215,10 +279,10 @@ def _sum_part_tree(at, p, parts, k, K, TREE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "K", "parts"])
 def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOCK: tl.constexpr):
-    """Scores ``[Nq, stride]`` of long queries and K documents from the sums ``[Nq * parts, K]`` of their parts.
+    """Sum the parts of long queries: scores `[Nq, stride]` from partial sums `[Nq * parts, K]`.
 
-    A program takes BLOCK documents of a query. TREE neighbours are added as a tree, then these one after the other: the
-    order of kernels that take more rows of a query at once.
+    A program handles BLOCK documents of one query. TREE neighboring parts are added as a tree, and the trees are added
+    in order. This is the order of kernels that sum more rows of a query at once.
     """
     blocks = tl.cdiv(K, BLOCK)
     i = (tl.program_id(0) // blocks).to(tl.int64)

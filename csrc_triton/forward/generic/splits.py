@@ -1,7 +1,29 @@
-"""Long documents in sections, each scored by a program of its own: where they lie, and what they leave together.
+"""Splits of long documents for the packed forward kernel: where they begin, and how their results are merged.
 
-Documents are cut so that there are at most as many sections as the workspace holds, by lengths that the device alone
-knows. A maximum over sections is that over the document, whatever they are: the bits are the same.
+A few long documents leave most SMs idle. The packed kernel then scores each split of a document in its own program and
+stores row maxima `[most, rows]`. `maxsim_row_sums` merges the splits of a document. The host knows only the total
+number of tokens, so the device computes the split length from the document lengths.
+
+```text
+total = sum(length[k] for k in range(K))
+split_length = BN * max(ceil(total / (most - K) / BN), MIN_SPLIT_TILES)
+splits of document k = ceil(length[k] / split_length)
+
+merge, for each row:
+    best, where = -inf, NO_TOKEN
+    for n0 in range(0, splits of the document, AT_ONCE):
+        m = max(maxima[first + n0 : first + n0 + AT_ONCE, row])
+        token = min(split_argmax[...] where the maximum is m or NaN)
+        if m > best or m is the first NaN: where = token
+        elif m == best: where = min(where, token)
+        best = nan_max(best, m)
+```
+
+Invariants:
+
+- There are at most `most` splits, because `sum(ceil(length[k] / split_length)) <= total / split_length + K <= most`.
+- Splits are numbered in document order, without gaps.
+- The maximum over splits is the maximum over the document, so the bits do not depend on the split length.
 """
 
 import triton
@@ -10,23 +32,24 @@ import triton.language as tl
 from ...common.primitives import NO_TOKEN, import_args_class, nan_max, to_int64, to_mask
 from ...common.segments import locate_document_segment
 
-_SCAN_BLOCK = tl.constexpr(128)  # documents or sections at a time, where all are looked at
-MIN_SPLIT_TILES = 2  # tiles of a section, unless the document has fewer tokens
+_SCAN_BLOCK = tl.constexpr(128)  # documents or splits of a step, in loops over all of them
+MIN_SPLIT_TILES = 2  # tiles of a split, unless the document has fewer tokens
 _MIN_SPLIT_TILES = tl.constexpr(MIN_SPLIT_TILES)
 _MAX_SPLIT_TOKENS = tl.constexpr(2**31 - 256)
 
 
 @triton.jit
 def _count_splits(length, each):
-    """Sections of a document."""
+    """Return the number of splits of a document with `length` tokens."""
     return tl.where(length > 0, (length - 1) // each + 1, 0)
 
 
 @triton.jit
 def compute_split_length(segments, K, Td, cut, STEP: tl.constexpr):
-    """Tokens of a section, a multiple of STEP: enough that K documents, fewer than `cut.most`, have no more sections.
+    """Compute the number of tokens of a split, a multiple of STEP.
 
-    Where each document has `Segments.d_each` tokens the host knows it.
+    The K documents, fewer than `cut.most`, have at most `cut.most` splits in all. The host passes `cut.each` if all
+    documents have `SegmentArgs.d_each` tokens.
     """
     if cut.each is not None:
         each = cut.each
@@ -43,7 +66,7 @@ def compute_split_length(segments, K, Td, cut, STEP: tl.constexpr):
 
 @triton.jit
 def _count_block_splits(segments, k0, K, Td, each):
-    """Some documents from k0 on, and their sections."""
+    """Return the numbers of a block of documents from `k0` on, and their split counts."""
     k = k0 + tl.arange(0, _SCAN_BLOCK)
     _, length, _ = locate_document_segment(segments, k, k < K, Td)
     return k, _count_splits(length, each)
@@ -51,7 +74,7 @@ def _count_block_splits(segments, k0, K, Td, each):
 
 @triton.jit
 def _locate_split_document(segments, n, K, Td, cut, each):
-    """The document of section n, and the first section of it; K where there is no such section."""
+    """Return the document of split `n` and its first split. The document is K if `n` is out of range."""
     if cut.each is not None:
         count = _count_splits(segments.d_each, each)
         document = tl.minimum(n // count, K)
@@ -72,10 +95,10 @@ def _locate_split_document(segments, n, K, Td, cut, each):
 
 @triton.jit
 def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
-    """Section n as a `Document`, of no tokens where there is none; and which token of its document is its first.
+    """Return split `n` as a `Document`, and its first token within its document.
 
-    The last section of a document begins earlier where it would have fewer tokens than a tile, unless
-    C.SHORT_DOCUMENTS.
+    The split is empty if `n` is out of range. The last split of a document starts earlier if it would have fewer tokens
+    than a tile, unless C.SHORT_DOCUMENTS.
     """
     Document: tl.constexpr = import_args_class("Document")
     each = compute_split_length(segments, sizes.K, sizes.Td, cut, C.BN)
@@ -94,7 +117,7 @@ def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
 
 @triton.jit
 def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
-    """Document k, its first section, and how many it has."""
+    """Return document `k`, its first split, and its number of splits."""
     each = compute_split_length(segments, K, Td, cut, STEP)
     _, length, _ = locate_document_segment(segments, k, to_mask(k < K), Td)
     count = _count_splits(length, each)
@@ -110,7 +133,7 @@ def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
 
 @triton.jit
 def has_kept_split(cut, place):
-    """Whether one of the sections of a document, as `locate_document_splits` finds them, keeps a token."""
+    """Return whether a split of the document at `place` keeps a token. See `locate_document_splits`."""
     _, first, count = place
     found = (count > 0).to(tl.int32)
     if cut.kept is not None:
@@ -123,12 +146,13 @@ def has_kept_split(cut, place):
 
 @triton.jit
 def merge_splits(cut, first, count, row, keep, rows, AT_ONCE: tl.constexpr):
-    """Maxima of some rows over `count` sections from the first on, and the first tokens that attain them."""
+    """Return the maxima of rows over `count` splits from `first` on, and the first tokens that attain them."""
     best = tl.full(row.shape, float("-inf"), tl.float32)
     where = tl.full(row.shape, NO_TOKEN, tl.int32)
     for n0 in range(0, count, AT_ONCE):
         n = n0 + tl.arange(0, AT_ONCE)
-        at = (first + n)[:, None] * rows + row[None, :]  # the workspace is small: 32 bits
+        # The workspace is small, so 32-bit offsets suffice.
+        at = (first + n)[:, None] * rows + row[None, :]
         there = (n < count)[:, None] & keep[None, :]
         found = tl.load(cut.maxima + at, mask=there, other=float("-inf"))
         m = tl.reduce(found, 0, nan_max)

@@ -1,4 +1,10 @@
-"""Half of a warp group's query rows, as the kernels of sm_90 keep it: similarities to a tile, and the best so far."""
+"""Accumulators of the sm_90 kernels: products of 64 query rows with a document tile, and running maxima of the rows.
+
+WGMMA leaves an accumulator row in the registers of 4 lanes of a warp. Each lane keeps the maximum of its own columns
+over all tiles of a document. The epilogue merges the 4 lanes of a row. A reduction over a tile thus exchanges no data
+between threads. The functions named `compiler_barrier_*` keep a tensor core product from being scheduled ahead of the
+reduction of the accumulator that the product overwrites.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,11 +16,15 @@ from ...common.primitives import NO_TOKEN, nan_max
 from ...formats.encoded import INT8_LOW_SCALE
 from .norms import scale_similarities
 
-UNRESOLVED = gl.constexpr(-2)  # the winner of a maximum that is NaN or -inf, until it is looked for
+UNRESOLVED = gl.constexpr(-2)  # argmax of a maximum that is NaN or -inf, until `_resolve_argmax` replaces it
 
 
 class Accumulator(NamedTuple):
-    """64 rows of a warp group: their similarities to the tile at hand, and per lane of a row its best so far."""
+    """State of 64 rows of a consumer warp group.
+
+    `S` is the product with the present tile, `[64, BN]`. `best` is the running maximum of each of the 4 lanes of a row,
+    `[rows, 4]`. `where` is the token of that maximum relative to its lane with C.ARGMAX, else 0.
+    """
 
     S: Any
     best: Any
@@ -23,20 +33,25 @@ class Accumulator(NamedTuple):
 
 @gluon.jit
 def split_lanes(S):
-    """A row's columns as [N // 8, 4, 2]: wgmma spreads a row over the 4 lanes of a quad, so the other axes stay in a
-    thread."""
+    """Return S `[M, N]` as `[M, N // 8, 4, 2]`, whose axis 2 is the lane of a quad.
+
+    WGMMA spreads a row over the 4 lanes of a quad. Axes 1 and 3 therefore stay within a thread.
+    """
     return gl.reshape(S, (S.shape[0], S.shape[1] // 8, 4, 2))
 
 
 @gluon.jit
 def _select_first_larger(v0, c0, v1, c1):
-    """The larger of two values with its column, the first where they are equal. NaN wins, but may lose its column."""
+    """Return the larger of two values with its column, or the first column if they are equal.
+
+    NaN wins, but its column may be lost.
+    """
     return nan_max(v0, v1), gl.where(v1 > v0, c1, c0)
 
 
 @gluon.jit
 def _make_axis_indices(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
-    """0, 1, .. n - 1 along axis 1 or 3 of a 4-D layout."""
+    """Return 0, 1, .. n - 1 along axis 1 or 3 of a 4-D layout."""
     if AXIS == 1:
         x = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
         x = gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
@@ -48,7 +63,10 @@ def _make_axis_indices(n: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def reduce_tile(S, best, where, t0, C: gl.constexpr):
-    """`best` and `where` after a tile. Columns are constants of the compiled code, relative to the lane."""
+    """Return `best` and `where` after a tile that begins with token t0.
+
+    Columns are constants of the compiled code, relative to the lane.
+    """
     x = split_lanes(S)
     if C.ARGMAX:
         LAYOUT: gl.constexpr = x.type.layout
@@ -63,13 +81,16 @@ def reduce_tile(S, best, where, t0, C: gl.constexpr):
 
 @gluon.jit
 def _combine_terms(hi, lo):
+    """Return the product with a query row from the products with its int8 terms."""
     return hi * INT8_LOW_SCALE + lo
 
 
 @gluon.jit
 def join_terms(S, C: gl.constexpr):
-    """Products as those of query rows: hi and lo of a row lie 8 apart, in one thread. With C.SMALL_M rows are
-    columns."""
+    """Return the products with query rows from the products with their int8 terms.
+
+    The hi and lo products of a row are 8 rows apart and in the same thread. With C.SMALL_M these rows are columns.
+    """
     if C.INT8_TERMS == 2 and C.SMALL_M:
         S = gl.reshape(gl.reduce(gl.reshape(S, (C.BN, C.MMA_ROWS // 8, 2, 8)), 2, _combine_terms), (C.BN, C.MMA_ROWS))
     elif C.INT8_TERMS == 2:
@@ -79,17 +100,17 @@ def join_terms(S, C: gl.constexpr):
 
 @gluon.jit
 def accumulate_tile(S, inverse, half, start, C: gl.constexpr):
-    """A half after a tile that begins with token `start`."""
+    """Return the accumulator after a tile that begins with token `start`, from its product S."""
     best, where = reduce_tile(scale_similarities(join_terms(S, C), inverse, C), half.best, half.where, start, C)
     return Accumulator(S, best, where)
 
 
 @gluon.jit
 def compiler_barrier_accumulator(half, C: gl.constexpr):
-    """Nothing: but as the compiler sees it, `half.S` is rewritten once `half.best` is known.
+    """Return the accumulator unchanged, but make the compiler see `S` rewritten after `best` is known.
 
-    So the next product may overwrite the registers of `half.S`. Without it the reduction sinks below the product, which
-    then needs a copy of them, and ptxas lets one product at a time run.
+    The next product may then overwrite the registers of `S`. Without this barrier the reduction sinks below the
+    product, which then needs a copy of these registers, and ptxas serializes the products.
     """
     if C.ARGMAX:
         S, best, where = warpgroup_mma_wait(0, [half.S, half.best, half.where])
@@ -101,7 +122,7 @@ def compiler_barrier_accumulator(half, C: gl.constexpr):
 
 @gluon.jit
 def reset_accumulator(S, C: gl.constexpr):
-    """A half that has seen no tile; `S` only lends its registers."""
+    """Return an accumulator that has seen no tile, in the registers of `S`."""
     x = join_terms(S, C)
     if x.dtype == gl.int32 and not C.PRECOMPUTED_SCALES:
         none = gl.full_like(x, -(2**31))
@@ -114,13 +135,22 @@ def reset_accumulator(S, C: gl.constexpr):
 
 @gluon.jit
 def reset_accumulators(halves, C: gl.constexpr):
+    """Return both accumulators of a warp group as they are before the first tile of a document."""
     return reset_accumulator(halves[0].S, C), reset_accumulator(halves[1].S, C)
 
 
 @gluon.jit
 def select_argmax(half, best, keep, unresolved):
-    """Winners of a half's rows, UNRESOLVED of those that are kept and whose maximum is NaN or -inf, -1 of others; and
-    which rows ever were unresolved."""
+    """Return the argmax of an accumulator's rows, and `unresolved` with the rows that still need a search marked.
+
+    The argmax is UNRESOLVED for a kept row whose maximum is NaN or -inf, and -1 for a row that is not kept.
+
+    Args:
+        half: The `Accumulator` at the end of a document.
+        best: Maximum of each row over its lanes, `[rows]`.
+        keep: Rows that exist and are not masked.
+        unresolved: int32 flag of each row that was UNRESOLVED for any document so far.
+    """
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, half.best.type.layout))
     where = gl.where(half.where == NO_TOKEN, NO_TOKEN, half.where + 2 * lane[None, :])
     where = gl.min(gl.where(half.best == best[:, None], where, NO_TOKEN), axis=1)

@@ -1,7 +1,8 @@
-"""FP8 documents in `forward_specialized`: warps that convert them to fp16, and bf16 query rows beside them.
+"""FP8 documents in the sm_90 kernels: conversion warps, and query rows to match.
 
-Documents arrive in a ring of bytes. Four warps convert each tile into the ring that is multiplied, with what its tokens
-count as; 256 query rows share what that takes, under their products.
+FP8 tokens are multiplied in fp16 (`formats/encoded.py`). In the dense kernel TMA copies bytes into a raw pipeline. Four
+conversion warps convert each tile into the fp16 pipeline that the consumers multiply, and store the scales of its
+tokens. The conversion overlaps the products of 256 query rows.
 """
 
 from triton.experimental import gluon
@@ -12,12 +13,15 @@ from ...formats.encoded import choose_powers, divide_by_powers, find_largest, ne
 from .pipeline import advance_stage
 
 CONVERTER_WARPS = gl.constexpr(4)
-_CONVERT_TOKENS = gl.constexpr(32)  # tokens at a time: more take registers
+_CONVERT_TOKENS = gl.constexpr(32)  # tokens at a time: more need more registers
 
 
 @gluon.jit
 def load_tile_scales(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
-    """Of the tokens of the tile of document k that begins with token t0, or ends where the document ends."""
+    """Load the scales of the tokens of a tile of document k, `[BN]`.
+
+    The tile begins with token t0, or ends with the document if it is the last tile.
+    """
     t = gl.minimum(t0, Ld - C.BN) + gl.arange(0, C.BN, layout=layout)
     at = numbers.scale + k.to(gl.int64) * numbers.stride_doc
     return gl.load(at + t.to(gl.int64) * numbers.stride_l)
@@ -25,7 +29,7 @@ def load_tile_scales(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def fp8_to_fp16(x, C: gl.constexpr):
-    """Bytes of FP8."""
+    """Convert FP8 bytes to fp16."""
     if C.ENCODING == "e4m3":
         x = x.to(gl.float8e4nv, bitcast=True)
     else:
@@ -35,7 +39,10 @@ def fp8_to_fp16(x, C: gl.constexpr):
 
 @gluon.jit
 def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
-    """Fill the ring from the raw one. Scales were asked for a tile before."""
+    """Convert every tile of the raw pipeline into the fp16 pipeline (conversion warps).
+
+    Scales are loaded one tile ahead.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTER_WARPS, 1], [1, 0])
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0])
     PARTS: gl.constexpr = C.BN // _CONVERT_TOKENS
@@ -64,7 +71,11 @@ def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
 
 @gluon.jit
 def convert_queries(q, layout: gl.constexpr, C: gl.constexpr):
-    """Query rows as they are multiplied; and what their maxima are multiplied by, in a layout, else 0."""
+    """Return query rows in the dtype of the product, and the factors of their maxima in `layout`.
+
+    bf16 rows become fp16 rows divided by a power of two, and the factors are these powers. Other rows are unchanged,
+    and the factor is 0.
+    """
     powers = 0
     if needs_power_scaling(q.dtype, C.ENCODING):
         over = choose_powers(find_largest(q))

@@ -1,13 +1,88 @@
-"""The forward kernel of sm_90 for many query rows: one warp moves documents, eight multiply and reduce.
+"""sm_90 forward kernel for dense documents without a mask and many query rows (`d <= 128`).
 
-Query rows (256 of them) stay resident while documents stream through a ring of shared-memory tiles. Each of two warp
-groups owns 128 rows as two halves of 64. While the matrix unit works on one half, the group reduces the other; what a
-half computes is waited for and reduced before the next product overwrites it, so no accumulator is ever copied.
+Math, with an argmax over t if asked for:
 
-To normalise, similarities are multiplied by the inverse norms of their document tokens as they are reduced. These come
-with the tile, or four more warps find them in it.
+```text
+score[i, k] = sum_s weight[i, s] * inverse_norm(Q[i, s]) * max_t <Q[i, s], D[k, t]> * inverse_norm(D[k, t])
+```
 
-Written in Gluon: Triton's own warp specialisation is not available on Hopper. Scores have the bits of `maxsim_forward`.
+The inverse norms are 1 unless C.NORMALIZE. int8 and FP8 documents have dequantization scales instead (`int8_terms.py`,
+`convert.py`). A query of more than C.ROWS_PER_QUERY tokens is cut into `parts`, whose sums a second launch adds.
+
+The kernel is persistent. At most one program (CTA) runs on each SM, and it owns a contiguous range of the (row tile,
+document) pairs, ordered by row tile. A row tile has four accumulators of 64 rows, two for each consumer warp group.
+
+The kernel is also warp-specialized. A producer warp copies document tiles with TMA (the tensor memory accelerator) into
+a pipeline. A pipeline stage is room for one tile in shared memory, with two barriers. Two consumer warp groups multiply
+each tile by their query rows on the tensor cores (WGMMA) and keep running maxima. The epilogue of a document merges
+these maxima for each row, applies norms and weights, and stores the sum of each query.
+
+Main loop, with `tile` for the document tile of a stage:
+
+```text
+producer warp:
+    for each pair (row tile, k) of the program, for t0 in range(0, Ld, BN):
+        wait(empty[stage])
+        t = min(t0, Ld - BN)                                # the last tile shifts back
+        tile = TMA(D[k, t : t + BN])                        # arrives at full[stage]
+consumer warp group g:
+    for each row tile of the program:
+        q0, q1 = query rows                                 # 2 x [64, BD], in registers or shared memory
+        for each document k of the row tile:
+            for t0 in range(0, Ld, BN):
+                wait(full[stage]); wait(turn[g])
+                S0 = wgmma(q0, tile.T)                      # [64, BN], asynchronous
+                S1 = wgmma(q1, tile.T)                      # [64, BN], asynchronous
+                arrive(turn[1 - g])
+                if t0 == 0: epilogue of document k - 1 (if any), best0 = best1 = -inf
+                wait(S0); best0 = max(best0, lane_max(S0))  # S1 is still running
+                wait(S1); arrive(empty[stage])
+                best1 = max(best1, lane_max(S1))
+        epilogue of the last document
+```
+
+`lane_max` reduces within a thread. A row is spread over 4 lanes, which exchange values in the epilogue only. With
+C.ARGMAX the epilogue runs at the end of its own document. A row whose maximum is NaN or -inf then has no argmax yet,
+and `_resolve_argmax` searches for it after the last pair.
+
+Warp roles:
+
+```text
+role              warps  present                               work
+consumers 0, 1    4 + 4  always                                products, maxima, epilogue
+producer          1      always                                TMA copies
+norm warps        4      NORMALIZE, not PRECOMPUTED_SCALES     inverse norms of the tokens of a stage
+conversion warps  4      ENCODING (FP8)                        FP8 to fp16, and token scales
+```
+
+Barriers:
+
+```text
+barrier             count  arriving                              waiting
+full[stage]         1      TMA, with the bytes of the copies     consumers, and norm warps if there are any
+empty[stage]        2      each consumer, after both products    producer
+turn[g]             1      consumer 1 - g, products issued       consumer g, before issuing products (ping-pong)
+norms.ready[stage]  1      norm warps                            consumers, before issuing products
+raw.full[stage]     1      TMA, FP8 only                         conversion warps
+raw.empty[stage]    1      conversion warps, FP8 only            producer
+search[g]           1      TMA, argmax search only               consumer g
+search[2]           2      each consumer, after its last tile    both consumers, before the argmax search
+```
+
+With FP8 the producer fills a second pipeline, `raw`, with bytes. The conversion warps then act as the producer of the
+fp16 pipeline. They wait at its `empty` barriers and arrive at its `full` barriers, without TMA.
+
+Invariants:
+
+- `Ld >= BN` and `d <= BD`. The last tile shifts back to the end of the document. It repeats tokens, which changes no
+  maximum and no argmax.
+- All warps visit the same tiles in the same order. Their stages and phases advance alike.
+- A warp group has at most two products in flight. It reduces an accumulator before the next product overwrites it, so
+  no accumulator is ever copied.
+- Scores have the same bits as in `maxsim_forward`. Features are summed in ascending order in fp32, and the rows of a
+  query in a fixed binary tree.
+
+The kernel is written in Gluon, because Triton's own warp specialization is not available on Hopper.
 """
 
 from typing import Any, NamedTuple
@@ -52,13 +127,17 @@ from .pipeline import ACCUMULATOR_ROWS, advance_stage, make_accumulator_layout, 
 from .query_rows import load_accumulator_queries, map_accumulator_rows, sum_accumulators
 from .small_m import consume_small_m, make_small_m_pipeline
 
-ACCUMULATORS = gl.constexpr(4)  # of a program: two of each warp group
+ACCUMULATORS = gl.constexpr(4)  # of a program, two for each warp group
 PRODUCER_REGISTERS = gl.constexpr(40)
 CONSUMER_REGISTERS = gl.constexpr(232)
 
 
 class QueryOperands(NamedTuple):
-    """What documents meet: queries, each in so many `parts`, and what int8 numbers are scaled by."""
+    """Query side of a program.
+
+    `parts` is the number of groups of C.ROWS_PER_QUERY rows that each query is cut into. `numbers` is an
+    `EncodedDocumentArgs`, or None unless the consumers dequantize.
+    """
 
     Q: Any
     numbers: Any
@@ -68,8 +147,11 @@ class QueryOperands(NamedTuple):
 
 @gluon.jit
 def _copy_tile(D, norms, ring, k, t0, stage, phase, Ld, C: gl.constexpr):
-    """Copy the tile of document k that begins with token t0, the last shifted back to end where the document ends; and
-    what its tokens are scaled by. Inverse norms lie tile by tile, scales of int8 tokens as these do."""
+    """Copy the tile of document k that begins with token t0, and the precomputed scales or norms of its tokens.
+
+    The last tile shifts back to the end of the document. Inverse norms are stored tile by tile, so their position does
+    not shift. Scales of int8 tokens are stored token by token and shift with the tile.
+    """
     full = ring.full.index(stage)
     mbarrier.wait(ring.empty.index(stage), phase)
     row = k * Ld + gl.minimum(t0, Ld - C.BN)
@@ -84,8 +166,11 @@ def _copy_tile(D, norms, ring, k, t0, stage, phase, Ld, C: gl.constexpr):
 
 @gluon.jit
 def _produce(D, norms, ring, begin, end, K, Ld, C: gl.constexpr):
-    """Copy the tiles of every document into the ring. With C.SMALL_M those of two by turns: the second one's lie
-    behind."""
+    """Fill the pipeline with the tiles of all documents of the program (producer warp).
+
+    With C.SMALL_M, tiles alternate between two documents. The tiles of the second document use the second C.STAGES
+    stages.
+    """
     stage = 0
     phase = 1
     for task in range(begin, end, 2 if C.SMALL_M else 1):
@@ -98,13 +183,17 @@ def _produce(D, norms, ring, begin, end, K, Ld, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(q, ring, stage, half):
+    """Issue the product of one accumulator's query rows with the tile of a stage, `[64, BN]`."""
     return warpgroup_mma(q, ring.tiles.index(stage).permute((1, 0)), half.S, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def issue_products(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.constexpr):
-    """Both halves' products with the tile at `stage`, in flight; and the inverse norms of its tokens, asked for before
-    the other group is told, so that they arrive meanwhile."""
+    """Issue the products of both accumulators with the tile of a stage, and return them with the tile's scales.
+
+    The scales or inverse norms are loaded before the other warp group gets its turn. The load then overlaps the
+    products.
+    """
     wait_for_tile(ring, stage, phase, C)
     mbarrier.wait(ring.turn.index(G), turn)
     S_a = _multiply(q[0], ring, stage, halves[0])
@@ -116,7 +205,10 @@ def issue_products(q, ring, halves, stage, phase, turn, G: gl.constexpr, C: gl.c
 
 @gluon.jit
 def _compiler_barrier_pair(S_b, a, C: gl.constexpr):
-    """The other half's product once it is done, and half `a`, which is to be reduced before that is waited for."""
+    """Wait for the second product and return it with the first accumulator `a`.
+
+    The compiler sees the wait rewrite `a.best`. It must therefore reduce `a` ahead of the wait.
+    """
     if C.ARGMAX:
         S_b, best, where = warpgroup_mma_wait(0, [S_b, a.best, a.where])
     else:
@@ -127,13 +219,17 @@ def _compiler_barrier_pair(S_b, a, C: gl.constexpr):
 
 @gluon.jit
 def _reduce_accumulators(products, ring, halves, t0, stage, phase, turn, Ld, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0: one is reduced while the other's product still runs."""
+    """Reduce the two products in flight, whose tile begins at token t0, and release the stage.
+
+    The first accumulator is reduced while the second product still runs.
+    """
     start = gl.minimum(t0, Ld - C.BN)
     S_a, S_b, inverse = products
     S = warpgroup_mma_wait(1, [S_a])
     a = accumulate_tile(S, inverse, halves[0], start, C)
     if C.NORMALIZE or C.ARGMAX or C.PRECOMPUTED_SCALES or ring.tiles.dtype == gl.int8:
-        # A wait that has long been over ends a block of instructions: else ptxas waits for both products, then reduces.
+        # This barrier completed long ago, but the wait ends a basic block. Without the wait, ptxas waits for both
+        # products and then reduces.
         mbarrier.wait(ring.full.index(stage), phase)
         S, a = _compiler_barrier_pair(S_b, a, C)
     else:
@@ -146,9 +242,12 @@ def _reduce_accumulators(products, ring, halves, t0, stage, phase, turn, Ld, C: 
 
 @gluon.jit
 def _load_queries(Q, q_smem, first, parts, sizes, d, layout: gl.constexpr, G: gl.constexpr, C: gl.constexpr):
-    """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product; and what
-    their maxima are multiplied by, in a layout: inverse norms if normalising, scales of int8 terms, else 0. Last,
-    whether such terms leave rows out."""
+    """Load the query rows of warp group G as operands of its two accumulators, zeros for masked and absent rows.
+
+    Returns:
+        The two operands, the factors of their row maxima in `layout`, and whether int8 terms leave out any row. The
+        factors are inverse norms, scales of int8 terms or powers of two, or 0 if there are none.
+    """
     ACC: gl.constexpr = make_accumulator_layout(C.BN, q_smem.dtype)
     inverse = 0, 0
     odd = 0
@@ -185,7 +284,11 @@ def _load_queries(Q, q_smem, first, parts, sizes, d, layout: gl.constexpr, G: gl
 
 @gluon.jit
 def _finish_rows(half, inverse, x, H: gl.constexpr, first, k, each, argmax, unresolved, sizes, C: gl.constexpr):
-    """The weighted maxima of a half's rows; stores their winners, UNRESOLVED for a maximum that is NaN or -inf."""
+    """Return the weighted maxima of an accumulator's rows, and store their argmax.
+
+    The argmax is UNRESOLVED for a maximum that is NaN or -inf. `each` holds the scale of an int8 document and whether
+    int8 terms leave out any row.
+    """
     Q = x.Q
     i, s = map_accumulator_rows(first, H, x.parts, gl.SliceLayout(1, half.best.type.layout), C)
     ok = (i < sizes.Nq) & (s < sizes.Lq)
@@ -204,7 +307,7 @@ def _finish_rows(half, inverse, x, H: gl.constexpr, first, k, each, argmax, unre
 
 @gluon.jit
 def _store_scores(halves, inverse, x, first, k, each, out, unresolved, sizes, C: gl.constexpr):
-    """Store the sums of a document's row maxima, [groups, K], and its winners."""
+    """Store the scores `[groups, K]` of document k and the argmax of its rows (epilogue)."""
     GROUPS: gl.constexpr = 2 * C.MMA_ROWS // C.ROWS_PER_QUERY
     a, unresolved = _finish_rows(halves[0], inverse[0], x, 0, first, k, each, out.argmax, unresolved, sizes, C)
     b, unresolved = _finish_rows(halves[1], inverse[1], x, 1, first, k, each, out.argmax, unresolved, sizes, C)
@@ -216,7 +319,7 @@ def _store_scores(halves, inverse, x, first, k, each, out, unresolved, sizes, C:
 
 @gluon.jit
 def _consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
-    """Warp group G: its 128 rows of products of each row tile against the tile's documents."""
+    """Score the rows of warp group G in each row tile against all documents of the tile (consumer)."""
     ACC: gl.constexpr = make_accumulator_layout(C.BN, q_smem.dtype)
     stage = 0
     phase = 0
@@ -269,7 +372,7 @@ def _consume(x, D, norms, ring, q_smem, out, begin, end, sizes, G: gl.constexpr,
 
 @gluon.jit
 def _search_nan(q, D, norms, ring, k, phase, Ld, G: gl.constexpr, C: gl.constexpr):
-    """The first document token whose similarity to each of 64 query rows is NaN, else NO_TOKEN."""
+    """Return, for each of 64 query rows, the first token of document k whose similarity is NaN, else NO_TOKEN."""
     ACC: gl.constexpr = make_accumulator_layout(C.BN, D.dtype)
     tile = ring.tiles.index(G)
     column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
@@ -300,10 +403,10 @@ def _search_nan(q, D, norms, ring, k, phase, Ld, G: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def _resolve_argmax(Q, D, norms, ring, q_smem, argmax, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
-    """Replace UNRESOLVED winners: the first NaN if the maximum is NaN, else (it is -inf) the first token."""
+    """Replace each UNRESOLVED argmax by the first NaN, or by token 0 if the maximum is -inf."""
     ROW: gl.constexpr = gl.SliceLayout(1, make_accumulator_layout(C.BN, D.dtype))
     phase = 0
-    mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
+    mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile, all stages are free
     for task in range(begin, end):
         k = task % sizes.K
         first = (task // sizes.K * 2 + G) * (2 * ACCUMULATOR_ROWS // C.ROWS_PER_QUERY)
@@ -320,16 +423,27 @@ def _resolve_argmax(Q, D, norms, ring, q_smem, argmax, begin, end, parts, sizes,
 
 @gluon.jit(do_not_specialize=["parts"])
 def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl.constexpr):
-    """Sums ``[groups, K]`` of each group of query rows over documents without mask, and winners: `out`, an
-    `OutputArgs`.
+    """Store the scores `[groups, K]` of all groups of query rows and documents, and the argmax if asked for.
 
-    A group is a query, or the next tokens of one that is longer (its `parts`), C.ROWS_PER_QUERY of them. D is a tensor
-    descriptor of all document tokens as rows, in blocks [BN, BD]; with C.PRECOMPUTED_SCALES, `norms` is one of what
-    `maxsim_tile_norms` leaves, or of the scales of int8 tokens. `numbers`: the `Numbers` of int8, FP8 or split fp32
-    documents, or None.
+    A group is a query of at most C.ROWS_PER_QUERY tokens, or one of the `parts` of a longer query.
+
+    Args:
+        Q: `QueryArgs` of the query tokens `[Nq, Lq, d]`.
+        D: Tensor descriptor of all document tokens `[K * Ld, d]`, in blocks `[BN, BD]`.
+        norms: With C.PRECOMPUTED_SCALES, tensor descriptor of the inverse norms that `maxsim_tile_norms` stores, or of
+            the scales of int8 tokens. FP8 scales come with `numbers`.
+        numbers: `EncodedDocumentArgs` of int8, FP8 or fp32 documents, else None.
+        out: `OutputArgs`, the scores in fp32 and the argmax `[K, Nq, Lq]`.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        parts: Groups of each query.
+        C: `Sm90Config`.
     """
+    gl.static_assert(C.SMALL_M or C.MMA_ROWS == 64)
+    gl.static_assert(not (C.SMALL_M and C.OPERAND_IN_REGISTERS))
+    gl.static_assert(not C.SPLIT_FP32 or (C.SMALL_M and not C.NORMALIZE and not C.ARGMAX))
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, ACCUMULATORS * C.MMA_ROWS)
-    pairs = row_tiles.to(gl.int64) * sizes.K  # shared evenly by the programs, row tiles first
+    pairs = row_tiles.to(gl.int64) * sizes.K  # split evenly over the programs, ordered by row tile
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
     x = QueryOperands(Q, numbers, parts, d)
@@ -349,8 +463,8 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
         )
     elif C.ENCODING != "":
         RAW: gl.constexpr = D.layout
-        raw = make_tile_pipeline(D, RAW, C.STAGES, 1, C)  # of bytes, which one partition reads
-        x = QueryOperands(Q, None, parts, d)  # warps that convert read the scales
+        raw = make_tile_pipeline(D, RAW, C.STAGES, 1, C)  # raw bytes, read by the conversion warps only
+        x = QueryOperands(Q, None, parts, d)  # the conversion warps read the scales
         gl.warp_specialize(
             [
                 (_consume, (x, D, norms, ring, q_smem, out, begin, end, sizes, 0, C)),

@@ -1,8 +1,12 @@
-"""Queries beside int8 documents in the kernels of sm_90: as int8 terms, see `stored`; and what terms cannot hold, those
-of fp32 included.
+"""Query rows as int8 terms for int8 documents in the sm_90 kernels, and the fp32 fallback of other rows.
 
-Rows of two terms lie 8 rows of hi and 8 of lo by turns, so that a thread has both products of a query row. Maxima are
-of integers where a document has one scale, else of fp32.
+Tensor cores multiply int8 by int8 with exact int32 sums. A query row becomes one term, or two terms hi and lo
+(`formats/encoded.py`). With two terms, shared memory alternates 8 rows of hi and 8 rows of lo. A thread of a WGMMA
+accumulator holds rows r and r + 8, so it has both products of a query row. Maxima are kept as integers if a document
+has one scale, and in fp32 if each token has its own.
+
+Rows that terms cannot represent are fallback rows. fp32 instructions multiply these rows feature by feature, and also
+the fallback rows and tokens of split fp32 (`fp32.py`).
 """
 
 from triton.experimental import gluon
@@ -16,7 +20,7 @@ from .query_rows import map_accumulator_rows, map_rows
 
 @gluon.jit
 def _map_term_to_row(m, C: gl.constexpr):
-    """The query row of term m."""
+    """Return the query row of term m."""
     if C.INT8_TERMS == 2:
         m = m // 16 * 8 + m % 8
     return m
@@ -24,8 +28,22 @@ def _map_term_to_row(m, C: gl.constexpr):
 
 @gluon.jit
 def store_query_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout: gl.constexpr, C: gl.constexpr):
-    """The terms of half H go to shared memory; the scales of its rows in a layout, negative where terms cannot hold
-    them."""
+    """Store the int8 terms of accumulator H's query rows to shared memory, and return the scales of these rows.
+
+    Args:
+        Q: `QueryArgs`.
+        place: Shared memory for the terms.
+        first: First group of the warp group, see `map_rows`.
+        H: Accumulator, 0 or 1.
+        parts: Groups of each query.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        layout: Layout of the returned scales.
+        C: `Sm90Config`.
+
+    Returns:
+        fp32 scales `[MMA_ROWS]`, negative for fallback rows.
+    """
     TERMS: gl.constexpr = C.MMA_ROWS * C.INT8_TERMS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
@@ -46,13 +64,13 @@ def store_query_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout:
 
 @gluon.jit
 def has_fallback_rows(scale):
-    """Whether some rows are not in their terms."""
+    """Return 1 if any row is a fallback row, else 0."""
     return gl.max((scale < 0).to(gl.int32), axis=0)
 
 
 @gluon.jit
 def load_document_scale(numbers, k, C: gl.constexpr):
-    """The scale of document k; 0 where tokens have theirs."""
+    """Load the scale of document k, or return 0 if each token has its own scale."""
     if C.PRECOMPUTED_SCALES:
         scale = 0.0
     else:
@@ -64,10 +82,14 @@ def load_document_scale(numbers, k, C: gl.constexpr):
 def dequantize_row_maxima(
     best, scale, each, odd, Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, C: gl.constexpr
 ):
-    """A half's maxima in document k, whose scale is `each`, as those of what rows and tokens count as."""
+    """Return the row maxima of an accumulator in document k, dequantized.
+
+    `scale` holds the scales of the query rows and `each` the scale of the document. `odd` says whether any row is a
+    fallback row. Maxima of fallback rows come from `compute_fallback_maxima`.
+    """
     if not C.PRECOMPUTED_SCALES:
         best = best.to(gl.float32) * each
-        # Times a negative scale it is the least that counts: no row's maximum is of use.
+        # A negative document scale turns the minimum into the maximum, so every row falls back.
         scale = gl.where(each < 0, -1.0, scale)
         odd = gl.maximum(odd, (each < 0).to(gl.int32))
     best = best * scale
@@ -78,7 +100,7 @@ def dequantize_row_maxima(
 
 @gluon.jit
 def find_fallback_tokens(D, row, d, layout: gl.constexpr, C: gl.constexpr):
-    """Which of these rows of fp32 tokens two fp16 terms cannot hold, in a layout."""
+    """Return which of the fp32 tokens at `row` two fp16 terms cannot represent, in `layout`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     tokens = D + gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)) * d
@@ -88,9 +110,12 @@ def find_fallback_tokens(D, row, d, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, scale, C: gl.constexpr):
-    """Maxima of a half's rows that are not in their terms, in fp32, feature after feature as
-    `fp32.compute_fallback_maxima`; with C.SPLIT_FP32 also of tokens that are not in theirs."""
-    STEP: gl.constexpr = 1024 // C.MMA_ROWS  # tokens at a time: more would take registers from what is in flight
+    """Return the maxima of the fallback rows of accumulator H over document k, in fp32 and feature by feature.
+
+    The order of operations is the one of `fp32._compute_fp32_similarities`. With C.SPLIT_FP32 the maxima of all rows
+    also cover the fallback tokens. A row without any such product has -inf.
+    """
+    STEP: gl.constexpr = 1024 // C.MMA_ROWS  # tokens at a time: more need registers that products in flight occupy
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // STEP, STEP], [4, 1], [1, 0])
     i, s = map_accumulator_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
     ok = (i < sizes.Nq) & (s < sizes.Lq)

@@ -1,8 +1,71 @@
-"""The forward kernel of sm_90 for wide features: query rows and documents both stream through shared memory.
+"""sm_90 forward kernel for many features (`d > 128`), dense documents without a mask, no argmax.
 
-A tile is 128 query rows by BN document tokens, 64 features a step. One warp copies the steps of every tile, of both
-operands, into a ring; each of two warp groups multiplies 64 rows, with one product in flight while it waits for the
-next step. The ring runs on from tile to tile and document to document. Scores have the bits of `maxsim_forward`.
+Math:
+
+```text
+score[i, k] = sum_s weight[i, s] * inverse_norm(Q[i, s]) * max_t <Q[i, s], D[k, t]> * inverse_norm(D[k, t])
+```
+
+The inverse norms are 1 unless C.NORMALIZE. A separate launch computes them (`maxsim_tile_norms`). A query of more than
+C.ROWS_PER_QUERY tokens is cut into `parts`, whose sums a second launch adds.
+
+The kernel is persistent and warp-specialized. A row tile has 128 query rows, 64 for each of two consumer warp groups.
+Rows of this length do not fit in registers, so both operands stream through the pipeline. A pipeline stage is one step
+of 64 features (128 bytes, the widest swizzle), with 128 query rows and BN document tokens. A producer warp fills the
+stages with TMA. The consumers multiply them on the tensor cores and keep running maxima. The epilogue of a document
+multiplies row maxima by norms and weights, and stores the sum of each query.
+
+Main loop:
+
+```text
+producer warp:
+    for each pair (row tile, k) of the program, for t0 in range(0, Ld, BN), for c0 in range(0, d, 64):
+        wait(empty[stage])
+        t = min(t0, Ld - BN), or 0 with SHORT_DOCUMENTS     # the last tile shifts back
+        documents[stage] = TMA(D[k, t : t + BN, c0 : c0 + 64])
+        queries[stage] = TMA(128 query rows, c0 : c0 + 64)
+        if this is the last step: norms[stage] = TMA(inverse norms of the tile)
+                                                            # all copies arrive at full[stage]
+consumer warp group g:
+    for each pair (row tile, k) of the program:
+        best = -inf                                         # [64, 4], 4 lanes of each row
+        for t0 in range(0, Ld, BN):
+            for c0 in range(0, d, 64):
+                wait(full[stage])
+                S += wgmma(queries[stage][g], documents[stage].T)    # [64, BN], asynchronous
+                wait(all products but the last one)
+                if c0 > 0: arrive(empty[previous stage])
+            wait(S); S = S * norms[stage]
+            arrive(empty[stage])
+            best = max(best, lane_max(S))
+        epilogue of document k
+```
+
+Warp roles:
+
+```text
+role            warps  work
+consumers 0, 1  4 + 4  products, maxima, epilogue
+producer        1      TMA copies
+```
+
+Barriers:
+
+```text
+barrier       count  arriving                                       waiting
+full[stage]   1      TMA, with the bytes of all copies of a step    consumers
+empty[stage]  2      each consumer, after its product               producer
+```
+
+Invariants:
+
+- `Ld >= BN` unless C.SHORT_DOCUMENTS. With it a document has one tile, which reads on into the documents that follow,
+  and columns from Ld on are set to -inf.
+- TMA fills features from d on and absent query rows with zeros.
+- A stage is released only after its product has completed. At most one product is in flight while a consumer waits for
+  the next stage.
+- The pipeline continues from tile to tile and from document to document without draining the copies.
+- Scores have the same bits as in `maxsim_forward`. Features are summed in ascending order in fp32.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +80,14 @@ from .dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
 from .pipeline import ACCUMULATOR_ROWS, advance_stage
 
-STEP_FEATURES = gl.constexpr(64)  # of a step: 128 bytes, the widest swizzle
+STEP_FEATURES = gl.constexpr(64)  # features of a step: 128 bytes, the widest swizzle
 
 
 class StepPipeline(NamedTuple):
-    """Steps of both operands in shared memory, and the barriers that say which are full or may be filled again.
+    """Steps of both operands in shared memory, with the barriers of their stages.
 
-    `norms`: room for the inverse norms of a tile's tokens, which arrive with its last step; 0 unless normalising.
+    `queries` has two entries per stage, one for each warp group. `norms` is room for the inverse norms of a tile's
+    tokens, which arrive with the last step of the tile, or 0 unless C.NORMALIZE.
     """
 
     queries: Any
@@ -35,14 +99,17 @@ class StepPipeline(NamedTuple):
 
 @gluon.jit
 def _retreat_stage(stage, C: gl.constexpr):
-    # Not kept in a variable: one that begins as a copy of another is not carried through the loop.
+    # Not kept in a variable, because a variable that begins as a copy of another is not carried through the loop.
+    """Return the stage before `stage`."""
     return gl.where(stage == 0, C.STAGES, stage) - 1
 
 
 @gluon.jit
 def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
-    """Copy every step. Out-of-range elements are zeros. The last tile of a document is shifted back unless
-    SHORT_DOCUMENTS."""
+    """Fill the pipeline with all steps of all tiles of the program (producer warp).
+
+    Elements outside a tensor are zeros. The last tile of a document shifts back unless C.SHORT_DOCUMENTS.
+    """
     GROUPS: gl.constexpr = ACCUMULATOR_ROWS // C.ROWS_PER_QUERY
     BLOCK: gl.constexpr = Q.block_type.shape
     LAYOUT: gl.constexpr = Q.layout
@@ -73,13 +140,16 @@ def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
 
 @gluon.jit
 def _reduce_lane_maxima(S):
-    """A row's maxima for each of the 4 lanes of the quad that holds it, with no exchange between threads."""
+    """Return the maxima of each row in each of the 4 lanes of its quad, `[64, 4]`.
+
+    No data is exchanged between threads.
+    """
     return gl.reduce(gl.reduce(split_lanes(S), 3, nan_max), 1, nan_max)
 
 
 @gluon.jit
 def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
-    """Store the sums of a document's row maxima, [groups, K]; `norms`: those of query tokens."""
+    """Store the scores of document k, `[groups, K]`. `norms` holds the inverse norms of query tokens (epilogue)."""
     GROUPS: gl.constexpr = ACCUMULATOR_ROWS // C.ROWS_PER_QUERY
     row_best = gl.reduce(best, 1, nan_max)
     r = gl.arange(0, ACCUMULATOR_ROWS, layout=row_best.type.layout)
@@ -96,7 +166,7 @@ def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexp
 
 @gluon.jit
 def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
-    """Warp group G: its 64 rows of each row tile against the tile's documents."""
+    """Score warp group G's 64 rows of each row tile against the documents of the tile (consumer)."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage = 0
     phase = 0
@@ -125,12 +195,22 @@ def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexp
 
 @gluon.jit(do_not_specialize=["parts"])
 def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts, C: gl.constexpr):
-    """Sums ``scores [groups, K]`` of each group of query rows over documents without mask.
+    """Store the scores `[groups, K]` of all groups of query rows and documents.
 
-    A group is a query, or the next 64 tokens of one that is longer (its `parts`). `rows` describes Q in blocks
-    [queries, tokens, FEATURES] of 64 rows, D all document tokens as rows in blocks [BN, FEATURES]. With C.NORMALIZE
-    `norms` describes what `maxsim_tile_norms` leaves of documents, and `query_norms` is what it leaves of queries.
-    Programs share the (row tile, document) pairs evenly, row tiles first.
+    A group is a query of at most C.ROWS_PER_QUERY tokens, or one of the `parts` of a longer query. Each program gets an
+    equal share of the (row tile, document) pairs, ordered by row tile.
+
+    Args:
+        Q: `QueryArgs` of the query tokens `[Nq, Lq, d]`.
+        rows: Tensor descriptor of Q, in blocks `[queries, tokens, STEP_FEATURES]` of 64 rows.
+        D: Tensor descriptor of all document tokens `[K * Ld, d]`, in blocks `[BN, STEP_FEATURES]`.
+        norms: With C.NORMALIZE, tensor descriptor of the document norms that `maxsim_tile_norms` stores.
+        query_norms: With C.NORMALIZE, the query norms `[Nq, Lq]` that `maxsim_tile_norms` stores.
+        scores: Output in fp32.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        parts: Groups of each query.
+        C: `Sm90LargeDConfig`.
     """
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, 2 * ACCUMULATOR_ROWS)
     pairs = row_tiles.to(gl.int64) * sizes.K

@@ -1,6 +1,11 @@
-"""For `forward_rows`: tokens that do not count are overwritten in shared memory with one that does.
+"""Mask warps of the packed kernel (`packed.py`), which overwrite masked document tokens in shared memory.
 
-That changes no maximum, NaN included, so that tiles are multiplied and reduced as without a mask.
+The producer warp copies a tile with TMA. Two mask warps then overwrite each masked token of the tile with the first
+kept token of the same document. Only then may the consumers read the pipeline stage. A repeated token changes no
+maximum, NaN included. The consumers therefore multiply and reduce tiles as if there were no mask.
+
+`maxsim_patches` computes in an earlier launch which tokens to overwrite (`MaskPatchArgs`). A mask warp handles 32
+tokens of every tile, so BN is 64.
 """
 
 from triton.experimental import gluon
@@ -16,7 +21,11 @@ WARP_LANES = gl.constexpr(32)
 
 @gluon.jit
 def overwrite_masked_tokens(spans, ring, ready, begin, end, K, d, W: gl.constexpr, C: gl.constexpr):
-    """A warp's part, tokens 32 W to 32 W + 31 of every tile; `ready` says which tiles two such warps are done with."""
+    """Overwrite the masked tokens among tokens 32 W to 32 W + 31 of every tile (mask warp W).
+
+    Both mask warps arrive at `ready[stage]` when they are done with a tile.
+    """
+    gl.static_assert(C.BN == 2 * WARP_LANES)
     stage = 0
     phase = 0
     lane = gl.arange(0, WARP_LANES, layout=gl.BlockedLayout([1], [WARP_LANES], [1], [0]))
@@ -29,7 +38,7 @@ def overwrite_masked_tokens(spans, ring, ready, begin, end, K, d, W: gl.constexp
         k = task % K
         after = (task + 1) % K
         here_length = gl.maximum(compiler_barrier_value(length), 1)
-        # Asked for a document ahead, as it comes from far away.
+        # Load one document ahead, to hide the latency of global memory.
         length = _load_kept_length(spans, after)
         coming = _load_token_words(spans, after, source, lane, d, C), _load_masked_bits(spans, after, 0, lane, W)
         source = _load_source_token(spans, (task + 2) % K)
@@ -49,7 +58,7 @@ def overwrite_masked_tokens(spans, ring, ready, begin, end, K, d, W: gl.constexp
 
 @gluon.jit
 def find_kept_columns(spans, k, tile, column):
-    """Whether tokens of a tile count, by their columns."""
+    """Return whether each token of a tile is kept, by its column in the tile."""
     bits = spans.patches.bits + k.to(gl.int64) * 2 * spans.tiles + tile
     word = gl.where(column < WARP_LANES, gl.load(bits), gl.load(bits + spans.tiles))
     return (word >> (column % WARP_LANES)) & 1 == 0
@@ -57,26 +66,26 @@ def find_kept_columns(spans, k, tile, column):
 
 @gluon.jit
 def _load_kept_length(spans, k):
-    """How many tokens hold all that count of document k."""
+    """Load the number of tokens from the first to the last kept token of document k."""
     return gl.load(spans.segments.lengths + k)
 
 
 @gluon.jit
 def _load_masked_bits(spans, k, tile, lane, W: gl.constexpr):
-    """Which tokens of the part W do not count, as bits, of tiles from `tile` on, one a lane."""
+    """Load the mask bits of part W of up to 32 tiles from `tile` on, one tile per lane. A set bit is masked."""
     n = tile + lane
     return gl.load(spans.patches.bits + (k.to(gl.int64) * 2 + W) * spans.tiles + n, mask=n < spans.tiles, other=0)
 
 
 @gluon.jit
 def _load_source_token(spans, k):
-    """The first token of document k that counts: what others are overwritten with."""
+    """Load the index of the first kept token of document k, which overwrites masked tokens."""
     return gl.load(spans.patches.sources + k)
 
 
 @gluon.jit
 def _load_token_words(spans, k, source, lane, d, C: gl.constexpr):
-    """Token `source` of document k, 4 bytes a lane of each 128."""
+    """Load token `source` of document k, 4 bytes of every 128 bytes in each lane."""
     tokens = spans.patches.tokens.to(gl.pointer_type(gl.int32))
     row = tokens + (k.to(gl.int64) * spans.segments.d_each + source) * (d // 2) + lane
     a = gl.load(row, mask=lane < d // 2, other=0)
@@ -88,10 +97,10 @@ def _load_token_words(spans, k, source, lane, d, C: gl.constexpr):
 
 @gluon.jit
 def _overwrite(ring, first, bits, words, lane, C: gl.constexpr):
-    """Overwrite those of 32 tokens that are in `bits` with `words`.
+    """Overwrite the tokens that are set in `bits`, out of 32 tokens, with `words`.
 
-    A tile lies in panels of lines, 128 bytes of each token; `first` is the line of the first token. Lines are made four
-    at a time: for all eight there are no registers.
+    A tile is stored in panels of lines, and a line has 128 bytes of one token. `first` is the line of the first token.
+    The eight swizzled versions of a line are built four at a time, because registers do not suffice for all eight.
     """
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lines = reinterpret(ring.tiles, gl.int32, [C.STAGES * C.BN * C.BD // 64, WARP_LANES], PLAIN)
@@ -105,6 +114,7 @@ def _overwrite(ring, first, bits, words, lane, C: gl.constexpr):
 
 @gluon.jit
 def _overwrite_one(lines, first, n: gl.constexpr, bits, a, b, C: gl.constexpr):
+    """Overwrite token n with the swizzled line `a`, and `b` in the second panel, if its bit is set."""
     if (bits >> n) & 1 != 0:
         lines.index(first + n).store(a)
         if C.BD == 128:
@@ -113,7 +123,7 @@ def _overwrite_one(lines, first, n: gl.constexpr, bits, a, b, C: gl.constexpr):
 
 @gluon.jit
 def _make_four_lines(words, lane, n: gl.constexpr):
-    """A token's words as they lie in its line, for tokens n to n + 3 of each 8."""
+    """Return the swizzled lines of a token for tokens n to n + 3 of each 8."""
     return (
         _make_line(words, lane, n),
         _make_line(words, lane, n + 1),
@@ -124,7 +134,10 @@ def _make_four_lines(words, lane, n: gl.constexpr):
 
 @gluon.jit
 def _make_line(words, lane, n: gl.constexpr):
-    """The words as they lie in the line of a token: 16 bytes that come m-th at m ^ n, n = token % 8."""
+    """Return the words of a line in the 128-byte swizzle of line n, where n is the token index modulo 8.
+
+    The swizzle stores the m-th 16 bytes of the line at position m ^ n.
+    """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
         "=r,r,r",

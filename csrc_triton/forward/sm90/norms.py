@@ -1,4 +1,10 @@
-"""To normalise in `forward_specialized`: warps that find the inverse norms of document tokens, and what uses them."""
+"""Normalization in the sm_90 kernels: inverse norms of document tokens and query rows, and their application.
+
+Similarities are multiplied by the inverse norms of their document tokens while an accumulator is reduced. If a launch
+of `maxsim_tile_norms` computed these norms, TMA copies them into the pipeline stage of their tile. Otherwise four norm
+warps compute them from the tile in shared memory while the tensor cores work on other tiles. Inverse query norms
+multiply the row maxima in the epilogue. Dequantization scales of document tokens use the same code.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +14,7 @@ from ...common.primitives import compute_inverse_norm, sum_in_order
 from .gluon_names import reinterpret
 from .pipeline import advance_stage
 
-# Where norms are found: of the warps that find them and of the producer, and of the others.
+# Registers per thread in kernels with norm or conversion warps: of these warps, of the producer, of the consumers.
 NORM_REGISTERS = gl.constexpr(56)
 NORM_PRODUCER_REGISTERS = gl.constexpr(40)
 NORM_CONSUMER_REGISTERS = gl.constexpr(208)
@@ -17,7 +23,10 @@ NORM_WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _sum_neighbor_squares(x):
-    """Of neighbours, added up: of bf16, a word holds two, which are fp32 numbers but for a shift."""
+    """Return the squares of fp16 features, or for bf16 the sum of squares of the two features of a 32-bit word.
+
+    A bf16 number is the upper half of an fp32 number, so a shift or a bit mask converts it.
+    """
     if x.dtype == gl.int32:
         low = (x << 16).to(gl.float32, bitcast=True)
         high = (x & -65536).to(gl.float32, bitcast=True)
@@ -30,9 +39,10 @@ def _sum_neighbor_squares(x):
 
 @gluon.jit
 def compute_tile_inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
-    """Of the tokens of a tile, summed as `similarities.sum_tile_squares` does; a thread has whole tokens.
+    """Return the inverse norms of the tokens of a tile, `[BN]`.
 
-    A loop over the panels of 64 features that a tile lies in: code that runs once a tile has to be short.
+    Squares are summed in the order of `similarities.sum_tile_squares`, and no two warps share a token. The loop over
+    panels of 64 features keeps the code short, because this code runs once per tile.
     """
     PANELS: gl.constexpr = C.BD // 64
     WORDS: gl.constexpr = tile.dtype == gl.bfloat16  # of two features
@@ -50,7 +60,7 @@ def compute_tile_inverse_norms(tile, WARPS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def produce_norms(ring, begin, end, Ld, C: gl.constexpr):
-    """NORM_WARPS warps find the inverse norms of the tokens of every tile."""
+    """Compute the inverse norms of the tokens of every tile (norm warps)."""
     stage = 0
     phase = 0
     for _ in range(begin, end):
@@ -64,7 +74,7 @@ def produce_norms(ring, begin, end, Ld, C: gl.constexpr):
 
 @gluon.jit
 def wait_for_tile(ring, stage, phase, C: gl.constexpr):
-    """Wait for the tile at `stage`, and for the inverse norms of its tokens if normalising."""
+    """Wait for the tile of a stage, and for its inverse norms if norm warps compute them."""
     if C.NORMALIZE and not C.PRECOMPUTED_SCALES:
         mbarrier.wait(ring.norms.ready.index(stage), phase)
     else:
@@ -73,7 +83,7 @@ def wait_for_tile(ring, stage, phase, C: gl.constexpr):
 
 @gluon.jit
 def load_inverse_norms(ring, stage, phase, S, C: gl.constexpr):
-    """The scales or inverse norms of the tokens of the tile at `stage`, as columns of `S`; 0 where there are none."""
+    """Load the scales or inverse norms of the tokens of a stage as columns of `S`, or return 0 if there are none."""
     inverse = 0
     if C.PRECOMPUTED_SCALES:
         inverse = ring.norms.inverse.index(stage).load(gl.SliceLayout(0, S.type.layout))
@@ -84,7 +94,7 @@ def load_inverse_norms(ring, stage, phase, S, C: gl.constexpr):
 
 @gluon.jit
 def scale_similarities(S, inverse, C: gl.constexpr):
-    """Similarities over the norms of their document tokens if normalising, or times their scales."""
+    """Return similarities times the inverse norms or scales of their document tokens."""
     if C.NORMALIZE or C.PRECOMPUTED_SCALES:
         S = S.to(gl.float32) * inverse[None, :]
     return S
@@ -92,6 +102,9 @@ def scale_similarities(S, inverse, C: gl.constexpr):
 
 @gluon.jit
 def compute_row_inverse_norms(x):
-    """The inverse norms of query rows that no two warps share, summed as `sum_row_squares_in_order` does."""
+    """Return the inverse norms of query rows, of which no two warps share one.
+
+    Squares are summed in the order of `sum_row_squares_in_order`.
+    """
     x = x.to(gl.float32)
     return compute_inverse_norm(sum_in_order(x * x, x.shape[0], x.shape[1]))

@@ -1,8 +1,76 @@
-"""The forward of sm_90 for packed query rows and documents of any length: the maximum of every row in each document.
+"""sm_90 forward kernel for packed query rows, documents of any length, and document masks (`d <= 128`, half dtypes).
 
-As `forward_specialized`, but a document ends where its length or its mask says, and the rows of all queries follow each
-other with nothing between them: what is stored are their maxima, which `row_sums` adds up. With C.SUM_ROWS, for dense
-queries that fill their slots, rows lie as they do there, and the scores themselves are stored.
+Math, with an argmax over t if asked for, for every query row r and document k:
+
+```text
+maxima[k, r] = max over the kept tokens t of document k of <Q[r], D[k, t]>
+```
+
+A second kernel, `maxsim_row_sums`, sums the weighted maxima of each query. With C.SUM_ROWS this kernel does so itself
+and stores scores. That needs dense queries, whose rows are then arranged as in `dense.py`.
+
+Like `dense.py`, the kernel is persistent and warp-specialized. A producer warp fills a pipeline of shared-memory stages
+with TMA, and two consumer warp groups use the tensor cores in ping-pong. Three things differ. A document ends at its
+own length. With a mask it extends from the first to the last kept token. Programs own ranges of (row tile, document)
+pairs of nearly equal cost (`schedule.py`). The epilogue of a document stores row maxima instead of sums.
+
+Main loop, with `tile` for the document tile of a pipeline stage:
+
+```text
+producer warp:
+    for each pair (row tile, k) of the program, for t0 in range(0, max(length[k], 1), BN):
+        wait(empty[stage])
+        t = row[k] + min(t0, max(length[k] - BN, 0))        # the last tile shifts back
+        tile = TMA(D[t : t + BN])                           # arrives at full[stage]
+mask warps, with a mask:
+    for each tile: wait(full[stage]); overwrite masked tokens of the tile; arrive(ready[stage])
+consumer warp group g:
+    for each row tile of the program:
+        q0, q1 = query rows                                 # 2 x [64, BD], in registers
+        for each document k of the row tile:
+            for t0 in range(0, max(length[k], 1), BN):
+                wait(full[stage] or ready[stage]); wait(turn[g])
+                S0 = wgmma(q0, tile.T); S1 = wgmma(q1, tile.T)    # 2 x [64, BN], asynchronous
+                arrive(turn[1 - g])
+                if t0 == 0: epilogue of document k - 1 (if any), best0 = best1 = -inf
+                wait(S0); best0 = max(best0, lane_max(S0))  # S1 is still running
+                wait(S1); arrive(empty[stage])
+                best1 = max(best1, lane_max(S1))
+        epilogue of the last document
+```
+
+With C.ARGMAX the epilogue runs at the end of its own document. Afterwards `_resolve_argmax` searches for the argmax of
+rows whose maximum is NaN or -inf.
+
+Warp roles:
+
+```text
+role            warps  present        work
+consumers 0, 1  4 + 4  always         products, maxima, epilogue
+producer        1      always         TMA copies
+mask warps      1 + 1  with a mask    overwrite masked tokens, 32 of each tile per warp
+```
+
+Barriers:
+
+```text
+barrier       count  arriving                              waiting
+full[stage]   1      TMA, with the bytes of the copy       consumers, or the mask warps if there are any
+ready[stage]  2      each mask warp                        consumers
+empty[stage]  2      each consumer, after both products    producer
+turn[g]       1      consumer 1 - g, products issued       consumer g, before issuing products
+search[g]     1      TMA, argmax search only               consumer g
+search[2]     2      each consumer, after its last tile    both consumers, before the argmax search
+```
+
+Invariants:
+
+- Every document has at least one tile, even an empty or invalid one. All roles therefore visit the same tiles.
+- The tile of a document shorter than BN reads on into the rows that follow. These columns are set to -inf, or are
+  overwritten if there is a mask.
+- The maxima of a document without a kept token are arbitrary. `maxsim_row_sums` does not use them.
+- A length is -1 for a document that is not inside D. Its scores are NaN, and nothing outside D is read.
+- Accumulators and bits are as in `dense.py`.
 """
 
 from triton.experimental import gluon
@@ -44,14 +112,19 @@ from .schedule import (
 
 @gluon.jit
 def _choose_tile_start(t0, length, C: gl.constexpr):
-    """The first token of the tile for those from t0 on: the last tile is shifted back to end where the document ends,
-    which repeats tokens, so that all of it counts."""
+    """Return the first token of the tile that covers the tokens from t0 on.
+
+    The last tile shifts back to the end of the document. It repeats tokens, so that all of its columns are valid.
+    """
     return gl.minimum(t0, gl.maximum(length - C.BN, 0))
 
 
 @gluon.jit
 def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
-    """Copy the tiles of every document into the ring, one at least; that of a short one reads on into what follows."""
+    """Fill the pipeline with the tiles of all documents of the program, at least one tile per document (producer warp).
+
+    The tile of a document shorter than BN reads on into the rows that follow.
+    """
     stage = 0
     phase = 1
     bounds = load_segment_bounds(spans, begin % K, K)
@@ -69,8 +142,10 @@ def _produce(D, ring, spans, begin, end, K, Td, C: gl.constexpr):
 
 @gluon.jit
 def _reduce_masked_tile(S, half, t0, rest, spans, C: gl.constexpr):
-    """`half` after a tile, of which the first `rest` tokens count, or all, as where it is patched: its best, and
-    where."""
+    """Return the accumulator after a tile, of which the first `rest` tokens belong to the document.
+
+    With mask patches all columns are valid, because the mask warps overwrote the other tokens.
+    """
     if spans.patches is not None or rest >= C.BN:
         best, where = reduce_tile(S, half.best, half.where, t0, C)
     else:
@@ -81,8 +156,11 @@ def _reduce_masked_tile(S, half, t0, rest, spans, C: gl.constexpr):
 
 @gluon.jit
 def _reduce_accumulators(S_a, S_b, ring, halves, t0, origin, length, stage, phase, turn, spans, C: gl.constexpr):
-    """The halves after the tile in flight, that of token t0 behind `origin`: one is reduced while the other's product
-    still runs."""
+    """Reduce the two products in flight, whose tile begins at token t0, and release the stage.
+
+    The first accumulator is reduced while the second product still runs. Argmax values are relative to the dense
+    document, whose token `origin` is the first token of the segment.
+    """
     t0 = _choose_tile_start(t0, length, C)
     rest = length - t0
     t0 += origin
@@ -96,13 +174,13 @@ def _reduce_accumulators(S_a, S_b, ring, halves, t0, origin, length, stage, phas
 
 @gluon.jit
 def _locate_first_row(row_tile, G: gl.constexpr, C: gl.constexpr):
-    """The first row of warp group G in a row tile, or its first query with C.SUM_ROWS."""
+    """Return the first row of warp group G in a row tile, or its first query with C.SUM_ROWS."""
     return (row_tile * 2 + G) * (2 * ACCUMULATOR_ROWS // C.ROWS_PER_QUERY if C.SUM_ROWS else 2 * ACCUMULATOR_ROWS)
 
 
 @gluon.jit
 def _locate_rows(first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl.constexpr):
-    """Query and token of the 64 rows of half H, their number, and whether there are such."""
+    """Return the query, the token, the row number and the validity of accumulator H's 64 rows."""
     if C.SUM_ROWS:
         i, s = map_accumulator_rows(first, H, 1, layout, C)
         row = i * sizes.Lq + s
@@ -117,7 +195,7 @@ def _locate_rows(first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl.cons
 
 @gluon.jit
 def _load_rows(Q, q_smem, first, sizes, d, G: gl.constexpr, C: gl.constexpr):
-    """The two halves of a warp group's query rows, zeros where masked or absent, as operands of the product."""
+    """Load the query rows of warp group G as register operands, zeros for masked and absent rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
@@ -135,15 +213,20 @@ def _load_rows(Q, q_smem, first, sizes, d, G: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _weight_maxima(best, Q, i, s, ok):
-    """What maxima of rows add to the scores of their queries."""
+    """Return row maxima times query weights, 0 for rows that are masked or absent."""
     keep = load_query_mask(Q, i, s, ok)
     return gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0)
 
 
 @gluon.jit
 def _store_accumulator(half, Q, first, H: gl.constexpr, k, length, found, unresolved, sizes, C: gl.constexpr):
-    """A half's winners in document k, [K, rows], UNRESOLVED where one is NaN or -inf; and its maxima, but with
-    C.SUM_ROWS, where what they add to the scores is returned."""
+    """Store an accumulator's argmax in document k, `[K, rows]`, and its row maxima unless C.SUM_ROWS.
+
+    The argmax is UNRESOLVED if the maximum is NaN or -inf.
+
+    Returns:
+        The row maxima, weighted with C.SUM_ROWS, and the updated flags of unresolved rows.
+    """
     i, s, row, ok = _locate_rows(first, H, sizes, gl.SliceLayout(1, half.best.type.layout), C)
     at = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
     best = gl.reduce(half.best, 1, nan_max)
@@ -161,14 +244,17 @@ def _store_accumulator(half, Q, first, H: gl.constexpr, k, length, found, unreso
 
 @gluon.jit
 def _load_row_mask(Q, first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl.constexpr):
+    """Return 1.0 for the rows of accumulator H that exist and are not masked, else 0.0."""
     i, s, _, ok = _locate_rows(first, H, sizes, layout, C)
     return load_query_mask(Q, i, s, ok).to(gl.float32)
 
 
 @gluon.jit
 def _store_scores(a, b, Q, first, k, length, found, sizes, C: gl.constexpr):
-    """Store the scores of document k: the sums of what the halves' rows add; of no tokens -inf, or 0 of queries that
-    have none; NaN of no document."""
+    """Store the scores of document k from the weighted row maxima of both accumulators.
+
+    A document without tokens scores -inf, or 0 for a query without tokens. A document that is not inside D scores NaN.
+    """
     total = sum_accumulators(a, b, C)
     if length <= 0:
         LAYOUT: gl.constexpr = a.type.layout
@@ -183,7 +269,7 @@ def _store_scores(a, b, Q, first, k, length, found, sizes, C: gl.constexpr):
 
 @gluon.jit
 def _store_document(halves, Q, first, k, length, found, unresolved, sizes, C: gl.constexpr):
-    """Store what is known once document k has ended."""
+    """Store the results of document k after its last tile (epilogue)."""
     a, unresolved = _store_accumulator(halves[0], Q, first, 0, k, length, found, unresolved, sizes, C)
     b, unresolved = _store_accumulator(halves[1], Q, first, 1, k, length, found, unresolved, sizes, C)
     if C.SUM_ROWS:
@@ -193,9 +279,9 @@ def _store_document(halves, Q, first, k, length, found, unresolved, sizes, C: gl
 
 @gluon.jit
 def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
-    """Warp group G: its 128 rows of each row tile against the tile's documents."""
+    """Compute the maxima of warp group G's 128 rows in each row tile over the documents of the tile (consumer)."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    ARGMAX_BEHIND: gl.constexpr = C.ARGMAX and spans.patches is not None  # documents begin later than tokens count
+    ARGMAX_BEHIND: gl.constexpr = C.ARGMAX and spans.patches is not None  # it begins at its first kept token
     stage = 0
     phase = 0
     turn = 1 - G
@@ -216,14 +302,15 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         if ARGMAX_BEHIND:
             origin = bounds[0]
         bounds = load_segment_bounds(spans, begin_k + 1, sizes.K)
-        before = begin_k  # of no document yet; not `length`, or Triton takes it for what never changes
+        # The length of the previous document, unused at first. Triton would treat `length` as a loop invariant.
+        before = begin_k
         for k in range(begin_k, end_k):
             S_a, S_b, _ = issue_products(q, ring, halves, stage, phase, turn, G, C)
             if not C.ARGMAX:
                 if k > begin_k:
                     unresolved = _store_document(halves, Q, first, k - 1, before, found, unresolved, sizes, C)
                 halves = reset_accumulators(halves, C)
-            # Where the next document lies was asked for a document before, and is worked out under products.
+            # Bounds of the next document were loaded one document ahead. This arithmetic overlaps the products.
             after = get_segment_length(spans, bounds, k + 1, sizes.K, Td)
             source = bounds[0]
             bounds = load_segment_bounds(spans, k + 2, sizes.K)
@@ -248,8 +335,7 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
         task = last
     if C.ARGMAX:
         mbarrier.arrive(ring.search.index(2), count=1)
-        # In a layout that each warp reduces alone: between warps a register is read that is not always set, so that it
-        # is kept through all loops.
+        # Each warp reduces alone. A reduction across warps would keep a register allocated through all loops.
         unresolved = gl.convert_layout(unresolved, gl.BlockedLayout([2], [32], [4], [0]))
         if gl.max(unresolved, axis=0) > 0:
             _resolve_argmax(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G, C)
@@ -257,7 +343,10 @@ def _consume(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.c
 
 @gluon.jit
 def _search_argmax(q, D, ring, spans, k, row, length, phase, G: gl.constexpr, C: gl.constexpr):
-    """The first tokens that count and attain the maxima of 64 query rows in a document; NaN is the largest."""
+    """Return, for each of 64 query rows, the first kept token that attains the maximum over document k.
+
+    NaN is larger than all numbers.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     tile = ring.tiles.index(G)
     barrier = ring.search.index(G)
@@ -279,7 +368,7 @@ def _search_argmax(q, D, ring, spans, k, row, length, phase, G: gl.constexpr, C:
         m = gl.reduce(S, 1, nan_max)
         hit = counts & ((S == m[:, None]) | (S != S))
         first = gl.min(gl.where(hit, start + column[None, :], NO_TOKEN), axis=1)
-        # A tile of which no token counts has no first; what is only -inf still has one.
+        # A tile without a kept token has no first token. A row of -inf still has one.
         better = (m > best) | ((m != m) & (best == best)) | (where == NO_TOKEN)
         where = gl.where(better, first, where)
         best = nan_max(best, m)
@@ -288,7 +377,7 @@ def _search_argmax(q, D, ring, spans, k, row, length, phase, G: gl.constexpr, C:
 
 @gluon.jit
 def _find_unresolved(first, H: gl.constexpr, k, found, sizes, layout: gl.constexpr, C: gl.constexpr):
-    """Where winners of a half's rows are, and which of them are UNRESOLVED."""
+    """Return the argmax pointers of accumulator H's rows, and which of these rows are UNRESOLVED."""
     _, _, row, ok = _locate_rows(first, H, sizes, layout, C)
     at = found.argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
     return at, ok & (gl.load(at, mask=ok, other=0) == UNRESOLVED)
@@ -296,10 +385,10 @@ def _find_unresolved(first, H: gl.constexpr, k, found, sizes, layout: gl.constex
 
 @gluon.jit
 def _resolve_argmax(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, G: gl.constexpr, C: gl.constexpr):
-    """Replace winners that are UNRESOLVED."""
+    """Replace each UNRESOLVED argmax of warp group G's rows."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16]))
     phase = 0
-    mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile: the ring is free
+    mbarrier.wait(ring.search.index(2), 0)  # both warp groups have read their last tile, all stages are free
     for task in range(begin, end):
         k = task % sizes.K
         first = _locate_first_row(task // sizes.K, G, C)
@@ -318,19 +407,30 @@ def _resolve_argmax(Q, D, ring, q_smem, spans, found, begin, end, sizes, Td, d, 
 
 @gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "tiles"])
 def maxsim_row_maxima(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
-    """Maxima ``[K, Nq * Lq]`` of the query rows over the tokens of each document that count, anything where none does;
-    or with C.SUM_ROWS scores ``[Nq, stride]``.
+    """Store the maxima `[K, Nq * Lq]` of query rows over the kept tokens of documents, or scores with C.SUM_ROWS.
 
-    `found`: the `Found`; winners are -1 where no token counts and of masked rows. D is a tensor descriptor of all Td
-    document tokens as rows, in blocks [BN, BD]; `patches`, of `tiles` tiles, are None without a mask of them. Programs
-    share the (row tile, document) pairs, row tiles first.
+    A maximum is arbitrary if the document keeps no token. The argmax is -1 for such documents and for masked rows.
+
+    Args:
+        Q: `QueryArgs` of the query rows, Nq times Lq.
+        D: Tensor descriptor of all document tokens `[Td, d]`, in blocks `[BN, BD]`.
+        segments: `SegmentArgs` of the documents.
+        patches: `MaskPatchArgs`, or None without a document mask.
+        tiles: Tiles per document in `patches`, else None.
+        found: `RowMaximaOutputArgs`.
+        Nq: Number of queries.
+        K: Number of documents.
+        Lq: Rows of each query.
+        Td: Total number of document tokens.
+        d: Number of features.
+        C: `Sm90Config`.
     """
     sizes = SizeArgs(Nq, K, Lq, 0)
     spans = DocumentSegments(segments, patches, tiles)
     row_tiles = gl.cdiv(Nq * (C.ROWS_PER_QUERY if C.SUM_ROWS else Lq), ACCUMULATORS * C.MMA_ROWS)
     k = list_block_documents(0)
     bounds = load_segment_bounds(spans, k, K)
-    ring, q_smem = make_pipeline(D, C)  # while these are on their way
+    ring, q_smem = make_pipeline(D, C)  # overlaps the load of the bounds
     begin, end = partition_pairs(spans, estimate_costs(spans, bounds, k, K, C), row_tiles, K, C)
     if patches is None:
         gl.warp_specialize(

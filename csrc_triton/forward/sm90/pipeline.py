@@ -1,4 +1,10 @@
-"""The ring of document tiles in shared memory that the kernels of sm_90 read, and its barriers."""
+"""Shared-memory pipeline of document tiles and its barriers, for the sm_90 kernels.
+
+A pipeline has C.STAGES stages. A pipeline stage is room for one document tile in shared memory with a `full` and an
+`empty` barrier. The producer warp waits at `empty`, then starts a TMA copy that arrives at `full`. Consumer warps wait
+at `full`, read the tile on the tensor cores, and arrive at `empty`. Each side advances (stage, phase) on its own. The
+phase flips when the stage index wraps around. A barrier wait names the phase that must have completed.
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,9 +17,10 @@ ACCUMULATOR_ROWS = gl.constexpr(64)
 
 
 class PipelineNorms(NamedTuple):
-    """Inverse norms of the tokens of the ring's tiles, and the barriers that say of which tiles they are known.
+    """Inverse norms or scales of the tokens in the pipeline, and the barriers that say when they are ready.
 
-    Those that are read arrive with their tile. For those that are found there is room for two rounds of the ring.
+    Precomputed values arrive with their tile. Norms that the kernel computes have two slots per stage, one for each
+    phase.
     """
 
     inverse: Any
@@ -21,10 +28,12 @@ class PipelineNorms(NamedTuple):
 
 
 class TilePipeline(NamedTuple):
-    """Document tiles in shared memory, and the barriers that say which are full and which may be filled again.
+    """Document tiles in shared memory, with the barriers of their stages.
 
-    `turn` lets the warp groups issue their products in turn; `search` serves `_resolve`: a barrier for the copies of
-    each group, and one that both pass when they have read their last tile. `norms` are 0 unless normalising.
+    `full[stage]` says that a tile has arrived, `empty[stage]` that it may be overwritten. `turn[g]` is the ping-pong
+    barrier of warp group g. `search` serves `_resolve_argmax`. It has one barrier for the copies of each warp group,
+    and one that both groups arrive at after their last tile. `norms` is a `PipelineNorms`, or 0 if tokens have no
+    scales.
     """
 
     tiles: Any
@@ -37,17 +46,26 @@ class TilePipeline(NamedTuple):
 
 @triton.constexpr_function
 def make_accumulator_layout(BN, dtype):
-    """The layout of 64 rows of products with a tile of BN tokens; one instruction takes 32 bytes of features."""
+    """Return the layout of a `[64, BN]` accumulator of WGMMA.
+
+    One WGMMA instruction multiplies 32 bytes of features.
+    """
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // dtype.primitive_bitwidth])
 
 
 def make_tile_layout(block: list[int], dtype: str):
-    """The shared-memory layout of a tile of documents, as the matrix unit wants it; `dtype` is "float16" or so."""
+    """Return the swizzled shared-memory layout of a document tile, in which tensor cores read it.
+
+    Args:
+        block: Shape of the tile.
+        dtype: Name of the element type, for example "float16".
+    """
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
 
 
 @gluon.jit
 def _allocate_norms(norms, C: gl.constexpr):
+    """Allocate room for token scales or inverse norms, or return 0 if there are none."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if C.ENCODING != "":
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], PLAIN), 0)
@@ -62,7 +80,11 @@ def _allocate_norms(norms, C: gl.constexpr):
 
 @gluon.jit
 def make_pipeline(D, C: gl.constexpr, norms=None):
-    """The ring, its barriers ready, and room for a program's query rows, two halves of each warp group."""
+    """Allocate and initialize the pipeline, and allocate room for the query rows of four accumulators.
+
+    Returns:
+        The `TilePipeline` and `q_smem [4, 64, BD]`. Entries 2 g and 2 g + 1 belong to warp group g.
+    """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     TILES: gl.constexpr = C.STAGES
     DTYPE: gl.constexpr = gl.float16 if C.ENCODING != "" else D.dtype
@@ -90,7 +112,15 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
 
 @gluon.jit
 def make_tile_pipeline(x, layout: gl.constexpr, TILES: gl.constexpr, READERS: gl.constexpr, C: gl.constexpr):
-    """A ring of tiles of what a descriptor reads, each read by so many partitions; no other barriers."""
+    """Allocate a pipeline of TILES stages, each read by READERS roles, without any other barriers.
+
+    Args:
+        x: Tensor descriptor that the stages are filled from.
+        layout: Shared-memory layout of a tile.
+        TILES: Number of stages.
+        READERS: Arrivals that `empty` waits for.
+        C: `Sm90Config`.
+    """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(x.dtype, [TILES, C.BN, C.BD], layout)
     full = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
@@ -103,7 +133,7 @@ def make_tile_pipeline(x, layout: gl.constexpr, TILES: gl.constexpr, READERS: gl
 
 @gluon.jit
 def advance_stage(stage, phase, C: gl.constexpr):
-    """The next stage of a ring, and its phase."""
+    """Return the stage after `stage` and its phase, which flips when the index wraps around."""
     stage += 1
     wrapped = stage == C.STAGES
     return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)

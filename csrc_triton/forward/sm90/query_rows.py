@@ -1,4 +1,7 @@
-"""Which query rows a warp group of the kernels of sm_90 has, and what their maxima add up to."""
+"""Query rows of a consumer warp group in the sm_90 kernels: location, loading, and the sum of each query.
+
+A tensor core product has C.MMA_ROWS query rows. A query occupies C.ROWS_PER_QUERY of the rows of the two accumulators.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,10 +11,17 @@ from ...common.primitives import load_query_mask, locate_rows, sum_in_order
 
 @gluon.jit
 def map_rows(r, first, H: gl.constexpr, parts, C: gl.constexpr):
-    """Query and token of rows `r` of half H: each query's tokens are split between the halves, first half first.
+    """Return the query and the token of rows `r` of accumulator H.
 
-    A warp then holds whole queries of up to half its rows. `first` is the first group of the warp group; a query longer
-    than a warp group's rows takes several groups, its `parts`. With C.SMALL_M one half holds all rows.
+    The tokens of a query are split between the two accumulators, first half first. Both halves belong to the same warp
+    if they fit its rows of an accumulator. With C.SMALL_M one accumulator holds all rows.
+
+    Args:
+        r: Row indices within the accumulator.
+        first: First group of the warp group. A group is C.ROWS_PER_QUERY rows of one query.
+        H: Accumulator, 0 or 1.
+        parts: Groups of each query.
+        C: `Sm90Config`.
     """
     HALF_SLOT: gl.constexpr = C.ROWS_PER_QUERY if C.SMALL_M else C.ROWS_PER_QUERY // 2
     group = first + r // HALF_SLOT
@@ -20,13 +30,13 @@ def map_rows(r, first, H: gl.constexpr, parts, C: gl.constexpr):
 
 @gluon.jit
 def map_accumulator_rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constexpr):
-    """The same of all rows of half H."""
+    """Return the query and the token of all rows of accumulator H, see `map_rows`."""
     return map_rows(gl.arange(0, C.MMA_ROWS, layout=layout), first, H, parts, C)
 
 
 @gluon.jit
 def load_accumulator_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.constexpr):
-    """The rows of half H, zeros where masked or absent."""
+    """Load the query rows of accumulator H, zeros for masked and absent rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     i, s = map_accumulator_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
@@ -37,6 +47,6 @@ def load_accumulator_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.c
 
 @gluon.jit
 def sum_accumulators(a, b, C: gl.constexpr):
-    """Of the halves' rows, the sum of each query."""
+    """Return the sum of each query over its rows in both accumulators, as one fixed binary tree."""
     GROUPS: gl.constexpr = 2 * C.MMA_ROWS // C.ROWS_PER_QUERY
     return sum_in_order(a, GROUPS, C.ROWS_PER_QUERY // 2) + sum_in_order(b, GROUPS, C.ROWS_PER_QUERY // 2)

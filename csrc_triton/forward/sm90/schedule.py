@@ -1,4 +1,10 @@
-"""For `forward_rows`: where documents lie among the rows of D, and which of them each program takes."""
+"""Work partition of the packed kernel (`packed.py`): location of each document in D, and the pairs of each program.
+
+The kernel is persistent. Each program scores a contiguous range of the (row tile, document) pairs, ordered by row tile.
+Documents have different lengths, so programs get ranges of nearly equal cost instead of equal size. The cost of a
+document is its number of tiles plus a measured constant. Every program computes its own range from the lengths, because
+the host does not know them.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +14,15 @@ from triton.experimental.gluon import language as gl
 from ...common.segments import clamp_document_segment, load_document_bounds
 
 SCHEDULE_BLOCK_DOCUMENTS = gl.constexpr(1024)
-MAX_COSTED_TOKENS = gl.constexpr(2**24)  # that are counted of a document: what a block costs takes 32 bits
+# A longer document costs the same as one of this length, so that the cost of a block fits 32 bits.
+MAX_COSTED_TOKENS = gl.constexpr(2**24)
 
 
 class DocumentSegments(NamedTuple):
-    """Where documents lie among the rows of D: as `segments` say.
+    """Location of the documents among the rows of D.
 
-    `patches`, unless it is None, says what a mask leaves out of the `tiles` tiles of each document, which begins with
-    the first token that counts.
+    `segments` is a `SegmentArgs`. `patches` is a `MaskPatchArgs` for documents with a mask, else None. A masked
+    document begins with its first kept token and has at most `tiles` tiles.
     """
 
     segments: Any
@@ -25,18 +32,20 @@ class DocumentSegments(NamedTuple):
 
 @gluon.jit
 def compiler_barrier_value(x):
-    """The number `x`, which the compiler can neither do without nor work out, or what hangs on it, before.
+    """Return `x` opaquely, so that the compiler neither removes it nor computes anything derived from it earlier.
 
-    Else Triton forgets a length that only bounds a loop: it takes that of the first document for all. And what hangs on
-    how many tokens are left comes between the products asked for.
+    Without this, Triton loses a length that only bounds a loop and uses the length of the first document for all. In
+    addition, work that depends on the number of remaining tokens is moved between the issued products.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_segment_bounds(spans, k, K):
-    """What is stored of where document k lies, for `locate_segment`: asked for a document ahead, as it comes from far
-    away."""
+    """Load the stored bounds of document k for `locate_segment`.
+
+    Callers load them one document ahead, to hide the latency of global memory.
+    """
     first, other = load_document_bounds(spans.segments, k.to(gl.int64), k < K)
     if spans.patches is not None:
         first = gl.load(spans.patches.sources + k, mask=k < K, other=0)
@@ -45,7 +54,10 @@ def load_segment_bounds(spans, k, K):
 
 @gluon.jit
 def locate_segment(spans, bounds, k, K, Td):
-    """First row and length of document k: -1 of one that is not inside D, 0 of one that is not there."""
+    """Return the first row and the length of document k.
+
+    The length is -1 if the document is not inside D, and 0 if there is no document k.
+    """
     if spans.patches is None:
         k = k.to(gl.int64)
         row, length, valid = clamp_document_segment(spans.segments, bounds, k, k < K, Td)
@@ -57,13 +69,14 @@ def locate_segment(spans, bounds, k, K, Td):
 
 @gluon.jit
 def get_segment_length(spans, bounds, k, K, Td):
+    """Return the length of document k as `locate_segment` computes it."""
     _, length = locate_segment(spans, bounds, k, K, Td)
     return length
 
 
 @gluon.jit
 def list_block_documents(k0):
-    """SPAN_BLOCK documents from k0 on."""
+    """Return the SCHEDULE_BLOCK_DOCUMENTS document indices from k0 on."""
     return k0 + gl.arange(
         0, SCHEDULE_BLOCK_DOCUMENTS, layout=gl.BlockedLayout([SCHEDULE_BLOCK_DOCUMENTS // 128], [32], [4], [0])
     )
@@ -71,8 +84,10 @@ def list_block_documents(k0):
 
 @gluon.jit
 def estimate_costs(spans, bounds, k, K, C: gl.constexpr):
-    """What these documents cost, in quarters of a tile: their tiles, and what was measured of each; in 32 bits. One
-    that is not inside D costs as if it was."""
+    """Return the int32 cost of each document in quarters of a tile, 4 per tile and a measured constant of 3.
+
+    A document that is not inside D costs as if it were inside.
+    """
     length = k * 0 + spans.segments.d_each if spans.segments.offsets is None else bounds[1] - bounds[0]
     if spans.segments.lengths is not None:
         length = bounds[1]
@@ -82,21 +97,29 @@ def estimate_costs(spans, bounds, k, K, C: gl.constexpr):
 
 @gluon.jit
 def estimate_block_costs(spans, k0, K, C: gl.constexpr):
+    """Load the bounds of the block of documents from k0 on and return its costs."""
     k = list_block_documents(k0)
     return estimate_costs(spans, load_segment_bounds(spans, k, K), k, K, C)
 
 
 @gluon.jit
 def _flag_before_share(starts, costs, share, total):
-    """Of each of these documents, 1 if it lies before the `share` of the programs' total, as a fraction of it."""
+    """Return 1 for each document that begins below `share` programs' part of the total cost, else 0.
+
+    Args:
+        starts: Summed cost of all documents ahead of each document.
+        costs: Cost of each document, 0 for an absent document.
+        share: Number of programs' parts, less than the number of programs.
+        total: Cost of all documents.
+    """
     return ((starts * gl.num_programs(0) < share * total) & (costs > 0)).to(gl.int32)
 
 
 @gluon.jit
 def partition_pairs(spans, first, row_tiles, K, C: gl.constexpr):
-    """The first (row tile, document) pair of this program and of the next: the programs' parts cost nearly the same.
+    """Return the first (row tile, document) pair of this program and of the next program.
 
-    `first`: costs of the first block of documents.
+    All programs get ranges of nearly the same cost. `first` holds the costs of the first block of documents.
     """
     programs = gl.num_programs(0)
     total = gl.sum(first, axis=0).to(gl.int64)
@@ -124,4 +147,5 @@ def partition_pairs(spans, first, row_tiles, K, C: gl.constexpr):
 
 @gluon.jit
 def _add(a, b):
+    """Return a + b."""
     return a + b

@@ -1,8 +1,67 @@
-"""Few query rows, for `forward_specialized`: one product of a tile serves all of them.
+"""Small-M variant of `dense.py`, for few query rows, which all fit one tensor core product (at most 128 columns).
 
-So each warp group has documents of its own, every second one, and tiles of its own in the ring. Tokens are the rows of
-its products: a maximum over tokens is one over tiles until the document ends, registers of a warp may hold the tokens
-that it converts, and what normalises a token is found by the warp that has its products.
+Math, with an argmax over t if asked for, as in `dense.py`:
+
+```text
+score[i, k] = sum_s weight[i, s] * row_scale[i, s] * max_t <Q[i, s], D[k, t]> * token_scale[k, t]
+```
+
+The scales are inverse norms, dequantization scales, or 1. The operands of the product are swapped. Document tokens are
+on the 64-row side of WGMMA, and all query rows are columns. A few query rows therefore do not leave that side empty.
+
+The kernel is persistent and warp-specialized. One producer warp copies tiles with TMA into a pipeline of shared-memory
+stages. One product serves all query rows, so the two consumer warp groups do not share tiles. Each group scores every
+second document of the program and has C.STAGES pipeline stages of its own.
+
+Main loop, with `tile` for the document tile of `slot`, and `slot = stage + g * STAGES`:
+
+```text
+producer warp:
+    for documents k, k + 1 of the program, two at a time, for t0 in range(0, Ld, BN):
+        for g in (0, 1), if document k + g belongs to the program:
+            wait(empty[slot])
+            t = min(t0, Ld - BN)                            # the last tile shifts back
+            tile = TMA(D[k + g, t : t + BN])                # arrives at full[slot]
+consumer warp group g:
+    q = all query rows                                      # [rows, BD], in shared memory
+    for every second document k of the program:
+        best = -inf                                         # [BN, rows]
+        for t0 in range(0, Ld, BN):
+            wait(full[slot])
+            S = wgmma(tile, q.T)                            # [BN, rows], asynchronous
+            token_scale = inverse norms of the tile         # while the product runs, [BN]
+            wait(S); arrive(empty[slot])
+            best = max(best, S * token_scale[:, None])      # elementwise, no exchange between threads
+        row_max = max(best, axis=0)                         # epilogue: once per document
+        store the sum over each query of weight * row_scale * row_max
+```
+
+FP8 and fp32 tokens are loaded into registers and converted or split there. WGMMA then reads its left operand from
+registers, and `empty` is released before the product.
+
+Warp roles:
+
+```text
+role            warps  work
+consumers 0, 1  4 + 4  conversion, products, token norms, maxima, epilogue
+producer        1      TMA copies
+```
+
+Barriers, for 2 * STAGES slots:
+
+```text
+barrier      count  arriving                                    waiting
+full[slot]   1      TMA, with the bytes of the copies           consumer slot // STAGES
+empty[slot]  1      consumer, after its last read of the tile   producer
+```
+
+Invariants:
+
+- There is one row tile, so the n-th pair of a program is a document. Queries have no `parts`.
+- `Ld >= BN` and `d <= BD`. The last tile shifts back and repeats tokens.
+- Both consumers are independent. There is no ping-pong barrier.
+- The argmax treats NaN as larger than all numbers, and the first token wins a tie. No second pass is needed.
+- Scores have the same bits as in the other kernels. Swapping the operands does not change the order of a sum.
 """
 
 import triton
@@ -34,13 +93,18 @@ from .query_rows import load_accumulator_queries, map_accumulator_rows
 
 @triton.constexpr_function
 def _count_columns(C):
-    """Of a product: a query row has one, or one for each int8 term."""
+    """Return the columns of a product: one per query row, or one per int8 term of a query row."""
     return C.MMA_ROWS * max(C.INT8_TERMS, 1)
 
 
 @gluon.jit
 def make_small_m_pipeline(D, norms, C: gl.constexpr):
-    """A ring of C.STAGES tiles for each warp group, with what is read beside them, and room for its query rows."""
+    """Allocate and initialize a pipeline of C.STAGES stages for each warp group, and allocate room for the query rows.
+
+    Returns:
+        The `TilePipeline`, with token scales if they are precomputed, and the shared memory of the query rows. Each
+        warp group has its own copy of the query rows.
+    """
     TILE: gl.constexpr = D.layout
     CONVERTED: gl.constexpr = C.ENCODING != "" or C.SPLIT_FP32
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
@@ -54,8 +118,12 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
 
 @gluon.jit
 def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl.constexpr):
-    """The query rows as operands of products; and what their maxima are multiplied by, in a layout, negative of rows
-    that terms cannot hold."""
+    """Load all query rows as operands of the products, and the factors of their maxima in `layout`.
+
+    Returns:
+        The operands hi and lo, and the factors. lo differs from hi with C.SPLIT_FP32 only. The factor is negative for
+        rows that int8 or fp16 terms cannot represent.
+    """
     place = q_smem.index(G)
     low = q_smem.index(G + 2 if C.SPLIT_FP32 else G)
     factor = 0
@@ -79,14 +147,18 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
 
 @gluon.jit
 def _advance_tile(k, t0, Ld, C: gl.constexpr):
-    """The document and the first token of a warp group's next tile."""
+    """Return the document and the first token of the warp group's next tile."""
     last = t0 + C.BN >= Ld
     return gl.where(last, k + 2, k), gl.where(last, 0, t0 + C.BN)
 
 
 @gluon.jit
 def _prefetch_scales(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexpr):
-    """The scales of the tokens of FP8 documents' tile after that of `t0`, and which tile that is; 0 for others."""
+    """Load the FP8 token scales of the tile after the one at token t0 of document k.
+
+    Returns:
+        The scales, or 0 if documents are not FP8, then the document and the first token of that tile.
+    """
     scale = 0
     if C.ENCODING != "":
         k, t0 = _advance_tile(k, t0, sizes.Ld, C)
@@ -96,7 +168,10 @@ def _prefetch_scales(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def _compute_split_similarities(x, q, S, layout: gl.constexpr):
-    """`_compute_similarities` of fp32 tokens: -inf of those that terms cannot hold, which come last."""
+    """Compute the similarities of fp32 tokens by three fp16 products, see `_compute_similarities`.
+
+    The similarities of fallback tokens, which fp16 terms cannot represent, are -inf. Their flags are returned last.
+    """
     terms, scale, plain, _ = split_rows(x)
     hi, lo = terms
     S = warpgroup_mma(lo, q[0], S, use_acc=False, is_async=True)
@@ -111,8 +186,12 @@ def _compute_split_similarities(x, q, S, layout: gl.constexpr):
 
 @gluon.jit
 def _compute_similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
-    """Of a tile's tokens to the query rows, over the tokens' norms or times their scales; with the products, whose
-    registers the next ones take. Last, with C.SPLIT_FP32, which tokens have none."""
+    """Compute the similarities of a tile's tokens to all query rows, times the token scales or inverse token norms.
+
+    Returns:
+        The product, whose registers the next product reuses, the similarities `[BN, rows]`, and with C.SPLIT_FP32 the
+        flags of fallback tokens.
+    """
     mbarrier.wait(ring.full.index(slot), phase)
     tile = ring.tiles.index(slot)
     odd = 0
@@ -141,7 +220,10 @@ def _compute_similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, 
 
 @gluon.jit
 def _update_maxima(best, where, found, start, C: gl.constexpr):
-    """`best` and the tiles that it is of, after one that begins with token `start`. The first NaN wins for good."""
+    """Return the running maxima, and the first tokens of their tiles, after a tile that begins with token `start`.
+
+    The first NaN wins permanently.
+    """
     if C.ARGMAX:
         where = gl.where(((found > best) | (found != found)) & (best == best), start, where)
     return nan_max(best, found), where
@@ -149,7 +231,10 @@ def _update_maxima(best, where, found, start, C: gl.constexpr):
 
 @gluon.jit
 def _select_first_largest(v0, t0, v1, t1):
-    """The larger value with its token, the lower token where they are alike. NaN is larger than any number."""
+    """Return the larger of two values with its token, or the lower token if they are equal.
+
+    NaN is larger than all numbers.
+    """
     larger = (v1 > v0) | ((v1 != v1) & (v0 == v0))
     alike = (v1 == v0) | ((v1 != v1) & (v0 != v0))
     return nan_max(v0, v1), gl.where(larger | (alike & (t1 < t0)), t1, t0)
@@ -157,7 +242,7 @@ def _select_first_largest(v0, t0, v1, t1):
 
 @gluon.jit
 def _reduce_tokens(best, where, layout: gl.constexpr, C: gl.constexpr):
-    """Each row's maximum, and its winner, in a layout."""
+    """Return the maximum of each query row and its argmax, in `layout`."""
     if C.ARGMAX:
         t = gl.arange(0, C.BN, layout=gl.SliceLayout(1, best.type.layout))
         best, where = gl.reduce((best, where + t[:, None]), 0, _select_first_largest)
@@ -169,7 +254,7 @@ def _reduce_tokens(best, where, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _store_scores(best, where, Q, k, out, sizes, C: gl.constexpr):
-    """Store the sums of the maxima of each query's rows, [Nq, K], and winners, -1 of rows that do not count."""
+    """Store the scores of document k, `[Nq, K]`, and the argmax, which is -1 for masked rows (epilogue)."""
     GROUPS: gl.constexpr = C.MMA_ROWS // C.ROWS_PER_QUERY
     LAYOUT: gl.constexpr = best.type.layout
     i, s = map_accumulator_rows(0, 0, 1, LAYOUT, C)
@@ -185,7 +270,7 @@ def _store_scores(best, where, Q, k, out, sizes, C: gl.constexpr):
 
 @gluon.jit
 def _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C: gl.constexpr):
-    """Rows' maxima as those of what rows and tokens count as."""
+    """Return the row maxima times their factors, with the maxima of fallback rows and tokens added."""
     if C.INT8_TERMS > 0:
         best = dequantize_row_maxima(best, factor, each, odd_rows, x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, C)
     elif C.SPLIT_FP32:
@@ -199,8 +284,10 @@ def _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C:
 
 @gluon.jit
 def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
-    """Warp group G: all query rows against every second document. Scales of FP8 tokens are asked for two tiles before:
-    they are not in the ring."""
+    """Score all query rows against every second document of the program (consumer warp group G).
+
+    FP8 token scales are not in the pipeline. They are loaded from global memory two tiles ahead.
+    """
     ACC: gl.constexpr = make_accumulator_layout(_count_columns(C), q_smem.dtype)
     ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))
     stage = 0
